@@ -1,0 +1,92 @@
+"""The errors of the house, sorted by whose fault they are.
+
+`UsageError`: the program or its parameters (deadlock, mismatched collective, truncated buffer, bad value).
+`WorldError`: the world the program runs in (a rank failed, a communicator was revoked, a call ran out of time).
+`InternalError`: ours.
+
+This room knows words only: no communicator, no clock, no rank object. Every error can be rebuilt from its
+own `args`, because SimPy and pickle rebuild exceptions that way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class SpawnsimError(Exception):
+    """Root of all errors that spawnsim raises on purpose."""
+
+
+class UsageError(SpawnsimError):
+    """The program asked for something that cannot be: the message says what, where, and what to do."""
+
+
+class ParameterError(UsageError, ValueError):
+    """A parameter has a value outside its range. Also a `ValueError`, as callers of a constructor expect."""
+
+
+class UnsupportedError(UsageError, NotImplementedError):
+    """A call that this communicator does not offer; the message names it and the alternative."""
+
+
+class Deadlock(UsageError):
+    """Every rank still alive waits for another. The message holds the table and the cycle."""
+
+
+class Livelock(UsageError):
+    """A rank polls without its time passing."""
+
+
+class MismatchError(UsageError):
+    """Ranks of one communicator met in different collectives, or with different roots, counts, types or ops."""
+
+
+class TruncationError(UsageError):
+    """A message is longer than the buffer that receives it."""
+
+
+class WorldError(SpawnsimError):
+    """Something outside the program went wrong."""
+
+
+class RankFailed(WorldError):
+    """Other ranks have died. `ranks` are numbered in the communicator of the call."""
+
+    def __init__(self, ranks: Iterable[int], message: str = "") -> None:
+        self.ranks = tuple(sorted(ranks))
+        super().__init__(self.ranks, message)
+
+    def __str__(self) -> str:
+        names = ", ".join(map(str, self.ranks))
+        return self.args[1] or f"rank {names} failed"
+
+
+class Revoked(WorldError):
+    """The communicator was revoked by a member; recover() or shrink it."""
+
+
+class Timeout(WorldError, TimeoutError):
+    """A call met its deadline. `ranks` are those still missing, `operation` and `sequence` name the call."""
+
+    def __init__(self, ranks: Iterable[int], operation: str, sequence: int = -1, message: str = "") -> None:
+        self.ranks, self.operation, self.sequence = tuple(sorted(ranks)), operation, sequence
+        super().__init__(self.ranks, operation, sequence, message)
+
+    def __str__(self) -> str:
+        missing = f"; missing: rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        return self.args[3] or f"{self.operation} (number {self.sequence}) met its deadline{missing}"
+
+
+class RankError(SpawnsimError):
+    """A rank's program raised. The original exception is the `__cause__`; `rank` and `time_s` say where."""
+
+    def __init__(self, rank: int, time_s: float, message: str) -> None:
+        self.rank, self.time_s = rank, time_s
+        super().__init__(rank, time_s, message)
+
+    def __str__(self) -> str:
+        return str(self.args[2])
+
+
+class InternalError(SpawnsimError):
+    """A promise that spawnsim makes to itself was broken: please report it with the seed and the command."""

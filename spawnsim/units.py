@@ -1,0 +1,50 @@
+"""Quantities with units in text: "25 Gbit/s", "2 us", "64 KiB" become plain SI floats (seconds, bytes, bytes/s).
+
+This room knows words for units, and nothing of what the quantities are for.
+"""
+
+from __future__ import annotations
+
+import re
+
+from spawnsim.errors import ParameterError
+
+SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+BYTES_PER_SECOND = {f"{unit}/s": factor for unit, factor in BYTES.items()} | {
+    "bit/s": 0.125, "kbit/s": 125.0, "Mbit/s": 125e3, "Gbit/s": 125e6, "Tbit/s": 125e9,
+}  # fmt: skip
+
+_QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-zµ/]*)\s*")
+
+
+def _parse(text: str | float, units: dict[str, float], what: str) -> float:
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        return float(text)
+    match = _QUANTITY.fullmatch(str(text))
+    if match is None or match[2] not in units:
+        raise ParameterError(f"{text!r} is no {what}: write a number and one of {', '.join(units)}")
+    return float(match[1]) * units[match[2]]
+
+
+def seconds(text: str | float) -> float:
+    """Return a duration in seconds; a bare number is seconds already.
+
+    >>> seconds("2 us")
+    2e-06
+    """
+    return _parse(text, SECONDS | {"": 1.0}, "duration")
+
+
+def nbytes(text: str | float) -> int:
+    """Return a size in bytes; a bare number is bytes already."""
+    return round(_parse(text, BYTES | {"": 1.0}, "size"))
+
+
+def bytes_per_second(text: str | float) -> float:
+    """Return a bandwidth in bytes per second; text must carry a unit, since bits and bytes are mixed up so often.
+
+    >>> bytes_per_second("25 Gbit/s")
+    3125000000.0
+    """
+    return _parse(text, BYTES_PER_SECOND, "bandwidth")
