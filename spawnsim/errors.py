@@ -1,7 +1,7 @@
 """The errors of the house, sorted by whose fault they are.
 
 `UsageError`: the program or its parameters (deadlock, mismatched collective, truncated buffer, bad value).
-`WorldError`: the world the program runs in (a rank failed, a communicator was revoked, a call ran out of time).
+`WorldError`: the world the program runs in (a rank failed, a communicator was revoked, a time-out).
 `InternalError`: ours.
 
 This room knows words only: no communicator, no clock, no rank object. Every error can be rebuilt from its
@@ -38,7 +38,7 @@ class Livelock(UsageError):
 
 
 class MismatchError(UsageError):
-    """Ranks of one communicator met in different collectives, or with different roots, counts, types or ops."""
+    """Ranks of one communicator met in different collectives, or with another root, count, type or op."""
 
 
 class TruncationError(UsageError):

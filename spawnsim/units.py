@@ -1,4 +1,4 @@
-"""Quantities with units in text: "25 Gbit/s", "2 us", "64 KiB" become plain SI floats (seconds, bytes, bytes/s).
+"""Quantities with units in text: "25 Gbit/s", "2 us" and "64 KiB" become SI floats (seconds, bytes, bytes/s).
 
 This room knows words for units, and nothing of what the quantities are for.
 """
@@ -42,7 +42,7 @@ def nbytes(text: str | float) -> int:
 
 
 def bytes_per_second(text: str | float) -> float:
-    """Return a bandwidth in bytes per second; text must carry a unit, since bits and bytes are mixed up so often.
+    """Return a bandwidth in bytes per second; text must carry a unit, since bits and bytes are easily mixed up.
 
     >>> bytes_per_second("25 Gbit/s")
     3125000000.0

@@ -1,0 +1,50 @@
+# Two commands: `make demo` and `make test`. Both set up .venv first (once; a second call is quick).
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# Ranks share the cores: a thread pool per process would only fight the others.
+export OMP_NUM_THREADS := 1
+export MPLBACKEND := Agg
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format check bench clean
+
+help:
+	@echo "make demo    1,000 virtual ranks on digits under three policies, figures in demo/"
+	@echo "make test    lint, types, layering, all tests"
+	@echo "make bench   benchmarks"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,mpi,demo,report]"
+	@touch $@
+
+install: $(INSTALLED)
+
+demo: $(INSTALLED)
+	$(BIN)/spawnsim study demo --out demo
+
+test: lint check
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict spawnsim
+	$(BIN)/lint-imports
+
+check: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	$(BIN)/python -m pytest benchmarks -s --timeout 900
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist demo runs
