@@ -42,7 +42,7 @@ def nbytes(text: str | float) -> int:
 
 
 def bytes_per_second(text: str | float) -> float:
-    """Return a bandwidth in bytes per second; text must carry a unit, since bits and bytes are easily mixed up.
+    """Return a bandwidth in bytes per second; text must have a unit, as bits and bytes are easily mixed up.
 
     >>> bytes_per_second("25 Gbit/s")
     3125000000.0
