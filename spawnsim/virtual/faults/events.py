@@ -1,0 +1,279 @@
+"""Faults as data: one frozen object per fault, each a fact about a rank or a link and a window of virtual time.
+
+This room knows ranks by number and times in seconds. It must not know what a kernel does about them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import ClassVar, NamedTuple
+
+from spawnsim.errors import ParameterError
+
+
+class Verdict(NamedTuple):
+    """What becomes of one message."""
+
+    lost: bool = False
+    delay_s: float = 0.0
+    """Added to the time of arrival."""
+    copies: int = 1
+    """How often it is delivered; 1 is normal."""
+    corrupt: bool = False
+    """Whether its payload is damaged on the way."""
+
+    def then(self, other: Verdict) -> Verdict:
+        """Return both verdicts in one: any loss loses, delays add, copies multiply."""
+        return Verdict(
+            self.lost or other.lost,
+            self.delay_s + other.delay_s,
+            self.copies * other.copies,
+            self.corrupt or other.corrupt,
+        )
+
+
+DELIVERED = Verdict()
+LOST = Verdict(lost=True)
+
+
+@dataclass(frozen=True)
+class Fault(ABC):
+    """One fault. `kind` is its name in texts and JSON."""
+
+    kind: ClassVar[str]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that the fault names."""
+        named = [getattr(self, part.name) for part in fields(self) if part.name in ("rank", "source", "dest")]
+        return tuple(rank for rank in named if rank is not None)
+
+    def refuse(self, why: str) -> ParameterError:
+        """Return the error that says what is wrong with this fault."""
+        values = ", ".join(f"{part.name}={getattr(self, part.name)!r}" for part in fields(self))
+        return ParameterError(f"fault {type(self).__name__}({values}): {why}")
+
+    def check_window(self, at_s: float, for_s: float) -> None:
+        """Raise ParameterError unless the window starts at a finite time of at least 0 and lasts."""
+        if any(rank < 0 for rank in self.ranks):
+            raise self.refuse("ranks are counted from 0")
+        if not 0.0 <= at_s < math.inf:
+            raise self.refuse("at_s must be a finite time of at least 0 s")
+        if not for_s > 0.0:
+            raise self.refuse("for_s must be above 0 s")
+
+
+@dataclass(frozen=True)
+class Crash(Fault):
+    """The rank stops for good at `at_s`: what it had not sent by then it never sends."""
+
+    rank: int
+    at_s: float
+    kind: ClassVar[str] = "crash"
+
+    def __post_init__(self) -> None:
+        self.check_window(self.at_s, math.inf)
+
+
+@dataclass(frozen=True)
+class Restart(Fault):
+    """A crashed rank starts its program again at `at_s`, with nothing but its number."""
+
+    rank: int
+    at_s: float
+    kind: ClassVar[str] = "restart"
+
+    def __post_init__(self) -> None:
+        self.check_window(self.at_s, math.inf)
+
+
+@dataclass(frozen=True)
+class Pause(Fault):
+    """The rank stands still from `at_s` for `for_s` seconds, as under SIGSTOP: it neither computes nor answers."""
+
+    rank: int
+    at_s: float
+    for_s: float
+    kind: ClassVar[str] = "pause"
+
+    def __post_init__(self) -> None:
+        self.check_window(self.at_s, self.for_s)
+
+    @property
+    def speed(self) -> float:
+        """Work done per second while it lasts: none."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class SlowDown(Fault):
+    """The rank computes `factor` times slower from `at_s` for `for_s` seconds."""
+
+    rank: int
+    at_s: float
+    for_s: float
+    factor: float
+    kind: ClassVar[str] = "slow"
+
+    def __post_init__(self) -> None:
+        self.check_window(self.at_s, self.for_s)
+        if not 0.0 < self.factor < math.inf:
+            raise self.refuse("factor must be a finite number above 0; a rank that stands still is a pause")
+
+    @property
+    def speed(self) -> float:
+        """Work done per second while it lasts."""
+        return 1.0 / self.factor
+
+
+@dataclass(frozen=True)
+class LinkFault(Fault):
+    """A fault of the messages from `source` to `dest` (None: any rank) sent from `at_s` for `for_s` seconds."""
+
+    source: int | None
+    dest: int | None
+    at_s: float
+    for_s: float
+
+    def __post_init__(self) -> None:
+        self.check_window(self.at_s, self.for_s)
+
+    def covers(self, source: int, dest: int, sent_s: float) -> bool:
+        """Whether a message sent at `sent_s` meets this fault."""
+        return (
+            self.source in (None, source)
+            and self.dest in (None, dest)
+            and self.at_s <= sent_s < self.at_s + self.for_s
+        )
+
+    @abstractmethod
+    def verdict(self, sent_s: float, chance: float) -> Verdict:
+        """Return what becomes of a message that meets this fault; `chance` is its own uniform draw from [0, 1)."""
+
+
+@dataclass(frozen=True)
+class LinkDown(LinkFault):
+    """Messages wait at the sender until the link is back; on a link that stays down they are lost."""
+
+    kind: ClassVar[str] = "down"
+
+    def verdict(self, sent_s: float, chance: float) -> Verdict:
+        wait_s = self.at_s + self.for_s - sent_s
+        return LOST if math.isinf(wait_s) else Verdict(delay_s=wait_s)
+
+
+@dataclass(frozen=True)
+class Likely(LinkFault):
+    """A link fault that hits each message with a probability of its own."""
+
+    probability: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.probability <= 1.0:
+            raise self.refuse("probability must lie in [0, 1]")
+
+    @abstractmethod
+    def hit(self) -> Verdict:
+        """Return what becomes of a message that is hit."""
+
+    def verdict(self, sent_s: float, chance: float) -> Verdict:
+        return self.hit() if chance < self.probability else DELIVERED
+
+
+@dataclass(frozen=True)
+class Drop(Likely):
+    """Messages are lost."""
+
+    kind: ClassVar[str] = "drop"
+
+    def hit(self) -> Verdict:
+        return LOST
+
+
+@dataclass(frozen=True)
+class Duplicate(Likely):
+    """Messages arrive twice."""
+
+    kind: ClassVar[str] = "duplicate"
+
+    def hit(self) -> Verdict:
+        return Verdict(copies=2)
+
+
+@dataclass(frozen=True)
+class Corrupt(Likely):
+    """The payload of messages is damaged on the way."""
+
+    kind: ClassVar[str] = "corrupt"
+
+    def hit(self) -> Verdict:
+        return Verdict(corrupt=True)
+
+
+@dataclass(frozen=True)
+class Delay(LinkFault):
+    """Messages take `delay_s` longer, plus a uniform draw from [0, `spread_s`), by which they may overtake."""
+
+    delay_s: float
+    spread_s: float = 0.0
+    kind: ClassVar[str] = "delay"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (0.0 <= self.delay_s < math.inf and 0.0 <= self.spread_s < math.inf):
+            raise self.refuse("delay_s and spread_s must be finite times of at least 0 s")
+
+    def verdict(self, sent_s: float, chance: float) -> Verdict:
+        return Verdict(delay_s=self.delay_s + self.spread_s * chance)
+
+
+@dataclass(frozen=True)
+class Partition(Fault):
+    """`members` and all other ranks are cut off from each other from `at_s` for `for_s` seconds, as by `LinkDown`."""
+
+    members: tuple[int, ...]
+    at_s: float
+    for_s: float
+    kind: ClassVar[str] = "partition"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "members", tuple(sorted(set(self.members))))
+        self.check_window(self.at_s, self.for_s)
+        if not self.members:
+            raise self.refuse("members must name at least one rank")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that the fault names."""
+        return self.members
+
+    def covers(self, source: int, dest: int, sent_s: float) -> bool:
+        """Whether a message sent at `sent_s` meets this fault."""
+        apart = (source in self.members) != (dest in self.members)
+        return apart and self.at_s <= sent_s < self.at_s + self.for_s
+
+    def verdict(self, sent_s: float, chance: float) -> Verdict:
+        """Return what becomes of a message that meets this fault."""
+        wait_s = self.at_s + self.for_s - sent_s
+        return LOST if math.isinf(wait_s) else Verdict(delay_s=wait_s)
+
+
+KINDS: dict[str, type[Fault]] = {
+    fault.kind: fault
+    for fault in (
+        Crash,
+        Restart,
+        Pause,
+        SlowDown,
+        LinkDown,
+        Drop,
+        Duplicate,
+        Corrupt,
+        Delay,
+        Partition,
+    )
+}
+"""All faults by the names that texts and JSON use."""

@@ -1,0 +1,117 @@
+"""Random fault plans, for tests that search: a swarm.
+
+Each plan first draws which kinds of fault it has at all, then how many of each: runs that lack a kind go deeper into
+the others (Groce et al., "Swarm testing", ISSTA 2012).
+
+This room knows how to draw plans. It must not know what is tested with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from spawnsim import random
+from spawnsim.errors import ParameterError
+from spawnsim.virtual.faults.events import (
+    KINDS,
+    Corrupt,
+    Crash,
+    Delay,
+    Drop,
+    Duplicate,
+    Fault,
+    LinkDown,
+    Partition,
+    Pause,
+    SlowDown,
+)
+from spawnsim.virtual.faults.plan import Plan
+
+
+@dataclass(frozen=True)
+class Swarm:
+    """A family of random plans for runs of `ranks` ranks and about `horizon_s` virtual seconds.
+
+    `kinds`: which faults may occur. `most`: up to how many of a kind that occurs. All faults are over by the horizon
+    (crashes aside), so that what follows can show whether the survivors recover; at least one rank never crashes.
+    """
+
+    ranks: int
+    horizon_s: float
+    kinds: Sequence[str] = ("crash", "pause", "slow", "down", "drop", "delay", "duplicate", "partition")
+    most: int = 3
+
+    def __post_init__(self) -> None:
+        unknown = set(self.kinds) - set(_DRAWS)
+        if unknown:
+            raise ParameterError(
+                f"no random faults of kind {min(unknown)!r}: choose from {', '.join(_DRAWS)}"
+            )
+        if self.ranks < 1 or not self.horizon_s > 0.0 or self.most < 1:
+            raise ParameterError(f"{self}: ranks, horizon_s and most must be above 0")
+
+    def plan(self, seed: int) -> Plan:
+        """Return the plan of a seed."""
+        stream = random.generator(seed, -1, "faults.swarm")
+        faults: list[Fault] = []
+        for kind in (kind for kind in KINDS if kind in self.kinds):
+            if stream.random() < 0.5:
+                faults += [_DRAWS[kind](self, stream) for _ in range(int(stream.integers(1, self.most + 1)))]
+        return Plan(tuple(_survivable(faults, self.ranks)), seed)
+
+    def window(self, stream: np.random.Generator) -> tuple[float, float]:
+        """Draw a start and a length; both in milliseconds, so that plans are short to read."""
+        start_s, end_s = np.sort(stream.random(2)) * self.horizon_s
+        return round(float(start_s), 3), max(round(float(end_s - start_s), 3), 1e-3)
+
+    def rank(self, stream: np.random.Generator) -> int:
+        """Draw a rank."""
+        return int(stream.integers(self.ranks))
+
+    def link(self, stream: np.random.Generator) -> tuple[int | None, int | None]:
+        """Draw a link; each end is any rank in one case of four."""
+        ends = [None if stream.random() < 0.25 else self.rank(stream) for _ in range(2)]
+        return ends[0], ends[1]
+
+
+def _survivable(faults: list[Fault], ranks: int) -> list[Fault]:
+    """Keep one crash per rank, and of the last rank alive none."""
+    dead: set[int] = set()
+    kept = []
+    for fault in faults:
+        if isinstance(fault, Crash):
+            if fault.rank in dead or len(dead) == ranks - 1:
+                continue
+            dead.add(fault.rank)
+        kept.append(fault)
+    return kept
+
+
+def _partition(swarm: Swarm, stream: np.random.Generator) -> Partition:
+    size = int(stream.integers(1, max(swarm.ranks // 2, 1) + 1))
+    members = stream.choice(swarm.ranks, size, replace=False).tolist()
+    return Partition(tuple(members), *swarm.window(stream))
+
+
+def _tenths(stream: np.random.Generator) -> float:
+    return int(stream.integers(1, 10)) / 10
+
+
+_DRAWS: dict[str, Callable[[Swarm, np.random.Generator], Fault]] = {
+    "crash": lambda swarm, stream: Crash(swarm.rank(stream), swarm.window(stream)[0]),
+    "pause": lambda swarm, stream: Pause(swarm.rank(stream), *swarm.window(stream)),
+    "slow": lambda swarm, stream: SlowDown(
+        swarm.rank(stream), *swarm.window(stream), int(stream.integers(2, 11))
+    ),
+    "down": lambda swarm, stream: LinkDown(*swarm.link(stream), *swarm.window(stream)),
+    "drop": lambda swarm, stream: Drop(*swarm.link(stream), *swarm.window(stream), _tenths(stream)),
+    "duplicate": lambda swarm, stream: Duplicate(*swarm.link(stream), *swarm.window(stream), _tenths(stream)),
+    "corrupt": lambda swarm, stream: Corrupt(*swarm.link(stream), *swarm.window(stream), _tenths(stream)),
+    "delay": lambda swarm, stream: Delay(
+        *swarm.link(stream), *swarm.window(stream), 0.01 * _tenths(stream), 0.1 * _tenths(stream)
+    ),
+    "partition": _partition,
+}
