@@ -15,4 +15,34 @@ The floors, top to bottom (imports point down only; `lint-imports` holds it):
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from spawnsim.run import Run, run
+
+if TYPE_CHECKING:  # the same names, where editors and type checkers look for them
+    pass
+
 __version__ = "0.1.0"
+
+_HOME = {
+    "Comm": "spawnsim.comm",
+    "SpawnPolicy": "spawnsim.policies",
+    "AverageAllPolicy": "spawnsim.policies",
+    "AsyncSelectiveAveragingPolicy": "spawnsim.policies",
+    "Table": "spawnsim.record",
+}
+
+__all__ = ["Run", "__version__", "run", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'spawnsim' has no attribute {name!r}; it has: {', '.join(__all__)}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,1 +1,81 @@
-"""The command line."""
+"""The command line: one subcommand, one module with `main(arguments) -> exit code`.
+
+This room knows which module serves a subcommand, and how each kind of error ends. A module is imported when its
+subcommand is called, so `spawnsim --help` is quick and needs nothing installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from spawnsim import __version__
+from spawnsim.cli.ending import internal, report
+from spawnsim.errors import SpawnsimError, UnsupportedError
+
+COMMANDS = {
+    "run": ("spawnsim.cli.run", "run a file on virtual ranks, or on real ones"),
+    "study": ("spawnsim.study", "run a study: a grid of runs, and its figures"),
+    "plot": ("spawnsim.plots.cli", "draw figures of runs"),
+    "report": ("spawnsim.report", "write one HTML page about runs"),
+    "trace": ("spawnsim.cli.trace", "write a run's timeline for Perfetto or chrome://tracing"),
+    "calibrate": ("spawnsim.cli.calibrate", "measure this cluster, and write a platform file"),
+    "validate": ("spawnsim.cli.validate", "predict a real run, and compare"),
+    "list": ("spawnsim.cli.list", "list platforms, policies, workloads, studies"),
+    "doctor": ("spawnsim.cli.doctor", "say what this machine can run, and what to change"),
+}
+
+EXIT_CODES = """\
+exit codes:
+  0  all went well                         3  the program's ranks wait for each other (deadlock, livelock)
+  1  the program raised on a rank          4  a call met its deadline, or a rank failed
+  2  a parameter or file is not usable     5  spawnsim itself is at fault: please report it
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return _serve(arguments.command, arguments.arguments)
+    except SpawnsimError as error:
+        return report(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:  # noqa: BLE001  the outermost door: what arrives here is our fault, and says so
+        return internal(error)
+
+
+def entry() -> None:
+    """Run this process's command line; does not return."""
+    sys.exit(main())
+
+
+def _serve(command: str, arguments: Sequence[str]) -> int:
+    name, _ = COMMANDS[command]
+    try:
+        module = import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        raise UnsupportedError(f"spawnsim {command}: not in this version ({__version__})") from error
+    code: int = module.main(arguments)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    table = "\n".join(f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="spawnsim",
+        description="Policies that average and replace models across ranks, on virtual clusters and on real ones.",
+        epilog=f"commands:\n{table}\n\n{EXIT_CODES}\n`spawnsim COMMAND --help` describes one command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"spawnsim {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    return parser

@@ -1,0 +1,72 @@
+"""How errors end a command: one clear message on standard error, and an exit code.
+
+This room knows the families of errors. A traceback is shown for the program's own exception alone, and only the part
+of it that is the program's.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import spawnsim
+from spawnsim.errors import (
+    Deadlock,
+    InternalError,
+    Livelock,
+    RankError,
+    SpawnsimError,
+    UsageError,
+    WorldError,
+)
+
+OK, RAISED, USAGE, STUCK, WORLD, OURS = range(6)
+
+_CODES: tuple[tuple[type[SpawnsimError], int], ...] = (
+    (Deadlock, STUCK),
+    (Livelock, STUCK),
+    (UsageError, USAGE),
+    (WorldError, WORLD),
+    (InternalError, OURS),
+)
+
+_HOUSE = str(Path(spawnsim.__file__).parent)
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of an error; that of a rank's program is decided by what it raised."""
+    if isinstance(error, RankError) and isinstance(error.__cause__, SpawnsimError):
+        return exit_code(error.__cause__)
+    return next((code for family, code in _CODES if isinstance(error, family)), RAISED)
+
+
+def report(error: SpawnsimError) -> int:
+    """Print an error and return its exit code."""
+    lines = [f"spawnsim: {error}"]
+    if isinstance(error, RankError) and error.__cause__ is not None:
+        lines.insert(0, program_traceback(error.__cause__))
+    print("\n".join([*lines, *getattr(error, "__notes__", ())]), file=sys.stderr)
+    return exit_code(error)
+
+
+def internal(error: Exception) -> int:
+    """Print what must not happen, with its traceback, and return the exit code for it."""
+    traceback.print_exception(error)
+    print(
+        "spawnsim: the fault above is ours; please report it with the command and the seed", file=sys.stderr
+    )
+    return OURS
+
+
+def program_traceback(error: BaseException) -> str:
+    """Return an exception's traceback from where the program begins: the frames of the house above it left out."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and _is_ours(trace):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_filename.startswith(_HOUSE)

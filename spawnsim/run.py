@@ -1,1 +1,0 @@
-"""Choose a building, run a program in it, and hand back what was recorded."""

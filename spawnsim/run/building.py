@@ -1,0 +1,157 @@
+"""Run a program on virtual ranks, and keep what was recorded whatever happens.
+
+This room chooses the building and owns the run folder. It knows no communicator's calls, and of the virtual cluster
+one function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spawnsim.errors import ParameterError, SpawnsimError
+from spawnsim.run.program import Main, Program, program
+from spawnsim.run.result import FINISHED, Run, totals_of
+
+if TYPE_CHECKING:
+    from spawnsim.record import Recorder
+
+Progress = Callable[[float, int, int], None]
+"""Called now and then with virtual seconds, ranks that have finished, and ranks."""
+
+
+def run(
+    main: Main | str | Path,
+    *,
+    ranks: int,
+    platform: Any = None,
+    stragglers: Any = None,
+    faults: Any = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    compute: float | str | None = None,
+    deadline_s: float = 30.0,
+    progress: bool | Progress = False,
+    parameters: Mapping[str, Any] | None = None,
+) -> Run:
+    """Run `main(comm, **parameters)` on virtual ranks and return what they recorded.
+
+    The same seed gives the same run, bit for bit.
+
+    Args:
+        main: a function of a `spawnsim.Comm`, or the path of a file that defines it.
+        ranks: how many virtual ranks.
+        platform: name, TOML file or object that describes the network; None is the default platform.
+        stragglers: such as "lognormal:0.3", or an object; None: all ranks are equally fast.
+        faults: a fault plan, or None.
+        seed: of every random stream of the run, at least 0.
+        out: run folder to write; also on errors, with what was recorded until then.
+        compute: seconds (or text such as "5 ms") that `comm.compute()` takes where the program states none.
+        deadline_s: virtual seconds that one call may wait before it ends in `Timeout`.
+        progress: True for a bar on the terminal, or a function that is told.
+        parameters: keyword arguments for `main`.
+
+    Raises:
+        ParameterError: a parameter has no meaning; nothing ran.
+        RankError: `main` raised on a rank; `__cause__` is its exception.
+        SpawnsimError: another way in which a run can end, such as `Deadlock`.
+    """
+    from spawnsim.units import seconds
+
+    task = program(main, parameters)
+    _check(ranks, seed, deadline_s)
+    compute_s = None if compute is None else seconds(compute)
+    what = describe(
+        task, backend="virtual", ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
+        compute_s=compute_s, deadline_s=deadline_s,
+    )  # fmt: skip
+    keeper = Keeper(what, None if out is None else Path(out))
+    with keeper, _bar(progress, task, keeper.recorder, ranks) as told:
+        keeper.counted = _simulate(
+            task.call, ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
+            recorder=keeper.recorder, compute_s=compute_s, deadline_s=deadline_s, progress=told,
+        )  # fmt: skip
+    return keeper.run
+
+
+def _simulate(main: Main, **arguments: Any) -> Any:
+    from spawnsim.virtual import simulate
+
+    return simulate(main, **arguments)
+
+
+def _bar(progress: bool | Progress, task: Program, recorder: Recorder, ranks: int) -> Any:
+    from spawnsim.run.bar import Bar, Listener
+
+    if progress is True:
+        return Bar(recorder, ranks=ranks, iterations=task.parameters.get("iterations"))
+    return Listener(progress or None)
+
+
+def _check(ranks: Any, seed: Any, deadline_s: float) -> None:
+    for name, value, least in (("ranks", ranks, 1), ("seed", seed, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ParameterError(f"{name}={value!r}: give an integer of at least {least}")
+    if not deadline_s > 0:
+        raise ParameterError(f"deadline_s={deadline_s!r}: give seconds above 0")
+
+
+def describe(task: Program, *, backend: str, **circumstances: Any) -> dict[str, Any]:
+    """Return the "what" of run.json."""
+    from spawnsim.record import manifest
+    from spawnsim.record.plain import document
+
+    what = manifest.program(task.main) | {"parameters": document(task.parameters), "backend": backend}
+    what |= {name: document(value) for name, value in circumstances.items()}
+    return what | {"versions": manifest.versions()}
+
+
+class Keeper:
+    """Keeps what a run records: writes the run folder when the `with` block ends, in whatever way it ends."""
+
+    def __init__(self, what: Mapping[str, Any], out: Path | None) -> None:
+        from spawnsim.record import Recorder, folder
+
+        self.what, self.out, self.recorder = what, out, Recorder()
+        self.counted: Any = None  # a dataclass, once the building has counted
+        self._run: Run | None = None
+        if out is not None:
+            folder.prepare(out)
+            folder.write_manifest(out, {"what": what, "totals": {}, "outcome": "running"})
+
+    @property
+    def run(self) -> Run:
+        """What was recorded, once the block has ended."""
+        if self._run is None:
+            self._run = self._gathered(FINISHED)
+        return self._run
+
+    def _gathered(self, outcome: str) -> Run:
+        table, events = self.recorder.table(), self.recorder.events()
+        counted = dataclasses.asdict(self.counted) if self.counted is not None else {}
+        totals = totals_of(table, events, {"ranks": self.what.get("ranks")} | counted)
+        return Run(self.what, table, events, totals, outcome)
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if self.counted is None:
+            self.counted = getattr(error, "totals", None)
+        if self.out is None:
+            return
+        self._run = self._gathered(outcome_of(error))
+        self._run.save(self.out)
+        if isinstance(error, SpawnsimError):
+            error.add_note(f"What was recorded until then: {self.out}")
+
+
+def outcome_of(error: BaseException | None) -> str:
+    """Return the "outcome" of run.json."""
+    if error is None:
+        return FINISHED
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return f"{type(error).__name__}: {error}"

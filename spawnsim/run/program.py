@@ -1,0 +1,126 @@
+"""Load a program's file and give its `main(comm, ...)` the parameters of the run.
+
+This room knows Python files and signatures, and nothing of where `main` will run.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spawnsim.errors import ParameterError
+
+MODULE = "__program__"  # never "__main__": a file's own `if __name__ == "__main__"` must not start it
+
+Main = Callable[..., object]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A `main` with its parameters. `call(comm)` runs it on one rank.
+
+    Attributes:
+        main: the function, as the file defines it.
+        parameters: every keyword parameter of `main` with the value of this run, defaults included.
+    """
+
+    main: Main
+    parameters: Mapping[str, Any]
+    given: Mapping[str, Any]
+
+    @property
+    def call(self) -> Main:
+        """Return `main` as a function of the communicator alone."""
+        return functools.partial(self.main, **self.given) if self.given else self.main
+
+
+def program(main: Main | str | Path, parameters: Mapping[str, Any] | None = None) -> Program:
+    """Return a checked program, from a function or from a file that defines `main(comm)`.
+
+    Raises:
+        ParameterError: no such file, no `main`, or a parameter that `main` does not take.
+    """
+    function = load(Path(main)) if isinstance(main, (str, Path)) else main
+    if not callable(function):
+        raise ParameterError(
+            f"main is a {type(function).__name__}: give a function of the communicator, or a file"
+        )
+    given = dict(parameters or {})
+    takes = _parameters(function)
+    unknown = [name for name in given if name not in takes.names and not takes.anything]
+    if unknown:
+        known = ", ".join(takes.names) or "none"
+        raise ParameterError(f"main takes no parameter {', '.join(unknown)}; its parameters: {known}")
+    missing = [name for name in takes.names if name not in takes.defaults and name not in given]
+    if missing:
+        raise ParameterError(f"main needs a value for {', '.join(missing)}: give --set {missing[0]}=VALUE")
+    return Program(function, takes.defaults | given, given)
+
+
+@dataclass(frozen=True)
+class _Takes:
+    names: tuple[str, ...]
+    defaults: dict[str, Any]
+    anything: bool
+
+
+def _parameters(function: Main) -> _Takes:
+    parameters = list(inspect.signature(function).parameters.values())
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if not parameters or parameters[0].kind not in (*positional, inspect.Parameter.VAR_POSITIONAL):
+        raise ParameterError("main takes no argument: its first one is the communicator, main(comm)")
+    named = [each for each in parameters[1:] if each.kind in (positional[1], inspect.Parameter.KEYWORD_ONLY)]
+    return _Takes(
+        names=tuple(each.name for each in named),
+        defaults={each.name: each.default for each in named if each.default is not inspect.Parameter.empty},
+        anything=any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters),
+    )
+
+
+def load(path: Path) -> Main:
+    """Run a Python file as a module, once for all virtual ranks, and return its `main`.
+
+    The file's folder goes first on `sys.path`, as Python itself does for a script.
+    """
+    if not has_main(path):
+        raise ParameterError(
+            f"{path} has no main(comm): define it; it is called once per rank with a communicator"
+        )
+    spec = importlib.util.spec_from_file_location(MODULE, path)
+    if spec is None or spec.loader is None:
+        raise ParameterError(f"{path} is no Python file")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = sys.modules[MODULE] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    main: Main = module.main
+    return main
+
+
+def has_main(path: Path) -> bool:
+    """Return whether a file binds the name `main` at its top level. Reads the file, and runs nothing of it."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ParameterError(f"cannot read {path}: {error.strerror}") from error
+    except (SyntaxError, ValueError) as error:
+        raise ParameterError(f"{path} is no Python program: {error}") from error
+    return any("main" in _bound(statement) for statement in tree.body)
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return {statement.name}
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return {alias.asname or alias.name for alias in statement.names}
+    if isinstance(statement, ast.Assign):
+        return {target.id for target in statement.targets if isinstance(target, ast.Name)}
+    return set()

@@ -1,0 +1,106 @@
+"""A run, after it ran: table, events, totals; in memory, and as a run folder.
+
+This room knows results. It does not know how they came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spawnsim.record import Event, Table
+
+TOTALS = (
+    "ranks", "iterations", "virtual_seconds", "wall_seconds", "events", "messages", "bytes", "replacements", "digest",
+)  # fmt: skip
+FINISHED = "finished"
+
+
+@dataclass(frozen=True, repr=False)
+class Run:
+    """What one run left behind.
+
+    Attributes:
+        what: what ran: file, parameters, ranks, platform, seed, versions.
+        table: numpy columns by name, one row per `comm.record`, ordered by rank; see `spawnsim.record.Table`.
+        events: dicts with "kind", "time_s", "rank" and the event's own fields, by time.
+        totals: the values named in `TOTALS`; None for what a building cannot count.
+        outcome: "finished", "running", "interrupted", or the error's text.
+    """
+
+    what: Mapping[str, Any]
+    table: Table
+    events: Sequence[Event]
+    totals: Mapping[str, Any]
+    outcome: str = FINISHED
+
+    @classmethod
+    def load(cls, path: str | Path) -> Run:
+        """Return the run of a folder; of one that was killed, or still runs, what its ranks have written so far.
+
+        Raises:
+            ParameterError: the folder holds no run, or a file of it is damaged.
+        """
+        from spawnsim.record import folder, journal
+
+        place = Path(path)
+        manifest = folder.read_manifest(place)
+        what, totals, outcome = (manifest.get(name) for name in ("what", "totals", "outcome"))
+        if (place / journal.FOLDER).is_dir() and outcome != FINISHED:
+            recorder, _ = journal.merge(place)
+            table, events = recorder.table(), recorder.events()
+        else:
+            table, events = folder.read_table(place), folder.read_events(place)
+        return cls(what or {}, table, events, totals or {}, str(outcome))
+
+    def save(self, path: str | Path) -> None:
+        """Write the run folder: run.json, metrics.npz, events.jsonl."""
+        from spawnsim import record
+
+        manifest = {"what": self.what, "totals": self.totals, "outcome": self.outcome}
+        record.write(Path(path), table=self.table, events=self.events, manifest=manifest)
+
+    def __repr__(self) -> str:
+        return f"Run({', '.join(self._facts())})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th>{name}</th><td>{escape(str(self.totals.get(name)))}</td></tr>" for name in TOTALS
+        )
+        return f"<p>{escape(', '.join(self._facts()))}</p><table>{rows}</table>{self.table._repr_html_()}"
+
+    def _facts(self) -> list[str]:
+        seconds = self.totals.get("virtual_seconds")
+        return [
+            str(self.what.get("file") or self.what.get("main")),
+            f"{self.totals.get('ranks')} ranks",
+            f"{self.table.rows:,} rows",
+            f"{len(self.events):,} events",
+            *([f"{seconds:.6g} virtual s"] if seconds is not None else []),
+            self.outcome.partition("\n")[0],
+        ]
+
+
+def totals_of(table: Table, events: Sequence[Event], counted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the totals: what the building counted, and what the recorded rows and events add."""
+    own = {
+        "iterations": iterations(table),
+        "replacements": sum(event["kind"] == "replacement" for event in events),
+    }
+    return {name: own.get(name, counted.get(name)) for name in TOTALS}
+
+
+def iterations(table: Table) -> int:
+    """Return how far the furthest rank came: by the column `iteration` if there is one, else by its rows."""
+    if not table.rows:
+        return 0
+    if "iteration" in table and table["iteration"].dtype.kind in "if":
+        largest = table["iteration"].max()
+        return int(largest) + 1 if largest == largest else 0
+    import numpy as np
+
+    return int(np.bincount(table["rank"]).max())

@@ -1,0 +1,332 @@
+"""The recorder, tables, journals and run folders: what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spawnsim.errors import ParameterError
+from spawnsim.record import Journal, Recorder, Table, folder, journal, manifest, merge
+from spawnsim.run import Run
+
+
+def test_rows_are_ordered_by_rank_then_as_recorded() -> None:
+    """Rows of interleaved ranks come out rank by rank, each in its own order, with rank and time."""
+    recorder = Recorder()
+    for rank, time_s, loss in ((1, 0.5, 10.0), (0, 0.2, 1.0), (1, 0.1, 11.0), (0, 0.9, 2.0)):
+        recorder.row(rank, time_s, {"loss": loss})
+    table = recorder.table()
+    assert table["rank"].tolist() == [0, 0, 1, 1]
+    assert table["loss"].tolist() == [1.0, 2.0, 10.0, 11.0]
+    assert table["time_s"].tolist() == [0.2, 0.9, 0.5, 0.1]
+    assert (table["rank"].dtype, table["time_s"].dtype) == (np.int32, np.float64)
+
+
+def test_columns_keep_their_types() -> None:
+    """Integers stay int64 (beyond 2**53 too), bools bool, texts unicode."""
+    recorder = Recorder()
+    for number in (2**62 + 1, 3):
+        recorder.row(0, 0.0, {"n": number, "ok": number > 5, "mode": str(number)[:2], "x": 0.5})
+    table = recorder.table()
+    assert table["n"].tolist() == [2**62 + 1, 3]
+    assert table["ok"].dtype == np.bool_
+    assert table["mode"].tolist() == ["46", "3"]
+    assert table["mode"].dtype.kind == "U"
+
+
+def test_missing_values_are_nan_or_empty_text() -> None:
+    """A name that a row lacks, or None, is NaN in a column of numbers and "" in one of texts."""
+    recorder = Recorder()
+    recorder.row(0, 0.0, {"loss": 1.0, "donor": 3, "why": "age"})
+    recorder.row(0, 1.0, {"loss": None})
+    recorder.row(0, 2.0, {"late": None})
+    table = recorder.table()
+    np.testing.assert_array_equal(table["loss"], [1.0, np.nan, np.nan])
+    np.testing.assert_array_equal(table["donor"], [3.0, np.nan, np.nan])
+    np.testing.assert_array_equal(table["late"], [np.nan] * 3)
+    assert table["why"].tolist() == ["age", "", ""]
+
+
+def test_numbers_of_other_libraries_become_plain() -> None:
+    """0-dim tensors (bf16 and with gradient too) and numpy scalars are recorded by their value."""
+    recorder = Recorder()
+    loss = torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True)
+    recorder.row(0, 0.0, {"a": loss, "b": np.float32(0.25), "c": np.int64(7), "d": torch.tensor([True])})
+    table = recorder.table()
+    assert [table[name].tolist() for name in "abcd"] == [[0.5], [0.25], [7], [True]]
+
+
+def test_a_tensor_is_read_when_it_is_recorded() -> None:
+    """A later change of a recorded tensor does not reach the table."""
+    recorder, loss = Recorder(), torch.tensor(1.0)
+    recorder.row(0, 0.0, {"loss": loss})
+    loss += 1
+    assert recorder.table()["loss"].tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"weights": np.zeros(3)}, r"record\(weights=...\): a ndarray is not one number"),
+        ({"rank": 3}, "rank is added by itself"),
+        ({"time_s": 3.0}, "time_s is added by itself"),
+        ({"big": 2**63}, "must fit 64 bits"),
+    ],
+)
+def test_what_cannot_be_a_row_is_refused(values: dict[str, object], message: str) -> None:
+    """The message names the value, and nothing half-written stays behind."""
+    recorder = Recorder()
+    with pytest.raises(ParameterError, match=message):
+        recorder.row(0, 0.0, values)
+    assert recorder.table().rows == recorder.rows == 0
+
+
+def test_too_large_an_integer_is_refused_on_the_fast_path_too() -> None:
+    """A shape that was seen before gives the same message."""
+    recorder = Recorder()
+    recorder.row(0, 0.0, {"big": 1})
+    with pytest.raises(ParameterError, match="64 bits"):
+        recorder.row(0, 0.0, {"big": -(2**63) - 1})
+    assert recorder.table()["big"].tolist() == [1]
+
+
+def test_an_event_takes_no_reserved_field() -> None:
+    """Kind, time and rank are added by themselves, so a field cannot shadow them."""
+    with pytest.raises(ParameterError, match=r"event\('fault', rank=...\)"):
+        Recorder().event(0, 0.0, "fault", {"rank": 3})
+
+
+def test_events_are_ordered_by_time_and_hold_arrays() -> None:
+    """Events of all ranks form one log; arrays become lists, and what is not finite null."""
+    recorder = Recorder()
+    recorder.event(1, 2.0, "replacement", {"donors": np.array([3, 4]), "metric": float("nan")})
+    recorder.event(0, 1.0, "fault", {"what": ("crash", 2)})
+    assert recorder.events() == [
+        {"kind": "fault", "time_s": 1.0, "rank": 0, "what": ["crash", 2]},
+        {"kind": "replacement", "time_s": 2.0, "rank": 1, "donors": [3, 4], "metric": None},
+    ]
+
+
+def test_a_row_is_quick_and_lean() -> None:
+    """Eight numbers take 84 bytes a row, and (in the best of five) under two microseconds."""
+    recorder = Recorder()
+    values = dict.fromkeys("abcdefgh", 0.5)
+    best_s = min(_seconds_per_row(recorder, values) for _ in range(5))
+    (block,) = recorder._blocks.values()
+    assert len(block.data) == 84 * recorder.rows
+    assert best_s < 4e-6  # twice the promise, since a test machine may be busy
+
+
+def _seconds_per_row(recorder: Recorder, values: dict[str, float]) -> float:
+    begin_s = time.perf_counter()
+    for count in range(2000):
+        recorder.row(count % 7, 0.0, values)
+    return (time.perf_counter() - begin_s) / 2000
+
+
+names = st.sampled_from(["loss", "n", "why", "ok"])
+values = (
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text("abc")
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.dictionaries(names, values))))
+def test_any_rows_fit_one_table(rows: list[tuple[int, dict[str, object]]]) -> None:
+    """Whatever mixture of names and types is recorded, each row is there, in order, with its numbers."""
+    recorder = Recorder()
+    for rank, row in rows:
+        recorder.row(rank, 0.0, row)
+    table = recorder.table()
+    in_order = sorted(rows, key=lambda entry: entry[0])
+    assert table["rank"].tolist() == [rank for rank, _ in in_order]
+    for name in set(table) - {"rank", "time_s"}:
+        if table[name].dtype.kind != "U":
+            expected = [np.nan if row.get(name) is None else float(row[name]) for _, row in in_order]  # type: ignore[arg-type]
+            np.testing.assert_array_equal(table[name].astype(float), expected)
+
+
+def test_a_table_chooses_rows() -> None:
+    """`of_rank` and `where` return tables."""
+    table = Table({"rank": np.array([0, 1, 1]), "loss": np.array([1.0, 2.0, 3.0])})
+    assert table.of_rank(1)["loss"].tolist() == [2.0, 3.0]
+    assert table.where(table["loss"] < 3).rows == 2
+    assert repr(table) == "Table(3 rows: rank, loss)"
+    assert "<th>loss</th>" in table._repr_html_()
+
+
+def test_a_table_names_its_columns_when_one_is_missing() -> None:
+    """The KeyError lists what there is."""
+    with pytest.raises(KeyError, match="no column 'los'; there are: loss"):
+        Table({"loss": np.zeros(1)})["los"]
+
+
+def test_a_table_has_columns_of_one_length() -> None:
+    """Columns that do not fit together are refused."""
+    with pytest.raises(ParameterError, match="one length"):
+        Table({"a": np.zeros(1), "b": np.zeros(2)})
+
+
+# --------------------------------------------------------------------------------------------------- run folders
+def _run() -> Run:
+    recorder = Recorder()
+    recorder.row(0, 0.5, {"loss": 1.0, "why": "age"})
+    recorder.row(1, 0.5, {"loss": float("inf")})
+    recorder.event(1, 0.75, "replacement", {"donors": [0]})
+    return Run(
+        {"file": "train.py"}, recorder.table(), recorder.events(), {"ranks": 2, "virtual_seconds": 0.75}
+    )
+
+
+def test_a_run_folder_reads_as_it_was_written(tmp_path: Path) -> None:
+    """Save and load give the same table, events, totals and outcome; nothing else is left in the folder."""
+    _run().save(tmp_path / "deep" / "a")
+    loaded = Run.load(tmp_path / "deep" / "a")
+    assert {name: column.tolist() for name, column in loaded.table.items()} == {
+        name: column.tolist() for name, column in _run().table.items()
+    }
+    assert (loaded.what, loaded.events, loaded.totals, loaded.outcome) == (
+        {"file": "train.py"}, _run().events, {"ranks": 2, "virtual_seconds": 0.75}, "finished",
+    )  # fmt: skip
+    assert sorted(path.name for path in (tmp_path / "deep" / "a").iterdir()) == [
+        "events.jsonl", "metrics.npz", "run.json",
+    ]  # fmt: skip
+
+
+def test_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
+    """No time stamp hides in a run folder."""
+    for name in "ab":
+        _run().save(tmp_path / name)
+    assert (tmp_path / "a/metrics.npz").read_bytes() == (tmp_path / "b/metrics.npz").read_bytes()
+
+
+def test_numpy_reads_metrics_by_itself(tmp_path: Path) -> None:
+    """metrics.npz needs neither spawnsim nor pickles."""
+    _run().save(tmp_path)
+    with np.load(tmp_path / "metrics.npz", allow_pickle=False) as archive:
+        assert sorted(archive) == ["loss", "rank", "time_s", "why"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("run.json", "{", "run.json is no JSON"),
+        ("run.json", "[]", "holds no JSON object"),
+        ("metrics.npz", "PK", "cannot read .*metrics.npz"),
+        ("events.jsonl", '{"kind": 1}\n{"ki', "line 2"),
+    ],
+)
+def test_a_damaged_folder_is_told(tmp_path: Path, name: str, content: str, message: str) -> None:
+    """The error names the file, and the line where there are lines."""
+    _run().save(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ParameterError, match=message):
+        Run.load(tmp_path)
+
+
+def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
+    """Loading something else ends in one message."""
+    with pytest.raises(ParameterError, match="is no run folder"):
+        Run.load(tmp_path)
+
+
+def test_an_interrupted_write_leaves_the_former_file(tmp_path: Path) -> None:
+    """A file is replaced whole or not at all."""
+    folder.write_manifest(tmp_path, {"outcome": "running"})
+    with pytest.raises(RuntimeError), folder._replacing(tmp_path / "run.json") as file:
+        file.write(b"{")
+        raise RuntimeError
+    assert folder.read_manifest(tmp_path) == {"outcome": "running"}
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_run_says_what_it_is() -> None:
+    """The repr holds facts, and the notebook's view the totals."""
+    assert repr(_run()) == "Run(train.py, 2 ranks, 2 rows, 1 events, 0.75 virtual s, finished)"
+    assert "<th>virtual_seconds</th><td>0.75</td>" in _run()._repr_html_()
+
+
+# ------------------------------------------------------------------------------------------------------- journals
+def _shards(tmp_path: Path, ranks: int) -> list[Journal]:
+    journals = [Journal(journal.shard(tmp_path, rank)) for rank in range(ranks)]
+    for rank, each in enumerate(journals):
+        each.row(rank, 0.1, {"loss": torch.tensor(float(rank)), "n": rank})
+        each.event(rank, 0.2, "replacement", {"donors": np.array([rank])})
+    return journals
+
+
+def test_shards_merge_into_what_one_recorder_would_hold(tmp_path: Path) -> None:
+    """Types survive the journal; discarding leaves no trace."""
+    for each in _shards(tmp_path, 3):
+        each.close()
+    recorder, ranks = merge(tmp_path)
+    assert ranks == [0, 1, 2]
+    assert recorder.table()["loss"].tolist() == [0.0, 1.0, 2.0]
+    assert recorder.table()["n"].dtype == np.int64
+    assert [event["donors"] for event in recorder.events()] == [[0], [1], [2]]
+    journal.discard(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_ranks_shard_counts_up_to_its_torn_line(tmp_path: Path) -> None:
+    """What a dead rank wrote whole is kept; a line that it was writing is left out; a rank may have no shard."""
+    for each in _shards(tmp_path, 3):
+        each.close()
+    journal.shard(tmp_path, 0).unlink()
+    with journal.shard(tmp_path, 1).open("a") as file:
+        file.write('[1, 0.3, null, {"loss": 5.')
+    recorder, ranks = merge(tmp_path)
+    assert ranks == [1, 2]
+    assert recorder.table()["loss"].tolist() == [1.0, 2.0]
+
+
+def test_a_run_that_was_killed_loads_from_its_shards(tmp_path: Path) -> None:
+    """Without a final merge, `Run.load` shows what the ranks had written."""
+    folder.write_manifest(tmp_path, {"what": {}, "totals": {}, "outcome": "running"})
+    _shards(tmp_path, 2)  # never closed, but an event was written at once
+    run = Run.load(tmp_path)
+    assert (run.outcome, run.table["loss"].tolist()) == ("running", [0.0, 1.0])
+
+
+def test_a_journal_without_a_file_keeps_its_lines() -> None:
+    """Ranks that write no folder can send their lines to one that merges."""
+    each = Journal(None)
+    each.row(3, 0.5, {"loss": 1})
+    each.close()
+    recorder = Recorder()
+    journal.replay(each.lines, recorder)
+    assert recorder.table()["rank"].tolist() == [3]
+
+
+def test_rows_reach_the_disk_while_the_rank_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that comes after the flush period takes all pending ones along."""
+    monkeypatch.setattr(journal, "FLUSH_S", 0.0)
+    each = Journal(journal.shard(tmp_path, 0))
+    each.row(0, 0.1, {"loss": 1.0})
+    assert json.loads(journal.shard(tmp_path, 0).read_text()) == [0, 0.1, None, {"loss": 1.0}]
+
+
+# ------------------------------------------------------------------------------------------------------ manifests
+def test_the_manifest_names_versions_and_the_program() -> None:
+    """It holds what can change a result, and no path of this machine."""
+    found = manifest.versions()
+    assert {"python", "spawnsim", "numpy", "torch", "simpy", "greenlet"} <= set(found)
+    program = manifest.program(_run)
+    assert (program["file"], program["main"]) == ("test_record.py", "_run")
+    assert len(program["file_digest"]) == 16
+
+
+def test_the_revision_is_read_from_the_checkout(tmp_path: Path) -> None:
+    """A branch is followed to its commit, without starting git; elsewhere there is none."""
+    assert manifest.revision(tmp_path) is None
+    (tmp_path / ".git/refs/heads").mkdir(parents=True)
+    (tmp_path / ".git/HEAD").write_text("ref: refs/heads/main\n")
+    (tmp_path / ".git/refs/heads/main").write_text("abc123\n")
+    (tmp_path / "sub").mkdir()
+    assert manifest.revision(tmp_path / "sub") == "abc123"
