@@ -1,0 +1,353 @@
+"""`spawnsim.run` and the command line, over a building of paper: ranks run one after another, nobody communicates."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import spawnsim
+from spawnsim import cli
+from spawnsim.cli import run as cli_run
+from spawnsim.errors import Deadlock, InternalError, Livelock, ParameterError, RankError, RankFailed, Timeout
+from spawnsim.run import building
+from spawnsim.run.bar import Bar
+from spawnsim.run.program import load, program
+
+PROGRAM = '''
+"""Counts."""
+def main(comm, iterations=3, fail_on=-1):
+    print("hello")
+    for iteration in range(iterations):
+        comm.record(iteration=iteration, loss=1.0 / (iteration + 1))
+    comm.event("replacement", donors=[0])
+    if comm.rank == fail_on:
+        raise ValueError("no such luck")
+'''
+
+
+@dataclass(frozen=True)
+class PaperTotals:
+    virtual_seconds: float = 1.5
+    wall_seconds: float = 0.1
+    events: int = 9
+    messages: int = 4
+    bytes: int = 4096
+    digest: str = "ab12"
+
+
+def _paper(
+    main: Callable[..., object], *, ranks: int, recorder: Any, progress: Any, **_rest: Any
+) -> PaperTotals:
+    for rank in range(ranks):
+        comm = SimpleNamespace(
+            rank=rank,
+            record=lambda rank=rank, **values: recorder.row(rank, 0.5, values),
+            event=lambda kind, rank=rank, **fields: recorder.event(rank, 1.0, kind, fields),
+        )
+        try:
+            main(comm)
+        except Exception as cause:
+            error = RankError(rank, 0.5, f"rank {rank} raised {cause!r} at 0.5 virtual s")
+            error.totals = PaperTotals(virtual_seconds=0.5)  # type: ignore[attr-defined]
+            raise error from cause
+        if progress is not None:
+            progress(0.5, rank + 1, ranks)
+    return PaperTotals()
+
+
+@pytest.fixture
+def paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the virtual cluster."""
+    monkeypatch.setattr(building, "_simulate", _paper)
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    """A training file."""
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def _ending_with(error: BaseException) -> Callable[..., PaperTotals]:
+    def simulate(_main: object, **_rest: object) -> PaperTotals:
+        raise error
+
+    return simulate
+
+
+# ------------------------------------------------------------------------------------------------- in Python
+@pytest.mark.usefixtures("paper")
+def test_run_returns_what_was_recorded() -> None:
+    """Rows, events and totals of all ranks, with iterations and replacements counted."""
+
+    def main(comm: Any) -> None:
+        comm.record(loss=float(comm.rank))
+        comm.event("replacement", donors=[0])
+
+    run = spawnsim.run(main, ranks=3)
+    assert run.table["loss"].tolist() == [0.0, 1.0, 2.0]
+    assert run.totals == {
+        "ranks": 3, "iterations": 1, "virtual_seconds": 1.5, "wall_seconds": 0.1, "events": 9, "messages": 4,
+        "bytes": 4096, "replacements": 3, "digest": "ab12",
+    }  # fmt: skip
+    assert run.outcome == "finished"
+
+
+@pytest.mark.usefixtures("paper")
+def test_the_folder_holds_what_run_returns(train: Path, tmp_path: Path) -> None:
+    """`out` writes the same run, with parameters (defaults included), seed and versions."""
+    run = spawnsim.run(
+        train, ranks=2, seed=7, compute="5 ms", out=tmp_path / "a", parameters={"iterations": 5}
+    )
+    loaded = spawnsim.Run.load(tmp_path / "a")
+    assert (loaded.totals, loaded.what, list(loaded.events)) == (run.totals, run.what, run.events)
+    assert loaded.totals["iterations"] == 5
+    assert loaded.what["file"] == "train.py"
+    assert loaded.what["parameters"] == {"iterations": 5, "fail_on": -1}
+    assert (loaded.what["seed"], loaded.what["compute_s"]) == (7, 0.005)
+    assert "torch" in loaded.what["versions"]
+
+
+@pytest.mark.usefixtures("paper")
+def test_a_failed_run_keeps_what_was_recorded(train: Path, tmp_path: Path) -> None:
+    """Rank 1 raises: rows until then, the totals and the outcome are in the folder, and the error says so."""
+    with pytest.raises(RankError) as caught:
+        spawnsim.run(train, ranks=3, out=tmp_path / "a", parameters={"fail_on": 1})
+    run = spawnsim.Run.load(tmp_path / "a")
+    assert sorted(set(run.table["rank"].tolist())) == [0, 1]
+    assert run.totals["virtual_seconds"] == 0.5
+    assert run.outcome.startswith("RankError: rank 1 raised ValueError")
+    assert "What was recorded until then" in caught.value.__notes__[0]
+
+
+def test_an_interrupted_run_keeps_what_was_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ctrl-C is an outcome too."""
+    monkeypatch.setattr(building, "_simulate", _ending_with(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        spawnsim.run(lambda _comm: None, ranks=1, out=tmp_path)
+    assert spawnsim.Run.load(tmp_path).outcome == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": 0}, "ranks=0: give an integer of at least 1"),
+        ({"ranks": 2.0}, "ranks=2.0"),
+        ({"ranks": 1, "seed": -1}, "seed=-1"),
+        ({"ranks": 1, "deadline_s": 0}, "deadline_s=0"),
+        ({"ranks": 1, "compute": "5 apples"}, "5 apples"),
+        ({"ranks": 1, "parameters": {"lr": 1}}, "takes no parameter lr; its parameters: none"),
+    ],
+)
+def test_bad_parameters_are_refused_before_anything_runs(
+    arguments: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """One message says what to give, and no folder appears."""
+    with pytest.raises(ParameterError, match=message):
+        spawnsim.run(lambda _comm: None, out=tmp_path / "a", **arguments)
+    assert not (tmp_path / "a").exists()
+
+
+def test_main_must_take_a_communicator() -> None:
+    """A `main()` without arguments, or no function at all, is told at once."""
+    with pytest.raises(ParameterError, match="its first one is the communicator"):
+        program(lambda: None)
+    with pytest.raises(ParameterError, match="main is a int"):
+        program(3)  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match="needs a value for lr"):
+        program(lambda comm, lr: (comm, lr))
+
+
+def test_a_program_finds_its_neighbours(tmp_path: Path) -> None:
+    """A file imports modules of its own folder, may use dataclasses, and is not run as `__main__`."""
+    (tmp_path / "neighbour_of_train.py").write_text("rate = 0.5\n")
+    (tmp_path / "train.py").write_text(
+        "from dataclasses import dataclass\nfrom neighbour_of_train import rate\n"
+        "@dataclass\nclass Plan:\n    rate: float = rate\n"
+        "def main(comm):\n    return Plan().rate\n"
+        "if __name__ == '__main__':\n    raise SystemExit(3)\n"
+    )
+    assert load(tmp_path / "train.py")(None) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\n", r"has no main\(comm\)"),
+        ("def main(comm:\n", "is no Python program"),
+        (None, "cannot read"),
+    ],
+)
+def test_files_that_are_no_program(tmp_path: Path, text: str | None, message: str) -> None:
+    """No `main`, no Python, no file: one message each, and nothing was run."""
+    path = tmp_path / "train.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ParameterError, match=message):
+        load(path)
+
+
+def test_the_bar_counts_rows_where_it_knows_how_many_there_will_be() -> None:
+    """With a parameter `iterations` the bar is about rows, else about finished ranks."""
+    with Bar(SimpleNamespace(rows=30), ranks=4, iterations=10) as tell:  # type: ignore[arg-type]
+        tell(0.5, 0, 4)
+        bar = tell.__self__._bar  # type: ignore[attr-defined]
+        assert (bar.n, bar.total, bar.desc) == (30, 40, "0.5 virtual s, 0/4 ranks done")
+    with Bar(SimpleNamespace(rows=30), ranks=4) as tell:  # type: ignore[arg-type]
+        tell(0.5, 3, 4)
+        bar = tell.__self__._bar  # type: ignore[attr-defined]
+        assert (bar.n, bar.total) == (3, 4)
+
+
+# ------------------------------------------------------------------------------------------- on the command line
+@pytest.mark.usefixtures("paper")
+def test_run_prints_its_totals(train: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A finished run prints totals and the folder, and exits with 0."""
+    assert cli.main(["run", str(train), "--ranks", "2", "--out", str(tmp_path / "a")]) == 0
+    out = capsys.readouterr().out
+    assert "virtual_seconds  1.5" in out
+    assert f"folder           {tmp_path / 'a'}" in out
+
+
+@pytest.mark.usefixtures("paper")
+def test_json_prints_the_totals_alone(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the program prints goes to standard error."""
+    assert cli.main(["run", str(train), "-n", "2", "--json", "--set", "iterations=4"]) == 0
+    captured = capsys.readouterr()
+    totals = json.loads(captured.out)
+    assert (totals["ranks"], totals["iterations"], totals["digest"]) == (2, 4, "ab12")
+    assert captured.err == "hello\nhello\n"
+
+
+@pytest.mark.usefixtures("paper")
+def test_a_raising_program_shows_its_own_traceback_once(
+    train: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The traceback begins in the program; the message names rank and time; the exit code is 1."""
+    command = ["run", str(train), "-n", "3", "--set", "fail_on=1", "--out", str(tmp_path / "a")]
+    assert cli.main(command) == 1
+    err = capsys.readouterr().err
+    assert err.count("ValueError: no such luck") == 1
+    assert 'raise ValueError("no such luck")' in err
+    assert "spawnsim: rank 1 raised" in err
+    assert "What was recorded until then" in err
+
+
+def _from_rank(cause: BaseException) -> RankError:
+    error = RankError(3, 0.5, "rank 3 raised")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ParameterError("unknown platform"), 2),
+        (Deadlock("rank 0 waits for rank 1"), 3),
+        (Livelock("rank 0 polls"), 3),
+        (Timeout([1], "Recv"), 4),
+        (RankFailed([2]), 4),
+        (_from_rank(Timeout([1], "Recv")), 4),
+        (_from_rank(ValueError("mine")), 1),
+        (InternalError("a promise"), 5),
+        (ZeroDivisionError("ours"), 5),
+        (KeyboardInterrupt(), 130),
+    ],
+    ids=repr,
+)
+def test_each_ending_has_its_exit_code(
+    error: BaseException,
+    code: int,
+    train: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Errors end in one message on standard error, and standard output stays empty."""
+    monkeypatch.setattr(building, "_simulate", _ending_with(error))
+    assert cli.main(["run", str(train), "-n", "1", "--json"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err
+
+
+def test_a_program_that_asks_for_too_much_gets_no_traceback(
+    train: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A deadlock is told in its own words."""
+    monkeypatch.setattr(building, "_simulate", _ending_with(Deadlock("rank 0 waits for rank 1")))
+    assert cli.main(["run", str(train), "-n", "1"]) == 3
+    assert capsys.readouterr().err == "spawnsim: rank 0 waits for rank 1\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[], ["walk"], ["run"], ["run", "train.py", "--rank-count", "x"]],
+    ids=" ".join,
+)
+def test_wrong_usage_exits_with_2(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The usage is shown on standard error."""
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(command)
+    assert "usage: spawnsim" in capsys.readouterr().err
+
+
+def test_run_without_ranks_says_what_to_give(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Virtual ranks have no default number."""
+    assert cli.main(["run", str(train)]) == 2
+    assert "--ranks N" in capsys.readouterr().err
+
+
+def test_help_lists_commands_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first page shows what there is."""
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert "exit codes:" in out
+    assert all(f"  {name} " in out for name in cli.COMMANDS)
+
+
+def test_a_command_that_is_not_there_yet_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A subcommand without its module ends in one message; a fault inside a module is not mistaken for that."""
+    monkeypatch.setitem(cli.COMMANDS, "dance", ("spawnsim.dance", "dance"))
+    assert cli.main(["dance"]) == 2
+    assert "spawnsim dance: not in this version" in capsys.readouterr().err
+
+
+def test_settings_are_literals_words_or_text() -> None:
+    """Numbers, lists, true/false/none and plain text; and they survive a second command line."""
+    settings = ["lr=1e-3", "n=4", "flag=true", "off=None", "sizes=[1, 2]", "mode=worst", "path=a=b"]
+    values = cli_run.parameters(settings)
+    assert values == {
+        "lr": 1e-3, "n": 4, "flag": True, "off": None, "sizes": [1, 2], "mode": "worst", "path": "a=b",
+    }  # fmt: skip
+    assert cli_run.parameters(cli_run.arguments_of(values)[1::2]) == values
+
+
+@pytest.mark.parametrize("setting", ["lr", "=3", "2x=3"])
+def test_a_setting_needs_a_name_and_a_value(setting: str) -> None:
+    """Anything but name=value is refused."""
+    with pytest.raises(ParameterError, match="write --set name=value"):
+        cli_run.parameters([setting])
+
+
+def test_the_module_is_the_command() -> None:
+    """`python -m spawnsim --version` prints the version."""
+    done = subprocess.run(
+        [sys.executable, "-m", "spawnsim", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout == f"spawnsim {spawnsim.__version__}\n"
