@@ -1,0 +1,156 @@
+"""Handwritten digits: a small classifier per rank, each on its own shard of real data.
+
+Knows the UCI digits (1,797 images of 8 x 8 pixels, shipped with scikit-learn), shards and one training step.
+Must not know communicators, policies or time: ranks agree on shards because they compute them from one seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from spawnsim.errors import ParameterError, UsageError
+from spawnsim.random import Streams
+from spawnsim.workloads import shards
+from spawnsim.workloads.mlp import MLP, backpropagate, differentiate
+from spawnsim.workloads.sgd import SGD
+
+CLASSES = 10
+PIXELS = 64
+HOLD_OUT_EVERY = 5  # each fifth image is for testing, whatever the seed: runs stay comparable
+BATCHES_AHEAD = 16  # orders drawn at once: one call to the generator serves as many steps
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images (n, 64) float32 in [0, 1] and their classes (n,) int64, shared by all ranks of a process: never write."""
+
+    x: Tensor
+    y: Tensor
+    labels: shards.Indices  # y again, for numpy
+
+
+@lru_cache(maxsize=1)
+def load() -> tuple[Images, Images]:
+    """Return the training images (1,438) and the held-out ones (359), read once per process."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UsageError("digits needs scikit-learn: pip install 'spawnsim[demo]'") from error
+    x, y = load_digits(return_X_y=True)
+    held_out = np.arange(len(y)) % HOLD_OUT_EVERY == HOLD_OUT_EVERY - 1
+    return _images(x[~held_out], y[~held_out]), _images(x[held_out], y[held_out])
+
+
+def _images(x: shards.Floats, y: shards.Indices) -> Images:
+    pixels, labels = (x / 16).astype(np.float32), y.astype(np.int64)
+    images = Images(torch.from_numpy(pixels), torch.from_numpy(labels), labels)
+    # The tensors share this memory; torch warns when asked to wrap what is read-only already.
+    pixels.flags.writeable = labels.flags.writeable = False
+    return images
+
+
+@lru_cache(maxsize=4)
+def _partition(size: int, seed: int, alpha: float | None) -> list[shards.Indices]:
+    return shards.partition(load()[0].labels, size, seed, alpha)
+
+
+def shard(
+    rank: int, size: int, seed: int, *, alpha: float | None = None, minimum: int = 32
+) -> shards.Indices:
+    """Return the indices of a rank's training images.
+
+    While there are `minimum` images for each rank, shards are disjoint and of one size. With more ranks than that
+    (45 and above by default) each rank draws `minimum` images with replacement from its own mixture of classes.
+
+    Args:
+        rank: who asks, in 0..size-1.
+        size: number of ranks that share the images.
+        seed: the run's; equal seeds give equal shards on every rank and in every process.
+        alpha: concentration of the ranks' class mixtures (0.1: one or two digits for each rank; 100: nearly even);
+            None splits evenly.
+        minimum: images for each rank, at least 1.
+    """
+    shards.check(rank, size, minimum, alpha)
+    labels = load()[0].labels
+    if size * minimum <= len(labels):
+        return _partition(size, seed, alpha)[rank]
+    return shards.bootstrap(labels, minimum, seed, rank, alpha)
+
+
+class Digits:
+    """One rank's classifier: its shard, its model and optimizer, its training step.
+
+    >>> digits = Digits(comm.rng, comm.rank, comm.size, alpha=0.3)
+    >>> model, optimizer = digits.build()
+    >>> loss = digits.step(model, optimizer)
+
+    Args:
+        rng: the rank's streams; draws from the purposes "digits.batches" and "digits.init".
+        rank, size: of this learner among those that share the data.
+        alpha, minimum: see `shard`.
+        batch: images per step, from the shard in shuffled passes.
+        hidden: widths of the hidden layers.
+        lr, momentum: of the optimizer that `build` makes.
+        same_start: whether all ranks begin from the same weights.
+    """
+
+    def __init__(
+        self,
+        rng: Streams,
+        rank: int,
+        size: int,
+        *,
+        alpha: float | None = None,
+        minimum: int = 32,
+        batch: int = 32,
+        hidden: Sequence[int] = (32,),
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        same_start: bool = True,
+    ) -> None:
+        if batch < 1:
+            raise ParameterError(f"batch={batch}: give at least 1 image a step")
+        seed = rng.key[0]
+        self.shard = shard(rank, size, seed, alpha=alpha, minimum=minimum)
+        self.widths = (PIXELS, *hidden, CLASSES)
+        self.lr, self.momentum = lr, momentum
+        self.train, self.test = load()
+        self._batch = batch
+        self._orders = rng("digits.batches")
+        self._ahead: list[Tensor] = []
+        self._starts = (Streams(seed, shards.WORLD) if same_start else rng)("digits.init")
+
+    def build(self) -> tuple[MLP, SGD]:
+        """Return a fresh model and its optimizer; asking again gives new initial weights."""
+        generator = torch.Generator().manual_seed(int(self._starts.integers(2**63)))
+        model = MLP(self.widths, generator)
+        return model, SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
+
+    def indices(self) -> Tensor:
+        """Return the training images of the next batch, (batch,) int64."""
+        if not self._ahead:
+            passes = -(-BATCHES_AHEAD * self._batch // len(self.shard))
+            order = self._orders.permuted(np.tile(self.shard, (passes, 1)), axis=1).ravel()
+            whole = torch.from_numpy(order[: BATCHES_AHEAD * self._batch])
+            self._ahead = list(whole.view(BATCHES_AHEAD, self._batch).flip(0).unbind())
+        return self._ahead.pop()
+
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        """Train on the next batch; return its mean cross-entropy (natural logarithm) before the update."""
+        chosen = self.indices()
+        x, y = self.train.x.index_select(0, chosen), self.train.y.index_select(0, chosen)
+        loss = backpropagate(model, x, y) if type(model) is MLP else differentiate(model, x, y)
+        optimizer.step()
+        return loss
+
+    @torch.no_grad()
+    def accuracy(self, model: nn.Module) -> float:
+        """Return the fraction of held-out images that the model names right."""
+        right: Tensor = model(self.test.x).argmax(1) == self.test.y
+        return right.sum().item() / len(right)
