@@ -80,7 +80,7 @@ def shard(
     labels = load()[0].labels
     if size * minimum <= len(labels):
         return _partition(size, seed, alpha)[rank]
-    return shards.bootstrap(labels, minimum, seed, rank, alpha)
+    return shards.bootstrap(labels, seed, rank, count=minimum, alpha=alpha)
 
 
 class Digits:

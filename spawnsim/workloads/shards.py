@@ -66,7 +66,7 @@ def _deal(pools: list[list[int]], taste: Floats, share: int, rng: np.random.Gene
     return np.array(taken, np.int64)
 
 
-def bootstrap(labels: Indices, count: int, seed: int, rank: int, alpha: float | None) -> Indices:
+def bootstrap(labels: Indices, seed: int, rank: int, *, count: int, alpha: float | None) -> Indices:
     """Draw the rank's samples from its mixture, with replacement: classes first, then evenly within each."""
     chances = (mixture(labels, seed, rank, alpha) / np.bincount(labels))[labels]
     return generator(seed, rank, "shards.bootstrap").choice(len(labels), count, p=chances / chances.sum())
