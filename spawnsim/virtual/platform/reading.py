@@ -1,0 +1,213 @@
+"""Checked reading of TOML: values with units, and errors that name file, key and line.
+
+This room knows TOML tables and how to find a key's line. It must not know what the values are for.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spawnsim import units
+from spawnsim.errors import ParameterError
+
+Key = str | int
+T = TypeVar("T")
+
+_HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?")
+_ASSIGNMENT = re.compile(r"\s*([\w\"'-]+(?:\s*\.\s*[\w\"'-]+)*)\s*=")
+
+
+def _parts(dotted: str) -> tuple[str, ...]:
+    return tuple(part.strip().strip("\"'") for part in dotted.split("."))
+
+
+def line_of(text: str, path: Sequence[Key]) -> int:
+    """Return the line, counted from 1, of a key in TOML text; of the nearest enclosing table if it has none."""
+    best, found = -1, 1
+    table: tuple[Key, ...] = ()
+    entries: dict[tuple[Key, ...], int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.fullmatch(line):
+            table = _parts(header[2])
+            if header[1] == "[[":
+                entries[table] = entries.get(table, -1) + 1
+                table = (*table, entries[table])
+            here = table
+        elif assignment := _ASSIGNMENT.match(line):
+            here = (*table, *_parts(assignment[1]))
+        else:
+            continue
+        if len(here) > best and tuple(path[: len(here)]) == here:
+            best, found = len(here), number
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """One table of a TOML file. Each value is asked for by its kind; what nobody asked for is an error in the end."""
+
+    file: str
+    text: str
+    values: dict[str, Any]
+    path: tuple[Key, ...] = ()
+    asked: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of_file(cls, path: Path) -> Section:
+        """Return the top of a TOML file."""
+        try:
+            return cls.of_text(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ParameterError(f"{path}: cannot be read ({error})") from error
+
+    @classmethod
+    def of_text(cls, text: str, file: str) -> Section:
+        """Return the top of TOML text."""
+        try:
+            return cls(file, text, tomllib.loads(text))
+        except tomllib.TOMLDecodeError as error:
+            raise ParameterError(f"{file}: no valid TOML: {error}") from error
+
+    def error(self, key: str | None, message: str) -> ParameterError:
+        """Return the error that says what is wrong with a key, or (None) with the whole table."""
+        path = self.path if key is None else (*self.path, key)
+        name = ".".join(map(str, path)) or "top of the file"
+        return ParameterError(f"{self.file}, line {line_of(self.text, path)}: {name}: {message}")
+
+    def get(self, key: str, read: Callable[[Any], T], default: T | None = None) -> T:
+        """Return `read(value)`; a missing key is the default, or an error if there is none."""
+        self.asked.add(key)
+        if key not in self.values:
+            if default is None:
+                raise self.error(key, "missing")
+            return default
+        try:
+            return read(self.values[key])
+        except ValueError as error:  # ParameterError is one as well
+            raise self.error(key, str(error)) from error
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there."""
+        return key in self.values
+
+    def seconds(self, key: str, default: float | None = None) -> float:
+        """Return a duration of at least 0 s, written with its unit."""
+        return self.get(key, lambda value: _least(units.seconds(_with_unit(value, "2 us")), 0.0), default)
+
+    def bytes_per_second(self, key: str, default: float | None = None) -> float:
+        """Return a bandwidth above 0, written with its unit."""
+        return self.get(
+            key, lambda value: _above(units.bytes_per_second(_with_unit(value, "10 Gbit/s"))), default
+        )
+
+    def nbytes(self, key: str, default: int | None = None) -> int:
+        """Return a size of at least 0 bytes, written with its unit."""
+        return self.get(key, lambda value: int(_least(units.nbytes(_with_unit(value, "64 KiB")), 0)), default)
+
+    def string(self, key: str, default: str | None = None) -> str:
+        """Return a text."""
+        return self.get(key, _string, default)
+
+    def choice(self, key: str, choices: Sequence[str], default: str | None = None) -> str:
+        """Return one of several words."""
+        return self.get(key, lambda value: _one_of(value, choices), default)
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return an integer of at least `least`."""
+        return self.get(key, lambda value: int(_least(_integer(value), least)), default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number without unit."""
+        return self.get(key, _number, default)
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Return a list of integers of at least 1."""
+        return self.get(key, lambda value: tuple(int(_least(_integer(item), 1)) for item in _list(value)))
+
+    def section(self, key: str) -> Section:
+        """Return the table of a key; an empty one if it is missing."""
+        return self.get(key, lambda value: self._inside(value, key), self._inside({}, key))
+
+    def sections(self, key: str) -> list[Section]:
+        """Return the tables of a list of tables."""
+        return self.get(
+            key, lambda value: [self._inside(item, key, i) for i, item in enumerate(_list(value))]
+        )
+
+    def _inside(self, value: Any, *keys: Key) -> Section:
+        if not isinstance(value, dict):
+            raise ParameterError(f"{value!r}: write a table")
+        return Section(self.file, self.text, value, (*self.path, *keys))
+
+    def build(self, kind: Callable[..., T], **arguments: Any) -> T:
+        """Return `kind(**arguments)`; what it refuses becomes an error at this table."""
+        try:
+            return kind(**arguments)
+        except ParameterError as error:
+            raise self.error(None, str(error)) from error
+
+    def close(self) -> None:
+        """Raise ParameterError if the table holds a key that nobody asked for."""
+        for key in self.values:
+            if key not in self.asked:
+                near = get_close_matches(key, self.asked, 1)
+                hint = (
+                    f"did you mean {near[0]}?"
+                    if near
+                    else f"here are allowed: {', '.join(sorted(self.asked))}"
+                )
+                raise self.error(key, f"no such key; {hint}")
+
+
+def _with_unit(value: Any, example: str) -> str:
+    if not isinstance(value, str):
+        raise ParameterError(f'{value!r}: write a text with a unit, such as "{example}"')
+    return value
+
+
+def _above(value: float) -> float:
+    if not value > 0.0:
+        raise ParameterError(f"{value:g}: must be above 0")
+    return value
+
+
+def _least(value: float, least: float) -> float:
+    if not value >= least:
+        raise ParameterError(f"{value:g}: must be at least {least:g}")
+    return value
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ParameterError(f"{value!r}: write a text")
+    return value
+
+
+def _one_of(value: Any, choices: Sequence[str]) -> str:
+    if value not in choices:
+        raise ParameterError(f"{value!r}: write one of {', '.join(choices)}")
+    return str(value)
+
+
+def _integer(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ParameterError(f"{value!r}: write an integer")
+    return value
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ParameterError(f"{value!r}: write a number")
+    return float(value)
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ParameterError(f"{value!r}: write a list")
+    return value
