@@ -1,0 +1,250 @@
+"""MPI's error classes, their texts, and the exceptions that carry them.
+
+This room knows numbers and words: `MPIException` is what a program catches as `MPI.Exception`; `CallError` is
+the same raised by spawnsim for a call that cannot be, so that both `except MPI.Exception` and
+`except errors.UsageError` meet it. It keeps no table: error codes that a program adds carry their own class and text.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Final
+
+from spawnsim.errors import ParameterError, TruncationError, UsageError
+
+SUCCESS: Final = 0
+ERR_BUFFER: Final = 1
+ERR_COUNT: Final = 2
+ERR_TYPE: Final = 3
+ERR_TAG: Final = 4
+ERR_COMM: Final = 5
+ERR_RANK: Final = 6
+ERR_ROOT: Final = 7
+ERR_GROUP: Final = 8
+ERR_OP: Final = 9
+ERR_TOPOLOGY: Final = 10
+ERR_DIMS: Final = 11
+ERR_ARG: Final = 12
+ERR_UNKNOWN: Final = 13
+ERR_TRUNCATE: Final = 14
+ERR_OTHER: Final = 15
+ERR_INTERN: Final = 16
+ERR_IN_STATUS: Final = 17
+ERR_PENDING: Final = 18
+ERR_REQUEST: Final = 19
+ERR_ACCESS: Final = 20
+ERR_AMODE: Final = 21
+ERR_BAD_FILE: Final = 22
+ERR_CONVERSION: Final = 23
+ERR_DUP_DATAREP: Final = 24
+ERR_FILE_EXISTS: Final = 25
+ERR_FILE_IN_USE: Final = 26
+ERR_FILE: Final = 27
+ERR_INFO: Final = 28
+ERR_INFO_KEY: Final = 29
+ERR_INFO_VALUE: Final = 30
+ERR_INFO_NOKEY: Final = 31
+ERR_IO: Final = 32
+ERR_NAME: Final = 33
+ERR_NO_MEM: Final = 34
+ERR_NOT_SAME: Final = 35
+ERR_NO_SPACE: Final = 36
+ERR_NO_SUCH_FILE: Final = 37
+ERR_PORT: Final = 38
+ERR_QUOTA: Final = 39
+ERR_READ_ONLY: Final = 40
+ERR_SERVICE: Final = 41
+ERR_SPAWN: Final = 42
+ERR_UNSUPPORTED_DATAREP: Final = 43
+ERR_UNSUPPORTED_OPERATION: Final = 44
+ERR_WIN: Final = 45
+ERR_BASE: Final = 46
+ERR_LOCKTYPE: Final = 47
+ERR_KEYVAL: Final = 48
+ERR_RMA_CONFLICT: Final = 49
+ERR_RMA_SYNC: Final = 50
+ERR_SIZE: Final = 51
+ERR_DISP: Final = 52
+ERR_ASSERT: Final = 53
+ERR_RMA_RANGE: Final = 55
+ERR_RMA_ATTACH: Final = 56
+ERR_RMA_SHARED: Final = 57
+ERR_RMA_FLAVOR: Final = 58
+ERR_PROC_FAILED: Final = 71
+ERR_PROC_FAILED_PENDING: Final = 72
+ERR_REVOKED: Final = 73
+ERR_SESSION: Final = 75
+ERR_PROC_ABORTED: Final = 76
+ERR_VALUE_TOO_LARGE: Final = 77
+ERR_ABI: Final = 78
+ERR_ERRHANDLER: Final = 80
+ERR_LASTCODE: Final = 0x3FFFFFFF
+
+_OVERRIDES = {
+    "PROC_FAILED": "a process has failed",
+    "PROC_FAILED_PENDING": "a process has failed; the operation is still pending",
+    "REVOKED": "the communicator was revoked",
+    "PROC_ABORTED": "a process was aborted",
+    "INTERN": "internal error",
+    "IN_STATUS": "see the error field of each status",
+    "OTHER": "other error",
+    "UNKNOWN": "unknown error",
+    "TRUNCATE": "message truncated",
+    "NO_MEM": "out of memory",
+    "PENDING": "pending request",
+    "NOT_SAME": "arguments of a collective call differ between ranks",
+    "RMA_SYNC": "wrong synchronisation of one-sided calls",
+    "RMA_CONFLICT": "conflicting accesses to a window",
+    "RMA_RANGE": "target memory is outside the window",
+    "INFO_NOKEY": "info key is not defined",
+    "UNSUPPORTED_OPERATION": "unsupported operation",
+}
+
+
+def _texts() -> dict[int, str]:
+    """Return the text of every error class: "invalid rank" for `ERR_RANK`, unless said better above."""
+    names = {name[4:]: value for name, value in globals().items() if name.startswith("ERR_")}
+    plain = {value: f"invalid {name.lower().replace('_', ' ')}" for name, value in names.items()}
+    return plain | {names[name]: text for name, text in _OVERRIDES.items()} | {SUCCESS: "no error"}
+
+
+TEXTS: Final = _texts()
+_fresh = itertools.count(0x10000001)
+
+
+class ErrorCode(int):
+    """An error class or code that a program added; it carries its class and text, so that no table is needed."""
+
+    error_class: int
+    text: str
+
+
+def Add_error_class() -> int:
+    """Return a new error class."""
+    code = ErrorCode(next(_fresh))
+    code.error_class, code.text = code, ""
+    return code
+
+
+def Add_error_code(errorclass: int) -> int:
+    """Return a new error code of an error class."""
+    code = ErrorCode(next(_fresh))
+    code.error_class, code.text = errorclass, ""
+    return code
+
+
+def Add_error_string(errorcode: int, string: str) -> None:
+    """Give a text to an added error class or code."""
+    if not isinstance(errorcode, ErrorCode):
+        raise ParameterError(f"error code {int(errorcode)} is predefined: only added codes take a text")
+    errorcode.text = string
+
+
+def Remove_error_class(errorclass: int) -> None:
+    """Forget an added error class."""
+    Add_error_string(errorclass, "")
+
+
+def Remove_error_code(errorcode: int) -> None:
+    """Forget an added error code."""
+    Add_error_string(errorcode, "")
+
+
+def Remove_error_string(errorcode: int) -> None:
+    """Forget the text of an added error class or code."""
+    Add_error_string(errorcode, "")
+
+
+def Get_error_class(errorcode: int) -> int:
+    """Return the class of an error code."""
+    if isinstance(errorcode, ErrorCode):
+        return errorcode.error_class
+    return errorcode if errorcode in TEXTS else ERR_UNKNOWN
+
+
+def Get_error_string(errorcode: int) -> str:
+    """Return the text of an error code."""
+    if isinstance(errorcode, ErrorCode):
+        return errorcode.text
+    return TEXTS.get(errorcode, TEXTS[ERR_UNKNOWN])
+
+
+class MPIException(RuntimeError):
+    """MPI's exception, `MPI.Exception`: an error code, and perhaps a message that says more than its text."""
+
+    def __init__(self, ierr: int = SUCCESS, message: str = "") -> None:
+        self.ob_mpi, self.message = ierr, message
+        super().__init__(ierr, message)
+
+    def __int__(self) -> int:
+        return int(self.ob_mpi)
+
+    def __bool__(self) -> bool:
+        return self.ob_mpi != SUCCESS
+
+    def __hash__(self) -> int:
+        return hash(self.ob_mpi)
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == (int(other) if isinstance(other, MPIException) else other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __lt__(self, other: int) -> bool:
+        return int(self) < int(other)
+
+    def __le__(self, other: int) -> bool:
+        return int(self) <= int(other)
+
+    def __gt__(self, other: int) -> bool:
+        return int(self) > int(other)
+
+    def __ge__(self, other: int) -> bool:
+        return int(self) >= int(other)
+
+    def Get_error_code(self) -> int:
+        """Return the error code."""
+        return self.ob_mpi
+
+    def Get_error_class(self) -> int:
+        """Return the error class."""
+        return Get_error_class(self.ob_mpi)
+
+    def Get_error_string(self) -> str:
+        """Return the text of the error code, with what spawnsim knows beyond it."""
+        text = Get_error_string(self.ob_mpi)
+        return f"{text}: {self.message}" if self.message else text
+
+    error_code = property(Get_error_code)
+    error_class = property(Get_error_class)
+    error_string = property(Get_error_string)
+
+    def __str__(self) -> str:
+        return self.Get_error_string()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({int(self)}, {self.message!r})"
+
+
+class CallError(UsageError, MPIException):
+    """A call that cannot be: wrong rank, tag, count, type, op or handle."""
+
+
+class Truncated(TruncationError, CallError):
+    """A message is longer than the buffer that receives it (`ERR_TRUNCATE`)."""
+
+
+class SpecTypeError(UsageError, TypeError):
+    """An argument is of a type that no buffer specification has."""
+
+
+class SpecBufferError(UsageError, BufferError):
+    """Memory that cannot serve: not contiguous, read-only, of foreign byte order, or on another device."""
+
+
+class UnknownTypeError(UsageError, KeyError):
+    """An element type without an MPI datatype."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -1,0 +1,201 @@
+"""What all MPI objects share: being null, equality, attributes under keyvals, error handlers.
+
+This room knows identity and nothing of communication. A keyval is an `int` that carries its own callbacks, so no
+table of keyvals exists anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Final, Self
+
+from spawnsim.comm.constants import KEYVAL_INVALID
+from spawnsim.comm.failures import ERR_ERRHANDLER, ERR_KEYVAL, CallError
+from spawnsim.errors import UnsupportedError
+
+
+class Handle:
+    """An object that can be freed, whose copies (`MPI.Group(group)`) are equal to it."""
+
+    __slots__ = ("__weakref__", "_identity")
+    _identity: object | None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Handle):
+            return NotImplemented
+        return self._identity is other._identity and (self._identity is not None or _kin(self, other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def __bool__(self) -> bool:
+        return self._identity is not None
+
+    @property
+    def handle(self) -> int:
+        """A number that is the same for equal objects; 0 for a null one."""
+        return 0 if self._identity is None else id(self._identity)
+
+    def toint(self) -> int:
+        """Return the number of the handle."""
+        return self.handle
+
+    def py2f(self) -> int:
+        """Return the number of the handle."""
+        return self.handle
+
+    @classmethod
+    def fromhandle(cls, handle: int) -> Self:
+        """Refuse: there is no C library whose handles could be taken over."""
+        raise UnsupportedError(
+            f"{cls.__name__}.fromhandle({handle}): there are no C handles; pass the object itself"
+        )
+
+    @classmethod
+    def fromint(cls, arg: int, /) -> Self:
+        """Refuse: see `fromhandle`."""
+        return cls.fromhandle(arg)
+
+    @classmethod
+    def f2py(cls, arg: int) -> Self:
+        """Refuse: see `fromhandle`."""
+        return cls.fromhandle(arg)
+
+    def free(self) -> None:
+        """Free the object unless it is predefined or freed already."""
+        if self and not getattr(self, "is_predefined", False):
+            getattr(self, "Free", lambda: None)()
+
+
+def _kin(one: Handle, other: Handle) -> bool:
+    """Return whether two null handles are of the same kind (`DATATYPE_NULL == OP_NULL` is false)."""
+    return isinstance(one, type(other)) or isinstance(other, type(one))
+
+
+class Keyval(int):
+    """The key of an attribute: an `int`, as MPI wants it, that carries its callbacks."""
+
+    copy_fn: Callable[[Any, int, Any], Any] | bool | None
+    delete_fn: Callable[[Any, int, Any], None] | None
+
+    @classmethod
+    def fresh(
+        cls, copy_fn: Callable[..., Any] | bool | None, delete_fn: Callable[..., None] | None
+    ) -> Keyval:
+        """Return a keyval that no other equals."""
+        keyval = cls(next(_fresh))
+        keyval.copy_fn, keyval.delete_fn = copy_fn, delete_fn
+        return keyval
+
+
+_fresh = itertools.count(0x24000001)
+
+
+class Attributed(Handle):
+    """A handle with cached attributes: datatypes, communicators and windows."""
+
+    __slots__ = ("_attributes",)
+    _attributes: dict[int, Any]
+
+    def Get_attr(self, keyval: int) -> int | Any | None:
+        """Return the attribute under a keyval, or None."""
+        return self._attributes.get(keyval)
+
+    def Set_attr(self, keyval: int, attrval: Any) -> None:
+        """Store an attribute; a former one under this keyval is deleted first."""
+        if not isinstance(keyval, Keyval):
+            raise CallError(ERR_KEYVAL, f"keyval {keyval} was not made by Create_keyval")
+        if keyval in self._attributes:
+            self.Delete_attr(keyval)
+        self._attributes[keyval] = attrval
+
+    def Delete_attr(self, keyval: int) -> None:
+        """Delete an attribute, calling the keyval's `delete_fn`."""
+        key = next((held for held in self._attributes if held == keyval), None)
+        if key is None:
+            raise CallError(ERR_KEYVAL, f"nothing is stored under keyval {int(keyval)}")
+        value = self._attributes.pop(key)
+        if isinstance(key, Keyval) and key.delete_fn is not None:
+            key.delete_fn(self, key, value)
+
+    def copy_attributes(self, to: Attributed) -> None:
+        """Copy the attributes that want it to a duplicate; `copy_fn` True copies, a callable says what."""
+        for key, value in self._attributes.items():
+            rule = key.copy_fn if isinstance(key, Keyval) else None
+            copied = rule(self, key, value) if callable(rule) else value if rule else NotImplemented
+            if copied is not NotImplemented:
+                to._attributes[key] = copied
+
+    def delete_attributes(self) -> None:
+        """Delete all attributes that a program has stored, the last one first, as `Free` must."""
+        for key in [held for held in self._attributes if isinstance(held, Keyval)][::-1]:
+            self.Delete_attr(key)
+
+    @classmethod
+    def Create_keyval(
+        cls,
+        copy_fn: Callable[[Any, int, Any], Any] | None = None,
+        delete_fn: Callable[[Any, int, Any], None] | None = None,
+        nopython: bool = False,
+    ) -> int:
+        """Return a new keyval. `nopython` (attributes are C integers) makes no difference here."""
+        return Keyval.fresh(copy_fn, delete_fn)
+
+    @classmethod
+    def Free_keyval(cls, keyval: int) -> int:
+        """Give up a keyval; attributes under it stay until their objects are freed."""
+        if not isinstance(keyval, Keyval):
+            raise CallError(ERR_KEYVAL, f"keyval {keyval} was not made by Create_keyval")
+        return KEYVAL_INVALID
+
+
+class Errhandler(Handle):
+    """What happens on an error: return (raise in Python), abort, or a function of the program."""
+
+    __slots__ = ("function", "name")
+    name: str
+    function: Callable[[Any, int], None] | None
+
+    def __new__(cls, errhandler: Errhandler | None = None) -> Self:
+        self = super().__new__(cls)
+        self._identity = errhandler._identity if errhandler is not None else None
+        self.function = errhandler.function if errhandler is not None else None
+        self.name = errhandler.name if errhandler is not None else "ERRHANDLER_NULL"
+        return self
+
+    @classmethod
+    def of(cls, name: str, function: Callable[[Any, int], None] | None = None) -> Self:
+        """Return a new error handler."""
+        self = cls()
+        self._identity, self.name, self.function = self, name, function
+        return self
+
+    @property
+    def is_predefined(self) -> bool:
+        """Whether MPI defines this handler."""
+        return self.function is None
+
+    def Free(self) -> None:
+        """Give up the handle; objects that use the handler keep it."""
+        if self._identity is None:
+            raise CallError(ERR_ERRHANDLER, "Free of a null error handler")
+        if self._identity is self and self.is_predefined:
+            raise CallError(
+                ERR_ERRHANDLER, f"{self.name} is predefined: free what Get_errhandler returned instead"
+            )
+        self._identity = None
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if self.function is not None:
+            raise CallError(ERR_ERRHANDLER, "a user-defined error handler cannot be pickled")
+        return self.name
+
+
+ERRHANDLER_NULL: Final = Errhandler()
+ERRORS_RETURN: Final = Errhandler.of("ERRORS_RETURN")
+ERRORS_ABORT: Final = Errhandler.of("ERRORS_ABORT")
+ERRORS_ARE_FATAL: Final = Errhandler.of("ERRORS_ARE_FATAL")

@@ -1,0 +1,298 @@
+"""The seam: what policies may ask of a communicator, whatever building implements it.
+
+This room knows signatures only. Names and arguments are mpi4py's; five members are spawnsim's own (`clock`, `compute`,
+`rng`, `background`, `record`). Communicators carry more of mpi4py than is listed here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, LOCK_EXCLUSIVE
+from spawnsim.comm.group import Group
+from spawnsim.comm.info import Info
+from spawnsim.comm.ops import SUM, Op
+from spawnsim.comm.status import Status
+from spawnsim.errors import ParameterError
+from spawnsim.random import Streams
+
+
+class Clock(Protocol):
+    """The rank's time in seconds: virtual on virtual ranks, a monotonic wall clock on real ones."""
+
+    def now(self) -> float:
+        """Return the seconds since the run began."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass without computing."""
+
+    def deadline(self, seconds: float) -> AbstractContextManager[Any]:
+        """Bound each blocking call inside to `seconds` (default outside: 30); it then raises `errors.Timeout`."""
+
+
+class Task(Protocol):
+    """Work beside the rank's main program."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the work goes on."""
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the end, at most `timeout` seconds; return whether it came. Raises what the work raised."""
+
+
+class Recorder(Protocol):
+    """What a rank writes down: `comm.record`."""
+
+    def __call__(self, **values: Any) -> None:
+        """Add one row: floats, integers, booleans or short strings by name."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Add one event; its time in seconds and the rank are added."""
+
+
+@runtime_checkable
+class Request(Protocol):
+    """A call in progress. Dropping one loses nothing: the communicator keeps what it needs."""
+
+    def Wait(self, status: Status | None = None) -> Literal[True]:
+        """Wait for the end."""
+
+    def Test(self, status: Status | None = None) -> bool:
+        """Return whether it has ended."""
+
+    def wait(self, status: Status | None = None) -> Any:
+        """Wait for the end and return the object that was received."""
+
+    def test(self, status: Status | None = None) -> tuple[bool, Any | None]:
+        """Return whether it has ended, and the object that was received."""
+
+    def Cancel(self) -> None:
+        """Ask for the end without a result."""
+
+    def Free(self) -> None:
+        """Give up the handle."""
+
+
+class Win(Protocol):
+    """Memory that other ranks reach without this one's help."""
+
+    def tomemory(self) -> Any:
+        """Return the rank's own part as a buffer of bytes."""
+
+    def Lock(self, rank: int, lock_type: int = LOCK_EXCLUSIVE, assertion: int = 0) -> None:
+        """Begin to access one rank's part."""
+
+    def Unlock(self, rank: int) -> None:
+        """End the access; all calls to that rank are then complete."""
+
+    def Lock_all(self, assertion: int = 0) -> None:
+        """Begin to access all parts, shared."""
+
+    def Unlock_all(self) -> None:
+        """End the access to all parts."""
+
+    def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        """Read from a part; the data are there after a flush or unlock."""
+
+    def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        """Write to a part."""
+
+    def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> None:
+        """Combine with a part, element by element atomic."""
+
+    def Fetch_and_op(
+        self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
+    ) -> None:
+        """Combine one element and return what was there, atomically."""
+
+    def Compare_and_swap(
+        self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
+    ) -> None:
+        """Replace one element if it equals `compare`, and return what was there."""
+
+    def Flush(self, rank: int) -> None:
+        """Complete all calls to one rank."""
+
+    def Flush_all(self) -> None:
+        """Complete all calls."""
+
+    def Fence(self, assertion: int = 0) -> None:
+        """Separate epochs, collectively."""
+
+    def Sync(self) -> None:
+        """Make own and others' stores see each other."""
+
+    def Free(self) -> None:
+        """Give up the window, collectively."""
+
+
+@runtime_checkable
+class Comm(Protocol):
+    """A communicator: mpi4py's names for all that MPI has, and spawnsim's five members."""
+
+    @property
+    def clock(self) -> Clock:
+        """The rank's time."""
+
+    @property
+    def rng(self) -> Streams:
+        """The rank's random streams."""
+
+    @property
+    def record(self) -> Recorder:
+        """The rank's notebook."""
+
+    def compute(self, seconds: float | None = None) -> AbstractContextManager[Any]:
+        """Mark a block as computing; virtual ranks' clocks advance by it, real ones measure it."""
+
+    def background(self, fn: Callable[[], Any]) -> Task:
+        """Start work beside the rank's main program: a thread on real ranks, a co-located one on virtual ranks."""
+
+    @property
+    def rank(self) -> int:
+        """The caller's rank."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    def Get_rank(self) -> int:
+        """Return the caller's rank."""
+
+    def Get_size(self) -> int:
+        """Return the number of ranks."""
+
+    def Get_group(self) -> Group:
+        """Return the group of ranks."""
+
+    def Split(self, color: int = 0, key: int = 0) -> Any:
+        """Return the communicator of those with the same colour, ordered by key."""
+
+    def Dup(self, info: Info | None = None) -> Any:
+        """Return a communicator of the same ranks with its own messages."""
+
+    def Create_group(self, group: Group, tag: int = 0) -> Any:
+        """Return the communicator of a group; its members alone take part."""
+
+    def Free(self) -> None:
+        """Give up the communicator."""
+
+    def Abort(self, errorcode: int = 0) -> Any:
+        """End the whole run."""
+
+    def send(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Send an object."""
+
+    def recv(
+        self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> Any:
+        """Receive an object."""
+
+    def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
+        """Send an object without waiting."""
+
+    def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
+        """Receive an object without waiting."""
+
+    def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
+        """Return whether a message is there."""
+
+    def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Send a buffer."""
+
+    def Recv(
+        self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> None:
+        """Receive a buffer."""
+
+    def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
+        """Send a buffer without waiting."""
+
+    def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
+        """Receive a buffer without waiting."""
+
+    def Iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
+        """Return whether a message is there."""
+
+    def Barrier(self) -> None:
+        """Wait for all."""
+
+    def Bcast(self, buf: Any, root: int = 0) -> None:
+        """Give the root's buffer to all."""
+
+    def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
+        """Collect all buffers at the root."""
+
+    def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
+        """Give each rank its block of the root's buffer."""
+
+    def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Collect all buffers at all ranks."""
+
+    def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Collect buffers of unequal length at all ranks."""
+
+    def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Give every rank its block of every buffer."""
+
+    def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> None:
+        """Combine all buffers at the root."""
+
+    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
+        """Combine all buffers at all ranks."""
+
+    def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
+        """Combine all buffers at all ranks without waiting."""
+
+    def Ibarrier(self) -> Request:
+        """Wait for all, later."""
+
+    def barrier(self) -> None:
+        """Wait for all."""
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        """Give the root's object to all."""
+
+    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
+        """Collect all objects at the root."""
+
+    def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
+        """Give each rank its object of the root's list."""
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        """Collect all objects at all ranks."""
+
+    def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
+        """Give every rank its object of every list."""
+
+    def reduce(self, sendobj: Any, op: Op | Callable[[Any, Any], Any] = SUM, root: int = 0) -> Any | None:
+        """Combine all objects at the root."""
+
+    def allreduce(self, sendobj: Any, op: Op | Callable[[Any, Any], Any] = SUM) -> Any:
+        """Combine all objects at all ranks."""
+
+
+# Which building wraps a foreign group, by the package that its type comes from.
+_WRAPPERS = {"mpi4py": "spawnsim.real.mpi", "torch": "spawnsim.real.torch"}
+
+
+def as_comm(group: Any) -> Comm:
+    """Return a spawnsim `Comm` for what a user passed as a group.
+
+    A `Comm` comes back unchanged; an mpi4py communicator or a torch.distributed process group is wrapped by its
+    building's `wrap(group)`, which is imported only then. Raises `ParameterError` for anything else.
+    """
+    if hasattr(group, "compute") and hasattr(group, "clock"):
+        found: Comm = group
+        return found
+    package = type(group).__module__.partition(".")[0]
+    if package not in _WRAPPERS:
+        raise ParameterError(
+            f"group={group!r}: pass a spawnsim Comm, an mpi4py communicator or a torch.distributed group"
+        )
+    wrapped: Comm = importlib.import_module(_WRAPPERS[package]).wrap(group)
+    return wrapped

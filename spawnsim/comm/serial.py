@@ -1,0 +1,64 @@
+"""Python objects as bytes: `MPI.Pickle`, whose `MPI.pickle` instance every object call uses.
+
+This room knows pickle and nothing of messages.
+"""
+
+from __future__ import annotations
+
+import pickle as _pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from spawnsim.comm.memory import buffer
+
+
+class Pickle:
+    """A pair of functions and a protocol; programs may put in others (`MPI.pickle.__init__(dumps, loads)`)."""
+
+    def __init__(
+        self,
+        dumps: Callable[..., bytes] | None = None,
+        loads: Callable[..., Any] | None = None,
+        protocol: int | None = None,
+        threshold: int | None = None,
+    ) -> None:
+        self._dumps, self._loads = dumps or _pickle.dumps, loads or _pickle.loads
+        own = dumps is None
+        self.PROTOCOL: int | None = _pickle.HIGHEST_PROTOCOL if own and protocol is None else protocol
+        self.THRESHOLD: int = 1024**2 // 4 if threshold is None else threshold
+
+    def dumps(self, obj: Any) -> bytes:
+        """Return an object as bytes."""
+        return self._dumps(obj) if self.PROTOCOL is None else self._dumps(obj, self.PROTOCOL)
+
+    def loads(self, data: Any) -> Any:
+        """Return the object of bytes."""
+        return self._loads(data)
+
+    def dumps_oob(self, obj: Any) -> tuple[bytes, list[buffer]]:
+        """Return an object as bytes and the large buffers that were left out of them."""
+        held: list[buffer] = []
+
+        def keep(piece: Any) -> bool:
+            view = buffer.frombuffer(piece.raw())
+            small = view.nbytes < self.THRESHOLD
+            if not small:
+                held.append(view)
+            return small
+
+        return self._dumps(obj, self.PROTOCOL, buffer_callback=keep), held
+
+    def loads_oob(self, data: Any, buffers: Iterable[Any]) -> Any:
+        """Return the object of bytes and the buffers that were left out of them."""
+        return self._loads(data, buffers=buffers)
+
+
+def copied(obj: Any, pickle: Pickle | None = None) -> Any:
+    """Return what the receiver of an object gets: immutable plain values as they are, all others through pickle."""
+    if type(obj) in (int, float, str, bytes, bool, type(None)):
+        return obj
+    using = pickle or _default
+    return using.loads(using.dumps(obj))
+
+
+_default = Pickle()
