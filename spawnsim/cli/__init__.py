@@ -20,7 +20,7 @@ COMMANDS = {
     "study": ("spawnsim.study", "run a study: a grid of runs, and its figures"),
     "plot": ("spawnsim.plots.cli", "draw figures of runs"),
     "report": ("spawnsim.report", "write one HTML page about runs"),
-    "trace": ("spawnsim.cli.trace", "write a run's timeline for Perfetto or chrome://tracing"),
+    "trace": ("spawnsim.report.trace", "write a run's timeline for Perfetto or chrome://tracing"),
     "calibrate": ("spawnsim.cli.calibrate", "measure this cluster, and write a platform file"),
     "validate": ("spawnsim.cli.validate", "predict a real run, and compare"),
     "list": ("spawnsim.cli.list", "list platforms, policies, workloads, studies"),

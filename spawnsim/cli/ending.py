@@ -42,8 +42,10 @@ def exit_code(error: BaseException) -> int:
     return next((code for family, code in _CODES if isinstance(error, family)), RAISED)
 
 
-def report(error: SpawnsimError) -> int:
-    """Print an error and return its exit code."""
+def report(error: SpawnsimError, *, quiet: bool = False) -> int:
+    """Print an error (unless another rank does) and return its exit code."""
+    if quiet:
+        return exit_code(error)
     lines = [f"spawnsim: {error}"]
     if isinstance(error, RankError) and error.__cause__ is not None:
         lines.insert(0, program_traceback(error.__cause__))

@@ -10,12 +10,15 @@ closed their journals, or are dead.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from spawnsim.record.plain import document, scalar
 from spawnsim.record.recorder import Recorder, Sink
@@ -25,17 +28,21 @@ FLUSH_S = 0.5  # a killed rank loses at most this much
 
 
 class Journal:
-    """Records one rank's rows and events; `path=None` keeps them in memory alone (see `lines`)."""
+    """Records one rank's rows and events; without a path they stay in memory (see `lines`) until `open`."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         self.lines: list[str] = []
         self._pending: list[tuple[int, float, str | None, dict[str, Any]]] = []
-        self._file = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
+        self._file: TextIO | None = None
         self._due_s = time.monotonic() + FLUSH_S
         self._lock = threading.Lock()  # background tasks of a real rank are threads
+        if path is not None:
+            self.open(path)
+
+    def open(self, path: Path) -> None:
+        """Write to this shard from now on; a rank knows which is its own only once it has met the others."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
 
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
         """Keep one row; tensors are asked for their numbers now, since they will change."""
@@ -102,7 +109,13 @@ def merge(folder: Path) -> tuple[Recorder, list[int]]:
 
 def discard(folder: Path) -> None:
     """Remove the shards, once what they hold is in the run folder's own files."""
-    for path in (folder / FOLDER).glob("rank-*.jsonl"):
-        path.unlink(missing_ok=True)
-    if (folder / FOLDER).is_dir():
-        (folder / FOLDER).rmdir()
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keep others that would merge the same shards waiting: each then sees what those before it have closed."""
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    with (folder / FOLDER / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -105,6 +105,12 @@ def load(path: Path) -> Main:
     return main
 
 
+def require_main(path: Path) -> None:
+    """Raise `ParameterError` unless a file can be read and defines `main`; nothing of it is run."""
+    if not has_main(path):
+        raise ParameterError(f"{path} has no main(comm): define it; it is called once per rank with a communicator")
+
+
 def has_main(path: Path) -> bool:
     """Return whether a file binds the name `main` at its top level. Reads the file, and runs nothing of it."""
     try:
