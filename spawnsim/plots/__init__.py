@@ -1,0 +1,34 @@
+"""Figures from runs: convergence, replacement, time use, diversity.
+
+Each figure is a pure function from a table to a NamedTuple of arrays and a thin function `draw(info, ax=None)` that
+returns the Axes; `figure(runs)` composes them at slide size. Nothing opens a window or changes matplotlib's state.
+
+This floor knows tables, events and matplotlib; it must not know how runs are made.
+"""
+
+from __future__ import annotations
+
+from spawnsim.plots import convergence, diversity, gallery, lineage, raster, replacement, series, timeuse
+from spawnsim.plots.cli import main
+from spawnsim.plots.gallery import figures, save_all
+from spawnsim.plots.source import Recorded, read
+from spawnsim.plots.style import FORMATS, save, talk
+
+__all__ = [
+    "FORMATS",
+    "Recorded",
+    "convergence",
+    "diversity",
+    "figures",
+    "gallery",
+    "lineage",
+    "main",
+    "raster",
+    "read",
+    "replacement",
+    "save",
+    "save_all",
+    "series",
+    "talk",
+    "timeuse",
+]

@@ -1,0 +1,73 @@
+"""How unlike the ranks are: standard deviation, coefficient of variation and range over ranks through time.
+
+This room knows spreads of a recorded column; it must not know what the column means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from spawnsim.plots import style
+from spawnsim.plots.convergence import AXES, QUANTITIES
+from spawnsim.plots.series import Floats, Table, carried_forward
+from spawnsim.plots.source import Recorded, label, setting
+
+MEASURES = {"std": "standard deviation", "cv": "coefficient of variation (%)", "range": "range (max − min)"}
+
+
+class Diversity(NamedTuple):
+    """Spreads over ranks, each (points,) float64: `x`, `std`, `cv` (in percent), `range`."""
+
+    x: Floats
+    std: Floats
+    cv: Floats
+    range: Floats
+
+
+def diversity(table: Table, name: str, *, over: str = "iteration") -> Diversity:
+    """Return the spreads over ranks of a column, from the point on where half of the ranks have a value."""
+    grid = carried_forward(table, name, over)
+    enough = np.mean(~np.isnan(grid.values), axis=0) >= 0.5
+    values = grid.values[:, enough]
+    std, mean = np.nanstd(values, axis=0), np.nanmean(values, axis=0)
+    cv = np.divide(100 * std, np.abs(mean), out=np.full_like(std, np.nan), where=mean != 0)
+    return Diversity(grid.x[enough], std, cv, np.nanmax(values, axis=0) - np.nanmin(values, axis=0))
+
+
+def draw(
+    info: Diversity, ax: Axes | None = None, *, measure: str = "std", look: style.Look = style.LOOKS[0]
+) -> Axes:
+    """Draw one measure ("std", "cv" or "range") as a line."""
+    ax = style.axes_or_new(ax)
+    ax.plot(info.x, getattr(info, measure), color=look.colour, linestyle=look.dashes)
+    ax.set_title(MEASURES[measure])
+    return ax
+
+
+def figure(runs: Sequence[Recorded], name: str = "accuracy", over: str = "iteration") -> Figure:
+    """Return three panels, one per measure, all runs overlaid."""
+    quantity = QUANTITIES.get(name, name.replace("_", " "))
+    styles = style.looks(label(run) for run in runs)
+    with style.talk():
+        drawn = Figure(figsize=(12.4, 5.0))
+        panels = drawn.subplots(1, 3)
+        for ax, measure in zip(panels, MEASURES, strict=True):
+            ends = {label(run): _line(run, (name, over, measure), ax, styles[label(run)]) for run in runs}
+            ax.set_xlabel(AXES.get(over, over))
+            ax.set_ylim(bottom=0)
+        panels[0].set_ylabel(f"{quantity}, spread over ranks")
+        style.frame(drawn, f"Diversity of the ranks: {quantity}", setting(runs))
+        style.label_ends(panels[-1], ends, styles)
+    return drawn
+
+
+def _line(run: Recorded, which: tuple[str, str, str], ax: Axes, look: style.Look) -> float:
+    name, over, measure = which
+    info = diversity(run.table, name, over=over)
+    draw(info, ax, measure=measure, look=look)
+    return float(getattr(info, measure)[-1])

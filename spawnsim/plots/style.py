@@ -1,0 +1,157 @@
+"""How figures look: the packaged style sheet, one look per policy, labels that do not collide, files.
+
+This room knows matplotlib and words such as "policy"; it must not know tables, runs or statistics. Nothing here
+touches matplotlib's global state: figures are made without pyplot, and the style lasts for one `with` block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FuncFormatter
+
+from spawnsim.errors import ParameterError
+
+SHEET = "spawnsim.plots.talk"
+FORMATS = ("png", "pdf")
+
+
+class Look(NamedTuple):
+    """Colour, line style and marker: a policy is told apart by any one of the three."""
+
+    colour: str
+    dashes: Any
+    marker: str
+
+
+LOOKS = (
+    Look("#0072B2", "-", "o"),
+    Look("#D55E00", (0, (6, 1.6)), "s"),
+    Look("#009E73", (0, (5, 1.4, 1, 1.4)), "^"),
+    Look("#CC79A7", (0, (1.4, 1.2)), "D"),
+    Look("#E69F00", (0, (8, 1.5, 1, 1.5, 1, 1.5)), "v"),
+    Look("#56B4E9", (0, (3, 1)), "P"),
+)
+KNOWN = {"none": Look("#333333", (0, (2.6, 1.5)), "X"), "average": LOOKS[0], "selective": LOOKS[1]}
+
+
+def looks(labels: Iterable[str]) -> dict[str, Look]:
+    """Return one look per label: known policies keep theirs in every figure, others take what is free."""
+    names = list(dict.fromkeys(labels))
+    taken = {name: KNOWN[name] for name in names if name in KNOWN}
+    free = [look for look in LOOKS if look not in taken.values()] or list(LOOKS)
+    others = [name for name in names if name not in taken]
+    return taken | {name: free[index % len(free)] for index, name in enumerate(others)}
+
+
+def talk() -> AbstractContextManager[None]:
+    """Return the context in which figures are made and saved, for a `with` statement."""
+    return style.context(SHEET)
+
+
+def axes_or_new(ax: Axes | None) -> Axes:
+    """Return `ax`, or the only axes of a new figure in the packaged style."""
+    if ax is not None:
+        return ax
+    with talk():
+        return Figure().subplots()
+
+
+def frame(figure: Figure, title: str, caption: str) -> Figure:
+    """Put the title above and the caption (who ran, where, what the bands are) below; return the figure."""
+    figure.suptitle(title, x=0.012, ha="left")
+    figure.supxlabel(caption, x=0.012, ha="left", fontsize=10, color="#555555", linespacing=1.35)
+    return figure
+
+
+def spread(positions: Sequence[float], gap: float) -> list[float]:
+    """Move positions as little as needed so that neighbours are at least `gap` apart; the order is kept.
+
+    >>> spread([0.0, 0.1, 5.0], 1.0)
+    [-0.45, 0.55, 5.0]
+    """
+    order = sorted(range(len(positions)), key=lambda index: positions[index])
+    blocks: list[tuple[float, list[int]]] = []
+    for index in order:
+        blocks.append((positions[index], [index]))
+        while len(blocks) > 1 and _touch(blocks[-2], blocks[-1], gap):
+            (low, first), (high, second) = blocks[-2:]
+            members = first + second
+            centre = (low * len(first) + high * len(second)) / len(members)
+            blocks[-2:] = [(centre, members)]
+    placed = dict(zip(order, (place for block in blocks for place in _places(block, gap)), strict=True))
+    return [round(placed[index], 12) for index in range(len(positions))]
+
+
+def _places(block: tuple[float, list[int]], gap: float) -> list[float]:
+    centre, members = block
+    return [centre + gap * (step - (len(members) - 1) / 2) for step in range(len(members))]
+
+
+def _touch(low: tuple[float, list[int]], high: tuple[float, list[int]], gap: float) -> bool:
+    return _places(high, gap)[0] - _places(low, gap)[-1] < gap
+
+
+def label_ends(ax: Axes, ends: Mapping[str, float], styles: Mapping[str, Look]) -> None:
+    """Write each line's name at the right edge of `ax`, at its last height, moved apart where names would touch."""
+    to_axes = ax.transAxes.inverted()
+    heights = [float(to_axes.transform(ax.transData.transform((0.0, y)))[1]) for y in ends.values()]
+    for (name, _), height in zip(ends.items(), spread(heights, 0.075), strict=True):
+        colour = styles[name].colour
+        ax.text(1.02, height, name, transform=ax.transAxes, va="center", color=colour, weight="bold")
+
+
+def plain_seconds(ax: Axes) -> None:
+    """Show the x axis in seconds, with milli and micro prefixes for short runs."""
+    longest = max(abs(edge) for edge in ax.get_xlim())
+    unit, scale = next(
+        ((u, s) for u, s in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)) if longest * s >= 2), ("s", 1.0)
+    )
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x * scale:,.4g}"))
+    ax.set_xlabel(ax.get_xlabel().replace("(s)", f"({unit})"))
+
+
+def counted(number: float) -> str:
+    """Return a whole number with thousands separated.
+
+    >>> counted(12345)
+    '12,345'
+    """
+    return f"{int(number):,}"
+
+
+def in_thousands(ax: Axes, which: str) -> None:
+    """Separate thousands on one axis ("x" or "y")."""
+    axis = ax.xaxis if which == "x" else ax.yaxis
+    axis.set_major_formatter(FuncFormatter(lambda value, _: counted(value) if value == int(value) else ""))
+
+
+def bytes_formatter() -> EngFormatter:
+    """Return a tick formatter for bytes."""
+    return EngFormatter(unit="B")
+
+
+def save(figure: Figure, stem: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Write `stem`.png, `stem`.pdf …; the same figure gives the same bytes each time. Returns the paths."""
+    stem = Path(stem)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    undated: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in formats]
+    with talk():
+        for kind, path in zip(formats, paths, strict=True):
+            if kind not in ("png", "pdf", "svg"):
+                raise ParameterError(f"format {kind!r}: figures are written as png, pdf or svg")
+            figure.savefig(path, format=kind, metadata=undated.get(kind))
+    return paths
+
+
+def evenly(count: int, points: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return up to `points` indices spread over range(count), both ends included."""
+    return np.unique(np.linspace(0, max(count - 1, 0), min(points, count)).astype(np.int64))

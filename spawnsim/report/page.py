@@ -1,0 +1,138 @@
+"""One self-contained HTML page about one or more runs: what ran, totals, figures, replacements, load imbalance.
+
+This room knows tables of text for a template that escapes everything; figures come ready-made from plots. The page
+loads nothing from elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from spawnsim.errors import UsageError
+from spawnsim.plots import figures, raster, replacement, series, talk, timeuse
+from spawnsim.plots.gallery import metrics_of
+from spawnsim.plots.source import label, setting
+from spawnsim.run import Run
+
+TOTALS = (
+    "ranks",
+    "iterations",
+    "virtual_seconds",
+    "wall_seconds",
+    "events",
+    "messages",
+    "bytes",
+    "replacements",
+    "digest",
+)
+
+
+class Picture(NamedTuple):
+    """A figure for an `img` element: `kind` of image, base64 `data`, and its name for those who cannot see it."""
+
+    name: str
+    kind: str
+    data: str
+
+
+def number(value: object) -> str:
+    """Return a value for a table: thousands separated, four digits of a fraction, a dash for nothing.
+
+    >>> number(1234567), number(0.123456), number(None)
+    ('1,234,567', '0.1235', '–')
+    """
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def names(runs: Sequence[Run]) -> list[str]:
+    """Return a name per run; runs of one name are told apart by seed, or by number."""
+    plain = [label(run) for run in runs]
+    seeded = [f"{name}, seed {run.what.get('seed')}" for name, run in zip(plain, runs, strict=True)]
+    if len(set(plain)) == len(plain):
+        return plain
+    if len(set(seeded)) == len(seeded):
+        return seeded
+    return [f"{name} ({index})" for index, name in enumerate(seeded, start=1)]
+
+
+def _pictures(runs: Sequence[Run]) -> list[Picture]:
+    pictures = []
+    for name, figure in figures(runs):
+        buffer = io.BytesIO()
+        with talk():
+            figure.savefig(buffer, format="png", dpi=120)
+        pictures.append(Picture(name, "png", base64.b64encode(buffer.getvalue()).decode()))
+    return pictures
+
+
+def _finals(run: Run, name: str) -> list[list[str]]:
+    rows = []
+    for column in metrics_of([run]):
+        low, median, high = series.spread_at_end(run.table, column)
+        rows.append([name, column, number(low), number(median), number(high)])
+    return rows
+
+
+def _imbalance(run: Run, name: str) -> list[str] | None:
+    found = timeuse.imbalance(run.table)
+    if found is None:
+        return None
+    total_s = found.useful_s + found.waiting_s
+    share = f"{found.waiting_s / total_s:.0%}" if total_s else "–"
+    return [name, number(found.useful_s), number(found.waiting_s), share]
+
+
+def _replaced(run: Run, name: str) -> list[str] | None:
+    info = raster.of(run)
+    if not len(info.rank):
+        return None
+    counts = replacement.per_rank(info)
+    top = f"{replacement.top_share(replacement.gifts(info)):.0%}"
+    values = (len(info.rank), int((counts > 0).sum()), int(counts.max()), len(info.donor))
+    return [name, *map(number, values), top]
+
+
+def contents(runs: Sequence[Run], title: str) -> dict[str, Any]:
+    """Return what the template shows: text and pictures only."""
+    named = list(zip(runs, names(runs), strict=True))
+    return {
+        "title": title,
+        "setting": setting(runs),
+        "total_names": TOTALS,
+        "runs": [_row(run, name) for run, name in named],
+        "finals": [row for run, name in named for row in _finals(run, name)],
+        "imbalance": [row for run, name in named if (row := _imbalance(run, name))],
+        "replaced": [row for run, name in named if (row := _replaced(run, name))],
+        "figures": _pictures(runs),
+    }
+
+
+def _row(run: Run, name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "totals": {total: number(run.totals.get(total)) for total in TOTALS},
+        "outcome": run.outcome,
+        "what": [(key, number(value)) for key, value in run.what.items()],
+    }
+
+
+def render(runs: Sequence[Run], title: str = "spawnsim report") -> str:
+    """Return the page as text. Needs jinja2, the extra `spawnsim[report]`."""
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ImportError as error:
+        raise UsageError("a report needs jinja2: pip install 'spawnsim[report]'") from error
+    environment = Environment(
+        loader=PackageLoader("spawnsim.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    return str(environment.get_template("page.html.jinja").render(contents(runs, title)))

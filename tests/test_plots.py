@@ -1,0 +1,293 @@
+"""Figures: the arrays behind them are checked by number, the drawing by one smoke test per figure."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import synthetic
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+
+from spawnsim import plots
+from spawnsim.errors import ParameterError
+from spawnsim.plots import convergence, diversity, lineage, raster, replacement, series, style, timeuse
+from spawnsim.plots.source import label, setting
+
+
+def table(**columns: list[float]) -> dict[str, np.ndarray]:
+    """Return a table of float columns."""
+    return {name: np.asarray(values, dtype=float) for name, values in columns.items()}
+
+
+TWO_RANKS = table(rank=[0, 0, 1, 1], time_s=[1, 3, 2, 4], iteration=[0, 1, 0, 1], loss=[8, 4, 6, 2])
+
+
+def events(*who: tuple[int, float, list[int]], **more: int) -> list[dict[str, object]]:
+    """Return replacement events from (rank, time_s, donors)."""
+    return [{"kind": "replacement", "rank": r, "time_s": t, "donors": d} | more for r, t, d in who]
+
+
+# ------------------------------------------------------------------------------------------------- series
+
+
+def test_a_rank_keeps_its_last_value_until_its_next_row():
+    """Ranks with different clocks share one grid; before its first row a rank has no value."""
+    grid = series.carried_forward(TWO_RANKS, "loss")
+    assert grid.x.tolist() == [1, 2, 3, 4]
+    np.testing.assert_equal(grid.values, [[8, 8, 4, 4], [np.nan, 6, 6, 2]])
+
+
+def test_rows_without_the_value_are_left_out():
+    """A column that is recorded every other row (NaN between) gives a step curve, not gaps."""
+    sparse = table(rank=[0, 0, 0], time_s=[1, 2, 3], accuracy=[0.5, np.nan, 0.7])
+    assert series.carried_forward(sparse, "accuracy").values.tolist() == [[0.5, 0.7]]
+
+
+def test_rows_in_any_order_give_the_same_grid():
+    """A table need not be sorted by time."""
+    shuffled = {name: values[[3, 0, 2, 1]] for name, values in TWO_RANKS.items()}
+    np.testing.assert_equal(
+        series.carried_forward(shuffled, "loss"), series.carried_forward(TWO_RANKS, "loss")
+    )
+
+
+def test_quantiles_wait_for_half_of_the_ranks():
+    """One early rank out of three is no median."""
+    grid = series.Grid(np.arange(2.0), np.array([[1.0, 1], [np.nan, 2], [np.nan, 3]]))
+    np.testing.assert_equal(series.quantiles(grid, [0.5]), [[np.nan, 2]])
+
+
+def test_an_unknown_column_is_named_with_those_that_exist():
+    """A wrong name is one clear error."""
+    with pytest.raises(
+        ParameterError, match="'reward' was not recorded; this run has: iteration, loss, rank, time_s"
+    ):
+        series.carried_forward(TWO_RANKS, "reward")
+
+
+def test_long_runs_are_resampled_to_few_points():
+    """A thousand distinct times become 240 grid points that reach both ends."""
+    times = np.arange(1000.0)
+    grid = series.carried_forward({"rank": np.zeros(1000), "time_s": times, "loss": times}, "loss")
+    assert (len(grid.x), grid.x[0], grid.x[-1], grid.values[0, -1]) == (240, 0, 999, 999)
+
+
+def test_the_bootstrap_is_seeded_and_brackets_the_median():
+    """The same seed gives the same interval; one sample gives no width."""
+    samples = np.random.default_rng(1).normal(size=(9, 3))
+    once, again = (series.bootstrap_medians(samples, seed=3) for _ in range(2))
+    np.testing.assert_array_equal(once, again)
+    assert (once[1] <= once[0]).all()
+    assert (once[0] <= once[2]).all()
+    assert series.bootstrap_median([0.5]) == (0.5, 0.5, 0.5)
+
+
+def test_the_bootstrap_covers_the_true_median_about_as_often_as_it_says():
+    """A 90 % interval over 15 normal seeds holds the true median in 80 to 99 % of 300 trials."""
+    samples = np.random.default_rng(2).normal(size=(15, 300))
+    _, low, high = series.bootstrap_medians(samples)
+    assert 0.80 < np.mean((low <= 0) & (high >= 0)) < 0.99
+
+
+def test_sums_and_last_values_are_per_rank():
+    """Rows of several ranks are told apart; NaN counts as nothing."""
+    mixed = table(rank=[0, 1, 0, 1], time_s=[1, 1, 2, 2], x=[1, 5, 2, np.nan])
+    assert series.per_rank_sum(mixed, "x").tolist() == [3, 5]
+    assert series.per_rank_last(mixed, "x").tolist() == [2, 5]
+
+
+# -------------------------------------------------------------------------------------------- convergence
+
+
+def test_the_curve_is_the_median_over_ranks():
+    """Median and band of two ranks, against iterations."""
+    found = convergence.curve(TWO_RANKS, "loss", over="iteration", band=(0.0, 1.0))
+    assert (found.x.tolist(), found.median.tolist()) == ([0, 1], [7, 3])
+    assert (found.low.tolist(), found.high.tolist()) == ([6, 2], [8, 4])
+
+
+def test_seeds_are_compared_where_all_of_them_have_values():
+    """Curves over seeds are cut to the common stretch, and carry their number."""
+    curves = [
+        convergence.Curve(np.array(x), *[np.array(y)] * 3)
+        for x, y in (([0.0, 2], [1.0, 3]), ([1.0, 3], [5.0, 7]))
+    ]
+    both = convergence.over_seeds(curves)
+    assert (both.x.tolist(), both.median.tolist(), both.runs) == ([1, 2], [3, 4], 2)
+
+
+# -------------------------------------------------------------------------------------------- replacement
+
+
+def test_replacements_count_donors_and_replaced():
+    """Each donor of an event is a pair; counts are per rank."""
+    info = replacement.replacements(events((1, 2.0, [0, 3]), (2, 1.0, [0])), ranks=4)
+    assert replacement.per_rank(info).tolist() == [0, 1, 1, 0]
+    assert replacement.gifts(info).tolist() == [2, 0, 0, 1]
+    assert info.time_s.tolist() == [1, 2]
+
+
+def test_never_replaced_falls_at_each_first_replacement_only():
+    """A second replacement of one rank changes nothing; the curve goes on to the end of the run."""
+    info = replacement.replacements(events((1, 1.0, []), (1, 2.0, []), (0, 3.0, [])), ranks=2, end_s=5.0)
+    time_s, share = replacement.never_replaced(info)
+    assert list(zip(time_s, share, strict=True)) == [(0, 1), (1, 0.5), (3, 0), (5, 0)]
+
+
+def test_chance_is_binomial_when_all_rounds_are_equal():
+    """Two rounds of one rank in four: replaced 0, 1, 2 times with 9/16, 6/16, 1/16."""
+    info = replacement.replacements(events((1, 1.0, [])) + events((2, 2.0, [])), ranks=4)
+    chance = replacement.by_chance(info)
+    np.testing.assert_allclose(chance.counts[:3], [9 / 16, 6 / 16, 1 / 16])
+    np.testing.assert_allclose(chance.never, [3 / 4, 9 / 16])
+
+
+def test_events_of_one_round_count_as_one_round():
+    """Half of the ranks replaced at once leaves half of them, not (3/4)^2."""
+    info = replacement.replacements(events((1, 1.0, []), (2, 1.5, []), round=5), ranks=4)
+    assert replacement.by_chance(info).never.tolist() == [0.5]
+
+
+@given(st.integers(1, 1200), st.integers(0, 50))
+def test_the_matrix_loses_no_pair(ranks: int, bins: int):
+    """Whatever the number of ranks and cells, every pair falls into a cell of a round width."""
+    rng = np.random.default_rng(ranks)
+    who = [(int(rng.integers(ranks)), 1.0, [int(d) for d in rng.integers(ranks, size=3)]) for _ in range(20)]
+    counts, edges = replacement.matrix(replacement.replacements(events(*who), ranks), bins)
+    assert counts.sum() == 60
+    assert str(int(edges[1])).rstrip("0") in ("1", "2", "5")
+
+
+def test_no_replacement_at_all_is_no_error():
+    """A run without events has empty arrays and full share."""
+    info = replacement.replacements([], ranks=3, end_s=1.0)
+    assert replacement.never_replaced(info)[1].tolist() == [1, 1]
+    assert replacement.top_share(replacement.gifts(info)) == 0
+
+
+# --------------------------------------------------------------------------------- diversity and time use
+
+
+def test_diversity_is_the_spread_over_ranks():
+    """Losses 8 and 6: standard deviation 1, coefficient of variation 1/7, range 2."""
+    found = diversity.diversity(TWO_RANKS, "loss")
+    assert (found.std[0], found.range[0]) == (1, 2)
+    assert found.cv[0] == pytest.approx(100 / 7)
+
+
+def test_time_that_is_not_computing_is_exchange():
+    """The two parts add up to the rank's own clock."""
+    used = timeuse.time_use(TWO_RANKS | table(compute_s=[1, 1, 2, 1]))
+    assert used is not None
+    assert (used.compute_s.tolist(), used.exchange_s.tolist()) == ([2, 3], [1, 1])
+    assert timeuse.time_use(TWO_RANKS) is None
+
+
+def test_imbalance_is_the_excess_of_the_slowest():
+    """Iteration 0 takes 1 and 3 s, iteration 1 takes 2 and 2 s: 4 s useful, 1 s lost."""
+    found = timeuse.imbalance(TWO_RANKS | table(compute_s=[1, 2, 3, 2]))
+    assert found == timeuse.Imbalance(useful_s=4.0, waiting_s=1.0)
+
+
+# -------------------------------------------------------------------------------------------------- style
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_labels_keep_their_order_and_their_distance(heights: list[float]):
+    """Neighbouring labels end at least a gap apart, in the order of their lines."""
+    placed = style.spread(heights, 0.1)
+    ordered = [placed[index] for index in sorted(range(len(heights)), key=heights.__getitem__)]
+    assert all(high - low > 0.0999 for low, high in pairwise(ordered))
+
+
+def test_looks_differ_in_colour_and_in_line():
+    """A policy can be told apart without colour, and keeps its look whoever else is there."""
+    chosen = style.looks(["a", "selective", "b", "none", "average"])
+    assert (
+        len({look.colour for look in chosen.values()})
+        == len({str(look.dashes) for look in chosen.values()})
+        == 5
+    )
+    assert chosen["average"] == style.looks(["average"])["average"]
+
+
+def test_captions_say_who_ran_where():
+    """Ranks, platform, stragglers and seeds are in the caption."""
+    runs = [synthetic.run(ranks=4, seed=seed) for seed in (1, 2)] + [
+        synthetic.run(ranks=4, real=True, seed=1)
+    ]
+    expected = (
+        "4 virtual ranks · 4 real MPI ranks · ethernet-10g · stragglers lognormal:0.3 · 2 seeds (1 … 2)"
+    )
+    assert setting(runs) == expected
+    assert label(runs[-1]) == "selective (real MPI)"
+
+
+# ------------------------------------------------------------------------------------------------ drawing
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[plots.Recorded]:
+    """Three policies on 40 ranks, and one real run."""
+    few = {"ranks": 40, "iterations": 30}
+    return [synthetic.run(policy, **few) for policy in synthetic.REACHED] + [
+        synthetic.run("average", real=True, **few)
+    ]
+
+
+def test_all_figures_are_made_and_saved_alike(runs: list[plots.Recorded], tmp_path: Path):
+    """One smoke test for the whole gallery: every figure has a title, a caption and units; two times, equal bytes."""
+    before = dict(mpl.rcParams)
+    made = dict(plots.figures(runs))
+    assert set(made) == {
+        "convergence-accuracy", "convergence-loss", "diversity-accuracy", "time-use",
+        "replacement-raster-selective", "replacement-lineage-selective",
+    }  # fmt: skip
+    for figure in made.values():
+        assert figure.get_suptitle()
+        assert "40 virtual" in figure.get_supxlabel()
+    first = plots.save(made["convergence-loss"], tmp_path / "a" / "figure", ("png", "pdf", "svg"))
+    second = plots.save(convergence.figure(runs, "loss"), tmp_path / "b" / "figure", ("png", "pdf", "svg"))
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    assert dict(mpl.rcParams) == before
+
+
+def test_every_axis_has_a_label(runs: list[plots.Recorded]):
+    """No panel without words on its axes, shared ones aside."""
+    for stem, figure in plots.figures(runs):
+        bare = [ax for ax in figure.axes if not ax.get_xlabel() and ax.xaxis.get_tick_params()["labelbottom"]]
+        assert not bare, stem
+
+
+def test_draw_takes_given_axes_or_makes_its_own(runs: list[plots.Recorded]):
+    """`draw(info)` returns new axes, `draw(info, ax)` the given ones."""
+    ax = Figure().subplots()
+    info = raster.of(runs[2])
+    assert raster.draw(info, ax) is ax
+    for draw in (raster.draw, lineage.draw_matrix, lineage.draw_counts, lineage.draw_never):
+        assert draw(info).figure is not ax.figure
+
+
+def test_the_command_writes_figures_of_run_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """`spawnsim plot RUN --out DIR` prints one path per file."""
+    synthetic.run(ranks=6, iterations=20).save(tmp_path / "run")
+    assert (
+        plots.main([str(tmp_path / "run"), "--out", str(tmp_path), "--formats", "png", "--column", "loss"])
+        == 0
+    )
+    assert all(Path(line).stat().st_size > 10_000 for line in capsys.readouterr().out.splitlines())
+
+
+def test_figures_need_no_pyplot():
+    """Importing and drawing leaves pyplot alone: no window, no global figure list."""
+    draw = "p.raster.draw(p.replacement.replacements([], 2, 1.0))"
+    code = f"import sys, spawnsim.plots as p; {draw}; print('matplotlib.pyplot' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
