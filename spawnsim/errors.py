@@ -70,7 +70,8 @@ class Timeout(WorldError, TimeoutError):
 
     def __init__(self, ranks: Iterable[int], operation: str, sequence: int = -1, message: str = "") -> None:
         self.ranks, self.operation, self.sequence = tuple(sorted(ranks)), operation, sequence
-        super().__init__(self.ranks, operation, sequence, message)
+        super().__init__()
+        self.args = (self.ranks, operation, sequence, message)  # OSError's constructor would keep two of them
 
     def __str__(self) -> str:
         missing = f"; missing: rank {', '.join(map(str, self.ranks))}" if self.ranks else ""

@@ -1,0 +1,110 @@
+"""Collective calls on MPI: the library's own blocking calls, counted, and watched from outside.
+
+They are not rebuilt from non-blocking ones, because then sums would be taken in another order. Knows names of
+collectives and the watchdog's table; how buffers are spelled is mpi4py's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from mpi4py import MPI
+
+from spawnsim.comm.ops import SUM, Op
+from spawnsim.real.fingerprints import check
+from spawnsim.real.ordered import ordered_allreduce
+from spawnsim.real.words import failure
+
+if TYPE_CHECKING:
+    from spawnsim.real.home import Home
+
+BUFFER = (
+    "Barrier", "Bcast", "Gather", "Gatherv", "Scatter", "Scatterv", "Allgather", "Allgatherv", "Alltoall",
+    "Alltoallv", "Alltoallw", "Reduce", "Reduce_scatter", "Reduce_scatter_block", "Scan", "Exscan",
+    "Neighbor_allgather", "Neighbor_allgatherv", "Neighbor_alltoall", "Neighbor_alltoallv", "Neighbor_alltoallw",
+)  # fmt: skip
+OBJECT = (
+    "barrier", "bcast", "gather", "scatter", "allgather", "alltoall", "reduce", "allreduce", "scan", "exscan",
+    "neighbor_allgather", "neighbor_alltoall",
+)  # fmt: skip
+MAKERS = (
+    "Dup", "Clone", "Split", "Split_type", "Create", "Create_group", "Create_cart", "Create_graph",
+    "Create_dist_graph", "Create_dist_graph_adjacent", "Sub", "Dup_with_info", "Shrink",
+)  # fmt: skip
+ONE_WAY = {"Bcast", "bcast", "Scatter", "scatter", "Scatterv"}
+"""A root of these may only send, and a rank that only sends never notices a death: it polls afterwards."""
+
+
+def _method(operation: str, *, objects: bool) -> Callable[..., Any]:
+    """Return the method for one collective."""
+    one_way = operation in ONE_WAY
+
+    def call(self: Collectives, *args: Any, **kwargs: Any) -> Any:
+        home = self._home
+        translate = home.words.op if objects else home.words
+        if args:
+            args = tuple([translate(value) for value in args])
+        if kwargs:
+            kwargs = {key: translate(value) for key, value in kwargs.items()}
+        result = self._watched(operation, args, kwargs)
+        if one_way:
+            home.poll()
+        return result
+
+    call.__name__ = call.__qualname__ = operation
+    call.__doc__ = f"mpi4py's `{operation}`, bounded by the deadline."
+    return call
+
+
+class Collectives:
+    """All collectives; the table above makes the methods."""
+
+    _raw: MPI.Intracomm
+    _home: Home
+    _sequence: int
+    label: str
+    members: tuple[int, ...]
+
+    def _watched(
+        self,
+        operation: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        function: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Make the raw call, or `function` of the raw communicator, while the watchdog knows of it."""
+        home = self._home
+        self._sequence += 1
+        watchdog, thread = home.watchdog, get_ident()
+        active = watchdog.active
+        active[thread] = (operation, self._sequence, self, perf_counter(), home.clock.limit_s())
+        try:
+            if home.fingerprints:
+                check(self._raw, operation, self._sequence, args, kwargs)
+            if function is None:
+                return getattr(self._raw, operation)(*args, **kwargs)
+            return function(self._raw, *args)
+        except MPI.Exception as error:
+            what = f"rank {self._raw.Get_rank()} of {self.label}: {operation} number {self._sequence}"
+            raise failure(error, self._raw, what) from None
+        finally:
+            watchdog.last = active.pop(thread, None)
+
+    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> None:
+        """mpi4py's `Allreduce`, bounded by the deadline; summed in rank order with `reduction="ordered"`."""
+        words = self._home.words
+        if self._home.ordered and isinstance(op, Op):
+            self._watched("Allreduce", (sendbuf, recvbuf, op), {}, ordered_allreduce)
+        else:
+            self._watched("Allreduce", (words(sendbuf), words(recvbuf), words(op)), {})
+
+
+for _name in BUFFER:
+    setattr(Collectives, _name, _method(_name, objects=False))
+for _name in OBJECT:
+    setattr(Collectives, _name, _method(_name, objects=True))
+
+__all__ = ["MAKERS", "Collectives"]

@@ -1,0 +1,158 @@
+"""What all communicators of one MPI rank share: its five own members, registry, watchdog, options.
+
+Knows mpi4py's world, the control channel and how this rank polls and waits; knows no communicator's methods.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+from mpi4py import MPI
+
+from spawnsim.errors import ParameterError
+from spawnsim.real.ending import Ending
+from spawnsim.real.own import Own
+from spawnsim.real.requests import Registry
+from spawnsim.real.waiting import SPINS, wait_until
+from spawnsim.real.words import Words
+
+CONTROL_TAG = 1
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run behaves. The same on all ranks.
+
+    `reduction`: "native" leaves the order of sums to the library, "ordered" sums in rank order everywhere.
+    `fingerprints`: each collective first checks that all ranks are in the same one.
+    `survive`: collectives are non-blocking calls with a deadline, so that a `Timeout` can be caught and recovered from.
+    """
+
+    reduction: str = "native"
+    fingerprints: bool = False
+    survive: bool = False
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("native", "ordered"):
+            raise ParameterError(f"reduction={self.reduction!r}: give 'native' or 'ordered'")
+
+
+class ControlChannel:
+    """Small messages between watchdogs over a communicator of their own. Silent without THREAD_MULTIPLE."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._comm = comm
+        self._usable = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._sent: list[MPI.Request] = []
+
+    def send(self, to: int, message: dict[str, Any]) -> None:
+        """Send without waiting; the handle is kept until the message has left. A dead rank is no error here."""
+        if not self._usable:
+            return
+        try:
+            self._sent = [request for request in self._sent if not request.Test()]
+            self._sent.append(self._comm.isend(message, to, CONTROL_TAG))
+        except MPI.Exception:  # the peer has failed: it will not answer, which is what the caller finds out
+            self._sent = []
+
+    def receive(self) -> tuple[int, dict[str, Any]] | None:
+        """Return the next message and who sent it, or None."""
+        if not self._usable:
+            return None
+        status = MPI.Status()
+        try:
+            found = self._comm.improbe(MPI.ANY_SOURCE, CONTROL_TAG, status)
+            return None if found is None else (status.Get_source(), found.recv())
+        except MPI.Exception:  # a failed rank spoils ANY_SOURCE until it is acknowledged
+            if hasattr(self._comm, "Ack_failed"):
+                self._comm.Ack_failed()
+            return None
+
+
+class Home:
+    """One per rank and run."""
+
+    def __init__(self, raw: MPI.Intracomm, own: Own, options: Options) -> None:
+        self.raw = raw
+        self.own, self.clock, self.options = own, own.clock, options
+        self.fingerprints, self.ordered = options.fingerprints, options.reduction == "ordered"
+        self.registry = Registry()
+        self.words = Words()
+        self._control = raw.Dup()
+        self._farewell = raw.Dup()
+        self.ending = Ending(ControlChannel(self._control), self._abort)
+        self.watchdog = self.ending.watchdog
+        self.watchdog.note = self._note
+        self.watchdog.progress = self._progress
+        self._iprobe = raw.Iprobe
+        self.windows: list[Any] = []
+        own.on_error = self.ending.fail
+        own.clock.poll = self.poll
+        self.epoch = 0
+        self.step = 0
+
+    # --------------------------------------------------------------------------------------------- while running
+    def poll(self) -> None:
+        """Let MPI make progress, and let go of requests that are complete: under 1 us."""
+        self._iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        if self.registry:
+            self.registry.sweep()
+
+    def wait(self, done: Callable[[], bool], limit_s: float, call: tuple[str, int, Any]) -> bool:
+        """Wait for `done`, at most `limit_s`; a wait that is not over at once is known to the watchdog."""
+        for _ in range(SPINS):
+            if done():
+                return True
+        registry = self.registry
+
+        def look() -> bool:
+            if registry:  # other requests go on while this one is awaited
+                registry.sweep()
+            return done()
+
+        active, thread = self.watchdog.active, get_ident()
+        active[thread] = entry = (*call, time.perf_counter(), float("inf"))
+        try:
+            return wait_until(look, limit_s)
+        finally:
+            self.watchdog.last = entry
+            active.pop(thread, None)
+
+    def _progress(self) -> None:
+        """Called by the watchdog: receives that were posted go on while the rank is inside a blocking collective."""
+        if self.registry and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            for _ in range(len(self.registry)):
+                self.registry.sweep()
+
+    def _note(self) -> str:
+        began = self.own.compute.began_s
+        if self.ending.over:
+            return "has ended its program"
+        return "" if began is None else f"computing for {time.perf_counter() - began:.1f} s"
+
+    # ------------------------------------------------------------------------------------------------ at the end
+    def goodbye(self) -> None:
+        """Wait until all ranks have ended, then stop the watchdog. Silence (not slowness) ends it loudly."""
+        if self.ending.over:
+            return
+        self.ending.over = True
+        left = self.registry.drain(self.clock.limit_s())
+        request = self._farewell.Ibarrier()
+        while not wait_until(request.Test, max(self.clock.limit_s(), 1.0)):
+            silent = [where for where in self.watchdog.ask_all() if not where.answered]
+            if silent and not request.Test():
+                self.ending.end(
+                    "spawnsim: the job cannot end\n" + "\n".join(f"  {where}" for where in silent)
+                )
+        self.watchdog.stop()
+        if left:
+            self.own.record.event("leftover_requests", count=left)
+
+    @staticmethod
+    def _abort(status: int) -> None:
+        MPI.COMM_WORLD.Abort(status)

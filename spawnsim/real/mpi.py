@@ -1,0 +1,186 @@
+"""`Comm` on a real MPI: a thin wrapper over mpi4py's communicators that keeps the promises of the house.
+
+All of mpi4py's methods are there, by delegation; communicators that they return come back wrapped and share the
+rank's five own members. Integers such as `ANY_SOURCE` are spawnsim's, whatever the library's own numbers are.
+Knows mpi4py; knows no policy, no run folder and no command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+from mpi4py import MPI
+
+from spawnsim.errors import UsageError
+from spawnsim.real import words
+from spawnsim.real.collectives import MAKERS, Collectives
+from spawnsim.real.home import Home, Options
+from spawnsim.real.own import Own, Recorder, Task
+from spawnsim.real.p2p import PointToPoint
+from spawnsim.real.requests import MPIRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class MPIComm(PointToPoint, Collectives):
+    """A communicator of real ranks. Made by `world()`, by its own `Split`, `Dup`, …, and by `wrap()`."""
+
+    def __init__(self, raw: MPI.Comm, home: Home, label: str) -> None:
+        self._home, self.label = home, label
+        self._raw, self._sequence = cast("MPI.Intracomm", raw), 0
+        self._open_matching()
+        self.rank, self.size = raw.Get_rank(), raw.Get_size()
+        group = raw.Get_group()
+        self.members = tuple(int(r) for r in MPI.Group.Translate_ranks(group, None, home.raw.Get_group()))
+        own = home.own
+        self.clock, self.rng, self.record, self.compute = own.clock, own.rng, own.record, own.compute
+
+    # ------------------------------------------------------------------------------------------ own members
+    def background(self, fn: Callable[[], object]) -> Task:
+        """Run `fn()` in a thread of this rank."""
+        return self._home.own.background(fn)
+
+    def poll(self) -> None:
+        """Let MPI make progress now; every operation and the end of every compute block do it anyhow."""
+        self._home.poll()
+
+    def as_mpi_comm(self) -> MPI.Comm:
+        """Return mpi4py's communicator beneath."""
+        return self._raw
+
+    # ------------------------------------------------------------------------------------------- mpi4py's own
+    def Get_rank(self) -> int:
+        return self.rank
+
+    def Get_size(self) -> int:
+        return self.size
+
+    def Free(self) -> None:
+        """Free the communicator; the next call on it is an error."""
+        self._raw.Free()
+
+    def Abort(self, errorcode: int = 0) -> None:
+        """End all ranks at once."""
+        self._raw.Abort(errorcode)
+
+    def Shift(self, direction: int, disp: int) -> tuple[int, int]:
+        """Return source and destination of a shift on a Cartesian communicator; edges are PROC_NULL."""
+        source, dest = self._raw.Shift(direction, disp)  # type: ignore[attr-defined]
+        return words.rank_back(source), words.rank_back(dest)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        found = getattr(self._raw, name)
+        if not callable(found):
+            return self._wrapped(found, name)
+        method = self._delegate(found, name)
+        self.__dict__[name] = method
+        return method
+
+    def _delegate(self, raw: Callable[..., Any], name: str) -> Callable[..., Any]:
+        translate = self._home.words
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            named = {key: translate(value) for key, value in kwargs.items()}
+            try:
+                return self._wrapped(raw(*[translate(value) for value in args], **named), name)
+            except MPI.Exception as error:
+                raise words.failure(error, self._raw, f"rank {self.rank} of {self.label}: {name}") from None
+
+        return call
+
+    def _wrapped(self, value: Any, name: str) -> Any:
+        """Return results in the house's clothes: communicators and requests are wrapped, also in tuples."""
+        if isinstance(value, MPI.Comm):
+            return MPIComm(value, self._home, f"{self.label}/{name}") if value else None
+        if isinstance(value, MPI.Request):
+            return MPIRequest(value, self._home, (name, -1, self))
+        if type(value) is tuple:
+            return tuple([self._wrapped(part, name) for part in value])
+        return value
+
+    def _make(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raw = self._watched(name, args, kwargs)
+        if raw == MPI.COMM_NULL:
+            return None
+        return MPIComm(raw, self._home, f"{self.label}/{name}{self._sequence}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MPIComm) and self._raw == other._raw
+
+    def __hash__(self) -> int:
+        return self._raw.handle
+
+    def __bool__(self) -> bool:
+        return bool(self._raw)
+
+    def __repr__(self) -> str:
+        return f"<MPIComm {self.label}: rank {self.rank} of {self.size}>"
+
+
+def _maker(name: str) -> Callable[..., Any]:
+    def make(self: MPIComm, *args: Any, **kwargs: Any) -> Any:
+        return self._make(name, args, kwargs)
+
+    make.__name__ = make.__qualname__ = name
+    make.__doc__ = f"mpi4py's `{name}`; the new communicator is wrapped, None where this rank is in none."
+    return make
+
+
+for _name in MAKERS:
+    setattr(MPIComm, _name, _maker(_name))
+
+
+def world(
+    *,
+    recorder: Recorder | None = None,
+    seed: int = 0,
+    deadline_s: float = 30.0,
+    options: Options | None = None,
+) -> MPIComm:
+    """Return the communicator of all ranks of this job. Collective; the clock starts when all have met."""
+    raw = MPI.COMM_WORLD.Dup()
+    own = Own(raw.Get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
+    home = Home(raw, own, options or Options())
+    home.watchdog.start()
+    comm = MPIComm(raw, home, "world")
+    comm.Barrier()
+    own.clock.start()
+    return comm
+
+
+def close(comm: MPIComm) -> None:
+    """Say goodbye: wait for all ranks, complete what is open, stop the watchdog. Collective."""
+    comm._home.goodbye()
+
+
+@contextmanager
+def guarded(comm: MPIComm) -> Iterator[MPIComm]:
+    """Run a rank's program: an exception or a non-zero exit ends the whole job loudly, the end is a goodbye."""
+    ending = comm._home.ending
+    try:
+        yield comm
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            status = leaving.code if isinstance(leaving.code, int) else 1
+            ending.end(f"spawnsim: rank {comm.rank} called sys.exit({leaving.code!r})", status=status)
+        close(comm)
+        raise
+    except BaseException as error:
+        ending.fail(error)
+        raise
+    close(comm)
+
+
+def wrap(raw: MPI.Comm, home: Home) -> MPIComm:
+    """Return a communicator of mpi4py's own in the house's clothes."""
+    if not isinstance(raw, MPI.Comm):
+        raise UsageError(f"{raw!r} is no mpi4py communicator")
+    return MPIComm(raw, home, raw.Get_name() or "communicator")
+
+
+__all__ = ["MPIComm", "Options", "close", "guarded", "world", "wrap"]

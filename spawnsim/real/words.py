@@ -1,0 +1,162 @@
+"""From spawnsim's words to mpi4py's: constants, ops, datatypes, statuses, buffers, errors.
+
+The same name is another number on each MPI (`ANY_SOURCE` is -1 here and in Open MPI, -2 in MPICH, whose
+`PROC_NULL` is -1), so numbers are translated by the place they stand in, never by value alone. mpi4py's own objects
+pass untouched. Knows mpi4py and spawnsim.comm; knows no wrapper and no run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+
+from spawnsim.comm import constants as ours
+from spawnsim.comm import failures
+from spawnsim.comm.datatypes import Datatype
+from spawnsim.comm.ops import Op
+from spawnsim.comm.predefined import BY_NAME
+from spawnsim.errors import RankFailed, Revoked, SpawnsimError, WorldError
+
+WORLD_CLASSES = (
+    MPI.ERR_OTHER,
+    MPI.ERR_INTERN,
+    MPI.ERR_UNKNOWN,
+    MPI.ERR_NO_MEM,
+    MPI.ERR_IN_STATUS,
+    MPI.ERR_PENDING,
+)
+
+
+def source(rank: int) -> int:
+    """Return a receive's source in mpi4py's numbers."""
+    if rank >= 0:
+        return rank
+    return MPI.ANY_SOURCE if rank == ours.ANY_SOURCE else peer(rank)
+
+
+def peer(rank: int) -> int:
+    """Return a destination, target or root in mpi4py's numbers."""
+    if rank == ours.PROC_NULL:
+        return MPI.PROC_NULL
+    return MPI.ROOT if rank == ours.ROOT else rank if rank >= 0 else -(2**20)
+
+
+def tag(value: int) -> int:
+    """Return a receive's tag in mpi4py's numbers."""
+    return MPI.ANY_TAG if value == ours.ANY_TAG else value
+
+
+def rank_back(rank: int) -> int:
+    """Return a rank that mpi4py has given in spawnsim's numbers."""
+    if rank >= 0:
+        return rank
+    return ours.PROC_NULL if rank == MPI.PROC_NULL else ours.ANY_SOURCE if rank == MPI.ANY_SOURCE else rank
+
+
+class Words:
+    """Translates arguments; remembers per type how, so that a known type costs one look-up."""
+
+    def __init__(self) -> None:
+        self._how: dict[type, Callable[[Any], Any] | None] = {list: self._spec, tuple: self._spec}
+        self._ops: dict[int, tuple[Any, MPI.Op]] = {}
+        self._types: dict[int, tuple[Any, MPI.Datatype]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """Return a buffer specification, op or datatype as mpi4py wants it."""
+        kind = type(value)
+        try:
+            how = self._how[kind]
+        except KeyError:
+            how = self._how[kind] = self._learn(kind)
+        return value if how is None else how(value)
+
+    def op(self, value: Any) -> Any:
+        """Return an op of an object call; other objects pass."""
+        return self(value) if isinstance(value, Op) else value
+
+    def _learn(self, kind: type) -> Callable[[Any], Any] | None:
+        if not kind.__module__.startswith("spawnsim."):
+            return None
+        if issubclass(kind, Op):
+            return self._op
+        if issubclass(kind, Datatype):
+            return self._datatype
+        return _singleton if issubclass(kind, int) else getattr(kind, "_to_mpi", None)
+
+    def _spec(self, spec: Any) -> Any:
+        if any(type(part).__module__.startswith("spawnsim.") for part in spec):
+            return [self(part) if not isinstance(part, (list, tuple)) else part for part in spec]
+        return spec
+
+    def _op(self, op: Any) -> MPI.Op:
+        found = self._ops.get(id(op))
+        if found is None:
+            found = self._ops[id(op)] = (op, _named(op) or MPI.Op.Create(op, op.Is_commutative()))
+        return found[1]
+
+    def _datatype(self, datatype: Any) -> MPI.Datatype:
+        found = self._types.get(id(datatype))
+        if found is None:
+            name = next((name for name, known in BY_NAME.items() if known is datatype), None)
+            native = getattr(MPI, name) if name is not None and hasattr(MPI, name) else _derived(datatype)
+            found = self._types[id(datatype)] = (datatype, native)
+        return found[1]
+
+
+def _named(thing: Any) -> Any:
+    """Return mpi4py's object of the same name for a predefined one (it pickles as its name), else None."""
+    reduced = thing.__reduce__()
+    return getattr(MPI, reduced) if isinstance(reduced, str) else None
+
+
+def _singleton(value: Any) -> Any:
+    return getattr(MPI, repr(value), value)
+
+
+def _derived(datatype: Any) -> MPI.Datatype:
+    """Return a derived datatype made of byte blocks in the same type-map order."""
+    layout = datatype.layout
+    blocks = MPI.BYTE.Create_hindexed([int(n) for n in layout.lengths], [int(n) for n in layout.offsets])
+    return blocks.Create_resized(layout.lb, layout.extent).Commit()
+
+
+def failure(error: MPI.Exception, comm: MPI.Comm | None, what: str) -> SpawnsimError:
+    """Return spawnsim's error for one of mpi4py's: a dead rank, a revoked communicator, or whose fault it is."""
+    kind = error.Get_error_class()
+    text = f"{what}: {error.Get_error_string()}"
+    if kind in (_class("ERR_PROC_FAILED"), _class("ERR_PROC_FAILED_PENDING")):
+        return RankFailed(failed_ranks(comm), text)
+    if kind == _class("ERR_REVOKED"):
+        return Revoked(text)
+    if kind == MPI.ERR_TRUNCATE:
+        return failures.Truncated(failures.ERR_TRUNCATE, f"{text}: receive into a larger buffer")
+    if kind in WORLD_CLASSES:
+        dead = failed_ranks(comm)
+        return RankFailed(dead, text) if dead else WorldError(text)
+    return failures.CallError(_our_class(kind), text)
+
+
+def _class(name: str) -> int:
+    return getattr(MPI, name, -1)
+
+
+def _our_class(kind: int) -> int:
+    """Return spawnsim's number of an mpi4py error class."""
+    names = [name for name in dir(MPI) if name.startswith("ERR_") and getattr(MPI, name) == kind]
+    return next((getattr(failures, name) for name in names if hasattr(failures, name)), kind)
+
+
+def failed_ranks(comm: MPI.Comm | None) -> list[int]:
+    """Return the ranks of `comm` that are known to be dead (needs an MPI with ULFM switched on)."""
+    if comm is None or not hasattr(comm, "Get_failed"):
+        return []
+    try:
+        dead = comm.Get_failed()
+    except (MPI.Exception, NotImplementedError):
+        return []
+    return [int(rank) for rank in MPI.Group.Translate_ranks(dead, None, comm.Get_group())]
+
+
+__all__ = ["Words", "failed_ranks", "failure", "peer", "rank_back", "source", "tag"]

@@ -1,0 +1,96 @@
+"""Jobs that go wrong on real MPI end soon, all together, with one message and a non-zero status."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+
+PROGRAM = """
+comm = world(deadline_s={deadline_s})
+rank = comm.rank
+with guarded(comm):
+    {body}
+    comm.Barrier()
+"""
+
+
+def program(body: str, deadline_s: float = 2.0) -> str:
+    """Return a program in which the ranks run `body` and then meet in a Barrier."""
+    return PROGRAM.format(body=body, deadline_s=deadline_s)
+
+
+def test_an_exception_on_one_rank_ends_the_job_with_one_traceback(job):
+    """One traceback, the rank is named, the status is that of a program that raised."""
+    found = job(program("if rank == 2: raise ValueError('wrong step')"))
+    assert found.status == 1
+    assert found.err.count("Traceback") == 1
+    assert "wrong step" in found.err
+    assert "rank 2 of 4 raised" in found.err
+
+
+def test_the_same_exception_on_all_ranks_is_shown_once(job):
+    """Rank 0 grants the floor to one speaker."""
+    found = job(program("raise ValueError('all wrong')"))
+    assert found.status == 1
+    assert found.err.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("status", [3, 7])
+def test_sys_exit_with_a_status_ends_the_job_with_it(job, status):
+    """A rank that leaves with a status takes the others along."""
+    found = job(program(f"if rank == 1: sys.exit({status})"))
+    assert found.status == status
+    assert "rank 1 called sys.exit" in found.err
+
+
+def test_a_quiet_deserter_is_named(job):
+    """A rank that exits early with status 0 hangs both MPIs for ever; here the others' deadline names it."""
+    found = job(program("if rank == 3: sys.exit(0)"))
+    assert found.status == 4
+    assert "Barrier number" in found.err
+    assert "missing: rank 3" in found.err
+    assert "has ended its program" in found.err
+
+
+def test_a_rank_that_computes_too_long_is_named(job):
+    """The message says who is missing and what that rank is doing."""
+    found = job(program("if rank == 1:\n        with comm.compute(): time.sleep(20)", deadline_s=1.0))
+    assert found.status == 4
+    assert "missing: rank 1\n" in found.err
+    assert "rank 1: computing for" in found.err
+    assert found.err.count("met its deadline") == 1
+
+
+def test_a_stopped_rank_is_named_as_silent(job):
+    """A rank that does not even answer is told apart from one that computes."""
+    found = job(program("if rank == 1: import signal; os.kill(os.getpid(), signal.SIGSTOP)", deadline_s=1.0))
+    assert found.status != 0
+    assert "rank 1: no answer" in found.err
+
+
+def test_ranks_in_different_collectives_are_told_so(job):
+    """An extra Barrier on one rank ends in a message that says what the ranks are in."""
+    found = job(
+        program("if rank == 1: comm.Barrier()\n    comm.Bcast(np.zeros(200000)) if rank != 1 else None")
+    )
+    assert found.status != 0
+    assert "rank" in found.err
+
+
+def test_an_error_in_a_background_task_ends_the_job(job):
+    """A thread's exception has no caller: it ends the job like one of the rank's own."""
+    found = job(program("if rank == 1: comm.background(lambda: 1 / 0); time.sleep(9)"))
+    assert found.status == 1
+    assert "ZeroDivisionError" in found.err
+
+
+def test_last_words_are_said_on_every_rank(job):
+    """What ranks have recorded is saved before the job is aborted."""
+    found = job(
+        program(
+            "comm._home.ending.last_words.append(lambda text: os.write(1, f'{rank}: {text}\\n'.encode()))\n"
+            "    if rank == 2: raise ValueError('late')\n    time.sleep(0.2)"
+        )
+    )
+    assert sorted(found.out.splitlines()) == [f"{rank}: ValueError: late" for rank in range(4)]

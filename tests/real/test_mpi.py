@@ -1,0 +1,200 @@
+"""`Comm` on a real MPI: what the wrapper adds to mpi4py."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+
+BODY = """
+comm = world(seed=7, deadline_s=10)
+rank, size = comm.rank, comm.size
+with guarded(comm):
+    main(comm)
+    if rank == 0:
+        print("all well")
+"""
+
+
+def ranks(text: str) -> str:
+    """Return a program whose `main(comm)` has this body."""
+    body = "rank, size = comm.rank, comm.size\n" + textwrap.dedent(text)
+    return "\ndef main(comm):\n" + textwrap.indent(body, "    ") + BODY
+
+
+def test_point_to_point_speaks_spawnsims_constants(job):
+    """ANY_SOURCE and PROC_NULL mean the same on every library, whatever its own numbers are."""
+    found = job(
+        ranks("""
+        buffer = np.full(3, -1.0)
+        comm.Recv(buffer, source=PROC_NULL)
+        comm.Send(buffer, PROC_NULL)
+        assert (buffer == -1).all()
+        comm.send({"from": rank}, (rank + 1) % size, tag=4)
+        assert comm.recv(source=ANY_SOURCE, tag=ANY_TAG) == {"from": (rank - 1) % size}
+        """)
+    )
+    assert found.out == "all well\n", found
+
+
+def test_object_receives_take_messages_of_any_size_in_posting_order(job):
+    """`irecv` has no limit of 32 KiB, completes while its rank is in a Barrier, and comes before later receives."""
+    found = job(
+        ranks("""
+        before, after = (rank - 1) % size, (rank + 1) % size
+        first = comm.irecv(source=before, tag=9)
+        comm.ssend(b"x" * 3_000_000, after, tag=9)
+        comm.send("second", after, tag=9)
+        comm.send("third", after, tag=8)
+        comm.Barrier()
+        assert comm.recv(source=before, tag=9) == "second"
+        assert comm.recv() == "third"
+        assert len(first.wait()) == 3_000_000
+        """)
+    )
+    assert found.out == "all well\n", found
+
+
+def test_dropped_requests_lose_nothing(job):
+    """A bare MPI corrupts 8 of 8 messages of 80 kB when the request of an Isend is dropped."""
+    found = job(
+        ranks("""
+        for number in range(40):
+            comm.Isend(np.full(10_000, float(number)), (rank + 1) % size, tag=1)
+        junk = [np.random.rand(10_000) for _ in range(50)]
+        buffer = np.empty(10_000)
+        for number in range(40):
+            comm.Recv(buffer, tag=1)
+            assert (buffer == number).all(), number
+        comm.Barrier()
+        for _ in range(40):
+            comm.poll()
+        assert len(comm._home.registry) == 0
+        """)
+    )
+    assert found.out == "all well\n", found
+
+
+def test_collectives_and_subcommunicators(job):
+    """Sub-communicators come back wrapped and share the rank's five own members."""
+    found = job(
+        ranks("""
+        numbers = np.full(5, float(rank))
+        comm.Allreduce(IN_PLACE, numbers)
+        assert (numbers == 6).all()
+        half = comm.Split(rank % 2, rank)
+        assert (half.size, half.allreduce(1), half.rng is comm.rng) == (2, 2, True)
+        assert comm.Split(UNDEFINED if rank else 0, 0) is None or rank == 0
+        everyone = comm.Dup().allgather(rank)
+        assert everyone == [0, 1, 2, 3]
+        out = np.empty(4) if rank == 1 else None
+        comm.Gather(np.array([float(rank)]), out, root=1)
+        assert rank != 1 or (out == np.arange(4.0)).all()
+        request = comm.Iallreduce(np.ones(2), numbers[:2])
+        request.Wait()
+        assert (numbers[:2] == 4).all()
+        """)
+    )
+    assert found.out == "all well\n", found
+
+
+def test_a_blocking_receive_times_out_and_can_be_caught(job):
+    """A receive that nobody answers ends in Timeout with the peer's rank, and the rank goes on."""
+    found = job(
+        ranks("""
+        buffer = np.empty(1)
+        begin = comm.clock.now()
+        for call in (lambda: comm.Recv(buffer, source=1, tag=77), lambda: comm.recv(source=1, tag=78),
+                     lambda: comm.irecv(source=1, tag=79).wait(), lambda: comm.Irecv(buffer, 1, 80).Wait()):
+            try:
+                with comm.clock.deadline(0.2):
+                    call()
+            except Timeout as error:
+                assert error.ranks == (1,), error
+                assert "rank" in str(error) and "0.2 s" in str(error)
+            else:
+                raise AssertionError("no timeout")
+        assert comm.clock.now() - begin < 2
+        """)
+    )
+    assert found.out == "all well\n", found
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_ordered_reduction_sums_in_rank_order(job, size):
+    """`reduction="ordered"` is the same bits as a loop over the ranks, also with IN_PLACE and few elements."""
+    found = job(
+        """
+        comm = world(options=Options(reduction="ordered"))
+        with guarded(comm):
+            for length in (1, 2, 5, 1000, 100_001):
+                numbers = [np.random.default_rng(r).normal(size=length) for r in range(comm.size)]
+                wanted = numbers[0].copy()
+                for other in numbers[1:]:
+                    wanted = wanted + other
+                total = np.empty(length)
+                comm.Allreduce(numbers[comm.rank].copy(), total)
+                assert total.tobytes() == wanted.tobytes()
+                total[:] = numbers[comm.rank]
+                comm.Allreduce(IN_PLACE, total)
+                assert total.tobytes() == wanted.tobytes()
+            if comm.rank == 0:
+                print("all well")
+        """,
+        n=size,
+    )
+    assert found.out == "all well\n", found
+
+
+def test_fingerprints_name_both_sides_of_a_mismatch(job):
+    """With fingerprints on, a Bcast against an Allreduce is an error on all ranks that shows both."""
+    found = job(
+        """
+        comm = world(options=Options(fingerprints=True))
+        with guarded(comm):
+            numbers = np.zeros(4)
+            comm.Allreduce(IN_PLACE, numbers)
+            for wrong in (
+                lambda: comm.Bcast(numbers) if comm.rank == 2 else comm.Allreduce(IN_PLACE, numbers),
+                lambda: comm.Bcast(numbers, root=int(comm.rank == 2)),
+                lambda: comm.Allreduce(IN_PLACE, numbers[: 3 if comm.rank == 2 else 4]),
+                lambda: comm.Barrier() if comm.rank == 2 else comm.bcast(1),
+            ):
+                try:
+                    wrong()
+                except MismatchError as error:
+                    assert "rank 2: " in str(error) and "rank 0: " in str(error), error
+                else:
+                    raise AssertionError("accepted")
+            if comm.rank == 0:
+                print("all well")
+        """
+    )
+    assert found.out == "all well\n", found
+
+
+def test_records_go_to_the_recorder_with_rank_and_time(job):
+    """Rows and events carry the world's rank, also when recorded through a sub-communicator."""
+    found = job(
+        """
+        class Recorder:
+            rows, events = [], []
+            def row(self, rank, time_s, values): self.rows.append((rank, time_s, dict(values)))
+            def event(self, rank, time_s, kind, fields): self.events.append((rank, kind, dict(fields)))
+        comm = world(recorder=Recorder())
+        with guarded(comm):
+            half = comm.Split(comm.rank % 2)
+            with half.compute(0.01):
+                time.sleep(0.01)
+            half.record(loss=1.5)
+            comm.record.event("replaced", donor=3)
+            rank, time_s, values = Recorder.rows[0]
+            assert (rank, values) == (comm.rank, {"loss": 1.5}) and 0.01 <= time_s < 5
+            assert Recorder.events == [(comm.rank, "replaced", {"donor": 3})]
+            if comm.rank == 0:
+                print("all well")
+        """
+    )
+    assert found.out == "all well\n", found
