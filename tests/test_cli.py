@@ -113,7 +113,7 @@ def test_the_folder_holds_what_run_returns(train: Path, tmp_path: Path) -> None:
     assert loaded.totals["iterations"] == 5
     assert loaded.what["file"] == "train.py"
     assert loaded.what["parameters"] == {"iterations": 5, "fail_on": -1}
-    assert (loaded.what["seed"], loaded.what["compute_s"]) == (7, 0.005)
+    assert (loaded.what["seed"], loaded.what["compute"]) == (7, "5 ms")
     assert "torch" in loaded.what["versions"]
 
 
@@ -144,7 +144,6 @@ def test_an_interrupted_run_keeps_what_was_recorded(monkeypatch: pytest.MonkeyPa
         ({"ranks": 2.0}, "ranks=2.0"),
         ({"ranks": 1, "seed": -1}, "seed=-1"),
         ({"ranks": 1, "deadline_s": 0}, "deadline_s=0"),
-        ({"ranks": 1, "compute": "5 apples"}, "5 apples"),
         ({"ranks": 1, "parameters": {"lr": 1}}, "takes no parameter lr; its parameters: none"),
     ],
 )
@@ -198,14 +197,14 @@ def test_files_that_are_no_program(tmp_path: Path, text: str | None, message: st
 
 def test_the_bar_counts_rows_where_it_knows_how_many_there_will_be() -> None:
     """With a parameter `iterations` the bar is about rows, else about finished ranks."""
-    with Bar(SimpleNamespace(rows=30), ranks=4, iterations=10) as tell:  # type: ignore[arg-type]
-        tell(0.5, 0, 4)
-        bar = tell.__self__._bar  # type: ignore[attr-defined]
-        assert (bar.n, bar.total, bar.desc) == (30, 40, "0.5 virtual s, 0/4 ranks done")
-    with Bar(SimpleNamespace(rows=30), ranks=4) as tell:  # type: ignore[arg-type]
-        tell(0.5, 3, 4)
-        bar = tell.__self__._bar  # type: ignore[attr-defined]
-        assert (bar.n, bar.total) == (3, 4)
+    recorder = SimpleNamespace(rows=30, time_s=0.5)
+    for iterations, expected in ((10, (30, 40)), (None, (3, 4))):
+        bar = Bar(recorder, ranks=4, iterations=iterations)  # type: ignore[arg-type]
+        with bar as tell:
+            tell(0.25, 3, 4)
+            bar.look()
+            assert (bar._bar.n, bar._bar.total) == expected
+            assert bar._bar.desc == "0.5 virtual s, 3/4 ranks done"
 
 
 # ------------------------------------------------------------------------------------------- on the command line

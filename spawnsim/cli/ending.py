@@ -37,8 +37,12 @@ _HOUSE = str(Path(spawnsim.__file__).parent)
 
 def exit_code(error: BaseException) -> int:
     """Return the exit code of an error; that of a rank's program is decided by what it raised."""
-    if isinstance(error, RankError) and isinstance(error.__cause__, SpawnsimError):
-        return exit_code(error.__cause__)
+    if isinstance(error, RankError):
+        cause, status = error.__cause__, getattr(error, "status", None)
+        if isinstance(cause, SpawnsimError):
+            return exit_code(cause)
+        status = cause.code if isinstance(cause, SystemExit) else status  # sys.exit(3), comm.Abort(3)
+        return status if isinstance(status, int) and 0 < status < 256 else RAISED
     return next((code for family, code in _CODES if isinstance(error, family)), RAISED)
 
 

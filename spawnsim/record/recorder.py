@@ -78,10 +78,12 @@ class Recorder:
 
     Attributes:
         rows: how many rows were recorded so far.
+        time_s: the time of the latest row, for whoever shows progress.
     """
 
     def __init__(self) -> None:
         self.rows = 0
+        self.time_s = 0.0
         self._blocks: dict[tuple[Any, ...], Block] = {}
         self._words: dict[str, int] = {}
         self._names: dict[str, None] = {}  # in the order in which they first appeared
@@ -98,6 +100,7 @@ class Recorder:
         except struct.error:
             raise _too_large(values) from None
         self.rows += 1
+        self.time_s = time_s
 
     def _unusual_row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
         plain = {name: _scalar(name, value) for name, value in values.items()}
@@ -113,6 +116,7 @@ class Recorder:
         except struct.error:
             raise _too_large(plain) from None
         self.rows += 1
+        self.time_s = time_s
 
     def _stored(self, value: Scalar) -> Any:
         return self._words.setdefault(value, len(self._words)) if isinstance(value, str) else value

@@ -1,11 +1,12 @@
 """The progress bar of a run on virtual ranks: virtual seconds done, ranks finished, time left.
 
 This room knows numbers and a terminal. How much there is to do is known only where `main` has a parameter
-`iterations`; elsewhere the bar counts finished ranks.
+`iterations` and records one row for each; elsewhere the bar counts finished ranks.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from spawnsim.record import Recorder
 
 FORMAT = "{percentage:3.0f}%|{bar:30}| {desc} [{elapsed}<{remaining}]"
+TICK_S = 0.3
 
 
 class Listener:
@@ -29,26 +31,40 @@ class Listener:
 
 
 class Bar:
-    """A bar on standard error, gone when the block ends."""
+    """A bar on standard error, gone when the block ends. A thread of its own looks at the recorder."""
 
     def __init__(self, recorder: Recorder, *, ranks: int, iterations: Any = None) -> None:
-        self._recorder = recorder
+        self._recorder, self._ranks, self._finished = recorder, ranks, 0
         self._rows = ranks * iterations if isinstance(iterations, int) and iterations > 0 else None
-        self._ranks = ranks
+        self._virtual_s = 0.0
+        self._over = threading.Event()
 
     def __enter__(self) -> Callable[[float, int, int], None]:
         from tqdm import tqdm
 
         self._bar = tqdm(total=self._rows or self._ranks, bar_format=FORMAT, leave=False, dynamic_ncols=True)
+        self._thread = threading.Thread(target=self._watch, name="spawnsim-bar", daemon=True)
+        self._thread.start()
         return self.tell
 
     def __exit__(self, *_error: object) -> None:
+        self._over.set()
+        self._thread.join()
         self._bar.close()
 
-    def tell(self, virtual_s: float, finished: int, ranks: int) -> None:
+    def tell(self, virtual_s: float, finished: int, _ranks: int) -> None:
+        """Hear how far the run is; costs nothing until the next look."""
+        self._virtual_s, self._finished = virtual_s, finished
+
+    def look(self) -> None:
         """Show how far the run is."""
-        done = self._recorder.rows if self._rows else finished
-        self._bar.set_description_str(
-            f"{virtual_s:.4g} virtual s, {finished}/{ranks} ranks done", refresh=False
-        )
-        self._bar.update(min(done, self._bar.total) - self._bar.n)
+        done = self._recorder.rows if self._rows else self._finished
+        virtual_s = max(self._virtual_s, self._recorder.time_s)
+        text = f"{virtual_s:.4g} virtual s, {self._finished}/{self._ranks} ranks done"
+        self._bar.set_description_str(text, refresh=False)
+        self._bar.n = min(done, self._bar.total)
+        self._bar.refresh()
+
+    def _watch(self) -> None:
+        while not self._over.wait(TICK_S):
+            self.look()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spawnsim.errors import ParameterError, SpawnsimError
+from spawnsim.errors import ParameterError, RankError, SpawnsimError
 from spawnsim.run.program import Main, Program, program
 from spawnsim.run.result import FINISHED, Run, totals_of
 
@@ -31,7 +31,7 @@ def run(
     faults: Any = None,
     seed: int = 0,
     out: str | Path | None = None,
-    compute: float | str | None = None,
+    compute: Any = None,
     deadline_s: float = 30.0,
     progress: bool | Progress = False,
     parameters: Mapping[str, Any] | None = None,
@@ -48,7 +48,8 @@ def run(
         faults: a fault plan, or None.
         seed: of every random stream of the run, at least 0.
         out: run folder to write; also on errors, with what was recorded until then.
-        compute: seconds (or text such as "5 ms") that `comm.compute()` takes where the program states none.
+        compute: what `comm.compute()` takes where the program states nothing: seconds, text such as "5 ms", or a
+            recorded run's folder.
         deadline_s: virtual seconds that one call may wait before it ends in `Timeout`.
         progress: True for a bar on the terminal, or a function that is told.
         parameters: keyword arguments for `main`.
@@ -58,28 +59,32 @@ def run(
         RankError: `main` raised on a rank; `__cause__` is its exception.
         SpawnsimError: another way in which a run can end, such as `Deadlock`.
     """
-    from spawnsim.units import seconds
-
     task = program(main, parameters)
     _check(ranks, seed, deadline_s)
-    compute_s = None if compute is None else seconds(compute)
     what = describe(
         task, backend="virtual", ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
-        compute_s=compute_s, deadline_s=deadline_s,
+        compute=compute, deadline_s=deadline_s,
     )  # fmt: skip
     keeper = Keeper(what, None if out is None else Path(out))
     with keeper, _bar(progress, task, keeper.recorder, ranks) as told:
         keeper.counted = _simulate(
             task.call, ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
-            recorder=keeper.recorder, compute_s=compute_s, deadline_s=deadline_s, progress=told,
+            recorder=keeper.recorder, compute_s=compute, deadline_s=deadline_s, progress=told,
         )  # fmt: skip
     return keeper.run
 
 
 def _simulate(main: Main, **arguments: Any) -> Any:
     from spawnsim.virtual import simulate
+    from spawnsim.virtual.comm.management import ProgramAbort
 
-    return simulate(main, **arguments)
+    try:
+        return simulate(main, **arguments)
+    except ProgramAbort as abort:
+        text = f"rank {abort.rank} called Abort({abort.errorcode}) at {abort.time_s:.6g} s"
+        error = RankError(abort.rank, abort.time_s, text)
+        error.__dict__ |= {"totals": getattr(abort, "totals", None), "status": abort.errorcode}
+        raise error from None
 
 
 def _bar(progress: bool | Progress, task: Program, recorder: Recorder, ranks: int) -> Any:
@@ -154,4 +159,4 @@ def outcome_of(error: BaseException | None) -> str:
         return FINISHED
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    return f"{type(error).__name__}: {error}"
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])

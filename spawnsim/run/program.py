@@ -108,7 +108,9 @@ def load(path: Path) -> Main:
 def require_main(path: Path) -> None:
     """Raise `ParameterError` unless a file can be read and defines `main`; nothing of it is run."""
     if not has_main(path):
-        raise ParameterError(f"{path} has no main(comm): define it; it is called once per rank with a communicator")
+        raise ParameterError(
+            f"{path} has no main(comm): define it; it is called once per rank with a communicator"
+        )
 
 
 def has_main(path: Path) -> bool:
