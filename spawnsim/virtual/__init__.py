@@ -1,0 +1,5 @@
+"""The virtual building: a deterministic cluster in one process."""
+
+from spawnsim.virtual.cluster import Totals, simulate
+
+__all__ = ["Totals", "simulate"]

@@ -1,0 +1,250 @@
+"""A virtual cluster from beginning to end: build it, run a program on every rank, judge how it ended.
+
+This room knows how a run is put together. It must not know what programs do.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from spawnsim.errors import ParameterError, RankError, RankFailed, SpawnsimError
+from spawnsim.random import Streams
+from spawnsim.virtual import reports
+from spawnsim.virtual.collectives import Timing
+from spawnsim.virtual.comm.communicators import Intracomm, enter
+from spawnsim.virtual.comm.context import Context
+from spawnsim.virtual.comm.management import ProgramAbort
+from spawnsim.virtual.faults import Plan
+from spawnsim.virtual.kernel import Kernel, Task
+from spawnsim.virtual.own import Own
+from spawnsim.virtual.platform import load_platform
+from spawnsim.virtual.waiting import rank_failed
+from spawnsim.virtual.world import Rank, RankDied, Recorder, Trace, World
+
+DETECTION_S = 0.01  # from a rank's death until the others know (measured with ULFM on one node)
+WORLD, SELF = "MPI_COMM_WORLD", "MPI_COMM_SELF"
+
+Main = Callable[[Intracomm], Any]
+Progress = Callable[[float, int, int], None]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a run amounted to. `events` counts what ranks did (sends, receives, collectives, computing);
+    `scheduled` counts the events that SimPy had to process for it."""
+
+    virtual_seconds: float
+    wall_seconds: float
+    events: int
+    scheduled: int
+    messages: int
+    bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run is made of. See `spawnsim.run` for the meaning of each."""
+
+    ranks: int
+    platform: Any = None
+    stragglers: Any = None
+    faults: Any = None
+    seed: int = 0
+    compute_s: Any = None
+    deadline_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ranks, int) or self.ranks < 1:
+            raise ParameterError(f"ranks={self.ranks!r}: give a whole number of at least 1")
+        if not self.deadline_s > 0:
+            raise ParameterError(f"deadline_s={self.deadline_s!r}: give a time above 0 s; math.inf waits for ever")
+
+
+class Cluster:
+    """A world, the program of each rank, and how it ended."""
+
+    def __init__(self, setting: Setting, recorder: Recorder, progress: Progress | None = None) -> None:
+        platform = load_platform(setting.platform)
+        platform.check(setting.ranks)
+        plan = Plan.parse(setting.faults, seed=setting.seed)
+        plan.check(setting.ranks)
+        model = platform.compute_model(setting.compute_s, setting.stragglers)
+        kernel = Kernel(setting.deadline_s)
+        ranks = [
+            Rank(rank, kernel, Trace(rank), Streams(setting.seed, rank), death_s=plan.death_s(rank))
+            for rank in range(setting.ranks)
+        ]
+        timing = Timing(platform.network, platform.collectives)
+        self.world = World(kernel, ranks, platform, platform.network, timing, recorder, setting.seed, plan or None)
+        kernel.owner, kernel.on_end = self.world, self._ended
+        self._whole = Context(self.world, (tuple(range(setting.ranks)),))
+        self._owns = [Own(self.world, rank, model.open(setting.seed, rank.id)) for rank in ranks]
+        self._finished = 0
+        self._progress = progress
+
+    # -- building --------------------------------------------------------------------------------------------
+
+    def comm_world(self, rank: int) -> Intracomm:
+        """Return COMM_WORLD as one rank holds it."""
+        comm = enter(self._whole, rank, WORLD)
+        comm._own = self._owns[rank]
+        return comm
+
+    def comm_self(self, rank: int) -> Intracomm:
+        """Return COMM_SELF of one rank."""
+        comm = enter(Context(self.world, ((rank,),)), rank, SELF)
+        comm._own = self._owns[rank]
+        return comm
+
+    def start(self, rank: int, program: Callable[[], Any], clock_s: float = 0.0) -> None:
+        """Let a rank run a program."""
+        owner = self.world.ranks[rank]
+        task = self.world.kernel.spawn(rank, program, clock=clock_s)
+        owner.tasks.append(task)
+        if not owner.started and owner.death_s < math.inf:
+            self.world.kernel.env.at(owner.death_s, rank, lambda: self._die(owner))
+        owner.started = True
+
+    # -- deaths ----------------------------------------------------------------------------------------------
+
+    def _die(self, rank: Rank) -> None:
+        """A rank's time has come, although it is waiting: end its tasks, and let the others learn of it."""
+        if rank.dead or all(not task.alive for task in rank.tasks):
+            return
+        self._bury(rank)
+        for task in rank.tasks:
+            if task.alive:
+                self.world.kernel.throw(task, RankDied())
+
+    def _bury(self, rank: Rank) -> None:
+        kernel, world = self.world.kernel, self.world
+        rank.dead = True
+        known_s = max(rank.death_s, kernel.env.now) + DETECTION_S
+        world.failed[rank.id] = known_s
+        world.recorder.event(rank.id, rank.death_s, "crash", {})
+        kernel.env.at(known_s, rank.id, self._tell)
+
+    def _tell(self) -> None:
+        """Wake those who wait for ranks that are now known to be dead."""
+        kernel, now_s = self.world.kernel, self.world.kernel.env.now
+        dead = [rank for rank, known_s in sorted(self.world.failed.items()) if known_s <= now_s]
+        for task in kernel.tasks:
+            doomed = task.wait.doomed(dead) if task.parked and task.wait is not None else ()  # type: ignore[attr-defined]
+            if doomed:
+                task.clock = max(task.clock, now_s)
+                kernel.resume(task, rank_failed(task, task.wait, doomed))
+
+    # -- endings ---------------------------------------------------------------------------------------------
+
+    def _ended(self, task: Task) -> None:
+        rank = self.world.ranks[task.rank]
+        if task.error is not None and not self.world.kernel.closed:
+            self.world.kernel.failure = task.error
+            task.error.__dict__.setdefault("_task", task)
+        elif task.clock >= rank.death_s and not rank.dead:
+            self._bury(rank)
+        if task is rank.tasks[0]:
+            self._finished += 1
+            if self._progress is not None:
+                self._progress(task.clock, self._finished, len(self.world.ranks))
+
+    def run(self) -> Totals:
+        """Run to the end. Raises what ended the run, with the totals in its `totals`."""
+        kernel, begin = self.world.kernel, time.perf_counter()
+        try:
+            kernel.run()
+            error = self._judge()
+        finally:
+            clocks = [task.clock for task in kernel.tasks]
+            kernel.close()
+        totals = self._totals(max(clocks, default=0.0), time.perf_counter() - begin)
+        if error is not None:
+            error.totals = totals  # type: ignore[attr-defined]
+            raise error
+        return totals
+
+    def _judge(self) -> BaseException | None:
+        """Return what is wrong with how the run ended, if anything."""
+        kernel = self.world.kernel
+        if kernel.failure is not None:
+            return self._explain(kernel.failure)
+        waiting = [task for task in kernel.tasks if task.alive]
+        if waiting:
+            alive = {task.rank for task in waiting}
+            ended = [rank.id for rank in self.world.ranks if rank.id not in alive]
+            return reports.deadlock(waiting, ended)
+        return None
+
+    def _explain(self, error: BaseException) -> BaseException:
+        """Wrap what a rank's program raised, with its rank and time; spawnsim's own errors say it themselves."""
+        task: Task = error.__dict__.pop("_task")
+        if isinstance(error, ProgramAbort) or (isinstance(error, SpawnsimError) and not isinstance(error, RankFailed)):
+            return error if isinstance(error, (RankError, ProgramAbort)) else _placed(error, task)
+        kind = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        place = _line(error)
+        wrapped = RankError(task.rank, task.clock, f"{task.name} raised {kind} at {task.clock:.6g} s{place}")
+        wrapped.__cause__ = error
+        return wrapped
+
+    def _totals(self, virtual_s: float, wall_s: float) -> Totals:
+        ranks = self.world.ranks
+        return Totals(
+            virtual_seconds=virtual_s,
+            wall_seconds=wall_s,
+            events=sum(rank.trace.count for rank in ranks),
+            scheduled=self.world.kernel.steps,
+            messages=sum(rank.messages for rank in ranks),
+            bytes=sum(rank.nbytes for rank in ranks),
+            digest=self.world.digest(),
+        )
+
+
+def _placed(error: SpawnsimError, task: Task) -> SpawnsimError:
+    """Add rank, time and line to an error of a call, once."""
+    if isinstance(error, SpawnsimError) and not getattr(error, "placed", False):
+        error.add_note(f"on {task.name} at {task.clock:.6g} s{_line(error)}")
+        error.placed = True  # type: ignore[attr-defined]
+    return error
+
+
+def _line(error: BaseException) -> str:
+    """Return the line of the program that an error comes from."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(reports.PACKAGE)]
+    return f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+
+
+def simulate(
+    main: Main,
+    *,
+    ranks: int,
+    platform: Any = None,
+    stragglers: Any = None,
+    faults: Any = None,
+    seed: int = 0,
+    recorder: Recorder,
+    compute_s: Any = None,
+    deadline_s: float = 30.0,
+    progress: Progress | None = None,
+) -> Totals:
+    """Run `main(comm)` on every rank of a virtual cluster.
+
+    Returns the totals. Raises what ended the run otherwise (RankError, Deadlock, Timeout, …), after everything was
+    recorded; the exception's `totals` say how far it came.
+    """
+    setting = Setting(ranks, platform, stragglers, faults, seed, compute_s, deadline_s)
+    cluster = Cluster(setting, recorder, progress)
+    limit = sys.getrecursionlimit()
+    for rank in range(ranks):
+        comm = cluster.comm_world(rank)
+        cluster.start(rank, lambda comm=comm: main(comm))  # type: ignore[misc]
+    try:
+        return cluster.run()
+    finally:
+        sys.setrecursionlimit(limit)

@@ -1,0 +1,143 @@
+"""What the members of a communicator share, and what one member holds of it.
+
+This room knows members, numbering, mailboxes and meetings. It must not know MPI's calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL
+from spawnsim.comm.failures import ERR_COMM, ERR_RANK, ERR_ROOT, ERR_TAG, CallError
+from spawnsim.comm.handles import Attributed
+from spawnsim.errors import Revoked
+from spawnsim.virtual.matching import Completion, Mailbox
+from spawnsim.virtual.meeting import Call, Meeting, WaitingForMeeting
+from spawnsim.virtual.waiting import await_one
+from spawnsim.virtual.world import Rank, World
+
+TAG_UB = 2**28 - 1
+
+
+@dataclass(eq=False)
+class Context:
+    """One communicator. `sides` are the world ranks of its group, or of its two groups if it is an intercommunicator."""
+
+    world: World
+    sides: tuple[tuple[int, ...], ...]
+    topology: Any = None
+    number: int = field(init=False)
+    meetings: dict[int, Meeting] = field(default_factory=dict)
+    calls: dict[int, int] = field(default_factory=dict)  # collectives called so far, by world rank
+    mailboxes: dict[int, Mailbox] = field(default_factory=dict)  # by world rank
+    notes: dict[Any, Any] = field(default_factory=dict)  # agreements of the members, made in collectives
+    revoked_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.number = self.world.next_context()
+        self.everyone = tuple(rank for side in self.sides for rank in side)
+        self.places = [{rank: place for place, rank in enumerate(side)} for side in self.sides]
+
+    def mailbox(self, rank: int) -> Mailbox:
+        """Return the mailbox of a world rank."""
+        mailbox = self.mailboxes.get(rank)
+        if mailbox is None:
+            mailbox = self.mailboxes[rank] = Mailbox(self.world.kernel, rank)
+        return mailbox
+
+    def meet(self, rank: int, name: str, call: Call) -> WaitingForMeeting:
+        """Let a world rank arrive at its next collective."""
+        number = self.calls.get(rank, 0)
+        self.calls[rank] = number + 1
+        meeting = self.meetings.get(number)
+        if meeting is None:
+            meeting = self.meetings[number] = Meeting(self.world, name, self.everyone, number)
+        me = self.everyone.index(rank) if len(self.sides) > 1 else self.places[0][rank]
+        meeting.join(me, call)
+        if meeting.here == len(self.everyone):
+            del self.meetings[number]
+        return WaitingForMeeting(meeting, me)
+
+
+class Member(Attributed):
+    """One rank's handle of a communicator: the ground that the rooms of `Comm` stand on."""
+
+    __slots__ = ("_context", "_errhandler", "_info", "_mailbox", "_me", "_name", "_own", "_peers", "_rank", "_side", "_world")
+
+    _context: Context
+    _world: World
+    _rank: Rank
+    _me: int
+    _peers: Sequence[int]
+    _mailbox: Mailbox
+
+    @classmethod
+    def enter(cls, context: Context, rank: int, name: str = "") -> Self:
+        """Return the handle of a world rank that belongs to `context`."""
+        self = cls.__new__(cls)
+        self._identity = self._context = context
+        self._world, self._rank = context.world, context.world.ranks[rank]
+        self._side = next(side for side, places in enumerate(context.places) if rank in places)
+        self._me = context.places[self._side][rank]
+        self._peers = context.sides[-1 - self._side] if len(context.sides) > 1 else context.sides[0]
+        self._mailbox = context.mailbox(rank)
+        self._attributes, self._name, self._errhandler, self._info = {}, name, None, None
+        self._own = None
+        return self
+
+    @property
+    def _label(self) -> str:
+        return self._name or f"communicator {self._context.number}"
+
+    @property
+    def _members(self) -> tuple[int, ...]:
+        """The world ranks of this rank's own group."""
+        return self._context.sides[self._side]
+
+    def _need(self) -> None:
+        if self._identity is None:
+            raise CallError(ERR_COMM, "the communicator is null, or was freed before")
+        revoked_s = self._context.revoked_s
+        if revoked_s is not None and revoked_s <= self._world.kernel.current.clock:
+            raise Revoked(f"{self._label} was revoked; shrink it, or use another communicator")
+
+    def _check_peer(self, peer: int, tag: int) -> None:
+        """Refuse a rank or tag out of range; `peer` is not PROC_NULL."""
+        self._need()
+        if not 0 <= peer < len(self._peers):
+            raise CallError(ERR_RANK, f"rank {peer} is not in {self._label}, whose ranks are 0 to {len(self._peers) - 1}")
+        if not 0 <= tag <= TAG_UB:
+            raise CallError(ERR_TAG, f"tag {tag} is outside 0 to {TAG_UB}")
+
+    def _check_source(self, source: int, tag: int) -> None:
+        if source not in (ANY_SOURCE, PROC_NULL) or tag != ANY_TAG or self._identity is None:
+            self._check_peer(0 if source in (ANY_SOURCE, PROC_NULL) else source, 0 if tag == ANY_TAG else tag)
+
+    def _check_root(self, root: int) -> None:
+        self._need()
+        if not 0 <= root < len(self._peers):
+            raise CallError(ERR_ROOT, f"root {root} is not in {self._label}, whose ranks are 0 to {len(self._peers) - 1}")
+
+    def _join(self, call: Call) -> tuple[Completion, WaitingForMeeting]:
+        """Arrive at a collective without waiting for its end."""
+        self._need()
+        rank, task = self._rank, self._world.kernel.current
+        rank.trace.note(2, task.clock, call.root, int(_total(call.nbytes)), len(call.name))
+        waiting = self._context.meet(rank.id, self._label, call)
+        completion = waiting.meeting.gone[waiting.me]
+        assert completion is not None
+        return completion, waiting
+
+    def _meet(self, call: Call) -> Any:
+        """Take part in a collective and return this rank's outcome of it."""
+        completion, waiting = self._join(call)
+        await_one(self._world, completion, waiting)
+        return call.outcome(waiting.meeting, waiting.me)
+
+
+def _total(nbytes: Any) -> int:
+    return nbytes if isinstance(nbytes, int) else int(nbytes.sum())
+
+

@@ -1,0 +1,43 @@
+"""What travels: bytes of a buffer, or a pickled object. Always a snapshot: one payload is never two ranks' memory.
+
+This room knows buffer specifications and pickles; it must not know ranks.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+
+from spawnsim.comm.buffers import as_buffer
+
+loads = pickle.loads
+
+
+def dumps(obj: Any) -> bytes:
+    """Pickle an object."""
+    return pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+
+
+def pack(spec: Any) -> Any:
+    """Return a snapshot of a buffer: `bytes`, or an array for the types that need one."""
+    if type(spec) is np.ndarray and spec.flags.c_contiguous and spec.dtype.kind in "fiucb":
+        return spec.tobytes()
+    return as_buffer(spec).pack()
+
+
+def unpack(spec: Any, payload: Any) -> None:
+    """Write a payload into a buffer. A payload longer than the buffer is an error that changes nothing."""
+    if (
+        type(spec) is np.ndarray
+        and type(payload) is bytes
+        and spec.nbytes >= len(payload)
+        and spec.flags.c_contiguous
+        and spec.flags.writeable
+        and spec.dtype.kind in "fiucb"
+    ):
+        memoryview(spec).cast("B")[: len(payload)] = payload
+        return
+    data = np.frombuffer(payload, np.uint8) if type(payload) is bytes else payload
+    as_buffer(spec).unpack(data)

@@ -1,0 +1,197 @@
+"""What each collective of buffers contributes, how contributions are combined, and where the outcome goes.
+
+One function per collective makes a `Plan`; the blocking, non-blocking and persistent calls all run it. This room
+knows buffers and reductions. It must not know when anybody arrives or leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spawnsim.comm.buffers import Buffer, as_buffer
+from spawnsim.comm.constants import IN_PLACE
+from spawnsim.comm.failures import ERR_COUNT, CallError
+from spawnsim.comm.ops import Op
+from spawnsim.virtual import reductions
+from spawnsim.virtual.meeting import Call, Meeting
+
+Outcome = Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A collective of one rank: the call that it brings, and what is done with the outcome."""
+
+    call: Call
+    collect: Outcome
+
+
+def _drop(outcome: Any) -> None:
+    """Do nothing: this rank receives nothing."""
+
+
+def _fill(spec: Any, **how: Any) -> Outcome:
+    """Return what unpacks a list of blocks into a buffer specification; None leaves it alone."""
+    target = as_buffer(spec, writable=True, **how)
+
+    def unpack(blocks: Sequence[Any] | None) -> None:
+        if blocks is not None:
+            for block, data in zip(target, blocks, strict=True):
+                if data is not None:
+                    block.unpack(data)
+
+    return unpack
+
+
+def barrier() -> Plan:
+    """Everybody arrives before anybody leaves."""
+    return Plan(Call("Barrier", "barrier"), _drop)
+
+
+def bcast(buf: Any, root: int, me: int) -> Plan:
+    """The root's buffer goes to all."""
+    own = as_buffer(buf)
+    outcome = lambda meeting, rank: meeting.calls[root].part  # noqa: E731
+    call = Call("Bcast", "bcast", own.pack() if me == root else None, own.nbytes, root, sizes="root", outcome=outcome)
+    return Plan(call, _drop if me == root else own.unpack)
+
+
+def gather(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vector: bool = False) -> Plan:
+    """The root gets every rank's block. `place` is (this rank, number of ranks)."""
+    me, size = place
+    part = None
+    if sendbuf is not IN_PLACE:
+        part = as_buffer(sendbuf).pack()
+    collect = _fill(recvbuf, vector=vector, blocks=size) if me == root else _drop
+    nbytes = 0 if part is None else part.nbytes
+    outcome = lambda meeting, rank: meeting.parts() if rank == root else None  # noqa: E731
+    return Plan(Call("Gather", "gather", part, nbytes, root, sizes="each", outcome=outcome), collect)
+
+
+def scatter(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vector: bool = False) -> Plan:
+    """Every rank gets its block of the root's buffer."""
+    me, size = place
+    part, nbytes = None, np.zeros(size, np.int64)
+    if me == root:
+        blocks = [block.pack() for block in as_buffer(sendbuf, vector=vector, blocks=size)]
+        part, nbytes = blocks, np.array([block.nbytes for block in blocks])
+    outcome = lambda meeting, rank: meeting.calls[root].part[rank]  # noqa: E731
+    collect: Outcome = _drop if recvbuf is IN_PLACE else as_buffer(recvbuf, writable=True).unpack  # type: ignore[assignment]
+    return Plan(Call("Scatter", "scatter", part, nbytes, root, sizes="root", outcome=outcome), collect)
+
+
+def allgather(sendbuf: Any, recvbuf: Any, place: tuple[int, int], vector: bool = False) -> Plan:
+    """Every rank gets every rank's block."""
+    me, size = place
+    if sendbuf is IN_PLACE:
+        part = as_buffer(recvbuf, vector=vector, blocks=size).block(me).pack()
+    else:
+        part = as_buffer(sendbuf).pack()
+    call = Call("Allgather", "allgather", part, part.nbytes, sizes="each", outcome=lambda meeting, rank: meeting.parts())
+    return Plan(call, _fill(recvbuf, vector=vector, blocks=size))
+
+
+def alltoall(sendbuf: Any, recvbuf: Any, place: tuple[int, int], *, vector: bool = False, types: bool = False) -> Plan:
+    """Every rank gets, from every rank, the block meant for it."""
+    _, size = place
+    source = recvbuf if sendbuf is IN_PLACE else sendbuf
+    how = {"vector": vector, "blocks": size, "types": types}
+    blocks = [block.pack() for block in as_buffer(source, **how)]
+    call = Call(
+        "Alltoall", "alltoall", blocks, np.array([block.nbytes for block in blocks]), sizes="matrix",
+        outcome=lambda meeting, rank: [part[rank] for part in meeting.parts()],
+    )  # fmt: skip
+    return Plan(call, _fill(recvbuf, **how))
+
+
+# -- reductions ----------------------------------------------------------------------------------------------
+
+
+def combiner(op: Op, own: Buffer) -> Callable[[Any, Any], Any]:
+    """Return `combine(a, b)` for arrays of a buffer's datatype; it leaves `a` and `b` as they are."""
+    datatype = own.datatype
+    op.check(datatype)
+    return lambda a, b: op.reduce(a, b.copy(), datatype)
+
+
+def _reducing(name: str, timing: str, sendbuf: Any, recvbuf: Any, op: Op) -> tuple[Call, Callable[[Any, Any], Any]]:
+    own = as_buffer(recvbuf if sendbuf is IN_PLACE else sendbuf)
+    part = own.pack()
+    agree = (("op", _name(op)), ("count", own.count * own.blocks), ("datatype", own.datatype.Get_name() or "derived"))
+    return Call(name, timing, part, own.nbytes, agree=agree), combiner(op, own)
+
+
+def _name(op: Op) -> str:
+    return str(getattr(op, "name", "")) or "user-defined"
+
+
+def _with(call: Call, outcome: Callable[[Meeting, int], Any], root: int = -1) -> Call:
+    return Call(call.name, call.timing, call.part, call.nbytes, root, call.agree, call.sizes, outcome)
+
+
+def reduce(sendbuf: Any, recvbuf: Any, op: Op, root: int, me: int) -> Plan:
+    """The root gets the combination of all contributions, in the order of a binomial tree."""
+    call, combine = _reducing("Reduce", "reduce", sendbuf, recvbuf, op)
+    first = root if op.Is_commutative() else 0
+
+    def outcome(meeting: Meeting, rank: int) -> Any:
+        return reductions.binomial(meeting.parts(), combine, first) if rank == root else None
+
+    collect: Outcome = as_buffer(recvbuf, writable=True).unpack if me == root else _drop  # type: ignore[assignment]
+    return Plan(_with(call, outcome, root), collect)
+
+
+def allreduce(sendbuf: Any, recvbuf: Any, op: Op) -> Plan:
+    """Every rank gets the combination, in the order of recursive doubling: bit for bit what both MPI wheels return."""
+    call, combine = _reducing("Allreduce", "allreduce", sendbuf, recvbuf, op)
+
+    def outcome(meeting: Meeting, rank: int) -> Any:
+        return meeting.shared(lambda: reductions.tree(meeting.parts(), combine))
+
+    return Plan(_with(call, outcome), as_buffer(recvbuf, writable=True).unpack)  # type: ignore[arg-type]
+
+
+def counts(count: int) -> Call:
+    """Every rank learns how many elements each rank receives."""
+    return Call("Reduce_scatter", "allgather", count, 8, outcome=lambda meeting, rank: meeting.parts())
+
+
+def reduce_scatter(sendbuf: Any, recvbuf: Any, counts: Sequence[int] | None, op: Op, place: tuple[int, int]) -> Plan:
+    """Every rank gets its block of the combination; `counts` are the elements per rank, None: equal blocks."""
+    me, size = place
+    call, combine = _reducing("Reduce_scatter", "reduce_scatter", sendbuf, recvbuf, op)
+    elements = len(call.part)
+    if counts is None:
+        if elements % size:
+            raise CallError(ERR_COUNT, f"{elements} elements do not divide into blocks for {size} ranks")
+        counts = [elements // size] * size
+    ends = np.cumsum(counts)
+    if ends[-1] != elements:
+        raise CallError(ERR_COUNT, f"recvcounts add up to {ends[-1]}, but each rank contributes {elements} elements")
+
+    def outcome(meeting: Meeting, rank: int) -> Any:
+        whole = meeting.shared(lambda: reductions.tree(meeting.parts(), combine))
+        return whole[ends[rank] - counts[rank] : ends[rank]]
+
+    return Plan(_with(call, outcome), as_buffer(recvbuf, writable=True).unpack)  # type: ignore[arg-type]
+
+
+def scan(sendbuf: Any, recvbuf: Any, op: Op, inclusive: bool) -> Plan:
+    """Rank r gets the combination of ranks 0 to r, or to r - 1 (rank 0 then keeps what it has)."""
+    name = "Scan" if inclusive else "Exscan"
+    call, combine = _reducing(name, name.lower(), sendbuf, recvbuf, op)
+
+    def outcome(meeting: Meeting, rank: int) -> Any:
+        last = rank if inclusive else rank - 1
+        if last < 0:
+            return None
+        if meeting.here < len(meeting.members):  # this rank leaves before the later ones arrive
+            return reductions.ordered(meeting.parts()[: last + 1], combine)
+        return meeting.shared(lambda: list(reductions.prefixes(meeting.parts(), combine)))[last]
+
+    target = as_buffer(recvbuf, writable=True)
+    return Plan(_with(call, outcome), lambda data: None if data is None else target.unpack(data))  # type: ignore[arg-type,return-value]

@@ -1,0 +1,237 @@
+"""Point-to-point calls: objects (lower case) and buffers (upper case), blocking and not, probes.
+
+This room knows MPI's calls between two ranks. How messages match and travel is the business of `matching` and `wire`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL
+from spawnsim.comm.status import Status
+from spawnsim.errors import WorldError
+from spawnsim.virtual.comm.context import Member
+from spawnsim.virtual.comm.payload import dumps, loads, pack, unpack
+from spawnsim.virtual.matching import Message, Receive
+from spawnsim.virtual.requests import Request, fill
+from spawnsim.virtual.waiting import Waiting, await_one, check_alive
+from spawnsim.virtual.wire import Mode, Transfer, send
+
+STANDARD, SYNCHRONOUS, LOCAL = Mode.STANDARD, Mode.SYNCHRONOUS, Mode.LOCAL
+
+
+class Transport(Member):
+    """What all the calls below are made of: one message out, one message in."""
+
+    __slots__ = ()
+
+    def _dispatch(self, payload: Any, dest: int, tag: int, mode: Mode) -> Transfer | None:
+        """Send a payload (bytes, or anything with `nbytes`). Returns what to wait for, if anything."""
+        if dest == PROC_NULL:
+            self._need()
+            return None
+        self._check_peer(dest, tag)
+        world, target = self._world, self._peers[dest]
+        if world.failed:
+            check_alive(world, self._waiting("Send", dest, tag, "dest"))
+        message = Message(self._me, tag, payload, len(payload) if type(payload) is bytes else payload.nbytes)
+        return send(world, world.ranks[target], self._context.mailbox(target), message, mode)
+
+    def _deliver(self, payload: Any, dest: int, tag: int, mode: Mode, operation: str) -> None:
+        """Send and wait until the program may go on."""
+        transfer = self._dispatch(payload, dest, tag, mode)
+        if transfer is not None:
+            await_one(self._world, transfer, self._waiting(operation, dest, tag, "dest"))
+
+    def _post(self, source: int, tag: int) -> Receive:
+        """Post a receive. A wildcard is an observation."""
+        self._check_source(source, tag)
+        kernel = self._world.kernel
+        if source == ANY_SOURCE:
+            kernel.observe()
+        receive = Receive(kernel, source, tag, kernel.current.clock)
+        self._mailbox.post(receive)
+        return receive
+
+    def _accept(self, source: int, tag: int, operation: str) -> Message:
+        """Receive one message, blocking."""
+        receive = self._post(source, tag)
+        try:
+            await_one(self._world, receive, self._waiting(operation, source, tag))
+        except WorldError:  # the program may go on: the receive must not swallow a later message
+            self._mailbox.give_up(receive)
+            raise
+        message = receive.message
+        assert message is not None
+        self._rank.trace.note(3, self._world.kernel.current.clock, message.source, message.nbytes, message.tag)
+        return message
+
+    def _waiting(self, operation: str, peer: int, tag: int, keyword: str = "source") -> Waiting:
+        return Waiting(operation, self._label, self._peers, peer, tag, keyword)
+
+    def _isend(self, payload: Any, dest: int, tag: int, mode: Mode, operation: str) -> Request:
+        transfer = self._dispatch(payload, dest, tag, mode)
+        if transfer is None:
+            return Request.over(self._world)
+        return Request.start(self._world, transfer, self._waiting(operation, dest, tag, "dest"))
+
+    def _irecv(self, source: int, tag: int, operation: str, collect: Any) -> Request:
+        """Post a receive; `collect(message)` makes the request's result."""
+        if source == PROC_NULL:
+            self._need()
+            return Request.over(self._world, _receive_nothing)
+        receive = self._post(source, tag)
+
+        def deliver(status: Status) -> Any:
+            message = receive.message
+            if message is None:  # cancelled
+                status.Set_cancelled(True)
+                return None
+            fill(status, message.source, message.tag, message.nbytes)
+            return collect(message, status)
+
+        request = Request.start(self._world, receive, self._waiting(operation, source, tag), deliver)
+        request._withdraw = self._withdraw
+        return request
+
+    def _withdraw(self, request: Request) -> None:
+        receive = request._completion
+        if isinstance(receive, Receive) and self._mailbox.cancel(receive):
+            receive.complete(self._world.kernel.current.clock)
+
+
+def _receive_nothing(status: Status) -> None:
+    fill(status, PROC_NULL, ANY_TAG, 0)
+
+
+class Objects(Transport):
+    """Calls that send pickled objects."""
+
+    __slots__ = ()
+
+    def send(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Send an object."""
+        self._deliver(dumps(obj), dest, tag, STANDARD, "send")
+
+    def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Send an object; return when its receive has started."""
+        self._deliver(dumps(obj), dest, tag, SYNCHRONOUS, "ssend")
+
+    def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Send an object from a buffer: returns at once."""
+        self._deliver(dumps(obj), dest, tag, LOCAL, "bsend")
+
+    def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send an object."""
+        return self._isend(dumps(obj), dest, tag, STANDARD, "isend")
+
+    def issend(self, obj: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send an object; the request is over when its receive has started."""
+        return self._isend(dumps(obj), dest, tag, SYNCHRONOUS, "issend")
+
+    def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send an object from a buffer."""
+        return self._isend(dumps(obj), dest, tag, LOCAL, "ibsend")
+
+    def recv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Any:
+        """Receive an object. `buf` is accepted as mpi4py accepts it, and not needed."""
+        if source == PROC_NULL:
+            self._need()
+            if status is not None:
+                _receive_nothing(status)
+            return None
+        message = self._accept(source, tag, "recv")
+        if status is not None:
+            fill(status, message.source, message.tag, message.nbytes)
+        return loads(message.payload)
+
+    def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
+        """Start to receive an object."""
+        return self._irecv(source, tag, "irecv", lambda message, status: loads(message.payload))
+
+    def sendrecv(
+        self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = ANY_SOURCE,
+        recvtag: int = ANY_TAG, status: Status | None = None,
+    ) -> Any:  # fmt: skip
+        """Send one object and receive another, without deadlock."""
+        request = self._isend(dumps(sendobj), dest, sendtag, STANDARD, "sendrecv")
+        received = self.recv(recvbuf, source, recvtag, status)
+        request.wait()
+        return received
+
+
+class Buffers(Transport):
+    """Calls that send memory."""
+
+    __slots__ = ()
+
+    def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Send a buffer. Above the eager threshold it returns when its receive has started and the data have left."""
+        self._deliver(pack(buf), dest, tag, STANDARD, "Send")
+
+    def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Send a buffer; return when its receive has started."""
+        self._deliver(pack(buf), dest, tag, SYNCHRONOUS, "Ssend")
+
+    def Rsend(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Send a buffer whose receive the program knows to be posted."""
+        self._deliver(pack(buf), dest, tag, LOCAL, "Rsend")
+
+    def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send a buffer. Its content is taken now; it may be used again at once."""
+        return self._isend(pack(buf), dest, tag, STANDARD, "Isend")
+
+    def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send a buffer; the request is over when its receive has started."""
+        return self._isend(pack(buf), dest, tag, SYNCHRONOUS, "Issend")
+
+    def Irsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send a buffer whose receive the program knows to be posted."""
+        return self._isend(pack(buf), dest, tag, LOCAL, "Irsend")
+
+    def Recv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> None:
+        """Receive into a buffer, which must be long enough."""
+        if source == PROC_NULL:
+            self._need()
+            if status is not None:
+                _receive_nothing(status)
+            return
+        message = self._accept(source, tag, "Recv")
+        if status is not None:
+            fill(status, message.source, message.tag, message.nbytes)
+        unpack(buf, message.payload)
+
+    def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
+        """Start to receive into a buffer, which is filled when the request is collected."""
+        return self._irecv(source, tag, "Irecv", lambda message, status: unpack(buf, message.payload))
+
+    def Sendrecv(
+        self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = ANY_SOURCE,
+        recvtag: int = ANY_TAG, status: Status | None = None,
+    ) -> None:  # fmt: skip
+        """Send one buffer and receive into another, without deadlock."""
+        request = self._isend(pack(sendbuf), dest, sendtag, STANDARD, "Sendrecv")
+        self.Recv(recvbuf, source, recvtag, status)
+        request.wait()
+
+    def Sendrecv_replace(
+        self, buf: Any, dest: int, sendtag: int = 0, source: int = ANY_SOURCE, recvtag: int = ANY_TAG,
+        status: Status | None = None,
+    ) -> None:  # fmt: skip
+        """Send a buffer and receive into the same."""
+        self.Sendrecv(buf, dest, sendtag, buf, source, recvtag, status)
+
+    def Isendrecv(
+        self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = ANY_SOURCE,
+        recvtag: int = ANY_TAG,
+    ) -> Request:  # fmt: skip
+        """Start to send one buffer and to receive into another."""
+        outgoing = self._isend(pack(sendbuf), dest, sendtag, STANDARD, "Isendrecv")
+        incoming = self.Irecv(recvbuf, source, recvtag)
+        return incoming.together(outgoing)
+
+    def Isendrecv_replace(
+        self, buf: Any, dest: int, sendtag: int = 0, source: int = ANY_SOURCE, recvtag: int = ANY_TAG
+    ) -> Request:
+        """Start to send a buffer and to receive into the same."""
+        return self.Isendrecv(buf, dest, sendtag, buf, source, recvtag)

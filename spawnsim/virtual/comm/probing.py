@@ -1,0 +1,179 @@
+"""Probes and matched probes. A probe is an observation: it waits for its time and costs the call overhead."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL
+from spawnsim.comm.failures import ERR_REQUEST, CallError
+from spawnsim.comm.handles import Handle
+from spawnsim.comm.status import Status
+from spawnsim.virtual.comm.payload import loads, unpack
+from spawnsim.virtual.comm.point_to_point import Transport
+from spawnsim.virtual.matching import Completion, Receive
+from spawnsim.virtual.matching import Message as Letter
+from spawnsim.virtual.requests import Request, fill
+from spawnsim.virtual.waiting import check_alive
+
+
+class Probes(Transport):
+    """Looking at messages before receiving them."""
+
+    __slots__ = ()
+
+    def Iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
+        """Return whether a message that fits has arrived."""
+        return self._glance(source, tag, status) is not None
+
+    def Probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
+        """Wait until a message that fits has arrived."""
+        self._stare(source, tag, status, "Probe")
+        return True
+
+    def Improbe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message | None:
+        """Return a message that fits and has arrived, out of reach of any other receive; or None."""
+        if source == PROC_NULL:
+            return MESSAGE_NO_PROC
+        letter = self._glance(source, tag, status)
+        return None if letter is None else self._hold(letter)
+
+    def Mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message:
+        """Wait for a message that fits; return it, out of reach of any other receive."""
+        if source == PROC_NULL:
+            _fill_status(status, None)
+            return MESSAGE_NO_PROC
+        letter = self._stare(source, tag, status, "Mprobe")
+        assert letter is not None
+        return self._hold(letter)
+
+    iprobe, probe, improbe, mprobe = Iprobe, Probe, Improbe, Mprobe
+
+    def _glance(self, source: int, tag: int, status: Status | None) -> Letter | None:
+        self._check_source(source, tag)
+        kernel, task = self._world.kernel, self._world.kernel.current
+        kernel.observe()
+        now_s = task.clock
+        self._rank.reach(task, now_s + self._world.network.call_overhead_s)
+        if source == PROC_NULL:
+            _fill_status(status, None)
+            return Letter(PROC_NULL, ANY_TAG, b"", 0)
+        letter = self._mailbox.find(source, tag)
+        if letter is None or letter.envelope_s > now_s:
+            return None
+        _fill_status(status, letter)
+        return letter
+
+    def _stare(self, source: int, tag: int, status: Status | None, operation: str) -> Letter | None:
+        """Wait for a letter, however long that takes."""
+        while source != PROC_NULL:
+            letter = self._glance(source, tag, status)
+            if letter is not None:
+                return letter
+            self._await_letter(source, tag, operation)
+        _fill_status(status, None)
+        return None
+
+    def _await_letter(self, source: int, tag: int, operation: str) -> None:
+        """Wait until the first letter known to come has come, or until a new one is sent."""
+        world, watcher = self._world, Completion(self._world.kernel)
+        waiting = self._waiting(operation, source, tag)
+        check_alive(world, waiting)
+        first_s = self._mailbox.earliest(source, tag)
+        self._mailbox.watchers.append(watcher)
+        watcher.waiter = task = world.kernel.current
+        alarm = None if first_s is None else world.kernel.env.at(
+            max(first_s, world.kernel.env.now), self._rank.id, lambda: world.kernel.resume(task)
+        )
+        try:
+            world.kernel.block(waiting)
+        finally:
+            watcher.waiter = None
+            if watcher in self._mailbox.watchers:
+                self._mailbox.watchers.remove(watcher)
+            if alarm is not None:
+                alarm.cancel()
+        self._rank.reach(task, world.kernel.env.now)
+
+    def _hold(self, letter: Letter) -> Message:
+        self._mailbox.remove(letter)
+        return Message.hold(self, letter)
+
+
+class Message(Handle):
+    """A message that a matched probe has taken out of the queue."""
+
+    __slots__ = ("_letter", "_owner")
+    _letter: Letter | None
+    _owner: Transport | None
+
+    def __new__(cls, message: Message | None = None) -> Self:
+        """Return a null message, or a copy of the handle of another."""
+        self = super().__new__(cls)
+        self._identity = None if message is None else message._identity
+        self._letter = None if message is None else message._letter
+        self._owner = None if message is None else message._owner
+        return self
+
+    @classmethod
+    def hold(cls, owner: Transport, letter: Letter) -> Self:
+        """Return the handle of a message taken out for `owner`."""
+        self = cls.__new__(cls)
+        self._identity = self._letter = letter
+        self._owner = owner
+        return self
+
+    @classmethod
+    def Probe(cls, comm: Probes, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message:
+        """Wait for a message that fits and take it out."""
+        return comm.Mprobe(source, tag, status)
+
+    @classmethod
+    def Iprobe(
+        cls, comm: Probes, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> Message | None:
+        """Take out a message that fits and has arrived, if there is one."""
+        return comm.Improbe(source, tag, status)
+
+    probe, iprobe = Probe, Iprobe
+
+    def Recv(self, buf: Any, status: Status | None = None) -> None:
+        """Receive the message into a buffer."""
+        self.Irecv(buf).Wait(status)
+
+    def recv(self, status: Status | None = None) -> Any:
+        """Receive the message's object."""
+        return self.irecv().wait(status)
+
+    def Irecv(self, buf: Any) -> Request:
+        """Start to receive the message into a buffer."""
+        return self._receive(lambda letter: unpack(buf, letter.payload))
+
+    def irecv(self) -> Request:
+        """Start to receive the message's object."""
+        return self._receive(lambda letter: loads(letter.payload))
+
+    def _receive(self, collect: Any) -> Request:
+        letter, owner = self._letter, self._owner
+        if letter is None:
+            raise CallError(ERR_REQUEST, "the message is null: it was received before")
+        self._identity = self._letter = self._owner = None
+        if owner is None:  # MESSAGE_NO_PROC
+            return Request.over(_world_of_nobody())
+        receive = Receive(owner._world.kernel, letter.source, letter.tag, owner._world.kernel.current.clock)
+        receive.take(letter)
+
+        def deliver(status: Status) -> Any:
+            fill(status, letter.source, letter.tag, letter.nbytes)
+            return collect(letter)
+
+        waiting = owner._waiting("Mrecv", letter.source, letter.tag)
+        return Request.start(owner._world, receive, waiting, deliver)
+
+
+def _fill_status(status: Status | None, letter: Letter | None) -> None:
+    if status is not None and letter is not None:
+        fill(status, letter.source, letter.tag, letter.nbytes)
+    elif status is not None:
+        fill(status, PROC_NULL, ANY_TAG, 0)
+
+

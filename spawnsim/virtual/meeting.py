@@ -1,0 +1,213 @@
+"""Where the ranks of a communicator meet for a collective: one rendezvous, not N² messages.
+
+Each arrival brings its clock and its contribution. The result is computed once for all; when each rank leaves is the
+business of `spawnsim.virtual.collectives`. Of a rooted collective a rank leaves as soon as those have arrived on whom
+its own part depends, so that no rank waits for one that it does not need.
+
+This room knows arrivals and departures. It must not know buffers or algorithms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from spawnsim.errors import MismatchError
+from spawnsim.virtual.collectives import Edges, Finish, Plan
+from spawnsim.virtual.matching import Completion
+from spawnsim.virtual.world import World
+
+EARLY = {"bcast", "reduce", "gather", "scatter", "scan", "exscan"}  # some ranks may leave before all arrive
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A collective as one rank calls it.
+
+    `agree` are the (name, value) pairs that must be equal on all ranks. `nbytes` is what this rank contributes: a
+    number, or an array with a size per destination. `sizes` says how the ranks' `nbytes` are put together for the
+    cost model: "root", "all" (the largest), "each" (an array by rank), "matrix" (rows by rank), "edges" (each rank tells its neighbours and their sizes).
+    """
+
+    name: str
+    timing: str
+    part: Any = None
+    nbytes: Any = 0
+    root: int = -1
+    agree: tuple[tuple[str, Any], ...] = ()
+    sizes: str = "all"
+    outcome: Callable[[Meeting, int], Any] = lambda meeting, me: None
+
+    def describe(self) -> str:
+        """Return the call as in the program."""
+        arguments = [f"root={self.root}"] if self.root >= 0 else []
+        arguments += [f"{name}={value}" for name, value in self.agree]
+        return f"{self.name}({', '.join(arguments)})"
+
+
+@dataclass(eq=False, slots=True)
+class Meeting:
+    """One collective on one communicator. `members` are world ranks, in the order of the communicator."""
+
+    world: World
+    comm: str
+    members: Sequence[int]
+    number: int
+    calls: list[Call | None] = field(init=False)
+    arrivals: np.ndarray[Any, np.dtype[np.float64]] = field(init=False)
+    gone: list[Completion | None] = field(init=False)
+    here: int = 0
+    _shared: Any = None
+    _computed: bool = False
+    _dirty: bool = False
+
+    def __post_init__(self) -> None:
+        size = len(self.members)
+        self.calls, self.gone = [None] * size, [None] * size
+        self.arrivals = np.full(size, math.nan)
+
+    # -- arriving --------------------------------------------------------------------------------------------
+
+    def join(self, me: int, call: Call) -> Completion:
+        """Arrive as rank `me` of the communicator, at the running task's clock."""
+        task = self.world.kernel.current
+        if self.here:
+            self._compare(me, call)
+        self.calls[me], self.arrivals[me] = call, task.clock
+        completion = self.gone[me] = Completion(self.world.kernel)
+        self.here += 1
+        self.world.kernel.effect()
+        if self.here == len(self.members):
+            self._end()
+        elif call.timing in EARLY:
+            self._expect_release()
+        return completion
+
+    def parts(self) -> list[Any]:
+        """Return the ranks' contributions; None for those not here yet."""
+        return [None if call is None else call.part for call in self.calls]
+
+    def shared(self, compute: Callable[[], Any]) -> Any:
+        """Return a result that is computed once for all ranks."""
+        if not self._computed:
+            self._shared, self._computed = compute(), True
+        return self._shared
+
+    def _compare(self, me: int, call: Call) -> None:
+        """Refuse a call that does not fit those already here."""
+        other = next(rank for rank, held in enumerate(self.calls) if held is not None)
+        held = self.calls[other]
+        assert held is not None
+        if (held.name, held.root, held.agree) != (call.name, call.root, call.agree):
+            raise MismatchError(
+                f"collective number {self.number} on {self.comm}: rank {me} calls {call.describe()} at "
+                f"{self.world.kernel.current.clock:.6g} s where rank {other} called {held.describe()} at "
+                f"{self.arrivals[other]:.6g} s. All ranks must make the same collective calls in the same order"
+            )
+
+    # -- leaving ---------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Everybody is here: fix all departures."""
+        finish = self._finish()
+        sender = self.world.ranks[self.members[0]]
+        sender.messages += finish.messages
+        sender.nbytes += finish.nbytes
+        for completion, time_s in zip(self.gone, finish.times.tolist(), strict=True):
+            if completion is not None and completion.finish_s is None:
+                completion.complete(time_s)
+
+    def _first(self) -> Call:
+        return next(call for call in self.calls if call is not None)
+
+    def _finish(self) -> Finish:
+        first, timing = self._first(), self.world.timing
+        members = np.asarray(self.members)
+        return timing.finish(first.timing, self.arrivals, self._sizes(first), max(first.root, 0), ranks=members)
+
+    def _sizes(self, first: Call) -> Any:
+        """Put the ranks' sizes together. Those not here yet are taken to contribute as much as the largest here."""
+        if first.sizes == "root":
+            root = self.calls[first.root]
+            return 0 if root is None else root.nbytes
+        here = [call.nbytes for call in self.calls if call is not None]
+        if first.sizes == "all":
+            return max(here)
+        if first.sizes == "edges":
+            return self._edges()
+        if first.sizes == "each":
+            return np.array([max(here) if call is None else call.nbytes for call in self.calls], dtype=np.int64)
+        return np.stack([np.broadcast_to(call.nbytes, len(self.calls)) for call in self.calls if call]).astype(np.int64)
+
+    def _edges(self) -> Edges:
+        """Return the messages of a neighbour exchange: each rank tells (dests, nbytes of each)."""
+        here = [(rank, *call.nbytes) for rank, call in enumerate(self.calls) if call is not None]
+        source = np.concatenate([np.full(len(dests), rank) for rank, dests, _ in here]).astype(np.int64)
+        dest = np.concatenate([np.asarray(dests, np.int64) for _, dests, _ in here])
+        return Edges(source, dest, np.concatenate([np.asarray(sizes, np.int64) for _, _, sizes in here]))
+
+    # -- leaving early -----------------------------------------------------------------------------------------
+
+    def _expect_release(self) -> None:
+        if not self._dirty:
+            self._dirty = True
+            self.world.kernel.releases.append(self._release)
+
+    def _release(self) -> None:
+        """Before time moves: let those go whose part is over, although others are still to come."""
+        self._dirty = False
+        first = self._first()
+        if self.here == len(self.members) or (first.sizes == "root" and self.calls[first.root] is None):
+            return  # all have left; or nobody knows the size yet, and all depend on the root
+        members = np.asarray(self.members)
+        plan = self.world.timing.plan(
+            first.timing, len(members), self._sizes(first), max(first.root, 0), ranks=members
+        )
+        free = [rank for rank, completion in enumerate(self.gone) if _waits(completion) and self._heard(plan, rank)]
+        if free:
+            times = plan.finish(self.arrivals, self.world.network, members).times
+            for rank in free:
+                self.gone[rank].complete(float(times[rank]))  # type: ignore[union-attr]
+
+    def _heard(self, plan: Plan, rank: int) -> bool:
+        """Whether all have arrived on whom the leaving of `rank` depends."""
+        needed = plan.depends(rank)
+        return needed is not None and all(self.calls[other] is not None for other in needed)
+
+
+def _waits(completion: Completion | None) -> bool:
+    return completion is not None and completion.finish_s is None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingForMeeting:
+    """A rank that waits for a collective to end."""
+
+    meeting: Meeting
+    me: int
+
+    def describe(self) -> str:
+        """Return the call, its number and its communicator."""
+        call = self.meeting.calls[self.me]
+        name = call.describe() if call is not None else "collective"
+        return f"{name}, number {self.meeting.number} on {self.meeting.comm}"
+
+    def missing(self) -> Sequence[int]:
+        """Return the ranks that have not arrived."""
+        return [rank for rank, call in enumerate(self.meeting.calls) if call is None]
+
+    def peers(self) -> Sequence[int]:
+        """Return the world ranks that have not arrived."""
+        return [self.meeting.members[rank] for rank in self.missing()]
+
+    def doomed(self, dead: Sequence[int]) -> Sequence[int]:
+        """Return the dead who will never arrive."""
+        return [rank for rank in self.missing() if self.meeting.members[rank] in dead]
+
+    def sequence(self) -> int:
+        """Return the number of the collective on its communicator."""
+        return self.meeting.number

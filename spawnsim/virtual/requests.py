@@ -1,0 +1,335 @@
+"""Requests: mpi4py's `Request`, `Prequest` and `Grequest` over completions.
+
+A request owns what it needs until it is over: dropping the object loses no message, because the message and the
+posted receive live in the mailbox. This room knows completions and statuses; it must not know how a message travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
+from spawnsim.comm.failures import ERR_REQUEST, CallError
+from spawnsim.comm.handles import Handle
+from spawnsim.comm.status import Status
+from spawnsim.virtual.matching import Completion, Joint
+from spawnsim.virtual.waiting import WaitingForAny, await_any, await_one, finished
+from spawnsim.virtual.world import World
+
+Deliver = Callable[[Status], Any]
+
+
+def _nothing(status: Status) -> None:
+    """Deliver nothing: a send, or a barrier."""
+
+
+class Request(Handle):
+    """A pending operation of one rank. Null (false) once it is over and collected.
+
+    The lower-case calls return the received object, the upper-case ones fill the buffer given at the start.
+    """
+
+    __slots__ = ("_completion", "_deliver", "_waiting", "_withdraw", "_world")
+
+    def __new__(cls, request: Request | None = None) -> Self:
+        """Return a null request, or a copy of the handle of another."""
+        self = super().__new__(cls)
+        self._identity = None if request is None else request._identity
+        for name in ("_completion", "_deliver", "_waiting", "_withdraw", "_world"):
+            setattr(self, name, None if request is None else getattr(request, name))
+        return self
+
+    @classmethod
+    def start(cls, world: World, completion: Completion, waiting: Any, deliver: Deliver = _nothing) -> Self:
+        """Return a request over a completion; `deliver(status)` runs when it is collected."""
+        self = cls.__new__(cls)
+        self._identity = object()
+        self._world, self._completion, self._waiting, self._deliver = world, completion, waiting, deliver
+        return self
+
+    @classmethod
+    def over(cls, world: World, deliver: Deliver = _nothing) -> Self:
+        """Return a request that is complete already: an eager send, or a call to PROC_NULL."""
+        completion = Completion(world.kernel)
+        completion.finish_s = world.kernel.current.clock
+        return cls.start(world, completion, None, deliver)
+
+    # -- one -------------------------------------------------------------------------------------------------
+
+    def wait(self, status: Status | None = None) -> Any:
+        """Wait until the operation is over; return its object, if it has one."""
+        if self._completion is not None:
+            await_one(self._world, self._completion, self._waiting)
+        return self._collect(status)
+
+    def Wait(self, status: Status | None = None) -> bool:
+        """Wait until the operation is over."""
+        self.wait(status)
+        return True
+
+    def test(self, status: Status | None = None) -> tuple[bool, Any]:
+        """Return (over, object); an observation."""
+        if self._completion is None:
+            return True, self._collect(status)
+        now_s = _look(self._world)
+        if self._completion.finish_s is None or self._completion.finish_s > now_s:
+            return False, None
+        return True, self._collect(status)
+
+    def Test(self, status: Status | None = None) -> bool:
+        """Return whether the operation is over; an observation."""
+        return self.test(status)[0]
+
+    def Get_status(self, status: Status | None = None) -> bool:
+        """Return whether the operation is over, and leave the request as it is."""
+        if self._completion is None:
+            _fill_empty(status)
+            return True
+        over = self._completion.finish_s is not None and self._completion.finish_s <= _look(self._world)
+        if over and status is not None:
+            self._preview(status)
+        return over
+
+    def get_status(self, status: Status | None = None) -> bool:
+        """Return whether the operation is over, and leave the request as it is."""
+        return self.Get_status(status)
+
+    def Cancel(self) -> None:
+        """Withdraw a receive that has not matched; anything else goes on."""
+        self._need()
+        if self._withdraw is not None:
+            _look(self._world)
+            self._withdraw(self)
+
+    cancel = Cancel
+
+    def Free(self) -> None:
+        """Let go of the request; the operation goes on and its buffer stays its own until it is over."""
+        self._need()
+        self._identity = self._completion = None
+
+    def together(self, other: Request) -> Request:
+        """Return one request that is over when both are; it delivers what this one does."""
+        if self._completion is None or other._completion is None:
+            return self if other._completion is None else other
+        parts = (self._completion, other._completion)
+        return Request.start(self._world, Joint(self._world.kernel, parts), self._waiting, self._deliver)
+
+    def _need(self) -> None:
+        if self._identity is None:
+            raise CallError(ERR_REQUEST, "the request is null: it was collected or freed before")
+
+    def _preview(self, status: Status) -> None:
+        message = getattr(self._completion, "message", None)
+        if message is not None:
+            fill(status, message.source, message.tag, message.nbytes)
+
+    def _collect(self, status: Status | None) -> Any:
+        """Make the request null and deliver."""
+        if self._completion is None:
+            _fill_empty(status)
+            return None
+        filled = Status() if status is None else status
+        _fill_empty(filled)
+        deliver, self._completion = self._deliver, None
+        self._retire()
+        return deliver(filled)
+
+    def _retire(self) -> None:
+        self._identity = None
+
+    # -- several ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
+        """Wait until all are over; return their objects."""
+        return [request.wait(status) for request, status in zip(requests, _lend(statuses, len(requests)), strict=False)]
+
+    @classmethod
+    def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
+        """Wait until all are over."""
+        cls.waitall(requests, statuses)
+        return True
+
+    @classmethod
+    def testall(
+        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+    ) -> tuple[bool, list[Any] | None]:
+        """Return (all are over, their objects)."""
+        active = [request for request in requests if request._completion is not None]
+        if active:
+            now_s = _look(active[0]._world)
+            if len(finished([request._completion for request in active], now_s)) < len(active):
+                return False, None
+        return True, cls.waitall(requests, statuses)
+
+    @classmethod
+    def Testall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
+        """Return whether all are over."""
+        return cls.testall(requests, statuses)[0]
+
+    @classmethod
+    def waitany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, Any]:
+        """Wait until one is over; return its position and object (UNDEFINED if none is active)."""
+        index = _await_some(requests, "Waitany")[:1]
+        if not index:
+            _fill_empty(status)
+            return UNDEFINED, None
+        return index[0], requests[index[0]]._collect(status)
+
+    @classmethod
+    def Waitany(cls, requests: Sequence[Request], status: Status | None = None) -> int:
+        """Wait until one is over; return its position."""
+        return cls.waitany(requests, status)[0]
+
+    @classmethod
+    def testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool, Any]:
+        """Return (position, flag, object) of one that is over, if any."""
+        over = _look_at(requests)
+        if over is None:
+            _fill_empty(status)
+            return UNDEFINED, True, None
+        if not over:
+            return UNDEFINED, False, None
+        return over[0], True, requests[over[0]]._collect(status)
+
+    @classmethod
+    def Testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
+        """Return (position, flag) of one that is over, if any."""
+        return cls.testany(requests, status)[:2]
+
+    @classmethod
+    def waitsome(
+        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+    ) -> tuple[list[int] | None, list[Any] | None]:
+        """Wait until at least one is over; return positions and objects of all that are."""
+        over = _await_some(requests, "Waitsome")
+        if not over:
+            return None, None
+        return over, _collect_each(requests, over, statuses)
+
+    @classmethod
+    def Waitsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
+        """Wait until at least one is over; return the positions of all that are."""
+        return cls.waitsome(requests, statuses)[0]
+
+    @classmethod
+    def testsome(
+        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+    ) -> tuple[list[int] | None, list[Any] | None]:
+        """Return positions and objects of all that are over."""
+        over = _look_at(requests)
+        if over is None:
+            return None, None
+        return over, _collect_each(requests, over, statuses)
+
+    @classmethod
+    def Testsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
+        """Return the positions of all that are over."""
+        return cls.testsome(requests, statuses)[0]
+
+    @classmethod
+    def get_status_all(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
+        """Return whether all are over, and leave them as they are."""
+        return all([request.Get_status(status) for request, status in zip(requests, _lend(statuses, len(requests)), strict=False)])
+
+    @classmethod
+    def get_status_any(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
+        """Return (position, flag) of one that is over, and leave it as it is."""
+        over = _look_at(requests)
+        if over:
+            requests[over[0]].Get_status(status)
+            return over[0], True
+        return UNDEFINED, over is None
+
+    @classmethod
+    def get_status_some(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
+        """Return the positions of all that are over, and leave them as they are."""
+        return _look_at(requests)
+
+    Get_status_all, Get_status_any, Get_status_some = get_status_all, get_status_any, get_status_some
+
+
+class Prequest(Request):
+    """A persistent request: `Start` begins the operation again, and a wait leaves it inactive, not null."""
+
+    __slots__ = ("_begin",)
+    _begin: Callable[[], Request]
+
+    @classmethod
+    def prepare(cls, begin: Callable[[], Request]) -> Self:
+        """Return an inactive request whose `Start` calls `begin`."""
+        self = cls.__new__(cls)
+        self._identity, self._begin = object(), begin
+        return self
+
+    def Start(self) -> None:
+        """Begin the operation."""
+        self._need()
+        if self._completion is not None:
+            raise CallError(ERR_REQUEST, "Start of a persistent request that is still active: wait for it first")
+        active = self._begin()
+        for name in ("_completion", "_deliver", "_waiting", "_withdraw", "_world"):
+            setattr(self, name, getattr(active, name))
+
+    @classmethod
+    def Startall(cls, requests: list[Prequest]) -> None:
+        """Begin all operations."""
+        for request in requests:
+            request.Start()
+
+    def _retire(self) -> None:
+        """Stay, inactive."""
+
+
+def fill(status: Status, source: int, tag: int, nbytes: int) -> None:
+    """Write what was received into a status."""
+    status.source, status.tag, status.error = source, tag, 0
+    status.nbytes, status.cancelled = nbytes, False
+
+
+def _fill_empty(status: Status | None) -> None:
+    if status is not None:
+        fill(status, ANY_SOURCE, ANY_TAG, 0)
+
+
+def _lend(statuses: list[Status] | None, count: int) -> Sequence[Status | None]:
+    """Return a status for each request; a list that is too short is extended, as mpi4py does."""
+    if statuses is None:
+        return [None] * count
+    statuses.extend(Status() for _ in range(count - len(statuses)))
+    return statuses
+
+
+def _look(world: World) -> float:
+    """Observe; return the time of the look. The look itself costs the platform's call overhead."""
+    kernel = world.kernel
+    kernel.observe()
+    task = kernel.current
+    now_s = task.clock
+    world.ranks[task.rank].reach(task, now_s + world.network.call_overhead_s)
+    return now_s
+
+
+def _look_at(requests: Sequence[Request]) -> list[int] | None:
+    """Return the positions of the requests that are over; None if none is active."""
+    world = next((request._world for request in requests if request._completion is not None), None)
+    if world is None:
+        return None
+    return finished([request._completion for request in requests], _look(world))
+
+
+def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
+    active = [request for request in requests if request._completion is not None]
+    if not active:
+        return []
+    parts = [request._waiting for request in active if request._waiting is not None]
+    waiting = WaitingForAny(operation, parts)
+    return await_any(active[0]._world, [request._completion for request in requests], waiting)
+
+
+def _collect_each(requests: Sequence[Request], over: list[int], statuses: list[Status] | None) -> list[Any]:
+    return [
+        requests[index]._collect(status) for index, status in zip(over, _lend(statuses, len(over)), strict=False)
+    ]

@@ -1,0 +1,170 @@
+"""Waiting for completions, and saying what is waited for.
+
+This room knows completions, deadlines and dead ranks. It must not know buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
+from spawnsim.errors import RankFailed
+from spawnsim.virtual.kernel import Task, timeout
+from spawnsim.virtual.matching import Completion
+from spawnsim.virtual.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """One pending operation. `members` are the world ranks of the communicator's peers, `peer` a rank among them."""
+
+    operation: str
+    comm: str
+    members: Sequence[int]
+    peer: int
+    tag: int = 0
+    keyword: str = "source"
+
+    def describe(self) -> str:
+        """Return the call with its peer and tag."""
+        peer = "ANY_SOURCE" if self.peer == ANY_SOURCE else self.peer
+        tag = "ANY_TAG" if self.tag == ANY_TAG else self.tag
+        return f"{self.operation}({self.keyword}={peer}, tag={tag}) on {self.comm}"
+
+    def peers(self) -> Sequence[int]:
+        """Return the world ranks any of which could end the wait."""
+        return self.members if self.peer == ANY_SOURCE else (self.members[self.peer],)
+
+    def missing(self) -> Sequence[int]:
+        """Return the ranks still awaited."""
+        return () if self.peer == ANY_SOURCE else (self.peer,)
+
+    def doomed(self, dead: Sequence[int]) -> Sequence[int]:
+        """Return the dead that end this wait with `RankFailed`, as ranks of the communicator."""
+        peers = self.peers()
+        return [self.members.index(rank) for rank in dead if rank in peers]
+
+    def sequence(self) -> int:
+        """Return -1: the call is no collective."""
+        return -1
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingForAny:
+    """Several pending operations, any of which ends the wait."""
+
+    operation: str
+    parts: Sequence[Any]
+
+    def describe(self) -> str:
+        """Return the call with what it waits for."""
+        shown = ", ".join(part.describe() for part in self.parts[:3])
+        more = f", and {len(self.parts) - 3} more" if len(self.parts) > 3 else ""
+        return f"{self.operation}[{shown}{more}]"
+
+    def peers(self) -> Sequence[int]:
+        """Return the world ranks any of which could end the wait."""
+        return sorted({rank for part in self.parts for rank in part.peers()})
+
+    def missing(self) -> Sequence[int]:
+        """Return the ranks still awaited."""
+        return sorted({rank for part in self.parts for rank in part.missing()})
+
+    def doomed(self, dead: Sequence[int]) -> Sequence[int]:
+        """Return the dead that any part waits for."""
+        return sorted({rank for part in self.parts for rank in part.doomed(dead)})
+
+    def sequence(self) -> int:
+        """Return -1: the call is no collective."""
+        return -1
+
+
+def check_alive(world: World, waiting: Any) -> None:
+    """Raise `RankFailed` if the wait can never end because of ranks known to be dead."""
+    if world.failed:
+        dead = [rank for rank in sorted(world.failed) if world.known_dead(rank)]
+        doomed = waiting.doomed(dead) if dead else ()
+        if doomed:
+            raise rank_failed(world.kernel.current, waiting, doomed)
+
+
+def rank_failed(task: Task, waiting: Any, doomed: Sequence[int]) -> RankFailed:
+    """Return the error of a wait that the dead have ended."""
+    names = ", ".join(map(str, doomed))
+    message = f"{task.name} was in {waiting.describe()} at {task.clock:.6g} s, and rank {names} has failed"
+    return RankFailed(doomed, message)
+
+
+def await_one(world: World, completion: Completion, waiting: Any) -> None:
+    """Wait until `completion` is over; the running task's clock moves to its end."""
+    kernel = world.kernel
+    task = kernel.current
+    due_s = task.clock + task.deadline_s
+    while completion.finish_s is None:
+        check_alive(world, waiting)
+        completion.waiter = task
+        try:
+            kernel.block(waiting)
+        finally:
+            completion.waiter = None
+    finish_s = completion.finish_s
+    if finish_s > task.clock:
+        rank = world.ranks[task.rank]
+        if finish_s > due_s:
+            rank.reach(task, due_s)
+            raise timeout(task, waiting)
+        rank.reach(task, finish_s)
+
+
+def finished(completions: Sequence[Completion | None], now_s: float) -> list[int]:
+    """Return the positions of those that are over by `now_s`, the earliest first."""
+    over = [
+        (each.finish_s, index)
+        for index, each in enumerate(completions)
+        if each is not None and each.finish_s is not None and each.finish_s <= now_s
+    ]
+    return [index for _, index in sorted(over)]
+
+
+def await_any(world: World, completions: Sequence[Completion | None], waiting: Any) -> list[int]:
+    """Wait until at least one is over; return the positions of all that are over then, the earliest first."""
+    kernel = world.kernel
+    task = kernel.current
+    rank = world.ranks[task.rank]
+    due_s = task.clock + task.deadline_s
+    kernel.observe()
+    while True:
+        rank.reach(task, kernel.env.now)
+        over = finished(completions, task.clock)
+        if over:
+            return over
+        check_alive(world, waiting)
+        _park_until_any(world, completions, waiting, due_s)
+
+
+def _park_until_any(world: World, completions: Sequence[Completion | None], waiting: Any, due_s: float) -> None:
+    """Park until a completion learns its end, or the earliest known end has come."""
+    kernel = world.kernel
+    task = kernel.current
+    pending = [each for each in completions if each is not None]
+    first_s = _earliest(pending)
+    if first_s > due_s and math.isfinite(first_s):
+        world.ranks[task.rank].reach(task, due_s)
+        raise timeout(task, waiting)
+    alarm = kernel.env.at(first_s, task.rank, lambda: kernel.resume(task)) if math.isfinite(first_s) else None
+    for each in pending:
+        each.waiter = task
+    try:
+        kernel.block(waiting)
+    finally:
+        for each in pending:
+            each.waiter = None
+        if alarm is not None:
+            alarm.cancel()
+
+
+def _earliest(completions: Iterable[Completion]) -> float:
+    return min((each.finish_s for each in completions if each.finish_s is not None), default=math.inf)

@@ -1,0 +1,144 @@
+"""The state of a virtual cluster: ranks, their network cards, their traces.
+
+This room knows what a rank owns and how its clock may move. It must not know communicators' calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from greenlet import GreenletExit
+
+from spawnsim.random import Streams
+from spawnsim.virtual.kernel import Kernel, Task
+
+PACK = struct.Struct("<diiqi").pack  # time, kind, peer, bytes, tag
+FLUSH = 1 << 16
+
+
+class Recorder(Protocol):
+    """What a building calls to record; see `spawnsim.record`."""
+
+    def row(self, rank: int, time_s: float, values: Any) -> None:
+        """Keep one row of a rank."""
+        ...
+
+    def event(self, rank: int, time_s: float, kind: str, fields: Any) -> None:
+        """Keep one event."""
+        ...
+
+
+class Trace:
+    """The digest of what one rank did, in its own program order: it does not depend on how ranks were interleaved."""
+
+    __slots__ = ("_hash", "_pending", "count", "observer", "rank")
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.count = rank, 0
+        self._hash, self._pending = hashlib.blake2b(digest_size=16), bytearray()
+        self.observer: Callable[[int, float, int, int, int, int], None] | None = None
+
+    def note(self, kind: int, time_s: float, peer: int = -1, nbytes: int = 0, tag: int = 0) -> None:
+        """Add one event: what, when, with whom, how much."""
+        self.count += 1
+        self._pending += PACK(time_s, kind, peer, nbytes, tag)
+        if len(self._pending) > FLUSH:
+            self._hash.update(self._pending)
+            self._pending.clear()
+        if self.observer is not None:
+            self.observer(self.rank, time_s, kind, peer, nbytes, tag)
+
+    def digest(self) -> bytes:
+        """Return the 16-byte digest of all events so far."""
+        self._hash.update(self._pending)
+        self._pending.clear()
+        return self._hash.digest()
+
+
+class RankDied(GreenletExit):
+    """Ends a rank's program where it stands when its time has come. No `except Exception` catches it."""
+
+
+@dataclass(eq=False)
+class Rank:
+    """What one rank owns. `id` is its rank in the world."""
+
+    id: int
+    kernel: Kernel
+    trace: Trace
+    streams: Streams
+    death_s: float = math.inf
+    dead: bool = False
+    nic_free_s: float = 0.0  # when its network card can start the next message
+    bulk_free_s: float = 0.0  # likewise for rendezvous data, which do not queue behind small messages
+    company: int = 0  # background tasks and exposed windows: with company a rank does not run ahead
+    busy: list[tuple[float, float]] = field(default_factory=list)  # computing from, to; kept while exposed
+    messages: int = 0
+    nbytes: int = 0
+    compute_s: float = 0.0
+    tasks: list[Task] = field(default_factory=list)
+    started: bool = False
+    attachments: dict[str, Any] = field(default_factory=dict)  # per-rank objects of other rooms
+
+    def reach(self, task: Task, time_s: float) -> None:
+        """Move a task's clock forward to `time_s`, but not past the rank's own death."""
+        if time_s > task.clock:
+            task.clock = time_s
+        if task.clock >= self.death_s:
+            task.clock = self.death_s
+            raise RankDied
+
+    def compute_from(self, begin_s: float, end_s: float) -> None:
+        """Keep a computing interval while others may ask for it; forget those that are past."""
+        now_s = self.kernel.env.now
+        self.busy = [interval for interval in self.busy if interval[1] > now_s]
+        self.busy.append((begin_s, end_s))
+
+    def answers_at(self, time_s: float) -> float:
+        """Return when the rank next enters MPI, at or after `time_s`: at once, unless it is computing."""
+        for begin_s, end_s in self.busy:
+            if begin_s <= time_s < end_s:
+                return end_s
+        return time_s
+
+
+@dataclass(eq=False)
+class World:
+    """A virtual cluster while it runs."""
+
+    kernel: Kernel
+    ranks: list[Rank]
+    platform: Any
+    network: Any
+    timing: Any  # `collectives.Timing`
+    recorder: Recorder
+    seed: int
+    plan: Any = None
+    failed: dict[int, float] = field(default_factory=dict)  # rank -> when the others know of its death
+    contexts: int = 0  # communicators made so far
+    warnings: list[str] = field(default_factory=list)
+
+    def next_context(self) -> int:
+        """Return a fresh context number."""
+        self.contexts += 1
+        return self.contexts
+
+    def here(self) -> Rank:
+        """Return the rank whose task runs now."""
+        return self.ranks[self.kernel.current.rank]
+
+    def known_dead(self, rank: int) -> bool:
+        """Whether the death of `rank` is known by the running task's time."""
+        return self.failed.get(rank, math.inf) <= self.kernel.current.clock
+
+    def digest(self) -> str:
+        """Return the digest of the whole run: of all ranks' traces, in rank order."""
+        whole = hashlib.blake2b(digest_size=16)
+        for rank in self.ranks:
+            whole.update(rank.trace.digest())
+        return whole.hexdigest()
