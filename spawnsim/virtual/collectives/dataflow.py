@@ -1,0 +1,121 @@
+"""Completion times of a collective: the rounds of its schedule, folded over the vector of arrival times.
+
+Every rank's clock, and the two directions of its network card, are one vector each; a round is a few operations on
+them. A rank that has not arrived is NaN; it makes NaN of exactly those that wait for it.
+
+This room knows schedules and costs. It must not know the kernel, ranks' programs or buffers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from spawnsim.virtual.collectives.amounts import Amounts, Lengths
+from spawnsim.virtual.collectives.schedule import Lane, Pattern, Schedule
+from spawnsim.virtual.network.cost import Costs, Floats, Ints, Network
+
+
+class Finish(NamedTuple):
+    """When a collective is over for each rank, and what it sent in all.
+
+    `times` is float64 (P,), seconds; NaN for a rank that waits for one that has not arrived.
+    """
+
+    times: Floats
+    messages: int
+    nbytes: int
+
+
+def _some(seconds: Floats | float) -> bool:
+    """Whether it is not nothing; spares the commonest networks an operation per round."""
+    return isinstance(seconds, np.ndarray) or seconds != 0.0
+
+
+class _Fold:
+    """The vectors of one collective while its rounds go by."""
+
+    def __init__(self, arrivals: Floats, network: Network, ranks: Ints | None) -> None:
+        self.clock = arrivals.copy()
+        self.out_free = np.full(len(arrivals), -np.inf)
+        self.in_free = np.full(len(arrivals), -np.inf)
+        self.network, self.ranks = network, ranks
+        self.gamma = network.gamma_s_per_B
+        self.known: dict[tuple[Pattern, float], Costs] = {}
+        self.messages, self.nbytes = 0, 0.0
+
+    def costs(self, pattern: Pattern, nbytes: Lengths) -> Costs:
+        """Return the costs of a lane, in the order of its senders, and count its messages."""
+        self.messages += len(pattern.source)
+        if isinstance(nbytes, np.ndarray):
+            self.nbytes += float(nbytes.sum())
+            return self._ask(pattern, nbytes)
+        self.nbytes += nbytes * len(pattern.source)
+        costs = self.known.get((pattern, nbytes))
+        if costs is None:
+            costs = self.known[pattern, nbytes] = self._ask(pattern, nbytes)
+        return costs
+
+    def _ask(self, pattern: Pattern, nbytes: Lengths) -> Costs:
+        if self.ranks is None:
+            return self.network.costs(pattern.source, pattern.dest, nbytes)
+        return self.network.costs(self.ranks[pattern.source], self.ranks[pattern.dest], nbytes)
+
+    def send(self, pattern: Pattern, costs: Costs) -> Floats:
+        """Let all ranks of a lane send. Returns when their messages arrive."""
+        who = pattern.senders
+        begin: Floats = np.maximum(self.clock[who], self.out_free[who])
+        self.out_free[who] = begin + costs.inject_s
+        if _some(costs.send_s):
+            self.clock[who] += costs.send_s
+        return begin + costs.flight_s
+
+    def take(self, pattern: Pattern, costs: Costs, arrival: Floats, work_s: Floats | float) -> None:
+        """Let all ranks of a lane take their messages, and work on them for `work_s`."""
+        who, turn = pattern.takers, pattern.turn
+        busy_s, drain_s = costs.receive_s + work_s, costs.drain_s
+        if turn is not None:
+            arrival = arrival[turn]
+            busy_s = busy_s[turn] if isinstance(busy_s, np.ndarray) else busy_s
+            drain_s = drain_s[turn] if isinstance(drain_s, np.ndarray) else drain_s
+        if _some(drain_s):
+            free = self.in_free[who]
+            drained = np.maximum(arrival, free + drain_s)
+            if isinstance(drain_s, np.ndarray) and not drain_s.all():
+                slow = drain_s > 0.0  # the others neither wait nor hold up
+                self.in_free[who] = np.where(slow, drained, free)
+                arrival = np.where(slow, drained, arrival)
+            else:
+                self.in_free[who] = arrival = drained
+        self.clock[who] = np.maximum(self.clock[who], arrival) + busy_s
+
+    def round(self, lanes: tuple[Lane, ...], amounts: Amounts, gamma: float) -> None:
+        """Let one round go by."""
+        flying = []
+        for lane in lanes:
+            nbytes = amounts.of(lane)
+            costs = self.costs(lane.pattern, nbytes)
+            flying.append((lane.pattern, costs, self.send(lane.pattern, costs), np.multiply(nbytes, gamma)))
+        for pattern, costs, arrival, work_s in flying:
+            self.take(pattern, costs, arrival, work_s)
+
+
+def run(
+    schedule: Schedule, amounts: Amounts, arrivals: Floats, network: Network, *, ranks: Ints | None
+) -> Finish:
+    """Return when each rank leaves. Ranks are relative to the root.
+
+    A rank's part is over when it has taken its last message and its card has injected its own last one.
+
+    Args:
+        schedule: What is sent.
+        amounts: How long the messages are.
+        arrivals: When each rank enters, float64 (P,), seconds; NaN for one that has not.
+        network: What a message costs.
+        ranks: The world ranks of the members, int (P,); None if they are 0 to P-1.
+    """
+    fold = _Fold(arrivals, network, ranks)
+    for each in schedule.rounds:
+        fold.round(each.lanes, amounts, fold.gamma if each.reduces else 0.0)
+    return Finish(np.maximum(fold.clock, fold.out_free), fold.messages, round(fold.nbytes))

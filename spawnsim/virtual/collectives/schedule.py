@@ -1,0 +1,117 @@
+"""The shape of a collective algorithm: rounds of messages, free of sizes, of networks and of times.
+
+A rank goes through the rounds in order. In each round it first does all its sends, lane by lane, and then takes all
+its messages, lane by lane. In one lane a rank sends at most one message and takes at most one. Ranks are relative to
+the root, which is 0. What a message carries is told in blocks: so many, cyclically, from a first one on.
+
+This room knows indices. It must not know bytes, networks, clocks or the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+Cut = Literal["vector", "blocks", "pairs", "edges"]
+"""What blocks are: equal parts of one vector, one block per rank, one block per pair of ranks, or one per edge."""
+
+
+class Pattern:
+    """Who sends to whom in one lane: `source` and `dest`, int arrays (M,), no rank twice in either."""
+
+    def __init__(self, source: Ints, dest: Ints, size: int, turn: Ints | None = None) -> None:
+        self._turn = turn
+        self.whole = len(source) == size and bool((source == np.arange(size)).all())
+        self.source, self.dest, self.size = source, dest, size
+
+    @cached_property
+    def senders(self) -> Ints | slice:
+        """Index of the senders into an array over all ranks."""
+        return slice(None) if self.whole else self.source
+
+    @cached_property
+    def takers(self) -> Ints | slice:
+        """Index of the receivers, in the order of `turn`."""
+        return slice(None) if self.whole else self.dest
+
+    @cached_property
+    def turn(self) -> Ints | None:
+        """How to bring messages from the order of senders into that of `takers`; None if it is the same."""
+        return np.argsort(self.dest) if self.whole and self._turn is None else self._turn
+
+    @cached_property
+    def message_to(self) -> dict[int, int]:
+        """Receiver -> index of the message that it takes."""
+        return {int(rank): i for i, rank in enumerate(self.dest)}
+
+    @cached_property
+    def message_from(self) -> dict[int, int]:
+        """Sender -> index of its message."""
+        return {int(rank): i for i, rank in enumerate(self.source)}
+
+
+class Lane(NamedTuple):
+    """Messages, at most one from each rank and one to each: message i carries so many `blocks` from `first` on."""
+
+    pattern: Pattern
+    first: Ints | int = 0
+    blocks: Ints | int = 1
+
+
+class Round(NamedTuple):
+    """All sends of these lanes, then all their receives; `reduces` if each receiver combines what it takes."""
+
+    lanes: tuple[Lane, ...]
+    reduces: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """An algorithm for a given number of ranks.
+
+    Attributes:
+        size: Number of ranks.
+        rounds: The rounds in order.
+        cut: What blocks are.
+        parts: Into how many blocks the vector is cut, where `cut` is "vector".
+    """
+
+    size: int
+    rounds: tuple[Round, ...]
+    cut: Cut = "vector"
+    parts: int = 1
+
+    @cached_property
+    def heard(self) -> tuple[frozenset[int] | None, ...]:
+        """For each rank, the ranks on whose arrival its leaving depends; None stands for all."""
+        known = np.eye(self.size, dtype=bool)
+        for each in self.rounds:
+            sent = [known[lane.pattern.source] for lane in each.lanes]
+            for lane, heard in zip(each.lanes, sent, strict=True):
+                known[lane.pattern.dest] |= heard
+            if known.all():
+                break
+        return tuple(None if row.all() else frozenset(map(int, np.flatnonzero(row))) for row in known)
+
+
+def lane(source: Ints, dest: Ints, size: int, *, first: Ints | int = 0, blocks: Ints | int = 1) -> Lane:
+    """Return the lane of these messages."""
+    return Lane(Pattern(source, dest, size), first, blocks)
+
+
+def one_by_one(lanes: Iterable[Lane], *, reduces: bool = False) -> tuple[Round, ...]:
+    """Return a round for each lane that carries anything."""
+    return tuple(Round((each,), reduces) for each in lanes if len(each.pattern.source))
+
+
+def masks(size: int) -> list[int]:
+    """Return the powers of two below `size`, rising."""
+    return [1 << k for k in range((size - 1).bit_length())]

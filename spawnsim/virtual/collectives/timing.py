@@ -1,0 +1,249 @@
+"""The face of this room to the kernel: when is a collective over, for whom, and who waits for whom.
+
+This room knows operations' names, arrival times and networks. It must not know buffers, greenlets or events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from spawnsim.errors import ParameterError
+from spawnsim.virtual.collectives import catalogue
+from spawnsim.virtual.collectives.amounts import Amounts, Lengths, Sizes
+from spawnsim.virtual.collectives.dataflow import Finish, run
+from spawnsim.virtual.collectives.schedule import Schedule
+from spawnsim.virtual.collectives.selection import Call, Selection
+from spawnsim.virtual.network.cost import Floats, Ints, Network
+
+
+class Edges(NamedTuple):
+    """The sizes of a neighbour exchange: edge i carries nbytes[i] from source[i] to dest[i] (ranks of the group)."""
+
+    source: Ints
+    dest: Ints
+    nbytes: Ints | int
+
+
+class Step(NamedTuple):
+    """One round of one rank: it sends (dest, nbytes) in this order, then takes (source, nbytes, reduced bytes)."""
+
+    sends: tuple[tuple[int, float], ...]
+    receives: tuple[tuple[int, float, float], ...]
+
+
+_BLOCKED = {"gather", "scatter", "allgather", "alltoall", "reduce_scatter"}
+
+
+def base_name(operation: str) -> str:
+    """Return the operation that a variant is a form of: "alltoallv" is an alltoall.
+
+    >>> base_name("gatherv"), base_name("reduce_scatter_block"), base_name("neighbor_alltoallv")
+    ('gather', 'reduce_scatter', 'neighbor')
+    """
+    name = operation.lower()
+    if name.startswith("neighbor"):
+        return "neighbor"
+    name = name.removesuffix("_block")
+    trimmed = name.removesuffix("w").removesuffix("v")
+    name = trimmed if trimmed in _BLOCKED else name
+    if not catalogue.names(name):
+        raise ParameterError(f"no collective is called {operation!r}")
+    return name
+
+
+def _call(operation: str, size: int, sizes: Sizes | Edges) -> Call:
+    if isinstance(sizes, Edges):
+        return Call(size, 0)
+    if not isinstance(sizes, np.ndarray):
+        return Call(size, int(sizes))
+    return Call(size, int(sizes.mean()) if sizes.size else 0, equal=bool((sizes == sizes.flat[:1]).all()))
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One collective of a group: an algorithm, its schedule, the lengths of its messages, its root.
+
+    Attributes:
+        operation: "allreduce" and so on.
+        algorithm: "ring" and so on.
+        schedule: Its rounds, in ranks relative to the root.
+        amounts: The lengths of its messages.
+        root: The root's rank in the group; 0 where there is none.
+    """
+
+    operation: str
+    algorithm: str
+    schedule: Schedule
+    amounts: Amounts
+    root: int = 0
+
+    def depends(self, rank: int) -> frozenset[int] | None:
+        """Return the ranks on whose arrival the leaving of `rank` depends; None stands for all."""
+        return _heard(self.operation, self.schedule, self.root, rank)
+
+    def finish(self, arrivals: Floats, network: Network, ranks: Ints | None = None) -> Finish:
+        """Return when each rank leaves; a rank that has not arrived is NaN (see `finish`)."""
+        if not self.root:
+            return run(self.schedule, self.amounts, arrivals, network, ranks=ranks)
+        world = np.arange(self.schedule.size) if ranks is None else ranks
+        turned, world = np.roll(arrivals, -self.root), np.roll(world, -self.root)
+        found = run(self.schedule, self.amounts, turned, network, ranks=world)
+        return found._replace(times=np.roll(found.times, self.root))
+
+    def rounds_of(self, rank: int) -> Iterator[Step]:
+        """Yield the rounds in which one rank has a part, with absolute ranks of the group."""
+        own, size = (rank - self.root) % self.schedule.size, self.schedule.size
+        for each in self.schedule.rounds:
+            sends, receives = [], []
+            for lane in each.lanes:
+                pattern, nbytes = lane.pattern, self.amounts.of(lane)
+                sent, taken = pattern.message_from.get(own), pattern.message_to.get(own)
+                if sent is not None:
+                    dest = (int(pattern.dest[sent]) + self.root) % size
+                    sends.append((dest, _length(nbytes, sent)))
+                if taken is not None:
+                    source, length = (int(pattern.source[taken]) + self.root) % size, _length(nbytes, taken)
+                    receives.append((source, length, length * each.reduces))
+            if sends or receives:
+                yield Step(tuple(sends), tuple(receives))
+
+
+def _length(nbytes: Lengths, message: int) -> float:
+    return nbytes[message].item() if isinstance(nbytes, np.ndarray) else nbytes
+
+
+def _heard(operation: str, schedule: Schedule, root: int, rank: int) -> frozenset[int] | None:
+    if operation in catalogue.SYNCHRONISING:
+        return None
+    heard = schedule.heard[(rank - root) % schedule.size]
+    if heard is None or not root:
+        return heard
+    return frozenset((other + root) % schedule.size for other in heard)
+
+
+class Planner:
+    """Chooses algorithms and lays them out.
+
+    Args:
+        network: What a message costs, and who lives where.
+        selection: Which algorithm runs; as MPICH chooses, if None.
+    """
+
+    def __init__(self, network: Network, selection: Selection | None = None) -> None:
+        self.network, self.selection = network, selection or Selection()
+
+    def plan(
+        self, operation: str, size: int, sizes: Sizes | Edges, root: int = 0, *, ranks: Ints | None = None
+    ) -> Plan:
+        """Lay out one collective among `size` ranks.
+
+        Args:
+            operation: "barrier", "bcast", "allreduce", …, "alltoallv", "neighbor".
+            size: Number of ranks in the group.
+            sizes: Bytes: see `collectives.amounts`; `Edges` for a neighbour exchange.
+            root: The root's rank in the group.
+            ranks: World ranks of the members, int (P,); None if they are 0 to P-1.
+        """
+        name = base_name(operation)
+        sizes = 0 if name == "barrier" else sizes
+        algorithm = self.selection.algorithm(name, _call(name, size, sizes))
+        schedule = self._schedule(name, algorithm, sizes, size=size, ranks=ranks)
+        nbytes = sizes.nbytes if isinstance(sizes, Edges) else sizes
+        if root and isinstance(nbytes, np.ndarray):
+            nbytes = np.roll(nbytes, -root)
+        return Plan(name, algorithm, schedule, Amounts(schedule, nbytes), root)
+
+    def _schedule(
+        self, name: str, algorithm: str, sizes: Sizes | Edges, *, size: int, ranks: Ints | None
+    ) -> Schedule:
+        if isinstance(sizes, Edges):
+            return catalogue.neighbours(size, _frozen(sizes.source), _frozen(sizes.dest))
+        if algorithm == "chain":
+            return catalogue.chain(size, max(1, -(-int(sizes) // self.selection.segment_bytes)))
+        if algorithm.startswith("two_level"):
+            places = self.network.place(np.arange(size) if ranks is None else ranks)
+            return catalogue.two_level(_frozen(places), algorithm.partition(":")[2] or "recursive_doubling")
+        return catalogue.schedule(name, algorithm, size)
+
+
+def _frozen(values: Ints) -> bytes:
+    return np.ascontiguousarray(values, np.int64).tobytes()
+
+
+class Timing(Planner):
+    """A planner that remembers: ranks that arrive together on the same call leave alike.
+
+    Where all arrive at one time t, the leaving times are t plus those of an arrival at 0, computed once.
+    """
+
+    _ROOM = 1024
+
+    def __init__(self, network: Network, selection: Selection | None = None) -> None:
+        super().__init__(network, selection)
+        self._known: dict[tuple[str, int, int, int, bytes], Finish] = {}
+
+    def finish(
+        self,
+        operation: str,
+        arrivals: Floats,
+        sizes: Sizes | Edges,
+        root: int = 0,
+        *,
+        ranks: Ints | None = None,
+    ) -> Finish:
+        """Return when each rank leaves: see the function `finish`."""
+        size = len(arrivals)
+        if not size or isinstance(sizes, (np.ndarray, Edges)) or not (arrivals == arrivals[0]).all():
+            return self.plan(operation, size, sizes, root, ranks=ranks).finish(arrivals, self.network, ranks)
+        key = (operation, size, int(sizes), root, b"" if ranks is None else ranks.tobytes())
+        together = self._known.get(key)
+        if together is None:
+            plan = self.plan(operation, size, sizes, root, ranks=ranks)
+            together = plan.finish(np.zeros(size), self.network, ranks)
+            self._remember(key, together)
+        return together._replace(times=together.times + arrivals[0])
+
+    def _remember(self, key: tuple[str, int, int, int, bytes], together: Finish) -> None:
+        if len(self._known) >= self._ROOM:
+            self._known.clear()
+        self._known[key] = together
+
+
+def finish(
+    operation: str,
+    arrivals: Floats,
+    sizes: Sizes | Edges,
+    root: int = 0,
+    *,
+    network: Network,
+    ranks: Ints | None = None,
+    selection: Selection | None = None,
+) -> Finish:
+    """Return when a collective is over for each rank.
+
+    Args:
+        operation: "barrier", "bcast", "reduce", "allreduce", "gather", "scatter", "allgather", "alltoall",
+            "reduce_scatter", "scan", "exscan", their v-forms, "neighbor".
+        arrivals: When each rank enters, float64 (P,), seconds. NaN for one that has not arrived: then the times of
+            exactly those ranks that depend on it are NaN.
+        sizes: Bytes: see `collectives.amounts`; `Edges` for a neighbour exchange.
+        root: The root's rank in the group.
+        network: What a message costs.
+        ranks: World ranks of the members, int (P,); None if they are 0 to P-1.
+        selection: Which algorithm runs; as MPICH chooses, if None.
+
+    Raises:
+        ParameterError: An unknown operation, or sizes that do not fit it.
+    """
+    return Timing(network, selection).finish(operation, arrivals, sizes, root, ranks=ranks)
+
+
+def depends(operation: str, algorithm: str, size: int, root: int = 0, *, rank: int) -> frozenset[int] | None:
+    """Return the ranks on whose arrival the leaving of `rank` depends; None stands for all."""
+    name = base_name(operation)
+    schedule = catalogue.chain(size, 1) if algorithm == "chain" else catalogue.schedule(name, algorithm, size)
+    return _heard(name, schedule, root, rank)

@@ -1,0 +1,211 @@
+"""Networks whose pairs of ranks fall into a few kinds, each kind with its own link; and the two plainest ones.
+
+This room knows which link joins two ranks and what a message on it costs. It must not know collectives or events.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+
+from spawnsim.errors import ParameterError
+from spawnsim.virtual.network.cost import FREE, Cost, Costs, Floats, Ints
+from spawnsim.virtual.network.links import Link, at_least, evaluate
+
+Index = TypeVar("Index", int, Ints)
+_MEMO = 1 << 16  # sizes remembered; a program with more different sizes pays for them anew
+_FAR = np.iinfo(np.int64).max
+
+
+class CostTable:
+    """The pieces of all kinds of links as two tables: costs of many messages are two look-ups and a product."""
+
+    def __init__(self, links: tuple[Link, ...]) -> None:
+        pieces = [link.pieces() for link in links]
+        counts = [len(own) for own in pieces]
+        self.fixed = np.array([piece.fixed for own in pieces for piece in own]).T
+        self.per_byte = np.array([piece.per_byte for own in pieces for piece in own]).T
+        self.used = self.fixed.any(axis=1) | self.per_byte.any(axis=1)
+        self.begin = np.cumsum([0, *counts[:-1]])
+        self.starts = np.full((len(links), max(counts)), _FAR)
+        for kind, own in enumerate(pieces):
+            self.starts[kind, : len(own)] = [piece.from_bytes for piece in own]
+        self.links = pieces
+
+    def same(self, kind: int, nbytes: Ints | Floats | float) -> Costs:
+        """Return the costs of messages on links of one kind."""
+        if not isinstance(nbytes, np.ndarray):
+            return evaluate(self.links[kind], nbytes)
+        if not nbytes.size:
+            return Costs(0.0, 0.0, 0.0, 0.0, 0.0)
+        least, most = (int((self.starts[kind] <= n).sum()) - 1 for n in (nbytes.min(), nbytes.max()))
+        if least != most:
+            return self.mixed(np.full(nbytes.shape, kind), nbytes)
+        piece = self.begin[kind] + least
+        columns: list[Floats | float] = [0.0] * 5
+        for i in np.flatnonzero(self.used):
+            columns[i] = self.fixed[i, piece] + nbytes * self.per_byte[i, piece]
+        return Costs(*columns)
+
+    def mixed(self, kinds: Ints, nbytes: Ints | Floats | float) -> Costs:
+        """Return the costs of messages on links of several kinds."""
+        piece = self.begin[kinds]
+        if self.starts.shape[1] > 1:
+            piece = piece + (np.asarray(nbytes)[..., None] >= self.starts[kinds]).sum(axis=1) - 1
+        columns: list[Floats | float] = [0.0] * 5
+        for i in np.flatnonzero(self.used):
+            columns[i] = self.fixed[i, piece] + nbytes * self.per_byte[i, piece]
+        return Costs(*columns)
+
+
+@dataclass(frozen=True, eq=True)
+class Fabric(ABC):
+    """A network whose pairs of ranks fall into kinds. Subclasses say which kind, and which link a kind is.
+
+    Args:
+        call_overhead_s: Seconds that a probe or a test costs; above 0.
+        eager_bytes: Longest message that leaves without asking the receiver.
+        gamma_s_per_B: Seconds of arithmetic per reduced byte.
+    """
+
+    call_overhead_s: float = field(default=1e-6, kw_only=True)
+    eager_bytes: int = field(default=65536, kw_only=True)
+    gamma_s_per_B: float = field(default=0.0, kw_only=True)  # noqa: N815
+
+    def __post_init__(self) -> None:
+        at_least(self.call_overhead_s, 0.0, "call_overhead_s", above=True)
+        at_least(self.eager_bytes, 0, "eager_bytes")
+        at_least(self.gamma_s_per_B, 0.0, "gamma_s_per_B")
+
+    @abstractmethod
+    def kind(self, source: Index, dest: Index) -> Index:
+        """Return the kind of a pair: ints for ints, an int array for arrays."""
+
+    @abstractmethod
+    def links(self) -> tuple[Link, ...]:
+        """Return the link of each kind."""
+
+    def capacity(self) -> int | None:
+        """Return how many ranks fit; None if any number does."""
+        return None
+
+    def node(self, rank: Index) -> Index:
+        """Return the number of the node on which a rank lives: a node of its own, if not said otherwise."""
+        return rank
+
+    @cached_property
+    def table(self) -> CostTable:
+        """The costs of all kinds of links."""
+        return CostTable(self.links())
+
+    @cached_property
+    def _memo(self) -> dict[tuple[int, int], Cost]:
+        return {}
+
+    def cost(self, source: int, dest: int, nbytes: int) -> Cost:
+        """Return the cost of one message between two world ranks."""
+        key = (self.kind(source, dest), nbytes)
+        try:
+            return self._memo[key] if source != dest else FREE
+        except KeyError:
+            return self._remember(key)
+
+    def _remember(self, key: tuple[int, int]) -> Cost:
+        if len(self._memo) > _MEMO:
+            self._memo.clear()
+        cost = self._memo[key] = Cost(*(float(value) for value in self.table.same(*key)[:4]))
+        return cost
+
+    def drain(self, source: int, dest: int, nbytes: int) -> float:
+        """Return how long one message occupies the receiver's network card, in seconds."""
+        if source == dest:
+            return 0.0
+        return float(self.table.same(self.kind(source, dest), nbytes).drain_s)
+
+    def costs(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float) -> Costs:
+        """Return the costs of many messages. No message may go to its own sender."""
+        if len(self.table.links) == 1:
+            return self.table.same(0, nbytes)
+        kinds = np.asarray(self.kind(source, dest))
+        first = int(kinds.flat[0]) if kinds.size else 0
+        if (kinds == first).all():
+            return self.table.same(first, nbytes)
+        return self.table.mixed(kinds, nbytes)
+
+    def place(self, ranks: Ints) -> Ints:
+        """Return the number of the node on which each world rank lives."""
+        return self.node(ranks)
+
+    def check(self, ranks: int) -> None:
+        """Raise `ParameterError` if so many ranks do not fit."""
+        room = self.capacity()
+        if room is not None and ranks > room:
+            raise ParameterError(f"{ranks} ranks do not fit on {self}: it has room for {room}; enlarge it")
+
+
+@dataclass(frozen=True)
+class Switch(Fabric):
+    """All ranks hang on one full-duplex switch: every pair is joined by the same link."""
+
+    link: Link
+
+    def kind(self, source: Index, dest: Index) -> Index:
+        """Return kind 0."""
+        return source * 0
+
+    def links(self) -> tuple[Link, ...]:
+        """Return the one link."""
+        return (self.link,)
+
+    def cost(self, source: int, dest: int, nbytes: int) -> Cost:
+        """Return the cost of one message between two world ranks."""
+        try:
+            return self._memo[0, nbytes] if source != dest else FREE
+        except KeyError:
+            return self._remember((0, nbytes))
+
+
+@dataclass(frozen=True)
+class Nodes(Fabric):
+    """Nodes of `ranks_per_node` consecutive ranks: one link inside a node, another between nodes.
+
+    Args:
+        intra: Link between two ranks of one node.
+        inter: Link between ranks of different nodes.
+        ranks_per_node: How many ranks share a node.
+        nodes: How many nodes there are; None for as many as it takes.
+
+    Raises:
+        ParameterError: A count below 1.
+    """
+
+    intra: Link
+    inter: Link
+    ranks_per_node: int
+    nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self.ranks_per_node, 1, "ranks_per_node")
+        at_least(1 if self.nodes is None else self.nodes, 1, "nodes")
+
+    def kind(self, source: Index, dest: Index) -> Index:
+        """Return 0 within a node, 1 between nodes."""
+        apart: Index = (source // self.ranks_per_node != dest // self.ranks_per_node) * 1
+        return apart
+
+    def links(self) -> tuple[Link, ...]:
+        """Return the link inside a node and the link between nodes."""
+        return (self.intra, self.inter)
+
+    def capacity(self) -> int | None:
+        """Return how many ranks fit; None if any number does."""
+        return None if self.nodes is None else self.nodes * self.ranks_per_node
+
+    def node(self, rank: Index) -> Index:
+        """Return the number of the node on which a rank lives."""
+        return rank // self.ranks_per_node

@@ -1,0 +1,162 @@
+"""Models of one link between two ranks: Hockney, LogGP, and models by message size.
+
+Each is a small frozen object that hands out the same thing: pieces, that is costs that are affine in the size from
+some size on. Symbols: α latency, β = 1 / bandwidth; L, o, g, G of LogGP. This room knows formulas, not who is where.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, Self
+
+from spawnsim.errors import ParameterError
+from spawnsim.virtual.network.cost import Costs
+
+
+class Piece(NamedTuple):
+    """From `from_bytes` on, a message of n bytes costs fixed + n * per_byte, field by field."""
+
+    from_bytes: int
+    fixed: Costs
+    per_byte: Costs
+
+
+class Link(Protocol):
+    """A model of one link."""
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Return the pieces by rising `from_bytes`, the first from 0."""
+        ...
+
+    def farther(self, latency_s: float, share: float = 1.0) -> Self:
+        """Return the same link with so much more latency and this share of its bandwidth."""
+        ...
+
+
+def at_least(value: float, least: float, what: str, *, above: bool = False) -> float:
+    """Return `value` if it is a finite number of at least (or above) `least`, else raise `ParameterError`."""
+    if not math.isfinite(value) or value < least or (above and value == least):
+        raise ParameterError(
+            f"{what}={value}: give a finite number {'above' if above else 'of at least'} {least:g}"
+        )
+    return value
+
+
+def evaluate(pieces: tuple[Piece, ...], nbytes: float) -> Costs:
+    """Return the cost of one message of `nbytes` bytes."""
+    piece = pieces[bisect_right(pieces, nbytes, key=lambda p: p.from_bytes) - 1]
+    return Costs(*(fixed + nbytes * slope for fixed, slope in zip(piece.fixed, piece.per_byte, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Hockney:
+    """Hockney's model: T(n) = α + nβ; the sender's card is busy for nβ, processors are free.
+
+    Args:
+        latency_s: α, seconds.
+        bandwidth_Bps: 1/β, bytes per second.
+        overlap: False for the telephone model of textbook formulas: a card is busy for all of α + nβ.
+        serial_receive: Let messages that meet at one receiver in one by one.
+
+    Raises:
+        ParameterError: The latency is negative or the bandwidth not above 0.
+
+    R. W. Hockney, Parallel Computing 20 (1994) 389-398.
+    """
+
+    latency_s: float
+    bandwidth_Bps: float  # noqa: N815
+    overlap: bool = True
+    serial_receive: bool = True
+
+    def __post_init__(self) -> None:
+        at_least(self.latency_s, 0.0, "latency_s")
+        at_least(self.bandwidth_Bps, 0.0, "bandwidth_Bps", above=True)
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Return the one piece."""
+        alpha, beta = self.latency_s, 1.0 / self.bandwidth_Bps
+        busy = 0.0 if self.overlap else alpha
+        into = self.serial_receive
+        fixed = Costs(0.0, busy, alpha, 0.0, busy * into)
+        return (Piece(0, fixed, Costs(0.0, beta, beta, 0.0, beta * into)),)
+
+    def farther(self, latency_s: float, share: float = 1.0) -> Hockney:
+        """Return the same link with so much more latency and this share of its bandwidth."""
+        return replace(self, latency_s=self.latency_s + latency_s, bandwidth_Bps=self.bandwidth_Bps * share)
+
+
+@dataclass(frozen=True, slots=True)
+class LogGP:
+    """LogGP: T(n) = L + 2o + (n-1)G; the next message may start after max(g, o) + (n-1)G.
+
+    Args:
+        L: Latency of the wire, seconds.
+        o: Overhead of the processor at either end, seconds.
+        g: Gap between messages, seconds.
+        G: Gap per byte, seconds.
+        serial_receive: Let messages that meet at one receiver in one by one, a gap apart.
+
+    Raises:
+        ParameterError: One of them is negative.
+
+    A. Alexandrov, M. Ionescu, K. Schauser, C. Scheiman, SPAA 1995. An empty message costs what one byte costs.
+    """
+
+    L: float
+    o: float
+    g: float
+    G: float
+    serial_receive: bool = True
+
+    def __post_init__(self) -> None:
+        for name in "LogG":
+            at_least(getattr(self, name), 0.0, name)
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Return two pieces: the empty message, and all others."""
+        gap, flight, into = max(self.g, self.o), self.o + self.L, self.serial_receive
+        empty = Costs(self.o, gap, flight, self.o, gap * into)
+        first = Costs(self.o, gap - self.G, flight - self.G, self.o, (gap - self.G) * into)
+        return (
+            Piece(0, empty, Costs(0.0, 0.0, 0.0, 0.0, 0.0)),
+            Piece(1, first, Costs(0.0, self.G, self.G, 0.0, self.G * into)),
+        )
+
+    def farther(self, latency_s: float, share: float = 1.0) -> LogGP:
+        """Return the same link with so much more latency and this share of its bandwidth."""
+        return replace(self, L=self.L + latency_s, G=self.G / share)
+
+
+@dataclass(frozen=True, slots=True)
+class Piecewise:
+    """A model by message size: `steps` holds (from_bytes, link), the first from 0 bytes on.
+
+    So does a calibration tell an eager protocol from a rendezvous, or a cache from memory.
+
+    Raises:
+        ParameterError: No step, the first not from 0, or sizes that do not rise.
+    """
+
+    steps: tuple[tuple[int, Link], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [from_bytes for from_bytes, _ in self.steps]
+        if not sizes or sizes[0] != 0 or sizes != sorted(set(sizes)):
+            raise ParameterError(f"steps from {sizes} bytes: begin with 0 and let the sizes rise")
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Return the pieces of all steps, each within its own range of sizes."""
+        ends: list[float] = [from_bytes for from_bytes, _ in self.steps[1:]]
+        found: list[Piece] = []
+        for (begin, link), end in zip(self.steps, [*ends, math.inf], strict=True):
+            inside = [piece for piece in link.pieces() if piece.from_bytes < end]
+            first = max(i for i, piece in enumerate(inside) if piece.from_bytes <= begin)
+            found += [piece._replace(from_bytes=max(begin, piece.from_bytes)) for piece in inside[first:]]
+        return tuple(found)
+
+    def farther(self, latency_s: float, share: float = 1.0) -> Piecewise:
+        """Return the same links with so much more latency and this share of their bandwidth."""
+        return Piecewise(tuple((n, link.farther(latency_s, share)) for n, link in self.steps))
