@@ -157,12 +157,12 @@ def test_events_of_one_round_count_as_one_round():
 
 @given(st.integers(1, 1200), st.integers(0, 50))
 def test_the_matrix_loses_no_pair(ranks: int, bins: int):
-    """Whatever the number of ranks and cells, every pair falls into a cell of a round width."""
+    """Whatever the number of ranks and cells, every pair falls into a cell, and all cells are of one whole width."""
     rng = np.random.default_rng(ranks)
     who = [(int(rng.integers(ranks)), 1.0, [int(d) for d in rng.integers(ranks, size=3)]) for _ in range(20)]
     counts, edges = replacement.matrix(replacement.replacements(events(*who), ranks), bins)
     assert counts.sum() == 60
-    assert str(int(edges[1])).rstrip("0") in ("1", "2", "5")
+    assert set(np.diff(edges)) == {edges[1]}
 
 
 def test_no_replacement_at_all_is_no_error():
@@ -291,3 +291,9 @@ def test_figures_need_no_pyplot():
     code = f"import sys, spawnsim.plots as p; {draw}; print('matplotlib.pyplot' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_bins_of_ranks_divide_them_where_they_can():
+    """1,000 ranks in at most 50 bins are 20 wide; 64 in at most 10 are 8 wide; a prime takes what it needs."""
+    edges = [replacement.rank_edges(*args) for args in ((1000, 50), (64, 10), (97, 10), (3, 50))]
+    assert [(each[1], each[-1]) for each in edges] == [(20, 1000), (8, 64), (10, 100), (1, 3)]

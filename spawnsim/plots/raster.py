@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from spawnsim.plots import style
-from spawnsim.plots.replacement import Replacements, per_rank, replacements
+from spawnsim.plots.replacement import Replacements, per_rank, rank_edges, replacements
 from spawnsim.plots.source import Recorded, label, ranks_of, setting
 
 
@@ -44,7 +44,7 @@ def _draw_rate(info: Replacements, ax: Axes, colour: str) -> None:
 
 def _draw_margin(info: Replacements, ax: Axes, colour: str) -> None:
     """Replacements per rank, averaged over bins of neighbouring ranks."""
-    edges = np.linspace(0, info.ranks, min(info.ranks, 50) + 1)
+    edges = rank_edges(info.ranks, 100)
     total, _ = np.histogram(np.arange(info.ranks), bins=edges, weights=per_rank(info))
     held, _ = np.histogram(np.arange(info.ranks), bins=edges)
     ax.stairs(

@@ -5,7 +5,7 @@ This room knows replacement events and the number of ranks; it draws nothing (`l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,18 +109,19 @@ def by_chance(info: Replacements) -> Chance:
 def matrix(info: Replacements, bins: int = 0) -> tuple[NDArray[np.float64], Floats]:
     """Return (donor bins, receiver bins) counts and the bin edges; by default about four pairs a cell, 50 at most."""
     bins = bins or int(np.clip(np.sqrt(len(info.donor) / 4), 10, 50))
-    width = next(step for step in _round_numbers() if info.ranks / step <= bins or step >= info.ranks)
-    edges = np.arange(0, info.ranks + width, width, dtype=np.float64)
+    edges = rank_edges(info.ranks, bins)
     counts, _, _ = np.histogram2d(info.donor, info.receiver, bins=(edges, edges))
     return counts, edges
 
 
-def _round_numbers() -> Iterator[int]:
-    """Yield 1, 2, 5, 10, 20, 50, …: widths of cells that a caption can name."""
-    scale = 1
-    while True:
-        yield from (scale, 2 * scale, 5 * scale)
-        scale *= 10
+def rank_edges(ranks: int, at_most: int) -> Floats:
+    """Return the edges of bins of ranks, all of one whole width; the last bin may reach beyond the last rank.
+
+    A width that divides the number of ranks is taken when there is one within a factor of two.
+    """
+    least = -(-ranks // max(at_most, 1))
+    width = next((step for step in range(least, 2 * least) if ranks % step == 0), least)
+    return np.arange(0, ranks + width, width, dtype=np.float64)
 
 
 def top_share(counts: Ints, part: float = 0.1) -> float:

@@ -1,0 +1,74 @@
+"""`spawnsim study NAME|PATH`: find the file, check that it is a study, run it.
+
+This room knows arguments, standard output and exit codes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from spawnsim.errors import ParameterError
+from spawnsim.study.context import Context
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the study named in `argv`; return the exit code; errors are worded by whoever called."""
+    args = _parser().parse_args(argv)
+    path = find(args.study)
+    out = Path(args.out or Path("runs") / path.stem)
+    load(path)(Context(path.stem, path.parent, out, quick=args.quick, jobs=args.jobs, say=_say))
+    return 0
+
+
+JOBS = "runs at once (default: one per core, 4 at most; 0: one after another, in this process)"
+
+
+def _jobs() -> int:
+    return min(os.cpu_count() or 1, 4)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spawnsim study", description="Run a study: a grid of runs, then figures."
+    )
+    parser.add_argument("study", metavar="NAME|PATH", help="a file of studies/, by name, or a path to one")
+    parser.add_argument("--quick", action="store_true", help="a small version, to see that it works")
+    parser.add_argument("--jobs", type=int, default=_jobs(), metavar="N", help=JOBS)
+    parser.add_argument("--out", metavar="DIR", help="figures and runs go here (default: runs/NAME)")
+    return parser
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def find(name: str) -> Path:
+    """Return the path of a study: a path to a file, or a name in `studies/`, here or beside the package."""
+    here = Path("studies"), Path(__file__).parents[2] / "studies"
+    candidates = [Path(name), *(folder / f"{name}.py" for folder in here)]
+    for path in candidates:
+        if path.suffix == ".py" and path.is_file():
+            return path
+    known = sorted(
+        {path.stem for folder in here for path in folder.glob("*.py") if "def study(" in path.read_text()}
+    )
+    raise ParameterError(f"no study {name!r}; studies here: {', '.join(known) or 'none'}")
+
+
+def load(path: Path) -> Callable[[Context], None]:
+    """Import a study's file and return its function `study(context)`."""
+    spec = importlib.util.spec_from_file_location(f"spawnsim_study_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ParameterError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    study: Callable[[Context], None] | None = getattr(module, "study", None)
+    if study is None:
+        raise ParameterError(f"{path} has no function `study(context)`")
+    return study

@@ -1,0 +1,95 @@
+"""What a study's file is given: sweeps, figures, and a place to say what it found.
+
+A study is a Python file with `def study(context: Context) -> None`. This room knows the contract and nothing of any
+particular study.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spawnsim.plots.source import read
+from spawnsim.run import Run
+from spawnsim.study import sweeping
+from spawnsim.study.cell import Cell, Scalar, grid
+from spawnsim.study.store import Cost, Store
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run of a study: its cell, what was recorded, what it cost."""
+
+    cell: Cell
+    run: Run
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Context:
+    """Handed to `study(context)`.
+
+    Attributes:
+        name: the study's name.
+        home: the folder of the study's file; programs are named relative to it.
+        out: the folder for figures and finished runs.
+        quick: the user wants a small version, to see that it works.
+        jobs: how many runs may go on at once.
+        say: takes one line of text for the user.
+        executor: carries runs out; None means a pool of `jobs` processes, or this process when `jobs` is 0.
+    """
+
+    name: str
+    home: Path
+    out: Path
+    quick: bool = False
+    jobs: int = 1
+    say: Callable[[str], None] = lambda _: None
+    executor: Executor | None = None
+
+    def file(self, name: str) -> Path:
+        """Return the path of a program that lies beside the study."""
+        return self.home / name
+
+    def grid(
+        self, file: str, *, ranks: Sequence[int], seeds: Sequence[int], over: Mapping[str, Sequence[Scalar]],
+        **world: Any,
+    ) -> list[Cell]:  # fmt: skip
+        """Return one cell per combination of `over`'s values (keyword arguments of `main`), ranks and seeds."""
+        return grid(self.file(file), ranks=ranks, seeds=seeds, over=over, **world)
+
+    def sweep(self, cells: Sequence[Cell]) -> list[Result]:
+        """Run the cells that are not done yet, and return all of them, in order."""
+        store = Store(self.out / "runs")
+        if self.executor is not None or self.jobs == 0:
+            folders = sweeping.sweep(cells, store, executor=self.executor, say=self.say)
+        else:
+            with sweeping.pool(self.jobs) as executor:
+                folders = sweeping.sweep(cells, store, executor=executor, say=self.say)
+        return [Result(cell, read(at), store.cost(cell)) for cell, at in zip(cells, folders, strict=True)]
+
+    def alone(self) -> Context:
+        """Return this context with one run at a time: for real processes, whose seconds must not be shared."""
+        return replace(self, jobs=min(self.jobs, 1))
+
+    def save(self, figure: Figure, stem: str) -> list[Path]:
+        """Write a figure as PNG and PDF into the study's folder, and say where."""
+        from spawnsim.plots import save  # matplotlib is loaded when the first figure is wanted
+
+        paths = save(figure, self.out / stem)
+        self.say(f"figure: {paths[0]}")
+        return paths
+
+    def save_table(self, rows: Sequence[Mapping[str, object]], stem: str) -> Path:
+        """Write rows as JSON into the study's folder."""
+        path = self.out / f"{stem}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(list(rows), indent=2) + "\n")
+        return path
