@@ -82,7 +82,7 @@ class Home:
         self.own, self.clock, self.options = own, own.clock, options
         self.fingerprints, self.ordered = options.fingerprints, options.reduction == "ordered"
         self.registry = Registry()
-        self.words = Words()
+        self.words = Words(raw.Get_group())
         self._control = raw.Dup()
         self._farewell = raw.Dup()
         self.ending = Ending(ControlChannel(self._control), self._abort)

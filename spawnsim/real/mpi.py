@@ -7,12 +7,15 @@ Knows mpi4py; knows no policy, no run folder and no command line.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from mpi4py import MPI
 
+from spawnsim.comm.group import Group
 from spawnsim.errors import UsageError
 from spawnsim.real import words
 from spawnsim.real.collectives import MAKERS, Collectives
@@ -35,6 +38,7 @@ class MPIComm(PointToPoint, Collectives):
         self.rank, self.size = raw.Get_rank(), raw.Get_size()
         group = raw.Get_group()
         self.members = tuple(int(r) for r in MPI.Group.Translate_ranks(group, None, home.raw.Get_group()))
+        raw.Set_attr(_keyval(), self)
         own = home.own
         self.clock, self.rng, self.record, self.compute = own.clock, own.rng, own.record, own.compute
 
@@ -57,6 +61,10 @@ class MPIComm(PointToPoint, Collectives):
 
     def Get_size(self) -> int:
         return self.size
+
+    def Get_group(self) -> Group:
+        """Return the group, in spawnsim's words: its members are ranks of the world."""
+        return Group.of(self.members, self._home.own.rank)
 
     def Free(self) -> None:
         """Free the communicator; the next call on it is an error."""
@@ -104,7 +112,9 @@ class MPIComm(PointToPoint, Collectives):
         return value
 
     def _make(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raw = self._watched(name, args, kwargs)
+        words = self._home.words
+        named = {key: words(value) for key, value in kwargs.items()}
+        raw = self._watched(name, tuple([words(value) for value in args]), named)
         if raw == MPI.COMM_NULL:
             return None
         return MPIComm(raw, self._home, f"{self.label}/{name}{self._sequence}")
@@ -144,10 +154,15 @@ def world(
 ) -> MPIComm:
     """Return the communicator of all ranks of this job. Collective; the clock starts when all have met."""
     raw = MPI.COMM_WORLD.Dup()
+    raw.Set_name("world")
     own = Own(raw.Get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
-    home = Home(raw, own, options or Options())
+    return _enter(raw, own, options or Options())
+
+
+def _enter(raw: MPI.Intracomm, own: Own, options: Options) -> MPIComm:
+    home = Home(raw, own, options)
     home.watchdog.start()
-    comm = MPIComm(raw, home, "world")
+    comm = MPIComm(raw, home, raw.Get_name() or "communicator")
     comm.Barrier()
     own.clock.start()
     return comm
@@ -176,11 +191,26 @@ def guarded(comm: MPIComm) -> Iterator[MPIComm]:
     close(comm)
 
 
-def wrap(raw: MPI.Comm, home: Home) -> MPIComm:
-    """Return a communicator of mpi4py's own in the house's clothes."""
-    if not isinstance(raw, MPI.Comm):
-        raise UsageError(f"{raw!r} is no mpi4py communicator")
-    return MPIComm(raw, home, raw.Get_name() or "communicator")
+@cache
+def _keyval() -> int:
+    """Return the key under which a raw communicator remembers its wrapper."""
+    return MPI.Comm.Create_keyval()
+
+
+def wrap(raw: MPI.Comm) -> MPIComm:
+    """Return a communicator of mpi4py's in the house's clothes; the same one each time.
+
+    Collective over `raw` on the first call. The deadline is 30 s, the seed 0, and nothing is recorded; `world()` is
+    the way to choose. MPI must not have been finalized.
+    """
+    if not isinstance(raw, MPI.Intracomm) or raw == MPI.COMM_NULL:
+        raise UsageError(f"{raw!r}: pass an mpi4py intracommunicator that this rank is in")
+    known = raw.Get_attr(_keyval())
+    if isinstance(known, MPIComm):
+        return known
+    comm = _enter(raw, Own(raw.Get_rank(), recorder=None, seed=0, deadline_s=30.0), Options())
+    atexit.register(comm._home.watchdog.stop)
+    return comm
 
 
 __all__ = ["MPIComm", "Options", "close", "guarded", "world", "wrap"]

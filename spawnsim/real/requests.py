@@ -224,13 +224,13 @@ def fill(status: Any, raw: MPI.Status) -> None:
     """Copy what a receive has found into the caller's status, spawnsim's or mpi4py's."""
     if status is None:
         return
+    source, tag, nbytes = raw.Get_source(), raw.Get_tag(), raw.Get_count(MPI.BYTE)
     if isinstance(status, MPI.Status):
-        status.Set_source(raw.Get_source())
-        status.Set_tag(raw.Get_tag())
+        status.Set_source(source)
+        status.Set_tag(tag)
+        status.Set_elements(MPI.BYTE, nbytes)
     else:
-        status.Set_source(rank_back(raw.Get_source()))
-        status.Set_tag(raw.Get_tag())
-    status.Set_elements(MPI.BYTE, raw.Get_count(MPI.BYTE))
+        status.fill(rank_back(source), tag, nbytes)
     status.Set_cancelled(raw.Is_cancelled())
 
 

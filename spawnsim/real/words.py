@@ -15,6 +15,7 @@ from mpi4py import MPI
 from spawnsim.comm import constants as ours
 from spawnsim.comm import failures
 from spawnsim.comm.datatypes import Datatype
+from spawnsim.comm.group import Group
 from spawnsim.comm.ops import Op
 from spawnsim.comm.predefined import BY_NAME
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, WorldError
@@ -58,7 +59,8 @@ def rank_back(rank: int) -> int:
 class Words:
     """Translates arguments; remembers per type how, so that a known type costs one look-up."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: MPI.Group) -> None:
+        self._world = world
         self._how: dict[type, Callable[[Any], Any] | None] = {list: self._spec, tuple: self._spec}
         self._ops: dict[int, tuple[Any, MPI.Op]] = {}
         self._types: dict[int, tuple[Any, MPI.Datatype]] = {}
@@ -83,7 +85,12 @@ class Words:
             return self._op
         if issubclass(kind, Datatype):
             return self._datatype
-        return _singleton if issubclass(kind, int) else getattr(kind, "_to_mpi", None)
+        if issubclass(kind, Group):
+            return self._group
+        return _singleton if issubclass(kind, int) else getattr(kind, "as_native", None)
+
+    def _group(self, group: Group) -> MPI.Group:
+        return self._world.Incl(list(group.live()))
 
     def _spec(self, spec: Any) -> Any:
         if any(type(part).__module__.startswith("spawnsim.") for part in spec):
