@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -81,7 +82,7 @@ def test_the_key_covers_what_changes_a_result(program: Path):
     assert len(set(keys)) == len(keys)
     assert same.key == base.key
     program.write_text(PROGRAM + "# changed\n")
-    assert base.key != keys[0]
+    assert dataclasses.replace(base).key != keys[0]
 
 
 def test_the_key_does_not_depend_on_where_the_file_lies(program: Path, tmp_path: Path):

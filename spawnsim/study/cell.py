@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,7 +61,7 @@ class Cell:
             "world": dict(sorted(self.world.items())),
         }
 
-    @property
+    @cached_property  # and so the same in every process that this cell is sent to, whatever is edited meanwhile
     def key(self) -> str:
         """The digest of the description, the program's text, the library's text and the versions."""
         texts = {"program": file_digest(Path(self.file)), "library": _library(), "versions": versions()}

@@ -76,7 +76,8 @@ def sweep(cells: Sequence[Cell], store: Store, *, executor: Executor | None = No
             progress.finished(done, cell, outcome)
         else:
             failures.append((cell, outcome))
-            say(f"[{done}/{len(missing)}] {cell.name} failed: {(str(outcome).splitlines() or ["?"])[-1]}")
+            last_line = str(outcome).strip().rpartition("\n")[2]
+            say(f"[{done}/{len(missing)}] {cell.name} failed: {last_line}")
     if failures:
         cell, error = failures[0]
         raise WorldError(
