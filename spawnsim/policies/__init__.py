@@ -1,0 +1,43 @@
+"""Policies: when, who, from whom, how much, and how weights travel between ranks.
+
+A policy is cadence × selection × donors × mixing × transport. The first four are plain functions and small frozen
+objects (`cadence`, `selection`, `donors`, `mixing`), tested without a communicator; transports are `average_all`
+(one collective), `selective` (asynchronous messages) and `one_sided` (windows). This floor knows `spawnsim.comm`,
+torch and numpy; it knows neither building.
+"""
+
+from __future__ import annotations
+
+from spawnsim.policies.average_all import AverageAllPolicy
+from spawnsim.policies.cadence import Cadence, Every, When
+from spawnsim.policies.deadlines import Adaptive, Deadline, Fixed
+from spawnsim.policies.donors import Best, ByMetric, Neighbours, Uniform
+from spawnsim.policies.exchange import Wiring
+from spawnsim.policies.policy import SpawnPolicy
+from spawnsim.policies.renewal import Renewal
+from spawnsim.policies.selection import Expired, Report, Threshold, WorstRatio
+from spawnsim.policies.selective import AsyncSelectiveAveragingPolicy
+from spawnsim.policies.state import Travels
+
+__all__ = [
+    "Adaptive",
+    "AsyncSelectiveAveragingPolicy",
+    "AverageAllPolicy",
+    "Best",
+    "ByMetric",
+    "Cadence",
+    "Deadline",
+    "Every",
+    "Expired",
+    "Fixed",
+    "Neighbours",
+    "Renewal",
+    "Report",
+    "SpawnPolicy",
+    "Threshold",
+    "Travels",
+    "Uniform",
+    "When",
+    "Wiring",
+    "WorstRatio",
+]

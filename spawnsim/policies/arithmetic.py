@@ -1,0 +1,71 @@
+"""The arithmetic of states: blend, delta rule, momentum.
+
+This room knows tensors and numbers; no rank, no communicator, no model. Everything is anchored
+(`a + Σ w (x - a)`), so that equal inputs give a bit-identical output. Half precision is summed in float32, whole
+numbers in float64, and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which tensors of `dtype` are summed: float32 below it, float64 for whole numbers."""
+    if dtype.is_complex:
+        return torch.complex128 if dtype == torch.complex128 else torch.complex64
+    if not dtype.is_floating_point or dtype == torch.float64:
+        return torch.float64
+    return torch.float32
+
+
+def _difference(value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """Return value - anchor, 0 where they are equal: two infinities of a mask differ by nothing."""
+    return torch.where(value == anchor, torch.zeros((), dtype=value.dtype), value - anchor)
+
+
+def blend(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Return the weighted mean of equally shaped tensors in the dtype of the first; whole numbers are rounded.
+
+    Weights need not sum to 1 (some donors may be missing): they are divided by their sum.
+    """
+    anchor, total = values[0], float(sum(weights))
+    if len(values) == 1 or not total > 0:
+        return anchor.clone()
+    wide = sum_dtype(anchor.dtype)
+    base = anchor.to(wide)
+    drift = torch.zeros_like(base)
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        if weight:
+            drift += _difference(value.to(wide), base) * (weight / total)
+    return add(anchor, drift)
+
+
+def add(anchor: torch.Tensor, drift: torch.Tensor) -> torch.Tensor:
+    """Return anchor + drift in the anchor's dtype; whole numbers and truth values round to the nearest."""
+    if anchor.dtype == torch.bool:
+        return (anchor.to(drift.dtype) + drift) > 0.5
+    if anchor.dtype.is_floating_point or anchor.dtype.is_complex:
+        return (anchor.to(drift.dtype) + drift).to(anchor.dtype)
+    return anchor + drift.round().to(anchor.dtype)
+
+
+def with_delta(mixed: torch.Tensor, now: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
+    """Return mixed + (now - then): the steps taken since the donors were asked survive.
+
+    Where the own steps were not finite (a diverged model), the mixture stands alone.
+    """
+    wide = sum_dtype(mixed.dtype)
+    own = _difference(now.to(wide), then.to(wide))
+    return add(mixed, torch.where(torch.isfinite(own), own, torch.zeros((), dtype=wide)))
+
+
+def with_momentum(new: torch.Tensor, own: torch.Tensor, momentum: float) -> torch.Tensor:
+    """Return m·own + (1 - m)·new; where the own value is not finite, the new one."""
+    if momentum == 0 or not (new.dtype.is_floating_point or new.dtype.is_complex):
+        return new
+    wide = sum_dtype(new.dtype)
+    drift = _difference(own.to(wide), new.to(wide)) * momentum
+    return add(new, torch.where(torch.isfinite(drift), drift, torch.zeros((), dtype=wide)))

@@ -1,0 +1,118 @@
+"""`AverageAllPolicy`: every N iterations, all ranks of the group take the mean of their models.
+
+Transport: one Allreduce per wire dtype (`flat.py`). This room knows a group's clock, recorder and collectives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spawnsim.comm import Comm, as_comm
+from spawnsim.errors import ParameterError, UsageError
+from spawnsim.policies.cadence import Cadence
+from spawnsim.policies.flat import GroupMean, as_real
+from spawnsim.policies.mixing import check_momentum
+from spawnsim.policies.policy import Info, Result, SpawnPolicy, blank_info
+from spawnsim.policies.state import Tensors, Travels, assign_optimizer, collect, reset_optimizer
+
+
+class AverageAllPolicy(SpawnPolicy):
+    """Model averaging over all ranks of the group: every rank ends with the mean of all ranks.
+
+    Parameters and buffers are averaged, in any dtype; `travels` adds or leaves out parts. `momentum` m keeps a
+    part of the own weights: θ ← m·θ_own + (1 - m)·mean.
+
+    Raises:
+        MismatchError: at the first averaging, on every rank, if the models of the group differ in name, dtype or shape.
+        Timeout: if the group does not meet within `comm.clock.deadline`; the own model is then unchanged.
+    """
+
+    def __init__(
+        self,
+        average_every: int,
+        *,
+        momentum: float = 0.0,
+        travels: Travels | None = None,
+        cadence: Cadence | None = None,
+        timing: dict[str, list[float]] | None = None,
+    ) -> None:
+        super().__init__(average_every, cadence=cadence)
+        self.travels = travels or Travels()
+        if self.travels.optimizer_state == "copy":
+            raise ParameterError(
+                "optimizer_state='copy': an average has no single donor; average, reset or keep"
+            )
+        self.momentum = check_momentum(momentum)
+        self.timing = timing if timing is not None else {}
+        self.num_averagings = 0
+        self._bound: tuple[object, Comm] | None = None
+        self._mean: GroupMean | None = None
+        self._idle = blank_info("none", self.average_every)
+
+    def __call__(
+        self,
+        iteration: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        local_metric: float | None = None,
+        group: Any = None,
+    ) -> Result:
+        """Average with the group if this iteration is due; all ranks of the group must then call."""
+        info = self._idle.copy()
+        if local_metric is not None:
+            info["local_metric"] = float(local_metric)
+        if self.cadence.due(iteration):
+            self._average(self._comm(group), model, optimizer, info)
+        return model, optimizer, info
+
+    def _comm(self, group: Any) -> Comm:
+        if self._bound is None or self._bound[0] is not group:
+            self._bound, self._mean = (group, as_comm(group)), None
+        return self._bound[1]
+
+    def _average(
+        self, comm: Comm, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
+    ) -> None:
+        began_s = comm.clock.now()
+        live = as_real(collect(model, optimizer, self.travels))
+        mean = self._checked(comm, live)
+        if comm.Get_size() > 1:
+            mean(comm, live, self.momentum)
+        if self.travels.optimizer_state == "reset":
+            reset_optimizer(optimizer)
+        elif self.travels.optimizer_state == "average":
+            assign_optimizer(
+                model, optimizer, live
+            )  # plain numbers among the state are not averaged in place
+        self.num_averagings += 1
+        wait_s = comm.clock.now() - began_s
+        self.note("average", wait_s)
+        info.update(
+            averaged_this_iteration=True, donors=comm.Get_size() - 1, bytes=mean.nbytes, wait_s=wait_s
+        )
+
+    def _checked(self, comm: Comm, live: Tensors) -> GroupMean:
+        if self._mean is None:
+            self._mean = GroupMean(comm, live)
+        elif not self._mean.layout.matches(live):
+            raise UsageError(
+                f"rank {comm.Get_rank()}: the model has changed since the group first averaged "
+                f"({self._mean.layout.difference(type(self._mean.layout).of(live))}); make a new policy on all ranks"
+            )
+        return self._mean
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Averagings so far."""
+        return {"num_averagings": self.num_averagings}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters."""
+        return {**super().state_dict(), "num_averagings": self.num_averagings}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the counters of a checkpoint."""
+        super().load_state_dict(state)
+        self.num_averagings = int(state["num_averagings"])

@@ -1,0 +1,90 @@
+"""Bytes to and from ranks, without ever waiting for anybody.
+
+This room knows a communicator's non-blocking calls and one tag; it does not know what the bytes mean. One `Iprobe`
+finds all there is. Requests and buffers are kept until they complete. A message to the own rank takes no wire.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from spawnsim.comm import ANY_SOURCE, Comm, Status
+from spawnsim.errors import RankFailed
+from spawnsim.policies.messages import Bytes
+
+if TYPE_CHECKING:
+    from spawnsim.comm import Request
+
+AT_ONCE_NBYTES = 4096  # every MPI delivers so little with the envelope: a receive after a probe does not wait
+
+
+class Mailbox:
+    """One rank's post on one communicator and tag."""
+
+    def __init__(self, comm: Comm, tag: int) -> None:
+        self.comm, self.tag, self.rank = comm, tag, comm.Get_rank()
+        self.counts: Counter[str] = Counter()
+        self._probe, self._status = comm.Iprobe, Status()
+        self._own: deque[Bytes] = deque()
+        self._sends: list[tuple[Request, Bytes]] = []
+        self._receives: list[tuple[Request, int, Bytes]] = []
+
+    def send(self, rank: int, message: Bytes) -> None:
+        """Send bytes to a rank of the communicator; the buffer must not be written to afterwards."""
+        if rank == self.rank:
+            self._own.append(message)
+            return
+        try:
+            self._sends.append((self.comm.Isend(message, rank, self.tag), message))
+            self.counts["bytes_sent"] += message.size
+        except RankFailed:
+            self.counts["undeliverable"] += 1
+
+    def poll(self) -> list[tuple[int, Bytes]]:
+        """Return (source, bytes) of everything that has arrived; no wait, one probe if there is nothing."""
+        arrived = self.own()
+        if self._receives:
+            arrived += self._finished()
+        try:
+            while self._probe(ANY_SOURCE, self.tag, self._status):
+                self._take(arrived)
+        except RankFailed:
+            self.counts["peer failed"] += 1
+        return arrived
+
+    def own(self) -> list[tuple[int, Bytes]]:
+        """Return what this rank has sent to itself."""
+        return [(self.rank, self._own.popleft()) for _ in range(len(self._own))]
+
+    def _take(self, arrived: list[tuple[int, Bytes]]) -> None:
+        source, nbytes = self._status.Get_source(), self._status.Get_count()
+        buffer: Bytes = torch.empty(nbytes, dtype=torch.uint8).numpy()  # torch aligns for every dtype
+        self.counts["bytes_received"] += nbytes
+        if nbytes <= AT_ONCE_NBYTES:
+            self.comm.Recv(buffer, source, self.tag)
+            arrived.append((source, buffer))
+            return
+        request = self.comm.Irecv(buffer, source, self.tag)
+        if request.Test():
+            arrived.append((source, buffer))
+        else:
+            self._receives.append((request, source, buffer))
+
+    def _finished(self) -> list[tuple[int, Bytes]]:
+        finished = [entry for entry in self._receives if entry[0].Test()]
+        self._receives = [entry for entry in self._receives if all(entry is not other for other in finished)]
+        return [(source, buffer) for _, source, buffer in finished]
+
+    def reap(self) -> bool:
+        """Let go of sends that have completed; return whether all have."""
+        if self._sends:
+            self._sends = [entry for entry in self._sends if not entry[0].Test()]
+        return not self._sends
+
+    @property
+    def unfinished(self) -> int:
+        """Number of sends and receives under way."""
+        return len(self._sends) + len(self._receives)

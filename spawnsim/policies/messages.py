@@ -1,0 +1,154 @@
+"""The words of the asynchronous protocol: one self-contained byte message each.
+
+This room knows bytes; no communicator, no model. Every message carries its round, the sender's iteration, and its
+part; a snapshot part describes the names, dtypes and shapes of the tensors it holds. What cannot be read raises
+`Unreadable`, and its receiver drops and counts it.
+
+| kind | from → to | carries |
+|---|---|---|
+| REPORT | any rank → coordinator | metric, age run out?, last round settled |
+| ASSIGN | coordinator → replaced | donors, weights, the round's lowest and highest metric |
+| FETCH | replaced → donor | what it asks for: a snapshot for this round |
+| SNAPSHOT | donor → replaced | one part of the donor's state |
+| LEAVE | any rank → coordinator | nothing: this rank neither gives nor takes any more |
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+_HEADER = struct.Struct("<IHHHHqqdqI")
+HEADER_NBYTES = 64
+MAGIC = 0x53504E31
+_ALIGN_NBYTES = 64
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    REPORT = 1
+    ASSIGN = 2
+    FETCH = 3
+    SNAPSHOT = 4
+    LEAVE = 5
+
+
+class Unreadable(Exception):
+    """Bytes that are no message of this protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message. `round` is the iteration whose metrics decided; `iteration` the sender's own when it wrote.
+
+    `value` is the metric of a REPORT; `settled` the last round that its sender finished or gave up; `text` the layout
+    of a SNAPSHOT part; `body` the bytes after the header and text.
+    """
+
+    kind: Kind
+    round: int
+    iteration: int = 0
+    part: int = 0
+    parts: int = 1
+    value: float = 0.0
+    settled: int = -1
+    expired: bool = False
+    text: bytes = b""
+    body: Bytes = field(default_factory=lambda: np.empty(0, np.uint8))
+
+
+def body_at(text_nbytes: int) -> int:
+    """Return where the body begins in a message whose text has so many bytes: aligned for any dtype."""
+    return HEADER_NBYTES + -(-text_nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
+
+
+def write_head(buffer: Bytes, message: Message) -> None:
+    """Write a message's header and text to the start of a buffer; the body is the caller's to fill."""
+    _HEADER.pack_into(
+        buffer.data, 0, MAGIC, message.kind, message.part, message.parts, message.expired,
+        message.round, message.iteration, message.value, message.settled, len(message.text),
+    )  # fmt: skip
+    buffer[HEADER_NBYTES : HEADER_NBYTES + len(message.text)] = np.frombuffer(message.text, np.uint8)
+
+
+def encode(message: Message) -> Bytes:
+    """Return a whole message as bytes."""
+    start = body_at(len(message.text))
+    buffer = np.zeros(start + message.body.size, np.uint8)
+    write_head(buffer, message)
+    buffer[start:] = message.body
+    return buffer
+
+
+def decode(buffer: Bytes) -> Message:
+    """Return the message in a buffer; its body is a view into it."""
+    if buffer.size < HEADER_NBYTES:
+        raise Unreadable(f"{buffer.size} bytes are too few for a message")
+    magic, kind, part, parts, expired, round_, iteration, value, settled, length = _HEADER.unpack_from(
+        buffer.data
+    )
+    if (
+        magic != MAGIC
+        or kind not in Kind._value2member_map_
+        or body_at(length) > buffer.size
+        or part >= parts
+    ):
+        raise Unreadable("the bytes are no message of a selective policy: does another program use its tag?")
+    text = buffer[HEADER_NBYTES : HEADER_NBYTES + length].tobytes()
+    return Message(
+        Kind(kind),
+        round_,
+        iteration,
+        part,
+        parts,
+        value,
+        settled,
+        bool(expired),
+        text,
+        buffer[body_at(length) :],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Who gives to a replaced rank, and how much: `weights` are non-negative and sum to 1 (no donors: start afresh)."""
+
+    round: int
+    donors: tuple[int, ...]
+    weights: tuple[float, ...]
+    low: float = float("nan")
+    high: float = float("nan")
+
+    def encode(self, iteration: int) -> Bytes:
+        """Return the ASSIGN message."""
+        row = np.empty(len(self.donors), [("donor", "<i8"), ("weight", "<f8")])
+        row["donor"], row["weight"] = self.donors, self.weights
+        body = np.concatenate([np.asarray([self.low, self.high]).view(np.uint8), row.view(np.uint8)])
+        return encode(Message(Kind.ASSIGN, self.round, iteration, body=body))
+
+    @classmethod
+    def decode(cls, message: Message) -> Assignment:
+        """Return the assignment in an ASSIGN message."""
+        if message.body.size < 16 or message.body.size % 16:
+            raise Unreadable(f"an assignment of {message.body.size} bytes")
+        low, high = message.body[:16].view("<f8")
+        row = message.body[16:].view([("donor", "<i8"), ("weight", "<f8")])
+        donors, weights = (tuple(row[name].tolist()) for name in ("donor", "weight"))
+        return cls(message.round, donors, weights, float(low), float(high))
+
+
+def columns(assignments: Sequence[Assignment]) -> dict[str, Any]:
+    """Return plain lists of several assignments, for a record."""
+    return {
+        "donors": [list(a.donors) for a in assignments],
+        "weights": [list(a.weights) for a in assignments],
+    }

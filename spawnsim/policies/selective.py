@@ -1,0 +1,260 @@
+"""`AsyncSelectiveAveragingPolicy`: the worst ranks take over what better ones have learnt, and nobody waits.
+
+This room puts a cadence, rules (selection, donors, mixing), a renewal and an exchange together; the protocol is
+`exchange.py`, what a replacement does to a model is `renewal.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import torch
+
+from spawnsim.comm import Comm, as_comm
+from spawnsim.errors import ParameterError
+from spawnsim.policies.cadence import Cadence
+from spawnsim.policies.deciding import Rules
+from spawnsim.policies.donors import Count, DonorRule, Uniform
+from spawnsim.policies.exchange import Exchange, Wiring
+from spawnsim.policies.intake import Outcome
+from spawnsim.policies.mixing import Mixing
+from spawnsim.policies.policy import Info, Result, SpawnPolicy, blank_info
+from spawnsim.policies.renewal import Explore, Gift, ModelBuilder, Renewal, Rule
+from spawnsim.policies.selection import (
+    NAN_POLICIES,
+    Age,
+    Expired,
+    Mode,
+    NanPolicy,
+    Selection,
+    Threshold,
+    WorstRatio,
+    check_age_range,
+    check_mode,
+)
+from spawnsim.policies.state import Tensors, Travels
+
+logger = logging.getLogger(__name__)
+
+ReplacementMode = Literal["worst_ratio", "threshold", "age"]
+REPLACEMENT_MODES: tuple[str, ...] = ("worst_ratio", "threshold", "age")
+MOST_DONORS = 8
+
+
+def selection_for(replacement_mode: str, *, ratio: float, threshold: float | None, mode: Mode) -> Selection:
+    """Return the selection that a replacement mode names."""
+    if replacement_mode == "age":
+        return Expired(mode)
+    if replacement_mode == "worst_ratio":
+        return WorstRatio(ratio, mode, threshold)
+    if replacement_mode != "threshold":
+        raise ParameterError(
+            f"replacement_mode={replacement_mode!r}: choose one of {', '.join(REPLACEMENT_MODES)}"
+        )
+    if threshold is None:
+        raise ParameterError("replacement_mode='threshold' needs a threshold")
+    return Threshold(threshold, mode)
+
+
+class AsyncSelectiveAveragingPolicy(SpawnPolicy):
+    """Asynchronous selective averaging: at each cadence ranks report their metric; a coordinating rank of the group
+    names those to be replaced and their donors; donors answer at their next call with a snapshot of their current
+    model, and the replaced rank takes it over at the first call after that. No call waits for another rank.
+
+    Args:
+        model_builder: makes the fresh (model, optimizer) that a replaced rank goes on with; None overwrites its own.
+        average_every: iterations between reports.
+        replacement_ratio: share of the ranks replaced per round in mode "worst_ratio"; 0 replaces none.
+        averaging_strategy: "mean", "weighted_mean" (better donors weigh more), "best_only", or "reset_weights".
+        momentum: m in θ ← m·θ_own + (1 - m)·θ_new.
+        poll_interval_s: seconds between polls while `shutdown` waits.
+        threshold: in mode "worst_ratio", replace only if some rank is worse than this (None: always; infinite: never);
+            in mode "threshold", replace exactly the ranks that are worse.
+        cooldown: iterations after a round with replacements in which no other is decided.
+        timing: a dictionary to fill with durations in seconds, by step.
+        replacement_mode: "worst_ratio", "threshold" or "age" (lives of `age_range` calls, both ends included,
+            end at the next report).
+        donors: a donor rule, or a number of donors drawn uniformly from the survivors (share if float). By default
+            all survivors, but 8 at most, so that traffic grows with the group and not with its square.
+        selection, mixing, cadence: your own objects in place of the named ones.
+        rule: "delta" keeps the steps that the replaced rank took since it asked; "replace" drops them.
+        travels: which parts of the state are exchanged, and what becomes of the optimizer's.
+        explore: called as `explore(model, optimizer, rng)` after each replacement of this rank.
+        mode: "max" if higher metrics are better, else "min". nan_policy: "worst", "exclude" or "raise".
+        wiring: quorum, deadlines, coordinator, tag.
+    """
+
+    # fmt: off
+    def __init__(
+        self, model_builder: ModelBuilder | None, average_every: int, replacement_ratio: float = 0.2,
+        averaging_strategy: str = "mean", momentum: float = 0.0, poll_interval_s: float = 0.01,
+        threshold: float | None = None, cooldown: int = 200, timing: dict[str, list[float]] | None = None, *,
+        replacement_mode: str = "worst_ratio", age_range: tuple[int, int] = (50, 150),
+        donors: DonorRule | Count = MOST_DONORS, selection: Selection | None = None, mixing: Mixing | None = None,
+        cadence: Cadence | None = None, rule: Rule = "delta", travels: Travels | None = None,
+        explore: Explore | None = None, mode: Mode = "max", nan_policy: NanPolicy = "worst",
+        wiring: Wiring | None = None,
+    ) -> None:
+        # fmt: on
+        super().__init__(average_every, cadence=cadence)
+        check_mode(mode)
+        if nan_policy not in NAN_POLICIES:
+            raise ParameterError(f"nan_policy={nan_policy!r}: choose one of {', '.join(NAN_POLICIES)}")
+        if not cooldown >= 0:
+            raise ParameterError(f"cooldown={cooldown!r}: give a number of iterations of at least 0")
+        named = selection_for(replacement_mode, ratio=replacement_ratio, threshold=threshold, mode=mode)
+        self.rules = Rules(
+            selection if selection is not None else named,
+            donors if callable(donors) else Uniform(donors),
+            averaging_strategy, mixing, mode, nan_policy,
+        )  # fmt: skip
+        travels = travels if travels is not None else Travels(optimizer_state="reset")
+        self.renewal = Renewal(model_builder, averaging_strategy, momentum, rule, travels, explore)
+        self.wiring = wiring if wiring is not None else Wiring(poll_interval_s=poll_interval_s)
+        self.cooldown, self.replacement_mode = int(cooldown), replacement_mode
+        self.replacement_ratio, self.threshold = float(replacement_ratio), threshold
+        self.averaging_strategy, self.momentum, self.mode = averaging_strategy, float(momentum), mode
+        self.age_range = check_age_range(age_range)
+        self.timing = timing if timing is not None else {}
+        self.unmatched: tuple[str, ...] = ()
+        self._group: object = None
+        self._exchange: Exchange | None = None
+        self._age: Age | None = None
+        self._resume: dict[str, Any] = {}
+        self._reference: tuple[int, Tensors] = (-1, {})
+        self._latest: tuple[int, torch.nn.Module, torch.optim.Optimizer] | None = None
+        self._idle = blank_info(replacement_mode, self.average_every)
+
+    def __call__(
+        self,
+        iteration: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        local_metric: float | None = None,
+        group: Any = None,
+    ) -> Result:
+        """Report if due (and a metric is given), serve whoever has asked, take over what has arrived."""
+        exchange = self._exchange
+        if exchange is None or group is not self._group:
+            exchange = self._join(group)
+        self._latest = (iteration, model, optimizer)
+        info = self._idle.copy()
+        if local_metric is not None:
+            info["local_metric"] = float(local_metric)
+        expired = self._age.tick() if self._age is not None else False
+        if local_metric is not None and self.cadence.due(iteration):
+            exchange.report(iteration, info["local_metric"], expired=expired)
+        outcome = exchange.serve(iteration, model, optimizer)
+        if exchange.assigned is not None:
+            self._reference = (iteration, self.renewal.reference(model))
+        if outcome is not None and (outcome.given or outcome.fresh_start):
+            model, optimizer = self._take_over(exchange, outcome, info)
+        return model, optimizer, info
+
+    def _join(self, group: Any) -> Exchange:
+        """Begin on a communicator; another one than before (after a recovery) begins anew."""
+        comm: Comm = as_comm(group)
+        travels, resume = self.renewal.travels, self._resume
+        exchange = Exchange(comm, self.rules, self.wiring, travels=travels, cooldown=self.cooldown)
+        exchange.intake.settled = resume.get("settled", -1)
+        if exchange.coordinator is not None:
+            exchange.coordinator.last_trigger = resume.get("last_trigger", -self.cooldown)
+        if self.replacement_mode == "age" and self._age is None:
+            self._age = Age(self.age_range, comm.rng("age"))
+            self._age.age, self._age.max_age = resume.get("age", (0, self._age.max_age))
+        self._group, self._exchange = group, exchange
+        return exchange
+
+    def _take_over(
+        self, exchange: Exchange, outcome: Outcome, info: Info
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        assert self._latest is not None
+        iteration, model, optimizer = self._latest
+        gifts = self._gifts(exchange, outcome)
+        if not (gifts or outcome.fresh_start):
+            return model, optimizer
+        asked, reference = self._reference
+        self._reference = (-1, {})
+        new = self.renewal(model, optimizer, gifts, reference=reference, rng=exchange.comm.rng("explore"))
+        self._note_unmatched(exchange.comm, new.unmatched)
+        self.num_replacements += 1
+        self._idle["num_replacements_so_far"] = self.num_replacements
+        if self._age is not None:
+            self._age.reset()
+        self.note("wait", outcome.wait_s)
+        info.update(
+            averaged_this_iteration=bool(gifts), is_replaced=True, num_replacements_so_far=self.num_replacements,
+            global_min_metric=outcome.assignment.low, global_max_metric=outcome.assignment.high, donors=len(gifts),
+            staleness=max((iteration - gift.iteration for gift in gifts), default=0),
+            bytes=sum(part.body.size for parts in outcome.given.values() for part in parts), wait_s=outcome.wait_s,
+        )  # fmt: skip
+        self._record(exchange.comm, outcome, gifts, (iteration, asked), info)
+        self._latest = (iteration, new.model, new.optimizer)
+        return new.model, new.optimizer
+
+    def _gifts(self, exchange: Exchange, outcome: Outcome) -> list[Gift]:
+        weights = dict(zip(outcome.assignment.donors, outcome.assignment.weights, strict=True))
+        return [
+            Gift(donor, outcome.given[donor][0].iteration, weights[donor], tensors)
+            for donor, tensors in exchange.unpack(outcome).items()
+        ]
+
+    def _note_unmatched(self, comm: Comm, names: tuple[str, ...]) -> None:
+        self.unmatched = names
+        if names:
+            shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+            logger.warning("rank %d: %d tensors without a match at the donors stay: %s", comm.rank, len(names), shown)
+
+    def _record(
+        self, comm: Comm, outcome: Outcome, gifts: list[Gift], when: tuple[int, int], info: Info
+    ) -> None:
+        total = sum(gift.weight for gift in gifts)
+        comm.record.event(
+            "replacement", iteration=when[0], round=outcome.assignment.round, replaced=comm.Get_rank(),
+            donors=[gift.donor for gift in gifts], weights=[gift.weight / total for gift in gifts],
+            metric=info["local_metric"], bytes=info["bytes"], wait_s=info["wait_s"], asked=when[1],
+            versions=[gift.iteration for gift in gifts], low=info["global_min_metric"],
+            high=info["global_max_metric"],
+        )  # fmt: skip
+
+    def shutdown(self) -> None:
+        """Serve what was promised, for `wiring.shutdown_timeout_s` at most. Not collective; may be called twice."""
+        exchange, self._exchange, self._group = self._exchange, None, None
+        if exchange is None or self._latest is None:
+            return
+        self._resume = self._progress(exchange)
+        if not exchange.drain(*self._latest):
+            logger.warning(
+                "rank %d: shut down with %d messages under way", exchange.comm.rank, exchange.mailbox.unfinished
+            )
+        self._latest = None
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Replacements, and what the protocol dropped: late, duplicate, missing and unreadable messages."""
+        stats: dict[str, float] = {"num_replacements": self.num_replacements}
+        if self._exchange is not None:
+            stats |= self._exchange.tally()
+        return stats
+
+    def _progress(self, exchange: Exchange | None) -> dict[str, Any]:
+        if exchange is None:
+            return dict(self._resume)
+        state: dict[str, Any] = {"settled": exchange.intake.settled}
+        if exchange.coordinator is not None:
+            state["last_trigger"] = exchange.coordinator.last_trigger
+        if self._age is not None:
+            state["age"] = (self._age.age, self._age.max_age)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counters, the age, and how far the rounds have come; messages under way are not kept."""
+        return {**super().state_dict(), **self._progress(self._exchange)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a checkpoint; call it before the first call of the policy."""
+        super().load_state_dict(state)
+        self._idle["num_replacements_so_far"] = self.num_replacements
+        self._resume = {name: state[name] for name in ("settled", "last_trigger", "age") if name in state}
+        self._exchange = self._age = None

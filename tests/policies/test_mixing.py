@@ -1,0 +1,111 @@
+"""Weights, blending, delta rule, momentum: properties and exact oracles."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spawnsim.policies.arithmetic import blend, with_delta, with_momentum
+from spawnsim.policies.mixing import STRATEGIES, best_weights, mean_weights, softmax_weights, weights_for
+
+metrics = st.lists(st.floats(), min_size=1, max_size=30)
+tensors = st.lists(st.floats(-1e6, 1e6, width=32), min_size=4, max_size=4).map(torch.tensor)
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+
+
+@given(metrics, st.sampled_from(STRATEGIES[:3]), st.sampled_from(["max", "min"]))
+def test_weights_are_a_distribution(values: list[float], strategy: str, mode: str) -> None:
+    """For any metrics, NaN and infinite too, weights are non-negative and sum to 1."""
+    weights = weights_for(strategy, values, mode)  # type: ignore[arg-type]
+    assert (weights >= 0).all()
+    assert weights.sum() == pytest.approx(1)
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=2, max_size=20))
+def test_better_donors_weigh_no_less(values: list[float]) -> None:
+    """weighted_mean is monotone in the metric, whatever the signs."""
+    weights = softmax_weights(values)
+    order = np.argsort(values, kind="stable")
+    assert (np.diff(weights[order]) >= -1e-12).all()
+
+
+def test_weighted_mean_of_1_2_4_prefers_4() -> None:
+    """The original gave .57 .29 .14: the worst donor weighed most."""
+    worst, middle, best = softmax_weights([1.0, 2.0, 4.0])
+    assert worst < middle < best
+
+
+def test_weighted_mean_is_the_same_after_shift_and_scale() -> None:
+    """The unit of the metric does not matter."""
+    assert softmax_weights([1.0, 2.0, 4.0]) == pytest.approx(softmax_weights([-10.0, 10.0, 50.0]))
+
+
+def test_non_finite_donors_weigh_nothing() -> None:
+    """A NaN donor is ignored beside finite ones; among NaN alone all weigh the same."""
+    assert softmax_weights([math.nan, 1.0, math.inf]).tolist() == [0, 1, 0]
+    assert softmax_weights([math.nan, math.nan]).tolist() == [0.5, 0.5]
+    assert best_weights([math.nan, 1.0]).tolist() == [0, 1]
+    assert mean_weights([math.nan, 1.0]).tolist() == [0.5, 0.5]
+
+
+@given(tensors, st.lists(st.floats(0.01, 1), min_size=2, max_size=5))
+def test_blend_of_equal_tensors_is_that_tensor(value: torch.Tensor, weights: list[float]) -> None:
+    """At consensus nothing changes, not even in the last bit."""
+    assert torch.equal(blend([value] * len(weights), weights), value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blend_is_the_weighted_mean_in_every_dtype(dtype: torch.dtype) -> None:
+    """Half precision is summed in float32, whole numbers round, truth values take the majority."""
+    one, three = torch.tensor(1).to(dtype), torch.tensor(3 if dtype != torch.bool else 1).to(dtype)
+    mixed = blend([one, three, three], [0.5, 0.25, 0.25])
+    assert mixed.dtype == dtype
+    assert mixed.item() == (2 if dtype != torch.bool else True)
+
+
+def test_blend_divides_by_the_weights_that_arrived() -> None:
+    """Weights of donors that are missing do not pull the result to zero."""
+    assert blend([torch.tensor([2.0]), torch.tensor([4.0])], [0.2, 0.2]).item() == pytest.approx(3)
+
+
+def test_blend_keeps_infinite_masks() -> None:
+    """Equal infinities (an attention mask among the buffers) stay what they are."""
+    mask = torch.tensor([0.0, -math.inf])
+    assert torch.equal(blend([mask, mask], [0.5, 0.5]), mask)
+
+
+def test_large_whole_numbers_stay_exact() -> None:
+    """Whole numbers beyond float64 survive if the donors agree."""
+    big = torch.tensor(2**62 + 1)
+    assert blend([big, big], [0.3, 0.7]).item() == 2**62 + 1
+
+
+@given(tensors, tensors)
+def test_delta_without_own_steps_is_the_mixture(mixed: torch.Tensor, own: torch.Tensor) -> None:
+    """Oracle: with now = then the delta rule changes no bit."""
+    assert torch.equal(with_delta(mixed, own, own), mixed)
+
+
+def test_delta_keeps_own_steps() -> None:
+    """Mixed + (now - then)."""
+    assert with_delta(torch.tensor([10.0]), torch.tensor([3.0]), torch.tensor([1.0])).item() == 12
+
+
+def test_a_diverged_model_is_healed() -> None:
+    """NaN or infinite own weights add neither delta nor momentum."""
+    mixed, broken = torch.tensor([1.0, 1.0]), torch.tensor([math.nan, math.inf])
+    assert torch.equal(with_delta(mixed, broken, torch.zeros(2)), mixed)
+    assert torch.equal(with_momentum(mixed, broken, 0.5), mixed)
+
+
+@given(tensors, tensors, st.floats(0, 1))
+def test_momentum_is_a_convex_combination(new: torch.Tensor, own: torch.Tensor, momentum: float) -> None:
+    """θ = m·own + (1 - m)·new; equal inputs stay bit-identical."""
+    expected = momentum * own.double() + (1 - momentum) * new.double()
+    assert torch.allclose(with_momentum(new, own, momentum).double(), expected, rtol=1e-5, atol=1e-1)
+    assert torch.equal(with_momentum(new, new, momentum), new)
