@@ -64,7 +64,9 @@ class Setting:
         if not isinstance(self.ranks, int) or self.ranks < 1:
             raise ParameterError(f"ranks={self.ranks!r}: give a whole number of at least 1")
         if not self.deadline_s > 0:
-            raise ParameterError(f"deadline_s={self.deadline_s!r}: give a time above 0 s; math.inf waits for ever")
+            raise ParameterError(
+                f"deadline_s={self.deadline_s!r}: give a time above 0 s; math.inf waits for ever"
+            )
 
 
 class Cluster:
@@ -82,7 +84,9 @@ class Cluster:
             for rank in range(setting.ranks)
         ]
         timing = Timing(platform.network, platform.collectives)
-        self.world = World(kernel, ranks, platform, platform.network, timing, recorder, setting.seed, plan or None)
+        self.world = World(
+            kernel, ranks, platform, platform.network, timing, recorder, setting.seed, plan or None
+        )
         kernel.owner, kernel.on_end = self.world, self._ended
         self._whole = Context(self.world, (tuple(range(setting.ranks)),))
         self._owns = [Own(self.world, rank, model.open(setting.seed, rank.id)) for rank in ranks]
@@ -95,12 +99,14 @@ class Cluster:
         """Return COMM_WORLD as one rank holds it."""
         comm = enter(self._whole, rank, WORLD)
         comm._own = self._owns[rank]
+        self.world.ranks[rank].attachments["COMM_WORLD"] = comm
         return comm
 
     def comm_self(self, rank: int) -> Intracomm:
         """Return COMM_SELF of one rank."""
         comm = enter(Context(self.world, ((rank,),)), rank, SELF)
         comm._own = self._owns[rank]
+        self.world.ranks[rank].attachments["COMM_SELF"] = comm
         return comm
 
     def start(self, rank: int, program: Callable[[], Any], clock_s: float = 0.0) -> None:
@@ -185,7 +191,9 @@ class Cluster:
     def _explain(self, error: BaseException) -> BaseException:
         """Wrap what a rank's program raised, with its rank and time; spawnsim's own errors say it themselves."""
         task: Task = error.__dict__.pop("_task")
-        if isinstance(error, ProgramAbort) or (isinstance(error, SpawnsimError) and not isinstance(error, RankFailed)):
+        if isinstance(error, ProgramAbort) or (
+            isinstance(error, SpawnsimError) and not isinstance(error, RankFailed)
+        ):
             return error if isinstance(error, (RankError, ProgramAbort)) else _placed(error, task)
         kind = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         place = _line(error)
@@ -216,7 +224,9 @@ def _placed(error: SpawnsimError, task: Task) -> SpawnsimError:
 
 def _line(error: BaseException) -> str:
     """Return the line of the program that an error comes from."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(reports.PACKAGE)]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(reports.PACKAGE)
+    ]
     return f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
 
 
@@ -243,6 +253,7 @@ def simulate(
     limit = sys.getrecursionlimit()
     for rank in range(ranks):
         comm = cluster.comm_world(rank)
+        cluster.comm_self(rank)
         cluster.start(rank, lambda comm=comm: main(comm))  # type: ignore[misc]
     try:
         return cluster.run()

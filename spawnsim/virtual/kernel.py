@@ -24,7 +24,9 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from spawnsim.errors import InternalError, Livelock, Timeout
 from spawnsim.virtual import torchmodes
 
-RUN_AHEAD = 4096  # effects that a task may queue before it waits for the others: bounds memory, changes no result
+RUN_AHEAD = (
+    4096  # effects that a task may queue before it waits for the others: bounds memory, changes no result
+)
 IDLE_LIMIT = 1_000_000  # observations in a row, by all tasks together, in which nothing happened
 
 
@@ -196,7 +198,11 @@ class Kernel:
                 f"{task.clock:.6g} s): the program polls for something that nobody will do"
             )
         task.budget = RUN_AHEAD
-        if not self.ready and not self.releases and (task.clock <= env.now or env.jump(task.clock, task.rank)):
+        if (
+            not self.ready
+            and not self.releases
+            and (task.clock <= env.now or env.jump(task.clock, task.rank))
+        ):
             return
         env.at(task.clock, task.rank, lambda: self.ready.append(task))
         self._leave(task)
@@ -247,7 +253,9 @@ class Kernel:
         if self.closed:
             raise GreenletExit
         restore = torchmodes.suspend()
-        if self.ready and self.ready[0].carrier:  # a task not yet begun would inherit this one's recursion depth
+        if (
+            self.ready and self.ready[0].carrier
+        ):  # a task not yet begun would inherit this one's recursion depth
             follower = self.ready.popleft()
             if follower is not task:
                 self.current = follower

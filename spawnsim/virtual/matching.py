@@ -135,8 +135,12 @@ class Mailbox:
         self.watchers: list[Completion] = []  # blocked probes: to be woken by any delivery
         self._numbers = 0
         self._flying: list[tuple[float, int, int, Message]] | None = None  # a heap; not None: timed
-        self._arrived: deque[Message] = deque()  # while timed: the unexpected in order of arrival, and some taken
-        self._latest: dict[int, float] = {}  # while timed: last envelope per source, for messages do not overtake
+        self._arrived: deque[Message] = (
+            deque()
+        )  # while timed: the unexpected in order of arrival, and some taken
+        self._latest: dict[
+            int, float
+        ] = {}  # while timed: last envelope per source, for messages do not overtake
         self._alarm_s = math.inf
 
     # -- the two sides -------------------------------------------------------------------------------------

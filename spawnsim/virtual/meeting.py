@@ -127,7 +127,9 @@ class Meeting:
     def _finish(self) -> Finish:
         first, timing = self._first(), self.world.timing
         members = np.asarray(self.members)
-        return timing.finish(first.timing, self.arrivals, self._sizes(first), max(first.root, 0), ranks=members)
+        return timing.finish(
+            first.timing, self.arrivals, self._sizes(first), max(first.root, 0), ranks=members
+        )
 
     def _sizes(self, first: Call) -> Any:
         """Put the ranks' sizes together. Those not here yet are taken to contribute as much as the largest here."""
@@ -140,8 +142,12 @@ class Meeting:
         if first.sizes == "edges":
             return self._edges()
         if first.sizes == "each":
-            return np.array([max(here) if call is None else call.nbytes for call in self.calls], dtype=np.int64)
-        return np.stack([np.broadcast_to(call.nbytes, len(self.calls)) for call in self.calls if call]).astype(np.int64)
+            return np.array(
+                [max(here) if call is None else call.nbytes for call in self.calls], dtype=np.int64
+            )
+        return np.stack(
+            [np.broadcast_to(call.nbytes, len(self.calls)) for call in self.calls if call]
+        ).astype(np.int64)
 
     def _edges(self) -> Edges:
         """Return the messages of a neighbour exchange: each rank tells (dests, nbytes of each)."""
@@ -167,7 +173,11 @@ class Meeting:
         plan = self.world.timing.plan(
             first.timing, len(members), self._sizes(first), max(first.root, 0), ranks=members
         )
-        free = [rank for rank, completion in enumerate(self.gone) if _waits(completion) and self._heard(plan, rank)]
+        free = [
+            rank
+            for rank, completion in enumerate(self.gone)
+            if _waits(completion) and self._heard(plan, rank)
+        ]
         if free:
             times = plan.finish(self.arrivals, self.world.network, members).times
             for rank in free:

@@ -120,7 +120,9 @@ class Background:
         self._over = Completion(world.kernel)
         rank.company += 1
         clock = world.kernel.current.clock
-        self._task = world.kernel.spawn(rank.id, lambda: self._run(program), clock=clock, name=f"rank {rank.id} (background)")
+        self._task = world.kernel.spawn(
+            rank.id, lambda: self._run(program), clock=clock, name=f"rank {rank.id} (background)"
+        )
         rank.tasks.append(self._task)
 
     def _run(self, program: Callable[[], Any]) -> None:

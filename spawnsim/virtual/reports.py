@@ -25,7 +25,10 @@ def deadlock(tasks: Sequence[Task], ended: Sequence[int]) -> Deadlock:
     else:
         reason = _dead_end(tasks, ended)
     shown = sorted(tasks, key=lambda task: (task.rank not in ring, task.rank))[:SHOWN]
-    rows = [(task.name, f"{task.clock:.6g} s", task.wait.describe() if task.wait else "", where(task)) for task in shown]
+    rows = [
+        (task.name, f"{task.clock:.6g} s", task.wait.describe() if task.wait else "", where(task))
+        for task in shown
+    ]
     more = f"\n  … and {len(tasks) - SHOWN} more" if len(tasks) > SHOWN else ""
     return Deadlock(
         f"deadlock: {len(tasks)} of {len(tasks) + len(ended)} ranks wait and nothing can end it; {reason}\n"
@@ -74,5 +77,7 @@ def where(task: Task) -> str:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return rows as a text table."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows))
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
+    )
     return "\n".join("  " + line.rstrip() for line in lines)

@@ -144,7 +144,10 @@ class Request(Handle):
     @classmethod
     def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
         """Wait until all are over; return their objects."""
-        return [request.wait(status) for request, status in zip(requests, _lend(statuses, len(requests)), strict=False)]
+        return [
+            request.wait(status)
+            for request, status in zip(requests, _lend(statuses, len(requests)), strict=False)
+        ]
 
     @classmethod
     def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
@@ -232,7 +235,12 @@ class Request(Handle):
     @classmethod
     def get_status_all(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
         """Return whether all are over, and leave them as they are."""
-        return all([request.Get_status(status) for request, status in zip(requests, _lend(statuses, len(requests)), strict=False)])
+        return all(
+            [
+                request.Get_status(status)
+                for request, status in zip(requests, _lend(statuses, len(requests)), strict=False)
+            ]
+        )
 
     @classmethod
     def get_status_any(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
@@ -244,7 +252,9 @@ class Request(Handle):
         return UNDEFINED, over is None
 
     @classmethod
-    def get_status_some(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
+    def get_status_some(
+        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+    ) -> list[int] | None:
         """Return the positions of all that are over, and leave them as they are."""
         return _look_at(requests)
 
@@ -268,7 +278,9 @@ class Prequest(Request):
         """Begin the operation."""
         self._need()
         if self._completion is not None:
-            raise CallError(ERR_REQUEST, "Start of a persistent request that is still active: wait for it first")
+            raise CallError(
+                ERR_REQUEST, "Start of a persistent request that is still active: wait for it first"
+            )
         active = self._begin()
         for name in ("_completion", "_deliver", "_waiting", "_withdraw", "_world"):
             setattr(self, name, getattr(active, name))
@@ -331,5 +343,6 @@ def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
 
 def _collect_each(requests: Sequence[Request], over: list[int], statuses: list[Status] | None) -> list[Any]:
     return [
-        requests[index]._collect(status) for index, status in zip(over, _lend(statuses, len(over)), strict=False)
+        requests[index]._collect(status)
+        for index, status in zip(over, _lend(statuses, len(over)), strict=False)
     ]

@@ -22,7 +22,11 @@ def suspend() -> Callable[[], object] | None:
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "is_autocast_enabled"):  # absent, or half imported
         return None
-    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not torch.is_autocast_enabled(DEVICE):
+    if (
+        torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()
+        and not torch.is_autocast_enabled(DEVICE)
+    ):
         return None
     return _defaults(torch)
 

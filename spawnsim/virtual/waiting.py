@@ -117,6 +117,8 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
             rank.reach(task, due_s)
             raise timeout(task, waiting)
         rank.reach(task, finish_s)
+        if rank.company:  # its memory is exposed: what it does next must be done at its own time
+            kernel.observe()
 
 
 def finished(completions: Sequence[Completion | None], now_s: float) -> list[int]:
@@ -145,7 +147,9 @@ def await_any(world: World, completions: Sequence[Completion | None], waiting: A
         _park_until_any(world, completions, waiting, due_s)
 
 
-def _park_until_any(world: World, completions: Sequence[Completion | None], waiting: Any, due_s: float) -> None:
+def _park_until_any(
+    world: World, completions: Sequence[Completion | None], waiting: Any, due_s: float
+) -> None:
     """Park until a completion learns its end, or the earliest known end has come."""
     kernel = world.kernel
     task = kernel.current

@@ -64,7 +64,9 @@ class Rendezvous(Transfer):
         self.message.land(start_s + flight_s)
 
 
-def send(world: World, dest: Rank, mailbox: Mailbox, message: Message, mode: Mode = Mode.STANDARD) -> Transfer | None:
+def send(
+    world: World, dest: Rank, mailbox: Mailbox, message: Message, mode: Mode = Mode.STANDARD
+) -> Transfer | None:
     """Send a message from the running task. Returns what to wait for, or None if the send is complete already."""
     kernel = world.kernel
     task = kernel.current
@@ -91,5 +93,7 @@ def send(world: World, dest: Rank, mailbox: Mailbox, message: Message, mode: Mod
     kernel.effect()
     if send_s:
         source.reach(task, task.clock + send_s)
+        if source.company:
+            kernel.observe()
     mailbox.deliver(message)
     return transfer

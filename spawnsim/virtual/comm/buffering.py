@@ -58,7 +58,9 @@ class BufferedSends(Transport):
             raise CallError(ERR_BUFFER, "a buffered send without a buffer: call MPI.Attach_buffer first")
         if attached is not BUFFER_AUTOMATIC and nbytes + BSEND_OVERHEAD > memoryview(attached).nbytes:
             have = memoryview(attached).nbytes
-            raise CallError(ERR_BUFFER, f"the attached buffer of {have} bytes is too short: {nbytes} + {BSEND_OVERHEAD}")
+            raise CallError(
+                ERR_BUFFER, f"the attached buffer of {have} bytes is too short: {nbytes} + {BSEND_OVERHEAD}"
+            )
         return payload
 
 

@@ -100,7 +100,9 @@ class Collectives(Plans):
         """Combine all ranks' buffers and hand out equal blocks."""
         self._run(plans.reduce_scatter(sendbuf, recvbuf, None, op, self._place))
 
-    def Reduce_scatter(self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM) -> None:
+    def Reduce_scatter(
+        self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM
+    ) -> None:
         """Combine all ranks' buffers and hand out blocks of `recvcounts` elements."""
         self._run(plans.reduce_scatter(sendbuf, recvbuf, self._counts(recvbuf, recvcounts), op, self._place))
 

@@ -64,6 +64,13 @@ class Comm(
         """`comm.background(fn)` runs `fn` beside the rank's program."""
         return self._own.background  # type: ignore[no-any-return]
 
+    @property
+    def Win(self) -> Any:  # noqa: N802 - the class, under MPI's name
+        """The window class of this building: `comm.Win.Allocate(nbytes, comm=comm)`."""
+        from spawnsim.virtual.onesided import Win
+
+        return Win
+
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self._name in ("MPI_COMM_WORLD", "MPI_COMM_SELF"):
             return self._name.removeprefix("MPI_")
@@ -75,9 +82,7 @@ class Comm(
         return f"{type(self).__name__}({self._label}, rank {self._me} of {len(self._members)})"
 
 
-class Intracomm(
-    Comm, IntraCollectives, PersistentIntraCollectives, ObjectIntraCollectives
-):
+class Intracomm(Comm, IntraCollectives, PersistentIntraCollectives, ObjectIntraCollectives):
     """A communicator with one group."""
 
     __slots__ = ()
@@ -89,5 +94,3 @@ COMM_NULL = Comm()
 def enter(context: Context, rank: int, name: str = "") -> Intracomm:
     """Return the handle of a world rank."""
     return Intracomm.enter(context, rank, name)
-
-

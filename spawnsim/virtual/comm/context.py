@@ -64,7 +64,19 @@ class Context:
 class Member(Attributed):
     """One rank's handle of a communicator: the ground that the rooms of `Comm` stand on."""
 
-    __slots__ = ("_context", "_errhandler", "_info", "_mailbox", "_me", "_name", "_own", "_peers", "_rank", "_side", "_world")
+    __slots__ = (
+        "_context",
+        "_errhandler",
+        "_info",
+        "_mailbox",
+        "_me",
+        "_name",
+        "_own",
+        "_peers",
+        "_rank",
+        "_side",
+        "_world",
+    )
 
     _context: Context
     _world: World
@@ -107,7 +119,9 @@ class Member(Attributed):
         """Refuse a rank or tag out of range; `peer` is not PROC_NULL."""
         self._need()
         if not 0 <= peer < len(self._peers):
-            raise CallError(ERR_RANK, f"rank {peer} is not in {self._label}, whose ranks are 0 to {len(self._peers) - 1}")
+            raise CallError(
+                ERR_RANK, f"rank {peer} is not in {self._label}, whose ranks are 0 to {len(self._peers) - 1}"
+            )
         if not 0 <= tag <= TAG_UB:
             raise CallError(ERR_TAG, f"tag {tag} is outside 0 to {TAG_UB}")
 
@@ -118,7 +132,9 @@ class Member(Attributed):
     def _check_root(self, root: int) -> None:
         self._need()
         if not 0 <= root < len(self._peers):
-            raise CallError(ERR_ROOT, f"root {root} is not in {self._label}, whose ranks are 0 to {len(self._peers) - 1}")
+            raise CallError(
+                ERR_ROOT, f"root {root} is not in {self._label}, whose ranks are 0 to {len(self._peers) - 1}"
+            )
 
     def _join(self, call: Call) -> tuple[Completion, WaitingForMeeting]:
         """Arrive at a collective without waiting for its end."""
@@ -139,5 +155,3 @@ class Member(Attributed):
 
 def _total(nbytes: Any) -> int:
     return nbytes if isinstance(nbytes, int) else int(nbytes.sum())
-
-

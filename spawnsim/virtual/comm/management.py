@@ -185,7 +185,11 @@ class Management(Member):
         for color in colors:
             sides: list[tuple[int, ...]] = []
             for side in range(len(self._context.sides)):
-                mine = [(key, place, rank) for place, (own, key, rank, at) in enumerate(parts) if own == color and at == side]
+                mine = [
+                    (key, place, rank)
+                    for place, (own, key, rank, at) in enumerate(parts)
+                    if own == color and at == side
+                ]
                 sides.append(tuple(rank for _, _, rank in sorted(mine)))
             if all(sides):
                 found[color] = Context(self._world, tuple(sides))
@@ -217,12 +221,17 @@ class Management(Member):
         self._need()
         strangers = [rank for rank in group.live() if rank not in self._members]
         if strangers:
-            raise CallError(ERR_GROUP, f"the group has members that are not in {self._label}: {strangers[:5]}")
+            raise CallError(
+                ERR_GROUP, f"the group has members that are not in {self._label}: {strangers[:5]}"
+            )
 
     def Free(self) -> None:
         """Give up the communicator; all members call."""
         self._need()
-        if self._context.number <= 2 * 0 + len(self._world.ranks) + 1 and self._name in ("MPI_COMM_WORLD", "MPI_COMM_SELF"):
+        if self._context.number <= 2 * 0 + len(self._world.ranks) + 1 and self._name in (
+            "MPI_COMM_WORLD",
+            "MPI_COMM_SELF",
+        ):
             raise CallError(ERR_COMM, f"{self._name} cannot be freed")
         self.delete_attributes()
         self._meet(Call("Free", "barrier"))

@@ -33,7 +33,15 @@ class ObjectCollectives(Plans):
         """Return the root's object."""
         part = dumps(obj) if self._me == self._root(root) else b""
         received = self._meet(
-            Call("bcast", "bcast", part, len(part), root, sizes="root", outcome=lambda m, rank: m.calls[root].part)
+            Call(
+                "bcast",
+                "bcast",
+                part,
+                len(part),
+                root,
+                sizes="root",
+                outcome=lambda m, rank: m.calls[root].part,
+            )
         )
         return obj if self._me == root else loads(received)
 
@@ -41,7 +49,9 @@ class ObjectCollectives(Plans):
         """Return all ranks' objects at the root, None elsewhere."""
         part = dumps(sendobj)
         outcome = lambda m, rank: m.parts() if rank == root else None  # noqa: E731
-        parts = self._meet(Call("gather", "gather", part, len(part), self._root(root), sizes="each", outcome=outcome))
+        parts = self._meet(
+            Call("gather", "gather", part, len(part), self._root(root), sizes="each", outcome=outcome)
+        )
         return None if parts is None else [loads(each) for each in parts]
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
@@ -51,12 +61,16 @@ class ObjectCollectives(Plans):
             parts = self._one_each(sendobj)
         nbytes = np.array([len(part) for part in parts]) if parts else np.zeros(size, np.int64)
         outcome = lambda m, rank: m.calls[root].part[rank]  # noqa: E731
-        return loads(self._meet(Call("scatter", "scatter", parts, nbytes, root, sizes="root", outcome=outcome)))
+        return loads(
+            self._meet(Call("scatter", "scatter", parts, nbytes, root, sizes="root", outcome=outcome))
+        )
 
     def allgather(self, sendobj: Any) -> list[Any]:
         """Return all ranks' objects."""
         part = dumps(sendobj)
-        call = Call("allgather", "allgather", part, len(part), sizes="each", outcome=lambda m, rank: m.parts())
+        call = Call(
+            "allgather", "allgather", part, len(part), sizes="each", outcome=lambda m, rank: m.parts()
+        )
         return [loads(each) for each in self._meet(call)]
 
     def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
@@ -90,7 +104,9 @@ class ObjectCollectives(Plans):
         size = len(self._peers)
         items = list(sendobj or ())
         if len(items) != size:
-            raise CallError(ERR_COUNT, f"expecting {size} items, one per rank of {self._label}; got {len(items)}")
+            raise CallError(
+                ERR_COUNT, f"expecting {size} items, one per rank of {self._label}; got {len(items)}"
+            )
         return [dumps(item) for item in items]
 
 

@@ -89,7 +89,9 @@ class PersistentCollectives(NonblockingCollectives):
         """Prepare Alltoallw."""
         return Prequest.prepare(lambda: self.Ialltoallw(sendbuf, recvbuf))
 
-    def Reduce_init(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0, info: Info = INFO_NULL) -> Prequest:
+    def Reduce_init(
+        self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0, info: Info = INFO_NULL
+    ) -> Prequest:
         """Prepare Reduce."""
         return Prequest.prepare(lambda: self.Ireduce(sendbuf, recvbuf, op, root))
 
@@ -97,11 +99,20 @@ class PersistentCollectives(NonblockingCollectives):
         """Prepare Allreduce."""
         return Prequest.prepare(lambda: self.Iallreduce(sendbuf, recvbuf, op))
 
-    def Reduce_scatter_block_init(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, info: Info = INFO_NULL) -> Prequest:
+    def Reduce_scatter_block_init(
+        self, sendbuf: Any, recvbuf: Any, op: Op = SUM, info: Info = INFO_NULL
+    ) -> Prequest:
         """Prepare Reduce_scatter_block."""
         return Prequest.prepare(lambda: self.Ireduce_scatter_block(sendbuf, recvbuf, op))
 
-    def Reduce_scatter_init(self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM, info: Info = INFO_NULL) -> Prequest:
+    def Reduce_scatter_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        recvcounts: Sequence[int] | None = None,
+        op: Op = SUM,
+        info: Info = INFO_NULL,
+    ) -> Prequest:
         """Prepare Reduce_scatter."""
         return Prequest.prepare(lambda: self.Ireduce_scatter(sendbuf, recvbuf, recvcounts, op))
 

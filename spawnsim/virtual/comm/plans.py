@@ -56,7 +56,9 @@ def bcast(buf: Any, root: int, me: int) -> Plan:
     """The root's buffer goes to all."""
     own = as_buffer(buf)
     outcome = lambda meeting, rank: meeting.calls[root].part  # noqa: E731
-    call = Call("Bcast", "bcast", own.pack() if me == root else None, own.nbytes, root, sizes="root", outcome=outcome)
+    call = Call(
+        "Bcast", "bcast", own.pack() if me == root else None, own.nbytes, root, sizes="root", outcome=outcome
+    )
     return Plan(call, _drop if me == root else own.unpack)
 
 
@@ -91,11 +93,20 @@ def allgather(sendbuf: Any, recvbuf: Any, place: tuple[int, int], vector: bool =
         part = as_buffer(recvbuf, vector=vector, blocks=size).block(me).pack()
     else:
         part = as_buffer(sendbuf).pack()
-    call = Call("Allgather", "allgather", part, part.nbytes, sizes="each", outcome=lambda meeting, rank: meeting.parts())
+    call = Call(
+        "Allgather",
+        "allgather",
+        part,
+        part.nbytes,
+        sizes="each",
+        outcome=lambda meeting, rank: meeting.parts(),
+    )
     return Plan(call, _fill(recvbuf, vector=vector, blocks=size))
 
 
-def alltoall(sendbuf: Any, recvbuf: Any, place: tuple[int, int], *, vector: bool = False, types: bool = False) -> Plan:
+def alltoall(
+    sendbuf: Any, recvbuf: Any, place: tuple[int, int], *, vector: bool = False, types: bool = False
+) -> Plan:
     """Every rank gets, from every rank, the block meant for it."""
     _, size = place
     source = recvbuf if sendbuf is IN_PLACE else sendbuf
@@ -118,10 +129,16 @@ def combiner(op: Op, own: Buffer) -> Callable[[Any, Any], Any]:
     return lambda a, b: op.reduce(a, b.copy(), datatype)
 
 
-def _reducing(name: str, timing: str, sendbuf: Any, recvbuf: Any, op: Op) -> tuple[Call, Callable[[Any, Any], Any]]:
+def _reducing(
+    name: str, timing: str, sendbuf: Any, recvbuf: Any, op: Op
+) -> tuple[Call, Callable[[Any, Any], Any]]:
     own = as_buffer(recvbuf if sendbuf is IN_PLACE else sendbuf)
     part = own.pack()
-    agree = (("op", _name(op)), ("count", own.count * own.blocks), ("datatype", own.datatype.Get_name() or "derived"))
+    agree = (
+        ("op", _name(op)),
+        ("count", own.count * own.blocks),
+        ("datatype", own.datatype.Get_name() or "derived"),
+    )
     return Call(name, timing, part, own.nbytes, agree=agree), combiner(op, own)
 
 
@@ -160,7 +177,9 @@ def counts(count: int) -> Call:
     return Call("Reduce_scatter", "allgather", count, 8, outcome=lambda meeting, rank: meeting.parts())
 
 
-def reduce_scatter(sendbuf: Any, recvbuf: Any, counts: Sequence[int] | None, op: Op, place: tuple[int, int]) -> Plan:
+def reduce_scatter(
+    sendbuf: Any, recvbuf: Any, counts: Sequence[int] | None, op: Op, place: tuple[int, int]
+) -> Plan:
     """Every rank gets its block of the combination; `counts` are the elements per rank, None: equal blocks."""
     me, size = place
     call, combine = _reducing("Reduce_scatter", "reduce_scatter", sendbuf, recvbuf, op)
@@ -171,7 +190,9 @@ def reduce_scatter(sendbuf: Any, recvbuf: Any, counts: Sequence[int] | None, op:
         counts = [elements // size] * size
     ends = np.cumsum(counts)
     if ends[-1] != elements:
-        raise CallError(ERR_COUNT, f"recvcounts add up to {ends[-1]}, but each rank contributes {elements} elements")
+        raise CallError(
+            ERR_COUNT, f"recvcounts add up to {ends[-1]}, but each rank contributes {elements} elements"
+        )
 
     def outcome(meeting: Meeting, rank: int) -> Any:
         whole = meeting.shared(lambda: reductions.tree(meeting.parts(), combine))

@@ -63,7 +63,9 @@ class Transport(Member):
             raise
         message = receive.message
         assert message is not None
-        self._rank.trace.note(3, self._world.kernel.current.clock, message.source, message.nbytes, message.tag)
+        self._rank.trace.note(
+            3, self._world.kernel.current.clock, message.source, message.nbytes, message.tag
+        )
         return message
 
     def _waiting(self, operation: str, peer: int, tag: int, keyword: str = "source") -> Waiting:
@@ -133,7 +135,9 @@ class Objects(Transport):
         """Start to send an object from a buffer."""
         return self._isend(dumps(obj), dest, tag, LOCAL, "ibsend")
 
-    def recv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Any:
+    def recv(
+        self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> Any:
         """Receive an object. `buf` is accepted as mpi4py accepts it, and not needed."""
         if source == PROC_NULL:
             self._need()
@@ -189,7 +193,9 @@ class Buffers(Transport):
         """Start to send a buffer whose receive the program knows to be posted."""
         return self._isend(pack(buf), dest, tag, LOCAL, "Irsend")
 
-    def Recv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> None:
+    def Recv(
+        self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> None:
         """Receive into a buffer, which must be long enough."""
         if source == PROC_NULL:
             self._need()

@@ -30,7 +30,9 @@ class Probes(Transport):
         self._stare(source, tag, status, "Probe")
         return True
 
-    def Improbe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message | None:
+    def Improbe(
+        self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> Message | None:
         """Return a message that fits and has arrived, out of reach of any other receive; or None."""
         if source == PROC_NULL:
             return MESSAGE_NO_PROC
@@ -81,8 +83,12 @@ class Probes(Transport):
         first_s = self._mailbox.earliest(source, tag)
         self._mailbox.watchers.append(watcher)
         watcher.waiter = task = world.kernel.current
-        alarm = None if first_s is None else world.kernel.env.at(
-            max(first_s, world.kernel.env.now), self._rank.id, lambda: world.kernel.resume(task)
+        alarm = (
+            None
+            if first_s is None
+            else world.kernel.env.at(
+                max(first_s, world.kernel.env.now), self._rank.id, lambda: world.kernel.resume(task)
+            )
         )
         try:
             world.kernel.block(waiting)
@@ -123,7 +129,9 @@ class Message(Handle):
         return self
 
     @classmethod
-    def Probe(cls, comm: Probes, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message:
+    def Probe(
+        cls, comm: Probes, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> Message:
         """Wait for a message that fits and take it out."""
         return comm.Mprobe(source, tag, status)
 
@@ -175,5 +183,3 @@ def _fill_status(status: Status | None, letter: Letter | None) -> None:
         fill(status, letter.source, letter.tag, letter.nbytes)
     elif status is not None:
         fill(status, PROC_NULL, ANY_TAG, 0)
-
-

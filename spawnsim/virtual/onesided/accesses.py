@@ -1,0 +1,175 @@
+"""The one-sided calls themselves: Put, Get and the atomic ones.
+
+This room knows buffers at both ends. It must not know locks or times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spawnsim.comm import constants
+from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.constants import PROC_NULL
+from spawnsim.comm.datatypes import Datatype
+from spawnsim.comm.failures import ERR_RMA_RANGE, CallError
+from spawnsim.comm.memory import address
+from spawnsim.comm.ops import NO_OP, REPLACE, SUM, Op
+from spawnsim.comm.regions import Buffer
+from spawnsim.comm.specs import locate
+from spawnsim.comm.vectors import as_target
+from spawnsim.errors import ParameterError
+from spawnsim.virtual.matching import Completion
+from spawnsim.virtual.onesided.epochs import Epochs
+from spawnsim.virtual.requests import Request
+from spawnsim.virtual.waiting import Waiting
+
+
+class Accesses(Epochs):
+    """Put, Get and the atomic calls."""
+
+    __slots__ = ()
+
+    def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        """Write to a part. The origin's buffer is free again at once."""
+        self._later(self._put(origin, target_rank, target, REPLACE), target_rank)
+
+    def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        """Read from a part. The data are in the origin's buffer after the next flush, unlock, fence or complete."""
+        self._later(self._get(origin, target_rank, target), target_rank)
+
+    def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> None:
+        """Combine with a part, atomically."""
+        self._later(self._put(origin, target_rank, target, op), target_rank)
+
+    def Get_accumulate(
+        self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Op = SUM
+    ) -> None:
+        """Combine with a part and return what was there, atomically."""
+        self._later(self._swap(origin, result, target_rank, target, op), target_rank)
+
+    def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Request:
+        """Start Put; the request is over when the data are written."""
+        return self._request("Rput", self._put(origin, target_rank, target, REPLACE), target_rank)
+
+    def Rget(self, origin: Any, target_rank: int, target: Any = None) -> Request:
+        """Start Get; the request is over when the data are there."""
+        return self._request("Rget", self._get(origin, target_rank, target), target_rank)
+
+    def Raccumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> Request:
+        """Start Accumulate."""
+        return self._request("Raccumulate", self._put(origin, target_rank, target, op), target_rank)
+
+    def Rget_accumulate(
+        self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Op = SUM
+    ) -> Request:
+        """Start Get_accumulate."""
+        return self._request(
+            "Rget_accumulate", self._swap(origin, result, target_rank, target, op), target_rank
+        )
+
+    def Fetch_and_op(
+        self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
+    ) -> None:
+        """Combine one element and return what was there, atomically."""
+        self._later(self._swap(origin, result, target_rank, [target_disp, 1], op), target_rank)
+
+    def Compare_and_swap(
+        self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
+    ) -> None:
+        """Replace one element if it equals `compare`, and return what was there, atomically."""
+        if target_rank == PROC_NULL:
+            return
+        new, expected = as_buffer(origin).pack()[:1], as_buffer(compare).pack()[:1]
+        found = as_buffer(result, writable=True)
+        part = self._part(target_rank, [target_disp, 1], found, "Compare_and_swap")
+        held: list[Any] = []
+
+        def serve() -> None:
+            held.append(part.pack())
+            if held[0].tobytes() == expected.tobytes():
+                part.unpack(new)
+
+        sizes = new.nbytes + expected.nbytes, new.nbytes
+        self._later((self._send(target_rank, sizes, serve), lambda: found.unpack(held[0])), target_rank)
+
+    # -- how they are made -----------------------------------------------------------------------------------
+
+    def _put(self, origin: Any, rank: int, target: Any, op: Op) -> Any:
+        if rank == PROC_NULL:
+            return None
+        own = as_buffer(origin)
+        part, data = self._part(rank, target, own, "Put"), own.pack()
+        completion = self._send(rank, (own.nbytes, 0), lambda: _apply(op, part, data))
+        return completion, lambda: None
+
+    def _get(self, origin: Any, rank: int, target: Any) -> Any:
+        if rank == PROC_NULL:
+            return None
+        own = as_buffer(origin, writable=True)
+        part = self._part(rank, target, own, "Get")
+        held: list[Any] = []
+        completion = self._send(rank, (0, part.nbytes), lambda: held.append(part.pack()))
+        return completion, lambda: own.unpack(held[0])
+
+    def _swap(self, origin: Any, result: Any, rank: int, target: Any, op: Op) -> Any:
+        if rank == PROC_NULL:
+            return None
+        found = as_buffer(result, writable=True)
+        data = None if op == NO_OP else as_buffer(origin).pack()
+        part = self._part(rank, target, found, "Get_accumulate")
+        held: list[Any] = []
+
+        def serve() -> None:
+            held.append(part.pack())
+            if data is not None:
+                _apply(op, part, data)
+
+        sizes = 0 if data is None else data.nbytes, found.nbytes
+        return self._send(rank, sizes, serve), lambda: found.unpack(held[0])
+
+    def _part(self, rank: int, target: Any, own: Buffer, operation: str) -> Buffer:
+        """Return the buffer in the target's memory that an access means."""
+        self._check(rank, operation)
+        displacement, count, datatype = as_target(target, own)
+        part = self._windows.targets[rank]
+        start, memory = displacement * part.disp_unit, part.memory
+        if self._windows.flavor == constants.WIN_FLAVOR_DYNAMIC:
+            memory, start = _region(part.regions, displacement)
+        return _located(memory, datatype, start, count, f"{operation} to rank {rank} of {self._label}")
+
+    def _send(self, rank: int, nbytes: tuple[int, int], serve: Callable[[], None]) -> Completion:
+        return self._windows.request(self._comm._rank, rank, nbytes, serve)
+
+    def _later(self, access: Any, rank: int) -> None:
+        if access is not None:
+            self._under_way.setdefault(rank, []).append(access)
+
+    def _request(self, operation: str, access: Any, rank: int) -> Request:
+        world = self._windows.world
+        if access is None:
+            return Request.over(world)
+        completion, deliver = access
+        waiting = Waiting(operation, self._label, self._comm._members, rank, 0, "target")
+        return Request.start(world, completion, waiting, lambda status: deliver())
+
+
+def _apply(op: Op, part: Buffer, data: Any) -> None:
+    """Combine data with a target's memory."""
+    op.check(part.datatype, one_sided=True)
+    part.unpack(data if op == REPLACE else op.reduce(data, part.pack(), part.datatype))
+
+
+def _located(memory: Any, datatype: Datatype, start: int, count: int, what: str) -> Buffer:
+    try:
+        return locate(memory, datatype, start, (count, 1))
+    except ParameterError as error:
+        raise CallError(ERR_RMA_RANGE, f"{what}: {error}") from None
+
+
+def _region(regions: Sequence[Any], place: int) -> tuple[Any, int]:
+    for region in regions:
+        first = address(region)
+        if first <= place <= first + region.nbytes:
+            return region, place - first
+    raise CallError(ERR_RMA_RANGE, f"address {place:#x} is in no memory that the target has attached")

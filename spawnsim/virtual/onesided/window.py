@@ -1,0 +1,239 @@
+"""`Win`: making windows, asking them, freeing them.
+
+This room knows how members agree on a window. Its epochs and accesses are in the rooms beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import numpy as np
+
+from spawnsim.comm import constants
+from spawnsim.comm.constants import PROC_NULL
+from spawnsim.comm.failures import ERR_DISP, CallError
+from spawnsim.comm.group import Group
+from spawnsim.comm.handles import ERRORS_RETURN, Errhandler
+from spawnsim.comm.info import INFO_NULL, Info
+from spawnsim.comm.memory import address, as_bytes, buffer, flat
+from spawnsim.virtual.comm.calling import COMM_SELF
+from spawnsim.virtual.comm.context import Context, Member
+from spawnsim.virtual.comm.point_to_point import Transport
+from spawnsim.virtual.meeting import Call
+from spawnsim.virtual.onesided.accesses import Accesses
+from spawnsim.virtual.onesided.epochs import Epochs
+from spawnsim.virtual.onesided.service import Target, Windows
+
+
+class Win(Accesses):
+    """Memory that other ranks reach without this one's help."""
+
+    __slots__ = ()
+
+    def __new__(cls, win: Win | None = None) -> Self:
+        """Return a null window, or a copy of the handle of another."""
+        self = super().__new__(cls)
+        self._identity, self._attributes = None, {}
+        if win is not None and win._identity is not None:
+            for slot in Epochs.__slots__:
+                setattr(self, slot, getattr(win, slot))
+            self._identity, self._attributes = win._identity, win._attributes
+        return self
+
+    # -- making ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def Create(cls, memory: Any, disp_unit: int = 1, info: Info = INFO_NULL, comm: Any = COMM_SELF) -> Self:
+        """Open a window on memory of the program; collective."""
+        own = np.zeros(0, np.uint8) if memory is None else as_bytes(flat(memory))
+        return cls._open("Win.Create", (own, disp_unit, None), constants.WIN_FLAVOR_CREATE, comm, info)
+
+    @classmethod
+    def Allocate(cls, size: int, disp_unit: int = 1, info: Info = INFO_NULL, comm: Any = COMM_SELF) -> Self:
+        """Open a window on fresh memory of `size` bytes; collective."""
+        own = np.zeros(size, np.uint8)
+        return cls._open("Win.Allocate", (own, disp_unit, None), constants.WIN_FLAVOR_ALLOCATE, comm, info)
+
+    @classmethod
+    def Allocate_shared(
+        cls, size: int, disp_unit: int = 1, info: Info = INFO_NULL, comm: Any = COMM_SELF
+    ) -> Self:
+        """Open a window on one piece of memory that all members can load and store; collective."""
+        return cls._open(
+            "Win.Allocate_shared", (None, disp_unit, size), constants.WIN_FLAVOR_SHARED, comm, info
+        )
+
+    @classmethod
+    def Create_dynamic(cls, info: Info = INFO_NULL, comm: Any = COMM_SELF) -> Self:
+        """Open a window without memory, which Attach adds; collective."""
+        own = np.zeros(0, np.uint8)
+        return cls._open("Win.Create_dynamic", (own, 1, None), constants.WIN_FLAVOR_DYNAMIC, comm, info)
+
+    @classmethod
+    def _open(
+        cls, name: str, part: tuple[Any, int, int | None], flavor: int, comm: Member, info: Info
+    ) -> Self:
+        comm._need()
+        if part[1] <= 0:
+            raise CallError(ERR_DISP, f"{name}: disp_unit {part[1]} must be above 0")
+        context, windows = comm._agree(name, part, lambda parts: _build(comm, parts, flavor))  # type: ignore[attr-defined]
+        self = cls.__new__(cls)
+        self._identity = self._windows = windows
+        self._comm = Transport.enter(context, comm._rank.id, "")
+        self._comm._name, self._comm._own = comm._label, comm._own
+        self._place, self._name, self._errhandler = comm._me, "", None
+        self._info = Info.Create(info if info else None)
+        self._locked, self._started, self._locked_all, self._fenced = set(), set(), False, False
+        self._under_way, self._tokens, self._exposed = {}, [], []
+        comm._rank.company += 1
+        comm._world.kernel.observe()
+        comm._rank.attachments.setdefault("windows", []).append(self)
+        return self
+
+    def Attach(self, memory: Any) -> None:
+        """Add memory to a dynamic window."""
+        self._need()
+        self._windows.targets[self._place].regions.append(as_bytes(flat(memory)))
+
+    def Detach(self, memory: Any) -> None:
+        """Take memory out of a dynamic window."""
+        self._need()
+        first, part = address(memory), self._windows.targets[self._place]
+        part.regions = [region for region in part.regions if address(region) != first]
+
+    def Free(self) -> None:
+        """Close the window; collective."""
+        self._need()
+        self._flush_all("Free")
+        self.delete_attributes()
+        self._comm._meet(Call("Win.Free", "barrier"))
+        self._comm._rank.company -= 1
+        self._comm._rank.attachments["windows"].remove(self)
+        self._identity = None
+
+    # -- asking ----------------------------------------------------------------------------------------------
+
+    def tomemory(self) -> buffer:
+        """Return this rank's part as bytes."""
+        self._need()
+        return buffer.frombuffer(self._windows.targets[self._place].memory)
+
+    def Shared_query(self, rank: int) -> tuple[buffer, int]:
+        """Return another rank's part of shared memory, and its displacement unit."""
+        self._need()
+        if rank == PROC_NULL:
+            rank = next((place for place, part in enumerate(self._windows.targets) if part.memory.nbytes), 0)
+        part = self._windows.targets[rank]
+        return buffer.frombuffer(part.memory), part.disp_unit
+
+    def Get_group(self) -> Group:
+        """Return the group of the window's ranks."""
+        self._need()
+        return Group.of(self._comm._members, self._comm._rank.id)
+
+    def Get_attr(self, keyval: int) -> Any:
+        """Return an attribute: MPI's own (WIN_BASE, WIN_SIZE, …) or one of the program."""
+        self._need()
+        part = self._windows.targets[self._place]
+        own = {
+            constants.WIN_BASE: lambda: part.memory.ctypes.data,
+            constants.WIN_SIZE: lambda: part.memory.nbytes,
+            constants.WIN_DISP_UNIT: lambda: part.disp_unit,
+            constants.WIN_CREATE_FLAVOR: lambda: self._windows.flavor,
+            constants.WIN_MODEL: lambda: constants.WIN_UNIFIED,
+        }
+        return own[keyval]() if keyval in own else super().Get_attr(keyval)
+
+    @property
+    def attrs(self) -> tuple[int, int, int]:
+        """Base address, size in bytes, displacement unit."""
+        return (
+            self.Get_attr(constants.WIN_BASE),
+            self.Get_attr(constants.WIN_SIZE),
+            self.Get_attr(constants.WIN_DISP_UNIT),
+        )
+
+    @property
+    def flavor(self) -> int:
+        """How the window was made."""
+        return int(self.Get_attr(constants.WIN_CREATE_FLAVOR))
+
+    @property
+    def model(self) -> int:
+        """The memory model: unified."""
+        return int(self.Get_attr(constants.WIN_MODEL))
+
+    @property
+    def group(self) -> Group:
+        """The group of the window's ranks."""
+        return self.Get_group()
+
+    def Get_name(self) -> str:
+        """Return the name."""
+        self._need()
+        return self._name
+
+    def Set_name(self, name: str) -> None:
+        """Set the name."""
+        self._need()
+        self._name = name
+
+    name = property(Get_name, Set_name)
+
+    def Get_info(self) -> Info:
+        """Return a copy of the hints."""
+        self._need()
+        return Info.Create(self._info)
+
+    def Set_info(self, info: Info) -> None:
+        """Set hints; no hint means anything here."""
+        self._need()
+        self._info = Info.Create(info)
+
+    info = property(Get_info, Set_info)
+
+    def Get_errhandler(self) -> Errhandler:
+        """Return the error handler."""
+        self._need()
+        return Errhandler(self._errhandler or ERRORS_RETURN)
+
+    def Set_errhandler(self, errhandler: Errhandler) -> None:
+        """Set the error handler."""
+        self._need()
+        self._errhandler = errhandler
+
+    def Call_errhandler(self, errorcode: int) -> None:
+        """Let the error handler act on an error code."""
+        handler = self.Get_errhandler()
+        if handler.function is not None:
+            handler.function(self, errorcode)
+
+    @classmethod
+    def Create_errhandler(cls, errhandler_fn: Callable[[Any, int], None]) -> Errhandler:
+        """Return an error handler that calls a function."""
+        return Errhandler.of("user", errhandler_fn)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._identity is not None:
+            self.Free()
+
+
+def _build(comm: Member, parts: list[tuple[Any, int, int | None]], flavor: int) -> tuple[Context, Windows]:
+    """Make what all members of a window share, once."""
+    world, members = comm._world, comm._members
+    memories = [memory for memory, _, _ in parts]
+    shared = None
+    if flavor == constants.WIN_FLAVOR_SHARED:
+        sizes = [size or 0 for _, _, size in parts]
+        ends = np.cumsum(sizes)
+        shared = np.zeros(int(ends[-1]), np.uint8)
+        memories = [shared[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    targets = [
+        Target(world.ranks[rank], memory, unit)
+        for rank, memory, (_, unit, _) in zip(members, memories, parts, strict=True)
+    ]
+    return Context(world, (tuple(members),)), Windows(world, targets, flavor, shared)
