@@ -62,14 +62,17 @@ class CostTable:
         return Costs(*columns)
 
 
-@dataclass(frozen=True, eq=True)
-class Fabric(ABC):
-    """A network whose pairs of ranks fall into kinds. Subclasses say which kind, and which link a kind is.
+@dataclass(frozen=True)
+class Overheads:
+    """What every network has beside its links.
 
     Args:
         call_overhead_s: Seconds that a probe or a test costs; above 0.
         eager_bytes: Longest message that leaves without asking the receiver.
         gamma_s_per_B: Seconds of arithmetic per reduced byte.
+
+    Raises:
+        ParameterError: One of them is out of its range.
     """
 
     call_overhead_s: float = field(default=1e-6, kw_only=True)
@@ -81,14 +84,6 @@ class Fabric(ABC):
         at_least(self.eager_bytes, 0, "eager_bytes")
         at_least(self.gamma_s_per_B, 0.0, "gamma_s_per_B")
 
-    @abstractmethod
-    def kind(self, source: Index, dest: Index) -> Index:
-        """Return the kind of a pair: ints for ints, an int array for arrays."""
-
-    @abstractmethod
-    def links(self) -> tuple[Link, ...]:
-        """Return the link of each kind."""
-
     def capacity(self) -> int | None:
         """Return how many ranks fit; None if any number does."""
         return None
@@ -96,6 +91,32 @@ class Fabric(ABC):
     def node(self, rank: Index) -> Index:
         """Return the number of the node on which a rank lives: a node of its own, if not said otherwise."""
         return rank
+
+    def place(self, ranks: Ints) -> Ints:
+        """Return the number of the node on which each world rank lives."""
+        return self.node(ranks)
+
+    def check(self, ranks: int) -> None:
+        """Raise `ParameterError` if so many ranks do not fit."""
+        room = self.capacity()
+        if room is not None and ranks > room:
+            name = type(self).__name__
+            raise ParameterError(
+                f"{ranks} ranks do not fit on this {name}: it has room for {room}; enlarge it"
+            )
+
+
+@dataclass(frozen=True)
+class Fabric(Overheads, ABC):
+    """A network whose pairs of ranks fall into kinds. Subclasses say which kind, and which link a kind is."""
+
+    @abstractmethod
+    def kind(self, source: Index, dest: Index) -> Index:
+        """Return the kind of a pair: ints for ints, an int array for arrays."""
+
+    @abstractmethod
+    def links(self) -> tuple[Link, ...]:
+        """Return the link of each kind."""
 
     @cached_property
     def table(self) -> CostTable:
@@ -136,16 +157,6 @@ class Fabric(ABC):
             return self.table.same(first, nbytes)
         return self.table.mixed(kinds, nbytes)
 
-    def place(self, ranks: Ints) -> Ints:
-        """Return the number of the node on which each world rank lives."""
-        return self.node(ranks)
-
-    def check(self, ranks: int) -> None:
-        """Raise `ParameterError` if so many ranks do not fit."""
-        room = self.capacity()
-        if room is not None and ranks > room:
-            raise ParameterError(f"{ranks} ranks do not fit on {self}: it has room for {room}; enlarge it")
-
 
 @dataclass(frozen=True)
 class Switch(Fabric):
@@ -172,6 +183,8 @@ class Switch(Fabric):
 @dataclass(frozen=True)
 class Nodes(Fabric):
     """Nodes of `ranks_per_node` consecutive ranks: one link inside a node, another between nodes.
+
+    Every rank has a card of its own. Where the ranks of a node share one, give `inter` the bandwidth of a share.
 
     Args:
         intra: Link between two ranks of one node.
