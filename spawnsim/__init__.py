@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 from spawnsim.run import Run, run
 
 if TYPE_CHECKING:  # the same names, where editors and type checkers look for them
-    pass
+    from spawnsim.comm import Comm
+    from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, SpawnPolicy
+    from spawnsim.record import Table
 
 __version__ = "0.1.0"
 
@@ -33,7 +35,9 @@ _HOME = {
     "Table": "spawnsim.record",
 }
 
-__all__ = ["Run", "__version__", "run", *_HOME]
+__all__ = [
+    "AsyncSelectiveAveragingPolicy", "AverageAllPolicy", "Comm", "Run", "SpawnPolicy", "Table", "__version__", "run",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

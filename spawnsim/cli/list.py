@@ -9,7 +9,7 @@ import argparse
 import ast
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module, resources
+from importlib import import_module
 from pathlib import Path
 
 Line = tuple[str, str]
@@ -34,12 +34,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def platforms() -> Iterator[Line]:
-    """Yield the platform files that come along, each with its first comment."""
-    presets = resources.files("spawnsim.virtual.platform") / "presets"
-    for file in sorted(presets.iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".toml"):
-            first = file.read_text(encoding="utf-8").partition("\n")[0]
-            yield file.name.removesuffix(".toml"), first.lstrip("# ") if first.startswith("#") else ""
+    """Yield the platform files that come along."""
+    for platform in import_module("spawnsim.virtual.platform").list_platforms():
+        yield platform.name, platform.description
 
 
 def stragglers() -> Iterator[Line]:

@@ -16,6 +16,7 @@ from spawnsim.errors import ParameterError, SpawnsimError
 from spawnsim.run.program import program, require_main
 from spawnsim.run.real import Job, run_rank, tidy
 
+INTERRUPTED = 130
 VIRTUAL_ONLY = ("platform", "straggler", "faults", "compute")
 
 
@@ -29,7 +30,7 @@ def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
             f"--{unfit[0]} describes virtual ranks; --backend {options.backend} takes real time"
         )
     here = recognise()
-    if here.size == 1 and options.ranks not in (None, 1):
+    if here.launcher == "none" and options.ranks not in (None, 1):
         return _start(options, parameters)
     if options.ranks not in (None, here.size):
         raise ParameterError(
@@ -48,9 +49,12 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
         *arguments_of(parameters), *(["--json"] if options.json else []), *(["--quiet"] if options.quiet else []),
         *(["--out", str(options.out)] if options.out is not None else []),
     ]  # fmt: skip
-    status = launch(options.file, options.ranks, arguments)
-    if options.out is not None:
-        tidy(options.out, status)
+    status = INTERRUPTED
+    try:
+        status = launch(options.file, options.ranks, arguments)
+    finally:
+        if options.out is not None:
+            tidy(options.out, status)
     return status
 
 

@@ -68,7 +68,7 @@ def run(
     keeper = Keeper(what, None if out is None else Path(out))
     with keeper, _bar(progress, task, keeper.recorder, ranks) as told:
         keeper.counted = _simulate(
-            task.call, ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
+            task, ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
             recorder=keeper.recorder, compute_s=compute, deadline_s=deadline_s, progress=told,
         )  # fmt: skip
     return keeper.run

@@ -6,7 +6,6 @@ This room knows Python files and signatures, and nothing of where `main` will ru
 from __future__ import annotations
 
 import ast
-import functools
 import importlib.util
 import inspect
 import sys
@@ -24,7 +23,7 @@ Main = Callable[..., object]
 
 @dataclass(frozen=True)
 class Program:
-    """A `main` with its parameters. `call(comm)` runs it on one rank.
+    """A `main` with its parameters. Called with a communicator, it runs on that rank.
 
     Attributes:
         main: the function, as the file defines it.
@@ -35,10 +34,13 @@ class Program:
     parameters: Mapping[str, Any]
     given: Mapping[str, Any]
 
-    @property
-    def call(self) -> Main:
-        """Return `main` as a function of the communicator alone."""
-        return functools.partial(self.main, **self.given) if self.given else self.main
+    def __call__(self, comm: Any) -> None:
+        """Run `main` on one rank; `sys.exit()` without a status, or with 0, is an ordinary end."""
+        try:
+            self.main(comm, **self.given)
+        except SystemExit as leaving:
+            if leaving.code not in (None, 0):
+                raise
 
 
 def program(main: Main | str | Path, parameters: Mapping[str, Any] | None = None) -> Program:

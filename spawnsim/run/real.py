@@ -10,7 +10,7 @@ library moves the bytes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -51,7 +51,7 @@ def run_rank(job: Job) -> Run | None:
     with room.guarded(comm):
         shards = Shards(job, comm, journal)
         comm._home.ending.last_words.append(shards.last_words)
-        _call(job.task.call, comm)
+        job.task(comm)
         return shards.finish()
 
 
@@ -65,14 +65,6 @@ def _room(backend: str) -> Any:
         raise UnsupportedError(
             f"--backend {backend}: not in this version; take one of virtual, mpi"
         ) from error
-
-
-def _call(main: Callable[[Any], object], comm: Any) -> None:
-    try:
-        main(comm)
-    except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            raise
 
 
 class Shards:
@@ -162,5 +154,5 @@ def tidy(out: Path, status: int) -> None:
     outcome = manifest["outcome"]
     if outcome == "running":
         outcome = f"the job ended with status {status}, and no rank could say why"
-    collect(out, what=manifest["what"], counted=manifest["totals"], outcome=outcome)
+    collect(out, what=manifest["what"], counted={"ranks": manifest["what"].get("ranks")} | manifest["totals"], outcome=outcome)
     shards.discard(out)

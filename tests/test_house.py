@@ -1,0 +1,164 @@
+"""The house's habits, held by reading its own source: sizes, arguments, doors for foreign libraries."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import spawnsim
+
+ROOT = Path(__file__).resolve().parent.parent
+HOUSE = ROOT / "spawnsim"
+FILES = sorted(HOUSE.rglob("*.py"))
+NAMES = [str(path.relative_to(ROOT)) for path in FILES]
+every_file = pytest.mark.parametrize("path", FILES, ids=NAMES)
+
+# The seeds' signatures are kept verbatim, as their users call them.
+KEPT_SIGNATURES = ("spawnsim/policies/", "spawnsim/spawn_policy", "spawnsim/distributed")
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _functions(path: Path) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(_tree(path)) if isinstance(node, ast.FunctionDef))
+
+
+def _lines(function: ast.FunctionDef) -> int:
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+@cache
+def _names_of_mpi4py() -> frozenset[str]:
+    spec = importlib.util.find_spec("mpi4py")
+    assert spec is not None
+    assert spec.origin is not None
+    stub = Path(spec.origin).with_name("MPI.pyi").read_text(encoding="utf-8")
+    return frozenset(re.findall(r"def (\w+)\(", stub))
+
+
+@every_file
+def test_files_are_short(path: Path) -> None:
+    """No room has more than 300 lines."""
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 300
+
+
+@every_file
+def test_no_function_is_long(path: Path) -> None:
+    """None has more than 60 lines of code; the docstring does not count."""
+    long = {f.name: _lines(f) for f in _functions(path) if _lines(f) - _lines_of_docstring(f) > 60}
+    assert long == {}
+
+
+def _lines_of_docstring(function: ast.FunctionDef) -> int:
+    first = function.body[0]
+    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return (first.end_lineno or first.lineno) - first.lineno + 1 if is_text else 0
+
+
+def test_the_median_function_is_short() -> None:
+    """Half of all functions have at most eight lines, definition and docstring included."""
+    assert statistics.median(_lines(f) for path in FILES for f in _functions(path)) <= 8
+
+
+@every_file
+def test_few_positional_arguments(path: Path) -> None:
+    """At most four, then keywords or a dataclass; mpi4py's and the seeds' signatures are kept as they are."""
+    if str(path.relative_to(ROOT)).startswith(KEPT_SIGNATURES):
+        return
+    many = [
+        f.name
+        for f in _functions(path)
+        if len([a for a in (*f.args.posonlyargs, *f.args.args) if a.arg not in ("self", "cls")]) > 4
+        and f.name.strip("_") not in _names_of_mpi4py()
+        and f.name != "__exit__"
+    ]
+    assert many == []
+
+
+@every_file
+def test_each_module_says_what_it_is(path: Path) -> None:
+    """A module has a docstring, and its name is none of those that say nothing."""
+    assert ast.get_docstring(_tree(path))
+    assert path.stem not in {"utils", "util", "helpers", "common", "manager", "misc"}
+
+
+@every_file
+def test_torch_distributed_has_one_door(path: Path) -> None:
+    """`torch.distributed` is imported in real/torch*.py alone; import-linter cannot see into foreign packages."""
+    if path.parent.name == "real" and path.stem.startswith("torch"):
+        return
+    assert not [name for name in _imports(path) if name.startswith("torch.distributed")]
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+# ------------------------------------------------------------------------------------------------ import spawnsim
+def _python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout.strip()
+
+
+def test_importing_spawnsim_is_light() -> None:
+    """`import spawnsim` loads neither torch nor MPI nor pyplot nor numpy."""
+    heavy = "('torch', 'mpi4py.MPI', 'matplotlib.pyplot', 'matplotlib', 'simpy', 'greenlet', 'numpy')"
+    assert _python(f"import sys, spawnsim; print([n for n in {heavy} if n in sys.modules])") == "[]"
+
+
+def test_importing_spawnsim_is_quick() -> None:
+    """It takes under 0.25 s (the best of three: others may use the machine)."""
+    code = "import time; t = time.perf_counter(); import spawnsim; print(time.perf_counter() - t)"
+    assert min(float(_python(code)) for _ in range(3)) < 0.25
+
+
+def test_run_stays_the_function() -> None:
+    """`spawnsim.run` is the function, also after the package of that name was imported by its full name."""
+    code = "import spawnsim.run.result, spawnsim; print(callable(spawnsim.run), spawnsim.run.__name__)"
+    assert _python(code) == "True run"
+
+
+@pytest.mark.parametrize("name", spawnsim.__all__)
+def test_public_names_are_there(name: str) -> None:
+    """Each name of `__all__` loads, and `dir` lists it."""
+    assert getattr(spawnsim, name) is not None
+    assert name in dir(spawnsim)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    """The AttributeError helps."""
+    with pytest.raises(AttributeError, match="no attribute 'Rum'; it has: .*Run"):
+        _ = spawnsim.Rum
+
+
+# --------------------------------------------------------------------------------------------------- the package
+def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
+    """At most 150 lines, with `make demo` and `make test` in the first screen."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert {"make demo", "make test"} <= {line.split("#")[0].strip() for line in lines[:40]}
+
+
+def test_ci_calls_make_test_alone() -> None:
+    """`.ci/run` has no steps of its own."""
+    commands = [line for line in (ROOT / ".ci/run").read_text().splitlines() if not line.startswith("#")]
+    assert commands[-1] == "exec make test"
+    assert (ROOT / ".ci/run").stat().st_mode & 0o100
