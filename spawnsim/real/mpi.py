@@ -23,6 +23,7 @@ from spawnsim.real.home import Home, Options
 from spawnsim.real.own import Own, Recorder, Task
 from spawnsim.real.p2p import PointToPoint
 from spawnsim.real.requests import MPIRequest
+from spawnsim.real.windows import Windows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +39,7 @@ class MPIComm(PointToPoint, Collectives):
         self.rank, self.size = raw.Get_rank(), raw.Get_size()
         group = raw.Get_group()
         self.members = tuple(int(r) for r in MPI.Group.Translate_ranks(group, None, home.raw.Get_group()))
+        self.Win = Windows(self)
         raw.Set_attr(_keyval(), self)
         own = home.own
         self.clock, self.rng, self.record, self.compute = own.clock, own.rng, own.record, own.compute

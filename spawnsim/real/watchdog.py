@@ -35,8 +35,13 @@ class Channel(Protocol):
 class Scope(Protocol):
     """A communicator, as far as the watchdog knows it: a name that all members share, and its world ranks."""
 
-    label: str
-    members: tuple[int, ...]
+    @property
+    def label(self) -> str:
+        """The name."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The world ranks."""
 
 
 Call = tuple[str, int, Scope, float, float]
@@ -189,7 +194,11 @@ def verdict(call: Call, found: list[Where]) -> tuple[list[int], str]:
     mine = (operation, number, scope.label)
     missing = [i for i, where in enumerate(found) if mine not in [c[:3] for c in where.calls]]
     others = "\n".join(f"  {found[i]}" for i in missing)
-    who = f"missing: rank {', '.join(str(i) for i in missing)}" if missing else "all ranks are in it"
+    who = (
+        f"missing: rank {', '.join(str(found[i].rank) for i in missing)}"
+        if missing
+        else "all ranks are in it"
+    )
     wrong = any(c[2] == scope.label for i in missing for c in found[i].calls)
     advice = (
         "ranks are in different calls of one communicator: every rank must make the same collective calls in order"

@@ -71,3 +71,24 @@ def job(tmp_path: Path) -> Job:
         return Outcome(started.returncode, out, err)
 
     return run
+
+
+BODY = """
+comm = world(seed=7, deadline_s=10)
+with guarded(comm):
+    main(comm)
+    if comm.rank == 0:
+        print("all well")
+"""
+
+
+@pytest.fixture
+def ranks(job: Job) -> Callable[..., None]:
+    """Run a text as the body of `main(comm)`, with `rank` and `size`, on n ranks, and see that it goes well."""
+
+    def run(text: str, *, n: int = 4) -> None:
+        body = "rank, size = comm.rank, comm.size\n" + textwrap.dedent(text)
+        found = job("\ndef main(comm):\n" + textwrap.indent(body, "    ") + BODY, n=n)
+        assert found.out == "all well\n", found.err
+
+    return run

@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
-BODY = """
-comm = world(seed=7, deadline_s=10)
-rank, size = comm.rank, comm.size
-with guarded(comm):
-    main(comm)
-    if rank == 0:
-        print("all well")
-"""
 
-
-def ranks(text: str) -> str:
-    """Return a program whose `main(comm)` has this body."""
-    body = "rank, size = comm.rank, comm.size\n" + textwrap.dedent(text)
-    return "\ndef main(comm):\n" + textwrap.indent(body, "    ") + BODY
-
-
-def test_point_to_point_speaks_spawnsims_constants(job):
+def test_point_to_point_speaks_spawnsims_constants(ranks):
     """ANY_SOURCE and PROC_NULL mean the same on every library, whatever its own numbers are."""
-    found = job(
-        ranks("""
+    ranks(
+        """
         buffer = np.full(3, -1.0)
         comm.Recv(buffer, source=PROC_NULL)
         comm.Send(buffer, PROC_NULL)
         assert (buffer == -1).all()
         comm.send({"from": rank}, (rank + 1) % size, tag=4)
         assert comm.recv(source=ANY_SOURCE, tag=ANY_TAG) == {"from": (rank - 1) % size}
-        """)
+        """
     )
-    assert found.out == "all well\n", found
 
 
-def test_object_receives_take_messages_of_any_size_in_posting_order(job):
+def test_object_receives_take_messages_of_any_size_in_posting_order(ranks):
     """`irecv` has no limit of 32 KiB, completes while its rank is in a Barrier, and comes before later receives."""
-    found = job(
-        ranks("""
+    ranks(
+        """
         before, after = (rank - 1) % size, (rank + 1) % size
         first = comm.irecv(source=before, tag=9)
         comm.ssend(b"x" * 3_000_000, after, tag=9)
@@ -52,15 +34,14 @@ def test_object_receives_take_messages_of_any_size_in_posting_order(job):
         assert comm.recv(source=before, tag=9) == "second"
         assert comm.recv() == "third"
         assert len(first.wait()) == 3_000_000
-        """)
+        """
     )
-    assert found.out == "all well\n", found
 
 
-def test_dropped_requests_lose_nothing(job):
+def test_dropped_requests_lose_nothing(ranks):
     """A bare MPI corrupts 8 of 8 messages of 80 kB when the request of an Isend is dropped."""
-    found = job(
-        ranks("""
+    ranks(
+        """
         for number in range(40):
             comm.Isend(np.full(10_000, float(number)), (rank + 1) % size, tag=1)
         junk = [np.random.rand(10_000) for _ in range(50)]
@@ -72,15 +53,14 @@ def test_dropped_requests_lose_nothing(job):
         for _ in range(40):
             comm.poll()
         assert len(comm._home.registry) == 0
-        """)
+        """
     )
-    assert found.out == "all well\n", found
 
 
-def test_collectives_and_subcommunicators(job):
+def test_collectives_and_subcommunicators(ranks):
     """Sub-communicators come back wrapped and share the rank's five own members."""
-    found = job(
-        ranks("""
+    ranks(
+        """
         numbers = np.full(5, float(rank))
         comm.Allreduce(IN_PLACE, numbers)
         assert (numbers == 6).all()
@@ -95,15 +75,14 @@ def test_collectives_and_subcommunicators(job):
         request = comm.Iallreduce(np.ones(2), numbers[:2])
         request.Wait()
         assert (numbers[:2] == 4).all()
-        """)
+        """
     )
-    assert found.out == "all well\n", found
 
 
-def test_a_blocking_receive_times_out_and_can_be_caught(job):
+def test_a_blocking_receive_times_out_and_can_be_caught(ranks):
     """A receive that nobody answers ends in Timeout with the peer's rank, and the rank goes on."""
-    found = job(
-        ranks("""
+    ranks(
+        """
         buffer = np.empty(1)
         begin = comm.clock.now()
         for call in (lambda: comm.Recv(buffer, source=1, tag=77), lambda: comm.recv(source=1, tag=78),
@@ -117,9 +96,8 @@ def test_a_blocking_receive_times_out_and_can_be_caught(job):
             else:
                 raise AssertionError("no timeout")
         assert comm.clock.now() - begin < 2
-        """)
+        """
     )
-    assert found.out == "all well\n", found
 
 
 @pytest.mark.parametrize("size", [3, 4])

@@ -1,0 +1,236 @@
+"""Windows on MPI that work while their owners compute.
+
+The recipe, by measurement on both MPIs: memory by `Allocate`, one `Lock_all` taken at birth and held until `Free`,
+accesses completed by `Flush`. So `Lock` and `Unlock` are kept here, by atomics on a small window of lock words: they
+exclude as MPI's do, meet deadlines, and a `Get` under a shared lock costs no message of its own. Knows mpi4py's windows
+and the rank's home; knows nothing of what the memory holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import get_ident
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mpi4py import MPI
+
+from spawnsim.comm.constants import LOCK_EXCLUSIVE, LOCK_SHARED
+from spawnsim.comm.ops import SUM
+from spawnsim.errors import ParameterError, Timeout, UnsupportedError, UsageError
+from spawnsim.real import words
+from spawnsim.real.requests import MPIRequest
+
+if TYPE_CHECKING:
+    from spawnsim.real.mpi import MPIComm
+
+WRITER = 1 << 40  # added to a lock word by the one exclusive holder; shared holders add 1
+
+
+@dataclass(frozen=True)
+class Target:
+    """The part of a window that a call waits for, in the watchdog's terms."""
+
+    label: str
+    members: tuple[int, ...]
+
+
+class MPIWin:
+    """A window: mpi4py's methods. Make one by `comm.Win.Allocate(nbytes)` or `comm.Win.Create(memory)`; collective."""
+
+    def __init__(self, raw: MPI.Win, comm: MPIComm) -> None:
+        self._raw, self._comm, self._home = raw, comm, comm._home
+        self._words = MPI.Win.Allocate(8, 8, comm=comm._raw)
+        word: Any = self._words.tomemory()
+        memoryview(word)[:] = bytes(8)
+        self._held: dict[int, int] = {}  # target → what this rank has added to its lock word
+        self._one, self._was = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        comm.Barrier()
+        raw.Lock_all(MPI.MODE_NOCHECK)
+        self._words.Lock_all(MPI.MODE_NOCHECK)
+        self._targets = [Target(f"the window of {comm.label}", (member,)) for member in comm.members]
+        comm.Barrier()
+
+    # ------------------------------------------------------------------------------------------------ memory
+    def tomemory(self) -> Any:
+        """Return this rank's own part as a buffer of bytes."""
+        return self._raw.tomemory()
+
+    @property
+    def memory(self) -> Any:
+        """This rank's own part as a buffer of bytes."""
+        return self._raw.tomemory()
+
+    def Sync(self) -> None:
+        self._raw.Sync()
+
+    def Shared_query(self, rank: int) -> tuple[Any, int]:
+        """Return a rank's part as a buffer, and its displacement unit (windows by `Allocate_shared`)."""
+        memory, unit = self._raw.Shared_query(rank)
+        return memory, unit
+
+    # ------------------------------------------------------------------------------------------------- locks
+    def Lock(self, rank: int, lock_type: int = LOCK_EXCLUSIVE, assertion: int = 0) -> None:
+        if lock_type not in (LOCK_EXCLUSIVE, LOCK_SHARED):
+            raise ParameterError(f"lock_type={lock_type}: give LOCK_SHARED or LOCK_EXCLUSIVE")
+        if rank in self._held:
+            raise UsageError(
+                f"rank {self._comm.rank}: Lock of rank {rank}, which it holds already; Unlock it first"
+            )
+        home, share = self._home, WRITER if lock_type == LOCK_EXCLUSIVE else 1
+        limit_s = home.clock.limit_s()
+        if not home.wait(
+            lambda: self._take(rank, share), limit_s, (f"Win.Lock of rank {rank}", -1, self._comm)
+        ):
+            raise self._locked(rank, limit_s)
+        self._held[rank] = share
+
+    def _take(self, rank: int, share: int) -> bool:
+        """Try once to take a lock word: the writer needs it at zero, a reader needs it without a writer."""
+        if share == WRITER:
+            compare = np.zeros(1, np.int64)
+            self._one[0] = WRITER
+            self._words.Compare_and_swap(self._one, compare, self._was, rank)
+            self._words.Flush(rank)
+            return int(self._was[0]) == 0
+        if self._add(rank, 1) < WRITER:
+            return True
+        self._add(rank, -1)
+        return False
+
+    def _add(self, rank: int, share: int) -> int:
+        self._one[0] = share
+        self._words.Fetch_and_op(self._one, self._was, rank)
+        self._words.Flush(rank)
+        return int(self._was[0])
+
+    def _locked(self, rank: int, limit_s: float) -> Timeout:
+        text = f"rank {self._comm.rank}: the lock of rank {rank}'s window part was not free for {limit_s:g} s"
+        return Timeout([rank], "Win.Lock", -1, f"{text}: its holder may be dead, or has not called Unlock")
+
+    def Unlock(self, rank: int) -> None:
+        if rank not in self._held:
+            raise UsageError(
+                f"rank {self._comm.rank}: Unlock of rank {rank}, which it has not locked; call Lock first"
+            )
+        self.Flush(rank)
+        self._add(rank, -self._held.pop(rank))
+
+    def Lock_all(self, assertion: int = 0) -> None:
+        for rank in range(self._comm.size):
+            self.Lock(rank, LOCK_SHARED)
+
+    def Unlock_all(self) -> None:
+        for rank in list(self._held):
+            self.Unlock(rank)
+
+    # ---------------------------------------------------------------------------------------------- accesses
+    def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        translate = self._home.words
+        self._raw.Get(translate(origin), words.peer(target_rank), translate(target))
+
+    def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        translate = self._home.words
+        self._raw.Put(translate(origin), words.peer(target_rank), translate(target))
+
+    def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Any = SUM) -> None:
+        translate = self._home.words
+        self._raw.Accumulate(translate(origin), words.peer(target_rank), translate(target), translate(op))
+
+    def Get_accumulate(
+        self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Any = SUM
+    ) -> None:
+        translate = self._home.words
+        self._raw.Get_accumulate(
+            translate(origin), translate(result), words.peer(target_rank), translate(target), translate(op)
+        )
+
+    def Fetch_and_op(
+        self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Any = SUM
+    ) -> None:
+        translate = self._home.words
+        self._raw.Fetch_and_op(translate(origin), translate(result), target_rank, target_disp, translate(op))
+
+    def Compare_and_swap(
+        self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
+    ) -> None:
+        self._raw.Compare_and_swap(origin, compare, result, target_rank, target_disp)
+
+    def Rget(self, origin: Any, target_rank: int, target: Any = None) -> MPIRequest:
+        translate = self._home.words
+        raw = self._raw.Rget(translate(origin), words.peer(target_rank), translate(target))
+        return MPIRequest(raw, self._home, ("Win.Rget", target_rank, self._comm))
+
+    def Rput(self, origin: Any, target_rank: int, target: Any = None) -> MPIRequest:
+        translate = self._home.words
+        raw = self._raw.Rput(translate(origin), words.peer(target_rank), translate(target))
+        return MPIRequest(raw, self._home, ("Win.Rput", target_rank, self._comm))
+
+    # -------------------------------------------------------------------------------------------- completion
+    def Flush(self, rank: int) -> None:
+        """Complete all calls to one rank; watched, since it waits for the target's next poll on some paths."""
+        home, thread = self._home, get_ident()
+        active = home.watchdog.active
+        active[thread] = (
+            f"Win.Flush of rank {rank}",
+            -1,
+            self._targets[rank],
+            perf_counter(),
+            home.clock.limit_s(),
+        )
+        try:
+            self._raw.Flush(rank)
+        finally:
+            active.pop(thread, None)
+
+    def Flush_all(self) -> None:
+        self._raw.Flush_all()
+
+    Flush_local = Flush
+    Flush_local_all = Flush_all
+
+    def Fence(self, assertion: int = 0) -> None:
+        self._raw.Flush_all()
+        self._raw.Sync()
+        self._comm.Barrier()
+        self._raw.Sync()
+
+    def Free(self) -> None:
+        self._comm.Barrier()
+        for raw in (self._raw, self._words):
+            raw.Unlock_all()
+            raw.Free()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("Post", "Start", "Complete", "Wait", "Test", "Attach", "Detach"):
+            raise UnsupportedError(
+                f"Win.{name}: windows of spawnsim take Lock and Unlock, Flush, or Fence instead"
+            )
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._raw, name)
+
+
+class Windows:
+    """`comm.Win`: makes windows on a communicator, with mpi4py's names. All calls are collective."""
+
+    def __init__(self, comm: MPIComm) -> None:
+        self._comm = comm
+
+    def Allocate(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
+        """Return a window over `size` new bytes on each rank: the one that others reach while this rank computes."""
+        raw = MPI.Win.Allocate(size, disp_unit, info or MPI.INFO_NULL, self._comm._raw)
+        return MPIWin(raw, self._comm)
+
+    def Allocate_shared(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
+        """Return a window that all ranks of one node map into their memory (see `Shared_query`)."""
+        raw = MPI.Win.Allocate_shared(size, disp_unit, info or MPI.INFO_NULL, self._comm._raw)
+        return MPIWin(raw, self._comm)
+
+    def Create(self, memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
+        """Return a window over memory that exists. Others reach it only when this rank polls; `Allocate` is quicker."""
+        raw = MPI.Win.Create(
+            self._comm._home.words(memory), disp_unit, info or MPI.INFO_NULL, self._comm._raw
+        )
+        return MPIWin(raw, self._comm)
