@@ -176,3 +176,10 @@ def tables() -> Any:
     from spawnsim.comm import predefined
 
     return predefined
+
+
+def press() -> Any:
+    """Return the room of packing, likewise built from this one."""
+    from spawnsim.comm import packing
+
+    return packing

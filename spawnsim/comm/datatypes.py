@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.comm import constants as c
-from spawnsim.comm.constructors import Constructors, tables
+from spawnsim.comm.constructors import Constructors, press, tables
 from spawnsim.comm.failures import ERR_TYPE, CallError
 from spawnsim.comm.layouts import Bytes, Layout
 from spawnsim.comm.recipes import Recipe
@@ -78,7 +78,7 @@ class Datatype(Constructors):
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if not self:
-            return "DATATYPE_NULL"
+            return (_predefined, ("DATATYPE_NULL",))
         if self.recipe.name == "NAMED":
             return (_predefined, (self._name,))
         return (_rebuild, (type(self), self.recipe, self.committed))
@@ -197,6 +197,32 @@ class Datatype(Constructors):
         """The character code ("d" for `DOUBLE`)."""
         self.tocode()
         return self.code if self.code in ("c", "U") else _dtype(self).char
+
+    # Packing by hand
+
+    def Pack(self, inbuf: Any, outbuf: Any, position: int, comm: Any) -> int:
+        """Append the elements in `inbuf` to `outbuf` at a byte position; return the new position."""
+        return int(press().pack(self, (inbuf, outbuf), position))
+
+    def Unpack(self, inbuf: Any, position: int, outbuf: Any, comm: Any) -> int:
+        """Fill `outbuf` with elements from `inbuf` at a byte position; return the new position."""
+        return int(press().unpack(self, (inbuf, outbuf), position))
+
+    def Pack_size(self, count: int, comm: Any) -> int:
+        """Return the bytes that `count` elements take when packed."""
+        return count * self.live().size
+
+    def Pack_external(self, datarep: str, inbuf: Any, outbuf: Any, position: int) -> int:
+        """Append the elements in `inbuf` to `outbuf` in a portable form ("external32")."""
+        return int(press().pack_external(self, datarep, (inbuf, outbuf), position))
+
+    def Unpack_external(self, datarep: str, inbuf: Any, position: int, outbuf: Any) -> int:
+        """Fill `outbuf` with elements in a portable form from `inbuf`."""
+        return int(press().unpack_external(self, datarep, (inbuf, outbuf), position))
+
+    def Pack_external_size(self, datarep: str, count: int) -> int:
+        """Return the bytes that `count` elements take in a portable form."""
+        return int(press().external_nbytes(self, datarep, count))
 
     def wire(self, memory: Bytes, count: int, origin: int = 0) -> NDArray[Any]:
         """Return an owned 1-D snapshot of `count` elements: typed for dense predefined types, else bytes."""

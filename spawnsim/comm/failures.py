@@ -234,6 +234,9 @@ class CallError(UsageError, MPIException):
 class Truncated(TruncationError, CallError):
     """A message is longer than the buffer that receives it (`ERR_TRUNCATE`)."""
 
+    def __init__(self, ierr: int = ERR_TRUNCATE, message: str = "") -> None:
+        super().__init__(ierr, message)
+
 
 class SpecTypeError(UsageError, TypeError):
     """An argument is of a type that no buffer specification has."""

@@ -94,10 +94,10 @@ FAMILIES: Final[dict[str, frozenset[str]]] = (
 
 
 def _best(x: Any, y: Any, better: bool) -> Any:
-    """Return (value, index) of two pairs of one; `better` says whether y's value beats x's."""
+    """Return the better of two (value, index) pairs; `better` says whether x's value beats y's."""
     if better:
-        return y[0], y[1]
-    return (x[0], min(x[1], y[1])) if x[0] == y[0] else (x[0], x[1])
+        return x[0], x[1]
+    return (x[0], min(x[1], y[1])) if x[0] == y[0] else (y[0], y[1])
 
 
 SCALAR: Final[dict[str, Callable[[Any, Any], Any]]] = {
@@ -106,6 +106,6 @@ SCALAR: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "LAND": lambda x, y: bool(x) & bool(y), "LOR": lambda x, y: bool(x) | bool(y),
     "LXOR": lambda x, y: bool(x) ^ bool(y),
     "BAND": lambda x, y: x & y, "BOR": lambda x, y: x | y, "BXOR": lambda x, y: x ^ y,
-    "MAXLOC": lambda x, y: _best(x, y, y[0] > x[0]), "MINLOC": lambda x, y: _best(x, y, y[0] < x[0]),
+    "MAXLOC": lambda x, y: _best(x, y, x[0] > y[0]), "MINLOC": lambda x, y: _best(x, y, x[0] < y[0]),
     "REPLACE": lambda x, y: y, "NO_OP": lambda x, y: x,
 }  # fmt: skip

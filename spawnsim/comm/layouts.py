@@ -183,6 +183,8 @@ def _block(layout: Layout, count: int, displacement: int) -> tuple[Ints, Ints, I
 
 def _runs(atoms: Ints, repeats: Ints) -> tuple[Ints, Ints]:
     """Join neighbouring runs of basic elements of one size."""
+    if not len(atoms):
+        return atoms, repeats
     starts = np.flatnonzero(np.concatenate(([True], atoms[1:] != atoms[:-1])))
     return atoms[starts], np.add.reduceat(repeats, starts)
 

@@ -46,7 +46,7 @@ _PAIRS: Final = {"SHORT_INT": "h", "INT_INT": "i", "LONG_INT": "l", "FLOAT_INT":
 
 def _named(name: str, dtype: np.dtype[Any], code: str, family: str) -> Datatype:
     """Return a predefined type; the bytes of a pair type lie apart where C would pad."""
-    layout = atom(dtype.itemsize)
+    layout = atom(dtype.itemsize, dtype.alignment)
     if family == "pair":
         value, index = dtype["value"].itemsize, dtype.fields["index"][1] if dtype.fields else 0
         layout = place([(atom(value), 1, 0), (atom(4), 1, index)]).resized(0, dtype.itemsize)
@@ -66,14 +66,16 @@ def _build() -> dict[str, Datatype]:
     types = {name: _named(name, np.dtype(dtype), code, family) for name, dtype, code, family in rows}
     types |= {name: _named(name, _pair(code), "", "pair") for name, code in _PAIRS.items()}
     types["BFLOAT16_T"] = _named("BFLOAT16_T", BF16, "", "float")
-    types["DATATYPE_NULL"] = Datatype()
+    types |= dict.fromkeys(("DATATYPE_NULL", "COMPLEX4", "INTEGER16", "LOGICAL16"), Datatype())
     pairs = (pair.split() for line in _ALIASES.strip().splitlines() for pair in line.split("|"))
     return types | {alias: types[name] for alias, name in pairs}
 
 
 BY_NAME: Final[dict[str, Datatype]] = _build()
 """Every predefined datatype under mpi4py's name, `DATATYPE_NULL` included."""
-NAMED: Final = {datatype.Get_name(): datatype for datatype in BY_NAME.values() if datatype}
+NAMED: Final = {
+    datatype.Get_name() if datatype else "DATATYPE_NULL": datatype for datatype in BY_NAME.values()
+}
 
 DATATYPE_NULL = BY_NAME["DATATYPE_NULL"]
 BYTE, PACKED, CHAR, BOOL, AINT = (BY_NAME[name] for name in ("BYTE", "PACKED", "CHAR", "C_BOOL", "AINT"))

@@ -1,0 +1,143 @@
+"""Datatypes: sizes, extents, copies and names, literally and against the real MPI."""
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from spawnsim import comm
+from spawnsim.comm.predefined import BY_NAME, typedict
+
+from . import oracle_types
+
+MPI = SimpleNamespace(**comm.namespace())
+
+
+@pytest.mark.mpi
+def test_random_types_are_as_in_the_real_mpi():
+    """400 random nested types have MPI's size, extents, envelope, contents and counts, and copy the same bytes."""
+    program = Path(oracle_types.__file__)
+    real = subprocess.run([sys.executable, program, "400"], check=True, capture_output=True, timeout=120)
+    assert oracle_types.describe(MPI, oracle_types.own_copies, 400) == json.loads(real.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "extent"),
+    [("INT", 4, 4), ("DOUBLE_INT", 12, 16), ("LONG_INT", 12, 16), ("SHORT_INT", 6, 8), ("INT_INT", 8, 8),
+     ("BFLOAT16_T", 2, 2), ("FLOAT16_T", 2, 2), ("C_BOOL", 1, 1), ("COMPLEX16", 16, 16)],
+)  # fmt: skip
+def test_predefined_sizes(name, size, extent):
+    """Predefined types have C's sizes; pairs have its padding."""
+    assert (BY_NAME[name].Get_size(), BY_NAME[name].Get_extent()) == (size, (0, extent))
+
+
+def test_names_and_aliases():
+    """Aliases are the same object; named types print MPI's name."""
+    assert BY_NAME["TWOINT"] is BY_NAME["INT_INT"]
+    assert BY_NAME["INT_INT"].Get_name() == "MPI_2INT"
+    assert MPI.DOUBLE.Dup().Get_name() == ""
+
+
+@pytest.mark.parametrize("code", ["d", "f8", "i", "?", "Zd", "l", "u4", "f2"])
+def test_codes_go_to_types_of_the_same_dtype(code):
+    """A typecode finds a type whose own code finds the same dtype again."""
+    datatype = comm.Datatype.fromcode(code)
+    assert typedict[datatype.tocode()].dtype == datatype.dtype
+
+
+def test_unknown_code_is_an_error():
+    """An unknown typecode is named."""
+    with pytest.raises(KeyError, match="'zz'"):
+        comm.Datatype.fromcode("zz")
+
+
+def test_struct_is_padded_as_in_c():
+    """The extent of {int, double, char} is 24 bytes."""
+    datatype = comm.Datatype.Create_struct([1, 1, 1], [0, 8, 16], [MPI.INT, MPI.DOUBLE, MPI.CHAR])
+    assert (datatype.Get_size(), datatype.Get_extent(), datatype.Get_true_extent()) == (13, (0, 24), (0, 17))
+
+
+def test_darray_parts_tile_the_array():
+    """The parts of all ranks of a distributed array are disjoint and cover it."""
+    grid = {"gsizes": [6, 5], "distribs": [MPI.DISTRIBUTE_BLOCK, MPI.DISTRIBUTE_CYCLIC]}
+    dargs = [MPI.DISTRIBUTE_DFLT_DARG] * 2
+    parts = [MPI.INT.Create_darray(4, rank, dargs=dargs, psizes=[2, 2], **grid) for rank in range(4)]
+    array = np.arange(30, dtype=np.int32)
+    found = np.concatenate(
+        [comm.as_buffer([array, 1, part.Commit()]).pack().view(np.int32) for part in parts]
+    )
+    assert sorted(found.tolist()) == array.tolist()
+    assert parts[0].Get_extent() == (0, 120)
+
+
+def test_a_freed_type_is_null():
+    """Free makes the handle null; a second use is an error."""
+    datatype = MPI.INT.Create_contiguous(2)
+    datatype.Free()
+    assert not datatype
+    assert datatype == comm.DATATYPE_NULL
+    with pytest.raises(comm.MPIException, match="null or was freed"):
+        datatype.Get_size()
+
+
+def test_predefined_types_cannot_be_freed():
+    """Freeing a predefined type is an error of class ERR_TYPE."""
+    with pytest.raises(comm.CallError) as error:
+        MPI.INT.Free()
+    assert error.value.Get_error_class() == MPI.ERR_TYPE
+
+
+def test_types_survive_pickle():
+    """Predefined types come back as themselves, derived ones with the same layout."""
+    vector = MPI.DOUBLE.Create_vector(3, 1, 2).Commit()
+    assert pickle.loads(pickle.dumps(MPI.DOUBLE)) is MPI.DOUBLE
+    assert pickle.loads(pickle.dumps(comm.DATATYPE_NULL)) == comm.DATATYPE_NULL
+    again = pickle.loads(pickle.dumps(vector))
+    assert (again.Get_size(), again.Get_extent(), again.committed) == (24, vector.Get_extent(), True)
+
+
+def test_attributes_are_copied_as_their_keyval_says():
+    """Dup asks copy_fn; Free calls delete_fn."""
+    deleted = []
+    plain, copied = comm.Datatype.Create_keyval(), comm.Datatype.Create_keyval(
+        lambda _type, _key, value: value + 1, lambda _type, _key, value: deleted.append(value)
+    )  # fmt: skip
+    first = MPI.INT.Dup()
+    first.Set_attr(plain, 7)
+    first.Set_attr(copied, 10)
+    second = first.Dup()
+    assert (second.Get_attr(plain), second.Get_attr(copied)) == (None, 11)
+    second.Free()
+    assert deleted == [11]
+
+
+def test_pack_and_unpack():
+    """Packing follows the layout, at the position given, and back."""
+    array, packed = np.arange(6, dtype=np.int32), np.zeros(20, np.uint8)
+    column = MPI.INT.Create_vector(3, 1, 2).Create_resized(0, 24).Commit()
+    assert column.Pack(array, packed, 4, None) == 16
+    assert packed[4:16].view(np.int32).tolist() == [0, 2, 4]
+    back = np.zeros(6, np.int32)
+    assert column.Unpack(packed, 4, back, None) == 16
+    assert back.tolist() == [0, 0, 2, 0, 4, 0]
+
+
+def test_external32_is_big_endian():
+    """The portable form of an integer is big-endian."""
+    packed, back = np.zeros(8, np.uint8), np.zeros(2, np.int32)
+    assert MPI.INT.Pack_external("external32", np.array([1, 2], np.int32), packed, 0) == 8
+    assert packed.tolist() == [0, 0, 0, 1, 0, 0, 0, 2]
+    MPI.INT.Unpack_external("external32", packed, 0, back)
+    assert back.tolist() == [1, 2]
+    assert MPI.LONG.Pack_external_size("external32", 3) == 12
+
+
+def test_packing_beyond_the_buffer_is_truncation():
+    """A packed buffer that is too short is an error, where C would write beyond it."""
+    with pytest.raises(comm.Truncated, match="12 bytes at position 0 do not fit a buffer of 8"):
+        MPI.INT.Pack(np.zeros(3, np.int32), np.zeros(8, np.uint8), 0, None)
