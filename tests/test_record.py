@@ -294,6 +294,15 @@ def test_a_run_that_was_killed_loads_from_its_shards(tmp_path: Path) -> None:
     assert (run.outcome, run.table["loss"].tolist()) == ("running", [0.0, 1.0])
 
 
+def test_a_new_run_clears_the_former_ones_files(tmp_path: Path) -> None:
+    """A folder never shows an old run's rows under a new run's manifest; a killed run says that it has none."""
+    _run().save(tmp_path)
+    folder.begin(tmp_path, {"file": "new.py"})
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    with pytest.raises(ParameterError, match="has not ended yet, or was killed"):
+        Run.load(tmp_path)
+
+
 def test_a_journal_without_a_file_keeps_its_lines() -> None:
     """Ranks that write no folder can send their lines to one that merges."""
     each = Journal(None)

@@ -24,6 +24,7 @@ from spawnsim.record.recorder import Event
 from spawnsim.record.table import Table
 
 MANIFEST, METRICS, EVENTS = "run.json", "metrics.npz", "events.jsonl"
+RUNNING = "running"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip archive can hold
 
 
@@ -46,6 +47,14 @@ def prepare(folder: Path) -> None:
         raise ParameterError(f"cannot make the run folder {folder}: {error.strerror}") from error
     if not os.access(folder, os.W_OK):
         raise ParameterError(f"cannot write to the run folder {folder}")
+
+
+def begin(folder: Path, what: Mapping[str, Any]) -> None:
+    """Open a run folder for a run: what an earlier one left there goes, and run.json says "running"."""
+    prepare(folder)
+    for name in (METRICS, EVENTS):
+        (folder / name).unlink(missing_ok=True)
+    write_manifest(folder, {"what": what, "totals": {}, "outcome": RUNNING})
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:

@@ -123,8 +123,7 @@ class Keeper:
         self.counted: Any = None  # a dataclass, once the building has counted
         self._run: Run | None = None
         if out is not None:
-            folder.prepare(out)
-            folder.write_manifest(out, {"what": what, "totals": {}, "outcome": "running"})
+            folder.begin(out, what)
 
     @property
     def run(self) -> Run:

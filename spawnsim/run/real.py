@@ -80,9 +80,8 @@ class Shards:
         )
         if job.out is not None:
             if comm.Get_rank() == 0:
-                folder.prepare(job.out)
+                folder.begin(job.out, self.what)
                 shards.discard(job.out)
-                folder.write_manifest(job.out, {"what": self.what, "totals": {}, "outcome": "running"})
             comm.Barrier()
             journal.open(shards.shard(job.out, comm.Get_rank()))
         self._began_s = time.perf_counter()
@@ -152,7 +151,12 @@ def tidy(out: Path, status: int) -> None:
     except ParameterError:  # it ended before rank 0 wrote one: there is nothing to merge either
         return
     outcome = manifest["outcome"]
-    if outcome == "running":
+    if outcome == folder.RUNNING:
         outcome = f"the job ended with status {status}, and no rank could say why"
-    collect(out, what=manifest["what"], counted={"ranks": manifest["what"].get("ranks")} | manifest["totals"], outcome=outcome)
+    collect(
+        out,
+        what=manifest["what"],
+        counted={"ranks": manifest["what"].get("ranks")} | manifest["totals"],
+        outcome=outcome,
+    )
     shards.discard(out)

@@ -11,6 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spawnsim.errors import ParameterError
+
 if TYPE_CHECKING:
     from spawnsim.record import Event, Table
 
@@ -53,6 +55,10 @@ class Run:
         if (place / journal.FOLDER).is_dir() and outcome != FINISHED:
             recorder, _ = journal.merge(place)
             table, events = recorder.table(), recorder.events()
+        elif outcome == folder.RUNNING:
+            raise ParameterError(
+                f"{place}: the run has not ended yet, or was killed before it could write its rows"
+            )
         else:
             table, events = folder.read_table(place), folder.read_events(place)
         return cls(what or {}, table, events, totals or {}, str(outcome))
