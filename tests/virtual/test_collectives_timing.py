@@ -1,50 +1,13 @@
-"""Collectives' times: against closed forms, against a plain interpreter of messages, and among themselves."""
+"""Collectives' times against closed forms, golden values of another simulator, and each other."""
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from collective_plans import ALPHA, BETA, GAMMA, SIZES, makespan, switch
 
-from spawnsim.errors import ParameterError
-from spawnsim.virtual.collectives import (
-    ALGORITHMS,
-    Edges,
-    Plan,
-    Planner,
-    Selection,
-    Timing,
-    depends,
-    finish,
-    names,
-)
-from spawnsim.virtual.network import Hockney, LogGP, Network, Nodes, Switch
-
-SIZES = (2, 3, 5, 8, 16, 64, 1000)
-ALPHA, BANDWIDTH, GAMMA = 1e-5, 1.25e9, 1e-10
-BETA = 1 / BANDWIDTH
-NAMED = [(operation, name) for operation, known in ALGORITHMS.items() for name in known]
-NAMED += [("bcast", "chain"), ("allreduce", "two_level"), ("allreduce", "two_level:ring")]
-REDUCING = {"reduce", "allreduce", "reduce_scatter", "scan", "exscan"}
-
-
-def switch(overlap=True, gamma=GAMMA, alpha=ALPHA, bandwidth=BANDWIDTH):
-    """Return one switch of Hockney links."""
-    return Switch(Hockney(alpha, bandwidth, overlap=overlap), gamma_s_per_B=gamma)
-
-
-def plan(network, operation, name, size, nbytes, root=0, **options) -> Plan:
-    """Return the plan of a named algorithm."""
-    selection = Selection(fixed=((operation, name),), **options)
-    return Planner(network, selection).plan(operation, size, nbytes, root)
-
-
-def makespan(network, operation, name, size, nbytes, **options):
-    """Return when the last rank leaves if all arrive at 0."""
-    return plan(network, operation, name, size, nbytes, **options).finish(np.zeros(size), network).times.max()
+from spawnsim.virtual.collectives import Edges, Selection, Timing, finish
+from spawnsim.virtual.network import Hockney, LogGP, Nodes, Switch
 
 
 def _bit(size, bit):
@@ -208,113 +171,6 @@ def test_neighbours_share_one_card():
     assert (found.messages, found.nbytes) == (200, 200 * 10**6)
 
 
-# ------------------------------------------------------------------------------------ the plain interpreter
-
-
-def interpret(one: Plan, network: Network, arrivals, ranks):
-    """Run a plan message by message, each rank as far as it gets, and return when each leaves."""
-    size = len(arrivals)
-    clock, out_free, in_free = list(map(float, arrivals)), [-np.inf] * size, [-np.inf] * size
-    queues: dict[tuple[int, int], deque] = {}
-
-    def program(rank):
-        me = int(ranks[rank])
-        for step in one.rounds_of(rank):
-            for dest, nbytes in step.sends:
-                send_s, inject_s, flight_s, receive_s = network.cost(me, int(ranks[dest]), nbytes)
-                begin = max(clock[rank], out_free[rank])
-                out_free[rank] = begin + inject_s
-                queues.setdefault((rank, dest), deque()).append((begin + flight_s, receive_s, nbytes))
-                clock[rank] += send_s
-            for source, nbytes, reduced in step.receives:
-                while not queues.get((source, rank)):
-                    yield
-                arrival, receive_s, sent = queues[source, rank].popleft()
-                assert sent == nbytes
-                into = network.drain(int(ranks[source]), me, nbytes)
-                in_free[rank] = max(arrival, in_free[rank] + into) if into else in_free[rank]
-                arrival = in_free[rank] if into else arrival
-                clock[rank] = max(clock[rank], arrival) + receive_s + reduced * network.gamma_s_per_B
-
-    going = [program(rank) for rank in range(size)]
-    while going:
-        still = [each for each in going if next(each, "over") is None]
-        assert len(still) < len(going) or any(queues.values()), "stuck"
-        going = still
-    assert not any(queues.values()), "a message that nobody takes"
-    return np.maximum(clock, out_free)
-
-
-NETWORKS = [
-    switch(), switch(overlap=False), Switch(LogGP(2.5e-6, 1.5e-6, 4e-6, 6e-9), gamma_s_per_B=1e-10),
-    Nodes(Hockney(1e-6, 1e10), LogGP(1e-5, 1e-6, 2e-6, 1e-9), 4, gamma_s_per_B=1e-10),
-]  # fmt: skip
-
-
-@st.composite
-def calls(draw):
-    """Draw a collective: who, when, what, how."""
-    operation, name = draw(st.sampled_from(NAMED))
-    size = draw(st.integers(1, 20))
-    if name == "scatter_doubling":
-        size = 1 << draw(st.integers(0, 4))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    nbytes = draw(st.sampled_from([0, 1, 7, 1000, 300_000]))
-    blocked = (
-        operation in ("gather", "scatter", "allgather", "alltoall", "reduce_scatter") and name != "bruck"
-    )
-    if blocked and draw(st.booleans()):
-        nbytes = rng.integers(0, 5000, (size, size) if operation == "alltoall" else size)
-    root = draw(st.integers(0, size - 1)) if operation in ("bcast", "reduce", "gather", "scatter") else 0
-    ranks = rng.permutation(40)[:size]
-    arrivals = rng.choice([0.0, 1e-4, 1e-2]) * rng.random(size) + rng.choice([0.0, 100.0])
-    network = draw(st.sampled_from(NETWORKS))
-    selection = Selection(fixed=((operation, name),), segment_bytes=50_000)
-    return (
-        Planner(network, selection).plan(operation, size, nbytes, root, ranks=ranks),
-        network,
-        arrivals,
-        ranks,
-    )
-
-
-@settings(max_examples=400, deadline=None)
-@given(calls())
-def test_dataflow_equals_messages(call):
-    """The vectorised times are those of a plain message-by-message run, for skewed arrivals on any network."""
-    one, network, arrivals, ranks = call
-    expected = interpret(one, network, arrivals, ranks)
-    assert one.finish(arrivals, network, ranks).times == pytest.approx(expected, rel=1e-9, abs=1e-15)
-
-
-@settings(max_examples=200, deadline=None)
-@given(calls(), st.randoms(use_true_random=False))
-def test_leaving_depends_only_on_those_named(call, random):
-    """A rank's time is the same whether ranks outside its dependencies have arrived, are late, or are missing."""
-    one, network, arrivals, ranks = call
-    everybody = frozenset(range(len(arrivals)))
-    rank = random.randrange(len(arrivals))
-    needed = one.depends(rank)
-    needed = everybody if needed is None else needed
-    full, partial = one.finish(arrivals, network, ranks).times, arrivals.copy()
-    partial[list(everybody - needed)] = np.nan
-    assert rank in needed
-    assert one.finish(partial, network, ranks).times[rank] == full[rank]
-    partial[random.choice(sorted(needed))] = np.nan
-    assert np.isnan(one.finish(partial, network, ranks).times[rank])
-
-
-def test_a_root_leaves_before_the_late():
-    """The root of a broadcast leaves when its card is done; a leaf of a gather likewise; nobody waits for strangers."""
-    arrivals = np.array([0.0, 5.0, 0.0, 0.0])
-    times = finish("bcast", arrivals, 1000, network=switch()).times
-    assert times[0] < 1e-4 and times[2] < 1e-4 and times[3] < 1e-4 and times[1] >= 5.0
-    assert finish("gather", arrivals, 1000, network=switch()).times[3] < 1e-4
-    assert depends("bcast", "binomial", 8, rank=7) == {0, 4, 6, 7}
-    assert depends("bcast", "binomial", 8, 1, rank=0) == {1, 5, 7, 0}
-    assert depends("allreduce", "ring", 8, rank=3) is None
-
-
 @pytest.mark.parametrize("time", [0.0, 1.0, 1e6 / 3])
 def test_together_is_remembered(time):
     """Ranks that arrive together leave at the very floats at which they left the first time, shifted."""
@@ -343,66 +199,3 @@ def test_two_levels_cross_the_wire_once():
     inner = 6 * (1e-6 + 1e6 / 1e11) + 3 * (1e-5 + 1e6 / 1e9)
     assert makespan(network, "allreduce", "two_level", 64, 10**6) == pytest.approx(inner)
     assert makespan(network, "allreduce", "two_level", 1, 10**6) == 0.0
-
-
-# ------------------------------------------------------------------------------------------------ selection
-
-
-def test_selection_by_size():
-    """Small messages take few steps, large ones send few bytes, as the libraries decide."""
-    mpich, openmpi = Planner(switch()), Planner(switch(), Selection.parse("openmpi"))
-    assert [mpich.plan("allreduce", 10, n).algorithm for n in (2048, 2049)] == [
-        "recursive_doubling",
-        "rabenseifner",
-    ]
-    assert [openmpi.plan("allreduce", 10, n).algorithm for n in (9999, 10000)] == [
-        "recursive_doubling",
-        "ring",
-    ]
-    assert [mpich.plan("bcast", 16, n).algorithm for n in (12287, 12288, 524288)] == [
-        "binomial", "scatter_doubling", "scatter_ring",
-    ]  # fmt: skip
-    assert mpich.plan("alltoallv", 3, np.arange(9).reshape(3, 3)).algorithm == "linear"
-    assert [mpich.plan("alltoall", 8, n).algorithm for n in (256, 257, 32769)] == [
-        "bruck",
-        "linear",
-        "pairwise",
-    ]
-
-
-@pytest.mark.parametrize("library", ["mpich", "openmpi"])
-def test_every_choice_can_be_laid_out(library):
-    """Whatever a library decides, for whatever size, is an algorithm that there is."""
-    planner = Planner(switch(), Selection.parse(library))
-    for operation in ALGORITHMS:
-        for size in (1, 2, 7, 8, 16, 100):
-            for nbytes in (0, 100, 1000, 20_000, 500_000, 5_000_000):
-                one = planner.plan(operation, size, nbytes)
-                assert one.algorithm in names(operation)
-                assert np.isfinite(one.finish(np.zeros(size), planner.network).times).all()
-
-
-def test_selection_by_name():
-    """One word stands for all operations that know it; what nobody knows is refused."""
-    assert dict(Selection.parse("ring").fixed) == {
-        "allreduce": "ring",
-        "allgather": "ring",
-        "reduce_scatter": "ring",
-    }
-    with pytest.raises(ParameterError, match="no library and no algorithm is called 'rnig'"):
-        Selection.parse("rnig")
-    with pytest.raises(ParameterError, match="choose one of binomial, linear"):
-        Selection.parse("bcast=ring")
-    with pytest.raises(ParameterError, match="no collective is called 'bcats'"):
-        finish("bcats", np.zeros(2), 0, network=switch())
-
-
-def test_sizes_that_do_not_fit():
-    """A block per rank means as many as ranks; an alltoall by Bruck means equal blocks."""
-    with pytest.raises(ParameterError, match="shape"):
-        finish("gatherv", np.zeros(3), np.array([1, 2]), network=switch())
-    with pytest.raises(ParameterError, match="at least 0"):
-        finish("bcast", np.zeros(3), -1, network=switch())
-    with pytest.raises(ParameterError, match="pairwise or linear"):
-        unequal = np.arange(16).reshape(4, 4)
-        finish("alltoall", np.zeros(4), unequal, network=switch(), selection=Selection.parse("bruck"))

@@ -1,0 +1,81 @@
+"""A collective message by message: the same rounds as the dataflow, sent on the kernel's own wire.
+
+Slower by orders of magnitude and needed by nobody but those who doubt: it is what the dataflow is held to. Lengths are
+whole bytes here, so a vector that does not divide may differ by what a byte takes.
+
+This room knows the wire, mailboxes and schedules. It must not know buffers or communicators' calls; nor does any other
+room of `collectives` know it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from spawnsim.virtual import wire
+from spawnsim.virtual.collectives.timing import Plan, Step
+from spawnsim.virtual.matching import Mailbox, Message, Receive
+from spawnsim.virtual.waiting import Waiting, await_one
+from spawnsim.virtual.world import World
+
+
+class Group(Protocol):
+    """What is needed of a communicator: `communicators' Context` has it."""
+
+    @property
+    def world(self) -> World:
+        """The cluster."""
+        ...
+
+    @property
+    def everyone(self) -> Sequence[int]:
+        """The world ranks of the members."""
+        ...
+
+    def mailbox(self, rank: int) -> Mailbox:
+        """Return the mailbox of a world rank."""
+        ...
+
+
+class Performer:
+    """One rank's part in collectives that are sent message by message."""
+
+    def __init__(self, group: Group, me: int) -> None:
+        self.group, self.me = group, me
+        self.world = group.world
+        self.rank = self.world.ranks[group.everyone[me]]
+        self._in_free_s = -math.inf
+
+    def perform(self, plan: Plan, tag: int = 0) -> None:
+        """Do this rank's part of a plan, on the running task; its clock ends when the rank leaves."""
+        self._in_free_s = -math.inf
+        for step in plan.rounds_of(self.me):
+            self._send(step, tag)
+            for source, nbytes, reduced in step.receives:
+                self._take(source, round(nbytes), tag)
+                self._spend(reduced * self.world.network.gamma_s_per_B)
+        self.rank.reach(self.world.kernel.current, self.rank.nic_free_s)
+
+    def _send(self, step: Step, tag: int) -> None:
+        members = self.group.everyone
+        for dest, nbytes in step.sends:
+            message = Message(self.me, tag, None, round(nbytes))
+            to = self.world.ranks[members[dest]]
+            wire.send(self.world, to, self.group.mailbox(to.id), message, wire.Mode.LOCAL)
+
+    def _take(self, source: int, nbytes: int, tag: int) -> None:
+        kernel, members = self.world.kernel, self.group.everyone
+        receive = Receive(kernel, source, tag, kernel.current.clock)
+        self.group.mailbox(self.rank.id).post(receive)
+        await_one(self.world, receive, Waiting("collective message", "a communicator", members, source, tag))
+        assert receive.message is not None and receive.message.arrival_s is not None
+        drain_s = self.world.network.drain(members[source], self.rank.id, nbytes)
+        if drain_s:  # the card lets messages in one by one; the wire leaves that to us
+            self._in_free_s = max(receive.message.arrival_s, self._in_free_s + drain_s)
+            self.rank.reach(kernel.current, self._in_free_s + receive.message.receive_s)
+
+    def _spend(self, seconds: float) -> None:
+        if seconds:
+            task = self.world.kernel.current
+            self.rank.reach(task, task.clock + seconds)

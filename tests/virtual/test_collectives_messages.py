@@ -1,0 +1,121 @@
+"""The dataflow of collectives against messages: of a plain interpreter, and of virtual ranks on the kernel's wire."""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+
+import numpy as np
+import pytest
+from collective_plans import calls, switch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spawnsim.record import Recorder
+from spawnsim.virtual.cluster import Cluster, Setting
+from spawnsim.virtual.collectives import Plan, depends, finish
+from spawnsim.virtual.collectives.messages import Performer
+from spawnsim.virtual.comm.context import Context
+from spawnsim.virtual.network import Network
+from spawnsim.virtual.platform.model import Platform
+
+
+def interpret(one: Plan, network: Network, arrivals, ranks):
+    """Run a plan message by message, each rank as far as it gets, and return when each leaves."""
+    size = len(arrivals)
+    clock, out_free, in_free = list(map(float, arrivals)), [-np.inf] * size, [-np.inf] * size
+    queues: dict[tuple[int, int], deque] = {}
+
+    def program(rank):
+        me = int(ranks[rank])
+        for step in one.rounds_of(rank):
+            for dest, nbytes in step.sends:
+                send_s, inject_s, flight_s, receive_s = network.cost(me, int(ranks[dest]), nbytes)
+                begin = max(clock[rank], out_free[rank])
+                out_free[rank] = begin + inject_s
+                queues.setdefault((rank, dest), deque()).append((begin + flight_s, receive_s, nbytes))
+                clock[rank] += send_s
+            for source, nbytes, reduced in step.receives:
+                while not queues.get((source, rank)):
+                    yield
+                arrival, receive_s, sent = queues[source, rank].popleft()
+                assert sent == nbytes
+                into = network.drain(int(ranks[source]), me, nbytes)
+                in_free[rank] = max(arrival, in_free[rank] + into) if into else in_free[rank]
+                arrival = in_free[rank] if into else arrival
+                clock[rank] = max(clock[rank], arrival) + receive_s + reduced * network.gamma_s_per_B
+
+    going = [program(rank) for rank in range(size)]
+    while going:
+        still = [each for each in going if next(each, "over") is None]
+        assert len(still) < len(going) or any(queues.values()), "stuck"
+        going = still
+    assert not any(queues.values()), "a message that nobody takes"
+    return np.maximum(clock, out_free)
+
+
+@settings(max_examples=400, deadline=None)
+@given(calls())
+def test_dataflow_equals_messages(call):
+    """The vectorised times are those of a plain message-by-message run, for skewed arrivals on any network."""
+    one, network, arrivals, ranks = call
+    expected = interpret(one, network, arrivals, ranks)
+    assert one.finish(arrivals, network, ranks).times == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+@settings(max_examples=200, deadline=None)
+@given(calls(), st.randoms(use_true_random=False))
+def test_leaving_depends_only_on_those_named(call, random):
+    """A rank's time is the same whether ranks outside its dependencies have arrived, are late, or are missing."""
+    one, network, arrivals, ranks = call
+    everybody = frozenset(range(len(arrivals)))
+    rank = random.randrange(len(arrivals))
+    needed = one.depends(rank)
+    needed = everybody if needed is None else needed
+    full, partial = one.finish(arrivals, network, ranks).times, arrivals.copy()
+    partial[list(everybody - needed)] = np.nan
+    assert rank in needed
+    assert one.finish(partial, network, ranks).times[rank] == full[rank]
+    partial[random.choice(sorted(needed))] = np.nan
+    assert np.isnan(one.finish(partial, network, ranks).times[rank])
+
+
+def test_a_root_leaves_before_the_late():
+    """The root of a broadcast leaves when its card is done; a leaf of a gather likewise; nobody waits for strangers."""
+    arrivals = np.array([0.0, 5.0, 0.0, 0.0])
+    times = finish("bcast", arrivals, 1000, network=switch()).times
+    assert times[0] < 1e-4 and times[2] < 1e-4 and times[3] < 1e-4 and times[1] >= 5.0
+    assert finish("gather", arrivals, 1000, network=switch()).times[3] < 1e-4
+    assert depends("bcast", "binomial", 8, rank=7) == {0, 4, 6, 7}
+    assert depends("bcast", "binomial", 8, 1, rank=0) == {1, 5, 7, 0}
+    assert depends("allreduce", "ring", 8, rank=3) is None
+
+
+def on_the_wire(one: Plan, network: Network, arrivals, members):
+    """Run a plan as real messages of virtual ranks; return when each leaves, and the run's totals."""
+    platform = Platform("test", network)
+    cluster = Cluster(Setting(ranks=max(members) + 1, platform=platform, deadline_s=np.inf), Recorder())
+    group, left = Context(cluster.world, (tuple(members),)), np.zeros(len(members))
+
+    def program(me):
+        Performer(group, me).perform(one)
+        left[me] = cluster.world.kernel.current.clock
+
+    for me, rank in enumerate(members):
+        cluster.start(rank, partial(program, me), clock_s=float(arrivals[me]))
+    totals = cluster.run()
+    return left, totals
+
+
+@settings(max_examples=100, deadline=None)
+@given(calls(), st.integers(0, 3))
+def test_dataflow_equals_the_kernel(call, factor):
+    """Performed by virtual ranks on the kernel's wire, a collective takes what its dataflow says."""
+    one, network, _, ranks = call
+    arrivals = 1e-4 * factor * np.random.default_rng(factor).random(len(ranks))
+    times, messages, nbytes = one.finish(arrivals, network, ranks)
+    left, totals = on_the_wire(one, network, arrivals, ranks.tolist())
+    whole = one.amounts.each is None or float(one.amounts.each).is_integer()
+    assert left == pytest.approx(times, rel=1e-9 if whole else 1e-3, abs=1e-15)
+    assert totals.messages == messages
+    assert totals.bytes == nbytes or not whole
