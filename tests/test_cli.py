@@ -350,3 +350,25 @@ def test_the_module_is_the_command() -> None:
         timeout=60,
     )
     assert done.stdout == f"spawnsim {spawnsim.__version__}\n"
+
+
+def test_list_prints_names_that_other_commands_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each section has its names with one line each."""
+    assert cli.main(["list"]) == 0
+    out = capsys.readouterr().out
+    for name in ("ethernet-10g", "lognormal:SIGMA", "AverageAllPolicy", "Digits"):
+        assert f"  {name} " in out
+
+
+def test_list_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown section exits with 2 and names the known ones."""
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["list", "fish"])
+    assert "platforms, stragglers, policies, workloads, studies" in capsys.readouterr().err
+
+
+def test_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Versions, cores, launcher and MPI, one line each."""
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0].strip() for line in lines] == ["versions", "cores", "started by", "MPI"]

@@ -17,7 +17,7 @@ from typing import Any
 from spawnsim.errors import ParameterError
 from spawnsim.run import Run, run
 
-WORDS = {"true": True, "false": False, "none": None, "null": None}
+WORDS = {"true": True, "false": False, "null": None}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,7 +70,7 @@ def _stdout_for_the_totals(as_json: bool) -> contextlib.AbstractContextManager[o
 def parameters(settings: Sequence[str]) -> dict[str, Any]:
     """Return the keyword arguments that `--set name=value` options ask for.
 
-    Values are Python literals, or true, false, none; whatever else is text.
+    Values are Python literals, or true, false, null; whatever else is text.
     """
     pairs = [setting.partition("=") for setting in settings]
     wrong = [name + sign for name, sign, _ in pairs if not sign or not name.isidentifier()]
