@@ -365,10 +365,3 @@ def test_list_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit, match="2"):
         cli.main(["list", "fish"])
     assert "platforms, stragglers, policies, workloads, studies" in capsys.readouterr().err
-
-
-def test_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """Versions, cores, launcher and MPI, one line each."""
-    assert cli.main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0].strip() for line in lines] == ["versions", "cores", "started by", "MPI"]

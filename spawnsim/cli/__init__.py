@@ -21,10 +21,10 @@ COMMANDS = {
     "plot": ("spawnsim.plots.cli", "draw figures of runs"),
     "report": ("spawnsim.report", "write one HTML page about runs"),
     "trace": ("spawnsim.report.trace", "write a run's timeline for Perfetto or chrome://tracing"),
-    "calibrate": ("spawnsim.cli.calibrate", "measure this cluster, and write a platform file"),
-    "validate": ("spawnsim.cli.validate", "predict a real run, and compare"),
+    "calibrate": ("spawnsim.calibrate", "measure this cluster, and write a platform file"),
+    "validate": ("spawnsim.validate", "predict a real run, and compare"),
     "list": ("spawnsim.cli.list", "list platforms, policies, workloads, studies"),
-    "doctor": ("spawnsim.cli.doctor", "say what this machine can run, and what to change"),
+    "doctor": ("spawnsim.real.doctor", "say what this machine can run, and what to change"),
 }
 
 EXIT_CODES = """\
