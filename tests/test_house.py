@@ -96,8 +96,11 @@ def test_each_module_says_what_it_is(path: Path) -> None:
 
 @every_file
 def test_torch_distributed_has_one_door(path: Path) -> None:
-    """`torch.distributed` is imported in real/torch*.py alone; import-linter cannot see into foreign packages."""
-    if path.parent.name == "real" and path.stem.startswith("torch"):
+    """`torch.distributed` is imported in real/torch*.py, and by the doctor, who asks whether it is there.
+
+    import-linter cannot see into foreign packages.
+    """
+    if "real" in path.parts and path.stem.startswith(("torch", "doctor")):
         return
     assert not [name for name in _imports(path) if name.startswith("torch.distributed")]
 
@@ -145,7 +148,7 @@ def test_public_names_are_there(name: str) -> None:
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     """The AttributeError helps."""
-    with pytest.raises(AttributeError, match="no attribute 'Rum'; it has: .*Run"):
+    with pytest.raises(AttributeError, match=r"no attribute 'Rum'; it has: .*Run"):
         _ = spawnsim.Rum
 
 
