@@ -12,12 +12,15 @@ CLUSTER = {"platform": "ethernet-10g", "stragglers": "lognormal:0.3", "compute":
 
 def study(context: Context) -> None:
     """Run policies × seeds, draw curves over seeds, print final accuracies with 90 % intervals."""
-    results = context.sweep(
-        context.grid(
-            "digits.py", ranks=[16 if context.quick else 128], seeds=range(2 if context.quick else 7),
-            over={"policy": POLICIES, "iterations": [40 if context.quick else 200]}, **CLUSTER,
-        )
-    )  # fmt: skip
+    learning = {
+        "policy": POLICIES,
+        "iterations": [40 if context.quick else 200],
+        "alpha": [1.0],
+        "judge": ["accuracy"],
+    }
+    ranks, seeds = (16, 2) if context.quick else (128, 7)
+    grid = context.grid("digits.py", ranks=[ranks], seeds=range(seeds), over=learning, **CLUSTER)
+    results = context.sweep(grid)
     runs = [each.run for each in results]
     for name in ("accuracy", "loss"):
         context.save(convergence.figure(runs, name), f"convergence-{name}")

@@ -22,9 +22,11 @@ def main(
     replacement_ratio=0.2,  # of the ranks, the worst ones; "selective" alone
     cooldown=0,  # iterations between two replacements of one rank, at least; likewise
     accuracy_every=10,
+    hidden=(32,),  # widths of the hidden layers
+    judge="loss",  # selection goes by "loss" (of the own batch) or "accuracy" (on the held-out images not reported)
 ):
     """Train on this rank's shard, and exchange models with the others."""
-    digits = Digits(comm.rng, comm.Get_rank(), comm.Get_size(), alpha=alpha)
+    digits = Digits(comm.rng, comm.Get_rank(), comm.Get_size(), alpha=alpha, hidden=hidden)
     model, optimizer = digits.build()
 
     if policy == "none":
@@ -38,14 +40,19 @@ def main(
     else:
         raise ParameterError(f'policy={policy!r}: choose "none", "average" or "selective"')
 
+    judged, reported = (slice(0, None, 2), slice(1, None, 2)) if judge == "accuracy" else (None, slice(None))
     for iteration in range(iterations):
         with comm.compute():
             loss = digits.step(model, optimizer)
+        if judged is None:
+            metric = -loss
+        elif iteration % average_every == 0:
+            metric = digits.accuracy(model, judged)
         info = {}
         if exchange is not None:
-            model, optimizer, info = exchange(iteration, model, optimizer, local_metric=-loss, group=comm)
+            model, optimizer, info = exchange(iteration, model, optimizer, local_metric=metric, group=comm)
         if (iteration + 1) % accuracy_every == 0:  # measured outside of compute(): free on virtual ranks
-            info = {**info, "accuracy": digits.accuracy(model)}
+            info = {**info, "accuracy": digits.accuracy(model, reported)}
         comm.record(iteration=iteration, loss=loss, **info)
 
     if exchange is not None:

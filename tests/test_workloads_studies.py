@@ -96,6 +96,14 @@ def test_digits_offers_its_loss_and_measures_accuracy_now_and_then(spies):
     assert list(accuracy) == [9, 19, 29, 39, 49, 59] and accuracy[59] > max(0.6, accuracy[9])
 
 
+def test_digits_can_be_judged_by_images_that_it_does_not_report(spies):
+    """With judge="accuracy" the metric is an accuracy, new every tenth iteration, on the other half of the images."""
+    comm = Solo()
+    load(STUDIES / "digits.py")(comm, policy="average", iterations=30, judge="accuracy")
+    metrics = [call[1] for call in spies[0].calls]
+    assert len(set(metrics[:10])) == 1 and metrics[0] < metrics[29] <= 1
+
+
 def test_hypergrid_tells_each_mode_once(spies):
     """Events hold the distinct modes, rows their number."""
     comm = Solo()

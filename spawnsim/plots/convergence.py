@@ -46,6 +46,18 @@ def curve(table: Table, name: str, *, over: str = "time_s", band: tuple[float, f
     return Curve(grid.x[known], median[known], low[known], high[known])
 
 
+def since_start(run: Recorded) -> Table:
+    """Return a run's table with a real run's seconds counted from its first row: a virtual rank loads no libraries."""
+    if not is_real(run) or not len(run.table["time_s"]):
+        return run.table
+    return dict(run.table) | {"time_s": run.table["time_s"] - run.table["time_s"].min()}
+
+
+def training_s(run: Recorded) -> float:
+    """Return the seconds from the start of training to the last recorded row."""
+    return float(since_start(run)["time_s"].max(initial=0.0))
+
+
 def over_seeds(curves: Sequence[Curve], *, level: float = 0.9, seed: int = 0) -> Curve:
     """Return the median over seeds of the runs' medians, with a bootstrap interval; one curve is returned as it is."""
     if len(curves) == 1:
@@ -99,7 +111,7 @@ def panel(runs: Sequence[Recorded], name: str, over: str, ax: Axes) -> dict[str,
     groups, ends = grouped(runs), {}
     styles = _looks(groups)
     for group, members in groups.items():
-        info = over_seeds([curve(run.table, name, over=over) for run in members])
+        info = over_seeds([curve(since_start(run), name, over=over) for run in members])
         painter = draw_measured if is_real(members[0]) else draw
         painter(info, ax, look=styles[group])
         ends[group] = float(info.median[-1])
@@ -110,7 +122,11 @@ def panel(runs: Sequence[Recorded], name: str, over: str, ax: Axes) -> dict[str,
 def _caption(runs: Sequence[Recorded]) -> str:
     seeds = max(len(members) for members in grouped(runs).values())
     band = "band: 10–90 % of ranks" if seeds == 1 else f"band: 90 % bootstrap interval over {seeds} seeds"
-    real = "; markers: real MPI, bars 10–90 % of ranks" if any(map(is_real, runs)) else ""
+    real = (
+        "; markers: real MPI, seconds since its first row, bars 10–90 % of ranks"
+        if any(map(is_real, runs))
+        else ""
+    )
     return f"{setting(runs)}\nline: median over ranks; {band}{real}"
 
 

@@ -15,8 +15,8 @@ from spawnsim.plots.source import Recorded, label, ranks_of, setting
 
 
 def of(run: Recorded) -> Replacements:
-    """Return the replacements of a run."""
-    return replacements(run.events, ranks_of(run), float(run.totals.get("virtual_seconds") or 0.0))
+    """Return the replacements of a run, up to its last recorded row: shutting down may take seconds more."""
+    return replacements(run.events, ranks_of(run), float(run.table["time_s"].max(initial=0.0)))
 
 
 def draw(info: Replacements, ax: Axes | None = None, *, colour: str = style.LOOKS[1].colour) -> Axes:

@@ -39,7 +39,7 @@ LOOKS = (
     Look("#E69F00", (0, (8, 1.5, 1, 1.5, 1, 1.5)), "v"),
     Look("#56B4E9", (0, (3, 1)), "P"),
 )
-KNOWN = {"none": Look("#333333", (0, (2.6, 1.5)), "X"), "average": LOOKS[0], "selective": LOOKS[1]}
+KNOWN = {"none": Look("#333333", (0, (2.6, 1.5)), "D"), "average": LOOKS[0], "selective": LOOKS[1]}
 
 
 def looks(labels: Iterable[str]) -> dict[str, Look]:

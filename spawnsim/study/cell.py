@@ -41,7 +41,7 @@ class Cell:
     ranks: int
     seed: int = 0
     backend: Literal["virtual", "mpi", "torch"] = "virtual"
-    parameters: Mapping[str, Scalar] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     world: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,8 +70,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """A short name for people: file, parameters, ranks, backend, seed."""
-        values = [str(value) for value in self.parameters.values() if isinstance(value, str)]
+        """A short name for people: file, policy, ranks, backend, seed; the key tells the rest."""
+        values = [str(self.parameters[name]) for name in ("policy",) if name in self.parameters]
         where = [] if self.backend == "virtual" else [self.backend]
         return "-".join([Path(self.file).stem, *values, f"n{self.ranks}", *where, f"s{self.seed}"])
 
