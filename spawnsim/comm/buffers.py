@@ -31,6 +31,12 @@ def as_buffer(
 ) -> Vector: ...
 
 
+@overload
+def as_buffer(
+    spec: Any, *, vector: bool, blocks: int = 1, types: bool = False, writable: bool = False
+) -> Buffer | Vector: ...
+
+
 def as_buffer(
     spec: Any, *, vector: bool = False, blocks: int = 1, types: bool = False, writable: bool = False
 ) -> Buffer | Vector:

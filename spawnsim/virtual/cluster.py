@@ -37,7 +37,8 @@ Progress = Callable[[float, int, int], None]
 @dataclass(frozen=True)
 class Totals:
     """What a run amounted to. `events` counts what ranks did (sends, receives, collectives, computing);
-    `scheduled` counts the events that SimPy had to process for it."""
+    `scheduled` counts the events that SimPy had to process for it.
+    """
 
     virtual_seconds: float
     wall_seconds: float
@@ -61,7 +62,7 @@ class Setting:
     deadline_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ranks, int) or self.ranks < 1:
+        if type(self.ranks) is not int or self.ranks < 1:
             raise ParameterError(f"ranks={self.ranks!r}: give a whole number of at least 1")
         if not self.deadline_s > 0:
             raise ParameterError(
@@ -216,7 +217,7 @@ class Cluster:
 
 def _placed(error: SpawnsimError, task: Task) -> SpawnsimError:
     """Add rank, time and line to an error of a call, once."""
-    if isinstance(error, SpawnsimError) and not getattr(error, "placed", False):
+    if not getattr(error, "placed", False):
         error.add_note(f"on {task.name} at {task.clock:.6g} s{_line(error)}")
         error.placed = True  # type: ignore[attr-defined]
     return error

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import simpy
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from spawnsim.errors import InternalError, Livelock, Timeout
+from spawnsim.errors import InternalError, Livelock, Timeout, UsageError
 from spawnsim.virtual import torchmodes
 
 RUN_AHEAD = (
@@ -141,6 +141,14 @@ def timeout(task: Task, wait: Wait) -> Timeout:
         f"{task.clock:.6g} s{whom}. A larger deadline (deadline_s, comm.clock.deadline) waits longer"
     )
     return Timeout(wait.missing(), wait.describe(), wait.sequence(), message)
+
+
+def current_world() -> Any:
+    """Return the owner of the kernel that runs the caller's task. Raises `UsageError` outside virtual ranks."""
+    task = current_task()
+    if task is None:
+        raise UsageError("a communication call outside a virtual rank: no rank is the caller")
+    return task.kernel.owner
 
 
 class Kernel:

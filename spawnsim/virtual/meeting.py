@@ -30,7 +30,8 @@ class Call:
 
     `agree` are the (name, value) pairs that must be equal on all ranks. `nbytes` is what this rank contributes: a
     number, or an array with a size per destination. `sizes` says how the ranks' `nbytes` are put together for the
-    cost model: "root", "all" (the largest), "each" (an array by rank), "matrix" (rows by rank), "edges" (each rank tells its neighbours and their sizes).
+    cost model: "root", "all" (the largest), "each" (an array by rank), "matrix" (rows by rank), "edges" (each rank
+    tells its neighbours and their sizes).
     """
 
     name: str
@@ -40,6 +41,7 @@ class Call:
     root: int = -1
     agree: tuple[tuple[str, Any], ...] = ()
     sizes: str = "all"
+    needs: tuple[int, ...] | None = None  # on whom a neighbour exchange waits; elsewhere the algorithm tells
     outcome: Callable[[Meeting, int], Any] = lambda meeting, me: None
 
     def describe(self) -> str:
@@ -57,12 +59,12 @@ class Meeting:
     comm: str
     members: Sequence[int]
     number: int
+    first: int  # how many of the members are of the first group; all, unless there are two
     calls: list[Call | None] = field(init=False)
     arrivals: np.ndarray[Any, np.dtype[np.float64]] = field(init=False)
     gone: list[Completion | None] = field(init=False)
     here: int = 0
-    _shared: Any = None
-    _computed: bool = False
+    _shared: dict[bool, Any] = field(default_factory=dict)  # by group
     _dirty: bool = False
 
     def __post_init__(self) -> None:
@@ -83,19 +85,35 @@ class Meeting:
         self.world.kernel.effect()
         if self.here == len(self.members):
             self._end()
-        elif call.timing in EARLY:
+        elif call.timing in EARLY or call.needs is not None:
             self._expect_release()
         return completion
 
-    def parts(self) -> list[Any]:
-        """Return the ranks' contributions; None for those not here yet."""
+    def parts(self, me: int) -> list[Any]:
+        """Return the contributions that member `me` hears: all, or those of the other group; None if not here yet."""
+        heard = self.calls
+        if self.first < len(heard):
+            heard = heard[self.first :] if me < self.first else heard[: self.first]
+        return [None if call is None else call.part for call in heard]
+
+    def agreed(self, compute: Callable[[], Any]) -> Any:
+        """Return a result that is computed once for all members of both groups."""
+        return self.shared(0, compute)
+
+    def all_parts(self) -> list[Any]:
+        """Return the contributions of all members."""
         return [None if call is None else call.part for call in self.calls]
 
-    def shared(self, compute: Callable[[], Any]) -> Any:
-        """Return a result that is computed once for all ranks."""
-        if not self._computed:
-            self._shared, self._computed = compute(), True
-        return self._shared
+    def place(self, me: int) -> int:
+        """Return the rank of member `me` in its own group."""
+        return me if me < self.first else me - self.first
+
+    def shared(self, me: int, compute: Callable[[], Any]) -> Any:
+        """Return a result that is computed once for all members of a group."""
+        group = me < self.first
+        if group not in self._shared:
+            self._shared[group] = compute()
+        return self._shared[group]
 
     def _compare(self, me: int, call: Call) -> None:
         """Refuse a call that does not fit those already here."""
@@ -185,7 +203,8 @@ class Meeting:
 
     def _heard(self, plan: Plan, rank: int) -> bool:
         """Whether all have arrived on whom the leaving of `rank` depends."""
-        needed = plan.depends(rank)
+        call = self.calls[rank]
+        needed = plan.depends(rank) if call is None or call.needs is None else call.needs
         return needed is not None and all(self.calls[other] is not None for other in needed)
 
 

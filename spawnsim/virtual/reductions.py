@@ -38,7 +38,7 @@ def binomial(parts: list[T], combine: Combine[T], root: int = 0) -> T:
 
 
 def ordered(parts: list[T], combine: Combine[T]) -> T:
-    """Combine in rank order: ((0 1) 2) 3 …"""
+    """Combine in rank order: ((0 1) 2) 3 and so on."""
     result = parts[0]
     for part in parts[1:]:
         result = combine(result, part)

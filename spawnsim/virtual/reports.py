@@ -50,7 +50,7 @@ def _dead_end(tasks: Sequence[Task], ended: Sequence[int]) -> str:
 
 def cycle(tasks: Sequence[Task]) -> list[int]:
     """Return ranks that wait for each other in a ring, or nothing. Waits for any of several count by their first."""
-    waits = {task.rank: [peer for peer in task.wait.peers()] for task in tasks if task.wait is not None}
+    waits = {task.rank: list(task.wait.peers()) for task in tasks if task.wait is not None}
     state: dict[int, int] = {}
     for start in sorted(waits):
         path: list[int] = []

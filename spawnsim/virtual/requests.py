@@ -31,6 +31,11 @@ class Request(Handle):
     """
 
     __slots__ = ("_completion", "_deliver", "_waiting", "_withdraw", "_world")
+    _completion: Completion | None
+    _deliver: Deliver
+    _waiting: Any
+    _withdraw: Callable[[Request], None] | None
+    _world: World
 
     def __new__(cls, request: Request | None = None) -> Self:
         """Return a null request, or a copy of the handle of another."""
@@ -235,12 +240,9 @@ class Request(Handle):
     @classmethod
     def get_status_all(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
         """Return whether all are over, and leave them as they are."""
-        return all(
-            [
-                request.Get_status(status)
-                for request, status in zip(requests, _lend(statuses, len(requests)), strict=False)
-            ]
-        )
+        lent = zip(requests, _lend(statuses, len(requests)), strict=False)
+        over = [request.Get_status(status) for request, status in lent]  # all: each fills its status
+        return all(over)
 
     @classmethod
     def get_status_any(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:

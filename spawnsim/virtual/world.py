@@ -83,7 +83,7 @@ class Rank:
     compute_s: float = 0.0
     tasks: list[Task] = field(default_factory=list)
     started: bool = False
-    attachments: dict[str, Any] = field(default_factory=dict)  # per-rank objects of other rooms
+    attachments: dict[Any, Any] = field(default_factory=dict)  # per-rank objects of other rooms
 
     def reach(self, task: Task, time_s: float) -> None:
         """Move a task's clock forward to `time_s`, but not past the rank's own death."""

@@ -51,7 +51,7 @@ class BufferedSends(Transport):
         return self._isend(self._room_for(dumps(obj)), dest, tag, LOCAL, "ibsend")
 
     def _room_for(self, payload: Any) -> Any:
-        held = self._rank.attachments
+        held: dict[Any, Any] = self._rank.attachments
         attached = held.get(("buffer", self._context), held.get(("buffer", None)))
         nbytes = len(payload) if type(payload) is bytes else payload.nbytes
         if attached is None:
@@ -73,5 +73,4 @@ def attach(held: dict[Any, Any], owner: Any, buf: Any) -> None:
 
 def detach(held: dict[Any, Any], owner: Any) -> Any:
     """Take the buffer of an owner back; None if there is none."""
-    buf = held.pop(("buffer", owner), None)
-    return buf
+    return held.pop(("buffer", owner), None)

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from spawnsim.virtual.comm.collectives import Collectives, IntraCollectives
 from spawnsim.virtual.comm.context import Context, Member
+from spawnsim.virtual.comm.making import Making
 from spawnsim.virtual.comm.management import Management
 from spawnsim.virtual.comm.objects import ObjectCollectives, ObjectIntraCollectives
 from spawnsim.virtual.comm.persistent import (
@@ -65,7 +66,7 @@ class Comm(
         return self._own.background  # type: ignore[no-any-return]
 
     @property
-    def Win(self) -> Any:  # noqa: N802 - the class, under MPI's name
+    def Win(self) -> Any:
         """The window class of this building: `comm.Win.Allocate(nbytes, comm=comm)`."""
         from spawnsim.virtual.onesided import Win
 
@@ -82,7 +83,7 @@ class Comm(
         return f"{type(self).__name__}({self._label}, rank {self._me} of {len(self._members)})"
 
 
-class Intracomm(Comm, IntraCollectives, PersistentIntraCollectives, ObjectIntraCollectives):
+class Intracomm(Comm, Making, IntraCollectives, PersistentIntraCollectives, ObjectIntraCollectives):
     """A communicator with one group."""
 
     __slots__ = ()

@@ -6,12 +6,13 @@ This room knows members, numbering, mailboxes and meetings. It must not know MPI
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL
 from spawnsim.comm.failures import ERR_COMM, ERR_RANK, ERR_ROOT, ERR_TAG, CallError
 from spawnsim.comm.handles import Attributed
+from spawnsim.comm.info import Info
 from spawnsim.errors import Revoked
 from spawnsim.virtual.matching import Completion, Mailbox
 from spawnsim.virtual.meeting import Call, Meeting, WaitingForMeeting
@@ -23,7 +24,7 @@ TAG_UB = 2**28 - 1
 
 @dataclass(eq=False)
 class Context:
-    """One communicator. `sides` are the world ranks of its group, or of its two groups if it is an intercommunicator."""
+    """One communicator. `sides` are the world ranks of its group, or of its two groups."""
 
     world: World
     sides: tuple[tuple[int, ...], ...]
@@ -53,8 +54,14 @@ class Context:
         self.calls[rank] = number + 1
         meeting = self.meetings.get(number)
         if meeting is None:
-            meeting = self.meetings[number] = Meeting(self.world, name, self.everyone, number)
+            meeting = self.meetings[number] = Meeting(
+                self.world, name, self.everyone, number, len(self.sides[0])
+            )
         me = self.everyone.index(rank) if len(self.sides) > 1 else self.places[0][rank]
+        if (
+            len(self.sides) > 1
+        ):  # algorithms of two groups are not modelled: timed as an exchange of all with all
+            call = replace(call, timing="allgather", nbytes=_total(call.nbytes), sizes="each")
         meeting.join(me, call)
         if meeting.here == len(self.everyone):
             del self.meetings[number]
@@ -84,6 +91,11 @@ class Member(Attributed):
     _me: int
     _peers: Sequence[int]
     _mailbox: Mailbox
+    _name: str
+    _side: int
+    _own: Any
+    _errhandler: Any
+    _info: Info | None
 
     @classmethod
     def enter(cls, context: Context, rank: int, name: str = "") -> Self:
@@ -154,4 +166,6 @@ class Member(Attributed):
 
 
 def _total(nbytes: Any) -> int:
+    if isinstance(nbytes, tuple):  # a neighbour exchange: dests, and the size for each
+        return sum(nbytes[1])
     return nbytes if isinstance(nbytes, int) else int(nbytes.sum())

@@ -120,7 +120,7 @@ class Management(Member):
 
     def _agree(self, name: str, part: Any, make: Callable[[list[Any]], Any]) -> Any:
         """Meet all members; `make(parts)` runs once and its result goes to all."""
-        call = Call(name, "allgather", part, 8, outcome=lambda m, rank: m.shared(lambda: make(m.parts())))
+        call = Call(name, "allgather", part, 8, outcome=lambda m, rank: m.agreed(lambda: make(m.all_parts())))
         return self._meet(call)
 
     def _copy(self) -> Context:
@@ -145,7 +145,7 @@ class Management(Member):
         """Start Dup; return the communicator, usable once the request is over, and the request."""
         outcome = lambda m, rank: None  # noqa: E731
         completion, waiting = self._join(Call("Idup", "allgather", None, 8, outcome=outcome))
-        context = waiting.meeting.shared(self._copy)
+        context = waiting.meeting.agreed(self._copy)
         return self._duplicate(context, info), Request.start(self._world, completion, waiting)
 
     def Idup_with_info(self, info: Info) -> tuple[Self, Request]:

@@ -32,23 +32,14 @@ class ObjectCollectives(Plans):
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """Return the root's object."""
         part = dumps(obj) if self._me == self._root(root) else b""
-        received = self._meet(
-            Call(
-                "bcast",
-                "bcast",
-                part,
-                len(part),
-                root,
-                sizes="root",
-                outcome=lambda m, rank: m.calls[root].part,
-            )
-        )
+        outcome = lambda m, rank: m.calls[root].part  # noqa: E731
+        received = self._meet(Call("bcast", "bcast", part, len(part), root, sizes="root", outcome=outcome))
         return obj if self._me == root else loads(received)
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """Return all ranks' objects at the root, None elsewhere."""
         part = dumps(sendobj)
-        outcome = lambda m, rank: m.parts() if rank == root else None  # noqa: E731
+        outcome = lambda m, rank: m.parts(rank) if rank == root else None  # noqa: E731
         parts = self._meet(
             Call("gather", "gather", part, len(part), self._root(root), sizes="each", outcome=outcome)
         )
@@ -69,14 +60,14 @@ class ObjectCollectives(Plans):
         """Return all ranks' objects."""
         part = dumps(sendobj)
         call = Call(
-            "allgather", "allgather", part, len(part), sizes="each", outcome=lambda m, rank: m.parts()
+            "allgather", "allgather", part, len(part), sizes="each", outcome=lambda m, rank: m.parts(rank)
         )
         return [loads(each) for each in self._meet(call)]
 
     def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
         """Return, from every rank, its item for this one."""
         parts = self._one_each(sendobj)
-        outcome = lambda m, rank: [part[rank] for part in m.parts()]  # noqa: E731
+        outcome = lambda m, rank: [part[m.place(rank)] for part in m.parts(rank)]  # noqa: E731
         nbytes = np.array([len(part) for part in parts])
         received = self._meet(Call("alltoall", "alltoall", parts, nbytes, sizes="matrix", outcome=outcome))
         return [loads(each) for each in received]
@@ -86,7 +77,7 @@ class ObjectCollectives(Plans):
         part = dumps(sendobj)
 
         def outcome(meeting: Meeting, rank: int) -> Any:
-            return reductions.binomial(meeting.parts(), _folded(op)) if rank == root else None
+            return reductions.binomial(meeting.parts(rank), _folded(op)) if rank == root else None
 
         combined = self._meet(Call("reduce", "reduce", part, len(part), self._root(root), outcome=outcome))
         return None if combined is None else loads(combined)
@@ -96,7 +87,7 @@ class ObjectCollectives(Plans):
         part = dumps(sendobj)
 
         def outcome(meeting: Meeting, rank: int) -> Any:
-            return meeting.shared(lambda: reductions.binomial(meeting.parts(), _folded(op)))
+            return meeting.shared(rank, lambda: reductions.binomial(meeting.parts(rank), _folded(op)))
 
         return loads(self._meet(Call("allreduce", "allreduce", part, len(part), outcome=outcome)))
 
@@ -127,7 +118,7 @@ class ObjectIntraCollectives(Plans):
         part = dumps(sendobj)
 
         def outcome(meeting: Meeting, rank: int) -> Any:
-            parts = meeting.parts()[: rank + own]
+            parts = meeting.parts(rank)[: rank + own]
             return reductions.ordered(parts, _folded(op)) if parts else None
 
         combined = self._meet(Call(name, name, part, len(part), outcome=outcome))

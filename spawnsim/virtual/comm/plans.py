@@ -7,7 +7,7 @@ knows buffers and reductions. It must not know when anybody arrives or leaves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,12 @@ import numpy as np
 from spawnsim.comm.buffers import Buffer, as_buffer
 from spawnsim.comm.constants import IN_PLACE
 from spawnsim.comm.failures import ERR_COUNT, CallError
+from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import Op
 from spawnsim.virtual import reductions
 from spawnsim.virtual.meeting import Call, Meeting
 
-Outcome = Callable[[Any], None]
+Outcome = Callable[[Any], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,18 @@ def _fill(spec: Any, **how: Any) -> Outcome:
     return unpack
 
 
+def _row(recvbuf: Any, size: int) -> Outcome:
+    """Return what unpacks equal blocks, joined into one array, into a buffer of `size` blocks."""
+    target = as_buffer(recvbuf, writable=True, blocks=size)
+    return lambda joined: None if joined is None else target.unpack(joined)
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Return all contributions in a row: made once, for a thousand ranks would otherwise unpack a million blocks."""
+    same = all(part.dtype == parts[0].dtype for part in parts)
+    return np.concatenate(parts if same else [as_bytes(part) for part in parts])
+
+
 def barrier() -> Plan:
     """Everybody arrives before anybody leaves."""
     return Plan(Call("Barrier", "barrier"), _drop)
@@ -70,7 +83,7 @@ def gather(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vector
         part = as_buffer(sendbuf).pack()
     collect = _fill(recvbuf, vector=vector, blocks=size) if me == root else _drop
     nbytes = 0 if part is None else part.nbytes
-    outcome = lambda meeting, rank: meeting.parts() if rank == root else None  # noqa: E731
+    outcome = lambda meeting, rank: meeting.parts(rank) if rank == root else None  # noqa: E731
     return Plan(Call("Gather", "gather", part, nbytes, root, sizes="each", outcome=outcome), collect)
 
 
@@ -82,7 +95,7 @@ def scatter(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vecto
         blocks = [block.pack() for block in as_buffer(sendbuf, vector=vector, blocks=size)]
         part, nbytes = blocks, np.array([block.nbytes for block in blocks])
     outcome = lambda meeting, rank: meeting.calls[root].part[rank]  # noqa: E731
-    collect: Outcome = _drop if recvbuf is IN_PLACE else as_buffer(recvbuf, writable=True).unpack  # type: ignore[assignment]
+    collect: Outcome = _drop if recvbuf is IN_PLACE else as_buffer(recvbuf, writable=True).unpack
     return Plan(Call("Scatter", "scatter", part, nbytes, root, sizes="root", outcome=outcome), collect)
 
 
@@ -93,15 +106,13 @@ def allgather(sendbuf: Any, recvbuf: Any, place: tuple[int, int], vector: bool =
         part = as_buffer(recvbuf, vector=vector, blocks=size).block(me).pack()
     else:
         part = as_buffer(sendbuf).pack()
-    call = Call(
-        "Allgather",
-        "allgather",
-        part,
-        part.nbytes,
-        sizes="each",
-        outcome=lambda meeting, rank: meeting.parts(),
-    )
-    return Plan(call, _fill(recvbuf, vector=vector, blocks=size))
+
+    def outcome(meeting: Meeting, rank: int) -> Any:
+        parts = meeting.parts(rank)
+        return parts if vector else meeting.shared(rank, lambda: _joined(parts))
+
+    call = Call("Allgather", "allgather", part, part.nbytes, sizes="each", outcome=outcome)
+    return Plan(call, _fill(recvbuf, vector=True, blocks=size) if vector else _row(recvbuf, size))
 
 
 def alltoall(
@@ -110,13 +121,12 @@ def alltoall(
     """Every rank gets, from every rank, the block meant for it."""
     _, size = place
     source = recvbuf if sendbuf is IN_PLACE else sendbuf
-    how = {"vector": vector, "blocks": size, "types": types}
-    blocks = [block.pack() for block in as_buffer(source, **how)]
+    blocks = [block.pack() for block in as_buffer(source, vector=vector, blocks=size, types=types)]
     call = Call(
         "Alltoall", "alltoall", blocks, np.array([block.nbytes for block in blocks]), sizes="matrix",
-        outcome=lambda meeting, rank: [part[rank] for part in meeting.parts()],
+        outcome=lambda meeting, rank: [part[meeting.place(rank)] for part in meeting.parts(rank)],
     )  # fmt: skip
-    return Plan(call, _fill(recvbuf, **how))
+    return Plan(call, _fill(recvbuf, vector=vector, blocks=size, types=types))
 
 
 # -- reductions ----------------------------------------------------------------------------------------------
@@ -147,7 +157,7 @@ def _name(op: Op) -> str:
 
 
 def _with(call: Call, outcome: Callable[[Meeting, int], Any], root: int = -1) -> Call:
-    return Call(call.name, call.timing, call.part, call.nbytes, root, call.agree, call.sizes, outcome)
+    return replace(call, root=root, outcome=outcome)
 
 
 def reduce(sendbuf: Any, recvbuf: Any, op: Op, root: int, me: int) -> Plan:
@@ -156,9 +166,9 @@ def reduce(sendbuf: Any, recvbuf: Any, op: Op, root: int, me: int) -> Plan:
     first = root if op.Is_commutative() else 0
 
     def outcome(meeting: Meeting, rank: int) -> Any:
-        return reductions.binomial(meeting.parts(), combine, first) if rank == root else None
+        return reductions.binomial(meeting.parts(rank), combine, first) if rank == root else None
 
-    collect: Outcome = as_buffer(recvbuf, writable=True).unpack if me == root else _drop  # type: ignore[assignment]
+    collect: Outcome = as_buffer(recvbuf, writable=True).unpack if me == root else _drop
     return Plan(_with(call, outcome, root), collect)
 
 
@@ -167,21 +177,21 @@ def allreduce(sendbuf: Any, recvbuf: Any, op: Op) -> Plan:
     call, combine = _reducing("Allreduce", "allreduce", sendbuf, recvbuf, op)
 
     def outcome(meeting: Meeting, rank: int) -> Any:
-        return meeting.shared(lambda: reductions.tree(meeting.parts(), combine))
+        return meeting.shared(rank, lambda: reductions.tree(meeting.parts(rank), combine))
 
-    return Plan(_with(call, outcome), as_buffer(recvbuf, writable=True).unpack)  # type: ignore[arg-type]
+    return Plan(_with(call, outcome), as_buffer(recvbuf, writable=True).unpack)
 
 
 def counts(count: int) -> Call:
     """Every rank learns how many elements each rank receives."""
-    return Call("Reduce_scatter", "allgather", count, 8, outcome=lambda meeting, rank: meeting.parts())
+    return Call("Reduce_scatter", "allgather", count, 8, outcome=lambda meeting, rank: meeting.parts(rank))
 
 
 def reduce_scatter(
     sendbuf: Any, recvbuf: Any, counts: Sequence[int] | None, op: Op, place: tuple[int, int]
 ) -> Plan:
     """Every rank gets its block of the combination; `counts` are the elements per rank, None: equal blocks."""
-    me, size = place
+    size = place[1]
     call, combine = _reducing("Reduce_scatter", "reduce_scatter", sendbuf, recvbuf, op)
     elements = len(call.part)
     if counts is None:
@@ -195,10 +205,11 @@ def reduce_scatter(
         )
 
     def outcome(meeting: Meeting, rank: int) -> Any:
-        whole = meeting.shared(lambda: reductions.tree(meeting.parts(), combine))
-        return whole[ends[rank] - counts[rank] : ends[rank]]
+        whole = meeting.shared(rank, lambda: reductions.tree(meeting.parts(rank), combine))
+        place = meeting.place(rank)
+        return whole[ends[place] - counts[place] : ends[place]]
 
-    return Plan(_with(call, outcome), as_buffer(recvbuf, writable=True).unpack)  # type: ignore[arg-type]
+    return Plan(_with(call, outcome), as_buffer(recvbuf, writable=True).unpack)
 
 
 def scan(sendbuf: Any, recvbuf: Any, op: Op, inclusive: bool) -> Plan:
@@ -211,8 +222,8 @@ def scan(sendbuf: Any, recvbuf: Any, op: Op, inclusive: bool) -> Plan:
         if last < 0:
             return None
         if meeting.here < len(meeting.members):  # this rank leaves before the later ones arrive
-            return reductions.ordered(meeting.parts()[: last + 1], combine)
-        return meeting.shared(lambda: list(reductions.prefixes(meeting.parts(), combine)))[last]
+            return reductions.ordered(meeting.parts(rank)[: last + 1], combine)
+        return meeting.shared(rank, lambda: list(reductions.prefixes(meeting.parts(rank), combine)))[last]
 
     target = as_buffer(recvbuf, writable=True)
-    return Plan(_with(call, outcome), lambda data: None if data is None else target.unpack(data))  # type: ignore[arg-type,return-value]
+    return Plan(_with(call, outcome), lambda data: None if data is None else target.unpack(data))

@@ -81,7 +81,7 @@ class Transport(Member):
         """Post a receive; `collect(message)` makes the request's result."""
         if source == PROC_NULL:
             self._need()
-            return Request.over(self._world, _receive_nothing)
+            return Request.over(self._world, receive_nothing)
         receive = self._post(source, tag)
 
         def deliver(status: Status) -> Any:
@@ -102,7 +102,8 @@ class Transport(Member):
             receive.complete(self._world.kernel.current.clock)
 
 
-def _receive_nothing(status: Status) -> None:
+def receive_nothing(status: Status) -> None:
+    """Write into a status what a receive from PROC_NULL gets."""
     fill(status, PROC_NULL, ANY_TAG, 0)
 
 
@@ -142,7 +143,7 @@ class Objects(Transport):
         if source == PROC_NULL:
             self._need()
             if status is not None:
-                _receive_nothing(status)
+                receive_nothing(status)
             return None
         message = self._accept(source, tag, "recv")
         if status is not None:
@@ -200,7 +201,7 @@ class Buffers(Transport):
         if source == PROC_NULL:
             self._need()
             if status is not None:
-                _receive_nothing(status)
+                receive_nothing(status)
             return
         message = self._accept(source, tag, "Recv")
         if status is not None:

@@ -9,7 +9,8 @@ from spawnsim.comm.failures import ERR_REQUEST, CallError
 from spawnsim.comm.handles import Handle
 from spawnsim.comm.status import Status
 from spawnsim.virtual.comm.payload import loads, unpack
-from spawnsim.virtual.comm.point_to_point import Transport
+from spawnsim.virtual.comm.point_to_point import Transport, receive_nothing
+from spawnsim.virtual.kernel import current_world
 from spawnsim.virtual.matching import Completion, Receive
 from spawnsim.virtual.matching import Message as Letter
 from spawnsim.virtual.requests import Request, fill
@@ -35,7 +36,7 @@ class Probes(Transport):
     ) -> Message | None:
         """Return a message that fits and has arrived, out of reach of any other receive; or None."""
         if source == PROC_NULL:
-            return MESSAGE_NO_PROC
+            return Message.of_nobody()
         letter = self._glance(source, tag, status)
         return None if letter is None else self._hold(letter)
 
@@ -43,7 +44,7 @@ class Probes(Transport):
         """Wait for a message that fits; return it, out of reach of any other receive."""
         if source == PROC_NULL:
             _fill_status(status, None)
-            return MESSAGE_NO_PROC
+            return Message.of_nobody()
         letter = self._stare(source, tag, status, "Mprobe")
         assert letter is not None
         return self._hold(letter)
@@ -105,6 +106,9 @@ class Probes(Transport):
         return Message.hold(self, letter)
 
 
+NOBODY = object()
+
+
 class Message(Handle):
     """A message that a matched probe has taken out of the queue."""
 
@@ -126,6 +130,13 @@ class Message(Handle):
         self = cls.__new__(cls)
         self._identity = self._letter = letter
         self._owner = owner
+        return self
+
+    @classmethod
+    def of_nobody(cls) -> Self:
+        """Return the message that a matched probe of PROC_NULL finds: receiving it receives nothing, ever again."""
+        self = cls.__new__(cls)
+        self._identity = NOBODY
         return self
 
     @classmethod
@@ -162,11 +173,11 @@ class Message(Handle):
 
     def _receive(self, collect: Any) -> Request:
         letter, owner = self._letter, self._owner
-        if letter is None:
+        if self._identity is NOBODY:
+            return Request.over(current_world(), receive_nothing)
+        if letter is None or owner is None:
             raise CallError(ERR_REQUEST, "the message is null: it was received before")
         self._identity = self._letter = self._owner = None
-        if owner is None:  # MESSAGE_NO_PROC
-            return Request.over(_world_of_nobody())
         receive = Receive(owner._world.kernel, letter.source, letter.tag, owner._world.kernel.current.clock)
         receive.take(letter)
 
@@ -176,6 +187,10 @@ class Message(Handle):
 
         waiting = owner._waiting("Mrecv", letter.source, letter.tag)
         return Request.start(owner._world, receive, waiting, deliver)
+
+
+MESSAGE_NULL = Message()
+MESSAGE_NO_PROC = Message.of_nobody()
 
 
 def _fill_status(status: Status | None, letter: Letter | None) -> None:

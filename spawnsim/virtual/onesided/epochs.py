@@ -5,6 +5,7 @@ This room knows epochs of one rank's window handle. When a target serves an acce
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from spawnsim.comm import constants
@@ -12,6 +13,7 @@ from spawnsim.comm.constants import LOCK_EXCLUSIVE, PROC_NULL
 from spawnsim.comm.failures import ERR_RANK, ERR_RMA_SYNC, ERR_WIN, CallError
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import Attributed
+from spawnsim.comm.info import Info
 from spawnsim.virtual.comm.point_to_point import STANDARD
 from spawnsim.virtual.matching import Completion
 from spawnsim.virtual.meeting import Call
@@ -29,6 +31,17 @@ class Epochs(Attributed):
                  "_started", "_tokens", "_under_way", "_windows")  # fmt: skip
     _comm: Any
     _windows: Windows
+    _name: str
+    _place: int
+    _locked: set[int]
+    _started: set[int]
+    _locked_all: bool
+    _fenced: bool
+    _under_way: dict[int, list[tuple[Completion, Callable[[], Any]]]]
+    _tokens: list[Request]
+    _exposed: list[int]
+    _errhandler: Any
+    _info: Info
 
     def _need(self) -> None:
         if self._identity is None:
@@ -50,7 +63,7 @@ class Epochs(Attributed):
         if not (self._fenced or self._locked_all or rank in self._locked or rank in self._started):
             raise CallError(
                 ERR_RMA_SYNC,
-                f"{operation} to rank {rank} of {self._label} outside an epoch: call Lock, Lock_all, Fence or Start first",
+                f"{operation} to rank {rank} of {self._label} outside an epoch: Lock, Fence or Start first",
             )
 
     # -- passive target --------------------------------------------------------------------------------------

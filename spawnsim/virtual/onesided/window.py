@@ -137,13 +137,13 @@ class Win(Accesses):
         self._need()
         part = self._windows.targets[self._place]
         own = {
-            constants.WIN_BASE: lambda: part.memory.ctypes.data,
-            constants.WIN_SIZE: lambda: part.memory.nbytes,
-            constants.WIN_DISP_UNIT: lambda: part.disp_unit,
-            constants.WIN_CREATE_FLAVOR: lambda: self._windows.flavor,
-            constants.WIN_MODEL: lambda: constants.WIN_UNIFIED,
+            constants.WIN_BASE: part.memory.ctypes.data,
+            constants.WIN_SIZE: part.memory.nbytes,
+            constants.WIN_DISP_UNIT: part.disp_unit,
+            constants.WIN_CREATE_FLAVOR: self._windows.flavor,
+            constants.WIN_MODEL: constants.WIN_UNIFIED,
         }
-        return own[keyval]() if keyval in own else super().Get_attr(keyval)
+        return own.get(keyval, super().Get_attr(keyval))
 
     @property
     def attrs(self) -> tuple[int, int, int]:

@@ -1,0 +1,28 @@
+"""Communicators that only their own members make: `Create_group`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spawnsim.comm.group import Group
+from spawnsim.virtual.comm.communicators import COMM_NULL, Intracomm
+from spawnsim.virtual.comm.context import Context
+
+
+def create_group(comm: Any, group: Group, tag: int) -> Any:
+    """Return a communicator of a group's members, of whom each calls.
+
+    The first member to call opens a context for the meeting; the meeting itself then takes place on it.
+    """
+    comm._check_group(group)
+    if comm._rank.id not in group.members:
+        return COMM_NULL
+    calls = comm._context.notes.setdefault(("Create_group", group.members, tag), {})
+    turn = calls[comm._rank.id] = calls.get(comm._rank.id, -1) + 1
+    context = comm._context.notes.setdefault(
+        ("Create_group", group.members, tag, turn), Context(comm._world, (group.members,))
+    )
+    new = Intracomm.enter(context, comm._rank.id)
+    new._own, new._errhandler = comm._own, comm._errhandler
+    new.barrier()
+    return new
