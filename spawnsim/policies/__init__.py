@@ -13,11 +13,13 @@ from spawnsim.policies.cadence import Cadence, Every, When
 from spawnsim.policies.deadlines import Adaptive, Deadline, Fixed
 from spawnsim.policies.donors import Best, ByMetric, Neighbours, Uniform
 from spawnsim.policies.exchange import Wiring
+from spawnsim.policies.one_sided import OneSidedSelectiveAveragingPolicy
 from spawnsim.policies.policy import SpawnPolicy
 from spawnsim.policies.renewal import Renewal
 from spawnsim.policies.selection import Expired, Report, Threshold, WorstRatio
 from spawnsim.policies.selective import AsyncSelectiveAveragingPolicy
 from spawnsim.policies.state import Travels
+from spawnsim.policies.windows import Windows
 
 __all__ = [
     "Adaptive",
@@ -31,6 +33,7 @@ __all__ = [
     "Expired",
     "Fixed",
     "Neighbours",
+    "OneSidedSelectiveAveragingPolicy",
     "Renewal",
     "Report",
     "SpawnPolicy",
@@ -38,6 +41,7 @@ __all__ = [
     "Travels",
     "Uniform",
     "When",
+    "Windows",
     "Wiring",
     "WorstRatio",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from spawnsim.comm import Comm, as_comm
+from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies.cadence import Cadence
 from spawnsim.policies.flat import GroupMean, as_real
@@ -69,7 +69,7 @@ class AverageAllPolicy(SpawnPolicy):
 
     def _comm(self, group: Any) -> Comm:
         if self._bound is None or self._bound[0] is not group:
-            self._bound, self._mean = (group, as_comm(group)), None
+            self._bound, self._mean = (group, self.comm_of(group)), None
         return self._bound[1]
 
     def _average(

@@ -80,12 +80,12 @@ def decide(
     givers = [report for report in taking if report.rank not in replaced and math.isfinite(report.metric)]
     if givers or rules.strategy == "reset_weights":
         for rank in sorted(replaced):
-            donors, weights = _gifts(rank, givers, rules, rng)
+            donors, weights = gifts_for(rank, givers, rules, rng)
             decision.assignments[rank] = Assignment(round_, donors, weights, low, high)
     return decision
 
 
-def _gifts(
+def gifts_for(
     rank: int, givers: Sequence[Report], rules: Rules, rng: np.random.Generator
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return the donors of one replaced rank, by rank, and their weights; donors of no weight are left out."""

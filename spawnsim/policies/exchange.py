@@ -170,10 +170,11 @@ class Exchange:
             self._record(decision)
 
     def _record(self, decision: Decision) -> None:
+        world = self.comm.Get_group().members
         self.comm.record.event(
             "decision",
             round=decision.round,
-            replaced=sorted(decision.assignments),
+            replaced=[world[rank] for rank in sorted(decision.assignments)],
             reported=decision.reported,
             low=decision.low,
             high=decision.high,

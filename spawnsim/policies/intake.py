@@ -23,6 +23,11 @@ class Outcome:
     wait_s: float
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that the donors have sent."""
+        return sum(part.body.size for parts in self.given.values() for part in parts)
+
+    @property
     def fresh_start(self) -> bool:
         """Whether the assignment named no donors: the rank is to start afresh."""
         return not self.assignment.donors

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 
+from spawnsim.comm import Comm, as_comm
 from spawnsim.policies.cadence import Cadence, Every
 
 logger = logging.getLogger("spawnsim.policies")
@@ -70,6 +71,10 @@ class SpawnPolicy(ABC):
         group: Any = None,
     ) -> Result:
         """Perhaps average or replace; return the model and optimizer to go on with, and what happened."""
+
+    def comm_of(self, group: Any) -> Comm:
+        """Return the communicator for what was passed as `group`."""
+        return as_comm(group)
 
     def shutdown(self) -> None:  # noqa: B027  a policy that holds nothing has nothing to finish
         """Finish what is under way. May be called twice; never waits without bound."""

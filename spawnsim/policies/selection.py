@@ -177,6 +177,13 @@ def check_mode(mode: str) -> str:
     return mode
 
 
+def check_nan_policy(nan_policy: str) -> str:
+    """Return the policy, or raise `ParameterError`."""
+    if nan_policy not in NAN_POLICIES:
+        raise ParameterError(f"nan_policy={nan_policy!r}: choose one of {', '.join(NAN_POLICIES)}")
+    return nan_policy
+
+
 def check_threshold(threshold: float | None) -> float | None:
     """Return the threshold, or raise `ParameterError` if it is not a number."""
     if threshold is not None and math.isnan(threshold):

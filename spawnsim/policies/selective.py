@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from spawnsim.comm import Comm, as_comm
 from spawnsim.errors import ParameterError
+from spawnsim.policies.account import Replacement
 from spawnsim.policies.cadence import Cadence
 from spawnsim.policies.deciding import Rules
 from spawnsim.policies.donors import Count, DonorRule, Uniform
@@ -22,7 +22,6 @@ from spawnsim.policies.mixing import Mixing
 from spawnsim.policies.policy import Info, Result, SpawnPolicy, blank_info
 from spawnsim.policies.renewal import Explore, Gift, ModelBuilder, Renewal, Rule
 from spawnsim.policies.selection import (
-    NAN_POLICIES,
     Age,
     Expired,
     Mode,
@@ -32,6 +31,7 @@ from spawnsim.policies.selection import (
     WorstRatio,
     check_age_range,
     check_mode,
+    check_nan_policy,
 )
 from spawnsim.policies.state import Tensors, Travels
 
@@ -55,6 +55,13 @@ def selection_for(replacement_mode: str, *, ratio: float, threshold: float | Non
     if threshold is None:
         raise ParameterError("replacement_mode='threshold' needs a threshold")
     return Threshold(threshold, mode)
+
+
+def check_cooldown(cooldown: int) -> int:
+    """Return the cooldown, or raise `ParameterError`."""
+    if not cooldown >= 0:
+        raise ParameterError(f"cooldown={cooldown!r}: give a number of iterations of at least 0")
+    return int(cooldown)
 
 
 class AsyncSelectiveAveragingPolicy(SpawnPolicy):
@@ -99,10 +106,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         # fmt: on
         super().__init__(average_every, cadence=cadence)
         check_mode(mode)
-        if nan_policy not in NAN_POLICIES:
-            raise ParameterError(f"nan_policy={nan_policy!r}: choose one of {', '.join(NAN_POLICIES)}")
-        if not cooldown >= 0:
-            raise ParameterError(f"cooldown={cooldown!r}: give a number of iterations of at least 0")
+        check_nan_policy(nan_policy)
         named = selection_for(replacement_mode, ratio=replacement_ratio, threshold=threshold, mode=mode)
         self.rules = Rules(
             selection if selection is not None else named,
@@ -112,7 +116,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         travels = travels if travels is not None else Travels(optimizer_state="reset")
         self.renewal = Renewal(model_builder, averaging_strategy, momentum, rule, travels, explore)
         self.wiring = wiring if wiring is not None else Wiring(poll_interval_s=poll_interval_s)
-        self.cooldown, self.replacement_mode = int(cooldown), replacement_mode
+        self.cooldown, self.replacement_mode = check_cooldown(cooldown), replacement_mode
         self.replacement_ratio, self.threshold = float(replacement_ratio), threshold
         self.averaging_strategy, self.momentum, self.mode = averaging_strategy, float(momentum), mode
         self.age_range = check_age_range(age_range)
@@ -154,7 +158,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     def _join(self, group: Any) -> Exchange:
         """Begin on a communicator; another one than before (after a recovery) begins anew."""
-        comm: Comm = as_comm(group)
+        comm = self.comm_of(group)
         travels, resume = self.renewal.travels, self._resume
         exchange = Exchange(comm, self.rules, self.wiring, travels=travels, cooldown=self.cooldown)
         exchange.intake.settled = resume.get("settled", -1)
@@ -177,19 +181,19 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         asked, reference = self._reference
         self._reference = (-1, {})
         new = self.renewal(model, optimizer, gifts, reference=reference, rng=exchange.comm.rng("explore"))
-        self._note_unmatched(exchange.comm, new.unmatched)
+        self.unmatched = new.unmatched
         self.num_replacements += 1
         self._idle["num_replacements_so_far"] = self.num_replacements
         if self._age is not None:
             self._age.reset()
         self.note("wait", outcome.wait_s)
-        info.update(
-            averaged_this_iteration=bool(gifts), is_replaced=True, num_replacements_so_far=self.num_replacements,
-            global_min_metric=outcome.assignment.low, global_max_metric=outcome.assignment.high, donors=len(gifts),
-            staleness=max((iteration - gift.iteration for gift in gifts), default=0),
-            bytes=sum(part.body.size for parts in outcome.given.values() for part in parts), wait_s=outcome.wait_s,
+        assignment = outcome.assignment
+        account = Replacement(
+            iteration, assignment.round, asked, info["local_metric"], gifts, assignment.low, assignment.high,
+            outcome.nbytes, outcome.wait_s, new.unmatched,
         )  # fmt: skip
-        self._record(exchange.comm, outcome, gifts, (iteration, asked), info)
+        account.tell(info, self.num_replacements)
+        account.record(exchange.comm)
         self._latest = (iteration, new.model, new.optimizer)
         return new.model, new.optimizer
 
@@ -199,24 +203,6 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             Gift(donor, outcome.given[donor][0].iteration, weights[donor], tensors)
             for donor, tensors in exchange.unpack(outcome).items()
         ]
-
-    def _note_unmatched(self, comm: Comm, names: tuple[str, ...]) -> None:
-        self.unmatched = names
-        if names:
-            shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-            logger.warning("rank %d: %d tensors without a match at the donors stay: %s", comm.rank, len(names), shown)
-
-    def _record(
-        self, comm: Comm, outcome: Outcome, gifts: list[Gift], when: tuple[int, int], info: Info
-    ) -> None:
-        total = sum(gift.weight for gift in gifts)
-        comm.record.event(
-            "replacement", iteration=when[0], round=outcome.assignment.round, replaced=comm.Get_rank(),
-            donors=[gift.donor for gift in gifts], weights=[gift.weight / total for gift in gifts],
-            metric=info["local_metric"], bytes=info["bytes"], wait_s=info["wait_s"], asked=when[1],
-            versions=[gift.iteration for gift in gifts], low=info["global_min_metric"],
-            high=info["global_max_metric"],
-        )  # fmt: skip
 
     def shutdown(self) -> None:
         """Serve what was promised, for `wiring.shutdown_timeout_s` at most. Not collective; may be called twice."""

@@ -1,0 +1,247 @@
+"""Looking for a group: one rank's search, a state machine driven by words and the time it is told.
+
+Every seeker has a place (a number, then its rank) that stays the same during a search; who has the earlier place
+leads. A seeker asks the better-placed candidates one at a time, from the earliest on, and meanwhile accepts whoever
+asks it. A request from a better-placed rank is refused, so "follows" always points to an earlier place and no circle
+of followers can close; every request is answered at once, so nobody waits for an answer that waits for his own.
+This room knows no communicator and no directory: candidates are handed in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from spawnsim.policies.groups.butterfly import Group, Member
+from spawnsim.policies.groups.words import Kind, Outgoing, Reply, Word
+
+Place = tuple[float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a search is for. `place` is the own one; `member` what the leader will announce of this rank.
+
+    `size` members make the group complete; at `expires_s` a leader assembles with at least `least`.
+    `may_lead` is false for clients. `number` draws request and group numbers, `shuffle` the members' order.
+    """
+
+    key: str
+    schema: int
+    place: Place
+    member: Member
+    expires_s: float
+    request_timeout_s: float
+    number: Callable[[], int]
+    shuffle: Callable[[list[Member]], list[Member]]
+    size: int | None = None
+    least: int = 2
+    may_lead: bool = True
+
+
+@dataclass(slots=True)
+class _Request:
+    leader: int
+    number: int
+    due_s: float
+    accepted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Follower:
+    number: int
+    member: Member
+
+
+def declined(rank: int, source: int, word: Word) -> list[Outgoing]:
+    """Return what to tell those who count on this rank although it is not looking for their group (any more)."""
+    if word.kind is Kind.REPLY and word.part == Reply.ACCEPTED:
+        return [(source, Word(Kind.LEAVE, word.number))]
+    if word.kind is Kind.BEGIN and isinstance(word.meta, Group):
+        absent = Word(Kind.ABSENT, word.meta.number)
+        return [(member, absent) for member in word.meta.ranks if member != rank]
+    return []
+
+
+class Search:
+    """One search. Feed it words, candidates and time; send what is in `out`; it ends with a `group` or `over`."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+        self.rank = terms.place[1]
+        self.out: deque[Outgoing] = deque()
+        self.counts: Counter[str] = Counter()
+        self.group: Group | None = None
+        self.over = False  # ended without a group
+        self.led = False
+        self.followers: dict[int, _Follower] = {}
+        self._request: _Request | None = None
+        self._candidates: dict[int, Place] = {}
+        self._refused: dict[int, Place] = {}
+        self._hint: int | None = None  # a rank that another one sent us to
+
+    @property
+    def ended(self) -> bool:
+        """Whether the search has ended."""
+        return self.over or self.group is not None
+
+    @property
+    def leader(self) -> int | None:
+        """The rank that has accepted this one, if any."""
+        return self._request.leader if self._request and self._request.accepted else None
+
+    # --------------------------------------------------------------------------------------------- candidates
+    def offer(self, candidates: Iterable[Place], now_s: float) -> None:
+        """Take up candidates; ask the earliest of those not asked before if nobody is being asked."""
+        for place in candidates:
+            if place < self.terms.place and self._refused.get(place[1]) != place:
+                self._candidates[place[1]] = place
+        self._ask_next(now_s)
+
+    def _ask_next(self, now_s: float) -> None:
+        if self._request is not None or self.ended:
+            return
+        hint, self._hint = self._hint, None
+        leader = (
+            hint
+            if hint is not None
+            else min(self._candidates, key=lambda r: self._candidates[r], default=None)
+        )
+        if leader is None or now_s >= self.terms.expires_s:
+            return
+        terms = self.terms
+        self._request = _Request(leader, terms.number(), now_s + terms.request_timeout_s)
+        meta = (terms.place, terms.key, terms.schema, terms.member)
+        self.out.append((leader, Word(Kind.JOIN, self._request.number, meta=meta)))
+
+    def _give_up(self, now_s: float, *, tell: bool, hint: int | None = None) -> None:
+        """End the open request: do not ask that rank again at the same place, and go on."""
+        request, self._request = self._request, None
+        if request is None:
+            return
+        if tell:
+            self.out.append((request.leader, Word(Kind.LEAVE, request.number)))
+        place = self._candidates.pop(request.leader, None)
+        if place is not None:
+            self._refused[request.leader] = place
+        if hint is not None and hint not in (self.rank, request.leader):
+            self._hint = hint
+        self._ask_next(now_s)
+
+    # -------------------------------------------------------------------------------------------------- words
+    def handle(self, source: int, word: Word, now_s: float) -> None:
+        """Take a JOIN, REPLY, LEAVE, DISBAND or BEGIN."""
+        if word.kind is Kind.JOIN:
+            self._join(source, word, now_s)
+        elif word.kind is Kind.LEAVE:
+            follower = self.followers.get(source)
+            if follower is not None and follower.number == word.number:
+                del self.followers[source]
+        elif self._request is None or (source, word.number) != (self._request.leader, self._request.number):
+            self.counts["late answers"] += 1
+            self.out.extend(declined(self.rank, source, word))
+        elif word.kind is Kind.REPLY:
+            self._replied(word, now_s)
+        elif word.kind is Kind.DISBAND:
+            self._give_up(now_s, tell=False, hint=word.meta)
+        elif word.kind is Kind.BEGIN and isinstance(word.meta, Group):
+            self.group = word.meta
+            self._dismiss(None)
+
+    def _join(self, source: int, word: Word, now_s: float) -> None:
+        reply, meta = self._judge(source, word.meta)
+        self.counts[reply.name] += 1
+        if reply is Reply.ACCEPTED:
+            self.followers[source] = _Follower(word.number, word.meta[3])
+        self.out.append((source, Word(Kind.REPLY, word.number, reply, meta=meta)))
+        if self.terms.size is not None and len(self.followers) + 1 >= self.terms.size:
+            self._assemble()
+
+    def _judge(self, source: int, request: object) -> tuple[Reply, float | int | None]:
+        """Return the answer to a join request, with the rank to ask instead or the end of the promise."""
+        terms = self.terms
+        if not (isinstance(request, tuple) and len(request) == 4 and isinstance(request[3], Member)):
+            return Reply.PROTOCOL_VIOLATION, None
+        place, key, schema, member = request
+        if member.rank != source or place[1] != source:
+            return Reply.PROTOCOL_VIOLATION, None
+        if schema != terms.schema:
+            return Reply.BAD_SCHEMA_HASH, None
+        if key != terms.key:
+            return Reply.BAD_GROUP_KEY, None
+        if not terms.may_lead:
+            return Reply.NOT_DECLARED, None
+        if place <= terms.place:
+            return Reply.BAD_EXPIRATION_TIME, None
+        if self.leader is not None:
+            return Reply.NOT_A_LEADER, self.leader
+        if source in self.followers:
+            return Reply.DUPLICATE_PEER_ID, None
+        if terms.size is not None and len(self.followers) + 1 >= terms.size:
+            return Reply.GROUP_IS_FULL, None
+        return Reply.ACCEPTED, terms.expires_s
+
+    def _replied(self, word: Word, now_s: float) -> None:
+        request = self._request
+        assert request is not None
+        if word.part == Reply.ACCEPTED:
+            request.accepted = True
+            request.due_s = float(word.meta) + self.terms.request_timeout_s
+            self._dismiss(request.leader)
+        elif word.part == Reply.NOT_A_LEADER:
+            self._give_up(now_s, tell=False, hint=word.meta)
+        else:
+            self._give_up(now_s, tell=False)
+
+    def _dismiss(self, instead: int | None) -> None:
+        """Send the own followers to another leader."""
+        for rank, follower in self.followers.items():
+            self.out.append((rank, Word(Kind.DISBAND, follower.number, meta=instead)))
+        self.followers.clear()
+
+    # --------------------------------------------------------------------------------------------------- time
+    def tick(self, now_s: float) -> None:
+        """Give up a silent leader; assemble or end at the own expiration."""
+        if self.ended:
+            return
+        if self._request is not None and now_s >= self._request.due_s:
+            self.counts["silent leaders"] += 1
+            self._give_up(now_s, tell=True)
+        if now_s >= self.terms.expires_s and self.leader is None:
+            if len(self.followers) + 1 >= self.terms.least and self.followers:
+                self._assemble()
+            else:
+                self.leave()
+
+    def wake_s(self) -> float:
+        """Return when `tick` is next needed."""
+        due_s = self._request.due_s if self._request is not None else math.inf
+        return due_s if self.leader is not None else min(due_s, self.terms.expires_s)
+
+    def leave(self) -> None:
+        """End the search without a group; leader and followers are told."""
+        if self.ended:
+            return
+        if self._request is not None:
+            self.out.append((self._request.leader, Word(Kind.LEAVE, self._request.number)))
+            self._request = None
+        self._dismiss(None)
+        self.over = True
+
+    def lost(self, rank: int, now_s: float) -> None:
+        """Note that a rank is dead."""
+        self.followers.pop(rank, None)
+        if self._request is not None and self._request.leader == rank:
+            self._give_up(now_s, tell=False)
+
+    def _assemble(self) -> None:
+        """Form the group of this rank and its followers, and tell them."""
+        if self._request is not None:
+            self.out.append((self._request.leader, Word(Kind.LEAVE, self._request.number)))
+            self._request = None
+        members = self.terms.shuffle([self.terms.member, *(f.member for f in self.followers.values())])
+        self.group, self.led = Group(self.terms.number(), tuple(members), self.terms.key), True
+        for rank, follower in self.followers.items():
+            self.out.append((rank, Word(Kind.BEGIN, follower.number, meta=self.group)))

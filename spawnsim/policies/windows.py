@@ -1,0 +1,100 @@
+"""All the windows of one rank: how they are configured, and making them together.
+
+This room knows the shelf (models) and the board (metrics) and that making them is collective; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from spawnsim.comm import Comm
+from spawnsim.errors import ParameterError, RankFailed, Timeout, UsageError
+from spawnsim.policies.board import Board
+from spawnsim.policies.cadence import Every
+from spawnsim.policies.deadlines import Deadline, Fixed, as_deadline
+from spawnsim.policies.selection import Report
+from spawnsim.policies.shelf import Shelf
+from spawnsim.policies.state import Tensors
+
+WindowLayout = Literal["flat", "per_parameter"]
+WINDOW_LAYOUTS: tuple[str, ...] = ("flat", "per_parameter")
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """How state is laid out and read.
+
+    `layout`: "flat" is one window for everything, any mix of dtypes; "per_parameter" one window per tensor.
+    `publish_every`: iterations between snapshots (None: `average_every`); a replaced rank publishes at once.
+    `deadline`: seconds that a reader gives its donors; None learns from past reads.
+    `board_timeout_s`: seconds that it gives the rank which holds the board.
+    `holder`: the rank of the group whose window holds everybody's metric. `shutdown_timeout_s`: how long `shutdown`
+    waits for the others.
+    """
+
+    layout: WindowLayout = "flat"
+    publish_every: int | None = None
+    deadline: float | Callable[[], Deadline] | None = None
+    board_timeout_s: float = 30.0
+    holder: int = 0
+    shutdown_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.layout not in WINDOW_LAYOUTS:
+            raise ParameterError(f"layout={self.layout!r}: choose one of {', '.join(WINDOW_LAYOUTS)}")
+        if self.publish_every is not None:
+            Every(self.publish_every)
+        if isinstance(self.deadline, (int, float)):
+            Fixed(self.deadline)
+        if self.holder < 0:
+            raise ParameterError(f"holder={self.holder}: give a rank of the group")
+        for name in ("board_timeout_s", "shutdown_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ParameterError(f"{name}={getattr(self, name)!r}: give seconds above 0")
+
+    def open(self, comm: Comm, live: Tensors) -> Opened:
+        """Make the windows; collective over the communicator."""
+        if self.holder >= comm.Get_size():
+            raise UsageError(f"holder={self.holder}: the group has ranks 0 to {comm.Get_size() - 1}")
+        deadline = self.deadline() if callable(self.deadline) else as_deadline(self.deadline)
+        shelf = Shelf(comm, live, deadline, per_parameter=self.layout == "per_parameter")
+        return Opened(comm, shelf, Board(comm, holder=self.holder, timeout_s=self.board_timeout_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A rank's windows on one communicator."""
+
+    comm: Comm
+    shelf: Shelf
+    board: Board
+
+    def reports(self, metric: float) -> list[Report]:
+        """Return what the board says of ranks that are not being replaced; the own metric as it is now."""
+        me = self.comm.Get_rank()
+        others = [report for rank, (report, busy) in self.board.read().items() if rank != me and not busy]
+        return sorted([*others, Report(me, metric)], key=lambda report: report.rank)
+
+    def close(self, timeout_s: float) -> bool:
+        """Offer nothing any more; free the windows if all ranks of the group come to do so within the time-out.
+
+        Freeing is collective, so a rank that does not come would hold up the others: then the windows stay.
+        """
+        self.shelf.withdraw()
+        try:
+            with self.comm.clock.deadline(timeout_s):
+                self.comm.Ibarrier().Wait()
+        except (Timeout, RankFailed):
+            return False
+        self.shelf.free()
+        self.board.free()
+        return True
+
+
+def span(reports: list[Report]) -> tuple[float, float]:
+    """Return the lowest and highest finite metric; NaN if there is none."""
+    finite = [report.metric for report in reports if math.isfinite(report.metric)]
+    return (min(finite), max(finite)) if finite else (math.nan, math.nan)

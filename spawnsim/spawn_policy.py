@@ -1,0 +1,113 @@
+"""The names of torchgfn's `spawn_policy` module, with its constructors, calls and defaults.
+
+Every name here is one of `spawnsim.policies`; see there for what else they can do. `group` may be a spawnsim `Comm`, a
+raw `mpi4py.MPI.Comm` or a `torch.distributed` group; left out, it is the world of the job, as in the originals.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from spawnsim import policies
+from spawnsim.comm import Comm, as_comm
+from spawnsim.policies import SpawnPolicy, Windows
+from spawnsim.policies.selection import compute_worst_ranks_by_ratio
+
+if TYPE_CHECKING:
+    import torch
+
+    from spawnsim.policies.policy import Result
+    from spawnsim.policies.renewal import ModelBuilder
+
+logger = logging.getLogger(__name__)
+
+
+class _OnTheWorld(SpawnPolicy):
+    """Takes the world of the job where no group is given."""
+
+    def comm_of(self, group: Any) -> Comm:
+        """Return the communicator of `group`; of all ranks for None."""
+        return as_comm(import_module("spawnsim.real.mpi").MPI.COMM_WORLD if group is None else group)
+
+
+class AverageAllPolicy(_OnTheWorld, policies.AverageAllPolicy):
+    """Model averaging over all ranks; see `spawnsim.policies.AverageAllPolicy`."""
+
+
+class AverageAllPolicympi4py(AverageAllPolicy):
+    """`AverageAllPolicy`, which is the same on MPI, torch.distributed and virtual ranks."""
+
+
+class AsyncSelectiveAveragingPolicy(_OnTheWorld, policies.AsyncSelectiveAveragingPolicy):
+    """Asynchronous selective averaging by messages; see `spawnsim.policies.AsyncSelectiveAveragingPolicy`."""
+
+
+class _OneSided(_OnTheWorld, policies.OneSidedSelectiveAveragingPolicy):
+    """The call of the originals, in which `expose_params` stands before `group`."""
+
+    def __call__(  # type: ignore[override]
+        self,
+        iteration: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        local_metric: float | None = None,
+        expose_params: bool = True,
+        group: Any = None,
+    ) -> Result:
+        """Take over from others if this rank's time has come; `expose_params=False` keeps the own model back."""
+        return super().__call__(iteration, model, optimizer, local_metric, group, expose_params=expose_params)
+
+
+class AsyncSelectiveAveragingPolicympi4pyFast(_OneSided):
+    """One-sided selective averaging over one flat window, for any mix of dtypes."""
+
+    # fmt: off
+    def __init__(
+        self, model_builder: ModelBuilder, model: torch.nn.Module, average_every: int,
+        threshold_metric: float = 0.0, replacement_ratio: float = 0.2, averaging_strategy: str = "mean",
+        momentum: float = 0.0, age_range: tuple[int, int] = (50, 150), replacement_mode: str = "age",
+        group: Any = None, **more: Any,
+    ) -> None:
+        # fmt: on
+        super().__init__(
+            model_builder, model, average_every, threshold_metric, replacement_ratio, averaging_strategy, momentum,
+            age_range, replacement_mode, group, **{"windows": Windows("flat"), **more},
+        )  # fmt: skip
+
+
+class AsyncSelectiveAveragingPolicympi4pyGeneral(_OneSided):
+    """One-sided selective averaging over one window per tensor."""
+
+    # fmt: off
+    def __init__(
+        self, model_builder: ModelBuilder, model: torch.nn.Module, average_every: int,
+        threshold_metric: float = 0.0, replacement_ratio: float = 0.2, averaging_strategy: str = "mean",
+        momentum: float = 0.0, poll_interval_s: float = 0.01, age_range: tuple[int, int] = (50, 150),
+        replacement_mode: str = "age", group: Any = None, **more: Any,
+    ) -> None:
+        # fmt: on
+        super().__init__(
+            model_builder, model, average_every, threshold_metric, replacement_ratio, averaging_strategy, momentum,
+            age_range, replacement_mode, group, **{"windows": Windows("per_parameter"), **more},
+        )  # fmt: skip
+        self.poll_interval_s = float(poll_interval_s)  # one-sided access polls nothing
+
+
+def _compute_worst_ranks_by_ratio(metrics: Sequence[float], replacement_ratio: float) -> set[int]:
+    """Return the ranks to replace: the worst `replacement_ratio` of them; higher is better, ties go by rank."""
+    return compute_worst_ranks_by_ratio(metrics, replacement_ratio)
+
+
+__all__ = [
+    "AsyncSelectiveAveragingPolicy",
+    "AsyncSelectiveAveragingPolicympi4pyFast",
+    "AsyncSelectiveAveragingPolicympi4pyGeneral",
+    "AverageAllPolicy",
+    "AverageAllPolicympi4py",
+    "SpawnPolicy",
+    "_compute_worst_ranks_by_ratio",
+    "logger",
+]
