@@ -90,6 +90,41 @@ class _Fold:
                 self.in_free[who] = arrival = drained
         self.clock[who] = np.maximum(self.clock[who], arrival) + busy_s
 
+    def fan_out(self, pattern: Pattern, costs: Costs) -> Floats:
+        """Let one rank send all messages of a star, in order. Returns when they arrive."""
+        hub, count = pattern.source[0], len(pattern.source)
+        inject_s, send_s = (np.broadcast_to(cost, count) for cost in (costs.inject_s, costs.send_s))
+        before = np.cumsum(inject_s) - inject_s
+        ready = self.clock[hub] + np.cumsum(send_s) - send_s
+        ready[0] = np.maximum(ready[0], self.out_free[hub])
+        begin: Floats = before + np.maximum.accumulate(
+            ready - before
+        )  # each after the last: max(own, last + inject)
+        self.out_free[hub] = begin[-1] + inject_s[-1]
+        self.clock[hub] += send_s.sum()
+        return begin + costs.flight_s
+
+    def fan_in(self, pattern: Pattern, costs: Costs, arrival: Floats, work_s: Floats | float) -> None:
+        """Let one rank take all messages of a star, in order."""
+        hub, count = pattern.dest[0], len(pattern.dest)
+        drain_s, busy_s = (np.broadcast_to(cost, count) for cost in (costs.drain_s, costs.receive_s + work_s))
+        slow = drain_s > 0.0
+        if slow.any():
+            within = np.cumsum(drain_s[slow])
+            drained = within + np.maximum(np.maximum.accumulate(arrival[slow] - within), self.in_free[hub])
+            self.in_free[hub], arrival[slow] = drained[-1], drained
+        after = np.cumsum(busy_s)
+        self.clock[hub] = after[-1] + np.maximum(self.clock[hub], (arrival - (after - busy_s)).max())
+
+    def star(self, star: Lane, amounts: Amounts, gamma: float) -> None:
+        """Let the one round of a star go by."""
+        pattern, nbytes = star.pattern, amounts.of(star)
+        costs, work_s = self.costs(pattern, nbytes), np.multiply(nbytes, gamma)
+        if pattern.source[0] == pattern.source[-1]:
+            self.take(pattern, costs, self.fan_out(pattern, costs), work_s)
+        else:
+            self.fan_in(pattern, costs, self.send(pattern, costs), work_s)
+
     def round(self, lanes: tuple[Lane, ...], amounts: Amounts, gamma: float) -> None:
         """Let one round go by."""
         flying = []
@@ -117,5 +152,9 @@ def run(
     """
     fold = _Fold(arrivals, network, ranks)
     for each in schedule.rounds:
-        fold.round(each.lanes, amounts, fold.gamma if each.reduces else 0.0)
+        gamma = fold.gamma if each.reduces else 0.0
+        if each.star is not None:
+            fold.star(each.star, amounts, gamma)
+        else:
+            fold.round(each.lanes, amounts, gamma)
     return Finish(np.maximum(fold.clock, fold.out_free), fold.messages, round(fold.nbytes))

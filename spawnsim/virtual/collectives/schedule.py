@@ -67,10 +67,14 @@ class Lane(NamedTuple):
 
 
 class Round(NamedTuple):
-    """All sends of these lanes, then all their receives; `reduces` if each receiver combines what it takes."""
+    """All sends of these lanes, then all their receives; `reduces` if each receiver combines what it takes.
+
+    Where all messages leave from one rank, or all go to one, `star` holds them once more, in order, as if in one lane.
+    """
 
     lanes: tuple[Lane, ...]
     reduces: bool = False
+    star: Lane | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,16 +94,19 @@ class Schedule:
     parts: int = 1
 
     @cached_property
-    def heard(self) -> tuple[frozenset[int] | None, ...]:
-        """For each rank, the ranks on whose arrival its leaving depends; None stands for all."""
-        known = np.eye(self.size, dtype=bool)
+    def _heard(self) -> NDArray[np.uint8]:
+        """A bit for each rank (row) and each that it has heard of, directly or not, when it leaves."""
+        known = np.packbits(np.eye(self.size, dtype=bool), axis=1)
         for each in self.rounds:
             sent = [known[lane.pattern.source] for lane in each.lanes]
             for lane, heard in zip(each.lanes, sent, strict=True):
                 known[lane.pattern.dest] |= heard
-            if known.all():
-                break
-        return tuple(None if row.all() else frozenset(map(int, np.flatnonzero(row))) for row in known)
+        return known
+
+    def heard(self, rank: int) -> frozenset[int] | None:
+        """Return the ranks on whose arrival the leaving of `rank` depends; None stands for all."""
+        bits = np.unpackbits(self._heard[rank], count=self.size)
+        return None if bits.all() else frozenset(np.flatnonzero(bits).tolist())
 
 
 def lane(source: Ints, dest: Ints, size: int, *, first: Ints | int = 0, blocks: Ints | int = 1) -> Lane:

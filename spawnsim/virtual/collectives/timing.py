@@ -55,6 +55,13 @@ def base_name(operation: str) -> str:
     return name
 
 
+def _even(sizes: Sizes | Edges) -> Sizes | Edges:
+    """Return the one size that all blocks have, if they have."""
+    if isinstance(sizes, np.ndarray) and sizes.size and (sizes == sizes.flat[0]).all():
+        return int(sizes.flat[0])
+    return sizes
+
+
 def _call(operation: str, size: int, sizes: Sizes | Edges) -> Call:
     if isinstance(sizes, Edges):
         return Call(size, 0)
@@ -119,7 +126,7 @@ def _length(nbytes: Lengths, message: int) -> float:
 def _heard(operation: str, schedule: Schedule, root: int, rank: int) -> frozenset[int] | None:
     if operation in catalogue.SYNCHRONISING:
         return None
-    heard = schedule.heard[(rank - root) % schedule.size]
+    heard = schedule.heard((rank - root) % schedule.size)
     if heard is None or not root:
         return heard
     return frozenset((other + root) % schedule.size for other in heard)
@@ -196,7 +203,7 @@ class Timing(Planner):
         ranks: Ints | None = None,
     ) -> Finish:
         """Return when each rank leaves: see the function `finish`."""
-        size = len(arrivals)
+        size, sizes = len(arrivals), _even(sizes)
         if not size or isinstance(sizes, (np.ndarray, Edges)) or not (arrivals == arrivals[0]).all():
             return self.plan(operation, size, sizes, root, ranks=ranks).finish(arrivals, self.network, ranks)
         key = (operation, size, int(sizes), root, b"" if ranks is None else ranks.tobytes())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spawnsim.virtual.collectives.schedule import Lane, Round, Schedule, lane, masks, one_by_one
+from spawnsim.virtual.collectives.schedule import Ints, Lane, Round, Schedule, lane, masks, one_by_one
 
 
 def _down(size: int, mask: int) -> Lane:
@@ -57,32 +57,38 @@ def reduce_then_bcast(size: int) -> Schedule:
     return tree_barrier(size)
 
 
-def _spokes(size: int, *, inward: bool) -> tuple[Lane, ...]:
-    hub = np.zeros(1, np.int64)
-    ends = [np.array([rank]) for rank in range(1, size)]
-    return tuple(
-        lane(end, hub, size, first=end) if inward else lane(hub, end, size, first=end) for end in ends
-    )
+def _star(size: int, *, inward: bool, whole: bool, reduces: bool = False) -> tuple[Round, ...]:
+    """Return the one round of a star: the hub's messages in the order of the other ranks."""
+
+    def spokes(ends: Ints) -> Lane:
+        hub = np.zeros_like(ends)
+        source, dest = (ends, hub) if inward else (hub, ends)
+        return lane(source, dest, size, first=0 if whole else ends)
+
+    ranks = np.arange(size)
+    if size < 2:
+        return ()
+    return (Round(tuple(spokes(ranks[r : r + 1]) for r in range(1, size)), reduces, star=spokes(ranks[1:])),)
 
 
 def linear_scatter(size: int) -> Schedule:
     """α + (P-1)mβ, blocks of m bytes: one card feeds them all."""
-    return Schedule(size, (Round(_spokes(size, inward=False)),), "blocks")
+    return Schedule(size, _star(size, inward=False, whole=False), "blocks")
 
 
 def linear_gather(size: int) -> Schedule:
     """α + (P-1)mβ, blocks of m bytes: one card takes them all."""
-    return Schedule(size, (Round(_spokes(size, inward=True)),), "blocks")
+    return Schedule(size, _star(size, inward=True, whole=False), "blocks")
 
 
 def linear_bcast(size: int) -> Schedule:
     """α + (P-1)nβ."""
-    return Schedule(size, (Round(tuple(map(_whole, _spokes(size, inward=False)))),))
+    return Schedule(size, _star(size, inward=False, whole=True))
 
 
 def linear_reduce(size: int) -> Schedule:
     """α + (P-1)nβ with the arithmetic (P-1)nγ beside it, the slower of the two counting."""
-    return Schedule(size, (Round(tuple(map(_whole, _spokes(size, inward=True))), reduces=True),))
+    return Schedule(size, _star(size, inward=True, whole=True, reduces=True))
 
 
 def chain_bcast(size: int, segments: int) -> Schedule:
