@@ -1,0 +1,172 @@
+"""Calibration gives back what a virtual cluster was made of, fits stragglers, and judges itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spawnsim import random
+from spawnsim.calibrate import Effort, Measured, compare, fit, fit_stragglers, measure, scores, table
+from spawnsim.calibrate.judging import ALL, Silence
+from spawnsim.calibrate.links import fit_lines
+from spawnsim.errors import ParameterError, RankError
+from spawnsim.virtual import simulate
+from spawnsim.virtual.collectives import Selection
+from spawnsim.virtual.compute import (
+    Bimodal,
+    Exponential,
+    Fixed,
+    Gamma,
+    Lognormal,
+    Noise,
+    SlowRank,
+    Speed,
+)
+from spawnsim.virtual.network import Hockney, LogGP, Nodes, Piecewise, Switch
+from spawnsim.virtual.platform import Platform
+
+EFFORT = Effort(least=3, most=3, passes=1, largest_nbytes=1 << 20)
+
+
+def _measured(platform: Platform, ranks: int = 4, per_node: int = 64) -> Measured:
+    found: list[Measured] = []
+
+    def program(comm: Any) -> None:
+        found.append(measure(comm, EFFORT, host=f"node {comm.Get_rank() // per_node}"))
+
+    simulate(program, ranks=ranks, platform=platform, recorder=Silence())
+    return found[0]
+
+
+def test_a_switch_is_given_back() -> None:
+    """Latency, bandwidth, eager limit, overhead of a probe and speed of reductions, from times alone."""
+    truth = Platform(
+        "truth",
+        Switch(Hockney(20e-6, 1.176e9), eager_bytes=16384, call_overhead_s=2e-6, gamma_s_per_B=2.5e-10),
+        step=Fixed(0.004),
+    )
+    measured = _measured(truth)
+    found = fit(measured)
+    assert (found.network.eager_bytes, found.network.call_overhead_s) == (16384, pytest.approx(2e-6))
+    assert isinstance(found.network, Switch)
+    assert isinstance(found.network.link, LogGP)
+    assert pytest.approx(20e-6, rel=0.01) == found.network.link.L
+    assert pytest.approx(1.176e9, rel=0.01) == 1.0 / found.network.link.G
+    assert found.network.gamma_s_per_B == pytest.approx(2.5e-10, rel=0.1)
+    assert isinstance(found.step, Fixed)
+    assert found.step.duration_s == pytest.approx(0.004)
+    assert found.stragglers == ()
+    assert {score.operation: score for score in scores(compare(measured, found))}[ALL].held_out < 0.01
+
+
+def test_overheads_pieces_and_algorithms_are_given_back() -> None:
+    """LogGP's o, a slower lane for large messages, and a ring that the library would not have chosen."""
+    link = Piecewise(((0, LogGP(5e-6, 1e-6, 2e-6, 1e-10)), (65536, LogGP(30e-6, 1e-6, 2e-6, 5e-10))))
+    truth = Platform(
+        "truth",
+        Switch(link, eager_bytes=1 << 30),
+        step=Fixed(0.001),
+        collectives=Selection("mpich", (("allreduce", "ring"), ("bcast", "chain"))),
+    )
+    measured = _measured(truth, ranks=6)
+    found = fit(measured)
+    for nbytes in (8, 2048, 32768, 1 << 17, 1 << 20):
+        wanted, got = (p.network.cost(0, 1, nbytes).flight_s for p in (truth, found))
+        assert got == pytest.approx(wanted, rel=0.05)
+    assert found.network.cost(0, 1, 8).send_s == pytest.approx(1e-6, rel=0.05)
+    assert ("allreduce", "ring") in found.collectives.fixed
+    assert {score.operation: score for score in scores(compare(measured, found))}[ALL].held_out < 0.05
+
+
+def test_two_levels_are_given_back() -> None:
+    """Ranks on one node and on two have links of their own."""
+    truth = Platform(
+        "truth", Nodes(Hockney(1e-6, 10e9), Hockney(30e-6, 1e9), ranks_per_node=2), step=Fixed(0.001)
+    )
+    measured = _measured(truth, ranks=4, per_node=2)
+    found = fit(measured).network
+    assert isinstance(found, Nodes)
+    assert found.ranks_per_node == 2
+    assert found.cost(0, 1, 4096).flight_s == pytest.approx(truth.network.cost(0, 1, 4096).flight_s, rel=0.05)
+    assert found.cost(0, 2, 4096).flight_s == pytest.approx(truth.network.cost(0, 2, 4096).flight_s, rel=0.05)
+    pairs = compare(measured, fit(measured))
+    assert any(pair.where == "apart" for pair in pairs)
+
+
+def test_wild_samples_do_not_bend_the_line() -> None:
+    """Robust: two of twenty points five times too high."""
+    nbytes = 2.0 ** np.arange(20)
+    seconds = 5e-6 + nbytes * 1e-9
+    seconds[[7, 13]] *= 5.0
+    lines = fit_lines(nbytes, seconds)
+    assert lines[-1].beta_s_per_B == pytest.approx(1e-9, rel=0.05)
+    assert lines[0].alpha_s == pytest.approx(5e-6, rel=0.1)
+
+
+@pytest.mark.parametrize("noise", [Lognormal(0.3), Gamma(0.2), Exponential(0.4)], ids=str)
+def test_noise_is_recognised(noise: Noise) -> None:
+    """The family by its distribution function, its parameter within a tenth, and the mean block exactly."""
+    rows = [0.02 * noise.draw(random.generator(1, rank, "t"), 4000) for rank in range(4)]
+    found = fit_stragglers(rows)
+    assert [type(straggler) for straggler in found.stragglers] == [type(noise)]
+    value, wanted = (float(str(s).partition(":")[2]) for s in (found.stragglers[0], noise))
+    assert value == pytest.approx(wanted, rel=0.1)
+    assert found.step_s == pytest.approx(np.mean(rows))
+    assert found.distance < 0.03
+
+
+def test_transient_stragglers_and_slow_ranks_are_recognised() -> None:
+    """Rare long blocks are an event; few ranks keep their own speed, many have a distribution of speeds."""
+    rows = []
+    for rank in range(4):
+        draws = [
+            k.draw(random.generator(2, rank, str(k)), 4000) for k in (Lognormal(0.02), Bimodal(0.02, 6.0))
+        ]
+        rows.append(0.01 * draws[0] * draws[1] * (1.5 if rank == 3 else 1.0))
+    found = fit_stragglers(rows)
+    slow = [s for s in found.stragglers if isinstance(s, SlowRank)]
+    assert slow[3].slowdown / slow[0].slowdown == pytest.approx(1.5, rel=0.05)
+    assert any(isinstance(s, Bimodal) and abs(s.slowdown - 6.0) < 0.5 for s in found.stragglers)
+    samplers = [found.model.open(0, rank) for rank in range(4)]
+    drawn = np.mean([sample(None, 0.0) for sample in samplers for _ in range(20_000)])
+    assert drawn == pytest.approx(np.mean(rows), rel=0.02)
+    assert any(isinstance(s, Speed) for s in fit_stragglers(rows, same_ranks=False).stragglers)
+
+
+def test_steady_steps_have_no_stragglers() -> None:
+    """Half a percent is not worth a model."""
+    found = fit_stragglers([np.full(50, 0.01), np.full(50, 0.01001)])
+    assert found.model.open(0, 1)(None, 0.0) == pytest.approx(0.010005)
+    assert str(found) == "constant"
+
+
+def test_bad_durations_are_refused() -> None:
+    """Nothing to fit."""
+    with pytest.raises(ParameterError, match="at least 2 compute blocks"):
+        fit_stragglers([np.array([0.1])])
+    with pytest.raises(ParameterError, match="longer than 0 s"):
+        fit_stragglers([np.array([0.1, 0.0])])
+
+
+def test_one_rank_alone_is_refused() -> None:
+    """It has nobody to talk to."""
+    with pytest.raises((ParameterError, RankError), match="at least 2 ranks: mpiexec -n 2"):
+        simulate(lambda comm: measure(comm), ranks=1, recorder=Silence())
+
+
+def test_effort_is_checked() -> None:
+    """No samples, no calibration."""
+    with pytest.raises(ParameterError, match="above 0"):
+        Effort(most=0)
+
+
+def test_scores_tell_fitted_from_held_out() -> None:
+    """A table with one line for each operation and one for all."""
+    truth = Platform("truth", Switch(Hockney(1e-5, 1e9)), step=Fixed(0.001))
+    measured = _measured(truth, ranks=2)
+    wrong = Platform("wrong", Switch(Hockney(2e-5, 1e9)), step=Fixed(0.001))
+    found = {score.operation: score for score in scores(compare(measured, wrong))}
+    assert found["p2p"].fitted == pytest.approx(1.0, abs=0.1)
+    assert "p2p" in table(tuple(found.values()))
