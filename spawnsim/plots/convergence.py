@@ -81,13 +81,12 @@ def draw(info: Curve, ax: Axes | None = None, *, look: style.Look = style.LOOKS[
 
 
 def draw_measured(info: Curve, ax: Axes | None = None, *, look: style.Look = style.LOOKS[0]) -> Axes:
-    """Draw a curve as a dozen markers with error bars: the way real runs lie over virtual ones."""
+    """Draw a curve's median as a dozen markers: the way real runs lie over virtual ones."""
     ax = style.axes_or_new(ax)
-    at = style.evenly(len(info.x), 12)
-    error = np.stack([info.median - info.low, info.high - info.median])[:, at]
-    ax.errorbar(
-        info.x[at], info.median[at], np.maximum(error, 0.0), fmt=look.marker, color=look.colour, markersize=7.5,
-        markerfacecolor="white", markeredgewidth=1.8, elinewidth=1.3, zorder=5, clip_on=False,
+    at = style.evenly(len(info.x), 14)
+    ax.plot(
+        info.x[at], info.median[at], marker=look.marker, color=look.colour, linestyle="", markersize=7.5,
+        markerfacecolor="white", markeredgewidth=1.8, zorder=5, clip_on=False,
     )  # fmt: skip
     return ax
 
@@ -122,11 +121,7 @@ def panel(runs: Sequence[Recorded], name: str, over: str, ax: Axes) -> dict[str,
 def _caption(runs: Sequence[Recorded]) -> str:
     seeds = max(len(members) for members in grouped(runs).values())
     band = "band: 10–90 % of ranks" if seeds == 1 else f"band: 90 % bootstrap interval over {seeds} seeds"
-    real = (
-        "; markers: real MPI, seconds since its first row, bars 10–90 % of ranks"
-        if any(map(is_real, runs))
-        else ""
-    )
+    real = "; markers: real MPI, median, seconds since its first row" if any(map(is_real, runs)) else ""
     return f"{setting(runs)}\nline: median over ranks; {band}{real}"
 
 
