@@ -1,17 +1,21 @@
 """`mpiexec -n N spawnsim calibrate`: measure this cluster, and write a platform file.
 
-This room knows options, files and what to print. Rank 0 alone fits and prints.
+This room knows options and what to print. Rank 0 alone fits and prints.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from spawnsim.calibrate import Effort, Measured, Pair, Score, compare, fit, measure, scores, table
+from spawnsim.calibrate.fitting import fit
+from spawnsim.calibrate.judging import Pair, Score, compare, scores, table
+from spawnsim.calibrate.measuring import Measured, measure
+from spawnsim.calibrate.sampling import Effort
 from spawnsim.errors import ParameterError
 from spawnsim.virtual.platform import Platform, to_toml
 
@@ -56,7 +60,7 @@ def write(out: Path, platform: Platform, found: Sequence[Score]) -> None:
         "",
     ]
     out.write_text(to_toml(platform, comments), encoding="utf-8")
-    print("\n".join([*errors, f"written: {out}"]))
+    sys.stdout.write("\n".join([*errors, f"written: {out}", ""]))
 
 
 def draw(pairs: Sequence[Pair], platform: Platform, picture: Path) -> None:
@@ -76,7 +80,7 @@ def draw(pairs: Sequence[Pair], platform: Platform, picture: Path) -> None:
         {name: curve for name, curve in info.items() if len(curve.nbytes) > 2}, platform.description
     )
     style.save(drawn, picture.with_suffix(""), [picture.suffix.removeprefix(".") or "png"])
-    print(f"drawn: {picture}")
+    sys.stdout.write(f"drawn: {picture}\n")
 
 
 def parser() -> argparse.ArgumentParser:
