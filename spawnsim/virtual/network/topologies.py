@@ -7,19 +7,45 @@ fixed share of bandwidth, as under full load (`sharing` holds the exact model). 
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.network.cost import Ints
+from spawnsim.virtual.network.cost import FREE, Cost, Ints
 from spawnsim.virtual.network.fabric import Fabric, Index
 from spawnsim.virtual.network.links import Hockney, Link, at_least
 
+_SENDERS = 4096  # rows of kinds that are kept: two bytes a pair
+
 
 @dataclass(frozen=True)
-class FatTree(Fabric):
+class Bounded(Fabric):
+    """A fabric with room for so many ranks: the kinds of a sender's pairs are looked up, not worked out each time."""
+
+    @cached_property
+    def _rows(self) -> dict[int, Sequence[int]]:
+        return {}
+
+    def cost(self, source: int, dest: int, nbytes: int) -> Cost:
+        """Return the cost of one message between two world ranks."""
+        try:
+            return self._memo[self._rows[source][dest], nbytes] if source != dest else FREE
+        except KeyError:
+            if source not in self._rows:
+                if len(self._rows) >= _SENDERS:
+                    self._rows.clear()
+                room = self.capacity() or 0
+                kinds = self.kind(np.full(room, source), np.arange(room))
+                self._rows[source] = array("H", kinds.tolist())
+            return self._remember((self._rows[source][dest], nbytes))
+
+
+@dataclass(frozen=True)
+class FatTree(Bounded):
     """A tree of switches: (2h+1) switches between two ranks whose paths meet h levels above their own.
 
     Args:
@@ -69,7 +95,7 @@ class FatTree(Fabric):
 
 
 @dataclass(frozen=True)
-class Torus(Fabric):
+class Torus(Bounded):
     """A grid that wraps around in every dimension, with minimal routes.
 
     Args:
@@ -122,7 +148,7 @@ class Torus(Fabric):
 
 
 @dataclass(frozen=True)
-class Dragonfly(Fabric):
+class Dragonfly(Bounded):
     """Groups of routers, all-to-all within a group and between groups; minimal routes: local, global, local.
 
     Args:
@@ -179,7 +205,7 @@ class Dragonfly(Fabric):
 
 
 @dataclass(frozen=True)
-class Regions(Fabric):
+class Regions(Bounded):
     """Regions joined by wide-area links.
 
     Args:
