@@ -6,13 +6,25 @@ import re
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from spawnsim import units
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.virtual.collectives import Selection
 from spawnsim.virtual.compute import Fixed, Lognormal, Trace
-from spawnsim.virtual.network import Hockney, LogGP, Nodes, Piecewise, Switch
+from spawnsim.virtual.network import (
+    Dragonfly,
+    FatTree,
+    Hockney,
+    HomeLinks,
+    LogGP,
+    Nodes,
+    Piecewise,
+    Regions,
+    Switch,
+    Torus,
+)
 from spawnsim.virtual.platform import DEFAULT, Platform, list_platforms, load_platform, to_toml
 from spawnsim.virtual.platform.reading import line_of
 
@@ -57,7 +69,7 @@ def _file(folder: Path, text: str) -> Path:
 def test_the_presets_are_there() -> None:
     """The clusters that users have."""
     wanted = {"laptop", "gigabit", "ethernet-10g", "ethernet-100g", "infiniband-hdr", "infiniband-ndr"}
-    assert wanted | {"nvlink-ib", "cloud-spot"} <= set(PRESETS)
+    assert wanted | {"nvlink-ib", "cloud-spot", "wan-volunteers"} <= set(PRESETS)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -118,7 +130,7 @@ def test_the_run_goes_before_the_platform() -> None:
         ('eager = "8 KiB"', 'eagr = "8 KiB"', 7, "did you mean eager"),
         ("ranks_per_node = 4", "ranks_per_node = 0", 6, "at least 1"),
         ("ranks_per_node = 4", 'ranks_per_node = "4"', 6, "write an integer"),
-        ('topology = "nodes"', 'topology = "star"', 5, "write one of switch, nodes"),
+        ('topology = "nodes"', 'topology = "star"', 5, "write one of switch, nodes, fat-tree"),
         ('model = "loggp"', 'model = "magic"', 14, "write one of hockney"),
         ('progress = "async"', 'progress = "never"', 2, "poll, async, hardware"),
         (
@@ -149,6 +161,53 @@ def test_an_error_names_file_line_and_key(
         ParameterError, match=re.escape(f"mine.toml, line {line}: ") + ".*" + re.escape(message)
     ):
         load_platform(path)
+
+
+LINK = 'link = {latency = "1 us", bandwidth = "10 GB/s"}'
+TOPOLOGIES = {
+    f'topology = "fat-tree"\n{LINK}\nradices = [4, 4]\nhop_latency = "1 us"\noversubscription = 2.0': FatTree(
+        Hockney(1e-6, 10e9), (4, 4), 1e-6, 2.0
+    ),
+    f'topology = "torus"\n{LINK}\nshape = [3, 4]\nranks_per_node = 2': Torus(
+        Hockney(1e-6, 10e9), (3, 4), ranks_per_node=2
+    ),
+    f'topology = "dragonfly"\n{LINK}\nranks_per_router = 2\nrouters_per_group = 3\ngroups = 4\nglobal_share = 0.5': (
+        Dragonfly(Hockney(1e-6, 10e9), 2, 3, 4, global_share=0.5)
+    ),
+    'topology = "regions"\nmembers = [2, 1]\nlatency = [["1 ms", "40 ms"], ["40 ms", "1 ms"]]\n'
+    'bandwidth = [["1 GB/s", "1 MB/s"], ["1 MB/s", "1 GB/s"]]': Regions.between(
+        (2, 1), [[1e-3, 0.04], [0.04, 1e-3]], [[1e9, 1e6], [1e6, 1e9]]
+    ),
+    'topology = "home"\nranks = 3\nlatency = "50 ms"\nup = "10 Mbit/s"\ndown = "100 Mbit/s"': HomeLinks.alike(
+        3, 0.05, 1.25e6, 12.5e6
+    ),
+}
+
+
+@pytest.mark.parametrize("text", TOPOLOGIES)
+def test_every_topology_has_a_table(tmp_path: Path, text: str) -> None:
+    """What the network room builds can be written down."""
+    network, wanted = load_platform(_file(tmp_path, f"[network]\n{text}\n")).network, TOPOLOGIES[text]
+    assert type(network) is type(wanted)
+    assert network.cost(0, 2, 10**6) == pytest.approx(wanted.cost(0, 2, 10**6))
+
+
+def test_tables_of_regions_name_their_line(tmp_path: Path) -> None:
+    """A bad entry, and a table of the wrong shape."""
+    text = next(text for text in TOPOLOGIES if "regions" in text)
+    with pytest.raises(ParameterError, match=r"mine.toml, line 4: network.latency: '40 m' is no duration"):
+        load_platform(_file(tmp_path, "[network]\n" + text.replace("40 ms", "40 m", 1)))
+    with pytest.raises(ParameterError, match=r"line 4: network.latency: 3 regions need 3 rows"):
+        load_platform(_file(tmp_path, "[network]\n" + text.replace("[2, 1]", "[2, 1, 1]")))
+
+
+def test_volunteers_differ_and_send_slower_than_they_receive() -> None:
+    """Adding ranks changes nobody's line."""
+    home = load_platform("wan-volunteers").network
+    assert isinstance(home, HomeLinks)
+    assert np.median(home.up_Bps) == pytest.approx(25e6 / 8, rel=0.05)
+    assert np.median(home.down_Bps) == pytest.approx(100e6 / 8, rel=0.05)
+    assert len(set(home.up_Bps)) > 16000
 
 
 def test_broken_files_are_one_clear_error(tmp_path: Path) -> None:

@@ -8,7 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from spawnsim.virtual.network import Hockney, Link, LogGP, Network, Nodes, Piecewise, Switch
+import numpy as np
+
+from spawnsim import random
+from spawnsim.virtual.network import (
+    Dragonfly,
+    FatTree,
+    Hockney,
+    HomeLinks,
+    Link,
+    LogGP,
+    Network,
+    Nodes,
+    Piecewise,
+    Regions,
+    Switch,
+    Torus,
+)
 from spawnsim.virtual.platform.reading import Section
 
 
@@ -68,4 +84,77 @@ def _nodes(section: Section, overheads: dict[str, Any]) -> Network:
     )
 
 
-TOPOLOGIES: dict[str, Callable[[Section, dict[str, Any]], Network]] = {"switch": _switch, "nodes": _nodes}
+def _fat_tree(section: Section, overheads: dict[str, Any]) -> Network:
+    return section.build(
+        FatTree,
+        link=link(section.section("link")),
+        radices=section.integers("radices"),
+        hop_latency_s=section.seconds("hop_latency", 0.0),
+        oversubscription=section.number("oversubscription", 1.0),
+        **overheads,
+    )
+
+
+def _torus(section: Section, overheads: dict[str, Any]) -> Network:
+    section.asked.add("intra")
+    return section.build(
+        Torus,
+        link=link(section.section("link")),
+        shape=section.integers("shape"),
+        hop_latency_s=section.seconds("hop_latency", 0.0),
+        ranks_per_node=section.integer("ranks_per_node", 1),
+        intra=link(section.section("intra")) if section.has("intra") else None,
+        **overheads,
+    )
+
+
+def _dragonfly(section: Section, overheads: dict[str, Any]) -> Network:
+    return section.build(
+        Dragonfly,
+        link=link(section.section("link")),
+        ranks_per_router=section.integer("ranks_per_router"),
+        routers_per_group=section.integer("routers_per_group"),
+        groups=section.integer("groups"),
+        local_latency_s=section.seconds("local_latency", 0.0),
+        global_latency_s=section.seconds("global_latency", 0.0),
+        global_share=section.number("global_share", 1.0),
+        **overheads,
+    )
+
+
+def _regions(section: Section, overheads: dict[str, Any]) -> Network:
+    """Tables of latencies and bandwidths, from region (row) to region (column)."""
+    members = section.integers("members")
+    latencies = section.table("latency", Section.seconds)
+    bandwidths = section.table("bandwidth", Section.bytes_per_second)
+    shape = [len(members)] * len(members)
+    for key, rows in (("latency", latencies), ("bandwidth", bandwidths)):
+        if [len(row) for row in rows] != shape:
+            raise section.error(
+                key, f"{len(members)} regions need {len(members)} rows of {len(members)} values"
+            )
+    joins = tuple(tuple(map(Hockney, *pair)) for pair in zip(latencies, bandwidths, strict=True))
+    return section.build(Regions, members=members, joins=joins, **overheads)
+
+
+def _home(section: Section, overheads: dict[str, Any]) -> Network:
+    """Home lines: up, down and latency are medians; `spread` is the lognormal shape of the ranks around them."""
+    ranks, spread = section.integer("ranks", 16384), section.number("spread", 0.0)
+    draws = random.generator(section.integer("seed", 0, least=0), -1, "platform.home").standard_normal(
+        (ranks, 3)
+    )
+    factors = np.exp(spread * draws)
+    medians = (section.seconds("latency"), section.bytes_per_second("up"), section.bytes_per_second("down"))
+    latency_s, up, down = (tuple((median * factors[:, i]).tolist()) for i, median in enumerate(medians))
+    return section.build(HomeLinks, latency_s=latency_s, up_Bps=up, down_Bps=down, **overheads)
+
+
+TOPOLOGIES: dict[str, Callable[[Section, dict[str, Any]], Network]] = {
+    "switch": _switch,
+    "nodes": _nodes,
+    "fat-tree": _fat_tree,
+    "torus": _torus,
+    "dragonfly": _dragonfly,
+    "regions": _regions,
+    "home": _home,
+}

@@ -48,6 +48,10 @@ def line_of(text: str, path: Sequence[Key]) -> int:
     return found
 
 
+class PlacedError(ParameterError):
+    """An error that says already where in the file it is."""
+
+
 @dataclass(frozen=True, eq=False)
 class Section:
     """One table of a TOML file. Each value is asked for by its kind; what nobody asked for is an error in the end."""
@@ -78,7 +82,7 @@ class Section:
         """Return the error that says what is wrong with a key, or (None) with the whole table."""
         path = self.path if key is None else (*self.path, key)
         name = ".".join(map(str, path)) or "top of the file"
-        return ParameterError(f"{self.file}, line {line_of(self.text, path)}: {name}: {message}")
+        return PlacedError(f"{self.file}, line {line_of(self.text, path)}: {name}: {message}")
 
     def get(self, key: str, read: Callable[[Any], T], default: T | None = None) -> T:
         """Return `read(value)`; a missing key is the default, or an error if there is none."""
@@ -89,6 +93,8 @@ class Section:
             return default
         try:
             return read(self.values[key])
+        except PlacedError:
+            raise
         except ValueError as error:  # ParameterError is one as well
             raise self.error(key, str(error)) from error
 
@@ -129,6 +135,16 @@ class Section:
     def integers(self, key: str) -> tuple[int, ...]:
         """Return a list of integers of at least 1."""
         return self.get(key, lambda value: tuple(int(_least(_integer(item), 1)) for item in _list(value)))
+
+    def table(self, key: str, read: Callable[[Section, str], T]) -> list[list[T]]:
+        """Return rows of values, each read as `read` reads a key."""
+
+        def row(values: Any) -> list[T]:
+            return [
+                read(Section(self.file, self.text, {key: value}, self.path), key) for value in _list(values)
+            ]
+
+        return self.get(key, lambda rows: [row(values) for values in _list(rows)])
 
     def section(self, key: str) -> Section:
         """Return the table of a key; an empty one if it is missing."""
