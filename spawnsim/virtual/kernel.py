@@ -41,8 +41,8 @@ class Wait(Protocol):
         """Return the world ranks any of which could end the wait."""
         ...
 
-    def missing(self) -> Sequence[int]:
-        """Return the ranks still awaited, numbered in the communicator of the call."""
+    def missing(self, by_s: float = math.inf) -> Sequence[int]:
+        """Return the ranks that had not come by a time, numbered in the communicator of the call."""
         ...
 
     def sequence(self) -> int:
@@ -134,13 +134,14 @@ def current_task() -> Task | None:
 
 def timeout(task: Task, wait: Wait) -> Timeout:
     """Return the error of a wait that met its deadline."""
-    missing = ", ".join(map(str, wait.missing()))
+    ranks = wait.missing(task.clock)
+    missing = ", ".join(map(str, ranks))
     whom = f"; missing: rank {missing}" if missing else ""
     message = (
         f"{task.name} waited {task.deadline_s:g} s in {wait.describe()} and met its deadline at "
         f"{task.clock:.6g} s{whom}. A larger deadline (deadline_s, comm.clock.deadline) waits longer"
     )
-    return Timeout(wait.missing(), wait.describe(), wait.sequence(), message)
+    return Timeout(ranks, wait.describe(), wait.sequence(), message)
 
 
 def current_world() -> Any:

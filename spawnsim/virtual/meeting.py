@@ -225,9 +225,9 @@ class WaitingForMeeting:
         name = call.describe() if call is not None else "collective"
         return f"{name}, number {self.meeting.number} on {self.meeting.comm}"
 
-    def missing(self) -> Sequence[int]:
-        """Return the ranks that have not arrived."""
-        return [rank for rank, call in enumerate(self.meeting.calls) if call is None]
+    def missing(self, by_s: float = math.inf) -> Sequence[int]:
+        """Return the ranks that had not arrived by a time."""
+        return [rank for rank, arrival_s in enumerate(self.meeting.arrivals.tolist()) if not arrival_s <= by_s]
 
     def peers(self) -> Sequence[int]:
         """Return the world ranks that have not arrived."""

@@ -6,6 +6,7 @@ time and tasks; it must not know messages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -164,7 +165,7 @@ class Joining:
         """Return the rank itself."""
         return (self._task.rank,)
 
-    def missing(self) -> tuple[int, ...]:
+    def missing(self, by_s: float = math.inf) -> tuple[int, ...]:
         """Return nobody: no other rank is awaited."""
         return ()
 

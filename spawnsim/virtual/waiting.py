@@ -38,7 +38,7 @@ class Waiting:
         """Return the world ranks any of which could end the wait."""
         return self.members if self.peer == ANY_SOURCE else (self.members[self.peer],)
 
-    def missing(self) -> Sequence[int]:
+    def missing(self, by_s: float = math.inf) -> Sequence[int]:
         """Return the ranks still awaited."""
         return () if self.peer == ANY_SOURCE else (self.peer,)
 
@@ -69,9 +69,9 @@ class WaitingForAny:
         """Return the world ranks any of which could end the wait."""
         return sorted({rank for part in self.parts for rank in part.peers()})
 
-    def missing(self) -> Sequence[int]:
+    def missing(self, by_s: float = math.inf) -> Sequence[int]:
         """Return the ranks still awaited."""
-        return sorted({rank for part in self.parts for rank in part.missing()})
+        return sorted({rank for part in self.parts for rank in part.missing(by_s)})
 
     def doomed(self, dead: Sequence[int]) -> Sequence[int]:
         """Return the dead that any part waits for."""
