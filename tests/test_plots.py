@@ -123,6 +123,15 @@ def test_seeds_are_compared_where_all_of_them_have_values():
     assert (both.x.tolist(), both.median.tolist(), both.runs) == ([1, 2], [3, 4], 2)
 
 
+def test_real_seconds_count_from_each_ranks_first_row():
+    """Loading libraries is no training: a real rank's clock is set to zero at its first row, a virtual one's is not."""
+    real, virtual = (synthetic.run("none", ranks=3, iterations=4, real=real) for real in (True, False))
+    shifted = convergence.since_start(real)
+    assert shifted["time_s"][[0, 4, 8]].tolist() == [0, 0, 0]
+    np.testing.assert_allclose(np.diff(shifted["time_s"][:4]), np.diff(real.table["time_s"][:4]))
+    assert convergence.since_start(virtual) is virtual.table
+
+
 # -------------------------------------------------------------------------------------------- replacement
 
 

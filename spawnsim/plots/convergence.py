@@ -47,10 +47,12 @@ def curve(table: Table, name: str, *, over: str = "time_s", band: tuple[float, f
 
 
 def since_start(run: Recorded) -> Table:
-    """Return a run's table with a real run's seconds counted from its first row: a virtual rank loads no libraries."""
-    if not is_real(run) or not len(run.table["time_s"]):
+    """Return a run's table; seconds of a real rank count from its first row, since virtual ones load no libraries."""
+    if not is_real(run):
         return run.table
-    return dict(run.table) | {"time_s": run.table["time_s"] - run.table["time_s"].min()}
+    _, first, rank = np.unique(run.table["rank"], return_index=True, return_inverse=True)
+    time_s = run.table["time_s"]
+    return dict(run.table) | {"time_s": time_s - time_s[first][rank]}
 
 
 def training_s(run: Recorded) -> float:
@@ -121,7 +123,9 @@ def panel(runs: Sequence[Recorded], name: str, over: str, ax: Axes) -> dict[str,
 def _caption(runs: Sequence[Recorded]) -> str:
     seeds = max(len(members) for members in grouped(runs).values())
     band = "band: 10–90 % of ranks" if seeds == 1 else f"band: 90 % bootstrap interval over {seeds} seeds"
-    real = "; markers: real MPI, median, seconds since its first row" if any(map(is_real, runs)) else ""
+    real = (
+        "; markers: real MPI, median, seconds since each rank's first row" if any(map(is_real, runs)) else ""
+    )
     return f"{setting(runs)}\nline: median over ranks; {band}{real}"
 
 
