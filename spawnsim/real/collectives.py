@@ -16,7 +16,7 @@ from mpi4py import MPI
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.real.fingerprints import check
 from spawnsim.real.ordered import ordered_allreduce
-from spawnsim.real.words import failure
+from spawnsim.real.words import failure, peer
 
 if TYPE_CHECKING:
     from spawnsim.real.home import Home
@@ -65,6 +65,7 @@ class Collectives:
     _raw: MPI.Intracomm
     _home: Home
     _sequence: int
+    _inter: bool  # only between groups can a root be ROOT or PROC_NULL
     label: str
     members: tuple[int, ...]
 
@@ -77,6 +78,9 @@ class Collectives:
     ) -> Any:
         """Make the raw call, or `function` of the raw communicator, while the watchdog knows of it."""
         home = self._home
+        if self._inter:
+            args = tuple([peer(value) if type(value) is int else value for value in args])
+            kwargs = {key: peer(value) if key == "root" else value for key, value in kwargs.items()}
         self._sequence += 1
         watchdog, thread = home.watchdog, get_ident()
         active = watchdog.active

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from spawnsim.errors import ParameterError
 from spawnsim.real.ending import Ending
 from spawnsim.real.own import Own
-from spawnsim.real.requests import Registry
+from spawnsim.real.several import Registry
 from spawnsim.real.waiting import SPINS, wait_until
 from spawnsim.real.words import Words
 

@@ -34,11 +34,8 @@ class Posted(MPIRequest):
     """An object receive that is open: completes by probing, in posting order."""
 
     __slots__ = ("message", "pattern")
-
-    def __init__(self, home: Home, what: tuple[str, int, Any], pattern: tuple[int, int]) -> None:
-        self.pattern = pattern
-        self.message: MPI.Message | None = None
-        super().__init__(MPI.REQUEST_NULL, home, what)
+    pattern: tuple[int, int]
+    message: MPI.Message | None
 
     def _try(self) -> bool:
         comm = self._what[2]
@@ -58,10 +55,19 @@ class Posted(MPIRequest):
     def Cancel(self) -> None:
         comm = self._what[2]
         with comm._matching:
-            if self.message is None and not self._complete:
+            if self in comm._posted:
                 comm._posted.remove(self)
                 self._status.Set_cancelled(True)
                 self._complete = True
+
+
+def posted(home: Home, what: tuple[str, int, Any], pattern: tuple[int, int]) -> Posted:
+    """Return a new object receive that is open."""
+    request = Posted()
+    request.pattern, request.message = pattern, None
+    request._raw, request._status = MPI.REQUEST_NULL, MPI.Status()
+    request.begin(home, what)
+    return request
 
 
 class Matching:
@@ -83,7 +89,7 @@ class Matching:
         with self._matching:
             while (found := self._improbe(pattern, status)) is not None:
                 self._serve_posted()
-                earlier = next((posted for posted in self._posted if posted.takes(status)), None)
+                earlier = next((waiting for waiting in self._posted if waiting.takes(status)), None)
                 if earlier is None:
                     return found
                 self._give(earlier, found, status)
@@ -98,15 +104,15 @@ class Matching:
     def _serve_posted(self) -> None:
         """Give every open object receive its message, in the order in which they were posted."""
         status = MPI.Status()
-        for posted in list(self._posted):
-            found = self._improbe(posted.pattern, status)
+        for waiting in list(self._posted):
+            found = self._improbe(waiting.pattern, status)
             if found is not None:
-                self._give(posted, found, status)
+                self._give(waiting, found, status)
 
-    def _give(self, posted: Posted, message: Any, status: MPI.Status) -> None:
-        posted.message = message
-        posted._status = MPI.Status(status)
-        self._posted.remove(posted)
+    def _give(self, waiting: Posted, message: Any, status: MPI.Status) -> None:
+        waiting.message = message
+        waiting._status = MPI.Status(status)
+        self._posted.remove(waiting)
 
     def _receive(self, source: int, tag: int, status: Any, operation: str) -> tuple[MPI.Message, MPI.Status]:
         """Return the matched message of a blocking receive, and what is known of it."""

@@ -22,7 +22,7 @@ from spawnsim.real.collectives import MAKERS, Collectives
 from spawnsim.real.home import Home, Options
 from spawnsim.real.own import Own, Recorder, Task
 from spawnsim.real.p2p import PointToPoint
-from spawnsim.real.requests import MPIRequest
+from spawnsim.real.requests import wrapped
 from spawnsim.real.windows import Windows
 
 if TYPE_CHECKING:
@@ -37,12 +37,15 @@ class MPIComm(PointToPoint, Collectives):
         self._raw, self._sequence = cast("MPI.Intracomm", raw), 0
         self._open_matching()
         self.rank, self.size = raw.Get_rank(), raw.Get_size()
-        group = raw.Get_group()
-        self.members = tuple(int(r) for r in MPI.Group.Translate_ranks(group, None, home.raw.Get_group()))
+        self.members = self._in_world(raw.Get_group())
+        self._inter = raw.Is_inter()
         self.Win = Windows(self)
         raw.Set_attr(_keyval(), self)
         own = home.own
         self.clock, self.rng, self.record, self.compute = own.clock, own.rng, own.record, own.compute
+
+    def _in_world(self, group: MPI.Group) -> tuple[int, ...]:
+        return tuple(int(rank) for rank in MPI.Group.Translate_ranks(group, None, self._home.raw.Get_group()))
 
     # ------------------------------------------------------------------------------------------ own members
     def background(self, fn: Callable[[], object]) -> Task:
@@ -52,6 +55,10 @@ class MPIComm(PointToPoint, Collectives):
     def poll(self) -> None:
         """Let MPI make progress now; every operation and the end of every compute block do it anyhow."""
         self._home.poll()
+
+    def as_native(self) -> MPI.Comm:
+        """Return what mpi4py takes for this argument."""
+        return self._raw
 
     def as_mpi_comm(self) -> MPI.Comm:
         """Return mpi4py's communicator beneath."""
@@ -68,8 +75,19 @@ class MPIComm(PointToPoint, Collectives):
         """Return the group, in spawnsim's words: its members are ranks of the world."""
         return Group.of(self.members, self._home.own.rank)
 
+    def Get_remote_group(self) -> Group:
+        """Return the other side of an intercommunicator."""
+        remote: Any = self._raw
+        return Group.of(self._in_world(remote.Get_remote_group()), self._home.own.rank)
+
+    Create_keyval = staticmethod(MPI.Comm.Create_keyval)
+    Free_keyval = staticmethod(MPI.Comm.Free_keyval)
+    Create_errhandler = staticmethod(MPI.Comm.Create_errhandler)
+
     def Free(self) -> None:
-        """Free the communicator; the next call on it is an error."""
+        """Free the communicator; the next call on it is an error, and open object receives end cancelled."""
+        for waiting in list(self._posted):
+            waiting.Cancel()
         self._raw.Free()
 
     def Abort(self, errorcode: int = 0) -> None:
@@ -108,7 +126,7 @@ class MPIComm(PointToPoint, Collectives):
         if isinstance(value, MPI.Comm):
             return MPIComm(value, self._home, f"{self.label}/{name}") if value else None
         if isinstance(value, MPI.Request):
-            return MPIRequest(value, self._home, (name, -1, self))
+            return wrapped(value, self._home, (name, -1, self))
         if type(value) is tuple:
             return tuple([self._wrapped(part, name) for part in value])
         return value
@@ -122,6 +140,8 @@ class MPIComm(PointToPoint, Collectives):
         return MPIComm(raw, self._home, f"{self.label}/{name}{self._sequence}")
 
     def __eq__(self, other: object) -> bool:
+        if other is None:  # where this house has no communicator, it says None
+            return not self
         return isinstance(other, MPIComm) and self._raw == other._raw
 
     def __hash__(self) -> int:
@@ -156,15 +176,16 @@ def world(
 ) -> MPIComm:
     """Return the communicator of all ranks of this job. Collective; the clock starts when all have met."""
     raw = MPI.COMM_WORLD.Dup()
-    raw.Set_name("world")
     own = Own(raw.Get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
-    return _enter(raw, own, options or Options())
+    comm = _enter(raw, own, options or Options(), "world")
+    raw.Set_name("MPI_COMM_WORLD")
+    return comm
 
 
-def _enter(raw: MPI.Intracomm, own: Own, options: Options) -> MPIComm:
+def _enter(raw: MPI.Intracomm, own: Own, options: Options, label: str) -> MPIComm:
     home = Home(raw, own, options)
     home.watchdog.start()
-    comm = MPIComm(raw, home, raw.Get_name() or "communicator")
+    comm = MPIComm(raw, home, label)
     comm.Barrier()
     own.clock.start()
     return comm
@@ -210,7 +231,7 @@ def wrap(raw: MPI.Comm) -> MPIComm:
     known = raw.Get_attr(_keyval())
     if isinstance(known, MPIComm):
         return known
-    comm = _enter(raw, Own(raw.Get_rank(), recorder=None, seed=0, deadline_s=30.0), Options())
+    comm = _enter(raw, Own(raw.Get_rank(), recorder=None, seed=0, deadline_s=30.0), Options(), raw.Get_name())
     atexit.register(comm._home.watchdog.stop)
     return comm
 

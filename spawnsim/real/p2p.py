@@ -9,9 +9,11 @@ from typing import Any
 
 from mpi4py import MPI
 
+from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
+from spawnsim.comm.memory import as_bytes
 from spawnsim.real import words
-from spawnsim.real.matching import Matching, Posted, take_object
+from spawnsim.real.matching import Matching, posted, take_object
 from spawnsim.real.requests import MPIRequest, fill
 from spawnsim.real.words import failure
 
@@ -24,7 +26,7 @@ class PointToPoint(Matching):
         """Complete a send that was just started."""
         home = self._home
         if not raw.Test() and not home.wait(raw.Test, home.clock.limit_s(), (operation, -1, self)):
-            MPIRequest(raw, home, (operation, dest, self))  # the registry keeps the buffer
+            MPIRequest.of(raw, home, (operation, dest, self))  # the registry keeps the buffer
             raise self._late(operation, dest, home.clock.limit_s(), "to")
         home.poll()
 
@@ -66,7 +68,7 @@ class PointToPoint(Matching):
         return self._kept(self._start("issend", obj, dest, tag), "issend", dest)
 
     def _kept(self, raw: MPI.Request, operation: str, peer: int) -> MPIRequest:
-        request = MPIRequest(raw, self._home, (operation, peer, self))
+        request = MPIRequest.of(raw, self._home, (operation, peer, self))
         self._home.poll()
         return request
 
@@ -112,12 +114,12 @@ class PointToPoint(Matching):
     def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> MPIRequest:
         pattern = words.source(source), words.tag(tag)
         with self._matching:
-            posted = Posted(self._home, ("irecv", source, self), pattern)
+            request = posted(self._home, ("irecv", source, self), pattern)
             if pattern[0] == MPI.PROC_NULL:
-                posted.message = MPI.MESSAGE_NO_PROC
+                request.message = MPI.MESSAGE_NO_PROC
             else:
-                self._posted.append(posted)
-        return posted
+                self._posted.append(request)
+        return request
 
     # ------------------------------------------------------------------------------------------------ probing
     def Iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> bool:
@@ -174,20 +176,17 @@ class PointToPoint(Matching):
     ) -> None:  # fmt: skip
         incoming = self.Irecv(recvbuf, source, recvtag)
         outgoing = self.Isend(sendbuf, dest, sendtag)
-        MPIRequest.Waitall([outgoing, incoming])
-        fill(status, incoming._status)
+        incoming.Wait(status)
+        outgoing.Wait()
 
     def Sendrecv_replace(
         self, buf: Any, dest: int, sendtag: int = 0,
         source: int = ANY_SOURCE, recvtag: int = ANY_TAG, status: Any = None,
     ) -> None:  # fmt: skip
-        memory, to, origin = (
-            self._home.words(buf),
-            words.peer(dest) if dest < 0 else dest,
-            words.source(source),
-        )
-        raw = self._raw.Isendrecv_replace(memory, to, sendtag, origin, words.tag(recvtag))
-        MPIRequest(raw, self._home, ("Sendrecv_replace", source, self)).Wait(status)
+        given = as_buffer(buf, writable=True)
+        outgoing = self.Isend(as_bytes(given.pack()), dest, sendtag)
+        self.Recv(buf, source, recvtag, status)
+        outgoing.Wait()
 
     def sendrecv(
         self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,

@@ -160,12 +160,12 @@ class MPIWin:
     def Rget(self, origin: Any, target_rank: int, target: Any = None) -> MPIRequest:
         translate = self._home.words
         raw = self._raw.Rget(translate(origin), words.peer(target_rank), translate(target))
-        return MPIRequest(raw, self._home, ("Win.Rget", target_rank, self._comm))
+        return MPIRequest.of(raw, self._home, ("Win.Rget", target_rank, self._comm))
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None) -> MPIRequest:
         translate = self._home.words
         raw = self._raw.Rput(translate(origin), words.peer(target_rank), translate(target))
-        return MPIRequest(raw, self._home, ("Win.Rput", target_rank, self._comm))
+        return MPIRequest.of(raw, self._home, ("Win.Rput", target_rank, self._comm))
 
     # -------------------------------------------------------------------------------------------- completion
     def Flush(self, rank: int) -> None:
@@ -196,6 +196,16 @@ class MPIWin:
         self._comm.Barrier()
         self._raw.Sync()
 
+    def __bool__(self) -> bool:
+        return bool(self._raw)
+
+    def __eq__(self, other: object) -> bool:
+        if other is None:  # where this house has no window, it says None
+            return not self
+        return isinstance(other, MPIWin) and self._raw == other._raw
+
+    __hash__ = None  # type: ignore[assignment]
+
     def Free(self) -> None:
         self._comm.Barrier()
         for raw in (self._raw, self._words):
@@ -203,7 +213,7 @@ class MPIWin:
             raw.Free()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("Post", "Start", "Complete", "Wait", "Test", "Attach", "Detach"):
+        if name in ("Post", "Start", "Complete", "Wait", "Test"):
             raise UnsupportedError(
                 f"Win.{name}: windows of spawnsim take Lock and Unlock, Flush, or Fence instead"
             )
@@ -227,6 +237,10 @@ class Windows:
         """Return a window that all ranks of one node map into their memory (see `Shared_query`)."""
         raw = MPI.Win.Allocate_shared(size, disp_unit, info or MPI.INFO_NULL, self._comm._raw)
         return MPIWin(raw, self._comm)
+
+    def Create_dynamic(self, info: Any = None, comm: Any = None) -> MPIWin:
+        """Return a window without memory: `Attach` adds some, and targets are addresses."""
+        return MPIWin(MPI.Win.Create_dynamic(info or MPI.INFO_NULL, self._comm._raw), self._comm)
 
     def Create(self, memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window over memory that exists. Others reach it only when this rank polls; `Allocate` is quicker."""

@@ -16,8 +16,10 @@ from spawnsim.comm import constants as ours
 from spawnsim.comm import failures
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.group import Group
+from spawnsim.comm.handles import Errhandler
+from spawnsim.comm.info import Info
 from spawnsim.comm.ops import Op
-from spawnsim.comm.predefined import BY_NAME
+from spawnsim.comm.predefined import BY_NAME, NAMED
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, WorldError
 
 WORLD_CLASSES = (
@@ -87,20 +89,24 @@ class Words:
             return self._datatype
         if issubclass(kind, Group):
             return self._group
+        if issubclass(kind, Info):
+            return _info
+        if issubclass(kind, Errhandler):
+            return _named
         return _singleton if issubclass(kind, int) else getattr(kind, "as_native", None)
 
     def _group(self, group: Group) -> MPI.Group:
         return self._world.Incl(list(group.live()))
 
     def _spec(self, spec: Any) -> Any:
-        if any(type(part).__module__.startswith("spawnsim.") for part in spec):
-            return [self(part) if not isinstance(part, (list, tuple)) else part for part in spec]
+        if any(type(part) in (list, tuple) or type(part).__module__.startswith("spawnsim.") for part in spec):
+            return [tuple(part) if type(part) is tuple else self(part) for part in spec]
         return spec
 
     def _op(self, op: Any) -> MPI.Op:
         found = self._ops.get(id(op))
         if found is None:
-            found = self._ops[id(op)] = (op, _named(op) or MPI.Op.Create(op, op.Is_commutative()))
+            found = self._ops[id(op)] = (op, _named(op) or _users_op(op))
         return found[1]
 
     def _datatype(self, datatype: Any) -> MPI.Datatype:
@@ -116,6 +122,21 @@ def _named(thing: Any) -> Any:
     """Return mpi4py's object of the same name for a predefined one (it pickles as its name), else None."""
     reduced = thing.__reduce__()
     return getattr(MPI, reduced) if isinstance(reduced, str) else None
+
+
+def _info(info: Info) -> MPI.Info:
+    return MPI.Info.Create(dict(info.items())) if info else MPI.INFO_NULL
+
+
+def _users_op(op: Op) -> MPI.Op:
+    """Return an op that calls the program's function, with the datatype in spawnsim's words."""
+    function: Any = op.function
+
+    def call(inbuf: Any, inoutbuf: Any, datatype: MPI.Datatype | None) -> Any:
+        named = None if datatype is None else NAMED.get(datatype.Get_name(), datatype)
+        return function(inbuf, inoutbuf, named)
+
+    return MPI.Op.Create(call, op.Is_commutative())
 
 
 def _singleton(value: Any) -> Any:
