@@ -1,0 +1,155 @@
+"""`mpiexec -n N spawnsim validate train.py`: run a file for real, predict the same run, and compare.
+
+This room knows options, both buildings and what to print. Rank 0 alone predicts and prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spawnsim.calibrate import Effort, fit, measure
+from spawnsim.calibrate.measuring import facts
+from spawnsim.errors import ParameterError
+from spawnsim.run.program import Program, program
+from spawnsim.validate.comparing import Repeat, Row, differences, summary, table
+from spawnsim.validate.predicting import Setting, fitted, predict, times
+from spawnsim.validate.watching import Seen, watched
+from spawnsim.virtual.platform import Platform, load_platform
+
+QUICK = Effort(budget_s=0.004, most=15, passes=4, largest_nbytes=4 << 20)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run, predict, compare and print."""
+    from spawnsim.real.launch import recognise
+
+    options = parser().parse_args(argv)
+    if options.repeats < 1 or options.warmup < 0:
+        raise ParameterError(f"--repeats {options.repeats} --warmup {options.warmup}: give at least 1 and 0")
+    if recognise().size < 2:
+        raise ParameterError(
+            f"a validation needs at least 2 ranks: mpiexec -n 2 spawnsim validate {options.file}"
+        )
+    task = program(options.file, _given(options.set))
+    platform = load_platform(options.platform) if options.platform else None
+    found = observe(task, platform, repeats=options.repeats, seed=options.seed)
+    if found is not None:
+        judge(options, task, *found)
+    return 0
+
+
+def observe(
+    task: Program, platform: Platform | None, *, repeats: int, seed: int
+) -> tuple[Platform, list[list[Seen]]] | None:
+    """Calibrate if need be, and run the program so many times. Collective; None on all ranks but 0."""
+    from spawnsim.real.mpi import guarded, world
+
+    runs: list[list[Seen]] = []
+    comm: Any = world(seed=seed)
+    with guarded(comm):
+        measured = measure(comm, QUICK) if platform is None else None
+        here = facts(comm)
+    for _ in range(repeats):
+        comm = world(seed=seed)
+        with guarded(comm):
+            seen = watched(task, comm)
+            gathered = comm.gather(seen)
+        runs.append(gathered)
+    if comm.Get_rank() != 0:
+        return None
+    if platform is None:
+        return fit(measured), runs  # type: ignore[arg-type]  # measured where there was no platform
+    for difference in differences(platform, here):
+        sys.stderr.write(f"spawnsim: warning: {platform.name} was measured elsewhere: {difference}\n")
+    return platform, runs
+
+
+def judge(
+    options: argparse.Namespace, task: Program, platform: Platform, runs: Sequence[Sequence[Seen]]
+) -> None:
+    """Predict each run, and print and draw how far off that is."""
+    setting = Setting(task, ranks=len(runs[0]), seed=options.seed, warmup=options.warmup)
+    repeats = [Repeat(times(seen, setting.warmup), predict(setting, seen, platform)) for seen in runs]
+    rows = summary(repeats)
+    stragglers = fitted(runs[0], setting.warmup)
+    if options.json:
+        document = {"rows": [dataclasses.asdict(row) for row in rows], "stragglers": str(stragglers)}
+        sys.stdout.write(json.dumps(document) + "\n")
+    else:
+        facts_line = (
+            f"{setting.ranks} ranks, {len(runs)} runs, platform {platform.name}, stragglers {stragglers}"
+        )
+        sys.stdout.write(f"{facts_line}\n{table(rows, len(runs))}\n")
+    if options.picture:
+        draw(rows, repeats, options.picture)
+
+
+def draw(rows: Sequence[Row], repeats: Sequence[Repeat], picture: Path) -> None:
+    """Draw predicted over measured."""
+    from spawnsim.plots import style, validation
+
+    errors = {
+        row.measure: {model: [repeat.error(model, row.measure) for repeat in repeats] for model in row.errors}
+        for row in rows
+    }
+    drawn = validation.figure(errors, f"{len(repeats)} runs; marks are runs, bars their median")
+    style.save(drawn, picture.with_suffix(""), [picture.suffix.removeprefix(".") or "png"])
+
+
+def _given(settings: Sequence[str]) -> dict[str, Any]:
+    """Return the keyword arguments of `--set name=value`: Python literals, or text."""
+    pairs = [setting.partition("=") for setting in settings]
+    wrong = [name + sign for name, sign, _ in pairs if not sign or not name.isidentifier()]
+    if wrong:
+        raise ParameterError(f"--set {wrong[0]}: write --set name=value")
+    return {name: _value(text) for name, _, text in pairs}
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the options of `spawnsim validate`."""
+    parser = argparse.ArgumentParser(
+        prog="mpiexec -n N spawnsim validate",
+        description="Run a file for real, predict the same run on virtual ranks, and compare.",
+    )
+    add = parser.add_argument
+    add("file", type=Path, help="Python file that defines main(comm)")
+    add("--platform", metavar="P", help="a measured platform file; default: a quick calibration first")
+    add(
+        "--repeats",
+        type=int,
+        default=1,
+        metavar="N",
+        help="real runs; the median error is shown, and its range",
+    )
+    add(
+        "--warmup",
+        type=int,
+        default=5,
+        metavar="N",
+        help="compute blocks at the start that are left aside; default: 5",
+    )
+    add("--seed", type=int, default=0, metavar="K", help="of every random stream; default: 0")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a keyword argument of main; repeatable",
+    )
+    add("--picture", type=Path, metavar="FILE", help="draw predicted against measured: .png, .pdf or .svg")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser

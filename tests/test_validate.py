@@ -1,0 +1,137 @@
+"""Validation: what is watched, and that a prediction of a run whose truth is known comes out right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spawnsim.calibrate.judging import Silence
+from spawnsim.errors import ParameterError
+from spawnsim.validate import (
+    Prediction,
+    Repeat,
+    Seen,
+    Setting,
+    Times,
+    differences,
+    predict,
+    summary,
+    table,
+    times,
+    watched,
+)
+from spawnsim.validate.predicting import MEASURES
+from spawnsim.virtual import simulate
+from spawnsim.virtual.compute import Fixed
+from spawnsim.virtual.network import Hockney, Switch
+from spawnsim.virtual.platform import Platform
+
+TRUTH = Platform("truth", Switch(Hockney(50e-6, 1e9)), step=Fixed(0.002))
+
+
+def _program(comm: Any) -> None:
+    own, total = np.ones(50_000), np.empty(50_000)
+    for iteration in range(120):
+        with comm.compute():
+            pass
+        if iteration % 4 == 0:
+            comm.Allreduce(own, total)
+        comm.record(iteration=iteration)
+
+
+def _run(program: Any, ranks: int = 4, **arguments: Any) -> list[Seen]:
+    found: dict[int, Seen] = {}
+
+    def watching(comm: Any) -> None:
+        found[comm.Get_rank()] = watched(program, comm)
+
+    simulate(watching, ranks=ranks, recorder=Silence(), **arguments)
+    return [found[rank] for rank in range(ranks)]
+
+
+def test_a_watch_tells_computing_from_communicating() -> None:
+    """On virtual ranks nothing else takes time."""
+    seen = _run(_program, platform=TRUTH, stragglers="constant")[0]
+    assert seen.blocks_s == pytest.approx(np.full(120, 0.002))
+    assert seen.local_s == pytest.approx(np.zeros(120), abs=1e-12)
+    assert (seen.inside_s[::4] > 1e-4).all()
+    assert not seen.inside_s[1::4].any()
+
+
+def test_a_watch_follows_requests_windows_and_communicators() -> None:
+    """Waiting counts wherever it happens; what background tasks wait does not."""
+
+    def program(comm: Any) -> None:
+        with comm.compute():
+            pass
+        window = comm.Win.Allocate(8, comm=comm)
+        comm.Ibarrier().Wait()
+        half = comm.Split(comm.Get_rank() % 2, 0)
+        half.Barrier()
+        with comm.compute(0.5):
+            pass
+        task = comm.background(lambda: comm.clock.sleep(0.25))
+        task.join()
+        window.Free()
+
+    seen = _run(program, platform=TRUTH)[0]
+    assert seen.inside_s[0] == pytest.approx(seen.gaps_s[0], abs=1e-4)
+    assert seen.local_s[0] < 1e-4
+    assert seen.blocks_s[1] == 0.5
+
+
+def test_a_run_is_predicted_from_its_own_compute_times() -> None:
+    """Replayed on the true platform nothing is lost; fitted stragglers come near; the mean alone misses the waiting."""
+    seen = _run(_program, platform=TRUTH, stragglers="lognormal:0.4", seed=3)
+    found = {each.name: each for each in predict(Setting(_program, 4, 3, warmup=4), seen, TRUTH)}
+    repeat = Repeat(times(seen, 4), tuple(found.values()))
+    assert repeat.error("replayed", "total") == pytest.approx(0.0, abs=1e-3)
+    assert abs(repeat.error("fitted", "total")) < 0.05
+    assert repeat.error("constant", "total") < -0.1
+    assert repeat.error("constant", "waiting share") < -0.05
+
+
+def test_own_work_outside_of_blocks_is_part_of_the_prediction() -> None:
+    """A rank that works between blocks, which costs nothing on virtual ranks."""
+    began = np.arange(20) * 0.01
+    seen = [Seen(began, began + 0.006, np.full(20, 0.001), 0.2)] * 2
+    found = predict(Setting(_lonely, 2, 0, warmup=5), seen, TRUTH)[0].median()
+    assert found["iteration"] == pytest.approx(0.009, rel=0.01)
+    assert found["policy"] == pytest.approx(0.003, rel=0.05)
+
+
+def _lonely(comm: Any) -> None:
+    for _ in range(20):
+        with comm.compute():
+            pass
+
+
+def test_too_few_blocks_are_refused() -> None:
+    """A program without comm.compute() has nothing to fit."""
+    seen = _run(lambda comm: comm.Barrier(), platform=TRUTH)
+    with pytest.raises(ParameterError, match=r"0 comm.compute\(\) blocks: validation needs at least 7"):
+        predict(Setting(_program, 4, 0, warmup=5), seen, TRUTH)
+
+
+def test_the_summary_takes_medians_over_repeats() -> None:
+    """A row for each measure, and the range of its errors."""
+    predicted = Prediction("replayed", (Times(1.1, 0.2, 0.3, 11.0),))
+    repeats = [Repeat(Times(i, 0.2, 0.2, 10 * i), (predicted,)) for i in (1.0, 1.1, 1.2)]
+    rows = {row.measure: row for row in summary(repeats)}
+    assert tuple(rows) == MEASURES
+    assert rows["total"].measured == 11.0
+    assert rows["total"].errors["replayed"] == pytest.approx((0.0, 11 / 12 - 1, 0.1))
+    assert rows["waiting share"].errors["replayed"][0] == pytest.approx(0.1)
+    assert "+10.0 points" in table(tuple(rows.values()), 3)
+
+
+def test_another_software_is_noticed() -> None:
+    """A platform that was measured says on what; one from a preset does not."""
+    there = Platform(
+        "there", TRUTH.network, fitted=(("library", "MPICH 4"), ("ranks", "2"), ("backend", "mpi"))
+    )
+    here = (("library", "MPICH 5"), ("ranks", "2"), ("backend", "virtual"))
+    assert differences(there, here) == ["library was MPICH 4, is MPICH 5"]
+    assert differences(TRUTH, here) == []
