@@ -5,6 +5,7 @@ This room knows results. It does not know how they came about.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -93,11 +94,21 @@ class Run:
 
 def totals_of(table: Table, events: Sequence[Event], counted: Mapping[str, Any]) -> dict[str, Any]:
     """Return the totals: what the building counted, and what the recorded rows and events add."""
-    own = {
+    own: dict[str, Any] = {
         "iterations": iterations(table),
         "replacements": sum(event["kind"] == "replacement" for event in events),
     }
+    if counted.get("digest"):
+        own["digest"] = whole_digest(str(counted["digest"]), table)
     return {name: own.get(name, counted.get(name)) for name in TOTALS}
+
+
+def whole_digest(trace: str, table: Table) -> str:
+    """Return the digest of a run: of its trace of events, and of all that its ranks recorded.
+
+    The trace alone would not tell two runs apart that communicate alike and learn differently.
+    """
+    return hashlib.blake2b(trace.encode() + table.digest(), digest_size=16).hexdigest()
 
 
 def iterations(table: Table) -> int:
