@@ -140,6 +140,8 @@ class Cluster:
 
     def _tell(self) -> None:
         """Wake those who wait for ranks that are now known to be dead."""
+        for check in list(self.world.on_death):
+            check()
         kernel, now_s = self.world.kernel, self.world.kernel.env.now
         dead = [rank for rank, known_s in sorted(self.world.failed.items()) if known_s <= now_s]
         for task in kernel.tasks:

@@ -120,6 +120,7 @@ class World:
     seed: int
     plan: Any = None
     failed: dict[int, float] = field(default_factory=dict)  # rank -> when the others know of its death
+    on_death: list[Callable[[], None]] = field(default_factory=list)  # agreements of survivors, to be checked again
     contexts: int = 0  # communicators made so far
     warnings: list[str] = field(default_factory=list)
 

@@ -20,11 +20,14 @@ from spawnsim.virtual.comm.persistent import (
 )
 from spawnsim.virtual.comm.point_to_point import Objects
 from spawnsim.virtual.comm.probing import Probes
+from spawnsim.virtual.comm.surviving import Surviving
+from spawnsim.virtual.comm.unsupported import Unsupported
 from spawnsim.virtual.own import Background, Clock, Compute, Record
 
 
 class Comm(
-    PersistentMessages, Objects, Probes, Collectives, PersistentCollectives, ObjectCollectives, Management
+    PersistentMessages, Objects, Probes, Collectives, PersistentCollectives, ObjectCollectives, Surviving,
+    Management, Unsupported,
 ):  # fmt: skip
     """A communicator of one virtual rank, under mpi4py's names."""
 
