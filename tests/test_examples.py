@@ -1,0 +1,28 @@
+"""Golden examples: each `.py` of docs/examples prints exactly its sibling `.out`, virtual time stamps and all."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "docs" / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_prints_what_its_out_file_holds(example):
+    """Set WRITE_GOLDEN=1 to rewrite the files, and read the difference before you commit it."""
+    done = subprocess.run(
+        [sys.executable, example.name], cwd=example.parent, capture_output=True, text=True, timeout=120
+    )
+    golden = example.with_suffix(".out")
+    if os.environ.get("WRITE_GOLDEN"):
+        golden.write_text(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == golden.read_text()
+
+
+def test_there_are_examples():
+    """The glob above finds something."""
+    assert len(EXAMPLES) >= 5
