@@ -16,6 +16,7 @@ from spawnsim.policies.exchange import Wiring
 from spawnsim.policies.one_sided import OneSidedSelectiveAveragingPolicy
 from spawnsim.policies.policy import SpawnPolicy
 from spawnsim.policies.renewal import Renewal
+from spawnsim.policies.replay import ReplayPolicy, replay
 from spawnsim.policies.selection import Expired, Report, Threshold, WorstRatio
 from spawnsim.policies.selective import AsyncSelectiveAveragingPolicy
 from spawnsim.policies.state import Travels
@@ -35,6 +36,7 @@ __all__ = [
     "Neighbours",
     "OneSidedSelectiveAveragingPolicy",
     "Renewal",
+    "ReplayPolicy",
     "Report",
     "SpawnPolicy",
     "Threshold",
@@ -44,4 +46,5 @@ __all__ = [
     "Windows",
     "Wiring",
     "WorstRatio",
+    "replay",
 ]

@@ -9,10 +9,13 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from spawnsim.comm import Comm
 from spawnsim.policies.policy import Info
-from spawnsim.policies.renewal import Gift
+from spawnsim.policies.renewal import Gift, Renewal
+
+Served = Literal["before", "after"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +52,20 @@ class Replacement:
             staleness=self.staleness, bytes=self.nbytes, wait_s=self.wait_s,
         )  # fmt: skip
 
-    def record(self, comm: Comm, **how: object) -> None:
+    def record(self, comm: Comm, renewal: Renewal, *, served: Served) -> None:
         """Add the event "replacement", with all that `replay` needs; warn of tensors that no donor had.
 
-        Ranks are those of the whole run, also where the communicator is a part of it.
+        Ranks are those of the whole run, also where the communicator is a part of it. `served` says whether donors
+        give what they have before or after a replacement of their own in the same call.
         """
-        world, total = comm.Get_group().members, sum(gift.weight for gift in self.gifts)
+        world = comm.Get_group().members
         comm.record.event(
             "replacement", iteration=self.iteration, round=self.round, replaced=world[comm.Get_rank()],
-            donors=[world[gift.donor] for gift in self.gifts], weights=[gift.weight / total for gift in self.gifts],
+            donors=[world[gift.donor] for gift in self.gifts], weights=[gift.weight for gift in self.gifts],
             versions=[gift.iteration for gift in self.gifts], asked=self.asked, metric=self.metric, low=self.low,
-            high=self.high, bytes=self.nbytes, wait_s=self.wait_s, **how,
+            high=self.high, bytes=self.nbytes, wait_s=self.wait_s, served=served,
+            strategy=renewal.strategy, momentum=renewal.momentum, rule=renewal.rule,
+            optimizer_state=renewal.travels.optimizer_state,
         )  # fmt: skip
         if self.unmatched:
             shown = ", ".join(self.unmatched[:5]) + (", …" if len(self.unmatched) > 5 else "")

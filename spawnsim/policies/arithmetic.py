@@ -7,6 +7,7 @@ numbers in float64, and rounded once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -29,11 +30,13 @@ def _difference(value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
 def blend(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Return the weighted mean of equally shaped tensors in the dtype of the first; whole numbers are rounded.
 
-    Weights need not sum to 1 (some donors may be missing): they are divided by their sum.
+    Weights that do not sum to 1 (a donor has no such tensor) are divided by their sum.
     """
     anchor, total = values[0], float(sum(weights))
     if len(values) == 1 or not total > 0:
         return anchor.clone()
+    if math.isclose(total, 1, rel_tol=1e-12):
+        total = 1.0  # weights as recorded give the same bits when they are used again
     wide = sum_dtype(anchor.dtype)
     base = anchor.to(wide)
     drift = torch.zeros_like(base)

@@ -14,7 +14,7 @@ from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies.cadence import Cadence
 from spawnsim.policies.flat import GroupMean, as_real
 from spawnsim.policies.mixing import check_momentum
-from spawnsim.policies.policy import Info, Result, SpawnPolicy, blank_info
+from spawnsim.policies.policy import Info, Result, SpawnPolicy, as_metric, blank_info
 from spawnsim.policies.state import Tensors, Travels, assign_optimizer, collect, reset_optimizer
 
 
@@ -62,7 +62,7 @@ class AverageAllPolicy(SpawnPolicy):
         """Average with the group if this iteration is due; all ranks of the group must then call."""
         info = self._idle.copy()
         if local_metric is not None:
-            info["local_metric"] = float(local_metric)
+            info["local_metric"] = as_metric(local_metric)
         if self.cadence.due(iteration):
             self._average(self._comm(group), model, optimizer, info)
         return model, optimizer, info

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from spawnsim.comm import BYTE, Comm
+from spawnsim.comm import BYTE, Comm, Request
 from spawnsim.errors import RankFailed, Timeout
 from spawnsim.policies.selection import Report
 
@@ -25,32 +25,29 @@ class Board:
     def __init__(self, comm: Comm, *, holder: int = 0, timeout_s: float = 30.0) -> None:
         self.comm, self.holder, self.timeout_s = comm, holder, timeout_s
         self.lost = False
-        size = comm.Get_size()
-        nbytes = size * LINE_NBYTES if comm.Get_rank() == holder else 0
+        self._size = comm.Get_size()
+        nbytes = self._size * LINE_NBYTES if comm.Get_rank() == holder else 0
         self._win: Any = cast("Any", comm).Win.Allocate(nbytes, 1, comm=comm)
         self._win.Lock_all()
+        self._sent: Request | None = None
         if comm.Get_rank() == holder:
-            self._put(np.zeros(4 * size), 0)
-            self._flushed()
+            self._put(np.zeros(4 * self._size), 0)
+            self._win.Flush(holder)
         comm.Barrier()
-        self._line = np.zeros(4)
 
     def write(self, metric: float, iteration: int, *, busy: bool = False) -> None:
         """Write the own line; it is on its way when this returns."""
-        if (
-            self.lost or not self._flushed()
-        ):  # the line before this one has long arrived, unless the holder is gone
-            return
-        self._line = np.asarray([metric, iteration, busy, 1.0])
-        self._put(self._line, self.comm.Get_rank() * LINE_NBYTES)
+        # the line before this one arrived long ago, unless the holder is gone
+        if not self.lost and (self._sent is None or self._over(self._sent)):
+            self._put(np.asarray([metric, iteration, busy, 1.0]), self.comm.Get_rank() * LINE_NBYTES)
 
     def read(self) -> dict[int, tuple[Report, bool]]:
         """Return each rank's report, and whether it is being replaced; only ranks that have written."""
-        lines = np.zeros((self.comm.Get_size(), 4))
         if self.lost:
             return {}
-        self._win.Get([lines.view(np.uint8), lines.nbytes, BYTE], self.holder, [0, lines.nbytes, BYTE])
-        if not self._flushed():
+        lines = np.zeros((self._size, 4))
+        target = [0, lines.nbytes, BYTE]
+        if not self._over(self._win.Rget([lines.view(np.uint8), lines.nbytes, BYTE], self.holder, target)):
             return {}
         return {
             rank: (Report(rank, float(line[METRIC])), bool(line[BUSY]))
@@ -59,12 +56,14 @@ class Board:
         }
 
     def _put(self, line: NDArray[np.float64], at: int) -> None:
-        self._win.Put([line.view(np.uint8), line.nbytes, BYTE], self.holder, [at, line.nbytes, BYTE])
+        target = [at, line.nbytes, BYTE]
+        self._sent = self._win.Rput([line.view(np.uint8), line.nbytes, BYTE], self.holder, target)
 
-    def _flushed(self) -> bool:
+    def _over(self, request: Request) -> bool:
+        """Wait for a request; give the board up if it takes too long."""
         try:
             with self.comm.clock.deadline(self.timeout_s):
-                self._win.Flush(self.holder)
+                request.Wait()
         except (Timeout, RankFailed):
             self.lost = True
         return not self.lost

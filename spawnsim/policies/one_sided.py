@@ -19,8 +19,8 @@ from spawnsim.policies.cadence import Cadence, Every
 from spawnsim.policies.deciding import Rules, gifts_for
 from spawnsim.policies.donors import Count, DonorRule, Uniform
 from spawnsim.policies.mixing import Mixing
-from spawnsim.policies.policy import Info, Result, SpawnPolicy, blank_info
-from spawnsim.policies.renewal import Explore, Gift, ModelBuilder, Renewal
+from spawnsim.policies.policy import Info, Result, SpawnPolicy, as_metric, blank_info
+from spawnsim.policies.renewal import Explore, Gift, ModelBuilder, Renewal, shared
 from spawnsim.policies.selection import (
     Age,
     Mode,
@@ -128,7 +128,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         if opened is None or (group is not None and group is not self._group):
             opened = self.setup(group if group is not None else self._group, model, optimizer)
         info = self._idle.copy()
-        metric = 0.0 if local_metric is None else float(local_metric)
+        metric = 0.0 if local_metric is None else as_metric(local_metric)
         if local_metric is not None:
             info["local_metric"] = metric
         first = not self.total_iterations
@@ -182,7 +182,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             )
             self._count(iteration, wait_s)
             account.tell(info, self.num_replacements)
-            account.record(comm)
+            account.record(comm, self.renewal, served="after")
         opened.board.write(metric, iteration)
         return whose
 
@@ -203,7 +203,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         taken = opened.shelf.take(donors)
         share = dict(zip(donors, weights, strict=True))
         gifts = [Gift(donor, got.iteration, share[donor], got.tensors) for donor, got in taken.items()]
-        return gifts, sum(got.nbytes for got in taken.values())
+        return shared(gifts), sum(got.nbytes for got in taken.values())
 
     # ------------------------------------------------------------------------------------------------ looking
     @property

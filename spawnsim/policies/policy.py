@@ -48,6 +48,11 @@ def blank_info(mode: str, check_every: int) -> Info:
     }
 
 
+def as_metric(value: float | torch.Tensor) -> float:
+    """Return a metric as a number, also where it is a tensor that carries a gradient."""
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+
 class SpawnPolicy(ABC):
     """Decides, after each training step, whether and how models are averaged or replaced across ranks.
 

@@ -8,7 +8,7 @@ are overwritten in place. Tensors are matched by name and shape; what no donor h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -39,6 +39,12 @@ class Gift:
     iteration: int
     weight: float
     tensors: Tensors
+
+
+def shared(gifts: Sequence[Gift]) -> list[Gift]:
+    """Return the gifts that have come with weights that sum to 1."""
+    total = sum(gift.weight for gift in gifts)
+    return [replace(gift, weight=gift.weight / total) for gift in gifts] if total > 0 else list(gifts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from spawnsim.policies.donors import Count, DonorRule, Uniform
 from spawnsim.policies.exchange import Exchange, Wiring
 from spawnsim.policies.intake import Outcome
 from spawnsim.policies.mixing import Mixing
-from spawnsim.policies.policy import Info, Result, SpawnPolicy, blank_info
-from spawnsim.policies.renewal import Explore, Gift, ModelBuilder, Renewal, Rule
+from spawnsim.policies.policy import Info, Result, SpawnPolicy, as_metric, blank_info
+from spawnsim.policies.renewal import Explore, Gift, ModelBuilder, Renewal, Rule, shared
 from spawnsim.policies.selection import (
     Age,
     Expired,
@@ -145,7 +145,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._latest = (iteration, model, optimizer)
         info = self._idle.copy()
         if local_metric is not None:
-            info["local_metric"] = float(local_metric)
+            info["local_metric"] = as_metric(local_metric)
         expired = self._age.tick() if self._age is not None else False
         if local_metric is not None and self.cadence.due(iteration):
             exchange.report(iteration, info["local_metric"], expired=expired)
@@ -193,16 +193,16 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             outcome.nbytes, outcome.wait_s, new.unmatched,
         )  # fmt: skip
         account.tell(info, self.num_replacements)
-        account.record(exchange.comm)
+        account.record(exchange.comm, self.renewal, served="before")
         self._latest = (iteration, new.model, new.optimizer)
         return new.model, new.optimizer
 
     def _gifts(self, exchange: Exchange, outcome: Outcome) -> list[Gift]:
         weights = dict(zip(outcome.assignment.donors, outcome.assignment.weights, strict=True))
-        return [
+        return shared([
             Gift(donor, outcome.given[donor][0].iteration, weights[donor], tensors)
             for donor, tensors in exchange.unpack(outcome).items()
-        ]
+        ])
 
     def shutdown(self) -> None:
         """Serve what was promised, for `wiring.shutdown_timeout_s` at most. Not collective; may be called twice."""

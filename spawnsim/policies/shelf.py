@@ -4,8 +4,9 @@ Each window has a header and two slots. A writer fills the slot that is not curr
 so before and after, so a reader that was overtaken knows it and reads again: nobody ever gets a mixture of versions.
 A slot describes its tensors, so models of different shapes can be read and matched by name.
 
-This room knows windows (`Allocate`, `Lock_all` held, `Put`, `Get`, `Flush`) and layouts; it knows no policy.
-All windows are made collectively in the constructor; afterwards no call waits for a rank that it does not read from.
+This room knows windows (`Allocate`, `Lock_all` held, `Put` to the own part, `Rget` from others, whose request can be
+waited for with a deadline on every building, unlike a flush) and layouts; it knows no policy. All windows are made
+collectively in the constructor; afterwards no call waits for a rank that it does not read from.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spawnsim.comm import BYTE, Comm
+from spawnsim.comm import BYTE, Comm, Request
 from spawnsim.errors import RankFailed, Timeout
 from spawnsim.policies.deadlines import Deadline
 from spawnsim.policies.state import ALIGN_NBYTES, Layout, Tensors, assign
 
+T = TypeVar("T")
 Header = NDArray[np.int64]
 HEADER_NBYTES = 128
 BEGUN, DONE, SLOT_NBYTES = 0, 1, 2
@@ -94,21 +96,24 @@ class _Window:
         self.header[BEGUN] = WITHDRAWN
         self._put_header()
 
-    def get_header(self, donor: int) -> Header:
-        """Start to read a donor's header; it is there after a flush."""
+    def get_header(self, donor: int) -> tuple[Request, Header]:
+        """Start to read a donor's header; it is there when the request is over."""
         header = np.empty(HEADER_NBYTES // 8, np.int64)
-        self.win.Get([header.view(np.uint8), HEADER_NBYTES, BYTE], donor, [0, HEADER_NBYTES, BYTE])
-        return header
+        return self._get(header.view(np.uint8), donor, 0), header
 
-    def get_slot(self, donor: int, header: Header, version: int, *, text: bool) -> torch.Tensor:
+    def get_slot(
+        self, donor: int, header: Header, version: int, *, text: bool
+    ) -> tuple[Request, torch.Tensor]:
         """Start to read a slot, with or without its description."""
         _, text_nbytes, body_nbytes, _ = (int(value) for value in _slot(header, version))
         skip = 0 if text else _padded(text_nbytes)
-        length = _padded(text_nbytes) + body_nbytes - skip
+        data = torch.empty(_padded(text_nbytes) + body_nbytes - skip, dtype=torch.uint8)
         at = HEADER_NBYTES + version % 2 * int(header[SLOT_NBYTES]) + skip
-        data = torch.empty(length, dtype=torch.uint8)
-        self.win.Get([data.numpy(), length, BYTE], donor, [at, length, BYTE])
-        return data
+        return self._get(data.numpy(), donor, at), data
+
+    def _get(self, into: NDArray[np.uint8], donor: int, at: int) -> Request:
+        request: Request = self.win.Rget([into, into.size, BYTE], donor, [at, into.size, BYTE])
+        return request
 
 
 class Shelf:
@@ -179,12 +184,11 @@ class Shelf:
         heads = self._headers(donors)
         versions = {donor: _version(headers.values()) for donor, headers in heads.items()}
         self.counts["nothing"] += sum(version == 0 for version in versions.values())
-        offering = [donor for donor, version in versions.items() if version > 0]
-        slots = {donor: self._slots(donor, heads[donor], versions[donor]) for donor in offering}
-        arrived = self._flushed(offering)
-        again = self._headers(arrived)
+        slots = self._slots(
+            {donor: heads[donor] for donor, version in versions.items() if version > 0}, versions
+        )
         torn = [donor for donor, version in versions.items() if version < 0]
-        for donor, headers in again.items():
+        for donor, headers in self._headers(slots).items():
             if any(header[BEGUN] >= versions[donor] + 2 for header in headers.values()):
                 torn.append(donor)
             else:
@@ -192,38 +196,42 @@ class Shelf:
         return torn
 
     def _headers(self, donors: Iterable[int]) -> dict[int, dict[str, Header]]:
-        heads = {donor: {key: w.get_header(donor) for key, w in self._windows.items()} for donor in donors}
+        asked = {donor: {key: w.get_header(donor) for key, w in self._windows.items()} for donor in donors}
         return {
-            donor: {key: header for key, header in heads[donor].items() if header[BEGUN] != WITHDRAWN}
-            for donor in self._flushed(heads)
+            donor: {key: header for key, header in headers.items() if header[BEGUN] != WITHDRAWN}
+            for donor, headers in self._arrived(asked).items()
         }
 
-    def _slots(self, donor: int, headers: dict[str, Header], version: int) -> dict[str, torch.Tensor]:
-        return {
-            key: self._windows[key].get_slot(
-                donor, header, version, text=_digest(header, version) not in self._layouts
-            )
-            for key, header in headers.items()
-        }
+    def _slots(
+        self, heads: dict[int, dict[str, Header]], versions: dict[int, int]
+    ) -> dict[int, dict[str, torch.Tensor]]:
+        asked = {}
+        for donor, headers in heads.items():
+            version = versions[donor]
+            new = {key: _digest(header, version) not in self._layouts for key, header in headers.items()}
+            asked[donor] = {
+                key: self._windows[key].get_slot(donor, header, version, text=new[key])
+                for key, header in headers.items()
+            }
+        return self._arrived(asked)
 
-    def _flushed(self, donors: Iterable[int]) -> list[int]:
-        """Complete what was started with each donor; return those that answered."""
+    def _arrived(self, asked: dict[int, dict[str, tuple[Request, T]]]) -> dict[int, dict[str, T]]:
+        """Wait for what was asked of each donor; return what those have answered that did so in time."""
         clock = self.comm.clock
-        asked = list(donors)
-        answered: list[int] = []
         began_s = clock.now()
-        for donor in asked:
-            left_s = self.deadline.limit_s(len(answered) / len(asked)) - (clock.now() - began_s)
+        arrived: dict[int, dict[str, T]] = {}
+        for donor, requests in asked.items():
+            left_s = self.deadline.limit_s(len(arrived) / len(asked)) - (clock.now() - began_s)
             try:
                 with clock.deadline(max(left_s, 1e-6)):
-                    for window in self._windows.values():
-                        window.win.Flush(donor)
+                    for request, _ in requests.values():
+                        request.Wait()
             except (Timeout, RankFailed):
                 self.counts["missing"] += 1
             else:
-                answered.append(donor)
+                arrived[donor] = {key: data for key, (_, data) in requests.items()}
                 self.deadline.observe(clock.now() - began_s)
-        return answered
+        return arrived
 
     def _unpacked(self, headers: dict[str, Header], version: int, slots: dict[str, torch.Tensor]) -> Taken:
         tensors: Tensors = {}

@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 @given(metrics, st.sampled_from(STRATEGIES[:3]), st.sampled_from(["max", "min"]))
 def test_weights_are_a_distribution(values: list[float], strategy: str, mode: str) -> None:
     """For any metrics, NaN and infinite too, weights are non-negative and sum to 1."""
-    weights = weights_for(strategy, values, mode)  # type: ignore[arg-type]
+    weights = weights_for(strategy, values, mode)
     assert (weights >= 0).all()
     assert weights.sum() == pytest.approx(1)
 

@@ -1,0 +1,165 @@
+"""A recorded run's decisions, taken again: same ranks, same iterations, same donors, same snapshots, same weights.
+
+This room knows "replacement" events and a communicator's messages. It decides nothing and compares no metric: where
+the recorded run did not wait, a replay does, so it works on any building and gives the same parameters wherever the
+training itself does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from spawnsim.comm import Comm, Status
+from spawnsim.errors import UsageError
+from spawnsim.policies.account import Replacement, Served
+from spawnsim.policies.messages import Bytes, Message, decode
+from spawnsim.policies.policy import Info, Result, SpawnPolicy, as_metric, blank_info
+from spawnsim.policies.renewal import Explore, Gift, ModelBuilder, Renewal
+from spawnsim.policies.snapshot import Packer
+from spawnsim.policies.state import Tensors, Travels, collect
+
+TAG = 7003
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One recorded replacement; ranks are those of the whole run."""
+
+    iteration: int
+    round: int
+    replaced: int
+    donors: tuple[int, ...]
+    weights: tuple[float, ...]
+    versions: tuple[int, ...]
+    asked: int
+    served: Served
+    renewal: Renewal
+
+    @classmethod
+    def of(cls, event: Mapping[str, Any], renewal: Renewal) -> Recorded:
+        """Return the replacement of one event, carried out as it says, with the given builder and explorer."""
+        try:
+            travels = replace(renewal.travels, optimizer_state=event["optimizer_state"])
+            renewal = replace(
+                renewal,
+                strategy=event["strategy"],
+                momentum=event["momentum"],
+                rule=event["rule"],
+                travels=travels,
+            )
+            donors, weights, versions = (tuple(event[name]) for name in ("donors", "weights", "versions"))
+            iteration, round_, replaced = (int(event[name]) for name in ("iteration", "round", "replaced"))
+            asked, served = int(event["asked"]), event["served"]
+            return cls(iteration, round_, replaced, donors, weights, versions, asked, served, renewal)
+        except KeyError as missing:
+            raise UsageError(
+                f"a recorded replacement has no {missing}: was it recorded by spawnsim's policies?"
+            ) from None
+
+
+def replay(
+    events: Iterable[Mapping[str, Any]], model_builder: ModelBuilder | None = None, *, explore: Explore | None = None,
+    travels: Travels | None = None,
+) -> ReplayPolicy:  # fmt: skip
+    """Return a policy that takes the decisions in `events` (of `Run.events`, or lines of events.jsonl) again.
+
+    Give the recorded run's `model_builder`, `explore` and `travels`; all else is in the events.
+    """
+    return ReplayPolicy(events, Renewal(model_builder, explore=explore, travels=travels or Travels()))
+
+
+class ReplayPolicy(SpawnPolicy):
+    """Takes recorded decisions again; made by `replay`."""
+
+    def __init__(self, events: Iterable[Mapping[str, Any]], renewal: Renewal) -> None:
+        super().__init__()
+        self.recorded = [
+            Recorded.of(event, renewal) for event in events if event.get("kind") == "replacement"
+        ]
+        self._due: dict[tuple[int, int], Recorded] = {(r.replaced, r.iteration): r for r in self.recorded}
+        self._asked = {(r.replaced, r.asked): r for r in self.recorded}
+        self._given: dict[tuple[int, int, str], list[Recorded]] = defaultdict(list)
+        for each in self.recorded:
+            for donor, version in zip(each.donors, each.versions, strict=True):
+                self._given[donor, version, each.served].append(each)
+        self._packer = Packer(2**62)
+        self._requests: list[tuple[Any, Bytes]] = []
+        self._reference: Tensors = {}
+        self._early: dict[tuple[int, int], Bytes] = {}  # (donor, round) → a snapshot for a later replacement
+        self._idle = blank_info("replay", 1)
+
+    def __call__(
+        self,
+        iteration: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        local_metric: float | None = None,
+        group: Any = None,
+    ) -> Result:
+        """Give what was given at this iteration, and take over what was taken over; waits for the donors."""
+        comm = self.comm_of(group)
+        members = comm.Get_group().members
+        me = members[comm.Get_rank()]
+        info = self._idle.copy()
+        if local_metric is not None:
+            info["local_metric"] = as_metric(local_metric)
+        self._give(comm, (me, iteration, "before"), model, optimizer)
+        asking, due = self._asked.get((me, iteration)), self._due.get((me, iteration))
+        if asking is not None:
+            self._reference = asking.renewal.reference(model)
+        if due is not None:
+            model, optimizer = self._take_over(comm, due, (model, optimizer), info)
+        self._give(comm, (me, iteration, "after"), model, optimizer)
+        return model, optimizer, info
+
+    def _give(
+        self, comm: Comm, key: tuple[int, int, str], model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        members = comm.Get_group().members
+        for each in self._given.get(key, ()):
+            live = collect(model, optimizer, each.renewal.travels)
+            for message in self._packer.pack(live, each.round, key[1]):
+                self._requests.append((comm.Isend(message, members.index(each.replaced), TAG), message))
+
+    def _take_over(
+        self, comm: Comm, due: Recorded, whose: tuple[torch.nn.Module, torch.optim.Optimizer], info: Info
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        began_s, members = comm.clock.now(), comm.Get_group().members
+        donors = [members.index(donor) for donor in due.donors]
+        messages = [self._receive(comm, donor, due.round) for donor in donors]
+        gifts = [
+            Gift(donor, message.iteration, weight, self._packer.unpack([message]))
+            for donor, message, weight in zip(donors, messages, due.weights, strict=True)
+        ]
+        new = due.renewal(*whose, gifts, reference=self._reference, rng=comm.rng("explore"))
+        self._reference = {}
+        self.num_replacements += 1
+        self._idle["num_replacements_so_far"] = self.num_replacements
+        account = Replacement(
+            due.iteration, due.round, due.asked, info["local_metric"], gifts,
+            nbytes=sum(message.body.size for message in messages), wait_s=comm.clock.now() - began_s,
+            unmatched=new.unmatched,
+        )  # fmt: skip
+        account.tell(info, self.num_replacements)
+        account.record(comm, due.renewal, served=due.served)
+        return new.model, new.optimizer
+
+    def _receive(self, comm: Comm, donor: int, round_: int) -> Message:
+        """Return the donor's snapshot for a round, keeping those for other rounds that come before it."""
+        status = Status()
+        while (donor, round_) not in self._early:
+            cast("Any", comm).Probe(donor, TAG, status)
+            buffer: Bytes = torch.empty(status.Get_count(), dtype=torch.uint8).numpy()
+            comm.Recv(buffer, donor, TAG)
+            self._early[donor, decode(buffer).round] = buffer
+        return decode(self._early.pop((donor, round_)))
+
+    def shutdown(self) -> None:
+        """Wait until all that was given has been taken; bounded by the communicator's deadline."""
+        while self._requests:
+            self._requests.pop()[0].Wait()
