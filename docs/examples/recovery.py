@@ -24,6 +24,6 @@ def main(comm):
 
 run = spawnsim.run(main, ranks=4, platform="ethernet-10g", faults="crash:2@0.45s")
 for event in run.events:
-    print({name: value for name, value in event.items()})
+    print(dict(event.items()))
 for rank, total, seconds in zip(run.table["rank"], run.table["total"], run.table["seconds"], strict=True):
     print(f"rank {rank} ends at {seconds:.6f} s with {total:.0f} ranks")

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from greenlet import GreenletExit
+
 from spawnsim.errors import ParameterError, RankError, RankFailed, SpawnsimError
 from spawnsim.random import Streams
 from spawnsim.virtual import reports
@@ -24,8 +26,9 @@ from spawnsim.virtual.faults import Plan
 from spawnsim.virtual.kernel import Kernel, Task
 from spawnsim.virtual.own import Own
 from spawnsim.virtual.platform import load_platform
+from spawnsim.virtual.trace import Trace
 from spawnsim.virtual.waiting import rank_failed
-from spawnsim.virtual.world import Rank, RankDied, Recorder, Trace, World
+from spawnsim.virtual.world import Rank, RankDied, Recorder, World
 
 DETECTION_S = 0.01  # from a rank's death until the others know (measured with ULFM on one node)
 WORLD, SELF = "MPI_COMM_WORLD", "MPI_COMM_SELF"
@@ -161,6 +164,9 @@ class Cluster:
             self._bury(rank)
         if task is rank.tasks[0]:
             self._finished += 1
+            for beside in rank.tasks[1:]:  # background tasks end with their program, as daemon threads do
+                if beside.alive:
+                    self.world.kernel.throw(beside, GreenletExit())
             if self._progress is not None:
                 self._progress(task.clock, self._finished, len(self.world.ranks))
 
