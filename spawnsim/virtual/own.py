@@ -39,7 +39,7 @@ class Clock:
         if not seconds >= 0:
             raise ParameterError(f"sleep({seconds}): give a time of at least 0 s")
         task = self._world.kernel.current
-        self._rank.trace.note(SLEEP, task.clock, nbytes=round(seconds * 1e9))
+        self._rank.trace.note((task.clock, SLEEP, -1, round(seconds * 1e9), 0))
         self._rank.reach(task, task.clock + seconds)
         self._world.kernel.observe()
 
@@ -88,7 +88,7 @@ class Compute:
         end_s = world.plan.stretch(rank.id, begin_s, duration_s) if world.plan else begin_s + duration_s
         self.seconds = end_s - begin_s
         rank.compute_s += self.seconds
-        rank.trace.note(COMPUTE, begin_s, nbytes=round(self.seconds * 1e9))
+        rank.trace.note((begin_s, COMPUTE, -1, round(self.seconds * 1e9), 0))
         world.kernel.effect()
         if rank.company:
             rank.compute_from(begin_s, end_s)

@@ -80,7 +80,7 @@ def send(
     message.envelope_s = begin_s + flight_s
     source.messages += 1
     source.nbytes += message.nbytes
-    source.trace.note(1, task.clock, dest.id, message.nbytes, message.tag)
+    source.trace.note((task.clock, 1, dest.id, message.nbytes, message.tag))
     transfer: Transfer | None = None
     if rendezvous:
         transfer = Rendezvous(world, source, dest)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,9 +15,7 @@ from greenlet import GreenletExit
 
 from spawnsim.random import Streams
 from spawnsim.virtual.kernel import Kernel, Task
-
-PACK = struct.Struct("<diiqi").pack  # time, kind, peer, bytes, tag
-FLUSH = 1 << 16
+from spawnsim.virtual.trace import Trace
 
 
 class Recorder(Protocol):
@@ -33,38 +30,11 @@ class Recorder(Protocol):
         ...
 
 
-class Trace:
-    """The digest of what one rank did, in its own program order: it does not depend on how ranks were interleaved."""
-
-    __slots__ = ("_hash", "_pending", "count", "observer", "rank")
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.count = rank, 0
-        self._hash, self._pending = hashlib.blake2b(digest_size=16), bytearray()
-        self.observer: Callable[[int, float, int, int, int, int], None] | None = None
-
-    def note(self, kind: int, time_s: float, peer: int = -1, nbytes: int = 0, tag: int = 0) -> None:
-        """Add one event: what, when, with whom, how much."""
-        self.count += 1
-        self._pending += PACK(time_s, kind, peer, nbytes, tag)
-        if len(self._pending) > FLUSH:
-            self._hash.update(self._pending)
-            self._pending.clear()
-        if self.observer is not None:
-            self.observer(self.rank, time_s, kind, peer, nbytes, tag)
-
-    def digest(self) -> bytes:
-        """Return the 16-byte digest of all events so far."""
-        self._hash.update(self._pending)
-        self._pending.clear()
-        return self._hash.digest()
-
-
 class RankDied(GreenletExit):
     """Ends a rank's program where it stands when its time has come. No `except Exception` catches it."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Rank:
     """What one rank owns. `id` is its rank in the world."""
 
@@ -120,9 +90,12 @@ class World:
     seed: int
     plan: Any = None
     failed: dict[int, float] = field(default_factory=dict)  # rank -> when the others know of its death
-    on_death: list[Callable[[], None]] = field(default_factory=list)  # agreements of survivors, to be checked again
+    on_death: list[Callable[[], None]] = field(
+        default_factory=list
+    )  # agreements of survivors, to be checked again
     contexts: int = 0  # communicators made so far
     warnings: list[str] = field(default_factory=list)
+    ledger: Any = None  # told of requests and communicators as they come and go; only program runs keep one
 
     def next_context(self) -> int:
         """Return a fresh context number."""

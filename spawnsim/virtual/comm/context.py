@@ -35,9 +35,12 @@ class Context:
     mailboxes: dict[int, Mailbox] = field(default_factory=dict)  # by world rank
     notes: dict[Any, Any] = field(default_factory=dict)  # agreements of the members, made in collectives
     revoked_s: float | None = None
+    inner: bool = False  # not of the program's making: a window's
 
     def __post_init__(self) -> None:
         self.number = self.world.next_context()
+        if self.world.ledger is not None:
+            self.world.ledger.made(self)
         self.everyone = tuple(rank for side in self.sides for rank in side)
         self.places = [{rank: place for place, rank in enumerate(side)} for side in self.sides]
 
@@ -152,7 +155,7 @@ class Member(Attributed):
         """Arrive at a collective without waiting for its end."""
         self._need()
         rank, task = self._rank, self._world.kernel.current
-        rank.trace.note(2, task.clock, call.root, int(_total(call.nbytes)), len(call.name))
+        rank.trace.note((task.clock, 2, call.root, int(_total(call.nbytes)), len(call.name)))
         waiting = self._context.meet(rank.id, self._label, call)
         completion = waiting.meeting.gone[waiting.me]
         assert completion is not None

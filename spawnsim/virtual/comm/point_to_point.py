@@ -64,7 +64,7 @@ class Transport(Member):
         message = receive.message
         assert message is not None
         self._rank.trace.note(
-            3, self._world.kernel.current.clock, message.source, message.nbytes, message.tag
+            (self._world.kernel.current.clock, 3, message.source, message.nbytes, message.tag)
         )
         return message
 

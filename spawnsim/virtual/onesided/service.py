@@ -92,7 +92,7 @@ class Windows:
         origin.nic_free_s = begin_s + inject_s
         origin.messages += 1
         origin.nbytes += there + back
-        origin.trace.note(6, task.clock, target.rank.id, there + back)
+        origin.trace.note((task.clock, 6, target.rank.id, there + back, 0))
         completion = Completion(world.kernel)
         self._on_arrival(
             begin_s + flight_s, target, lambda: self._serve(origin, target, back, serve, completion, **how)

@@ -1,0 +1,57 @@
+"""The digest of what one rank did, in its own program order: it does not depend on how ranks were interleaved.
+
+This room knows numbers that are hashed. It must not know what they mean to a rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from typing import Any
+
+FIELDS = 5
+ROOM = (
+    64 * FIELDS
+)  # numbers kept before they are hashed: packing many at once costs a fifth, and ranks stay small
+_FULL = struct.Struct("<" + "diiqi" * (ROOM // FIELDS)).pack
+
+Entry = tuple[float, int, int, int, int]  # time in seconds, kind, peer, bytes, tag
+
+
+class Trace:
+    """Takes the events of one rank: what, when, with whom, how much."""
+
+    __slots__ = ("_hash", "_hashed", "_pending", "observer", "rank")
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._hash: Any = None  # made when first needed: a thousand ranks that do little stay small
+        self._hashed, self._pending = 0, list[float]()
+        self.observer: Callable[[int, Entry], None] | None = None
+
+    def note(self, entry: Entry) -> None:
+        """Add one event."""
+        pending = self._pending
+        pending += entry
+        if len(pending) == ROOM:
+            self._update(_FULL(*pending))
+        if self.observer is not None:
+            self.observer(self.rank, entry)
+
+    def _update(self, packed: bytes) -> None:
+        if self._hash is None:
+            self._hash = hashlib.blake2b(digest_size=16)
+        self._hash.update(packed)
+        self._hashed += len(self._pending)
+        self._pending.clear()
+
+    @property
+    def count(self) -> int:
+        """Number of events so far."""
+        return (self._hashed + len(self._pending)) // FIELDS
+
+    def digest(self) -> bytes:
+        """Return the 16-byte digest of all events so far."""
+        self._update(struct.pack("<" + "diiqi" * (len(self._pending) // FIELDS), *self._pending))
+        return bytes(self._hash.digest())
