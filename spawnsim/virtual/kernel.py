@@ -165,6 +165,7 @@ class Kernel:
         self.deadline_s = deadline_s
         self.releases: list[Callable[[], None]] = []  # to be called before time moves: may make tasks ready
         self.on_end: Callable[[Task], None] = lambda task: None
+        self.entered: Callable[[Task], None] | None = None  # called when a task that had left goes on
         self.failure: BaseException | None = None
         self.closed = False
         self.idle = 0  # observations since something last happened
@@ -184,6 +185,8 @@ class Kernel:
 
     def _carry(self, task: Task, program: Callable[[], Any]) -> None:
         """Run a task's program and keep its outcome: SimPy must never see a rank's exception."""
+        if self.entered is not None:
+            self.entered(task)
         try:
             program()
         except GreenletExit:
@@ -273,6 +276,8 @@ class Kernel:
             self.hub.switch()
         if restore is not None:
             restore()
+        if self.entered is not None:
+            self.entered(task)
         if self.closed:
             raise GreenletExit
 

@@ -7,16 +7,18 @@ posted receive live in the mailbox. This room knows completions and statuses; it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
 from spawnsim.comm.failures import ERR_REQUEST, CallError
 from spawnsim.comm.handles import Handle
 from spawnsim.comm.status import Status
+from spawnsim.errors import UnsupportedError
 from spawnsim.virtual.matching import Completion, Joint
 from spawnsim.virtual.waiting import WaitingForAny, await_any, await_one, finished
 from spawnsim.virtual.world import World
 
+PARTITIONS = "partitioned communication is not simulated: send each partition as a message of its own"
 Deliver = Callable[[Status], Any]
 
 
@@ -51,6 +53,8 @@ class Request(Handle):
         self = cls.__new__(cls)
         self._identity = object()
         self._world, self._completion, self._waiting, self._deliver = world, completion, waiting, deliver
+        if world.ledger is not None:
+            world.ledger.opened(completion, world.kernel.current.rank, waiting)
         return self
 
     @classmethod
@@ -112,14 +116,22 @@ class Request(Handle):
     def Free(self) -> None:
         """Let go of the request; the operation goes on and its buffer stays its own until it is over."""
         self._need()
+        self._close()
         self._identity = self._completion = None
 
     def together(self, other: Request) -> Request:
         """Return one request that is over when both are; it delivers what this one does."""
         if self._completion is None or other._completion is None:
             return self if other._completion is None else other
+        self._close()
+        other._close()
         parts = (self._completion, other._completion)
         return Request.start(self._world, Joint(self._world.kernel, parts), self._waiting, self._deliver)
+
+    def _close(self) -> None:
+        """Tell the ledger, if there is one, that nobody need wait any more."""
+        if self._completion is not None and self._world.ledger is not None:
+            self._world.ledger.closed(self._completion)
 
     def _need(self) -> None:
         if self._identity is None:
@@ -137,6 +149,7 @@ class Request(Handle):
             return None
         filled = Status() if status is None else status
         _fill_empty(filled)
+        self._close()
         deliver, self._completion = self._deliver, None
         self._retire()
         return deliver(filled)
@@ -295,6 +308,22 @@ class Prequest(Request):
 
     def _retire(self) -> None:
         """Stay, inactive."""
+
+    def Pready(self, partition: int) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(f"Prequest.Pready: {PARTITIONS}")
+
+    def Pready_range(self, partition_low: int, partition_high: int) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(f"Prequest.Pready_range: {PARTITIONS}")
+
+    def Pready_list(self, partitions: Sequence[int]) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(f"Prequest.Pready_list: {PARTITIONS}")
+
+    def Parrived(self, partition: int) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(f"Prequest.Parrived: {PARTITIONS}")
 
 
 def fill(status: Status, source: int, tag: int, nbytes: int) -> None:

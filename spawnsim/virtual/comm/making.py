@@ -84,22 +84,6 @@ class Making(Member):
 
         return mapped(self, [len(index)])
 
-    def Get_topology(self) -> int:
-        """Return CART, GRAPH, DIST_GRAPH or UNDEFINED."""
-        from spawnsim.virtual.comm.topologies import topology
-
-        return topology(self)  # type: ignore[arg-type]
-
-    @property
-    def topology(self) -> int:
-        """CART, GRAPH, DIST_GRAPH or UNDEFINED."""
-        return self.Get_topology()
-
-    @property
-    def is_topo(self) -> bool:
-        """Whether the communicator has a shape."""
-        return self._context.topology is not None
-
     def Spawn(
         self, command: str, args: Sequence[str] | None = None, maxprocs: int = 1, info: Info = INFO_NULL,
         root: int = 0, errcodes: list[int] | None = None,

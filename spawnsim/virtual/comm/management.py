@@ -135,7 +135,9 @@ class Management(Member):
         """Return a communicator with the same members and attributes, and messages of its own."""
         return self._duplicate(self._agree("Dup", None, lambda parts: self._copy()), info)
 
-    Clone = Dup
+    def Clone(self) -> Self:
+        """Return a duplicate."""
+        return self.Dup()
 
     def Dup_with_info(self, info: Info) -> Self:
         """Return a duplicate with these hints."""
@@ -235,9 +237,27 @@ class Management(Member):
             raise CallError(ERR_COMM, f"{self._name} cannot be freed")
         self.delete_attributes()
         self._meet(Call("Free", "barrier"))
+        if self._world.ledger is not None:
+            self._world.ledger.freed(self._context)
         self._identity = None
 
     Disconnect = Free
+
+    def Get_topology(self) -> int:
+        """Return CART, GRAPH, DIST_GRAPH or UNDEFINED."""
+        from spawnsim.virtual.comm.topologies import topology
+
+        return topology(self)  # type: ignore[arg-type]
+
+    @property
+    def topology(self) -> int:
+        """CART, GRAPH, DIST_GRAPH or UNDEFINED."""
+        return self.Get_topology()
+
+    @property
+    def is_topo(self) -> bool:
+        """Whether the communicator has a shape."""
+        return self.Get_topology() != UNDEFINED
 
     # -- what goes with a communicator -------------------------------------------------------------------------
 

@@ -5,19 +5,24 @@ This room knows buffer specifications and pickles; it must not know ranks.
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import numpy as np
 
 from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.serial import Pickle
 
-loads = pickle.loads
+pickler = Pickle()  # MPI.pickle: a program may give it other functions, as in mpi4py
 
 
 def dumps(obj: Any) -> bytes:
-    """Pickle an object."""
-    return pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+    """Return an object as bytes."""
+    return pickler.dumps(obj)
+
+
+def loads(data: Any) -> Any:
+    """Return the object of bytes."""
+    return pickler.loads(data)
 
 
 def pack(spec: Any) -> Any:

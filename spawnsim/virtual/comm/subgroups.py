@@ -19,9 +19,10 @@ def create_group(comm: Any, group: Group, tag: int) -> Any:
         return COMM_NULL
     calls = comm._context.notes.setdefault(("Create_group", group.members, tag), {})
     turn = calls[comm._rank.id] = calls.get(comm._rank.id, -1) + 1
-    context = comm._context.notes.setdefault(
-        ("Create_group", group.members, tag, turn), Context(comm._world, (group.members,))
-    )
+    key = ("Create_group", group.members, tag, turn)
+    context = comm._context.notes.get(key)
+    if context is None:
+        context = comm._context.notes[key] = Context(comm._world, (group.members,))
     new = Intracomm.enter(context, comm._rank.id)
     new._own, new._errhandler = comm._own, comm._errhandler
     new.barrier()

@@ -102,6 +102,11 @@ class Cartcomm(Topocomm):
         return self.Get_dim()
 
     @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return self.Get_dim()
+
+    @property
     def dims(self) -> list[int]:
         """The length of each dimension."""
         return list(self._grid.dims)

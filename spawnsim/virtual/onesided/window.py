@@ -169,6 +169,16 @@ class Win(Accesses):
         """The group of the window's ranks."""
         return self.Get_group()
 
+    @property
+    def group_size(self) -> int:
+        """The number of the window's ranks."""
+        return self.Get_group().Get_size()
+
+    @property
+    def group_rank(self) -> int:
+        """This rank among the window's."""
+        return self.Get_group().Get_rank()
+
     def Get_name(self) -> str:
         """Return the name."""
         self._need()
@@ -236,4 +246,4 @@ def _build(comm: Member, parts: list[tuple[Any, int, int | None]], flavor: int) 
         Target(world.ranks[rank], memory, unit)
         for rank, memory, (_, unit, _) in zip(members, memories, parts, strict=True)
     ]
-    return Context(world, (tuple(members),)), Windows(world, targets, flavor, shared)
+    return Context(world, (tuple(members),), inner=True), Windows(world, targets, flavor, shared)

@@ -1,0 +1,223 @@
+"""The functions of `mpi4py.MPI`: start and end, time, memory, names.
+
+Each means the calling rank, found by the task that runs. This room knows ranks and clocks; messages are the business
+of `spawnsim.virtual.comm`.
+"""
+
+from __future__ import annotations
+
+import platform as machine
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from spawnsim.comm import constants
+from spawnsim.comm.failures import ERR_OTHER, CallError
+from spawnsim.comm.info import INFO_NULL, Info
+from spawnsim.comm.memory import address, buffer
+from spawnsim.virtual.comm import buffering, grids
+from spawnsim.virtual.kernel import current_task, current_world
+from spawnsim.virtual.requests import Request
+from spawnsim.virtual.world import Rank, World
+
+TICK_S = 1e-9
+SPIN_S = 1e-6  # what a look at the clock costs a program that does nothing but look
+PATIENCE = 64  # looks in a row before the program counts as spinning
+STATE, LOOKS = "MPI.state", "MPI.looks"
+VERSION = (4, 1)
+
+
+def _world() -> World:
+    world: World = current_world()
+    return world
+
+
+def _here() -> Rank:
+    return _world().here()
+
+
+# -- beginning and end ---------------------------------------------------------------------------------------
+
+
+class Finished:
+    """What stands for COMM_WORLD and COMM_SELF after Finalize."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise CallError(ERR_OTHER, f"{name} was called after MPI.Finalize")
+
+
+def Init() -> None:
+    """Begin: a virtual rank has begun already."""
+    Init_thread()
+
+
+def Init_thread(required: int = constants.THREAD_MULTIPLE) -> int:
+    """Begin; return the level of threads that is provided."""
+    if Is_finalized():
+        raise CallError(ERR_OTHER, "Init after Finalize: MPI cannot begin twice")
+    _here().attachments[STATE] = "initialized"
+    return Query_thread()
+
+
+def Finalize() -> None:
+    """End: the rank may go on, but calls of MPI no more."""
+    held_here = _here().attachments
+    held_here[STATE] = "finalized"
+    held_here |= {"COMM_WORLD": Finished(), "COMM_SELF": Finished()}
+
+
+def Is_initialized() -> bool:
+    """Return whether MPI has begun: it has, unless the program asked it to wait for Init."""
+    return bool(_here().attachments.get(STATE, "initialized") != "waiting")
+
+
+def Is_finalized() -> bool:
+    """Return whether Finalize was called."""
+    return bool(_here().attachments.get(STATE) == "finalized")
+
+
+def Query_thread() -> int:
+    """Return THREAD_FUNNELED: the calls of a rank come from its program, not from threads of it."""
+    return constants.THREAD_FUNNELED
+
+
+def Is_thread_main() -> bool:
+    """Return whether the caller is a rank's program."""
+    return current_task() is not None
+
+
+def _set_abort_status(status: int) -> None:
+    """Note the status of a program that ends by an exception; the carrier has its own ways."""
+
+
+# -- time ----------------------------------------------------------------------------------------------------
+
+
+def Wtime() -> float:
+    """Return the rank's virtual time in seconds.
+
+    Two looks never return the same: a second one with nothing in between costs a tick, and a program that does
+    nothing but look, waiting for a time to come, pays a microsecond for each look.
+    """
+    world = _world()
+    task = world.kernel.current
+    rank = world.ranks[task.rank]
+    if rank.company:
+        world.kernel.observe()
+    last_s, looks = rank.attachments.get(LOOKS, (-1.0, 0))
+    looks = looks + 1 if task.clock == last_s else 0
+    if looks:
+        rank.reach(task, task.clock + (TICK_S if looks < PATIENCE else SPIN_S))
+    rank.attachments[LOOKS] = task.clock, looks
+    return task.clock
+
+
+def Wtick() -> float:
+    """Return the resolution of the clock in seconds."""
+    return TICK_S
+
+
+# -- memory --------------------------------------------------------------------------------------------------
+
+
+def Get_address(location: Any) -> int:
+    """Return where a buffer starts."""
+    return address(location)
+
+
+def Aint_add(base: int, disp: int) -> int:
+    """Return an address moved by bytes."""
+    return base + disp
+
+
+def Aint_diff(addr1: int, addr2: int) -> int:
+    """Return the bytes between addresses."""
+    return addr1 - addr2
+
+
+def Alloc_mem(size: int, info: Info = INFO_NULL) -> buffer:
+    """Return fresh memory of `size` bytes."""
+    return buffer.allocate(size)
+
+
+def Free_mem(mem: buffer) -> None:
+    """Do nothing: memory goes with its last reference."""
+
+
+def Attach_buffer(buf: Any) -> None:
+    """Attach a buffer for Bsend."""
+    buffering.attach(_here().attachments, None, buf)
+
+
+def Detach_buffer() -> Any:
+    """Take the buffer for Bsend back."""
+    return buffering.detach(_here().attachments, None)
+
+
+def Flush_buffer() -> None:
+    """Return when all buffered messages have left: they have."""
+
+
+def Iflush_buffer() -> Request:
+    """Start Flush_buffer."""
+    return Request.over(_world())
+
+
+# -- names ---------------------------------------------------------------------------------------------------
+
+
+def Compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
+    """Return a balanced distribution of nodes over dimensions."""
+    return grids.compute_dims(nnodes, dims)
+
+
+def Get_processor_name() -> str:
+    """Return the name of the virtual node of the calling rank."""
+    world = _world()
+    place = world.network.place(np.array([world.here().id]))
+    return f"node{int(place[0])}"
+
+
+def Get_version() -> tuple[int, int]:
+    """Return the version of the MPI standard."""
+    return VERSION
+
+
+def Get_library_version() -> str:
+    """Return the name of the library."""
+    from spawnsim import __version__
+
+    return f"spawnsim {__version__}: virtual MPI ranks on {machine.python_implementation()}"
+
+
+def get_vendor() -> tuple[str, tuple[int, int, int]]:
+    """Return the name and version of the implementation."""
+    from spawnsim import __version__
+
+    numbers = [int(part) if part.isdigit() else 0 for part in (*__version__.split("."), "0", "0")[:3]]
+    return "spawnsim", (numbers[0], numbers[1], numbers[2])
+
+
+def Get_abi_version() -> tuple[int, int]:
+    """Return (-1, -1): there is no binary interface."""
+    return -1, -1
+
+
+def Get_abi_info() -> Info:
+    """Return no facts: there is no binary interface."""
+    return Info.Create()
+
+
+def Get_abi_fortran_info() -> Info:
+    """Return no facts: there is no binary interface."""
+    return Info.Create()
+
+
+def Get_hw_resource_info() -> Info:
+    """Return no facts: the hardware is virtual."""
+    return Info.Create()
+
+
+def Pcontrol(level: int) -> None:
+    """Do nothing: there is no profiler behind the calls."""

@@ -1,0 +1,5 @@
+"""Unmodified mpi4py programs on virtual ranks: what makes each rank look like a process of its own."""
+
+from spawnsim.virtual.programs.carrier import Script, run_program
+
+__all__ = ["Script", "run_program"]

@@ -1,0 +1,105 @@
+"""What a program leaves open: requests never completed, messages never received, windows and communicators not freed.
+
+The kernel's rooms tell the ledger when something opens and closes, if a run has one. This room keeps the book.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from spawnsim.virtual.world import World
+
+SHOWN = 4
+
+
+class Ledger:
+    """The open things of one run."""
+
+    def __init__(self) -> None:
+        self._requests: dict[Any, tuple[int, Any]] = {}
+        self._contexts: list[Any] = []
+        self._freed: set[Any] = set()
+
+    def opened(self, completion: Any, rank: int, waiting: Any) -> None:
+        """Note a request."""
+        self._requests[completion] = rank, waiting
+
+    def closed(self, completion: Any) -> None:
+        """Note that a request was collected, or freed."""
+        self._requests.pop(completion, None)
+
+    def made(self, context: Any) -> None:
+        """Note a communicator."""
+        self._contexts.append(context)
+
+    def freed(self, context: Any) -> None:
+        """Note that a communicator was freed."""
+        self._freed.add(context)
+
+    def warnings(self, world: World) -> list[str]:
+        """Return what was left open, a line for each kind."""
+        return [
+            *self._left_requests(),
+            *self._left_messages(),
+            *_left_windows(world),
+            *self._left_communicators(world),
+        ]
+
+    def _left_requests(self) -> Iterator[str]:
+        left = Counter(
+            (rank, waiting.describe() if waiting else "send") for rank, waiting in self._requests.values()
+        )
+        if left:
+            shown = [f"rank {rank}: {_times(count)}{call}" for (rank, call), count in sorted(left.items())]
+            yield f"{_count(left.total(), 'request')} never completed by Wait or Test: {_list(shown)}"
+
+    def _left_messages(self) -> Iterator[str]:
+        left = Counter(
+            (context.everyone[message.source], rank, message.tag)
+            for context in self._contexts
+            if len(context.sides) == 1
+            for rank, mailbox in sorted(context.mailboxes.items())
+            for message in _left(mailbox)
+        )
+        if left:
+            shown = [
+                f"{_times(count)}rank {source} to rank {dest}, tag {tag}"
+                for (source, dest, tag), count in sorted(left.items())
+            ]
+            yield f"{_count(left.total(), 'message')} never received: {_list(shown)}"
+
+    def _left_communicators(self, world: World) -> Iterator[str]:
+        own = self._contexts[len(world.ranks) + 1 :]  # without COMM_WORLD and COMM_SELF
+        left = [context for context in own if not context.inner and context not in self._freed]
+        if left:
+            yield f"{_count(len(left), 'communicator')} never freed"
+
+
+def _left(mailbox: Any) -> Iterator[Any]:
+    """Yield the messages that a mailbox still holds, arrived or not."""
+    for queue in mailbox.unexpected.values():
+        yield from (message for message in queue if message.queued)
+    yield from (entry[3] for entry in mailbox._flying or ())
+
+
+def _left_windows(world: World) -> Iterator[str]:
+    left = Counter(rank.id for rank in world.ranks for _ in rank.attachments.get("windows", ()))
+    if left:
+        shown = [f"{_times(count)}rank {rank}" for rank, count in sorted(left.items())]
+        yield f"{_count(left.total(), 'window')} never freed: {_list(shown)}"
+
+
+def _times(count: int) -> str:
+    return f"{count} × " if count > 1 else ""
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s were' if count > 1 else ' was'}"
+
+
+def _list(items: Iterable[str]) -> str:
+    shown = list(items)
+    more = f", and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+    return ", ".join(shown[:SHOWN]) + more

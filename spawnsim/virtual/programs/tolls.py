@@ -1,0 +1,190 @@
+"""What a program's computing between two calls of MPI costs: nothing, a constant, or what it really took.
+
+While a run lasts the calls of the virtual MPI pay first for the computing before them. A run whose computing costs
+nothing is not touched. This room knows the calls and their costs; it must not know what they do.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spawnsim import units
+from spawnsim.errors import ParameterError
+from spawnsim.virtual.comm.calling import CallingComm, held
+from spawnsim.virtual.kernel import current_task
+from spawnsim.virtual.mpi import CLASSES, MPI
+from spawnsim.virtual.reports import PACKAGE
+
+# Calls that cost no computing: questions about handles, and the house's own doors.
+FREE = (
+    "Get_", "Set_", "Is_", "Compare", "py2f", "f2py", "fromhandle", "fromint", "toint", "Create_errhandler",
+    "Create_keyval", "Free_keyval", "Delete_attr", "Call_errhandler", "enter", "called", "over", "start", "prepare",
+)  # fmt: skip
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What computing costs: `call_s` before each call; `sites` by "file.py:line"; or `factor` × measured."""
+
+    call_s: float = 0.0
+    sites: Mapping[str, float] = field(default_factory=dict)
+    factor: float | None = None
+
+    @classmethod
+    def of(cls, text: Any) -> Cost:
+        """Return the cost that a word, a number of seconds, or a mapping of call sites names.
+
+        "none"; "5 us"; "measured"; "measured*2.5"; "jacobi.py:31=2ms,jacobi.py:44=0.5ms".
+        """
+        if text is None or text == NONE:
+            return cls()
+        if isinstance(text, Mapping):
+            return cls(sites={site: units.seconds(seconds) for site, seconds in text.items()})
+        if isinstance(text, str) and text.startswith("measured"):
+            return cls(factor=_factor(text))
+        if isinstance(text, str) and "=" in text:
+            pairs = [part.partition("=") for part in text.split(",")]
+            return cls(sites={site.strip(): units.seconds(seconds) for site, _, seconds in pairs})
+        seconds = units.seconds(text)
+        if seconds < 0:
+            raise ParameterError(f"compute={text!r}: give a time of at least 0 s")
+        return cls(call_s=seconds)
+
+    @property
+    def free(self) -> bool:
+        """Whether computing costs nothing."""
+        return not self.call_s and not self.sites and self.factor is None
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether two runs cost the same."""
+        return self.factor is None
+
+
+def _factor(text: str) -> float:
+    rest = text.removeprefix("measured").strip().lstrip("*×x ")
+    try:
+        factor = float(rest or 1.0)
+    except ValueError:
+        factor = -1.0
+    if factor <= 0:
+        raise ParameterError(f"compute={text!r}: write measured, or measured*2.5")
+    return factor
+
+
+@dataclass
+class Meter:
+    """Where one rank stands: inside a call or not, and since when it computes."""
+
+    depth: int = 0
+    since_s: float = field(default_factory=time.perf_counter)
+
+
+_clock = time.perf_counter  # the real one: `time.perf_counter` itself is virtual while programs run
+
+
+class Tolls:
+    """Collects the costs of the calling rank."""
+
+    def __init__(self, cost: Cost) -> None:
+        self.cost = cost
+        self._meters: dict[int, Meter] = {}
+
+    def enter(self) -> Meter | None:
+        """Pay for the computing before a call; None inside another call, or outside ranks."""
+        task = current_task()
+        if task is None:
+            return None
+        meter = self._meters.get(task.rank)
+        if meter is None:
+            meter = self._meters[task.rank] = Meter(since_s=_clock())
+        if meter.depth:
+            return None
+        meter.depth = 1
+        self._pay(meter)
+        return meter
+
+    def leave(self, meter: Meter) -> None:
+        """Note that the rank computes from now on."""
+        meter.depth, meter.since_s = 0, _clock()
+
+    def begin(self) -> None:
+        """Note that the calling rank begins to compute."""
+        task = current_task()
+        if task is not None:
+            self._meters[task.rank] = Meter(since_s=_clock())
+
+    def _pay(self, meter: Meter) -> None:
+        cost = self.cost
+        if cost.factor is not None:
+            seconds = (_clock() - meter.since_s) * cost.factor
+        else:
+            seconds = cost.call_s + (cost.sites.get(_site(), 0.0) if cost.sites else 0.0)
+        if seconds > 0:
+            held("OWN").compute.spend(seconds)
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Let every call pay while the block runs."""
+        if self.cost.free:
+            yield
+            return
+        before = [
+            (owner, name, raw)
+            for owner in _owners()
+            for name, raw in list(vars(owner).items())
+            if _paying(name, raw)
+        ]
+        measured = self.cost.factor is not None
+        reads = [(MPI, "Wtime", MPI.Wtime)] if measured else []
+        for owner, name, raw in [*before, *reads]:
+            setattr(owner, name, self._wrapped(raw))
+        try:
+            yield
+        finally:
+            for owner, name, raw in [*before, *reads]:
+                setattr(owner, name, raw)
+
+    def _wrapped(self, raw: Any) -> Any:
+        if isinstance(raw, classmethod):
+            return classmethod(self._wrapped(raw.__func__))
+
+        @functools.wraps(raw)
+        def paying(*args: Any, **kwargs: Any) -> Any:
+            meter = self.enter()
+            if meter is None:
+                return raw(*args, **kwargs)
+            try:
+                return raw(*args, **kwargs)
+            finally:
+                self.leave(meter)
+
+        return paying
+
+
+def _owners() -> list[Any]:
+    """Return the classes whose calls pay: the virtual MPI's, and those that they are put together from."""
+    found = dict.fromkeys(each for cls in CLASSES for each in cls.__mro__)
+    return [
+        each for each in found if each.__module__.startswith("spawnsim.virtual") and each is not CallingComm
+    ]
+
+
+def _paying(name: str, raw: Any) -> bool:
+    callable_ = isinstance(raw, (classmethod, type(_owners)))
+    return callable_ and not name.startswith("_") and not name.startswith(FREE)
+
+
+def _site() -> str:
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
