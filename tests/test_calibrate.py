@@ -28,13 +28,14 @@ from spawnsim.virtual.network import Hockney, LogGP, Nodes, Piecewise, Switch
 from spawnsim.virtual.platform import Platform
 
 EFFORT = Effort(least=3, most=3, passes=1, largest_nbytes=1 << 20)
+SMALL = Effort(least=2, most=2, passes=1, largest_nbytes=1 << 10)
 
 
-def _measured(platform: Platform, ranks: int = 4, per_node: int = 64) -> Measured:
+def _measured(platform: Platform, ranks: int = 4, per_node: int = 64, effort: Effort = EFFORT) -> Measured:
     found: list[Measured] = []
 
     def program(comm: Any) -> None:
-        found.append(measure(comm, EFFORT, host=f"node {comm.Get_rank() // per_node}"))
+        found.append(measure(comm, effort, host=f"node {comm.Get_rank() // per_node}"))
 
     simulate(program, ranks=ranks, platform=platform, recorder=Silence())
     return found[0]
@@ -93,6 +94,13 @@ def test_two_levels_are_given_back() -> None:
     assert found.cost(0, 2, 4096).flight_s == pytest.approx(truth.network.cost(0, 2, 4096).flight_s, rel=0.05)
     pairs = compare(measured, fit(measured))
     assert any(pair.where == "apart" for pair in pairs)
+
+
+@pytest.mark.parametrize("progress", ["poll", "hardware"])
+def test_it_is_found_out_whether_a_busy_rank_answers(progress: Any) -> None:
+    """Reading the window of a rank that computes waits for the end of its block, or does not."""
+    truth = Platform("truth", Switch(Hockney(1e-5, 1e9)), step=Fixed(0.001), progress=progress)
+    assert fit(_measured(truth, ranks=2, effort=SMALL)).progress == progress
 
 
 def test_wild_samples_do_not_bend_the_line() -> None:
@@ -165,7 +173,7 @@ def test_effort_is_checked() -> None:
 def test_scores_tell_fitted_from_held_out() -> None:
     """A table with one line for each operation and one for all."""
     truth = Platform("truth", Switch(Hockney(1e-5, 1e9)), step=Fixed(0.001))
-    measured = _measured(truth, ranks=2)
+    measured = _measured(truth, ranks=2, effort=SMALL)
     wrong = Platform("wrong", Switch(Hockney(2e-5, 1e9)), step=Fixed(0.001))
     found = {score.operation: score for score in scores(compare(measured, wrong))}
     assert found["p2p"].fitted == pytest.approx(1.0, abs=0.1)

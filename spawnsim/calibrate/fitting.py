@@ -33,6 +33,7 @@ def fit(measured: Measured, name: str = "measured") -> Platform:
         network=network,
         step=Fixed(steps.step_s),
         stragglers=steps.stragglers,
+        progress="hardware" if measured.answers_busy else "poll",
         collectives=fit_selection(network, collectives, measured.ranks),
         description=f"measured on {facts['ranks']} ranks, {facts['library']}, {facts['cores']} cores a node",
         fitted=measured.facts,

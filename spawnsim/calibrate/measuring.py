@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -22,6 +23,7 @@ from spawnsim.errors import ParameterError
 STEPS = 200  # compute steps of each rank
 SIDE = 160  # of the matrices of a compute step: about a millisecond of one core
 READY = 7
+BUSY_S = 0.02  # of the block during which a window is read
 T = TypeVar("T")
 
 
@@ -33,6 +35,7 @@ class Measured:
         points: of the communicator of all ranks; "p2p", "stream", "post" and "get" are between two ranks of one node.
         apart: the latter four between two nodes; empty on one node.
         eager_nbytes: the longest message that a sender may forget before its receive is posted.
+        answers_busy: whether a rank's window can be read while the rank computes, without its help.
         steps_s: durations of compute steps, a row for each rank.
         ranks_per_node: how many ranks share a node.
         facts: what it ran on, as (name, value) pairs.
@@ -42,6 +45,7 @@ class Measured:
     points: tuple[Point, ...]
     apart: tuple[Point, ...]
     eager_nbytes: int
+    answers_busy: bool
     steps_s: tuple[FloatArray, ...]
     ranks_per_node: int
     facts: tuple[tuple[str, str], ...]
@@ -71,6 +75,7 @@ def measure(comm: Comm, effort: Effort | None = None, *, host: str | None = None
         eager_nbytes=min(
             _with(comm, peer, lambda pair: _eager_nbytes(pair, effort)) for peer in peers.values()
         ),
+        answers_busy=all(_with(comm, peer, _answers_busy) for peer in peers.values()),
         steps_s=_steps(comm),
         ranks_per_node=max(hosts.count(name) for name in hosts),
         facts=facts(comm),
@@ -143,6 +148,33 @@ def _send_s(pair: Comm, nbytes: int, asleep_s: float) -> float:
         pair.Send(np.zeros(1, np.uint8), 0, READY)
         pair.clock.sleep(asleep_s)
         pair.Recv(buffer, 0)
+    seconds: float = pair.bcast(pair.clock.now() - began_s, 0)
+    return seconds
+
+
+def _answers_busy(pair: Any) -> bool:
+    """Return whether reading a window of a rank that computes takes much less than the rest of its block."""
+    window, into = pair.Win.Allocate(8, comm=pair), np.zeros(8, np.uint8)
+    window.Lock_all()
+    got_s = min(_get_from_busy_s(pair, window, into) for _ in range(3))
+    window.Unlock_all()
+    window.Free()
+    return got_s < 0.5 * BUSY_S
+
+
+def _get_from_busy_s(pair: Any, window: Any, into: Any) -> float:
+    ready, began_s = np.zeros(1, np.uint8), pair.clock.now()
+    if pair.Get_rank() == 0:
+        pair.Recv(ready, 1, READY)
+        began_s = pair.clock.now()
+        window.Get(into, 1)
+        window.Flush(1)
+    else:
+        pair.Send(ready, 0, READY)
+        with pair.compute(BUSY_S):
+            end_s = time.perf_counter() + BUSY_S
+            while time.perf_counter() < end_s:
+                pass
     seconds: float = pair.bcast(pair.clock.now() - began_s, 0)
     return seconds
 
