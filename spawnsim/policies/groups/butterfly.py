@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,8 +35,7 @@ class Role(Enum):
     AUX = "aux"
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One member of a group, as its leader announced it."""
 
     rank: int
@@ -45,8 +44,7 @@ class Member:
     gathered: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """A formed group: its number, and its members in the order in which sums are taken."""
 
     number: int

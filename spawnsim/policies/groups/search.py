@@ -133,7 +133,9 @@ class Search:
     # -------------------------------------------------------------------------------------------------- words
     def handle(self, source: int, word: Word, now_s: float) -> None:
         """Take a JOIN, REPLY, LEAVE, DISBAND or BEGIN."""
-        if word.kind is Kind.JOIN:
+        if self.ended:
+            self._too_late(source, word)
+        elif word.kind is Kind.JOIN:
             self._join(source, word, now_s)
         elif word.kind is Kind.LEAVE:
             follower = self.followers.get(source)
@@ -150,6 +152,13 @@ class Search:
             self.group = word.meta
             self._dismiss(None)
 
+    def _too_late(self, source: int, word: Word) -> None:
+        """Answer a word that came after the search had ended."""
+        if word.kind is Kind.JOIN:
+            self.out.append((source, Word(Kind.REPLY, word.number, Reply.NOT_LOOKING_FOR_GROUP)))
+        else:
+            self.out.extend(declined(self.rank, source, word))
+
     def _join(self, source: int, word: Word, now_s: float) -> None:
         reply, meta = self._judge(source, word.meta)
         self.counts[reply.name] += 1
@@ -157,7 +166,7 @@ class Search:
             self.followers[source] = _Follower(word.number, word.meta[3])
         self.out.append((source, Word(Kind.REPLY, word.number, reply, meta=meta)))
         if self.terms.size is not None and len(self.followers) + 1 >= self.terms.size:
-            self._assemble()
+            self.assemble()
 
     def _judge(self, source: int, request: object) -> tuple[Reply, float | int | None]:
         """Return the answer to a join request, with the rank to ask instead or the end of the promise."""
@@ -211,7 +220,7 @@ class Search:
             self._give_up(now_s, tell=True)
         if now_s >= self.terms.expires_s and self.leader is None:
             if len(self.followers) + 1 >= self.terms.least and self.followers:
-                self._assemble()
+                self.assemble()
             else:
                 self.leave()
 
@@ -236,7 +245,7 @@ class Search:
         if self._request is not None and self._request.leader == rank:
             self._give_up(now_s, tell=False)
 
-    def _assemble(self) -> None:
+    def assemble(self) -> None:
         """Form the group of this rank and its followers, and tell them."""
         if self._request is not None:
             self.out.append((self._request.leader, Word(Kind.LEAVE, self._request.number)))

@@ -79,6 +79,10 @@ class Download:
         self._order, self._ranking = order, dict[int, float]()
         self._due_s = math.inf
 
+    def asking(self) -> bool:
+        """Whether a donor has been asked and not given up."""
+        return self.donor is not None
+
     def offer(self, donors: Sequence[Entry], now_s: float) -> None:
         """Take up donors; ask the one of the highest priority if nobody is being asked (ties: by lot)."""
         for entry in donors:

@@ -16,6 +16,15 @@ This room knows bytes; no communicator, no clock. What cannot be read raises `Un
 | ABSENT | member → members | nothing: this rank takes no part in group `number` |
 | FETCH | newcomer → donor | nothing: send your state |
 | STATE | donor → newcomer | one chunk of the donor's state |
+| SWAP | asker → partner | the asker's weights; `value` is the gain |
+| SWAPPED, DECLINED | partner → asker | the partner's weights; or that it does not average now |
+| PRESENT | member → coordinator | whether (`part`) this rank averages from now on |
+| SETTLED | coordinator → member | `part`: the last round in which the member takes part |
+| OPEN | parent → child | round `number` begins; its members |
+| UP | child → parent | mean and weight (`value`) of a branch |
+| DOWN | parent → child | mean and weight of all |
+| CLOSED | root → coordinator | round `number` is over |
+| HANDOVER | coordinator → another | who averages: coordinate from now on |
 """
 
 from __future__ import annotations
@@ -53,6 +62,16 @@ class Kind(IntEnum):
     ABSENT = 10
     FETCH = 11
     STATE = 12
+    SWAP = 13
+    SWAPPED = 14
+    DECLINED = 15
+    PRESENT = 16
+    SETTLED = 17
+    OPEN = 18
+    UP = 19
+    DOWN = 20
+    CLOSED = 21
+    HANDOVER = 22
 
 
 class Reply(IntEnum):

@@ -1,0 +1,165 @@
+"""Averaging in pairs by the clock: one rank's side, a state machine driven by words and time.
+
+The asker sends its weights; the partner goes `gain` of the way towards them and returns its own as they were; the
+asker does the same when they come, as a delta, so that steps taken meanwhile survive. The sum over both ranks is
+kept. Nobody ever waits for a partner: an answer that does not come is forgotten. This room knows flat arrays and no
+communicator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from typing import NamedTuple
+
+import numpy as np
+
+from spawnsim.policies.groups.parts import Values, Vector, difference
+from spawnsim.policies.groups.peers import GAIN, Mode, partner
+from spawnsim.policies.groups.words import Bytes, Kind, Outgoing, Word
+
+
+class Pace(NamedTuple):
+    """Seconds from one exchange to the next, and seconds after which a peer that is silent is not waited for."""
+
+    interval_s: float
+    patience_s: float
+
+
+def as_body(values: list[Values]) -> Bytes:
+    """Return the segments of a vector as bytes, end to end."""
+    return np.concatenate([segment.view(np.uint8) for segment in values])
+
+
+def from_body(body: Bytes, vector: Vector) -> list[Values] | None:
+    """Return the segments in a body, or None if it is not as long as they are."""
+    sizes = [segment.count * segment.wide.itemsize for segment in vector.segments]
+    if body.size != sum(sizes):
+        return None
+    ends = np.cumsum(sizes)
+    pieces = [body[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    return [
+        np.array(piece).view(segment.wide) for piece, segment in zip(pieces, vector.segments, strict=True)
+    ]
+
+
+def scaled(deltas: list[Values], factor: float) -> list[Values]:
+    """Return each delta times a factor, in its type."""
+    return [delta * delta.dtype.type(factor) for delta in deltas]
+
+
+class _Asked(NamedTuple):
+    peer: int
+    number: int
+    sent: list[Values]
+    until_s: float
+
+
+class Swaps:
+    """One rank's exchanges in the modes ring, shift_one and random."""
+
+    def __init__(self, mode: Mode, ranks: tuple[int, int], pace: Pace, rng: np.random.Generator) -> None:
+        self.mode, (self.rank, self.size), self.pace = mode, ranks, pace
+        self.out: deque[Outgoing] = deque()
+        self.counts: Counter[str] = Counter()
+        self.rounds = 0
+        self.active = False
+        self._rng = rng
+        self._asked: _Asked | None = None
+        self._absent: dict[int, float] = {}  # rank → until when it is not asked
+        self._askers: set[int] = set()
+        self._due_s = math.inf
+
+    def set_active(self, active: bool, now_s: float) -> None:
+        """Begin or cease to ask and to answer."""
+        self.active = active
+        self._due_s = now_s + self.pace.interval_s if active else math.inf
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is under way."""
+        return self._asked is None
+
+    def forget(self) -> None:
+        """Take no answer any more."""
+        self._asked = None
+
+    def tick(self, now_s: float, vector: Vector) -> None:
+        """Ask the next partner if it is time."""
+        if self._asked is not None and now_s >= self._asked.until_s:
+            self.counts["silent peers"] += 1
+            self._leave_out(self._asked.peer, now_s)
+            self._asked = None
+        if now_s < self._due_s or self._asked is not None:
+            return
+        self._due_s = now_s + self.pace.interval_s
+        self._absent = {rank: until_s for rank, until_s in self._absent.items() if until_s > now_s}
+        peer = partner(
+            self.mode, self.rank, self.size, round_=self.rounds, rng=self._rng, absent=self._absent
+        )
+        self.rounds += 1
+        if peer is None or peer in self._absent:
+            return
+        sent = vector.read()
+        number = int(self._rng.integers(1, 2**62))
+        self._asked = _Asked(peer, number, sent, now_s + self.pace.patience_s)
+        self.out.append((peer, Word(Kind.SWAP, number, value=GAIN[self.mode], body=as_body(sent))))
+
+    def _leave_out(self, peer: int, now_s: float) -> None:
+        self._absent[peer] = now_s + max(4 * self.pace.interval_s, self.pace.patience_s)
+
+    def lost(self, rank: int) -> None:
+        """Note that a rank is dead."""
+        self._absent[rank] = math.inf
+        if self._asked is not None and self._asked.peer == rank:
+            self._asked = None
+
+    def handle(self, source: int, word: Word, now_s: float, vector: Vector) -> bool:
+        """Take a word; return whether the weights have changed."""
+        if word.kind is Kind.SWAP:
+            self._absent.pop(source, None)
+            self._askers.add(source)
+            return self._swap(source, word, vector)
+        if word.kind is Kind.DECLINED and word.part:  # it has left for good
+            self.lost(source)
+            return False
+        asked = self._asked
+        if asked is None or (source, word.number) != (asked.peer, asked.number):
+            self.counts["late"] += 1
+            return False
+        self._asked = None
+        if word.kind is Kind.DECLINED:
+            self.counts["declined"] += 1
+            self._leave_out(source, now_s)
+            return False
+        return self._approach(vector, word.body, asked.sent, GAIN[self.mode])
+
+    def _swap(self, source: int, word: Word, vector: Vector) -> bool:
+        own = vector.read()
+        if (
+            not self.active
+            or not 0 < word.value <= 0.5
+            or not self._approach(vector, word.body, own, word.value)
+        ):
+            self.out.append((source, Word(Kind.DECLINED, word.number)))
+            return False
+        self.out.append((source, Word(Kind.SWAPPED, word.number, body=as_body(own))))
+        return True
+
+    def _approach(self, vector: Vector, body: Bytes, own: list[Values], gain: float) -> bool:
+        theirs = from_body(body, vector)
+        if theirs is None:
+            self.counts["other shapes"] += 1
+            return False
+        deltas = [difference(there, here) for there, here in zip(theirs, own, strict=True)]
+        vector.add(scaled(deltas, gain))
+        self.counts["exchanges"] += 1
+        return True
+
+    def wake_s(self) -> float:
+        """Return when `tick` is next needed."""
+        return self._due_s if self._asked is None else self._asked.until_s
+
+    def leave(self) -> None:
+        """Tell those who have asked before that it is in vain from now on."""
+        self.out.extend((rank, Word(Kind.DECLINED, 0, 1)) for rank in sorted(self._askers))

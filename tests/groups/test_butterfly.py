@@ -1,0 +1,215 @@
+"""The all-reduce of one group without any communicator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spawnsim.policies.groups.butterfly import Butterfly, Group, Limits, Member, Role
+from spawnsim.policies.groups.codecs import NAMED, Codec
+from spawnsim.policies.groups.parts import Vector, average
+
+SHAPES = ((33,), (5, 3), (), (2, 2, 2))
+
+
+def tensors(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Return tensors of several shapes with normal values."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
+
+
+class Ring:
+    """The members of one group, and a network that delivers at once; `mute` ranks are silent."""
+
+    def __init__(
+        self, vectors: list[Vector], *, roles: dict[int, Role] | None = None, weights: list[float] | None = None,
+        codec: Codec = NAMED["none"], limits: Limits | None = None, bandwidths: list[float | None] | None = None,
+        residuals: list | None = None,
+    ) -> None:  # fmt: skip
+        count = len(vectors)
+        roles, rates = roles or {}, bandwidths or [None] * count
+        group = Group(1, tuple(Member(r, roles.get(r, Role.NODE), rates[r]) for r in range(count)))
+        self.members = [
+            Butterfly(
+                r, group, vectors[r], weight=weights[r] if weights else 1.0, codec=codec,
+                limits=limits or Limits(part_size_bytes=64), now_s=0.0,
+                residuals=residuals[r] if residuals else None,
+            )
+            for r in range(count)
+        ]  # fmt: skip
+        self.vectors, self.mute, self.now_s = vectors, set[int](), 0.0
+
+    def deliver(self) -> None:
+        """Deliver all words."""
+        moved = True
+        while moved:
+            moved = False
+            for rank, member in enumerate(self.members):
+                while member.out:
+                    dest, word = member.out.popleft()
+                    moved = True
+                    if rank not in self.mute and dest not in self.mute:
+                        self.members[dest].handle(rank, word, self.now_s)
+
+    def run(self) -> None:
+        """Let everyone send everything, and apply what comes."""
+        for member in self.members:
+            member.send_some(10**6, 0.0)
+            member.send_some(1, 0.0)
+        self.deliver()
+
+    def apply(self) -> None:
+        for member, vector in zip(self.members, self.vectors, strict=True):
+            vector.add(member.deltas)
+
+
+def flat(vector: Vector) -> np.ndarray:
+    """Return all values as one array."""
+    return np.concatenate([tensor.double().reshape(-1).numpy() for tensor in vector.tensors])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 7), st.integers(0, 3), st.integers(0, 4), st.booleans(), st.integers(0, 99))
+def test_the_weighted_mean(nodes: int, clients: int, auxiliaries: int, weighted: bool, seed: int) -> None:
+    """Nodes and clients end with the mean of their values to 1e-6; auxiliaries keep theirs."""
+    count = nodes + clients + auxiliaries
+    roles = dict.fromkeys(range(nodes, nodes + clients), Role.CLIENT)
+    roles |= dict.fromkeys(range(nodes + clients, count), Role.AUX)
+    vectors = [Vector(tensors(seed + rank)) for rank in range(count)]
+    rng = np.random.default_rng(seed)
+    weights = list(rng.uniform(0.1, 3, count)) if weighted else [1.0] * count
+    before = [flat(vector) for vector in vectors]
+    ring = Ring(vectors, roles=roles, weights=weights, bandwidths=list(rng.uniform(0.5, 2, count)))
+    ring.run()
+    assert all(member.finished and member.received == 1 for member in ring.members)
+    ring.apply()
+    averaging = nodes + clients
+    expected = np.average(before[:averaging], axis=0, weights=weights[:averaging])
+    for rank, vector in enumerate(vectors):
+        np.testing.assert_allclose(flat(vector), expected if rank < averaging else before[rank], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_equal_inputs_stay_bit_for_bit(name: str) -> None:
+    """Deltas of equal values are zero, however much the compression loses."""
+    vectors = [Vector(tensors(5)) for _ in range(5)]
+    before = flat(vectors[0])
+    ring = Ring(vectors, codec=NAMED[name])
+    ring.run()
+    ring.apply()
+    assert all((flat(vector) == before).all() for vector in vectors)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("float16", 1e-5), ("uniform8", 1e-2), ("blockwise8", 1e-2)])
+def test_compression_errors(name: str, bound: float) -> None:
+    """Mean squared error of the average under lossy compression."""
+    vectors = [Vector(tensors(rank)) for rank in range(4)]
+    expected = np.mean([flat(vector) for vector in vectors], axis=0)
+    ring = Ring(vectors, codec=NAMED[name])
+    ring.run()
+    ring.apply()
+    assert np.mean([(flat(vector) - expected) ** 2 for vector in vectors]) <= bound
+
+
+def test_error_feedback_makes_up_for_what_was_lost() -> None:
+    """Over many rounds with the same inputs, the mean of what was sent comes close to the input."""
+    errors = {}
+    for feedback in (False, True):
+        residuals = [Vector(tensors(rank)).zeros() for rank in range(3)] if feedback else None
+        deltas = []
+        for _ in range(30):
+            vectors = [Vector(tensors(rank)) for rank in range(3)]
+            ring = Ring(vectors, codec=NAMED["blockwise8"], residuals=residuals)
+            expected = np.mean([flat(vector) for vector in vectors], axis=0)
+            ring.run()
+            ring.apply()
+            deltas.append(np.mean([flat(vector) for vector in vectors], axis=0) - expected)
+        errors[feedback] = np.abs(np.mean(deltas, axis=0)).max()
+    assert errors[True] < errors[False]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.complex64, torch.bool]
+)
+def test_any_dtype(dtype: torch.dtype) -> None:
+    """Whole numbers round, truth values follow the majority, complex numbers are pairs."""
+    values = [[0, 4, 8], [2, 4, 1], [4, 4, 0]]
+    vectors = [Vector([torch.tensor(row).to(dtype), torch.tensor(1.5).double()]) for row in values]
+    ring = Ring(vectors)
+    ring.run()
+    ring.apply()
+    expected = torch.tensor([2, 4, 3]).to(dtype)
+    assert all(torch.equal(vector.tensors[0], expected) for vector in vectors)
+
+
+def test_values_that_are_not_finite_harm_nobody() -> None:
+    """They count with weight 0 where they stand, and stay where they are."""
+    vectors = [
+        Vector([torch.tensor([1.0, 2.0])]),
+        Vector([torch.tensor([3.0, math.nan])]),
+        Vector([torch.tensor([5.0, 6.0])]),
+    ]
+    ring = Ring(vectors)
+    ring.run()
+    ring.apply()
+    assert [vector.tensors[0].tolist() for vector in (vectors[0], vectors[2])] == [[3.0, 4.0]] * 2
+    assert vectors[1].tensors[0][0] == 3.0
+    assert average([np.ones(2), np.ones(2)], [0.0, 0.0])[1] == 0.0
+
+
+def test_a_silent_sender_is_banned() -> None:
+    """The others end with their own mean when its time is over; not a moment before."""
+    vectors = [Vector(tensors(rank, torch.float64)) for rank in range(4)]
+    before = [flat(vector) for vector in vectors]
+    ring = Ring(vectors, limits=Limits(64, sender_timeout_s=2.0, reducer_timeout_s=5.0))
+    ring.mute = {3}
+    ring.run()
+    for now_s in (1.999, 2.0, 4.999, 5.0):
+        ring.now_s = now_s
+        for member in ring.members:
+            member.tick(now_s)
+        ring.deliver()
+        finished = [member.finished for member in ring.members[:3]]
+        assert finished == [now_s >= 5.0] * 3
+    ring.apply()
+    mine = np.mean(before[:3], axis=0)
+    for rank in range(3):
+        changed = flat(vectors[rank]) != before[rank]
+        np.testing.assert_allclose(flat(vectors[rank])[changed], mine[changed], atol=1e-12)
+        assert changed.mean() == pytest.approx(ring.members[rank].received, abs=0.05)
+        assert changed.mean() > 0.5
+    assert (flat(vectors[3]) == before[3]).sum() > 0
+
+
+def test_what_was_sent_before_a_ban_counts() -> None:
+    """Parts that came in time are averaged with the others'; later ones without."""
+    vectors = [Vector([torch.arange(64.0) + rank]) for rank in range(2)]
+    ring = Ring(
+        vectors, limits=Limits(32, sender_timeout_s=1.0, reducer_timeout_s=9.0), bandwidths=[1.0, 0.0]
+    )
+    ring.members[0].send_some(100, 0.0)
+    ring.members[1].send_some(4, 0.0)
+    ring.deliver()
+    ring.members[0].tick(1.0)
+    assert ring.members[0].finished
+    ring.vectors[0].add(ring.members[0].deltas)
+    assert (vectors[0].tensors[0] - torch.arange(64.0)).tolist() == [0.5] * 32 + [0.0] * 32
+
+
+def test_strangers_and_rubbish_are_refused() -> None:
+    """They are counted and change nothing."""
+    ring = Ring([Vector(tensors(rank)) for rank in range(2)])
+    member = ring.members[0]
+    word = member._word(member.vector.read(), member.parts[1][0], 0)
+    member.handle(7, word, 0.0)
+    member.handle(1, replace(word, part=5), 0.0)
+    ring.run()
+    member.handle(1, word, 0.0)
+    assert (member.counts["strangers"], member.counts["refused parts"]) == (1, 2)
+    assert member.finished
