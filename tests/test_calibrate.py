@@ -11,6 +11,7 @@ from spawnsim import random
 from spawnsim.calibrate import Effort, Measured, compare, fit, fit_stragglers, measure, scores, table
 from spawnsim.calibrate.judging import ALL, Silence
 from spawnsim.calibrate.links import fit_lines
+from spawnsim.calibrate.measuring import doubts
 from spawnsim.errors import ParameterError, RankError
 from spawnsim.virtual import simulate
 from spawnsim.virtual.collectives import Selection
@@ -162,6 +163,13 @@ def test_one_rank_alone_is_refused() -> None:
     """It has nobody to talk to."""
     with pytest.raises((ParameterError, RankError), match="at least 2 ranks: mpiexec -n 2"):
         simulate(lambda comm: measure(comm), ranks=1, recorder=Silence())
+
+
+def test_doubtful_measurements_are_said_to_be() -> None:
+    """More ranks than cores, or a busy machine."""
+    assert doubts(2, 2, 0.3) == []
+    assert "4 ranks share 2 cores" in doubts(4, 2, 0.0)[0]
+    assert "load 9.0 on 2 cores" in doubts(2, 2, 9.0)[0]
 
 
 def test_effort_is_checked() -> None:

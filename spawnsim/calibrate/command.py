@@ -6,6 +6,7 @@ This room knows options and what to print. Rank 0 alone fits and prints.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from datetime import date
@@ -14,7 +15,7 @@ from typing import Any
 
 from spawnsim.calibrate.fitting import fit
 from spawnsim.calibrate.judging import Pair, Score, compare, scores, table
-from spawnsim.calibrate.measuring import Measured, measure
+from spawnsim.calibrate.measuring import Measured, doubts, measure
 from spawnsim.calibrate.sampling import Effort
 from spawnsim.errors import ParameterError
 from spawnsim.virtual.platform import Platform, to_toml
@@ -44,10 +45,20 @@ def measure_here(effort: Effort) -> Measured | None:
         raise ParameterError("a calibration needs at least 2 ranks: mpiexec -n 2 spawnsim calibrate")
     from spawnsim.real.mpi import guarded, world
 
+    load = os.getloadavg()[0]
     comm: Any = world()
     with guarded(comm):
         measured = measure(comm, effort)
-    return measured if comm.Get_rank() == 0 else None
+    if comm.Get_rank() != 0:
+        return None
+    warn(measured.ranks_per_node, load)
+    return measured
+
+
+def warn(ranks_per_node: int, load: float) -> None:
+    """Say on standard error why the measurements are doubtful, if they are."""
+    for doubt in doubts(ranks_per_node, os.cpu_count() or 1, load):
+        sys.stderr.write(f"spawnsim: warning: {doubt}\n")
 
 
 def write(out: Path, platform: Platform, found: Sequence[Score]) -> None:

@@ -193,6 +193,20 @@ def _steps(comm: Comm) -> tuple[FloatArray, ...]:
     return tuple(comm.allgather(own_s))
 
 
+def doubts(ranks_per_node: int, cores: int, load: float) -> list[str]:
+    """Return why times measured here should not be trusted far; empty if nothing speaks against them."""
+    found = []
+    if ranks_per_node > cores:
+        found.append(
+            f"{ranks_per_node} ranks share {cores} cores: virtual ranks have a core each, and will be faster"
+        )
+    if load > cores + 0.5:
+        found.append(
+            f"load {load:.1f} on {cores} cores before the start: others compute here too, and will be measured"
+        )
+    return found
+
+
 def facts(comm: Any) -> tuple[tuple[str, str], ...]:
     """Return what this runs on, for the platform file."""
     building = type(comm).__module__.split(".")

@@ -9,14 +9,17 @@ import argparse
 import ast
 import dataclasses
 import json
+import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from spawnsim.calibrate import Effort, fit, measure
+from spawnsim.calibrate.command import warn
 from spawnsim.calibrate.measuring import facts
-from spawnsim.errors import ParameterError
+from spawnsim.errors import ParameterError, SpawnsimError
 from spawnsim.run.program import Program, program
 from spawnsim.validate.comparing import Repeat, Row, differences, summary, table
 from spawnsim.validate.predicting import Setting, fitted, predict, times
@@ -31,18 +34,29 @@ def main(argv: Sequence[str]) -> int:
     from spawnsim.real.launch import recognise
 
     options = parser().parse_args(argv)
-    if options.repeats < 1 or options.warmup < 0:
-        raise ParameterError(f"--repeats {options.repeats} --warmup {options.warmup}: give at least 1 and 0")
-    if recognise().size < 2:
-        raise ParameterError(
-            f"a validation needs at least 2 ranks: mpiexec -n 2 spawnsim validate {options.file}"
-        )
-    task = program(options.file, _given(options.set))
-    platform = load_platform(options.platform) if options.platform else None
+    here = recognise()
+    try:
+        task, platform = _asked(options, here.size)
+    except SpawnsimError:  # all ranks find the same fault before they meet: one of them says so
+        if here.rank == 0:
+            raise
+        return 2
     found = observe(task, platform, repeats=options.repeats, seed=options.seed)
     if found is not None:
         judge(options, task, *found)
     return 0
+
+
+def _asked(options: argparse.Namespace, ranks: int) -> tuple[Program, Platform | None]:
+    """Return the program and the platform, if one is named."""
+    if options.repeats < 1 or options.warmup < 0:
+        raise ParameterError(f"--repeats {options.repeats} --warmup {options.warmup}: give at least 1 and 0")
+    if ranks < 2:
+        raise ParameterError(
+            f"a validation needs at least 2 ranks: mpiexec -n 2 spawnsim validate {options.file}"
+        )
+    task = program(options.file, _given(options.set))
+    return task, load_platform(options.platform) if options.platform else None
 
 
 def observe(
@@ -52,10 +66,11 @@ def observe(
     from spawnsim.real.mpi import guarded, world
 
     runs: list[list[Seen]] = []
+    load = os.getloadavg()[0]
     comm: Any = world(seed=seed)
     with guarded(comm):
         measured = measure(comm, QUICK) if platform is None else None
-        here = facts(comm)
+        here, hosts = facts(comm), comm.allgather(socket.gethostname())
     for _ in range(repeats):
         comm = world(seed=seed)
         with guarded(comm):
@@ -64,6 +79,7 @@ def observe(
         runs.append(gathered)
     if comm.Get_rank() != 0:
         return None
+    warn(max(map(hosts.count, hosts)), load)
     if platform is None:
         return fit(measured), runs  # type: ignore[arg-type]  # measured where there was no platform
     for difference in differences(platform, here):
