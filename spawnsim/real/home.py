@@ -7,38 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
 from mpi4py import MPI
 
-from spawnsim.errors import ParameterError
 from spawnsim.real.ending import Ending
+from spawnsim.real.options import Options
 from spawnsim.real.own import Own
 from spawnsim.real.several import Registry
 from spawnsim.real.waiting import SPINS, wait_until
 from spawnsim.real.words import Words
 
 CONTROL_TAG = 1
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a run behaves. The same on all ranks.
-
-    `reduction`: "native" leaves the order of sums to the library, "ordered" sums in rank order everywhere.
-    `fingerprints`: each collective first checks that all ranks are in the same one.
-    `survive`: collectives are non-blocking calls with a deadline, so that a `Timeout` can be caught and recovered from.
-    """
-
-    reduction: str = "native"
-    fingerprints: bool = False
-    survive: bool = False
-
-    def __post_init__(self) -> None:
-        if self.reduction not in ("native", "ordered"):
-            raise ParameterError(f"reduction={self.reduction!r}: give 'native' or 'ordered'")
 
 
 class ControlChannel:

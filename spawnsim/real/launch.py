@@ -172,7 +172,7 @@ def command(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: 
         raise ParameterError(f"-n {ranks}: give at least one rank")
     inner = ["-m", "spawnsim", "run", str(file), *arguments]
     if _backend(arguments) == "torch":
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        launcher = ["-m", "spawnsim.real.torchrun", "--standalone", f"--nproc-per-node={ranks}"]
         return [sys.executable, *launcher, *inner]
     library = find_library()
     return [

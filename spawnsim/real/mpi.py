@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
-from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 from mpi4py import MPI
 
@@ -19,14 +19,14 @@ from spawnsim.comm.group import Group
 from spawnsim.errors import UsageError
 from spawnsim.real import words
 from spawnsim.real.collectives import MAKERS, Collectives
-from spawnsim.real.home import Home, Options
+from spawnsim.real.guard import close, guarded
+from spawnsim.real.home import Home
+from spawnsim.real.namespace import namespace as names
+from spawnsim.real.options import Options
 from spawnsim.real.own import Own, Recorder, Task
 from spawnsim.real.p2p import PointToPoint
-from spawnsim.real.requests import wrapped
+from spawnsim.real.requests import MPIPersistent, wrapped
 from spawnsim.real.windows import Windows
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class MPIComm(PointToPoint, Collectives):
@@ -191,29 +191,6 @@ def _enter(raw: MPI.Intracomm, own: Own, options: Options, label: str) -> MPICom
     return comm
 
 
-def close(comm: MPIComm) -> None:
-    """Say goodbye: wait for all ranks, complete what is open, stop the watchdog. Collective."""
-    comm._home.goodbye()
-
-
-@contextmanager
-def guarded(comm: MPIComm) -> Iterator[MPIComm]:
-    """Run a rank's program: an exception or a non-zero exit ends the whole job loudly, the end is a goodbye."""
-    ending = comm._home.ending
-    try:
-        yield comm
-    except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            status = leaving.code if isinstance(leaving.code, int) else 1
-            ending.end(f"spawnsim: rank {comm.rank} called sys.exit({leaving.code!r})", status=status)
-        close(comm)
-        raise
-    except BaseException as error:
-        ending.fail(error)
-        raise
-    close(comm)
-
-
 @cache
 def _keyval() -> int:
     """Return the key under which a raw communicator remembers its wrapper."""
@@ -236,4 +213,11 @@ def wrap(raw: MPI.Comm) -> MPIComm:
     return comm
 
 
-__all__ = ["MPIComm", "Options", "close", "guarded", "world", "wrap"]
+def namespace(comm: MPIComm) -> SimpleNamespace:
+    """Return `MPI` as programs on `comm` must see it: mpi4py's names, with spawnsim's numbers and requests."""
+    found = names(comm, vars(MPI))
+    found.COMM_SELF, found.Prequest = wrap(MPI.COMM_SELF), MPIPersistent
+    return found
+
+
+__all__ = ["MPIComm", "Options", "close", "guarded", "namespace", "world", "wrap"]

@@ -6,14 +6,12 @@ those that meet deadlines; all else is mpi4py's. Knows names only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from mpi4py import MPI
-
 from spawnsim import comm as words
-from spawnsim.real.mpi import MPIComm, wrap
-from spawnsim.real.requests import MPIPersistent, MPIRequest
+from spawnsim.real.pending import Pending
 
 
 class Win:
@@ -40,36 +38,38 @@ class Win:
         return comm.Win.Create(memory, disp_unit, info)
 
 
-class Message(MPI.Message):
+class Message:
     """`MPI.Message`, whose class methods take wrapped communicators."""
 
-    @classmethod
-    def Probe(cls, comm: Any, *args: Any, **kwargs: Any) -> Any:
+    @staticmethod
+    def Probe(comm: Any, *args: Any, **kwargs: Any) -> Any:
         """Wait for a message and match it."""
         return comm.Mprobe(*args, **kwargs)
 
-    @classmethod
-    def probe(cls, comm: Any, *args: Any, **kwargs: Any) -> Any:
+    @staticmethod
+    def probe(comm: Any, *args: Any, **kwargs: Any) -> Any:
         """Wait for an object's message and match it."""
         return comm.mprobe(*args, **kwargs)
 
-    @classmethod
-    def Iprobe(cls, comm: Any, *args: Any, **kwargs: Any) -> Any:
+    @staticmethod
+    def Iprobe(comm: Any, *args: Any, **kwargs: Any) -> Any:
         """Match a message if one is there."""
         return comm.Improbe(*args, **kwargs)
 
-    @classmethod
-    def iprobe(cls, comm: Any, *args: Any, **kwargs: Any) -> Any:
+    @staticmethod
+    def iprobe(comm: Any, *args: Any, **kwargs: Any) -> Any:
         """Match an object's message if one is there."""
         return comm.improbe(*args, **kwargs)
 
 
-def namespace(world: MPIComm) -> SimpleNamespace:
-    """Return `MPI` for programs on `world`: pass it to whoever expects `mpi4py.MPI` beside a spawnsim communicator."""
+def namespace(world: Any, theirs: Mapping[str, Any] | None = None) -> SimpleNamespace:
+    """Return `MPI` for programs on `world`: pass it to whoever expects `mpi4py.MPI` beside a spawnsim communicator.
+
+    `theirs`: what the library beneath has beyond that (`vars(mpi4py.MPI)`).
+    """
     own: dict[str, Any] = {
-        "COMM_WORLD": world, "COMM_SELF": wrap(MPI.COMM_SELF), "COMM_NULL": None, "WIN_NULL": None,
-        "Comm": MPIComm, "Intracomm": MPIComm,
-        "Request": MPIRequest, "Prequest": MPIPersistent, "REQUEST_NULL": MPIRequest(), "Win": Win, "Message": Message,
+        "COMM_WORLD": world, "COMM_NULL": None, "WIN_NULL": None, "Comm": type(world), "Intracomm": type(world),
+        "Request": Pending, "REQUEST_NULL": Pending(), "Win": Win, "Message": Message,
     }  # fmt: skip
-    theirs = {name: value for name, value in vars(MPI).items() if not name.startswith("__")}
-    return SimpleNamespace(**theirs | words.namespace() | own)
+    beneath = {name: value for name, value in (theirs or {}).items() if not name.startswith("__")}
+    return SimpleNamespace(**beneath | words.namespace() | own)

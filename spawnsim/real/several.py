@@ -47,6 +47,7 @@ def done(requests: Sequence[Any], *, first: bool) -> list[int]:
 
 
 def taken(requests: Sequence[Any], found: list[int], statuses: Statuses) -> list[int]:
+    """Make requests that are complete null, filling statuses in order; return their indices."""
     for index, status in zip(found, [*(statuses or []), *[None] * len(found)], strict=False):
         requests[index]._take(status)
     return found

@@ -62,7 +62,7 @@ def test_a_missing_mpi_is_one_clear_error(monkeypatch):
 def test_the_torch_backend_is_started_by_torchrun():
     """`--backend torch` needs no MPI."""
     line = command("train.py", 4, ["--backend", "torch"])
-    assert line[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert line[:3] == [sys.executable, "-m", "spawnsim.real.torchrun"]
     assert line[-6:] == ["-m", "spawnsim", "run", "train.py", "--backend", "torch"]
 
 

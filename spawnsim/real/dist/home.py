@@ -1,0 +1,176 @@
+"""What all communicators of one rank of torch.distributed share: its five, its wire, mailbox and watchdog.
+
+Knows torch's groups and how this rank waits (on one condition that the wire's thread notifies) and ends. Knows no
+communicator's methods.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from threading import get_ident
+from typing import Any
+
+import torch.distributed as dist
+
+from spawnsim.comm.serial import Pickle
+from spawnsim.errors import RankFailed
+from spawnsim.real.dist.mailbox import Mailbox, as_payload
+from spawnsim.real.dist.serving import Server
+from spawnsim.real.dist.wire import Bytes, Parcel, Wire
+from spawnsim.real.ending import Ending
+from spawnsim.real.options import Options
+from spawnsim.real.own import Own
+from spawnsim.real.several import Registry
+
+FOREVER = timedelta(days=30)  # our own deadlines rule, so torch's must not come first
+CONTROL, EXIT = 3, 4
+LOOK_S = 2e-3  # a wait on the condition looks again this often, for what notifies nobody
+
+
+class ControlChannel:
+    """Small messages between watchdogs over the wire."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.rank, self.size = wire.rank, wire.size
+        self._wire = wire
+        self._pickle = Pickle()
+        self._heard: deque[tuple[int, dict[str, Any]]] = deque()
+        wire.receivers[CONTROL] = self
+
+    def send(self, to: int, message: dict[str, Any]) -> None:
+        """Send without waiting."""
+        self._wire.send(to, Parcel(CONTROL), as_payload(self._pickle.dumps(message)))
+
+    def receive(self) -> tuple[int, dict[str, Any]] | None:
+        """Return the next message and who sent it, or None."""
+        return self._heard.popleft() if self._heard else None
+
+    def begin(self, parcel: Parcel) -> Bytes | None:
+        """Use new memory."""
+        return None
+
+    def done(self, parcel: Parcel, payload: Bytes) -> None:
+        """Keep a message for the watchdog."""
+        self._heard.append((parcel.source, self._pickle.loads(payload.tobytes())))
+
+
+class Exits:
+    """Receiver of the order to leave: another rank has ended the job."""
+
+    def begin(self, parcel: Parcel) -> Bytes | None:
+        """Nothing comes with it."""
+        return None
+
+    def done(self, parcel: Parcel, payload: Bytes) -> None:
+        """Leave."""
+        sys.stderr.flush()
+        os._exit(parcel.tag)
+
+
+class Home:
+    """One per rank and run. `group` is torch's group of all its ranks, `ranks` their global numbers."""
+
+    def __init__(self, group: Any, own: Own, options: Options) -> None:
+        self.group = group
+        self.ranks = dist.get_process_group_ranks(group)
+        rank, size = group.rank(), group.size()
+        self.own, self.clock, self.options = own, own.clock, options
+        self.fingerprints, self.ordered = options.fingerprints, options.reduction == "ordered"
+        self.registry, self.pickle = Registry(), Pickle()
+        self.condition = threading.Condition()
+        self.wire = Wire(self.new_group(self.ranks), rank=rank, size=size, wake=self.notify)
+        self.mailbox = Mailbox(self.condition, self.wire)
+        self.server = Server(self.wire, self.condition)
+        self.wire.receivers[EXIT] = Exits()
+        self.ending = Ending(ControlChannel(self.wire), self._abort)
+        self.watchdog = self.ending.watchdog
+        self.watchdog.note = self._note
+        own.on_error = self.ending.fail
+        own.clock.poll = self.poll
+        self.leaves_torch = False  # whether the goodbye ends torch.distributed too
+
+    @staticmethod
+    def new_group(ranks: list[int]) -> Any:
+        """Return a gloo group of global ranks; collective among them alone."""
+        group = dist.new_group(ranks, timeout=FOREVER, backend="gloo", use_local_synchronization=True)
+        return group
+
+    # --------------------------------------------------------------------------------------------- while running
+    def poll(self) -> None:
+        """Let go of requests that are complete; the wire's thread needs no help to make progress."""
+        if self.registry:
+            self.registry.sweep()
+
+    def notify(self) -> None:
+        """Wake whoever waits."""
+        with self.condition:
+            self.condition.notify_all()
+
+    def wait(self, done: Callable[[], bool], limit_s: float, call: tuple[str, int, Any]) -> bool:
+        """Wait for `done`, at most `limit_s`; a wait that is not over at once is known to the watchdog."""
+        if done():
+            return True
+        active, thread, began = self.watchdog.active, get_ident(), time.perf_counter()
+        active[thread] = entry = (*call, began, float("inf"))
+        try:
+            with self.condition:
+                while not done():
+                    left = limit_s - (time.perf_counter() - began)
+                    if self.wire.fault:
+                        raise RankFailed((), f"{call[0]}: a rank has gone: {self.wire.fault}")
+                    if left <= 0:
+                        return False
+                    self.condition.wait(min(left, LOOK_S))
+                    self.poll()
+            return True
+        finally:
+            self.watchdog.last = entry
+            active.pop(thread, None)
+
+    def _note(self) -> str:
+        began = self.own.compute.began_s
+        if self.ending.over:
+            return "has ended its program"
+        return "" if began is None else f"computing for {time.perf_counter() - began:.1f} s"
+
+    # ------------------------------------------------------------------------------------------------ at the end
+    def goodbye(self) -> None:
+        """Wait until all ranks have ended, then stop watchdog and wire. Silence (not slowness) ends it loudly."""
+        if self.ending.over:
+            return
+        self.ending.over = True
+        self.registry.drain(self.clock.limit_s())
+        work = self.group.barrier()
+        while not self._met(work):
+            silent = [where for where in self.watchdog.ask_all() if not where.answered]
+            if silent:
+                table = "\n".join(f"  {where}" for where in silent)
+                self.ending.end(f"spawnsim: the job cannot end\n{table}")
+        self.watchdog.stop()
+        self.wire.stop()
+        if self.leaves_torch:
+            dist.destroy_process_group()
+
+    def _met(self, work: Any) -> bool:
+        try:
+            work.wait(timedelta(seconds=max(self.clock.limit_s(), 1.0)))
+        except RuntimeError as error:
+            if "timed out" in str(error).lower():
+                return False
+            raise RankFailed((), f"a rank has gone before the end: {error}") from None
+        return True
+
+    def _abort(self, status: int) -> None:
+        """End all ranks: tell those who hear, then leave; launchers end the others when one leaves like this."""
+        for rank in range(self.wire.size):
+            if rank != self.wire.rank:
+                self.wire.send(rank, Parcel(EXIT, tag=status))
+        time.sleep(0.05)
+        sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,84 @@
+"""User memory as bytes to send and receive, and as tensors for torch's collectives; GPU tensors are staged.
+
+A tensor on a GPU travels over gloo by way of pinned main memory. Knows buffers and tensors; sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.datatypes import BF16
+from spawnsim.comm.memory import as_bytes
+from spawnsim.comm.regions import Buffer
+from spawnsim.real.dist.wire import Bytes
+
+
+def on_gpu(spec: Any) -> bool:
+    """Whether a specification is a tensor in a GPU's memory."""
+    return isinstance(spec, torch.Tensor) and spec.device.type != "cpu"
+
+
+def staged(tensor: torch.Tensor) -> torch.Tensor:
+    """Return pinned main memory of a GPU tensor's shape and type."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+
+def outgoing(spec: Any) -> Bytes:
+    """Return the bytes of a message: the user's own memory where they lie in a row, else a copy."""
+    return bytes_of(as_buffer(spec.detach().to("cpu") if on_gpu(spec) else spec))
+
+
+def bytes_of(buffer: Buffer) -> Bytes:
+    """Return the bytes of a buffer as they travel: its own memory where they lie in a row, else a copy."""
+    return as_bytes(buffer.array if in_a_row(buffer) else buffer.pack())
+
+
+def in_a_row(buffer: Buffer) -> bool:
+    """Whether a buffer's memory is what travels."""
+    return bool(buffer.datatype and buffer.datatype.is_predefined and buffer.datatype.dense)
+
+
+class Target:
+    """Where a receive puts its data: a buffer, memory for data to come straight to, and what to do afterwards."""
+
+    __slots__ = ("after", "buffer", "memory")
+
+    def __init__(self, buffer: Buffer | None, after: Callable[[], object] | None = None) -> None:
+        self.buffer, self.after = buffer, after
+        self.memory = as_bytes(buffer.array) if buffer is not None and in_a_row(buffer) else None
+
+
+OBJECT = Target(None)
+"""The target of an object receive."""
+
+
+def incoming(spec: Any) -> Target:
+    """Return the target of a receive into the user's memory."""
+    if on_gpu(spec):
+        host = staged(spec)
+        return Target(as_buffer(host), lambda: spec.copy_(host))
+    return Target(as_buffer(spec, writable=True))
+
+
+def flat(spec: Any, *, writable: bool = False) -> torch.Tensor | None:
+    """Return the user's memory as a flat tensor for a collective of torch, or None if torch has no such type."""
+    if isinstance(spec, torch.Tensor):
+        return spec.detach().view(-1) if spec.is_contiguous() else None
+    buffer = as_buffer(spec, writable=writable)
+    if not (buffer.datatype and buffer.datatype.is_predefined):
+        return None
+    array = buffer.array
+    if array.dtype == BF16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if array.dtype.name not in TORCH_NAMES:
+        return None
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+TORCH_NAMES = {"float16", "float32", "float64", "int8", "uint8", "int32", "int64"}
+"""Types that gloo reduces."""

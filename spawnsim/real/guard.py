@@ -1,0 +1,35 @@
+"""A rank's program from its first line to its end: it ends together with the others, or loudly.
+
+Knows that a communicator of any real building has a home with an ending and a goodbye.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+C = TypeVar("C", bound=Any)
+
+
+def close(comm: Any) -> None:
+    """Say goodbye: wait for all ranks, complete what is open, stop the watchdog. Collective."""
+    comm._home.goodbye()
+
+
+@contextmanager
+def guarded(comm: C) -> Iterator[C]:
+    """Run a rank's program: an exception or a non-zero exit ends the whole job loudly, the end is a goodbye."""
+    ending = comm._home.ending
+    try:
+        yield comm
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            status = leaving.code if isinstance(leaving.code, int) else 1
+            ending.end(f"spawnsim: rank {comm.rank} called sys.exit({leaving.code!r})", status=status)
+        close(comm)
+        raise
+    except BaseException as error:
+        ending.fail(error)
+        raise
+    close(comm)

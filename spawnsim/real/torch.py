@@ -1,0 +1,262 @@
+"""`Comm` over torch.distributed: gloo on CPU, NCCL on GPUs with gloo beside it, for where there is no MPI.
+
+Under torchrun, mpiexec, srun, or as one process. Collectives are torch's; messages and windows travel over one wire per
+rank (see `real.dist`). What is not offered raises `UnsupportedError` and names the alternative. Knows torch; knows no
+policy, no run folder and no command line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from spawnsim.comm.constants import COMM_TYPE_SHARED, IDENT, SIMILAR, UNDEFINED, UNEQUAL
+from spawnsim.comm.group import Group
+from spawnsim.errors import ParameterError, UnsupportedError, UsageError
+from spawnsim.real.dist.collectives import Native
+from spawnsim.real.dist.home import FOREVER, Home
+from spawnsim.real.dist.objects import Objects
+from spawnsim.real.dist.p2p import PointToPoint
+from spawnsim.real.dist.windows import Windows
+from spawnsim.real.guard import close, guarded
+from spawnsim.real.launch import Here, recognise
+from spawnsim.real.namespace import namespace as names
+from spawnsim.real.options import Options
+from spawnsim.real.own import Own, Recorder, Task
+
+INSTEAD = {
+    "Send_init": "Isend", "Recv_init": "Irecv", "Ssend_init": "Issend", "Bcast_init": "Ibcast",
+    "Psend_init": "Isend", "Precv_init": "Irecv", "Attach_buffer": "bsend, which has its own", "Spawn": "torchrun",
+    "Create_cart": "Split and rank arithmetic", "Create_graph": "Split", "Create_dist_graph": "Split",
+    "Create_intercomm": "Split of one communicator",
+}  # fmt: skip
+
+
+class Inner(PointToPoint):
+    """The channel of a communicator's own exchanges: the same ranks, another context."""
+
+    def __init__(self, comm: TorchComm) -> None:
+        self._home, self._context = comm._home, comm._context ^ 1
+        self.label, self.rank, self.size = comm.label, comm.rank, comm.size
+        self._home.mailbox.open(self._context, comm.members)
+
+
+class TorchComm(PointToPoint, Native, Objects):
+    """A communicator of real ranks. Made by `world()`, by its own `Split`, `Dup`, …, and by `wrap()`."""
+
+    def __init__(self, home: Home, members: tuple[int, ...], label: str) -> None:
+        self._home, self.label, self.members = home, label, members
+        self.rank, self.size = members.index(home.wire.rank), len(members)
+        self._sequence, self._made = 0, Counter[str]()
+        self._context = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=7).digest(), "little") & ~1
+        home.mailbox.open(self._context, members)
+        self._inner = Inner(self)
+        whole = len(members) == home.wire.size and not label.count("/")
+        self._group = home.group if whole else home.new_group([home.ranks[member] for member in members])
+        self.has_nccl = whole and "nccl" in dist.get_backend(home.group)
+        self._named, self._freed = label, False
+        own = home.own
+        self.clock, self.rng, self.record, self.compute = own.clock, own.rng, own.record, own.compute
+        self.Win = Windows(self)
+
+    # ------------------------------------------------------------------------------------------ own members
+    def background(self, fn: Callable[[], object]) -> Task:
+        """Run `fn()` in a thread of this rank."""
+        return self._home.own.background(fn)
+
+    def poll(self) -> None:
+        """Let go of requests that are complete; the wire makes progress by itself."""
+        self._home.poll()
+
+    # -------------------------------------------------------------------------------------- about the communicator
+    def Get_rank(self) -> int:
+        return self.rank
+
+    def Get_size(self) -> int:
+        return self.size
+
+    def Get_group(self) -> Group:
+        """Return the group: its members are ranks of the world."""
+        return Group.of(self.members, self._home.wire.rank)
+
+    group = property(Get_group)
+
+    def Get_name(self) -> str:
+        """Return the communicator's name."""
+        return self._named
+
+    def Set_name(self, name: str) -> None:
+        """Give the communicator a name."""
+        self._named = name
+
+    def Is_inter(self) -> bool:
+        """Return False: there are no intercommunicators here."""
+        return False
+
+    @staticmethod
+    def Compare(comm1: TorchComm, comm2: TorchComm) -> int:
+        """Return how two communicators relate."""
+        if comm1 is comm2:
+            return IDENT
+        if comm1.members == comm2.members:
+            return IDENT + 1
+        return SIMILAR if set(comm1.members) == set(comm2.members) else UNEQUAL
+
+    # ------------------------------------------------------------------------------------------- making others
+    def Split(self, color: int = 0, key: int = 0) -> TorchComm | None:
+        everyone = self.allgather((color, key, self.rank))
+        self._made["Split"] += 1
+        if color == UNDEFINED:
+            return None
+        chosen = sorted((key, rank) for other, key, rank in everyone if other == color)
+        members = tuple(self.members[rank] for _, rank in chosen)
+        return TorchComm(self._home, members, f"{self.label}/Split{self._made['Split']}({color})")
+
+    def Split_type(
+        self, split_type: int = COMM_TYPE_SHARED, key: int = 0, info: Any = None
+    ) -> TorchComm | None:
+        hosts = self.allgather(socket.gethostname())
+        color = UNDEFINED if split_type == UNDEFINED else hosts.index(socket.gethostname())
+        return self.Split(color, key)
+
+    def Dup(self, info: Any = None) -> TorchComm:
+        self._made["Dup"] += 1
+        return TorchComm(self._home, self.members, f"{self.label}/Dup{self._made['Dup']}")
+
+    def Clone(self) -> TorchComm:
+        """Return a duplicate."""
+        return self.Dup()
+
+    def Create(self, group: Group) -> TorchComm | None:
+        self.Barrier()
+        return self.Create_group(group)
+
+    def Create_group(self, group: Group, tag: int = 0) -> TorchComm | None:
+        members = group.live()
+        kind = f"Group{members}:{tag}"
+        self._made[kind] += 1
+        if self._home.wire.rank not in members:
+            return None
+        return TorchComm(self._home, members, f"{self.label}/{kind}{self._made[kind]}")
+
+    def Free(self) -> None:
+        """Give up the communicator."""
+        self._freed = True
+
+    def Abort(self, errorcode: int = 0) -> None:
+        """End all ranks at once."""
+        self._home._abort(errorcode)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in INSTEAD:
+            raise UnsupportedError(
+                f"{name}: not over torch.distributed; use {INSTEAD[name]}, or --backend mpi"
+            )
+        if name[:1].isupper():
+            raise UnsupportedError(
+                f"{name}: not over torch.distributed; --backend mpi has all of mpi4py's calls"
+            )
+        raise AttributeError(name)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (other is None and self._freed)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __bool__(self) -> bool:
+        return not self._freed
+
+    def __repr__(self) -> str:
+        return f"<TorchComm {self.label}: rank {self.rank} of {self.size}>"
+
+
+# -------------------------------------------------------------------------------------------------------- entering
+def world(
+    *,
+    recorder: Recorder | None = None,
+    seed: int = 0,
+    deadline_s: float = 30.0,
+    options: Options | None = None,
+) -> TorchComm:
+    """Return the communicator of all ranks of this job. Collective; the clock starts when all have met."""
+    entered = not dist.is_initialized()
+    if entered:
+        _join(recognise())
+    own = Own(dist.get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
+    comm = _enter(dist.group.WORLD, own, options or Options())
+    comm._home.leaves_torch = entered
+    return comm
+
+
+def _enter(group: Any, own: Own, options: Options) -> TorchComm:
+    home = Home(group, own, options)
+    home.wire.start()
+    home.watchdog.start()
+    comm = TorchComm(home, tuple(range(group.size())), "world")
+    comm.Barrier()
+    own.clock.start()
+    return comm
+
+
+def _join(here: Here) -> None:
+    """Enter torch.distributed the way that the launcher asks for."""
+    backend = "gloo"
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        local = int(os.environ.get("LOCAL_RANK", here.rank))
+        if int(os.environ.get("LOCAL_WORLD_SIZE", here.size)) <= torch.cuda.device_count():
+            backend = (
+                "cpu:gloo,cuda:nccl"  # NCCL takes one rank per GPU; more of them go through pinned memory
+            )
+            torch.cuda.set_device(local)
+    if here.launcher == "torchrun":
+        dist.init_process_group(backend, timeout=FOREVER)
+    elif here.size == 1:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=FOREVER)
+    else:
+        where = f"tcp://{_meeting_point(here)}"
+        dist.init_process_group(
+            backend, init_method=where, rank=here.rank, world_size=here.size, timeout=FOREVER
+        )
+
+
+def _meeting_point(here: Here) -> str:
+    """Return host and port where ranks meet that mpiexec or srun started; MASTER_ADDR and MASTER_PORT say otherwise."""
+    seen = os.environ
+    nodes = seen.get("SLURM_STEP_NODELIST") or seen.get("SLURM_JOB_NODELIST", "")
+    if "MASTER_ADDR" not in seen and ("," in nodes or "[" in nodes):
+        raise ParameterError(
+            f"ranks on {nodes}: set MASTER_ADDR to the first host (scontrol show hostnames), and MASTER_PORT"
+        )
+    job = seen.get("SLURM_JOB_ID") or seen.get("PMIX_NAMESPACE") or str(os.getppid())
+    port = 20000 + int.from_bytes(hashlib.blake2b(job.encode(), digest_size=2).digest(), "little") % 20000
+    return f"{seen.get('MASTER_ADDR', nodes or '127.0.0.1')}:{seen.get('MASTER_PORT', port)}"
+
+
+def wrap(group: Any) -> TorchComm:
+    """Return a communicator over a group of torch.distributed; the same one each time. Collective on the first call."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError(f"{group!r}: pass a torch.distributed process group that this rank is in")
+    known: TorchComm | None = getattr(group, "_spawnsim", None)
+    if known is None:
+        own = Own(group.rank(), recorder=None, seed=0, deadline_s=30.0)
+        known = _enter(group, own, Options())
+        group._spawnsim = known  # type: ignore[attr-defined]
+    return known
+
+
+def namespace(comm: TorchComm) -> SimpleNamespace:
+    """Return `MPI` for programs on `comm`: mpi4py's names in spawnsim's words."""
+    return names(comm)
+
+
+__all__ = ["Options", "TorchComm", "close", "guarded", "namespace", "world", "wrap"]
