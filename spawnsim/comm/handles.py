@@ -15,14 +15,14 @@ from spawnsim.comm.failures import ERR_ERRHANDLER, ERR_KEYVAL, CallError
 from spawnsim.errors import UnsupportedError
 
 
-class Handle:
-    """An object that can be freed, whose copies (`MPI.Group(group)`) are equal to it."""
+class Identity:
+    """An object that can be freed, whose copies (`MPI.Group(group)`) are equal to it: the behaviour, without slots."""
 
-    __slots__ = ("__weakref__", "_identity")
+    __slots__ = ()
     _identity: object | None
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Handle):
+        if not isinstance(other, Identity):
             return NotImplemented
         return self._identity is other._identity and (self._identity is not None or _kin(self, other))
 
@@ -71,7 +71,13 @@ class Handle:
             getattr(self, "Free", lambda: None)()
 
 
-def _kin(one: Handle, other: Handle) -> bool:
+class Handle(Identity):
+    """The same with a slot for what makes it equal to others."""
+
+    __slots__ = ("__weakref__", "_identity")
+
+
+def _kin(one: Identity, other: Identity) -> bool:
     """Return whether two null handles are of the same kind (`DATATYPE_NULL == OP_NULL` is false)."""
     return isinstance(one, type(other)) or isinstance(other, type(one))
 
@@ -95,10 +101,10 @@ class Keyval(int):
 _fresh = itertools.count(0x24000001)
 
 
-class Attributed(Handle):
-    """A handle with cached attributes: datatypes, communicators and windows."""
+class Attributes(Identity):
+    """Cached attributes, as datatypes, communicators and windows have them: the behaviour, without slots."""
 
-    __slots__ = ("_attributes",)
+    __slots__ = ()
     _attributes: dict[int, Any]
 
     def Get_attr(self, keyval: int) -> int | Any | None:
@@ -122,7 +128,7 @@ class Attributed(Handle):
         if isinstance(key, Keyval) and key.delete_fn is not None:
             key.delete_fn(self, key, value)
 
-    def copy_attributes(self, to: Attributed) -> None:
+    def copy_attributes(self, to: Attributes) -> None:
         """Copy the attributes that want it to a duplicate; `copy_fn` True copies, a callable says what."""
         for key, value in self._attributes.items():
             rule = key.copy_fn if isinstance(key, Keyval) else None
@@ -151,6 +157,12 @@ class Attributed(Handle):
         if not isinstance(keyval, Keyval):
             raise CallError(ERR_KEYVAL, f"keyval {keyval} was not made by Create_keyval")
         return KEYVAL_INVALID
+
+
+class Attributed(Attributes, Handle):
+    """A handle with cached attributes."""
+
+    __slots__ = ("_attributes",)
 
 
 class Errhandler(Handle):

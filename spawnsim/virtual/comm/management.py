@@ -9,8 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, NoReturn, Self
 
-from spawnsim.comm.constants import COMM_TYPE_SHARED, CONGRUENT, IDENT, SIMILAR, UNDEFINED, UNEQUAL
-from spawnsim.comm.failures import ERR_ARG, ERR_COMM, ERR_GROUP, CallError
+from spawnsim.comm.constants import (
+    COMM_TYPE_SHARED,
+    CONGRUENT,
+    IDENT,
+    IO,
+    LASTUSEDCODE,
+    PROC_NULL,
+    SIMILAR,
+    TAG_UB,
+    TAG_UB_VALUE,
+    UNDEFINED,
+    UNEQUAL,
+    UNIVERSE_SIZE,
+    WTIME_IS_GLOBAL,
+)  # fmt: skip
+from spawnsim.comm.failures import ERR_ARG, ERR_COMM, ERR_GROUP, ERR_LASTCODE, CallError
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import ERRORS_RETURN, Errhandler
 from spawnsim.comm.info import INFO_NULL, Info
@@ -83,6 +97,15 @@ class Management(Member):
         """Set the name."""
         self._need()
         self._name = name
+
+    def Get_attr(self, keyval: int) -> int | Any | None:
+        """Return an attribute: MPI's own (TAG_UB, UNIVERSE_SIZE, …) or one of the program."""
+        self._need()
+        own = {
+            TAG_UB: TAG_UB_VALUE, IO: PROC_NULL, WTIME_IS_GLOBAL: True,
+            UNIVERSE_SIZE: len(self._world.ranks), LASTUSEDCODE: ERR_LASTCODE,
+        }  # fmt: skip
+        return own[keyval] if keyval in own else super().Get_attr(keyval)
 
     def Is_inter(self) -> bool:
         """Return whether there are two groups."""

@@ -19,7 +19,7 @@ from spawnsim.comm.regions import Buffer
 from spawnsim.comm.specs import locate
 from spawnsim.comm.vectors import as_target
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.matching import Completion
+from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.onesided.epochs import Epochs
 from spawnsim.virtual.requests import Request
 from spawnsim.virtual.waiting import Waiting
@@ -27,8 +27,6 @@ from spawnsim.virtual.waiting import Waiting
 
 class Accesses(Epochs):
     """Put, Get and the atomic calls."""
-
-    __slots__ = ()
 
     def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
         """Write to a part. The origin's buffer is free again at once."""

@@ -12,10 +12,10 @@ from spawnsim.comm import constants
 from spawnsim.comm.constants import LOCK_EXCLUSIVE, PROC_NULL
 from spawnsim.comm.failures import ERR_RANK, ERR_RMA_SYNC, ERR_WIN, CallError
 from spawnsim.comm.group import Group
-from spawnsim.comm.handles import Attributed
+from spawnsim.comm.handles import Attributes
 from spawnsim.comm.info import Info
 from spawnsim.virtual.comm.point_to_point import STANDARD
-from spawnsim.virtual.matching import Completion
+from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.meeting import Call
 from spawnsim.virtual.onesided.service import Windows
 from spawnsim.virtual.requests import Request
@@ -24,11 +24,9 @@ from spawnsim.virtual.waiting import Waiting, await_one
 POST, COMPLETE = 1, 2  # tags of the active-target epochs
 
 
-class Epochs(Attributed):
+class Epochs(Attributes):
     """The state of one rank's window handle: who may be accessed, and what is under way."""
 
-    __slots__ = ("_comm", "_errhandler", "_exposed", "_fenced", "_info", "_locked", "_locked_all", "_name", "_place",
-                 "_started", "_tokens", "_under_way", "_windows")  # fmt: skip
     _comm: Any
     _windows: Windows
     _name: str

@@ -6,7 +6,7 @@ This room knows how members agree on a window. Its epochs and accesses are in th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -22,24 +22,36 @@ from spawnsim.virtual.comm.context import Context, Member
 from spawnsim.virtual.comm.point_to_point import Transport
 from spawnsim.virtual.meeting import Call
 from spawnsim.virtual.onesided.accesses import Accesses
-from spawnsim.virtual.onesided.epochs import Epochs
 from spawnsim.virtual.onesided.service import Target, Windows
 
 
-class Win(Accesses):
-    """Memory that other ranks reach without this one's help."""
+class Win(Accesses, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore[misc]
+    """Memory that other ranks reach without this one's help.
 
-    __slots__ = ()
+    It is an array of this rank's part, so that `memoryview(win)` and `np.frombuffer(win)` work, as with mpi4py.
+    """
 
     def __new__(cls, win: Win | None = None) -> Self:
         """Return a null window, or a copy of the handle of another."""
-        self = super().__new__(cls)
-        self._identity, self._attributes = None, {}
-        if win is not None and win._identity is not None:
-            for slot in Epochs.__slots__:
-                setattr(self, slot, getattr(win, slot))
-            self._identity, self._attributes = win._identity, win._attributes
+        live = win is not None and win._identity is not None
+        self = cls._over(win._windows.targets[win._place].memory if live else None)  # type: ignore[union-attr]
+        self.__dict__.update(win.__dict__ if live else {"_identity": None, "_attributes": {}})
         return self
+
+    @classmethod
+    def _over(cls, memory: Any) -> Self:
+        """Return a handle that shows memory; its state is still to be set."""
+        if memory is None or not memory.nbytes:
+            return np.ndarray.__new__(cls, (0,), np.uint8)
+        return np.ndarray.__new__(cls, (memory.nbytes,), np.uint8, memory)
+
+    def __repr__(self) -> str:
+        return f"Win({self._label})" if self._identity is not None else "Win(null)"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError("cannot pickle a window: it means something on its own rank only")
 
     # -- making ----------------------------------------------------------------------------------------------
 
@@ -78,7 +90,8 @@ class Win(Accesses):
         if part[1] <= 0:
             raise CallError(ERR_DISP, f"{name}: disp_unit {part[1]} must be above 0")
         context, windows = comm._agree(name, part, lambda parts: _build(comm, parts, flavor))  # type: ignore[attr-defined]
-        self = cls.__new__(cls)
+        self = cls._over(windows.targets[comm._me].memory)
+        self._attributes = {}
         self._identity = self._windows = windows
         self._comm = Transport.enter(context, comm._rank.id, "")
         self._comm._name, self._comm._own = comm._label, comm._own

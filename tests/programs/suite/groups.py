@@ -1,0 +1,66 @@
+"""Split, Create, groups, intercommunicators, Dup, attributes, topologies with neighbours."""
+import numpy as np
+from mpi4py import MPI
+
+comm = MPI.COMM_WORLD
+rank, size = comm.rank, comm.size
+half = comm.Split(rank % 2, -rank)
+members = [r for r in range(size) if r % 2 == rank % 2][::-1]
+assert half.allgather(rank) == members
+group = comm.Get_group()
+odd = group.Incl(list(range(0, size, 2)))
+sub = comm.Create(odd)
+assert (sub == MPI.COMM_NULL) == (rank % 2 == 1)
+if sub:
+    assert sub.Get_size() == len(range(0, size, 2))
+    assert MPI.Group.Translate_ranks(odd, [0], group) == [0]
+    sub.Free()
+if rank % 2 == 0:
+    created = comm.Create_group(odd)
+    assert created.allreduce(1) == odd.size
+    created.Free()
+keyval = MPI.Comm.Create_keyval(copy_fn=lambda c, k, v: v + 1)
+half.Set_attr(keyval, 41)
+copy = half.Dup()
+assert copy.Get_attr(keyval) == 42
+assert MPI.Comm.Compare(half, copy) == MPI.CONGRUENT
+copy.Free()
+assert comm.Get_attr(MPI.TAG_UB) >= 32767
+if size > 1:
+    inter = half.Create_intercomm(0, comm, 1 - rank % 2 if size > 2 else 1 - rank, tag=5) if False else None
+    leader = max(r for r in range(size) if r % 2 != rank % 2)
+    inter = half.Create_intercomm(0, comm, leader, tag=5)
+    assert inter.Get_remote_size() == size - half.size
+    assert sorted(inter.allgather(rank)) == [r for r in range(size) if r % 2 != rank % 2]
+    merged = inter.Merge(high=bool(rank % 2))
+    assert merged.size == size
+    if inter.remote_size > inter.rank:
+        inter.send(("from", rank), dest=inter.rank) if inter.rank < inter.remote_size else None
+    if inter.rank < inter.remote_size:
+        assert inter.recv(source=inter.rank)[0] == "from"
+    merged.Free()
+    inter.Free()
+half.Free()
+ring = comm.Create_dist_graph_adjacent([(rank - 1) % size], [(rank + 1) % size])
+got = np.empty(1, "i")
+ring.Neighbor_allgather(np.array([rank], "i"), got)
+assert got[0] == (rank - 1) % size
+assert ring.neighbor_alltoall([rank * 10]) == [((rank - 1) % size) * 10]
+ring.Free()
+cart = comm.Create_cart([size], periods=True)
+got = np.empty(2, "i")
+cart.Neighbor_alltoall(np.array([rank, rank + 100], "i"), got)
+assert cart.Get_topo()[0] == [size]
+if size > 2:
+    assert list(got) == [(rank - 1) % size + 100, (rank + 1) % size], got
+row = cart.Sub([True])
+assert row.size == size
+row.Free()
+cart.Free()
+node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+assert node.size >= 1
+node.Free()
+comm.Set_name("everyone")
+assert comm.Get_name() == "everyone"
+if rank == 0:
+    print("groups", size)
