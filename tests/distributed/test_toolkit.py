@@ -1,0 +1,106 @@
+"""The distributed toolkit on virtual ranks, on MPI, and on torch.distributed: one body of checks for all.
+
+The original was tested with one process (D14); here every check has four ranks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from programs.toolkit import CHECKS, Check
+
+import spawnsim
+from spawnsim import distributed as toolkit
+from spawnsim.errors import ParameterError, RankError
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "toolkit.py"
+NAMES = [
+    "AsyncSendHandle", "DistributedContext", "DistributedContextMPI4Py", "Group", "_first_env",
+    "_get_MPI", "all_gather", "all_reduce", "average_gradients", "average_models", "barrier",
+    "broadcast", "default_backend", "gather_distributed_data", "get_rank", "get_world_size",
+    "initialize_distributed_compute", "initialize_distributed_compute_mpi4py", "isend", "logger", "recv",
+    "report_load_imbalance", "report_time_info", "send",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_on_virtual_ranks(check: Check) -> None:
+    """Each check passes on four virtual ranks."""
+    spawnsim.run(check, ranks=4)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_on_real_ranks(backend: str, tmp_path: Path) -> None:
+    """All checks pass on four processes."""
+    if importlib.util.find_spec(f"spawnsim.real.{backend}") is None:
+        pytest.fail(f"there is no spawnsim.real.{backend}")
+    line = [
+        sys.executable,
+        "-m",
+        "spawnsim",
+        "run",
+        PROGRAM,
+        "--backend",
+        backend,
+        "-n",
+        4,
+        "--out",
+        tmp_path,
+    ]
+    done = subprocess.run(
+        [str(word) for word in line], capture_output=True, text=True, check=False, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    passed = Counter(
+        event["check"] for event in spawnsim.Run.load(tmp_path).events if event["kind"] == "checked"
+    )
+    assert passed == {check.__name__: 4 for check in CHECKS}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_names_of_the_original_are_there(name: str) -> None:
+    """Importable from `spawnsim.distributed`."""
+    assert hasattr(toolkit, name)
+
+
+def test_a_wrong_place_ends_in_a_clear_error() -> None:
+    """Too few places for the ranks, an unknown operation, an unknown backend."""
+    import torch
+
+    def gather(comm: object) -> None:
+        toolkit.all_gather([torch.ones(1)], torch.ones(1), group=comm)
+
+    with pytest.raises(spawnsim.errors.UsageError, match="1 tensors for the 2 ranks"):
+        spawnsim.run(gather, ranks=2)
+    for call in (
+        lambda comm: toolkit.all_reduce(torch.ones(1), "PROD", group=comm),
+        lambda comm: toolkit.barrier("carrier pigeon", comm),
+        lambda comm: toolkit.initialize_distributed_compute("smoke", 0, 1, comm=comm),
+    ):
+        with pytest.raises((RankError, ParameterError), match="choose one of"):
+            spawnsim.run(call, ranks=2)
+
+
+def test_the_environment_is_asked_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first variable that is set and not empty."""
+    monkeypatch.setenv("TOOLKIT_B", "")
+    monkeypatch.setenv("TOOLKIT_C", "3")
+    assert toolkit._first_env("TOOLKIT_A", "TOOLKIT_B", "TOOLKIT_C") == "3"
+    assert toolkit._first_env("TOOLKIT_A", default="none") == "none"
+
+
+def test_one_process_trains_alone() -> None:
+    """A job of one rank is a training rank whose groups are the world."""
+
+    def main(comm: object) -> None:
+        place = toolkit.initialize_distributed_compute("mpi", 1, 1, comm=comm)
+        assert (place.role, place.num_training_ranks, place.get_train_group()) == ("training", 1, comm)
+        place.cleanup()
+
+    spawnsim.run(main, ranks=1)
