@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.calibrate.sampling import STREAM, FloatArray, Point
+from spawnsim.calibrate.operations import STREAM
+from spawnsim.calibrate.sampling import FloatArray, Point
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.virtual.network import Link, LogGP, Piecewise
 

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from spawnsim.calibrate.sampling import COLLECTIVES, Effort, FloatArray, Point, measure_points
+from spawnsim.calibrate.operations import COLLECTIVES
+from spawnsim.calibrate.sampling import Effort, FloatArray, Point, measure_points
 from spawnsim.comm import UNDEFINED, Comm
 from spawnsim.errors import ParameterError
 

@@ -1,0 +1,61 @@
+"""The two commands on a real MPI: calibrate writes a platform that loads, validate compares a run on it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spawnsim.real.launch import find_library, flags
+from spawnsim.virtual.platform import load_platform
+
+pytestmark = pytest.mark.mpi
+
+PROGRAM = """
+import numpy as np
+
+def main(comm, iterations=40):
+    own, total = np.ones(1000), np.empty(1000)
+    for _ in range(iterations):
+        with comm.compute():
+            np.linalg.eigvals(np.eye(60))
+        comm.Allreduce(own, total)
+"""
+
+
+def _on_two_ranks(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    library = find_library()
+    line = [library.mpiexec, *flags(library, 2), "-n", "2", sys.executable, "-m", "spawnsim", *arguments]
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_real_communicator_is_calibrated_and_a_run_validated(tmp_path: Path) -> None:
+    """The file loads, names its software, draws its picture; the prediction has all measures and models."""
+    (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
+    done = _on_two_ranks(
+        "calibrate", "--quick", "--out", "here.toml", "--picture", "fit.png", folder=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    platform = load_platform(tmp_path / "here.toml")
+    assert dict(platform.fitted)["ranks"] == "2"
+    assert 1e-8 < platform.network.cost(0, 1, 8).flight_s < 0.1
+    assert "held out" in done.stdout
+    assert (tmp_path / "fit.png").stat().st_size > 10_000
+    done = _on_two_ranks(
+        "validate", "train.py", "--platform", "here.toml", "--set", "iterations=30", "--json", folder=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["measure"]: row for row in json.loads(done.stdout)["rows"]}
+    assert set(rows) == {"iteration", "policy", "waiting share", "total"}
+    assert set(rows["total"]["errors"]) == {"replayed", "fitted", "constant"}
+    assert rows["total"]["measured"] > 0.0
+
+
+def test_one_message_for_all_ranks(tmp_path: Path) -> None:
+    """A file that is not there is one line, not one per rank."""
+    done = _on_two_ranks("validate", "nosuch.py", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("cannot read nosuch.py") == 1
