@@ -27,6 +27,8 @@ from spawnsim.policies.groups.words import Word
 from spawnsim.policies.policy import Result, SpawnPolicy, blank_info
 from spawnsim.policies.state import Travels, collect
 
+POLL_S = 1e-3  # between two looks at weights that another holds
+
 
 class Exchanges(Protocol):
     """What `Swaps` and `Tide` have in common."""
@@ -213,17 +215,17 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         while not self._weights.acquire(blocking=False):
             if self._comm is None:
                 raise UsageError("weights() inside weights(): the weights are held already")
-            self._comm.clock.sleep(0.001)
+            self._comm.clock.sleep(POLL_S)
         try:
             yield
         finally:
             self._weights.release()
 
-    def _progress(self) -> None:
-        """Handle all that has arrived and is due, unless the weights are held."""
+    def _progress(self) -> bool:
+        """Handle all that has arrived and is due; false if the weights are held."""
         post, exchanges, vector = self._post, self._exchanges, self._vector
         if post is None or exchanges is None or vector is None or not self._weights.acquire(blocking=False):
-            return
+            return False
         try:
             failed = len(post.failed)
             arrived = post.poll()
@@ -239,22 +241,25 @@ class AsyncModelAveragePolicy(SpawnPolicy):
                 post.send(*exchanges.out.popleft())
         finally:
             self._weights.release()
+        return True
 
     def _wait(self, seconds: float) -> None:
         if self._post is not None and self._task is None:
             due_s = self._exchanges.wake_s() - self._post.comm.clock.now() if self._exchanges is not None else seconds
             self._post.wait(min(max(due_s, 1e-4), seconds))
         elif self._comm is not None:
-            self._comm.clock.sleep(min(seconds, 0.001))
+            self._comm.clock.sleep(min(seconds, POLL_S))
 
     def _go_on(self) -> None:
         post, exchanges = self._post, self._exchanges
         assert post is not None
         assert exchanges is not None
         while not self._stopping:
-            self._progress()
-            due_s = exchanges.wake_s() - post.comm.clock.now()
-            post.wait(min(max(due_s, 1e-3), self.pace.interval_s, 0.25))
+            if self._progress():
+                due_s = exchanges.wake_s() - post.comm.clock.now()
+                post.wait(min(max(due_s, POLL_S), self.pace.interval_s, 0.25))
+            else:
+                post.comm.clock.sleep(POLL_S)
 
     def shutdown(self) -> None:
         """Stop averaging and hand over what others rely on. Not collective; may be called twice."""

@@ -14,13 +14,15 @@ import numpy as np
 from spawnsim.errors import UsageError
 from spawnsim.policies.donors import DonorRule
 from spawnsim.policies.messages import Assignment
-from spawnsim.policies.mixing import Mixing, weights_for
+from spawnsim.policies.mixing import Mixing, check_strategy, weights_for
 from spawnsim.policies.selection import (
     Mode,
     NanPolicy,
     Report,
     Selection,
     admitted,
+    check_mode,
+    check_nan_policy,
     spare_the_best,
 )
 
@@ -35,6 +37,11 @@ class Rules:
     mixing: Mixing | None = None
     mode: Mode = "max"
     nan_policy: NanPolicy = "worst"
+
+    def __post_init__(self) -> None:
+        check_strategy(self.strategy)
+        check_mode(self.mode)
+        check_nan_policy(self.nan_policy)
 
     def weights(self, metrics: Sequence[float]) -> list[float]:
         """Return the weights of donors with these metrics."""
@@ -68,18 +75,19 @@ def decide(
 ) -> Decision:
     """Return the decision of one round.
 
-    `busy` ranks (still being replaced from an earlier round) are neither replaced nor donors. Donors have finite
-    metrics and are not replaced in this round; where there is none, nobody is replaced.
+    `busy` ranks (still being replaced from an earlier round) are neither replaced nor donors, but they count: nobody
+    else goes in their place. Donors have finite metrics and are not replaced in this round; where there is none,
+    nobody is replaced.
     """
-    taking = [report for report in admitted(reports, rules.nan_policy) if report.rank not in busy]
+    taking = admitted(reports, rules.nan_policy)
     finite = [report.metric for report in reports if math.isfinite(report.metric)]
     low, high = (min(finite), max(finite)) if finite else (math.nan, math.nan)
     decision = Decision(round_, len(reports), low, high)
     known = {report.rank for report in taking}
-    replaced = spare_the_best(known.intersection(rules.selection(taking)), taking, rules.mode)
-    givers = [report for report in taking if report.rank not in replaced and math.isfinite(report.metric)]
+    selected = spare_the_best(known.intersection(rules.selection(taking)), taking, rules.mode)
+    givers = [r for r in taking if r.rank not in selected and r.rank not in busy and math.isfinite(r.metric)]
     if givers or rules.strategy == "reset_weights":
-        for rank in sorted(replaced):
+        for rank in sorted(selected.difference(busy)):
             donors, weights = gifts_for(rank, givers, rules, rng)
             decision.assignments[rank] = Assignment(round_, donors, weights, low, high)
     return decision

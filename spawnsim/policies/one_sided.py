@@ -150,7 +150,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             return False
         if not self._by_board:
             return self.is_agent_dying(metric, self.threshold_metric)
-        return due and opened.comm.Get_rank() in self._doomed(opened.reports(metric))
+        return due and opened.comm.Get_rank() in self._doomed(opened.reports(metric)[0])
 
     def is_agent_dying(self, local_metric: float, threshold_metric: float, check_policy: int = 0) -> bool:
         """Return whether this rank is to be replaced: `check_policy` 0 by metric (worse than threshold), 1 by age."""
@@ -170,8 +170,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         comm, metric = opened.comm, info["local_metric"]
         began_s = comm.clock.now()
         opened.board.write(metric, iteration, busy=True)
-        reports = opened.reports(metric)
-        gifts, nbytes = self._take(opened, reports)
+        reports, busy = opened.reports(metric)
+        gifts, nbytes = self._take(opened, reports, busy)
         if gifts or self.averaging_strategy == "reset_weights":
             new = self.renewal(*whose, gifts, reference={}, rng=comm.rng("explore"))
             whose, self.unmatched = (new.model, new.optimizer), new.unmatched
@@ -193,10 +193,11 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self.reset_age()
         self.note("replace", wait_s)
 
-    def _take(self, opened: Opened, reports: list[Report]) -> tuple[list[Gift], int]:
-        """Return the gifts of this rank's donors and their bytes; donors are finite and not about to be replaced."""
-        me, doomed = opened.comm.Get_rank(), self._doomed(reports)
-        givers = [r for r in reports if r.rank != me and r.rank not in doomed and math.isfinite(r.metric)]
+    def _take(self, opened: Opened, reports: list[Report], busy: set[int]) -> tuple[list[Gift], int]:
+        """Return the gifts of this rank's donors and their bytes; donors are finite, and not being replaced."""
+        me = opened.comm.Get_rank()
+        out = busy.union(self._doomed(reports), [me])
+        givers = [report for report in reports if report.rank not in out and math.isfinite(report.metric)]
         if not givers or self.averaging_strategy == "reset_weights":
             return [], 0
         donors, weights = gifts_for(me, givers, self.rules, opened.comm.rng("donors"))

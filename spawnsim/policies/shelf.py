@@ -12,7 +12,7 @@ collectively in the constructor; afterwards no call waits for a rank that it doe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -196,24 +196,37 @@ class Shelf:
         return torn
 
     def _headers(self, donors: Iterable[int]) -> dict[int, dict[str, Header]]:
-        asked = {donor: {key: w.get_header(donor) for key, w in self._windows.items()} for donor in donors}
+        def ask(donor: int) -> dict[str, tuple[Request, Header]]:
+            return {key: window.get_header(donor) for key, window in self._windows.items()}
+
         return {
             donor: {key: header for key, header in headers.items() if header[BEGUN] != WITHDRAWN}
-            for donor, headers in self._arrived(asked).items()
+            for donor, headers in self._arrived(self._asked(donors, ask)).items()
         }
 
     def _slots(
         self, heads: dict[int, dict[str, Header]], versions: dict[int, int]
     ) -> dict[int, dict[str, torch.Tensor]]:
-        asked = {}
-        for donor, headers in heads.items():
+        def ask(donor: int) -> dict[str, tuple[Request, torch.Tensor]]:
             version = versions[donor]
-            new = {key: _digest(header, version) not in self._layouts for key, header in headers.items()}
-            asked[donor] = {
-                key: self._windows[key].get_slot(donor, header, version, text=new[key])
-                for key, header in headers.items()
+            return {
+                key: self._windows[key].get_slot(
+                    donor, header, version, text=_digest(header, version) not in self._layouts
+                )
+                for key, header in heads[donor].items()
             }
-        return self._arrived(asked)
+
+        return self._arrived(self._asked(heads, ask))
+
+    def _asked(self, donors: Iterable[int], ask: Callable[[int], T]) -> dict[int, T]:
+        """Ask all donors at once; those that are known to be dead are left out."""
+        asked = {}
+        for donor in donors:
+            try:
+                asked[donor] = ask(donor)
+            except RankFailed:
+                self.counts["missing"] += 1
+        return asked
 
     def _arrived(self, asked: dict[int, dict[str, tuple[Request, T]]]) -> dict[int, dict[str, T]]:
         """Wait for what was asked of each donor; return what those have answered that did so in time."""

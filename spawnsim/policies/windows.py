@@ -20,6 +20,7 @@ from spawnsim.policies.shelf import Shelf
 from spawnsim.policies.state import Tensors
 
 WindowLayout = Literal["flat", "per_parameter"]
+FREE, KEEP = 1, 2
 WINDOW_LAYOUTS: tuple[str, ...] = ("flat", "per_parameter")
 
 
@@ -72,21 +73,32 @@ class Opened:
     shelf: Shelf
     board: Board
 
-    def reports(self, metric: float) -> list[Report]:
-        """Return what the board says of ranks that are not being replaced; the own metric as it is now."""
-        me = self.comm.Get_rank()
-        others = [report for rank, (report, busy) in self.board.read().items() if rank != me and not busy]
-        return sorted([*others, Report(me, metric)], key=lambda report: report.rank)
+    def reports(self, metric: float) -> tuple[list[Report], set[int]]:
+        """Return what the board says, with the own metric as it is now, and which ranks are being replaced."""
+        me, lines = self.comm.Get_rank(), self.board.read()
+        others = [report for rank, (report, _) in lines.items() if rank != me]
+        reports = sorted([*others, Report(me, metric)], key=lambda report: report.rank)
+        return reports, {rank for rank, (_, busy) in lines.items() if busy}
+
+    def _all_come(self, timeout_s: float) -> bool:
+        try:
+            with self.comm.clock.deadline(timeout_s):
+                return self.comm.Ibarrier().Wait()
+        except (Timeout, RankFailed):
+            return False
 
     def close(self, timeout_s: float) -> bool:
         """Offer nothing any more; free the windows if all ranks of the group come to do so within the time-out.
 
-        Freeing is collective, so a rank that does not come would hold up the others: then the windows stay.
+        Freeing is collective, so a rank that does not come would hold up the others: then the windows stay. Whether all
+        have come or somebody's time was up first is decided once for all, on the board: either all free or none.
         """
         self.shelf.withdraw()
+        if self.board.lost:  # without a word to the others, who will not see all come
+            return False
         try:
-            with self.comm.clock.deadline(timeout_s):
-                self.comm.Ibarrier().Wait()
+            if self.board.agree(FREE if self._all_come(timeout_s) else KEEP) != FREE:
+                return False
         except (Timeout, RankFailed):
             return False
         self.shelf.free()

@@ -67,9 +67,9 @@ def test_rank_0_is_an_ordinary_rank() -> None:
 
 
 def test_busy_ranks_neither_give_nor_take() -> None:
-    """A rank whose last replacement is under way is left out of both roles."""
+    """A rank whose last replacement is under way is left out of both roles, and counts as one of the worst."""
     reports = [Report(rank, float(rank)) for rank in range(4)]
-    rules = Rules(WorstRatio(0.25), Uniform())
+    rules = Rules(WorstRatio(0.5), Uniform())
     decision = decide(0, reports, rules, np.random.default_rng(0), busy={0, 3})
     assert {rank: a.donors for rank, a in decision.assignments.items()} == {1: (2,)}
 

@@ -1,0 +1,361 @@
+"""Asynchronous selective averaging, on virtual ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from policies.ranks import Line, Steps, line, numbers, walk
+
+import spawnsim
+from spawnsim.errors import ParameterError, UsageError
+from spawnsim.policies import AsyncSelectiveAveragingPolicy, Best, Travels, Wiring, replay
+
+
+def selective(comm: Any, strategy: str = "mean", every: int = 3, **how: Any) -> AsyncSelectiveAveragingPolicy:
+    """Return a policy that replaces one of four ranks every third iteration, in place unless told otherwise."""
+    how = {"cooldown": 0, "rule": "replace", **how}
+    return AsyncSelectiveAveragingPolicy(how.pop("builder", None), every, 0.25, strategy, **how)
+
+
+def replacements(found: Steps) -> list[tuple[int, list[int]]]:
+    """Return (replaced, donors) of all replacements, by time."""
+    return [(event["replaced"], event["donors"]) for event in found.events("replacement")]
+
+
+# --------------------------------------------------------------------------------------------- strategies
+def test_mean_takes_the_mean_of_all_survivors() -> None:
+    """Rank 0 is worst of four: it becomes the mean of 1, 2 and 3, buffers and 0-dim parameters included."""
+    found = walk(selective, steps=8)
+    assert replacements(found)[0] == (0, [1, 2, 3])
+    assert numbers(found.models[0]) == {2.0}
+    assert [numbers(found.models[rank]) for rank in (1, 2, 3)] == [{1.0}, {2.0}, {3.0}]
+
+
+def test_best_only_copies_the_best() -> None:
+    """One donor, exactly its weights."""
+    found = walk(lambda comm: selective(comm, "best_only"), steps=8)
+    assert replacements(found)[0] == (0, [3])
+    assert numbers(found.models[0]) == {3.0}
+
+
+def test_weighted_mean_leans_to_the_better_donors() -> None:
+    """Between the plain mean and the best."""
+    (value,) = numbers(walk(lambda comm: selective(comm, "weighted_mean"), steps=8).models[0])
+    assert 2.0 < value < 3.0
+
+
+def test_reset_weights_starts_afresh() -> None:
+    """The builder's own values, a fresh optimizer, and no donors."""
+    found = walk(lambda comm: selective(comm, "reset_weights", builder=lambda: line(42.0)), steps=8)
+    assert replacements(found)[0] == (0, [])
+    assert numbers(found.models[0]) == {42.0}
+
+
+@pytest.mark.parametrize(("mode", "worst"), [("max", 0), ("min", 3)])
+def test_mode_says_which_end_is_worst(mode: str, worst: int) -> None:
+    """Higher is better, or lower is."""
+    assert replacements(walk(lambda comm: selective(comm, mode=mode), steps=8))[0][0] == worst
+
+
+@pytest.mark.parametrize("replacement_mode", ["worst_ratio", "threshold", "age"])
+def test_every_mode_works_here(replacement_mode: str) -> None:
+    """By rank, by threshold, by age."""
+    found = walk(
+        lambda comm: selective(comm, replacement_mode=replacement_mode, threshold=0.5, age_range=(4, 8)),
+        steps=16,
+    )
+    assert replacements(found)
+    if replacement_mode == "threshold":
+        assert {replaced for replaced, _ in replacements(found)} == {0}
+
+
+# ------------------------------------------------------------------------------------------------ promises
+def test_nobody_waits_for_anybody() -> None:
+    """Ten iterations of 10 ms take 100 ms on every rank, however slow another one is."""
+    found = walk(selective, steps=10, pace=lambda rank: 0.05 if rank == 2 else 0.01)
+    ends = {rank: found.run.table["time_s"][found.run.table["rank"] == rank].max() for rank in range(4)}
+    assert all(ends[rank] == pytest.approx(0.1, abs=2e-3) for rank in (0, 1, 3))
+
+
+def test_a_dead_rank_costs_only_itself() -> None:
+    """The others go on replacing, by quorum or deadline."""
+    found = walk(
+        lambda comm: selective(comm, wiring=Wiring(deadline=0.02)), steps=40, faults="crash:3@0.05s",
+        metric=lambda rank, iteration: float(rank + iteration % 2),
+    )  # fmt: skip
+    late = [event for event in found.events("replacement") if event["time_s"] > 0.2]
+    assert late
+    assert all(3 not in event["donors"] for event in late)
+    assert found.infos[0, 39]["num_replacements_so_far"] > 1
+
+
+def test_a_slow_rank_is_dropped_from_rounds_not_waited_for() -> None:
+    """Rounds are decided without the straggler; its late reports are counted."""
+    found = walk(
+        lambda comm: selective(comm, wiring=Wiring(deadline=0.02)), steps=40,
+        pace=lambda rank: 0.2 if rank == 3 else 0.01,
+    )  # fmt: skip
+    decided = found.events("decision")
+    assert len(decided) >= 12
+    assert {event["reported"] for event in decided} == {3}
+
+
+def test_rank_0_is_an_ordinary_participant() -> None:
+    """The coordinating rank is replaced like any other, and any rank may coordinate."""
+    assert replacements(walk(selective, steps=8))[0][0] == 0
+    found = walk(lambda comm: selective(comm, wiring=Wiring(coordinator=2)), steps=8)
+    assert replacements(found)[0] == (0, [1, 2, 3])
+
+
+def test_counts_and_ranks_come_from_the_group() -> None:
+    """Two groups of four each replace one of theirs; events name ranks of the whole run."""
+    found = walk(selective, ranks=8, steps=8, group=lambda comm: comm.Split(comm.Get_rank() // 4, 0))
+    assert sorted(replacements(found))[:1] + sorted(replacements(found))[-1:] == [
+        (0, [1, 2, 3]),
+        (4, [5, 6, 7]),
+    ]
+
+
+def test_a_nan_rank_is_replaced_and_never_gives() -> None:
+    """NaN is worst; it triggers nothing else and reaches nobody."""
+    found = walk(selective, steps=12, metric=lambda rank, i: math.nan if rank == 2 and i < 5 else float(rank))
+    first = found.events("replacement")[0]
+    assert (first["replaced"], 2 in first["donors"]) == (2, False)
+    assert all(math.isfinite(number) for model in found.models.values() for number in numbers(model))
+
+
+def test_ratio_0_and_an_infinite_threshold_replace_nobody() -> None:
+    """Both mean never."""
+    for how in ({"threshold": math.inf}, {"replacement_mode": "threshold", "threshold": math.inf}):
+        assert not replacements(walk(lambda comm, how=how: selective(comm, **how), steps=12))
+    found = walk(lambda comm: AsyncSelectiveAveragingPolicy(None, 3, 0.0, cooldown=0), steps=12)
+    assert not replacements(found)
+
+
+def test_ratio_1_leaves_a_survivor() -> None:
+    """The best rank stays and gives to all others."""
+    found = walk(
+        lambda comm: AsyncSelectiveAveragingPolicy(None, 3, 1.0, cooldown=0, rule="replace"), steps=8
+    )
+    assert {replaced for replaced, _ in replacements(found)} == {0, 1, 2}
+    assert all(donors == [3] for _, donors in replacements(found))
+
+
+def test_a_single_rank_goes_on_alone() -> None:
+    """A group of one replaces nobody and fails nowhere."""
+    assert not replacements(walk(selective, ranks=1, steps=8))
+
+
+def test_default_cooldown_is_that_of_the_seeds() -> None:
+    """200 iterations between rounds that replace, with or without a threshold."""
+    found = walk(lambda comm: AsyncSelectiveAveragingPolicy(None, 10), steps=220, ranks=2)
+    assert [event["round"] for event in found.events("decision") if event["replaced"]] == [10, 210]
+
+
+def test_donors_give_their_current_model_also_after_a_rebuild() -> None:
+    """Rank 0 is rebuilt with 3's weights; later it gives those, not the discarded ones."""
+    found = walk(
+        lambda comm: selective(comm, "best_only", builder=lambda: line(-1.0)),
+        ranks=2, steps=20, start=lambda rank: line(5.0 * rank),
+        metric=lambda rank, iteration: float(rank if iteration < 5 else 1 - rank),
+    )  # fmt: skip
+    assert replacements(found)[0] == (0, [1])
+    assert (1, [0]) in replacements(found)
+    assert [numbers(model) for model in found.models.values()] == [{5.0}, {5.0}]
+
+
+def test_the_delta_rule_keeps_steps_taken_meanwhile() -> None:
+    """Own progress between asking and taking over is added to what the donors gave."""
+    taken: list[tuple[float, float, int]] = []
+
+    def main(comm: Any) -> None:
+        policy = AsyncSelectiveAveragingPolicy(None, 3, 0.25, "best_only", cooldown=0)
+        model, optimizer = line(10.0 * comm.Get_rank())
+        for iteration in range(8):
+            with comm.compute(0.01), torch.no_grad():
+                model.weight += 1.0
+            before = model.weight[0].item()
+            model, optimizer, info = policy(iteration, model, optimizer, float(comm.Get_rank()), comm)
+            if info["is_replaced"]:
+                taken.append((before, model.weight[0].item(), iteration))
+        policy.shutdown()
+
+    run = spawnsim.run(main, ranks=4, seed=1)
+    (event,) = [event for event in run.events if event["kind"] == "replacement"]
+    (_, after, iteration), version = taken[0], event["versions"][0]
+    assert iteration > event["asked"]
+    assert after == (30 + version + 1) + (iteration - event["asked"])
+
+
+def test_large_models_travel_in_parts() -> None:
+    """Small parts give the same result as one message."""
+    found = walk(lambda comm: selective(comm, wiring=Wiring(part_nbytes=16)), steps=8)
+    assert numbers(found.models[0]) == {2.0}
+
+
+def test_models_of_different_shapes_are_matched_by_name() -> None:
+    """What fits is taken, what does not stays, and is named."""
+    found = walk(
+        lambda comm: selective(comm, "best_only"),
+        steps=8,
+        start=lambda rank: line(float(rank), width=3 + rank),
+    )
+    assert found.models[0].logZ.item() == 3
+    assert found.models[0].weight.tolist() == [0, 0, 0]
+    assert found.policies[0].unmatched == ("parameter/weight",)
+
+
+def test_no_rank_shares_memory_with_another() -> None:
+    """A replaced rank has its own copy of what its donors gave."""
+    found = walk(lambda comm: selective(comm, "best_only", builder=lambda: line(0.0)), steps=8)
+    addresses = [
+        tensor.data_ptr() for model in found.models.values() for tensor in model.state_dict().values()
+    ]
+    assert len(set(addresses)) == len(addresses)
+
+
+def test_explore_makes_population_based_training() -> None:
+    """Exploit and explore: the donor's weights with other hyper-parameters."""
+
+    def explore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: np.random.Generator) -> None:
+        optimizer.param_groups[0]["lr"] = float(rng.choice([0.08, 0.12]))
+
+    seen: list[float] = []
+
+    def start(rank: int) -> tuple[Line, torch.optim.Optimizer]:
+        model, optimizer = line(float(rank))
+        seen.append(optimizer)
+        return model, optimizer
+
+    walk(lambda comm: selective(comm, explore=explore), steps=8, start=start)
+    assert [o.param_groups[0]["lr"] in (0.08, 0.12) for o in seen] == [True, False, False, False]
+
+
+def test_users_own_selection_and_donors() -> None:
+    """Any function of the reports selects; any rule names donors."""
+    found = walk(
+        lambda comm: selective(comm, selection=lambda reports: frozenset({1}), donors=Best(2)), steps=8
+    )
+    assert replacements(found)[0] == (1, [2, 3])
+
+
+def test_without_a_metric_a_rank_takes_no_part() -> None:
+    """It is neither replaced nor a donor."""
+    found = walk(
+        lambda comm: selective(comm, wiring=Wiring(deadline=0.02)), steps=12,
+        metric=lambda rank, _: None if rank == 0 else float(rank),
+    )  # fmt: skip
+    assert replacements(found)
+    assert all(0 not in (replaced, *donors) for replaced, donors in replacements(found))
+
+
+def test_a_metric_may_be_a_tensor_with_a_gradient() -> None:
+    """The example's `-loss` needs no detach."""
+    found = walk(selective, steps=8, metric=lambda rank, _: torch.tensor(float(rank), requires_grad=True))
+    assert replacements(found)
+
+
+# --------------------------------------------------------------------------------------------- record, end
+def test_info_tells_what_happened() -> None:
+    """Donors, staleness, bytes, wait and the metrics' range, in the call of the replacement and there alone."""
+    found = walk(selective, steps=8)
+    ((_, info),) = [(key, info) for key, info in found.infos.items() if info["is_replaced"]]
+    assert (info["donors"], info["global_min_metric"], info["global_max_metric"]) == (3, 0.0, 3.0)
+    assert info["bytes"] > 3 * 24
+    assert info["wait_s"] > 0
+    assert all(isinstance(value, (int, float, str)) for value in info.values())
+    assert found.infos[0, 7]["num_replacements_so_far"] == 1
+
+
+def test_shutdown_may_come_first_twice_and_early() -> None:
+    """Before any call, with a replacement open, and again."""
+    selective(None).shutdown()
+    found = walk(selective, steps=4)
+    assert found.run.totals["virtual_seconds"] < 0.2
+
+
+def test_a_checkpoint_keeps_counts_cooldown_and_age() -> None:
+    """A resumed coordinator does not replace within the old cooldown."""
+    found = walk(lambda comm: selective(comm, cooldown=50, replacement_mode="age", age_range=(1, 1)), steps=8)
+    state = found.policies[0].state_dict()
+    assert state["last_trigger"] == 3
+    again = selective(None, cooldown=50)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+
+
+def test_the_same_seed_takes_the_same_decisions() -> None:
+    """Runs are reproducible; another seed draws other donors."""
+    how = {"ranks": 16, "steps": 12, "stragglers": "lognormal:0.3"}
+    policy = lambda comm: selective(comm, donors=3)  # noqa: E731
+    one, two, other = (walk(policy, seed=seed, **how).run for seed in (1, 1, 2))
+    assert one.totals["digest"] == two.totals["digest"] != other.totals["digest"]
+
+
+def test_a_replay_takes_the_same_decisions_elsewhere() -> None:
+    """On another platform with other stragglers: who, when, from whom, which version, how much."""
+    names = ("iteration", "round", "replaced", "donors", "weights", "versions", "asked")
+    one = walk(
+        lambda comm: selective(comm, rule="delta", donors=2), ranks=8, steps=20, stragglers="lognormal:0.5"
+    )
+    two = walk(lambda _: replay(one.run.events), ranks=8, steps=20, stragglers="lognormal:0.1", seed=3)
+    taken = [
+        sorted([event[name] for name in names] for event in found.events("replacement"))
+        for found in (one, two)
+    ]
+    assert taken[0] == taken[1] != []
+    for rank in range(8):
+        assert torch.equal(one.models[rank].weight, two.models[rank].weight)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"replacement_ratio": 1.5}, {"replacement_ratio": -0.1}, {"averaging_strategy": "median"}, {"momentum": 2.0},
+        {"cooldown": -1}, {"mode": "best"}, {"nan_policy": "ignore"}, {"replacement_mode": "luck"},
+        {"replacement_mode": "threshold"}, {"threshold": math.nan}, {"age_range": (5, 2)}, {"donors": 0},
+        {"average_every": 0}, {"rule": "add"}, {"averaging_strategy": "reset_weights"}, {"poll_interval_s": 0.0},
+    ],
+)  # fmt: skip
+def test_bad_parameters_are_refused_in_the_constructor(bad: dict[str, Any]) -> None:
+    """Before any run, with a message that names the parameter."""
+    with pytest.raises(ParameterError):
+        AsyncSelectiveAveragingPolicy(**{"model_builder": None, "average_every": 5, **bad})
+
+
+def test_unknown_parameters_are_refused() -> None:
+    """A misspelt name is an error, not a default."""
+    with pytest.raises(TypeError, match="replacment"):
+        AsyncSelectiveAveragingPolicy(None, 5, replacment_ratio=0.1)
+
+
+def test_a_coordinator_outside_the_group_is_refused() -> None:
+    """The message names the ranks that there are."""
+    with pytest.raises(UsageError, match="coordinator=9"):
+        walk(lambda comm: selective(comm, wiring=Wiring(coordinator=9)), steps=1)
+
+
+def test_optimizer_state_can_be_copied_from_the_donor() -> None:
+    """Moments travel with the weights on demand."""
+
+    def start(rank: int) -> tuple[Line, torch.optim.Optimizer]:
+        model = Line(float(rank))
+        optimizer = torch.optim.Adam(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, float(rank))
+        optimizer.step()
+        kept.append((model, optimizer))
+        return model, optimizer
+
+    kept: list[tuple[Line, torch.optim.Optimizer]] = []
+    walk(
+        lambda comm: selective(comm, "best_only", travels=Travels(optimizer_state="copy")),
+        steps=8,
+        start=start,
+    )
+    (mine, own), (theirs, other) = kept[0], kept[3]
+    assert torch.equal(own.state[mine.weight]["exp_avg"], other.state[theirs.weight]["exp_avg"])
