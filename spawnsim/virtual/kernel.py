@@ -121,7 +121,7 @@ class Task:
         return f"Task({self.name}, clock={self.clock:.6g})"
 
 
-class Carrier(greenlet):
+class Carrier(greenlet):  # type: ignore[misc]  # greenlet has no types
     """A greenlet that knows its task, so that code run by a task can find it without global state."""
 
     task: Task

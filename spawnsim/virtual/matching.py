@@ -14,115 +14,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from heapq import heappop, heappush
-from typing import Any, Protocol
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
-from spawnsim.virtual.kernel import Kernel, Task
-
-
-class Sender(Protocol):
-    """Who must hear that a message found its receive: a rendezvous or a synchronous send."""
-
-    def matched(self, message: Message, posted_s: float) -> None:
-        """Take note that the receive was posted at `posted_s`."""
-        ...
-
-
-class Message:
-    """One message. `source` is a rank of the communicator; times are absolute virtual seconds."""
-
-    __slots__ = ("arrival_s", "envelope_s", "nbytes", "number", "payload", "queued", "receive", "receive_s",
-                 "sender", "source", "tag")  # fmt: skip
-
-    def __init__(self, source: int, tag: int, payload: Any, nbytes: int) -> None:
-        self.source, self.tag, self.payload, self.nbytes = source, tag, payload, nbytes
-        self.envelope_s = 0.0  # when the receiver can first see it
-        self.arrival_s: float | None = None  # when its data are there; None: not known yet
-        self.receive_s = 0.0  # what taking it costs the receiver
-        self.number = 0
-        self.queued = False  # waits, unexpected, for its receive
-        self.sender: Sender | None = None
-        self.receive: Receive | None = None
-
-    def land(self, arrival_s: float) -> None:
-        """Fix the arrival of the data; completes the matched receive."""
-        self.arrival_s = arrival_s
-        if self.receive is not None:
-            self.receive.settle()
-
-
-class Completion:
-    """Something that ends at a time that may not be known yet: the kernel side of every request."""
-
-    __slots__ = ("finish_s", "heirs", "kernel", "waiter")
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
-        self.finish_s: float | None = None
-        self.waiter: Task | None = None
-        self.heirs: list[Joint] | None = None
-
-    def complete(self, finish_s: float) -> None:
-        """Fix the end and wake who waits for it."""
-        self.finish_s = finish_s
-        if self.waiter is not None:
-            self.kernel.resume(self.waiter)
-        for heir in self.heirs or ():
-            heir.part_over()
-
-
-class Joint(Completion):
-    """Over when all its parts are."""
-
-    __slots__ = ("parts",)
-
-    def __init__(self, kernel: Kernel, parts: Sequence[Completion]) -> None:
-        super().__init__(kernel)
-        self.parts = parts
-        for part in parts:
-            part.heirs = [*(part.heirs or ()), self]
-        self.part_over()
-
-    def part_over(self) -> None:
-        """Complete if this was the last part."""
-        ends = [part.finish_s for part in self.parts]
-        if self.finish_s is None and None not in ends:
-            self.complete(max((end for end in ends if end is not None), default=0.0))
-
-
-class Receive(Completion):
-    """A posted receive, complete once its message's data have arrived."""
-
-    __slots__ = ("message", "number", "posted_s", "source", "tag")
-
-    def __init__(self, kernel: Kernel, source: int, tag: int, posted_s: float) -> None:
-        super().__init__(kernel)
-        self.source, self.tag, self.posted_s = source, tag, posted_s
-        self.message: Message | None = None
-        self.number = 0
-
-    def accepts(self, message: Message) -> bool:
-        """Whether source and tag fit."""
-        return (self.source == message.source or self.source == ANY_SOURCE) and (
-            self.tag == message.tag or self.tag == ANY_TAG
-        )
-
-    def take(self, message: Message) -> None:
-        """Pair with a message, for good."""
-        self.message, message.receive = message, self
-        if message.sender is not None:
-            message.sender.matched(message, self.posted_s)
-        if message.arrival_s is not None:
-            self.settle()
-
-    def settle(self) -> None:
-        """Complete, now that the arrival of the data is known."""
-        message = self.message
-        assert message is not None and message.arrival_s is not None
-        if self.finish_s is None:
-            self.complete(max(self.posted_s, message.arrival_s) + message.receive_s)
+from spawnsim.virtual.completion import Completion, Message, Receive
+from spawnsim.virtual.kernel import Kernel
 
 
 class Mailbox:
@@ -134,6 +31,7 @@ class Mailbox:
         self.posted: dict[int, deque[Receive]] = {}  # by source; ANY_SOURCE holds the wildcards
         self.watchers: list[Completion] = []  # blocked probes: to be woken by any delivery
         self._numbers = 0
+        self._open = 0  # receives posted and not matched
         self._flying: list[tuple[float, int, int, Message]] | None = None  # a heap; not None: timed
         self._arrived: deque[Message] = (
             deque()
@@ -152,7 +50,7 @@ class Mailbox:
         if self._flying is not None:
             self._fly(message)
             self._set_alarm()
-        elif not self._hand_over(message):
+        elif not self._open or not self._hand_over(message):
             self._queue(message)
         if self.watchers:
             self._wake_watchers()
@@ -170,6 +68,24 @@ class Mailbox:
         if queue is None:
             queue = self.posted[receive.source] = deque()
         queue.append(receive)
+        self._open += 1
+
+    def ready(self, source: int, tag: int) -> Message | None:
+        """Return the eager message at the head of a named source's queue, if a receive would take that one now.
+
+        The short way of most receives: `take_ready` then takes it, and no `Receive` need be made.
+        """
+        queue = self.unexpected.get(source)
+        if queue and self._flying is None:
+            message = queue[0]
+            if message.sender is None and (tag == message.tag or tag == ANY_TAG):
+                return message
+        return None
+
+    def take_ready(self, message: Message) -> None:
+        """Take out what `ready` has just returned."""
+        self.unexpected[message.source].popleft()
+        message.queued = False
 
     def find(self, source: int, tag: int) -> Message | None:
         """Return the queued message that a receive or probe would get now: of a wildcard's, the first to arrive.
@@ -203,8 +119,12 @@ class Mailbox:
         """Withdraw a receive; False if it has matched already."""
         if receive.message is not None:
             return False
-        self.posted[receive.source].remove(receive)
+        self._withdraw(receive)
         return True
+
+    def _withdraw(self, receive: Receive) -> None:
+        self.posted[receive.source].remove(receive)
+        self._open -= 1
 
     def give_up(self, receive: Receive) -> None:
         """Withdraw a receive; a message that it has matched goes back to the head of its queue."""
@@ -242,7 +162,7 @@ class Mailbox:
                     break
         if first is None:
             return False
-        self.posted[first.source].remove(first)
+        self._withdraw(first)
         first.take(message)
         return True
 

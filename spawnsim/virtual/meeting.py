@@ -18,7 +18,7 @@ import numpy as np
 
 from spawnsim.errors import MismatchError
 from spawnsim.virtual.collectives import Edges, Finish, Plan
-from spawnsim.virtual.matching import Completion
+from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.world import World
 
 EARLY = {"bcast", "reduce", "gather", "scatter", "scan", "exscan"}  # some ranks may leave before all arrive

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from spawnsim.errors import ParameterError
+from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.compute import Sampler
 from spawnsim.virtual.kernel import Task
-from spawnsim.virtual.matching import Completion
 from spawnsim.virtual.waiting import await_one
 from spawnsim.virtual.world import Rank, World
 

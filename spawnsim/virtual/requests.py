@@ -14,7 +14,7 @@ from spawnsim.comm.failures import ERR_REQUEST, CallError
 from spawnsim.comm.handles import Handle
 from spawnsim.comm.status import Status
 from spawnsim.errors import UnsupportedError
-from spawnsim.virtual.matching import Completion, Joint
+from spawnsim.virtual.completion import Completion, Joint
 from spawnsim.virtual.waiting import WaitingForAny, await_any, await_one, finished
 from spawnsim.virtual.world import World
 
@@ -42,16 +42,18 @@ class Request(Handle):
     def __new__(cls, request: Request | None = None) -> Self:
         """Return a null request, or a copy of the handle of another."""
         self = super().__new__(cls)
-        self._identity = None if request is None else request._identity
-        for name in ("_completion", "_deliver", "_waiting", "_withdraw", "_world"):
-            setattr(self, name, None if request is None else getattr(request, name))
+        self._identity = self._completion = self._withdraw = None
+        if request is not None:
+            self._identity = request._identity
+            for name in ("_completion", "_deliver", "_waiting", "_withdraw", "_world"):
+                setattr(self, name, getattr(request, name, None))
         return self
 
     @classmethod
     def start(cls, world: World, completion: Completion, waiting: Any, deliver: Deliver = _nothing) -> Self:
         """Return a request over a completion; `deliver(status)` runs when it is collected."""
-        self = cls.__new__(cls)
-        self._identity = object()
+        self = super().__new__(cls)
+        self._identity, self._withdraw = object(), None
         self._world, self._completion, self._waiting, self._deliver = world, completion, waiting, deliver
         if world.ledger is not None:
             world.ledger.opened(completion, world.kernel.current.rank, waiting)
@@ -68,8 +70,11 @@ class Request(Handle):
 
     def wait(self, status: Status | None = None) -> Any:
         """Wait until the operation is over; return its object, if it has one."""
-        if self._completion is not None:
-            await_one(self._world, self._completion, self._waiting)
+        completion = self._completion
+        if completion is not None:
+            finish_s = completion.finish_s
+            if finish_s is None or finish_s > self._world.kernel.current.clock:
+                await_one(self._world, completion, self._waiting)
         return self._collect(status)
 
     def Wait(self, status: Status | None = None) -> bool:
@@ -147,12 +152,13 @@ class Request(Handle):
         if self._completion is None:
             _fill_empty(status)
             return None
-        filled = Status() if status is None else status
-        _fill_empty(filled)
-        self._close()
+        if status is not None:
+            fill(status, ANY_SOURCE, ANY_TAG, 0)
+        if self._world.ledger is not None:
+            self._close()
         deliver, self._completion = self._deliver, None
         self._retire()
-        return deliver(filled)
+        return None if deliver is _nothing else deliver(Status() if status is None else status)
 
     def _retire(self) -> None:
         self._identity = None

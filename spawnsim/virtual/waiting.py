@@ -12,12 +12,12 @@ from typing import Any
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.errors import RankFailed
+from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.kernel import Task, timeout
-from spawnsim.virtual.matching import Completion
 from spawnsim.virtual.world import World
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen would cost a microsecond a call
 class Waiting:
     """One pending operation. `members` are the world ranks of the communicator's peers, `peer` a rank among them."""
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-from spawnsim.virtual.matching import Completion, Mailbox, Message
+from spawnsim.virtual.completion import Completion, Message
+from spawnsim.virtual.matching import Mailbox
 from spawnsim.virtual.world import Rank, World
 
 
@@ -21,6 +22,13 @@ class Mode(Enum):
     STANDARD = "standard"
     SYNCHRONOUS = "synchronous"
     LOCAL = "local"  # buffered and ready sends: complete at once
+
+
+STANDARD, SYNCHRONOUS, LOCAL = (
+    Mode.STANDARD,
+    Mode.SYNCHRONOUS,
+    Mode.LOCAL,
+)  # an Enum's members are slow to name
 
 
 class Transfer(Completion):
@@ -64,30 +72,31 @@ class Rendezvous(Transfer):
         self.message.land(start_s + flight_s)
 
 
-def send(
-    world: World, dest: Rank, mailbox: Mailbox, message: Message, mode: Mode = Mode.STANDARD
-) -> Transfer | None:
-    """Send a message from the running task. Returns what to wait for, or None if the send is complete already."""
-    kernel = world.kernel
+def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD) -> Transfer | None:
+    """Send a message from the running task to the owner of a mailbox.
+
+    Returns what to wait for, or None if the send is complete already.
+    """
+    kernel, dest, nbytes = world.kernel, mailbox.rank, message.nbytes
     task = kernel.current
     source = world.ranks[task.rank]
-    rendezvous = message.nbytes > world.network.eager_bytes and mode is not Mode.LOCAL
-    send_s, inject_s, flight_s, message.receive_s = world.network.cost(
-        source.id, dest.id, 0 if rendezvous else message.nbytes
-    )
-    begin_s = task.clock if task.clock > source.nic_free_s else source.nic_free_s
+    now_s = task.clock
+    rendezvous = nbytes > world.network.eager_bytes and mode is not LOCAL
+    send_s, inject_s, flight_s, receive_s = world.network.cost(task.rank, dest, 0 if rendezvous else nbytes)
+    begin_s = now_s if now_s > source.nic_free_s else source.nic_free_s
     source.nic_free_s = begin_s + inject_s
     message.envelope_s = begin_s + flight_s
+    message.receive_s = receive_s
     source.messages += 1
-    source.nbytes += message.nbytes
-    source.trace.note((task.clock, 1, dest.id, message.nbytes, message.tag))
+    source.nbytes += nbytes
+    source.trace.note((now_s, 1, dest, nbytes, message.tag))
     transfer: Transfer | None = None
     if rendezvous:
-        transfer = Rendezvous(world, source, dest)
+        transfer = Rendezvous(world, source, world.ranks[dest])
     else:
         message.arrival_s = message.envelope_s
-        if mode is Mode.SYNCHRONOUS:
-            transfer = Acknowledged(world, source, dest)
+        if mode is SYNCHRONOUS:
+            transfer = Acknowledged(world, source, world.ranks[dest])
     if transfer is not None:
         transfer.message, message.sender = message, transfer  # type: ignore[assignment]
     kernel.effect()

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 from greenlet import GreenletExit
 
 from spawnsim.random import Streams
+from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.kernel import Kernel, Task
+from spawnsim.virtual.network import Network
 from spawnsim.virtual.trace import Trace
 
 
@@ -30,7 +32,7 @@ class Recorder(Protocol):
         ...
 
 
-class RankDied(GreenletExit):
+class RankDied(GreenletExit):  # type: ignore[misc]  # greenlet has no types
     """Ends a rank's program where it stands when its time has come. No `except Exception` catches it."""
 
 
@@ -84,8 +86,8 @@ class World:
     kernel: Kernel
     ranks: list[Rank]
     platform: Any
-    network: Any
-    timing: Any  # `collectives.Timing`
+    network: Network
+    timing: Timing
     recorder: Recorder
     seed: int
     plan: Any = None

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from spawnsim.virtual import wire
 from spawnsim.virtual.collectives.timing import Plan, Step
-from spawnsim.virtual.matching import Mailbox, Message, Receive
+from spawnsim.virtual.completion import Message, Receive
+from spawnsim.virtual.matching import Mailbox
 from spawnsim.virtual.waiting import Waiting, await_one
 from spawnsim.virtual.world import World
 
@@ -61,8 +62,7 @@ class Performer:
         members = self.group.everyone
         for dest, nbytes in step.sends:
             message = Message(self.me, tag, None, round(nbytes))
-            to = self.world.ranks[members[dest]]
-            wire.send(self.world, to, self.group.mailbox(to.id), message, wire.Mode.LOCAL)
+            wire.send(self.world, self.group.mailbox(members[dest]), message, wire.LOCAL)
 
     def _take(self, source: int, nbytes: int, tag: int) -> None:
         kernel, members = self.world.kernel, self.group.everyone

@@ -14,7 +14,8 @@ from spawnsim.comm.failures import ERR_COMM, ERR_RANK, ERR_ROOT, ERR_TAG, CallEr
 from spawnsim.comm.handles import Attributed
 from spawnsim.comm.info import Info
 from spawnsim.errors import Revoked
-from spawnsim.virtual.matching import Completion, Mailbox
+from spawnsim.virtual.completion import Completion
+from spawnsim.virtual.matching import Mailbox
 from spawnsim.virtual.meeting import Call, Meeting, WaitingForMeeting
 from spawnsim.virtual.waiting import await_one
 from spawnsim.virtual.world import Rank, World
@@ -132,6 +133,16 @@ class Member(Attributed):
 
     def _check_peer(self, peer: int, tag: int) -> None:
         """Refuse a rank or tag out of range; `peer` is not PROC_NULL."""
+        if (
+            self._identity is None
+            or self._context.revoked_s is not None
+            or not 0 <= peer < len(self._peers)
+            or not 0 <= tag <= TAG_UB
+        ):
+            self._refuse_peer(peer, tag)
+
+    def _refuse_peer(self, peer: int, tag: int) -> None:
+        """Raise what is wrong, if it is wrong already."""
         self._need()
         if not 0 <= peer < len(self._peers):
             raise CallError(

@@ -34,15 +34,11 @@ def pack(spec: Any) -> Any:
 
 def unpack(spec: Any, payload: Any) -> None:
     """Write a payload into a buffer. A payload longer than the buffer is an error that changes nothing."""
-    if (
-        type(spec) is np.ndarray
-        and type(payload) is bytes
-        and spec.nbytes >= len(payload)
-        and spec.flags.c_contiguous
-        and spec.flags.writeable
-        and spec.dtype.kind in "fiucb"
-    ):
-        memoryview(spec).cast("B")[: len(payload)] = payload
+    if type(spec) is np.ndarray and type(payload) is bytes:
+        try:
+            spec.data.cast("B")[: len(payload)] = payload
+        except (TypeError, ValueError):  # empty, strided, read-only, too short, or of a type that needs care
+            as_buffer(spec).unpack(np.frombuffer(payload, np.uint8))
         return
     data = np.frombuffer(payload, np.uint8) if type(payload) is bytes else payload
     as_buffer(spec).unpack(data)

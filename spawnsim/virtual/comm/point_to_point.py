@@ -12,12 +12,10 @@ from spawnsim.comm.status import Status
 from spawnsim.errors import WorldError
 from spawnsim.virtual.comm.context import Member
 from spawnsim.virtual.comm.payload import dumps, loads, pack, unpack
-from spawnsim.virtual.matching import Message, Receive
+from spawnsim.virtual.completion import Message, Receive
 from spawnsim.virtual.requests import Request, fill
 from spawnsim.virtual.waiting import Waiting, await_one, check_alive
-from spawnsim.virtual.wire import Mode, Transfer, send
-
-STANDARD, SYNCHRONOUS, LOCAL = Mode.STANDARD, Mode.SYNCHRONOUS, Mode.LOCAL
+from spawnsim.virtual.wire import LOCAL, STANDARD, SYNCHRONOUS, Mode, Transfer, send
 
 
 class Transport(Member):
@@ -31,11 +29,11 @@ class Transport(Member):
             self._need()
             return None
         self._check_peer(dest, tag)
-        world, target = self._world, self._peers[dest]
+        world = self._world
         if world.failed:
             check_alive(world, self._waiting("Send", dest, tag, "dest"))
         message = Message(self._me, tag, payload, len(payload) if type(payload) is bytes else payload.nbytes)
-        return send(world, world.ranks[target], self._context.mailbox(target), message, mode)
+        return send(world, self._context.mailbox(self._peers[dest]), message, mode)
 
     def _deliver(self, payload: Any, dest: int, tag: int, mode: Mode, operation: str) -> None:
         """Send and wait until the program may go on."""
@@ -55,6 +53,30 @@ class Transport(Member):
 
     def _accept(self, source: int, tag: int, operation: str) -> Message:
         """Receive one message, blocking."""
+        if source >= 0:
+            self._check_source(source, tag)
+            message = self._mailbox.ready(source, tag)
+            if message is not None and self._take_now(message):
+                return message
+        return self._accept_later(source, tag, operation)
+
+    def _take_now(self, message: Message) -> bool:
+        """Take a message whose data are on their way, without parking; False if that would pass the deadline."""
+        task = self._world.kernel.current
+        finish_s, arrival_s = task.clock, message.arrival_s
+        if arrival_s is None or arrival_s + message.receive_s > finish_s + task.deadline_s:
+            return False
+        self._mailbox.take_ready(message)
+        finish_s = (arrival_s if arrival_s > finish_s else finish_s) + message.receive_s
+        if finish_s > task.clock:
+            self._rank.reach(task, finish_s)
+            if self._rank.company:  # its memory is exposed: what it does next must be done at its own time
+                self._world.kernel.observe()
+        self._rank.trace.note((task.clock, 3, message.source, message.nbytes, message.tag))
+        return True
+
+    def _accept_later(self, source: int, tag: int, operation: str) -> Message:
+        """Receive one message that may have to be waited for."""
         receive = self._post(source, tag)
         try:
             await_one(self._world, receive, self._waiting(operation, source, tag))
@@ -159,9 +181,10 @@ class Objects(Transport):
         recvtag: int = ANY_TAG, status: Status | None = None,
     ) -> Any:  # fmt: skip
         """Send one object and receive another, without deadlock."""
-        request = self._isend(dumps(sendobj), dest, sendtag, STANDARD, "sendrecv")
+        transfer = self._dispatch(dumps(sendobj), dest, sendtag, STANDARD)
         received = self.recv(recvbuf, source, recvtag, status)
-        request.wait()
+        if transfer is not None:
+            await_one(self._world, transfer, self._waiting("sendrecv", dest, sendtag, "dest"))
         return received
 
 
@@ -217,9 +240,10 @@ class Buffers(Transport):
         recvtag: int = ANY_TAG, status: Status | None = None,
     ) -> None:  # fmt: skip
         """Send one buffer and receive into another, without deadlock."""
-        request = self._isend(pack(sendbuf), dest, sendtag, STANDARD, "Sendrecv")
+        transfer = self._dispatch(pack(sendbuf), dest, sendtag, STANDARD)
         self.Recv(recvbuf, source, recvtag, status)
-        request.wait()
+        if transfer is not None:
+            await_one(self._world, transfer, self._waiting("Sendrecv", dest, sendtag, "dest"))
 
     def Sendrecv_replace(
         self, buf: Any, dest: int, sendtag: int = 0, source: int = ANY_SOURCE, recvtag: int = ANY_TAG,

@@ -10,9 +10,9 @@ from spawnsim.comm.handles import Handle
 from spawnsim.comm.status import Status
 from spawnsim.virtual.comm.payload import loads, unpack
 from spawnsim.virtual.comm.point_to_point import Transport, receive_nothing
+from spawnsim.virtual.completion import Completion, Receive
+from spawnsim.virtual.completion import Message as Letter
 from spawnsim.virtual.kernel import current_world
-from spawnsim.virtual.matching import Completion, Receive
-from spawnsim.virtual.matching import Message as Letter
 from spawnsim.virtual.requests import Request, fill
 from spawnsim.virtual.waiting import check_alive
 

@@ -18,7 +18,7 @@ from spawnsim.comm.group import Group
 from spawnsim.comm.recovery import Capabilities, Recovery
 from spawnsim.errors import Revoked, UnsupportedError
 from spawnsim.virtual.comm.context import Context, Member
-from spawnsim.virtual.matching import Completion
+from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.requests import Request
 from spawnsim.virtual.waiting import Waiting, await_one
 

@@ -14,12 +14,12 @@ from spawnsim.comm.failures import ERR_RANK, ERR_RMA_SYNC, ERR_WIN, CallError
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import Attributes
 from spawnsim.comm.info import Info
-from spawnsim.virtual.comm.point_to_point import STANDARD
 from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.meeting import Call
 from spawnsim.virtual.onesided.service import Windows
 from spawnsim.virtual.requests import Request
 from spawnsim.virtual.waiting import Waiting, await_one
+from spawnsim.virtual.wire import STANDARD
 
 POST, COMPLETE = 1, 2  # tags of the active-target epochs
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spawnsim.comm.constants import LOCK_EXCLUSIVE
-from spawnsim.virtual.matching import Completion
+from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.world import Rank, World
 
 FIRST = -1  # the "rank" of a service in the order of ties: before the target's own next step

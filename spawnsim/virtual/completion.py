@@ -1,0 +1,118 @@
+"""What takes time between two ranks: messages, and completions that end when the time is known.
+
+This room knows times and who waits. It must not know mailboxes, buffers or networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
+from spawnsim.virtual.kernel import Kernel, Task
+
+
+class Sender(Protocol):
+    """Who must hear that a message found its receive: a rendezvous or a synchronous send."""
+
+    def matched(self, message: Message, posted_s: float) -> None:
+        """Take note that the receive was posted at `posted_s`."""
+        ...
+
+
+class Message:
+    """One message. `source` is a rank of the communicator; times are absolute virtual seconds."""
+
+    # Defaults of the class, not of each message: most messages never touch them, and a ring makes 300,000 a second.
+    envelope_s: float = 0.0  # when the receiver can first see it
+    arrival_s: float | None = None  # when its data are there; None: not known yet
+    receive_s: float = 0.0  # what taking it costs the receiver
+    number: int = 0
+    queued: bool = False  # waits, unexpected, for its receive
+    sender: Sender | None = None
+    receive: Receive | None = None  # that is to hear of the arrival
+
+    def __init__(self, source: int, tag: int, payload: Any, nbytes: int) -> None:
+        self.source, self.tag, self.payload, self.nbytes = source, tag, payload, nbytes
+
+    def land(self, arrival_s: float) -> None:
+        """Fix the arrival of the data; completes the matched receive."""
+        self.arrival_s = arrival_s
+        receive, self.receive = self.receive, None
+        if receive is not None:
+            receive.settle()
+
+
+class Completion:
+    """Something that ends at a time that may not be known yet: the kernel side of every request."""
+
+    __slots__ = ("finish_s", "heirs", "kernel", "waiter")
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.finish_s: float | None = None
+        self.waiter: Task | None = None
+        self.heirs: list[Joint] | None = None
+
+    def complete(self, finish_s: float) -> None:
+        """Fix the end and wake who waits for it."""
+        self.finish_s = finish_s
+        if self.waiter is not None:
+            self.kernel.resume(self.waiter)
+        if self.heirs is not None:
+            for heir in self.heirs:
+                heir.part_over()
+
+
+class Joint(Completion):
+    """Over when all its parts are."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, kernel: Kernel, parts: Sequence[Completion]) -> None:
+        super().__init__(kernel)
+        self.parts = parts
+        for part in parts:
+            part.heirs = [*(part.heirs or ()), self]
+        self.part_over()
+
+    def part_over(self) -> None:
+        """Complete if this was the last part."""
+        ends = [part.finish_s for part in self.parts]
+        if self.finish_s is None and None not in ends:
+            self.complete(max((end for end in ends if end is not None), default=0.0))
+
+
+class Receive(Completion):
+    """A posted receive, complete once its message's data have arrived."""
+
+    __slots__ = ("message", "number", "posted_s", "source", "tag")
+
+    def __init__(self, kernel: Kernel, source: int, tag: int, posted_s: float) -> None:
+        super().__init__(kernel)
+        self.source, self.tag, self.posted_s = source, tag, posted_s
+        self.message: Message | None = None
+        self.number = 0
+
+    def accepts(self, message: Message) -> bool:
+        """Whether source and tag fit."""
+        return (self.source == message.source or self.source == ANY_SOURCE) and (
+            self.tag == message.tag or self.tag == ANY_TAG
+        )
+
+    def take(self, message: Message) -> None:
+        """Pair with a message, for good."""
+        self.message = message
+        if message.arrival_s is None:
+            message.receive = self
+        if message.sender is not None:
+            message.sender.matched(message, self.posted_s)
+        if message.arrival_s is not None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Complete, now that the arrival of the data is known."""
+        message = self.message
+        assert message is not None and message.arrival_s is not None
+        if self.finish_s is None:
+            self.complete(max(self.posted_s, message.arrival_s) + message.receive_s)
