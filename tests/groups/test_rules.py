@@ -210,5 +210,13 @@ def test_partners() -> None:
     rng = np.random.default_rng(0)
     assert [partner("ring", r, 4, round_=0, rng=rng) for r in range(4)] == [1, 2, 3, 0]
     assert [partner("shift_one", r, 6, round_=1, rng=rng) for r in range(6)] == [4, 5, 3, None, None, None]
+    odd = {
+        frozenset((r, p))
+        for t in range(10)
+        for r in range(5)
+        if (p := partner("shift_one", r, 5, round_=t, rng=rng)) is not None
+    }
+    assert {rank for pair in odd for rank in pair} == set(range(5))
+    assert all(len(pair) == 2 for pair in odd)
     assert {partner("random", 2, 5, round_=0, rng=rng, absent={0}) for _ in range(99)} == {1, 3, 4}
     assert partner("random", 0, 1, round_=0, rng=rng) is None

@@ -147,6 +147,7 @@ class Butterfly:
         self._heard = dict.fromkeys(group.ranks, now_s)
         self._unsent = self._outgoing(vector.read()) if self.sends else iter(())
         self.sent_all = not self.sends
+        self._reduce()  # without senders there is nothing to wait for
 
     # ------------------------------------------------------------------------------------------------ sending
     def _outgoing(self, values: list[Values]) -> Iterator[Outgoing]:

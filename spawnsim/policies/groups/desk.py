@@ -53,10 +53,10 @@ class Desk:
         for rank, word in words:
             self.post.send(rank, word)
 
-    def progress(self) -> None:
-        """Handle all that has arrived and all that is due; never waits. Calls from two threads exclude each other."""
+    def progress(self) -> bool:
+        """Handle all that has arrived and all that is due; never waits. False if another thread is at it."""
         if not self._busy.acquire(blocking=False):
-            return
+            return False
         try:
             arrived = self.post.poll()
             now_s = self.comm.clock.now()
@@ -66,6 +66,7 @@ class Desk:
             self.owner.tick(now_s, dead, self.asker.tick(now_s))
         finally:
             self._busy.release()
+        return True
 
     def _route(self, source: int, word: Word, now_s: float) -> None:
         if word.kind is Kind.DECLARE:
@@ -111,8 +112,10 @@ class Desk:
 
     def _go_on(self) -> None:
         while not self._stopping:
-            self.progress()
-            self._nap(self.comm.clock.now(), self.settings.poll_interval_s * 10)
+            if self.progress():
+                self._nap(self.comm.clock.now(), self.settings.poll_interval_s * 10)
+            else:
+                self.comm.clock.sleep(self.settings.poll_interval_s)
 
     def stop(self, timeout_s: float) -> bool:
         """End the background's progress; return whether it ended in time."""

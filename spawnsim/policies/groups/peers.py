@@ -30,14 +30,16 @@ def partner(
     """Return the rank to ask in this round, or None.
 
     ring: the successor (every edge is used once when all have asked). shift_one: the lower half asks the upper one,
-    shifted by one each round. random: anyone who is not known to be absent.
+    shifted by one each round (an odd number of ranks takes turns in sitting out). random: anyone who is not known to
+    be absent.
     """
     if mode == "ring":
         peer = (rank + 1) % size
         return peer if size > 1 and not (size == 2 and rank == 1) else None
     if mode == "shift_one":
-        half = size // 2
-        return half + (round_ + rank) % half if rank < half else None
+        half, shift = size // 2, round_ if size % 2 else 0
+        place = (rank + shift) % size
+        return (half + (round_ + place) % half - shift) % size if place < half else None
     others = [other for other in range(size) if other != rank and other not in absent]
     return int(others[rng.integers(len(others))]) if others else None
 
