@@ -19,8 +19,9 @@ help:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+$(INSTALLED): pyproject.toml constraints.txt studies/gfn_requirements.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,mpi,demo,report]"
+	$(BIN)/python -m pip install --quiet --no-deps -r studies/gfn_requirements.txt
 	@touch $@
 
 install: $(INSTALLED)

@@ -1,0 +1,69 @@
+"""Real users' job: torchgfn trains on its own HyperGrid with our policies, on virtual ranks and under mpiexec."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import spawnsim
+
+STUDY = Path(__file__).parents[1] / "studies" / "gfn_hypergrid.py"
+SMALL = {"iterations": 12, "average_every": 3, "hidden": 16, "height": 8}
+
+
+def run(out: Path, *where: str, **parameters: object) -> spawnsim.Run:
+    """Run the study from the command line, as its users do."""
+    settings = [f"--set={name}={value}" for name, value in (SMALL | parameters).items()]
+    line = [
+        sys.executable,
+        "-m",
+        "spawnsim",
+        "run",
+        str(STUDY),
+        *where,
+        "--seed",
+        "7",
+        "--out",
+        str(out),
+        *settings,
+    ]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return spawnsim.Run.load(out)
+
+
+def test_the_package_is_the_one_that_users_have() -> None:
+    """2.4.1, from the index."""
+    assert metadata.version("torchgfn") == "2.4.1"
+
+
+@pytest.mark.parametrize("policy", ["average", "selective", "one-sided"])
+def test_torchgfn_trains_on_virtual_ranks(policy: str, tmp_path: Path) -> None:
+    """Every policy exchanges models of torchgfn, logZ included, and modes are found."""
+    found = run(tmp_path, "--ranks", "8", "--compute", "20 ms", policy=policy)
+    assert found.totals["iterations"] == SMALL["iterations"]
+    assert found.table["averaged_this_iteration"].any()
+    assert (found.totals["replacements"] > 0) == (policy != "average")
+    assert [event["together"] > 0 for event in found.events if event["kind"] == "modes"] == [True]
+
+
+@pytest.mark.mpi
+def test_torchgfn_trains_the_same_on_mpi(tmp_path: Path) -> None:
+    """Four processes and four virtual ranks average the same models: losses, modes and logZ are equal, bit for bit."""
+    parameters = {"policy": "average", "gradients": "true"}
+    real = run(tmp_path / "real", "--backend", "mpi", "-n", "4", **parameters)
+    virtual = run(tmp_path / "virtual", "--ranks", "4", "--compute", "20 ms", **parameters)
+    for name in ("rank", "iteration", "loss", "logZ", "modes_found"):
+        assert real.table[name].tolist() == virtual.table[name].tolist(), name
+
+
+@pytest.mark.mpi
+def test_torchgfn_trains_with_replacement_on_mpi(tmp_path: Path) -> None:
+    """Nobody hangs, all ranks end, and ranks are replaced."""
+    found = run(tmp_path, "--backend", "mpi", "-n", "4", policy="selective", iterations=40)
+    assert found.totals["iterations"] == 40
+    assert found.totals["replacements"] > 0
