@@ -16,16 +16,19 @@ from typing import Any
 
 from spawnsim.errors import ParameterError
 from spawnsim.run import Run, run
+from spawnsim.run.unmodified import is_unmodified, refuse_arguments
 
 WORDS = {"true": True, "false": False, "null": None}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the subcommand."""
-    options = parser().parse_args(argv)
+    options, script_arguments = parse(argv)
     if options.backend != "virtual":
         from spawnsim.cli.real import run_real
 
+        refuse_arguments(script_arguments)
+        options.deadline = 30.0 if options.deadline is None else options.deadline
         return run_real(options, parameters(options.set))
     if options.ranks is None:
         raise ParameterError("how many virtual ranks? Give --ranks N")
@@ -42,7 +45,11 @@ def main(argv: Sequence[str]) -> int:
             deadline_s=options.deadline,
             progress=sys.stderr.isatty() and not options.quiet,
             parameters=parameters(options.set),
+            argv=script_arguments,
+            options=program_options(options),
         )
+    if not options.quiet:
+        tell(result.what)
     show(result, as_json=options.json, quiet=options.quiet, out=options.out)
     return 0
 
@@ -54,6 +61,36 @@ def show(result: Run, *, as_json: bool, quiet: bool, out: Path | None) -> None:
     elif not quiet:
         facts = {**result.totals, "folder": out}
         print("\n".join(f"{name:16} {_text(value)}" for name, value in facts.items() if value is not None))
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the arguments that are a script's own: all after `--`, and all that are not known.
+
+    A file with a `main(comm)` takes none.
+    """
+    own, dashes, rest = list(argv), "--" in argv, []
+    if dashes:
+        own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
+    options, unknown = parser().parse_known_args(own)
+    takes_any = options.backend != "virtual" or (options.file.is_file() and is_unmodified(options.file))
+    if (unknown or rest) and not takes_any:
+        parser().error(f"unrecognized arguments: {' '.join(unknown + rest)}")
+    return options, unknown + rest
+
+
+def program_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return how an unmodified program is run."""
+    return {
+        "prefix": not options.no_prefix, "virtual_time": options.virtual_time, "private": tuple(options.private),
+        "futures": options.futures,
+    }  # fmt: skip
+
+
+def tell(what: Mapping[str, Any]) -> None:
+    """Print what the user of an unmodified program should know."""
+    for kind in ("note", "warning"):
+        for sentence in what.get(f"{kind}s", ()):
+            print(f"spawnsim: {kind}: {sentence}", file=sys.stderr)
 
 
 def _text(value: Any) -> str:
@@ -97,25 +134,29 @@ def parser() -> argparse.ArgumentParser:
     """Return the options of `spawnsim run`."""
     parser = argparse.ArgumentParser(
         prog="spawnsim run",
-        description="Run a file that defines main(comm) on virtual ranks, or (--backend) on real ones.",
+        description="Run a file that defines main(comm) on virtual ranks, or (--backend) on real ones; or an "
+        "unmodified mpi4py program on virtual ranks. What is not an option here, and all after --, are its arguments.",
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("file", type=Path, help="Python file that defines main(comm)")
+    add("file", type=Path, help="Python file that defines main(comm), or an mpi4py program")
     add("-n", "--ranks", type=int, metavar="N", help="how many ranks; real ones are started with mpiexec")
     add("--backend", choices=("virtual", "mpi", "torch"), default="virtual", help="default: virtual")
     add("--platform", metavar="P", help="virtual network: a name (see `spawnsim list`) or a TOML file")
     add("--straggler", metavar="S", help="virtual compute times, such as lognormal:0.3 or pareto:2.5")
     add("--faults", metavar="F", help="virtual fault plan")
     add(
-        "--compute", metavar="S", help="seconds of a comm.compute() that states none, such as 0.005 or '5 ms'"
+        "--compute",
+        metavar="S",
+        help="seconds of a comm.compute() that states none, such as 0.005 or '5 ms'; of an mpi4py program: what "
+        "computing between two calls costs: none, '5 us', file.py:12=2ms, measured, 'measured*2'",
     )
     add("--seed", type=int, default=0, metavar="K", help="of every random stream; default: 0")
     add(
         "--deadline",
         type=float,
-        default=30.0,
         metavar="S",
-        help="seconds that one call may wait; default: 30",
+        help="seconds that one call may wait; default: 30; of an mpi4py program on virtual ranks: no limit",
     )
     add(
         "--set",
@@ -124,7 +165,25 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="a keyword argument of main; repeatable",
     )
+    _add_program_options(parser)
     add("--out", type=Path, metavar="DIR", help="run folder to write: run.json, metrics.npz, events.jsonl")
     add("--json", action="store_true", help="print the totals as one JSON object, and nothing else")
     add("--quiet", action="store_true", help="no progress bar, no totals")
     return parser
+
+
+def _add_program_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("unmodified mpi4py programs")
+    group.add_argument("--no-prefix", action="store_true", help="print lines without [rank 3] in front")
+    group.add_argument(
+        "--virtual-time", choices=("all", "sleep", "none"), default="all",
+        help="which of time.time(), time.perf_counter(), …, and time.sleep() are virtual; default: all",
+    )  # fmt: skip
+    group.add_argument(
+        "--private", action="append", default=[], metavar="PACKAGE",
+        help="an installed package that each rank imports for itself; repeatable",
+    )  # fmt: skip
+    group.add_argument(
+        "--futures", action="store_true",
+        help="rank 0 alone runs the program, the others work for its MPIPoolExecutor",
+    )  # fmt: skip

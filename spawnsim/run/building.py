@@ -7,7 +7,8 @@ one function.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,15 @@ def run(
     seed: int = 0,
     out: str | Path | None = None,
     compute: Any = None,
-    deadline_s: float = 30.0,
+    deadline_s: float | None = None,
     progress: bool | Progress = False,
     parameters: Mapping[str, Any] | None = None,
+    argv: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> Run:
     """Run `main(comm, **parameters)` on virtual ranks and return what they recorded.
+
+    A file without a `main(comm)` is an mpi4py program: it runs whole, unmodified, on every rank.
 
     The same seed gives the same run, bit for bit.
 
@@ -50,17 +55,26 @@ def run(
         out: run folder to write; also on errors, with what was recorded until then.
         compute: what `comm.compute()` takes where the program states nothing: seconds, text such as "5 ms", or a
             recorded run's folder.
-        deadline_s: virtual seconds that one call may wait before it ends in `Timeout`.
+        deadline_s: virtual seconds that one call may wait before it ends in `Timeout`; None: 30, and in an
+            unmodified program no limit.
         progress: True for a bar on the terminal, or a function that is told.
         parameters: keyword arguments for `main`.
+        argv: arguments of an unmodified program.
+        options: how an unmodified program is run: see `spawnsim.virtual.programs.Script`.
 
     Raises:
         ParameterError: a parameter has no meaning; nothing ran.
         RankError: `main` raised on a rank; `__cause__` is its exception.
         SpawnsimError: another way in which a run can end, such as `Deadlock`.
     """
-    task = program(main, parameters)
     _check(ranks, seed, deadline_s)
+    if isinstance(main, (str, Path)) and _whole(Path(main)):
+        return _run_whole(
+            Path(main), argv, options, ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
+            compute=compute, out=None if out is None else Path(out), deadline_s=deadline_s, progress=progress,
+        )  # fmt: skip
+    task = program(main, parameters)
+    deadline_s = 30.0 if deadline_s is None else deadline_s
     what = describe(
         task, backend="virtual", ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
         compute=compute, deadline_s=deadline_s,
@@ -74,12 +88,34 @@ def run(
     return keeper.run
 
 
+def _whole(path: Path) -> bool:
+    from spawnsim.run.unmodified import is_unmodified
+
+    return is_unmodified(path)
+
+
+def _run_whole(
+    path: Path, argv: Sequence[str], options: Mapping[str, Any] | None, **circumstances: Any
+) -> Run:
+    from spawnsim.run.unmodified import Script, run_unmodified
+
+    return run_unmodified(Script(path, tuple(argv), dict(options or {})), **circumstances)
+
+
 def _simulate(main: Main, **arguments: Any) -> Any:
     from spawnsim.virtual import simulate
+
+    with aborting():
+        return simulate(main, **arguments)
+
+
+@contextmanager
+def aborting() -> Iterator[None]:
+    """Turn a program's `Abort` into a `RankError` with its exit status."""
     from spawnsim.virtual.comm.management import ProgramAbort
 
     try:
-        return simulate(main, **arguments)
+        yield
     except ProgramAbort as abort:
         text = f"rank {abort.rank} called Abort({abort.errorcode}) at {abort.time_s:.6g} s"
         error = RankError(abort.rank, abort.time_s, text)
@@ -95,11 +131,18 @@ def _bar(progress: bool | Progress, task: Program, recorder: Recorder, ranks: in
     return Listener(progress or None)
 
 
-def _check(ranks: Any, seed: Any, deadline_s: float) -> None:
+def listener(progress: bool | Progress, recorder: Recorder, ranks: int) -> Any:
+    """Return what is told of a run's progress, as a context."""
+    from spawnsim.run.bar import Bar, Listener
+
+    return Bar(recorder, ranks=ranks, iterations=None) if progress is True else Listener(progress or None)
+
+
+def _check(ranks: Any, seed: Any, deadline_s: float | None) -> None:
     for name, value, least in (("ranks", ranks, 1), ("seed", seed, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ParameterError(f"{name}={value!r}: give an integer of at least {least}")
-    if not deadline_s > 0:
+    if deadline_s is not None and not deadline_s > 0:
         raise ParameterError(f"deadline_s={deadline_s!r}: give seconds above 0")
 
 

@@ -117,13 +117,17 @@ def require_main(path: Path) -> None:
 
 def has_main(path: Path) -> bool:
     """Return whether a file binds the name `main` at its top level. Reads the file, and runs nothing of it."""
+    return any("main" in _bound(statement) for statement in tree_of(path).body)
+
+
+def tree_of(path: Path) -> ast.Module:
+    """Return a file's syntax tree. Raises `ParameterError` if there is no such file, or it is no Python."""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        return ast.parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise ParameterError(f"cannot read {path}: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:
         raise ParameterError(f"{path} is no Python program: {error}") from error
-    return any("main" in _bound(statement) for statement in tree.body)
 
 
 def _bound(statement: ast.stmt) -> set[str]:

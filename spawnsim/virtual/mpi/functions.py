@@ -24,7 +24,7 @@ from spawnsim.virtual.world import Rank, World
 TICK_S = 1e-9
 SPIN_S = 1e-6  # what a look at the clock costs a program that does nothing but look
 PATIENCE = 64  # looks in a row before the program counts as spinning
-STATE, LOOKS = "MPI.state", "MPI.looks"
+STATE, LOOKS, OPTIONS = "MPI.state", "MPI.looks", "mpi4py.rc"  # what a rank holds for this room
 VERSION = (4, 1)
 
 
@@ -69,7 +69,9 @@ def Finalize() -> None:
 
 def Is_initialized() -> bool:
     """Return whether MPI has begun: it has, unless the program asked it to wait for Init."""
-    return bool(_here().attachments.get(STATE, "initialized") != "waiting")
+    held_here = _here().attachments
+    options = held_here.get(OPTIONS)
+    return STATE in held_here or options is None or bool(options.initialize)
 
 
 def Is_finalized() -> bool:

@@ -17,16 +17,19 @@ from typing import Any
 
 from greenlet import GreenletExit
 
-from spawnsim.errors import ParameterError, RankError
+from spawnsim.errors import Deadlock, ParameterError, RankError
 from spawnsim.virtual.cluster import Cluster, Progress, Setting, Totals
+from spawnsim.virtual.comm.calling import COMM_WORLD
 from spawnsim.virtual.comm.payload import pickler
 from spawnsim.virtual.kernel import current_task
+from spawnsim.virtual.mpi.functions import OPTIONS
 from spawnsim.virtual.programs.clocks import virtual_time
 from spawnsim.virtual.programs.generators import Generators, per_rank
 from spawnsim.virtual.programs.imports import OwnModules
 from spawnsim.virtual.programs.ledger import Ledger
 from spawnsim.virtual.programs.output import Lines
 from spawnsim.virtual.programs.package import installed_as_mpi4py
+from spawnsim.virtual.programs.pool import Pool, serve
 from spawnsim.virtual.programs.processes import Processes
 from spawnsim.virtual.programs.tolls import Cost, Tolls
 from spawnsim.virtual.world import Recorder
@@ -98,7 +101,7 @@ class Carrier:
             try:
                 return self.cluster.run()
             except BaseException as error:
-                self._tell_of_exits(error)
+                self._tell_more(error)
                 raise
 
     @contextmanager
@@ -109,7 +112,9 @@ class Carrier:
             stack.callback(pickler.__init__)  # type: ignore[misc]
             stack.callback(self.err.finish)
             stack.callback(self.out.finish)
-            stack.enter_context(installed_as_mpi4py())
+            options = stack.enter_context(installed_as_mpi4py())
+            for rank in self.cluster.world.ranks:
+                rank.attachments[OPTIONS] = options
             stack.enter_context(virtual_time(self.script.virtual_time))
             stack.enter_context(per_rank(self.processes.generators))
             stack.enter_context(self.tolls.collected())
@@ -141,15 +146,29 @@ class Carrier:
     def _execute(self) -> None:
         main: Any = sys.modules["__main__"]
         main.__file__, main.__builtins__, main.__cached__ = str(self.script.path), builtins, None
-        exec(self.code, main.__dict__)
+        if not self.script.futures:
+            exec(self.code, main.__dict__)
+        elif _rank() == 0:
+            pool = self.cluster.world.here().attachments["futures"] = Pool(COMM_WORLD, 0)
+            try:
+                exec(self.code, main.__dict__)
+            finally:
+                pool.stop()
+        else:
+            main.__name__ = "__worker__"
+            exec(self.code, main.__dict__)
+            serve(COMM_WORLD, 0)
 
     def _run_at_exit(self) -> None:
         process = self.processes.calling()
         while process is not None and process.at_exit:
             process.at_exit.pop()()
 
-    def _tell_of_exits(self, error: BaseException) -> None:
-        """Say which ranks had left by `sys.exit` when the others could not go on."""
+    def _tell_more(self, error: BaseException) -> None:
+        """Say which ranks had left by `sys.exit`, and which messages lay there, when the others could not go on."""
+        if isinstance(error, Deadlock):
+            for sentence in self.ledger.left_messages():
+                error.add_note(sentence)
         left = [f"rank {rank} (status {status})" for rank, status in sorted(self.outcome.statuses.items())]
         if left and hasattr(error, "add_note"):
             error.add_note(f"sys.exit was called by {', '.join(left[:8])}")

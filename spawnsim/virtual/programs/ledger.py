@@ -42,7 +42,7 @@ class Ledger:
         """Return what was left open, a line for each kind."""
         return [
             *self._left_requests(),
-            *self._left_messages(),
+            *self.left_messages(),
             *_left_windows(world),
             *self._left_communicators(world),
         ]
@@ -55,7 +55,8 @@ class Ledger:
             shown = [f"rank {rank}: {_times(count)}{call}" for (rank, call), count in sorted(left.items())]
             yield f"{_count(left.total(), 'request')} never completed by Wait or Test: {_list(shown)}"
 
-    def _left_messages(self) -> Iterator[str]:
+    def left_messages(self) -> Iterator[str]:
+        """Yield a sentence about messages that nobody has received, if there are any."""
         left = Counter(
             (context.everyone[message.source], rank, message.tag)
             for context in self._contexts

@@ -76,7 +76,7 @@ def _version() -> str:
 
 
 @contextmanager
-def installed_as_mpi4py() -> Iterator[None]:
+def installed_as_mpi4py() -> Iterator[Rc]:
     """Let `import mpi4py` find the virtual one while the block runs; then what was there before."""
     entries = stand_in()
     before = {name: module for name, module in sys.modules.items() if _is_mpi4py(name)}
@@ -85,7 +85,7 @@ def installed_as_mpi4py() -> Iterator[None]:
         del sys.modules[name]
     sys.modules.update(entries)
     try:
-        yield
+        yield entries[f"{NAME}.rc"]
     finally:
         for name in [name for name in sys.modules if _is_mpi4py(name) or _bound(name, known)]:
             del sys.modules[name]

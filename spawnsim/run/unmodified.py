@@ -1,0 +1,123 @@
+"""Programs that define no `main(comm)`: unmodified mpi4py programs, run whole on every virtual rank.
+
+This room tells them apart from files with a `main(comm)`, and knows one function of the carrier.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spawnsim.errors import ParameterError
+from spawnsim.run.building import Keeper, Progress, aborting, listener
+from spawnsim.run.program import has_main, tree_of
+from spawnsim.run.result import Run
+
+NO_COST = (
+    "computing between two calls costs nothing: give compute (--compute measured, or 5us) where it counts"
+)
+
+
+@dataclass(frozen=True)
+class Script:
+    """An unmodified program and its circumstances. `options` are those of the carrier's `Script`."""
+
+    path: Path
+    argv: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def describe(self, circumstances: dict[str, Any]) -> dict[str, Any]:
+        """Return the "what" of run.json."""
+        from spawnsim.record import manifest
+        from spawnsim.record.plain import document
+
+        named = {"file": self.path.name, "main": None, "file_digest": manifest.file_digest(self.path)}
+        what: dict[str, Any] = named | {
+            "parameters": {"argv": list(self.argv), **document(self.options)},
+            "backend": "virtual",
+        }
+        what |= {name: document(value) for name, value in circumstances.items()}
+        what["reproducible"] = not str(circumstances["compute"]).startswith("measured")
+        return what | {"versions": manifest.versions()}
+
+
+def run_unmodified(
+    script: Script,
+    *,
+    out: Path | None = None,
+    deadline_s: float | None = None,
+    progress: bool | Progress = False,
+    **circumstances: Any,
+) -> Run:
+    """Run an unmodified program on virtual ranks; see `spawnsim.run` for the circumstances.
+
+    `run.what["notes"]` and `run.what["warnings"]` hold what the user should know, a sentence each.
+    """
+    from spawnsim.virtual.programs import run_program
+
+    deadline_s = math.inf if deadline_s is None else deadline_s
+    what = script.describe(circumstances | {"deadline_s": None if math.isinf(deadline_s) else deadline_s})
+    what |= {"notes": [NO_COST] if circumstances["compute"] in (None, "none") else [], "warnings": []}
+    keeper = Keeper(what, out)
+    given = {"compute_s": circumstances.pop("compute"), "deadline_s": deadline_s, **circumstances}
+    with keeper, listener(progress, keeper.recorder, given["ranks"]) as told, aborting():
+        keeper.counted = run_program(
+            script.path, script.argv, recorder=keeper.recorder, progress=told, warn=what["warnings"], **given,
+            **script.options,
+        )  # fmt: skip
+    return keeper.run
+
+
+def is_unmodified(path: Path) -> bool:
+    """Return whether a file is to be run whole, and not through its `main(comm)`. Runs nothing of it.
+
+    It is if it has no `main`, if `main` takes no argument, or if the file itself calls `main` where it is run as a
+    script and imports mpi4py (or calls the first argument something else than comm).
+    """
+    if not has_main(path):
+        return True
+    tree = tree_of(path)
+    main = next(
+        (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "main"), None
+    )
+    if main is None:
+        return False
+    first = next(iter([*main.args.posonlyargs, *main.args.args, *filter(None, [main.args.vararg])]), None)
+    if first is None:
+        return True
+    return _calls_main(tree) and ("mpi4py" in _imported(tree) or first.arg != "comm")
+
+
+def _calls_main(tree: ast.Module) -> bool:
+    """Return whether the file calls `main` when it is run, on its top level or below an `if`."""
+    definitions = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
+    statements = [each for each in tree.body if not isinstance(each, definitions)]
+    return any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "main"
+        for each in statements
+        for node in ast.walk(each)
+    )
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    return set(_modules(tree))
+
+
+def _modules(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def refuse_arguments(argv: Sequence[str]) -> None:
+    """Raise `ParameterError` for arguments of a script that has a `main(comm)`."""
+    if argv:
+        raise ParameterError(
+            f"unrecognized arguments: {' '.join(argv)}; parameters of main: --set NAME=VALUE"
+        )
