@@ -246,7 +246,7 @@ class SpecBufferError(UsageError, BufferError):
     """Memory that cannot serve: not contiguous, read-only, of foreign byte order, or on another device."""
 
 
-class UnknownTypeError(UsageError, KeyError):
+class UnknownTypeError(UsageError, KeyError, ValueError):
     """An element type without an MPI datatype."""
 
     def __str__(self) -> str:

@@ -218,10 +218,10 @@ def test_targets():
 
 
 def test_buffer_objects():
-    """MPI's own memory behaves as mpi4py's: integer items, slices of itself, equality by content."""
+    """MPI's own memory behaves as mpi4py's: integer items, slices of itself, equality by identity."""
     memory = buffer.allocate(5)
     memory[0], memory[1:3] = 3, b"ab"
-    assert (memory[0], memory[1:3], len(memory), bytes(memory.data)) == (3, b"ab", 5, b"\x03ab\0\0")
+    assert (memory[0], bytes(memory[1:3]), len(memory), bytes(memory)) == (3, b"ab", 5, b"\x03ab\0\0")
     assert (buffer().address, memory.readonly, memory.toreadonly().readonly, memory.format) == (
         0,
         False,
@@ -229,7 +229,7 @@ def test_buffer_objects():
         "B",
     )
     assert memory[1:5].cast("i")[0] == int.from_bytes(b"ab", "little")
-    assert memory == buffer.frombuffer(memory)
+    assert memory != buffer.frombuffer(memory)
 
 
 def test_the_short_way_is_short():

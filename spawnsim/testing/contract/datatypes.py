@@ -1,0 +1,287 @@
+"""Datatypes: what they are, and what they do to messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from spawnsim.testing.claims import claim, fails, refused, same
+
+
+def echoed(comm: Any, source: Any, target: Any, status: Any = None) -> None:
+    """Send a message to oneself."""
+    rank = comm.Get_rank()
+    comm.Sendrecv(source, rank, 0, target, rank, 0, status)
+
+
+def sizes_and_names(MPI: Any, comm: Any) -> None:
+    """Predefined types have C's sizes, and names."""
+    sizes = {
+        "INT": 4,
+        "DOUBLE": 8,
+        "FLOAT": 4,
+        "BYTE": 1,
+        "C_BOOL": 1,
+        "C_DOUBLE_COMPLEX": 16,
+        "INT16_T": 2,
+        "AINT": 8,
+    }
+    for name, size in sizes.items():
+        datatype = getattr(MPI, name)
+        same(
+            (datatype.Get_size(), datatype.Get_extent(), datatype.Get_name()),
+            (size, (0, size), f"MPI_{name}"),
+        )
+        same(
+            (datatype.size, datatype.extent, datatype.is_predefined, datatype.is_named),
+            (size, size, True, True),
+        )
+
+
+def codes(MPI: Any, comm: Any) -> None:
+    """Types and typecodes lead to each other."""
+    for code in "bhilqBHILQfd":
+        same(MPI.Datatype.fromcode(code).tocode(), code)
+    same((MPI.DOUBLE.typestr, MPI.DOUBLE.typechar, MPI.INT32_T.typechar), ("f8", "d", "i"))
+    with refused(ValueError):
+        MPI.Datatype.fromcode("no such code")
+    with refused(ValueError):
+        MPI.DOUBLE.Create_contiguous(2).tocode()
+
+
+def a_column(MPI: Any, comm: Any) -> None:
+    """A vector picks a column, which may be received as a line or as another column."""
+    grid, line, other = np.arange(12.0).reshape(3, 4), np.zeros(3), np.zeros((3, 2))
+    column, narrow = MPI.DOUBLE.Create_vector(3, 1, 4).Commit(), MPI.DOUBLE.Create_vector(3, 1, 2).Commit()
+    same((column.Get_size(), column.Get_extent()), (24, (0, 72)))
+    echoed(comm, [grid.reshape(-1)[1:], 1, column], line)
+    same(line, [1, 5, 9])
+    echoed(comm, [grid, 1, column], [other, 1, narrow])
+    same(other[:, 0], [0, 4, 8])
+    column.Free()
+    narrow.Free()
+
+
+def a_column_received(MPI: Any, comm: Any) -> None:
+    """What lies between the elements of a derived type stays when it is received."""
+    grid = np.full((3, 4), -1.0)
+    column = MPI.DOUBLE.Create_hvector(3, 2, 32).Commit()
+    echoed(comm, np.arange(6.0), [grid, 1, column])
+    same(grid, [[0, 1, -1, -1], [2, 3, -1, -1], [4, 5, -1, -1]])
+    column.Free()
+
+
+def indexed_elements(MPI: Any, comm: Any) -> None:
+    """Indexed types pick blocks in any order, by elements or bytes."""
+    source, target = np.arange(10, dtype=np.int32), np.zeros(3, np.int32)
+    for datatype in (
+        MPI.INT.Create_indexed([2, 1], [7, 1]),
+        MPI.INT.Create_hindexed([2, 1], [28, 4]),
+    ):
+        echoed(comm, [source, 1, datatype.Commit()], target)
+        same(target, [7, 8, 1])
+        datatype.Free()
+    pairs = np.zeros(4, np.int32)
+    for datatype in (MPI.INT.Create_indexed_block(2, [6, 0]), MPI.INT.Create_hindexed_block(2, [24, 0])):
+        echoed(comm, [source, 1, datatype.Commit()], pairs)
+        same(pairs, [6, 7, 0, 1])
+        datatype.Free()
+
+
+def structures(MPI: Any, comm: Any) -> None:
+    """A struct of several types is C's struct: numpy's aligned records travel with it."""
+    dtype = np.dtype([("id", "i4"), ("value", "f8"), ("flag", "i1")], align=True)
+    places = [dtype.fields[name][1] for name in dtype.names]  # type: ignore[index,union-attr]
+    record = MPI.Datatype.Create_struct([1, 1, 1], places, [MPI.INT, MPI.DOUBLE, MPI.SIGNED_CHAR]).Commit()
+    same(
+        (record.Get_size(), record.Get_extent(), record.Get_true_extent()), (13, (0, dtype.itemsize), (0, 17))
+    )
+    source = np.array([(1, 2.5, 3), (4, 5.5, 6)], dtype)
+    target = np.zeros(2, dtype)
+    echoed(comm, [source, 2, record], [target, 2, record])
+    same(target.tolist(), source.tolist())
+    record.Free()
+
+
+def fields_of_records(MPI: Any, comm: Any) -> None:
+    """A resized type walks over one field of an array of records."""
+    dtype = np.dtype([("id", "i4"), ("value", "f8")], align=True)
+    source, target = np.array([(1, 0.5), (2, 1.5), (3, 2.5)], dtype), np.zeros(3)
+    one = MPI.DOUBLE.Create_hindexed([1], [8])
+    field = one.Create_resized(0, dtype.itemsize).Commit()
+    echoed(comm, [source, 3, field], target)
+    same(target, [0.5, 1.5, 2.5])
+    field.Free()
+    one.Free()
+
+
+def boxes(MPI: Any, comm: Any) -> None:
+    """Subarrays are boxes of arrays, in C and Fortran order."""
+    grid, target = np.arange(20.0).reshape(4, 5), np.zeros((2, 3))
+    box = MPI.DOUBLE.Create_subarray([4, 5], [2, 3], [1, 2]).Commit()
+    same((box.Get_size(), box.Get_extent()), (48, (0, 160)))
+    echoed(comm, [grid, 1, box], target)
+    same(target, grid[1:3, 2:5])
+    box.Free()
+    box = MPI.DOUBLE.Create_subarray([5, 4], [3, 2], [2, 1], MPI.ORDER_F).Commit()
+    echoed(comm, [grid, 1, box], target)
+    same(target, grid[1:3, 2:5])
+    box.Free()
+
+
+def distributed_arrays(MPI: Any, comm: Any) -> None:
+    """The parts of a distributed array are disjoint and cover it."""
+    grid, seen = np.arange(48, dtype=np.int32).reshape(8, 6), []
+    for rank in range(4):
+        kinds, default = [MPI.DISTRIBUTE_BLOCK, MPI.DISTRIBUTE_CYCLIC], [MPI.DISTRIBUTE_DFLT_DARG] * 2
+        part = MPI.INT.Create_darray(4, rank, [8, 6], kinds, default, [2, 2]).Commit()
+        target = np.zeros(part.Get_size() // 4, np.int32)
+        echoed(comm, [grid, 1, part], target)
+        seen += target.tolist()
+        part.Free()
+    same(sorted(seen), list(range(48)))
+
+
+def nested_types(MPI: Any, comm: Any) -> None:
+    """Types are made of types of types."""
+    pair = MPI.INT.Create_vector(2, 1, 2)
+    pairs = pair.Create_hvector(2, 1, 24)
+    triple = pairs.Create_contiguous(2).Commit()
+    same((triple.Get_size(), triple.Get_extent()), (32, (0, 72)))
+    source, target = np.arange(20, dtype=np.int32), np.zeros(8, np.int32)
+    echoed(comm, [source, 1, triple], target)
+    same(target, [0, 2, 6, 8, 9, 11, 15, 17])
+    for datatype in (triple, pairs, pair):
+        datatype.Free()
+
+
+def negative_strides(MPI: Any, comm: Any) -> None:
+    """A vector with a negative stride runs backwards from its start."""
+    backwards = MPI.DOUBLE.Create_vector(4, 1, -1)
+    shifted = MPI.Datatype.Create_struct([1], [24], [backwards]).Commit()
+    same((backwards.Get_extent(), backwards.Get_true_extent()), ((-24, 32), (-24, 32)))
+    target = np.zeros(4)
+    echoed(comm, [np.arange(4.0), 1, shifted], target)
+    same(target, [3, 2, 1, 0])
+    shifted.Free()
+    backwards.Free()
+
+
+def several_elements(MPI: Any, comm: Any) -> None:
+    """Elements of a derived type follow each other at its extent."""
+    every_other = MPI.DOUBLE.Create_resized(0, 16).Commit()
+    target = np.full(6, -1.0)
+    echoed(comm, np.arange(3.0), [target, 3, every_other])
+    same(target, [0, -1, 1, -1, 2, -1])
+    every_other.Free()
+
+
+def counts_and_elements(MPI: Any, comm: Any) -> None:
+    """A message that ends inside a derived element has no count, but basic elements."""
+    triple, status = MPI.INT.Create_contiguous(3).Commit(), MPI.Status()
+    target = np.zeros(9, np.int32)
+    echoed(comm, np.arange(4, dtype=np.int32), [target, 3, triple], status)
+    same(
+        (status.Get_count(triple), status.Get_elements(triple), status.Get_count(MPI.INT)),
+        (MPI.UNDEFINED, 4, 4),
+    )
+    same(target, [0, 1, 2, 3, 0, 0, 0, 0, 0])
+    echoed(comm, np.arange(6, dtype=np.int32), [target, 3, triple], status)
+    same((status.Get_count(triple), status.Get_elements(triple)), (2, 6))
+    triple.Free()
+
+
+def uncommitted_types(MPI: Any, comm: Any) -> None:
+    """A type must be committed before it is used in a message."""
+    pair = MPI.INT.Create_contiguous(2)
+    with fails(MPI, MPI.ERR_TYPE):
+        comm.Isend([np.zeros(2, np.int32), 1, pair], dest=comm.Get_rank())
+    pair.Free()
+
+
+def freed_and_null_types(MPI: Any, comm: Any) -> None:
+    """A freed type is null and of no use; predefined ones cannot be freed."""
+    pair = MPI.INT.Create_contiguous(2)
+    pair.Free()
+    claim(pair == MPI.DATATYPE_NULL and not pair, "a freed type is null")
+    for call in (pair.Get_size, MPI.INT.Free):
+        with fails(MPI, MPI.ERR_TYPE):
+            call()
+
+
+def duplicates_and_names(MPI: Any, comm: Any) -> None:
+    """A duplicate is a type of its own with the same layout."""
+    twin = MPI.DOUBLE.Dup()
+    twin.Set_name("twin")
+    same((twin.Get_name(), MPI.DOUBLE.Get_name(), twin.Get_size()), ("twin", "MPI_DOUBLE", 8))
+    claim(twin != MPI.DOUBLE, "a duplicate is another type")
+    target = np.zeros(2)
+    echoed(comm, [np.ones(2), twin], target)
+    same(target, [1, 1])
+    twin.Free()
+
+
+def what_a_type_is_made_of(MPI: Any, comm: Any) -> None:
+    """Decode tells constructor and arguments; envelopes tell the constructor."""
+    vector = MPI.INT.Create_vector(3, 2, 4)
+    base, name, arguments = vector.decode()
+    same((base == MPI.INT, name, arguments), (True, "VECTOR", {"count": 3, "blocklength": 2, "stride": 4}))
+    same((vector.combiner, MPI.INT.combiner), (MPI.COMBINER_VECTOR, MPI.COMBINER_NAMED))
+    vector.Free()
+
+
+def pack_and_unpack(MPI: Any, comm: Any) -> None:
+    """Several messages travel as one packed one."""
+    buf, rank = bytearray(64), comm.Get_rank()
+    position = MPI.INT.Pack(np.array([rank, 7], np.int32), buf, 0, comm)
+    position = MPI.DOUBLE.Pack(np.array([0.5]), buf, position, comm)
+    same((position, MPI.INT.Pack_size(2, comm)), (16, 8))
+    received = bytearray(64)
+    echoed(comm, [buf, position, MPI.PACKED], [received, MPI.PACKED])
+    numbers, value = np.zeros(2, np.int32), np.zeros(1)
+    position = MPI.INT.Unpack(received, 0, numbers, comm)
+    position = MPI.DOUBLE.Unpack(received, position, value, comm)
+    same((numbers.tolist(), value.tolist(), position), ([rank, 7], [0.5], 16))
+
+
+def portable_packing(MPI: Any, comm: Any) -> None:
+    """external32 is big-endian."""
+    buf, back = bytearray(8), np.zeros(2, np.int32)
+    same(MPI.INT.Pack_external_size("external32", 2), 8)
+    MPI.INT.Pack_external("external32", np.array([1, 2], np.int32), buf, 0)
+    same(bytes(buf), b"\0\0\0\1\0\0\0\2")
+    MPI.INT.Unpack_external("external32", buf, 0, back)
+    same(back, [1, 2])
+
+
+def absolute_addresses(MPI: Any, comm: Any) -> None:
+    """With BOTTOM, displacements are addresses: one message from two arrays."""
+    one, two = np.array([1.0, 2.0]), np.array([3, 4], np.int32)
+    places = [MPI.Get_address(one), MPI.Get_address(two)]
+    both = MPI.Datatype.Create_struct([2, 2], places, [MPI.DOUBLE, MPI.INT]).Commit()
+    target = np.zeros(3)
+    echoed(comm, [MPI.BOTTOM, 1, both], [target, 24, MPI.BYTE])
+    same((target[:2].tolist(), target[2:].view(np.int32).tolist()), ([1, 2], [3, 4]))
+    same(MPI.Aint_diff(places[0], MPI.Aint_add(places[0], 8)), -8)
+    both.Free()
+
+
+def bad_arguments(MPI: Any, comm: Any) -> None:
+    """Negative counts are ERR_COUNT, a null base is ERR_TYPE."""
+    with fails(MPI, MPI.ERR_COUNT):
+        MPI.INT.Create_contiguous(-1)
+    with fails(MPI, MPI.ERR_TYPE):
+        MPI.DATATYPE_NULL.Create_contiguous(2)
+
+
+def attributes_of_types(MPI: Any, comm: Any) -> None:
+    """Types carry attributes, copied to duplicates as their keyval says."""
+    keyval = MPI.Datatype.Create_keyval(lambda t, k, v: v + 1)
+    first = MPI.INT.Dup()
+    first.Set_attr(keyval, 1)
+    second = first.Dup()
+    same((first.Get_attr(keyval), second.Get_attr(keyval)), (1, 2))
+    second.Free()
+    first.Free()
+    MPI.Datatype.Free_keyval(keyval)

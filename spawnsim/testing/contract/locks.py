@@ -1,0 +1,200 @@
+"""Windows accessed under locks, without the target's help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from spawnsim.testing.claims import needs, ring, same
+
+
+def window(MPI: Any, comm: Any, length: int = 4) -> tuple[Any, Any]:
+    """Return a window of zeros and its memory as doubles."""
+    win = MPI.Win.Allocate(8 * length, 8, MPI.INFO_NULL, comm)
+    memory = np.frombuffer(win.tomemory(), np.float64)
+    memory[:] = 0
+    comm.Barrier()
+    return win, memory
+
+
+def closed(comm: Any, win: Any) -> None:
+    """Free a window when all are through with it."""
+    comm.Barrier()
+    win.Free()
+
+
+def put_and_get_under_a_lock(MPI: Any, comm: Any) -> None:
+    """What was put is there after the unlock, and can be got."""
+    rank, _, left, right = ring(comm)
+    win, memory = window(MPI, comm)
+    win.Lock(right)
+    win.Put(np.full(4, float(rank)), right)
+    win.Unlock(right)
+    comm.Barrier()
+    win.Lock(rank)
+    same(memory, np.full(4, float(left)))
+    win.Unlock(rank)
+    comm.Barrier()
+    found = np.zeros(4)
+    win.Lock(right, MPI.LOCK_SHARED)
+    win.Get(found, right)
+    win.Unlock(right)
+    same(found, np.full(4, float(rank)))
+    del memory
+    closed(comm, win)
+
+
+def exclusive_locks_exclude(MPI: Any, comm: Any) -> None:
+    """Reading, changing and writing under an exclusive lock loses no increment."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    win, memory = window(MPI, comm, 1)
+    for _ in range(5):
+        value = np.zeros(1)
+        win.Lock(0, MPI.LOCK_EXCLUSIVE)
+        win.Get(value, 0)
+        win.Flush(0)
+        value += 1
+        win.Put(value, 0)
+        win.Unlock(0)
+    comm.Barrier()
+    if rank == 0:
+        win.Lock(0)
+        same(float(memory[0]), 5.0 * size)
+        win.Unlock(0)
+    del memory
+    closed(comm, win)
+
+
+def shared_locks_share(MPI: Any, comm: Any) -> None:
+    """All ranks may read one part together."""
+    win, memory = window(MPI, comm)
+    if comm.Get_rank() == 0:
+        win.Lock(0)
+        memory[:] = 3
+        win.Unlock(0)
+    comm.Barrier()
+    found = np.zeros(4)
+    win.Lock(0, MPI.LOCK_SHARED)
+    win.Get(found, 0)
+    win.Flush(0)
+    same(found, np.full(4, 3.0))
+    win.Unlock(0)
+    del memory
+    closed(comm, win)
+
+
+def lock_all_and_flush(MPI: Any, comm: Any) -> None:
+    """One epoch to all ranks may stand for the whole program; flushes complete calls within it."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    win, memory = window(MPI, comm, size)
+    win.Lock_all()
+    for other in range(size):
+        win.Put(np.full(1, rank + 1.0), other, rank)
+    win.Flush_all()
+    comm.Barrier()
+    found = np.zeros(size)
+    win.Get(found, (rank + 1) % size)
+    win.Flush((rank + 1) % size)
+    same(found, np.arange(1.0, size + 1))
+    comm.Barrier()
+    win.Unlock_all()
+    del memory
+    closed(comm, win)
+
+
+def local_flushes_free_the_origin(MPI: Any, comm: Any) -> None:
+    """After a local flush the origin's buffer may be used again."""
+    rank, _, _, right = ring(comm)
+    win, memory = window(MPI, comm)
+    win.Lock_all()
+    source = np.full(4, 7.0)
+    win.Put(source, right)
+    win.Flush_local(right)
+    source[:] = -1
+    win.Put(np.full(1, 8.0), right)
+    win.Flush_local_all()
+    win.Unlock_all()
+    comm.Barrier()
+    win.Lock(rank)
+    same(memory, [8, 7, 7, 7])
+    win.Unlock(rank)
+    del memory
+    closed(comm, win)
+
+
+def sync_between_loads_and_calls(MPI: Any, comm: Any) -> None:
+    """Sync makes own stores visible to the others' calls."""
+    rank, _, _, right = ring(comm)
+    win, memory = window(MPI, comm)
+    win.Lock_all()
+    memory[:] = rank
+    win.Sync()
+    comm.Barrier()
+    found = np.zeros(4)
+    win.Get(found, right)
+    win.Flush(right)
+    win.Unlock_all()
+    same(found, np.full(4, float(right)))
+    del memory
+    closed(comm, win)
+
+
+def calls_with_requests(MPI: Any, comm: Any) -> None:
+    """The request forms complete by waiting, before the flush."""
+    rank, _, left, right = ring(comm)
+    win, memory = window(MPI, comm)
+    win.Lock_all()
+    win.Rput(np.full(2, float(rank)), right).Wait()
+    win.Raccumulate(np.full(2, 1.0), right, 2).Wait()
+    win.Flush(right)
+    comm.Barrier()
+    found, before = np.zeros(2), np.zeros(2)
+    win.Rget(found, rank).Wait()
+    same(found, np.full(2, float(left)))
+    win.Rget_accumulate(np.full(2, 1.0), before, rank, 2).Wait()
+    same(before, [1, 1])
+    win.Unlock_all()
+    comm.Barrier()
+    win.Lock(rank)
+    same(memory, [left, left, 2, 2])
+    win.Unlock(rank)
+    del memory
+    closed(comm, win)
+
+
+@needs(ranks=2)
+def a_passive_target_takes_no_part(MPI: Any, comm: Any) -> None:
+    """While one rank waits in a receive, others read and write its part."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    win, memory = window(MPI, comm, size)
+    if rank == 0:
+        for other in range(1, size):
+            comm.recv(source=other)
+        win.Lock(0)
+        same(memory, np.arange(float(size)))
+        win.Unlock(0)
+    else:
+        win.Lock(0, MPI.LOCK_SHARED)
+        win.Put(np.full(1, float(rank)), 0, rank)
+        win.Unlock(0)
+        comm.send("done", dest=0)
+    del memory
+    closed(comm, win)
+
+
+def locks_without_checks(MPI: Any, comm: Any) -> None:
+    """Assertions are hints and change no result."""
+    rank, _, left, right = ring(comm)
+    win, memory = window(MPI, comm)
+    win.Lock(right, MPI.LOCK_SHARED, MPI.MODE_NOCHECK)
+    win.Put(np.full(4, float(rank)), right)
+    win.Unlock(right)
+    comm.Barrier()
+    win.Lock(rank, MPI.LOCK_SHARED)
+    same(memory, np.full(4, float(left)))
+    win.Unlock(rank)
+    win.Fence(MPI.MODE_NOPRECEDE)
+    win.Fence(MPI.MODE_NOSUCCEED)
+    del memory
+    closed(comm, win)

@@ -1,0 +1,184 @@
+"""Grids and graphs of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from spawnsim.testing.claims import claim, fails, needs, same
+
+
+def grid(MPI: Any, comm: Any, periodic: bool = True) -> Any:
+    """Return a two-dimensional grid of all ranks."""
+    dims = MPI.Compute_dims(comm.Get_size(), 2)
+    return comm.Create_cart(dims, [periodic, periodic])
+
+
+def around(rank: int, size: int) -> list[int]:
+    """Return both neighbours on a ring, left first."""
+    return [(rank - 1) % size, (rank + 1) % size]
+
+
+def dimensions_are_balanced(MPI: Any, comm: Any) -> None:
+    """Compute_dims divides evenly, larger dimensions first, and keeps those that are given."""
+    same(MPI.Compute_dims(6, 2), [3, 2])
+    same(MPI.Compute_dims(12, 3), [3, 2, 2])
+    same(MPI.Compute_dims(12, [0, 3]), [4, 3])
+    same(MPI.Compute_dims(7, 2), [7, 1])
+    same(MPI.Compute_dims(1, [0]), [1])
+    with fails(MPI, MPI.ERR_DIMS):
+        MPI.Compute_dims(7, [2, 0])
+
+
+def coordinates_and_ranks(MPI: Any, comm: Any) -> None:
+    """Coordinates run row by row, and lead back to their rank."""
+    cart = grid(MPI, comm)
+    for rank in range(cart.Get_size()):
+        coords = cart.Get_coords(rank)
+        same((coords, cart.Get_cart_rank(coords)), ([rank // cart.dims[1], rank % cart.dims[1]], rank))
+    same((cart.Get_dim(), cart.ndim, cart.coords), (2, 2, cart.Get_coords(cart.Get_rank())))
+    same(cart.Get_topo(), (cart.dims, [1, 1], cart.coords))
+    same((cart.Get_topology(), cart.is_topo), (MPI.CART, True))
+    cart.Free()
+
+
+def periodic_coordinates_wrap(MPI: Any, comm: Any) -> None:
+    """Beyond the edge of a periodic grid the other side begins."""
+    cart = grid(MPI, comm)
+    rows, columns = cart.dims
+    same(cart.Get_cart_rank([-1, columns]), (rows - 1) * columns)
+    cart.Free()
+
+
+def coordinates_outside_an_open_grid(MPI: Any, comm: Any) -> None:
+    """An open grid has no rank outside."""
+    cart = grid(MPI, comm, periodic=False)
+    with fails(MPI, MPI.ERR_ARG):
+        cart.Get_cart_rank([-1, 0])
+    cart.Free()
+
+
+def shifts_on_a_ring(MPI: Any, comm: Any) -> None:
+    """Shift names where to receive from and where to send to."""
+    size = comm.Get_size()
+    cart = comm.Create_cart([size], [True])
+    rank = cart.Get_rank()
+    same(cart.Shift(0, 1), ((rank - 1) % size, (rank + 1) % size))
+    same(cart.Shift(0, -2), ((rank + 2) % size, (rank - 2) % size))
+    cart.Free()
+
+
+def shifts_on_an_open_line(MPI: Any, comm: Any) -> None:
+    """At the ends of a line a shift leads to PROC_NULL."""
+    size = comm.Get_size()
+    cart = comm.Create_cart([size])
+    rank = cart.Get_rank()
+    left = rank - 1 if rank else MPI.PROC_NULL
+    right = rank + 1 if rank < size - 1 else MPI.PROC_NULL
+    same(cart.Shift(0, 1), (left, right))
+    target = np.full(1, -1)
+    cart.Sendrecv(np.full(1, rank), right, 0, target, left, 0)
+    same(int(target[0]), rank - 1)
+    cart.Free()
+
+
+def rows_and_columns(MPI: Any, comm: Any) -> None:
+    """Sub keeps some dimensions: rows and columns are grids of their own."""
+    cart = grid(MPI, comm)
+    row, column = cart.Sub([False, True]), cart.Sub([True, False])
+    same((row.Get_size(), column.Get_size()), (cart.dims[1], cart.dims[0]))
+    same([row.Get_rank(), column.Get_rank()], cart.coords[::-1])
+    same(row.allreduce(cart.coords[0]), cart.coords[0] * cart.dims[1])
+    for one in (row, column, cart):
+        one.Free()
+
+
+@needs(ranks=2)
+def ranks_left_over(MPI: Any, comm: Any) -> None:
+    """A grid smaller than the communicator leaves the last ranks with COMM_NULL."""
+    size = comm.Get_size()
+    cart = comm.Create_cart([size - 1])
+    if comm.Get_rank() == size - 1:
+        claim(cart == MPI.COMM_NULL, "who has no place in the grid gets COMM_NULL")
+    else:
+        same(cart.Get_size(), size - 1)
+        cart.Free()
+
+
+def a_grid_too_large(MPI: Any, comm: Any) -> None:
+    """A grid with more places than ranks is refused."""
+    with fails(MPI, MPI.ERR_ARG):
+        MPI.COMM_SELF.Create_cart([2, 2])
+
+
+def a_graph(MPI: Any, comm: Any) -> None:
+    """A graph lists the neighbours of every rank."""
+    size = comm.Get_size()
+    edges = [other for rank in range(size) for other in around(rank, size)]
+    graph = comm.Create_graph([2 * (rank + 1) for rank in range(size)], edges)
+    rank = graph.Get_rank()
+    same((graph.Get_topology(), graph.Get_dims()), (MPI.GRAPH, (size, 2 * size)))
+    same((graph.Get_neighbors_count(rank), graph.Get_neighbors(rank)), (2, around(rank, size)))
+    same((graph.nneighbors, graph.neighbors, graph.edges), (2, around(rank, size), edges))
+    same(graph.Get_topo(), ([2 * (r + 1) for r in range(size)], edges))
+    graph.Free()
+
+
+def a_graph_with_a_leading_zero(MPI: Any, comm: Any) -> None:
+    """The list of cumulated degrees may begin with a zero, as in sparse matrices."""
+    size = comm.Get_size()
+    edges = [other for rank in range(size) for other in around(rank, size)]
+    graph = comm.Create_graph([2 * rank for rank in range(size + 1)], edges)
+    same((graph.Get_dims(), graph.neighbors), ((size, 2 * size), around(graph.Get_rank(), size)))
+    graph.Free()
+
+
+def a_distributed_graph_of_adjacencies(MPI: Any, comm: Any) -> None:
+    """Every rank names its own sources and destinations, with weights."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    left, right = around(rank, size)
+    graph = comm.Create_dist_graph_adjacent([left], [right], [10 + left], [10 + rank])
+    same((graph.Get_topology(), graph.Get_dist_neighbors_count()[:2]), (MPI.DIST_GRAPH, (1, 1)))
+    same(graph.Get_dist_neighbors(), ([left], [right], ([10 + left], [10 + rank])))
+    same((graph.indegree, graph.outdegree, graph.inedges, graph.outedges), (1, 1, [left], [right]))
+    graph.Free()
+
+
+def a_distributed_graph_without_weights(MPI: Any, comm: Any) -> None:
+    """Without weights there are none to read."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    graph = comm.Create_dist_graph_adjacent([rank], around(rank, size)[:1])
+    sources, destinations, weights = graph.Get_dist_neighbors()
+    same((sources, destinations, weights), ([rank], around(rank, size)[:1], None))
+    graph.Free()
+
+
+def a_distributed_graph_told_by_one(MPI: Any, comm: Any) -> None:
+    """Any rank may name edges of all."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    everyone = list(range(size))
+    if rank == 0:
+        graph = comm.Create_dist_graph(everyone, [1] * size, [(r + 1) % size for r in everyone])
+    else:
+        graph = comm.Create_dist_graph([], [], [])
+    same(graph.Get_dist_neighbors()[:2], ([(rank - 1) % size], [(rank + 1) % size]))
+    graph.Free()
+
+
+def duplicates_keep_the_topology(MPI: Any, comm: Any) -> None:
+    """A duplicate of a grid is a grid."""
+    cart = grid(MPI, comm)
+    twin = cart.Dup()
+    same((twin.Get_topology(), twin.dims, twin.coords), (MPI.CART, cart.dims, cart.coords))
+    claim(isinstance(twin, MPI.Cartcomm), "its class says so")
+    twin.Free()
+    cart.Free()
+
+
+def maps(MPI: Any, comm: Any) -> None:
+    """Cart_map and Graph_map name the rank that a topology would give."""
+    size = comm.Get_size()
+    edges = [other for rank in range(size) for other in around(rank, size)]
+    same(comm.Cart_map([size]), comm.Get_rank())
+    same(comm.Graph_map([2 * (rank + 1) for rank in range(size)], edges), comm.Get_rank())

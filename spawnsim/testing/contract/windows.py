@@ -1,0 +1,261 @@
+"""Windows: making them, and access between fences and between matching epochs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from spawnsim.testing.claims import claim, needs, ring, same
+
+
+def exposed(MPI: Any, comm: Any, length: int = 4, value: float = -1.0) -> tuple[Any, Any]:
+    """Return a window of doubles and its memory."""
+    memory = np.full(length, value)
+    return MPI.Win.Create(memory, 8, MPI.INFO_NULL, comm), memory
+
+
+def attributes(MPI: Any, comm: Any) -> None:
+    """A window knows its size, unit, flavour and group."""
+    win, memory = exposed(MPI, comm)
+    same((win.Get_attr(MPI.WIN_SIZE), win.Get_attr(MPI.WIN_DISP_UNIT)), (32, 8))
+    same((win.attrs[1:], win.flavor), ((32, 8), MPI.WIN_FLAVOR_CREATE))
+    claim(win.model in (MPI.WIN_SEPARATE, MPI.WIN_UNIFIED), "the memory model is one of two")
+    same((win.group.Get_size(), win.group_size, win.group_rank), (comm.size, comm.size, comm.rank))
+    same(len(win.tomemory()), memory.nbytes)
+    win.Free()
+    claim(win == MPI.WIN_NULL, "a freed window is null")
+
+
+def names(MPI: Any, comm: Any) -> None:
+    """Windows have names."""
+    win, _ = exposed(MPI, comm)
+    win.Set_name("store")
+    same((win.Get_name(), win.name), ("store", "store"))
+    win.Free()
+
+
+def put_between_fences(MPI: Any, comm: Any) -> None:
+    """A Put has arrived after the fence."""
+    rank, _, left, right = ring(comm)
+    win, memory = exposed(MPI, comm)
+    win.Fence()
+    win.Put(np.full(4, float(rank)), right)
+    win.Fence()
+    same(memory, np.full(4, float(left)))
+    win.Free()
+
+
+def get_between_fences(MPI: Any, comm: Any) -> None:
+    """What was got is there after the fence."""
+    rank, _, _, right = ring(comm)
+    win, _ = exposed(MPI, comm, value=float(rank))
+    target = np.zeros(4)
+    win.Fence()
+    win.Get(target, right)
+    win.Fence()
+    same(target, np.full(4, float(right)))
+    win.Free()
+
+
+def a_window_of_ones_own(MPI: Any, comm: Any) -> None:
+    """A rank reaches its own part like any other."""
+    rank = comm.Get_rank()
+    win, memory = exposed(MPI, comm)
+    win.Fence()
+    win.Put(np.array([float(rank)]), rank, 2)
+    win.Fence()
+    same(memory, [-1, -1, rank, -1])
+    win.Free()
+
+
+def targets(MPI: Any, comm: Any) -> None:
+    """A target has a displacement in units of the window, a count and a type."""
+    rank, _, left, right = ring(comm)
+    win, memory = exposed(MPI, comm, length=6)
+    win.Fence()
+    win.Put(np.full(1, float(rank)), right, 1)
+    win.Put(np.full(2, float(rank)), right, [3, 2])
+    win.Put(np.full(1, float(rank)), right, [5, 1, MPI.DOUBLE])
+    win.Fence()
+    same(memory, [-1, left, -1, left, left, left])
+    win.Free()
+
+
+def targets_with_derived_types(MPI: Any, comm: Any) -> None:
+    """A row is put into a column of the target."""
+    rank, _, left, right = ring(comm)
+    win, memory = exposed(MPI, comm, length=9)
+    column = MPI.DOUBLE.Create_vector(3, 1, 3).Commit()
+    win.Fence()
+    win.Put(np.full(3, float(rank)), right, [1, 1, column])
+    win.Fence()
+    same(memory.reshape(3, 3), [[-1, left, -1]] * 3)
+    found = np.zeros(3)
+    win.Fence()
+    win.Get(found, right, [1, 1, column])
+    win.Fence()
+    same(found, np.full(3, float(rank)))
+    column.Free()
+    win.Free()
+
+
+def units_of_displacement(MPI: Any, comm: Any) -> None:
+    """Displacements count units that each rank chooses for its own part."""
+    rank, _, left, right = ring(comm)
+    memory = np.full(4, -1.0)
+    unit = 8 if rank % 2 else 1
+    win = MPI.Win.Create(memory, unit, MPI.INFO_NULL, comm)
+    units = comm.allgather(unit)
+    win.Fence()
+    win.Put(np.full(1, float(rank)), right, 16 // units[right])
+    win.Fence()
+    same(memory, [-1, -1, left, -1])
+    win.Free()
+
+
+def parts_of_different_size(MPI: Any, comm: Any) -> None:
+    """Each rank exposes as much as it likes, nothing too."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    memory = np.zeros(rank)
+    win = MPI.Win.Create(memory, 8, MPI.INFO_NULL, comm)
+    win.Fence()
+    if rank == 0:
+        for other in range(1, size):
+            win.Put(np.full(other, float(other)), other)
+    win.Fence()
+    same(memory, np.full(rank, float(rank)))
+    win.Free()
+
+
+def exposing_nothing(MPI: Any, comm: Any) -> None:
+    """None or BOTTOM as memory exposes nothing."""
+    for nothing in (None, MPI.BOTTOM):
+        win = MPI.Win.Create(nothing, 1, MPI.INFO_NULL, comm)
+        win.Fence()
+        win.Fence()
+        same(win.Get_attr(MPI.WIN_SIZE), 0)
+        win.Free()
+
+
+def allocated_windows(MPI: Any, comm: Any) -> None:
+    """A window may bring its memory."""
+    rank, _, left, right = ring(comm)
+    win = MPI.Win.Allocate(32, 8, MPI.INFO_NULL, comm)
+    memory = np.frombuffer(win.tomemory(), np.float64)
+    same((win.flavor, len(memory)), (MPI.WIN_FLAVOR_ALLOCATE, 4))
+    memory[:] = -1
+    win.Fence()
+    win.Put(np.full(2, float(rank)), right, 1)
+    win.Fence()
+    same(memory, [-1, left, left, -1])
+    del memory
+    win.Free()
+
+
+def shared_windows(MPI: Any, comm: Any) -> None:
+    """Ranks on one node see each other's parts as plain memory."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    rank, size = node.Get_rank(), node.Get_size()
+    win = MPI.Win.Allocate_shared(16, 8, MPI.INFO_NULL, node)
+    mine = np.frombuffer(win.tomemory(), np.float64)
+    win.Fence()
+    mine[:] = rank
+    win.Fence()
+    other, unit = win.Shared_query((rank + 1) % size)
+    same(np.frombuffer(other, np.float64), [(rank + 1) % size] * 2)
+    same((unit, win.flavor), (8, MPI.WIN_FLAVOR_SHARED))
+    win.Fence()
+    del mine, other
+    win.Free()
+    node.Free()
+
+
+def dynamic_windows(MPI: Any, comm: Any) -> None:
+    """Memory is attached later, and reached by its address."""
+    rank, _, left, right = ring(comm)
+    win, memory = MPI.Win.Create_dynamic(MPI.INFO_NULL, comm), np.full(2, -1.0)
+    win.Attach(memory)
+    addresses = comm.allgather(MPI.Get_address(memory))
+    win.Fence()
+    win.Put(np.full(1, float(rank)), right, addresses[right] + 8)
+    win.Fence()
+    same((memory.tolist(), win.flavor), ([-1, left], MPI.WIN_FLAVOR_DYNAMIC))
+    win.Detach(memory)
+    win.Free()
+
+
+def accumulate_from_all(MPI: Any, comm: Any) -> None:
+    """Contributions of all ranks add up, element by element."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    win, memory = exposed(MPI, comm, value=0.0)
+    win.Fence()
+    for other in range(size):
+        win.Accumulate(np.full(4, rank + 1.0), other)
+    win.Fence()
+    same(memory, np.full(4, size * (size + 1) / 2))
+    win.Free()
+
+
+def accumulate_with_other_operations(MPI: Any, comm: Any) -> None:
+    """All predefined operations accumulate; REPLACE puts."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    win, memory = exposed(MPI, comm, value=0.0)
+    for op, result in ((MPI.MAX, size - 1.0), (MPI.MIN, 0.0), (MPI.REPLACE, None), (MPI.PROD, 0.0)):
+        win.Fence()
+        win.Accumulate(np.full(1, float(rank)), 0, 0, op)
+        win.Fence()
+        if rank == 0 and result is not None:
+            same(float(memory[0]), result)
+        claim(memory[0] in range(size), "whatever was replaced, one rank's value stands")
+    win.Free()
+
+
+def nowhere_is_no_target(MPI: Any, comm: Any) -> None:
+    """One-sided calls to PROC_NULL do nothing."""
+    win, memory = exposed(MPI, comm)
+    buf = np.full(4, 5.0)
+    win.Fence()
+    win.Put(buf, MPI.PROC_NULL)
+    win.Get(buf, MPI.PROC_NULL)
+    win.Accumulate(buf, MPI.PROC_NULL)
+    win.Fence()
+    same((memory.tolist(), buf.tolist()), ([-1.0] * 4, [5.0] * 4))
+    win.Free()
+
+
+def matching_epochs(MPI: Any, comm: Any) -> None:
+    """Post and Wait expose to a group, Start and Complete access it."""
+    rank, _, left, right = ring(comm)
+    win, memory = exposed(MPI, comm)
+    group = comm.Get_group()
+    win.Post(group.Incl([left]))
+    win.Start(group.Incl([right]))
+    win.Put(np.full(4, float(rank)), right)
+    win.Complete()
+    win.Wait()
+    same(memory, np.full(4, float(left)))
+    win.Free()
+
+
+@needs(ranks=2)
+def matching_epochs_can_be_tested(MPI: Any, comm: Any) -> None:
+    """Test ends an exposure like Wait, once all have completed their access."""
+    rank = comm.Get_rank()
+    win, memory = exposed(MPI, comm)
+    group = comm.Get_group()
+    if rank == 0:
+        win.Post(group.Incl([1]))
+        same(win.Test(), False)
+        comm.send("go", dest=1)
+        for _ in range(100_000):
+            if win.Test():
+                break
+        same(memory, np.full(4, 3.0))
+    elif rank == 1:
+        comm.recv(source=0)
+        win.Start(group.Incl([0]))
+        win.Put(np.full(4, 3.0), 0)
+        win.Complete()
+    comm.Barrier()
+    win.Free()

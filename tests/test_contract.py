@@ -1,0 +1,136 @@
+"""The contract of communicators: held by the real MPI, which keeps it true, and by both buildings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spawnsim.errors import ParameterError
+from spawnsim.testing import every_case, find_cases, run_contract, run_real, run_virtual
+from spawnsim.testing.cases import ABSENT, FAILED, PASSED, SKIPPED, Case, Outcome, named
+
+THEMES = sorted({case.theme for case in every_case()})
+OPTIONAL = {"persistent.partitioned_messages"}
+"""Calls that a building may refuse by name."""
+NOT_YET = {
+    "atomics.single_elements_only",
+    "collectives_buffers.send_and_receive_buffers_must_agree_in_reductions",
+    "collectives_objects.scatter_of_a_wrong_number",
+    "neighbourhoods.ranks_without_neighbours",
+    "p2p_buffers.memory_with_gaps_is_refused",
+    "p2p_buffers.read_only_memory_cannot_receive",
+    "p2p_buffers.things_that_are_no_buffers",
+    "requests.a_failed_request_in_waitall",
+    "requests.get_status_does_not_complete",
+    "topologies.a_graph_with_a_leading_zero",
+    "windows.exposing_nothing",
+}
+"""Cases that virtual ranks do not keep yet. Strike a case out when it passes: the list may only shrink."""
+
+
+def broken(outcomes: list[Outcome]) -> list[str]:
+    """Return what did not pass, with what its ranks said."""
+    fine = (PASSED, SKIPPED)
+    return [
+        f"{one.status} {one.case}: {one.text}"
+        for one in outcomes
+        if one.status not in fine and not (one.status == ABSENT and one.case in OPTIONAL)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("theme", THEMES)
+def test_virtual_ranks_keep_the_contract(theme: str, ranks: int) -> None:
+    """Every case of a theme passes on virtual ranks, but for those that do not yet."""
+    cases = [case for case in find_cases(ranks) if case.theme == theme and case.id not in NOT_YET]
+    assert broken(list(run_virtual(cases, ranks))) == []
+
+
+def test_what_is_not_kept_yet_is_up_to_date() -> None:
+    """No case that passes on virtual ranks is listed as one that does not."""
+    outcomes = run_virtual(named(sorted(NOT_YET)), 4)
+    assert [one.case for one in outcomes if one.status == PASSED] == []
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_real_mpi_keeps_the_contract(ranks: int) -> None:
+    """Every case passes on bare mpi4py: the suite claims nothing that MPI does not do."""
+    outcomes = list(run_contract("mpi", ranks))
+    assert broken(outcomes) == []
+    assert len(outcomes) == len(find_cases(ranks))
+
+
+def test_the_suite_is_large() -> None:
+    """There are more than 300 cases, each with a name of its own and a sentence."""
+    cases = every_case()
+    assert len({case.id for case in cases}) == len(cases) > 300
+    assert [case.id for case in cases if not case.claim.endswith(".")] == []
+
+
+def test_cases_are_found_by_words() -> None:
+    """Words choose cases by theme or name; a word that chooses none is an error."""
+    assert {case.theme for case in find_cases(4, "groups. locks.exc")} == {"groups", "locks"}
+    with pytest.raises(ParameterError, match=r"themes: .*locks"):
+        find_cases(4, "no-such-case")
+
+
+def test_cases_need_their_ranks() -> None:
+    """Cases that make sense between ranks are left out on one."""
+    assert len(find_cases(1)) < len(find_cases(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "said"),
+    [("raises", FAILED, "on purpose"), ("waits", FAILED, "Deadlock"), ("fine", PASSED, "")],
+)
+def test_failures_of_virtual_ranks_are_outcomes(name: str, status: str, said: str) -> None:
+    """A case that raises or waits for ever fails, and the run goes on."""
+    case = Case("made_up", name, globals()[name])
+    (outcome,) = run_virtual([case], 2)
+    assert outcome.status == status
+    assert said in outcome.text
+
+
+def raises(MPI: object, comm: object) -> None:
+    """Raise on one rank, while the other waits."""
+    if comm.Get_rank() == 0:  # type: ignore[attr-defined]
+        raise ValueError("on purpose")
+    comm.recv(source=0)  # type: ignore[attr-defined]
+
+
+def waits(MPI: object, comm: object) -> None:
+    """Wait for what nobody sends."""
+    comm.recv(source=0)  # type: ignore[attr-defined]
+
+
+def fine(MPI: object, comm: object) -> None:
+    """Do nothing."""
+
+
+STUBBORN = """
+import os
+def fine(MPI, comm): pass
+def waits(MPI, comm):
+    if comm.Get_rank() == 0:
+        raise ValueError("on purpose")
+    comm.recv(source=0)
+def dies(MPI, comm):
+    os._exit(3)
+"""
+
+
+@pytest.mark.mpi
+def test_a_real_job_goes_on_behind_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case that stops or kills the job fails; the next one runs in a new job."""
+    (tmp_path / "stubborn.py").write_text(STUBBORN, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("spawnsim.testing.jobs.GRACE_S", 0.5)
+    cases = named(["stubborn.fine", "stubborn.waits", "stubborn.dies", "stubborn.fine"])
+    outcomes = list(run_real(cases, 2))
+    assert [one.status for one in outcomes] == [PASSED, FAILED, FAILED, PASSED]
+    assert "still inside: rank 1" in outcomes[1].text
+    assert "on purpose" in outcomes[1].text
+    assert "ended the job" in outcomes[2].text
