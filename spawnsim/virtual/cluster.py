@@ -5,12 +5,11 @@ This room knows how a run is put together. It must not know what programs do.
 
 from __future__ import annotations
 
-import math
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from greenlet import GreenletExit
@@ -24,13 +23,13 @@ from spawnsim.virtual.comm.context import Context
 from spawnsim.virtual.comm.management import ProgramAbort
 from spawnsim.virtual.faults import Plan
 from spawnsim.virtual.kernel import Kernel, Task
+from spawnsim.virtual.links import Links
+from spawnsim.virtual.lives import Lives
 from spawnsim.virtual.own import Own
 from spawnsim.virtual.platform import load_platform
 from spawnsim.virtual.trace import Trace
-from spawnsim.virtual.waiting import rank_failed
-from spawnsim.virtual.world import Rank, RankDied, Recorder, World
+from spawnsim.virtual.world import Rank, Recorder, World
 
-DETECTION_S = 0.01  # from a rank's death until the others know (measured with ULFM on one node)
 WORLD, SELF = "MPI_COMM_WORLD", "MPI_COMM_SELF"
 
 Main = Callable[[Intracomm], Any]
@@ -91,6 +90,11 @@ class Cluster:
         self.world = World(
             kernel, ranks, platform, platform.network, timing, recorder, setting.seed, plan or None
         )
+        if plan.links:
+            self.world.links = Links(self.world)
+        for disturbed in plan.disturbed:
+            ranks[disturbed].awake = partial(plan.awake_s, disturbed)
+        self.lives = Lives(self.world)
         kernel.owner, kernel.on_end = self.world, self._ended
         self._whole = Context(self.world, (tuple(range(setting.ranks)),))
         self._owns = [Own(self.world, rank, model.open(setting.seed, rank.id)) for rank in ranks]
@@ -113,45 +117,9 @@ class Cluster:
         self.world.ranks[rank].attachments["COMM_SELF"] = comm
         return comm
 
-    def start(self, rank: int, program: Callable[[], Any], clock_s: float = 0.0) -> None:
+    def start(self, rank: int, program: Callable[[], Any]) -> None:
         """Let a rank run a program."""
-        owner = self.world.ranks[rank]
-        task = self.world.kernel.spawn(rank, program, clock=clock_s)
-        owner.tasks.append(task)
-        if not owner.started and owner.death_s < math.inf:
-            self.world.kernel.env.at(owner.death_s, rank, lambda: self._die(owner))
-        owner.started = True
-
-    # -- deaths ----------------------------------------------------------------------------------------------
-
-    def _die(self, rank: Rank) -> None:
-        """A rank's time has come, although it is waiting: end its tasks, and let the others learn of it."""
-        if rank.dead or all(not task.alive for task in rank.tasks):
-            return
-        self._bury(rank)
-        for task in rank.tasks:
-            if task.alive:
-                self.world.kernel.throw(task, RankDied())
-
-    def _bury(self, rank: Rank) -> None:
-        kernel, world = self.world.kernel, self.world
-        rank.dead = True
-        known_s = max(rank.death_s, kernel.env.now) + DETECTION_S
-        world.failed[rank.id] = known_s
-        world.recorder.event(rank.id, rank.death_s, "crash", {})
-        kernel.env.at(known_s, rank.id, self._tell)
-
-    def _tell(self) -> None:
-        """Wake those who wait for ranks that are now known to be dead."""
-        for check in list(self.world.on_death):
-            check()
-        kernel, now_s = self.world.kernel, self.world.kernel.env.now
-        dead = [rank for rank, known_s in sorted(self.world.failed.items()) if known_s <= now_s]
-        for task in kernel.tasks:
-            doomed = task.wait.doomed(dead) if task.parked and task.wait is not None else ()  # type: ignore[attr-defined]
-            if doomed:
-                task.clock = max(task.clock, now_s)
-                kernel.resume(task, rank_failed(task, task.wait, doomed))
+        self.lives.begin(self.world.ranks[rank], program)
 
     # -- endings ---------------------------------------------------------------------------------------------
 
@@ -160,8 +128,8 @@ class Cluster:
         if task.error is not None and not self.world.kernel.closed:
             self.world.kernel.failure = task.error
             task.error.__dict__.setdefault("_task", task)
-        elif task.clock >= rank.death_s and not rank.dead:
-            self._bury(rank)
+        else:
+            self.lives.ended(task)
         if task is rank.tasks[0]:
             self._finished += 1
             for beside in rank.tasks[1:]:  # background tasks end with their program, as daemon threads do
@@ -259,12 +227,12 @@ def simulate(
     """
     setting = Setting(ranks, platform, stragglers, faults, seed, compute_s, deadline_s)
     cluster = Cluster(setting, recorder, progress)
-    limit = sys.getrecursionlimit()
     for rank in range(ranks):
-        comm = cluster.comm_world(rank)
         cluster.comm_self(rank)
-        cluster.start(rank, lambda comm=comm: main(comm))  # type: ignore[misc]
-    try:
-        return cluster.run()
-    finally:
-        sys.setrecursionlimit(limit)
+        cluster.start(rank, partial(_live, cluster, rank, main))
+    return cluster.run()
+
+
+def _live(cluster: Cluster, rank: int, main: Main) -> None:
+    """One life of a rank: a restarted one enters the world anew, with empty mailboxes."""
+    main(cluster.comm_world(rank))

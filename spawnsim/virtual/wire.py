@@ -104,5 +104,8 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
         source.reach(task, task.clock + send_s)
         if source.company:
             kernel.observe()
-    mailbox.deliver(message)
+    if world.links is None:
+        mailbox.deliver(message)
+    else:
+        world.links.carry(task.rank, mailbox, message)
     return transfer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -54,11 +55,13 @@ class Rank:
     nbytes: int = 0
     compute_s: float = 0.0
     tasks: list[Task] = field(default_factory=list)
-    started: bool = False
+    awake: Callable[[float], float] | None = None  # if the fault plan pauses it: when it next is awake
     attachments: dict[Any, Any] = field(default_factory=dict)  # per-rank objects of other rooms
 
     def reach(self, task: Task, time_s: float) -> None:
         """Move a task's clock forward to `time_s`, but not past the rank's own death."""
+        if self.awake is not None:  # a paused rank takes note of nothing until it wakes
+            time_s = self.awake(max(time_s, task.clock))
         if time_s > task.clock:
             task.clock = time_s
         if task.clock >= self.death_s:
@@ -91,11 +94,13 @@ class World:
     recorder: Recorder
     seed: int
     plan: Any = None
+    links: Any = None  # `links.Links`, if the plan has faults of links
     failed: dict[int, float] = field(default_factory=dict)  # rank -> when the others know of its death
     on_death: list[Callable[[], None]] = field(
         default_factory=list
     )  # agreements of survivors, to be checked again
     contexts: int = 0  # communicators made so far
+    open_contexts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     warnings: list[str] = field(default_factory=list)
     ledger: Any = None  # told of requests and communicators as they come and go; only program runs keep one
 

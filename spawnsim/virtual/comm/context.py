@@ -40,6 +40,7 @@ class Context:
 
     def __post_init__(self) -> None:
         self.number = self.world.next_context()
+        self.world.open_contexts.add(self)
         if self.world.ledger is not None:
             self.world.ledger.made(self)
         self.everyone = tuple(rank for side in self.sides for rank in side)

@@ -1,0 +1,89 @@
+"""Deaths of ranks, what the others learn of them and when, and new lives.
+
+A restarted rank runs its program from the beginning at its time of restart, with empty mailboxes and nothing but its
+number. Messages reach it again; collectives of communicators that saw it die do not.
+
+This room knows ranks' lives. What programs make of them is theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from spawnsim.virtual.kernel import Task
+from spawnsim.virtual.waiting import rank_failed
+from spawnsim.virtual.world import Rank, RankDied, World
+
+DETECTION_S = 0.01  # from a rank's death until the others know (measured with ULFM on one node)
+DEATH, BIRTH = 8, 9  # kinds of the trace
+
+
+class Lives:
+    """Ends ranks at their time of death and begins them again, as the fault plan says."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._programs: dict[int, Callable[[], Any]] = {}
+
+    def begin(self, rank: Rank, program: Callable[[], Any], clock_s: float = 0.0) -> None:
+        """Let a rank live: run its program from a time on, and die when it must."""
+        world = self._world
+        self._programs[rank.id] = program
+        rank.tasks = [world.kernel.spawn(rank.id, program, clock=clock_s)]
+        if rank.death_s < math.inf:
+            death_s = rank.death_s
+            world.kernel.env.at(death_s, rank.id, lambda: self._expire(rank, death_s))
+
+    def ended(self, task: Task) -> None:
+        """Take note that a task of a rank has ended; it may have reached the rank's death by itself."""
+        rank = self._world.ranks[task.rank]
+        if task.clock >= rank.death_s and not rank.dead:
+            self._bury(rank)
+
+    def _expire(self, rank: Rank, death_s: float) -> None:
+        """A rank's time has come, although it is waiting: end its tasks."""
+        if rank.death_s != death_s or rank.dead or not any(task.alive for task in rank.tasks):
+            return
+        self._bury(rank)
+        for task in rank.tasks:
+            if task.alive:
+                self._world.kernel.throw(task, RankDied())
+
+    def _bury(self, rank: Rank) -> None:
+        world, env = self._world, self._world.kernel.env
+        rank.dead = True
+        rank.trace.note((rank.death_s, DEATH, -1, 0, 0))
+        known_s = max(rank.death_s, env.now) + DETECTION_S
+        world.failed[rank.id] = known_s
+        world.recorder.event(rank.id, rank.death_s, "crash", {})
+        env.at(known_s, rank.id, self._tell)
+        again_s = world.plan.restart_s(rank.id, rank.death_s)
+        if again_s < math.inf:
+            env.at(max(again_s, env.now), rank.id, lambda: self._revive(rank, again_s))
+
+    def _tell(self) -> None:
+        """Wake those who wait for ranks that are now known to be dead."""
+        for check in list(self._world.on_death):
+            check()
+        kernel, now_s = self._world.kernel, self._world.kernel.env.now
+        dead = [rank for rank, known_s in sorted(self._world.failed.items()) if known_s <= now_s]
+        for task in kernel.tasks:
+            doomed = task.wait.doomed(dead) if task.parked and task.wait is not None else ()  # type: ignore[attr-defined]
+            if doomed:
+                task.clock = max(task.clock, now_s)
+                kernel.resume(task, rank_failed(task, task.wait, doomed))
+
+    def _revive(self, rank: Rank, time_s: float) -> None:
+        """Begin a rank's program again."""
+        world = self._world
+        rank.dead, rank.company, rank.busy = False, 0, []
+        rank.death_s = world.plan.death_s(rank.id, time_s)
+        rank.nic_free_s = rank.bulk_free_s = max(time_s, 0.0)
+        world.failed.pop(rank.id, None)
+        for context in world.open_contexts:
+            context.mailboxes.pop(rank.id, None)
+        rank.trace.note((time_s, BIRTH, -1, 0, 0))
+        world.recorder.event(rank.id, time_s, "restart", {})
+        self.begin(rank, self._programs[rank.id], time_s)
