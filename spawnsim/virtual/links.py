@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.virtual.matching import Mailbox, Message
+from spawnsim.virtual.completion import Message
+from spawnsim.virtual.matching import Mailbox
 from spawnsim.virtual.world import World
 
 
