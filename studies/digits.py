@@ -42,7 +42,7 @@ def main(
 
     judged, reported = (slice(0, None, 2), slice(1, None, 2)) if judge == "accuracy" else (None, slice(None))
     for iteration in range(iterations):
-        with comm.compute():
+        with comm.compute() as block:
             loss = digits.step(model, optimizer)
         if judged is None:
             metric = -loss
@@ -53,7 +53,7 @@ def main(
             model, optimizer, info = exchange(iteration, model, optimizer, local_metric=metric, group=comm)
         if (iteration + 1) % accuracy_every == 0:  # measured outside of compute(): free on virtual ranks
             info = {**info, "accuracy": digits.accuracy(model, reported)}
-        comm.record(iteration=iteration, loss=loss, **info)
+        comm.record(iteration=iteration, loss=loss, compute_s=block.seconds, **info)
 
     if exchange is not None:
         exchange.shutdown()

@@ -40,7 +40,7 @@ def main(
         raise ParameterError(f'policy={policy!r}: choose "none", "average" or "selective"')
 
     for iteration in range(iterations):
-        with comm.compute():
+        with comm.compute() as block:
             loss = flow.step(model, optimizer)
         for mode in sorted(flow.fresh):
             comm.record.event("mode", mode=mode, iteration=iteration)
@@ -48,7 +48,8 @@ def main(
         if exchange is not None:
             score = float(flow.modes_found)
             model, optimizer, info = exchange(iteration, model, optimizer, local_metric=score, group=comm)
-        comm.record(iteration=iteration, loss=loss, modes_found=flow.modes_found, **info)
+        found = flow.modes_found
+        comm.record(iteration=iteration, loss=loss, modes_found=found, compute_s=block.seconds, **info)
 
     if exchange is not None:
         exchange.shutdown()

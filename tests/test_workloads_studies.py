@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,7 +44,7 @@ class Solo:
     @contextmanager
     def compute(self):
         self.computed += 1
-        yield
+        yield SimpleNamespace(seconds=0.01)
 
 
 class Spy:

@@ -79,6 +79,7 @@ class Computing:
     def __init__(self, poll: Callable[[], object]) -> None:
         self._poll = poll
         self.began_s: float | None = None  # perf_counter of the block that is open, for the watchdog's table
+        self.seconds = 0.0  # what the last block took
         self.total_s = 0.0
         self.blocks = 0
 
@@ -94,7 +95,8 @@ class Computing:
 
     def __exit__(self, *_exc: object) -> None:
         if self.began_s is not None:
-            self.total_s += time.perf_counter() - self.began_s
+            self.seconds = time.perf_counter() - self.began_s
+            self.total_s += self.seconds
             self.began_s = None
             self.blocks += 1
         self._poll()
