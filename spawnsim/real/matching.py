@@ -53,6 +53,7 @@ class Posted(MPIRequest):
         return source in (MPI.ANY_SOURCE, status.Get_source()) and tag in (MPI.ANY_TAG, status.Get_tag())
 
     def Cancel(self) -> None:
+        self._refuse_null("Cancel")
         comm = self._what[2]
         with comm._matching:
             if self in comm._posted:

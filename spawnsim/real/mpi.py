@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from mpi4py import MPI
 
+from spawnsim.comm import failures
 from spawnsim.comm.group import Group
 from spawnsim.errors import UsageError
 from spawnsim.real import words
@@ -86,6 +87,8 @@ class MPIComm(PointToPoint, Collectives):
 
     def Free(self) -> None:
         """Free the communicator; the next call on it is an error, and open object receives end cancelled."""
+        if self.label == "world":
+            raise failures.CallError(failures.ERR_COMM, "the world cannot be freed: close() ends it")
         for waiting in list(self._posted):
             waiting.Cancel()
         self._raw.Free()
@@ -140,7 +143,7 @@ class MPIComm(PointToPoint, Collectives):
         return MPIComm(raw, self._home, f"{self.label}/{name}{self._sequence}")
 
     def __eq__(self, other: object) -> bool:
-        if other is None:  # where this house has no communicator, it says None
+        if not other:  # where this house has no communicator, it says None
             return not self
         return isinstance(other, MPIComm) and self._raw == other._raw
 

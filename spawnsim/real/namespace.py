@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from spawnsim import comm as words
+from spawnsim.comm.failures import ERR_COMM, CallError
 from spawnsim.real.pending import Pending
 
 
@@ -36,6 +37,21 @@ class Win:
     def Create(memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> Any:
         """Return a window over memory that exists; collective over `comm`."""
         return comm.Win.Create(memory, disp_unit, info)
+
+
+class Null:
+    """`MPI.COMM_NULL`: equal to None, which communicators of this house return where a rank is in none."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return not other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        raise CallError(ERR_COMM, f"{name} of COMM_NULL: this rank is in no such communicator")
 
 
 class Message:
@@ -68,7 +84,7 @@ def namespace(world: Any, theirs: Mapping[str, Any] | None = None) -> SimpleName
     `theirs`: what the library beneath has beyond that (`vars(mpi4py.MPI)`).
     """
     own: dict[str, Any] = {
-        "COMM_WORLD": world, "COMM_NULL": None, "WIN_NULL": None, "Comm": type(world), "Intracomm": type(world),
+        "COMM_WORLD": world, "COMM_NULL": Null(), "WIN_NULL": None, "Comm": type(world), "Intracomm": type(world),
         "Request": Pending, "REQUEST_NULL": Pending(), "Win": Win, "Message": Message,
     }  # fmt: skip
     beneath = {name: value for name, value in (theirs or {}).items() if not name.startswith("__")}

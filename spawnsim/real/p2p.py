@@ -127,7 +127,10 @@ class PointToPoint(Matching):
         if self._posted:
             with self._matching:
                 self._serve_posted()
-        there = self._raw.Iprobe(words.source(source), words.tag(tag), found)
+        try:
+            there = self._raw.Iprobe(words.source(source), words.tag(tag), found)
+        except MPI.Exception as error:
+            raise failure(error, self._raw, f"rank {self.rank} of {self.label}: probe of {source}") from None
         if there:
             fill(status, found)
         if self._home.registry:

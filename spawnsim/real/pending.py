@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any, Self
 
 from spawnsim.comm.constants import UNDEFINED
-from spawnsim.comm.failures import CallError
+from spawnsim.comm.failures import ERR_REQUEST, CallError
 from spawnsim.errors import SpawnsimError, Timeout
 from spawnsim.real import several
 
@@ -136,12 +136,19 @@ class Pending:
         if done and status is not None:
             _clear(status)
             self._describe(status)
+        if not done:
+            self._home.poll()
         return done
 
     get_status = Get_status
 
     def Cancel(self) -> None:
         """Ask for the end without a result."""
+        self._refuse_null("Cancel")
+
+    def _refuse_null(self, operation: str) -> None:
+        if not self:
+            raise CallError(ERR_REQUEST, f"{operation} of a null request: it is complete, or was freed")
 
     def cancel(self) -> None:
         """Ask for the end without a result."""
@@ -149,6 +156,7 @@ class Pending:
 
     def Free(self) -> None:
         """Give up the handle; the registry keeps request and buffer until complete."""
+        self._refuse_null("Free")
         self._open = self._persistent = False
 
     free = Free

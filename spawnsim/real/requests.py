@@ -42,6 +42,7 @@ class MPIRequest(Pending):
         fill(status, self._status)
 
     def Cancel(self) -> None:
+        super().Cancel()
         if not self._complete:
             self._raw.Cancel()
 

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from spawnsim.comm.constants import COMM_TYPE_SHARED, IDENT, SIMILAR, UNDEFINED, UNEQUAL
+from spawnsim.comm.constants import COMM_TYPE_SHARED, CONGRUENT, IDENT, SIMILAR, UNDEFINED, UNEQUAL
+from spawnsim.comm.failures import ERR_COMM, CallError
 from spawnsim.comm.group import Group
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
 from spawnsim.real.dist.collectives import Native
@@ -60,10 +61,11 @@ class TorchComm(PointToPoint, Native, Objects):
         self._context = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=7).digest(), "little") & ~1
         home.mailbox.open(self._context, members)
         self._inner = Inner(self)
-        whole = len(members) == home.wire.size and not label.count("/")
-        self._group = home.group if whole else home.new_group([home.ranks[member] for member in members])
+        whole = len(members) == home.wire.size and "/" not in label
         self.has_nccl = whole and "nccl" in dist.get_backend(home.group)
-        self._named, self._freed = label, False
+        self._gloo, self._gpus = home.gloo(label, members), home.group if self.has_nccl else None
+        self._named = "MPI_COMM_WORLD" if label == "world" else label
+        self._freed = False
         own = home.own
         self.clock, self.rng, self.record, self.compute = own.clock, own.rng, own.record, own.compute
         self.Win = Windows(self)
@@ -79,6 +81,7 @@ class TorchComm(PointToPoint, Native, Objects):
 
     # -------------------------------------------------------------------------------------- about the communicator
     def Get_rank(self) -> int:
+        self._live()
         return self.rank
 
     def Get_size(self) -> int:
@@ -102,14 +105,26 @@ class TorchComm(PointToPoint, Native, Objects):
         """Return False: there are no intercommunicators here."""
         return False
 
-    @staticmethod
-    def Compare(comm1: TorchComm, comm2: TorchComm) -> int:
+    def Compare(self, other: TorchComm) -> int:
         """Return how two communicators relate."""
-        if comm1 is comm2:
+        if self is other:
             return IDENT
-        if comm1.members == comm2.members:
-            return IDENT + 1
-        return SIMILAR if set(comm1.members) == set(comm2.members) else UNEQUAL
+        if self.members == other.members:
+            return CONGRUENT
+        return SIMILAR if set(self.members) == set(other.members) else UNEQUAL
+
+    @property
+    def name(self) -> str:
+        """The communicator's name."""
+        return self._named
+
+    @name.setter
+    def name(self, value: str) -> None:
+        self._named = value
+
+    def _live(self) -> None:
+        if self._freed:
+            raise CallError(ERR_COMM, f"{self.label} was freed: make another one")
 
     # ------------------------------------------------------------------------------------------- making others
     def Split(self, color: int = 0, key: int = 0) -> TorchComm | None:
@@ -148,8 +163,16 @@ class TorchComm(PointToPoint, Native, Objects):
             return None
         return TorchComm(self._home, members, f"{self.label}/{kind}{self._made[kind]}")
 
+    @staticmethod
+    def Create_keyval(*_args: Any, **_kwargs: Any) -> int:
+        """Refuse: attributes are Python's business here."""
+        raise UnsupportedError("Create_keyval: not over torch.distributed; keep a dict by communicator")
+
     def Free(self) -> None:
         """Give up the communicator."""
+        self._live()
+        if self.label == "world":
+            raise CallError(ERR_COMM, "the world cannot be freed: close() ends it")
         self._freed = True
 
     def Abort(self, errorcode: int = 0) -> None:
@@ -168,7 +191,7 @@ class TorchComm(PointToPoint, Native, Objects):
         raise AttributeError(name)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (other is None and self._freed)
+        return self is other or (self._freed and not other)
 
     def __hash__(self) -> int:
         return id(self)
@@ -256,7 +279,17 @@ def wrap(group: Any) -> TorchComm:
 
 def namespace(comm: TorchComm) -> SimpleNamespace:
     """Return `MPI` for programs on `comm`: mpi4py's names in spawnsim's words."""
-    return names(comm)
+    found = names(comm)
+    return Lacking(**vars(found))
+
+
+class Lacking(SimpleNamespace):
+    """A namespace that says what is missing, and what to do."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedError(
+            f"MPI.{name}: not over torch.distributed; --backend mpi has all of mpi4py's names"
+        )
 
 
 __all__ = ["Options", "TorchComm", "close", "guarded", "namespace", "world", "wrap"]

@@ -200,7 +200,7 @@ class MPIWin:
         return bool(self._raw)
 
     def __eq__(self, other: object) -> bool:
-        if other is None:  # where this house has no window, it says None
+        if not other:  # where this house has no window, it says None
             return not self
         return isinstance(other, MPIWin) and self._raw == other._raw
 

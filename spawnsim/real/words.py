@@ -110,6 +110,10 @@ class Words:
         return found[1]
 
     def _datatype(self, datatype: Any) -> MPI.Datatype:
+        if not datatype.committed:
+            raise failures.CallError(
+                failures.ERR_TYPE, "the datatype is not committed: call its Commit() first"
+            )
         found = self._types.get(id(datatype))
         if found is None:
             name = next((name for name, known in BY_NAME.items() if known is datatype), None)

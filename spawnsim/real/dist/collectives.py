@@ -19,9 +19,9 @@ import torch.distributed as dist
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import IN_PLACE
 from spawnsim.comm.ops import BAND, BOR, BXOR, MAX, MIN, PROD, SUM, Op
-from spawnsim.errors import MismatchError, RankFailed, Timeout, UsageError
+from spawnsim.errors import MismatchError, ParameterError, RankFailed, Timeout, UsageError
 from spawnsim.real.dist.exchanges import Exchanges
-from spawnsim.real.dist.memory import flat, on_gpu, staged
+from spawnsim.real.dist.memory import as_plain, flat, on_gpu, staged
 from spawnsim.real.dist.requests import Together, Working
 from spawnsim.real.ordered import ordered_allreduce
 from spawnsim.real.pending import Pending
@@ -41,13 +41,15 @@ class Native(Exchanges):
     """The collectives of torch's groups, counted, bounded and watched."""
 
     _home: Home
-    _group: Any
+    _gloo: Any
+    _gpus: Any  # torch's group with NCCL, or None
     _sequence: int
     label: str
     members: tuple[int, ...]
     has_nccl: bool
 
     def _count(self, operation: str) -> int:
+        self._live()
         self._sequence += 1
         return self._sequence
 
@@ -82,7 +84,7 @@ class Native(Exchanges):
         """Raise MismatchError, on all ranks, unless all are in the same collective with the same arguments."""
         word = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
         ends = torch.tensor([word, -word])
-        self._group.allreduce([ends], _reduce_options(dist.ReduceOp.MIN)).wait()
+        self._gloo.allreduce([ends], _reduce_options(dist.ReduceOp.MIN)).wait()
         if int(ends[0]) != -int(ends[1]):
             everyone = self._texts(text)
             table = "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(everyone))
@@ -94,35 +96,43 @@ class Native(Exchanges):
         said = torch.frombuffer(bytearray(text.encode()[:256]), dtype=torch.uint8)
         mine[: said.numel()] = said
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        self._group.allgather([everyone], [mine]).wait()
+        self._gloo.allgather([everyone], [mine]).wait()
         return [bytes(record.tolist()).rstrip(b"\0").decode(errors="replace") for record in everyone]
 
     # ------------------------------------------------------------------------------------------------- the calls
     def Barrier(self) -> None:
-        self._ran("Barrier", self._group.barrier)
+        self._ran("Barrier", self._barrier)
 
     barrier = Barrier
 
+    def _barrier(self) -> Any:
+        return self._gloo.barrier(dist.BarrierOptions())
+
+    def _for(self, tensor: torch.Tensor) -> Any:
+        """Return the group that reaches a tensor's memory."""
+        return self._gloo if tensor.device.type == "cpu" else self._gpus
+
     def Ibarrier(self) -> Pending:
-        return self._begun("Ibarrier", self._group.barrier)
+        return self._begun("Ibarrier", self._barrier)
 
     def _begun(self, operation: str, start: Callable[[], Any], after: Callable[[], object] | None = None) -> Working:
         self._count(operation)
         return Working.of(self._home, (operation, -1, self), start(), after)
 
     def Bcast(self, buf: Any, root: int = 0) -> None:
-        self._check(root, 0, "Bcast")
+        self._root(root, "Bcast")
         tensor, after = self._native(buf)
         options = dist.BroadcastOptions()
         options.rootRank = root
-        self._ran("Bcast", lambda: self._group.broadcast([tensor], options), lambda: f"root {root}, {_shape(buf)}")
+        self._ran("Bcast", lambda: self._for(tensor).broadcast([tensor], options), lambda: f"root {root}, {_shape(buf)}")
         after()
 
     def Ibcast(self, buf: Any, root: int = 0) -> Pending:
+        self._root(root, "Ibcast")
         tensor, after = self._native(buf)
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self._begun("Ibcast", lambda: self._group.broadcast([tensor], options), after)
+        return self._begun("Ibcast", lambda: self._for(tensor).broadcast([tensor], options), after)
 
     def _native(self, buf: Any) -> tuple[torch.Tensor, Callable[[], object]]:
         """Return a tensor to broadcast: any type as its bytes, staged if torch's group cannot reach it."""
@@ -136,8 +146,7 @@ class Native(Exchanges):
         return data, lambda: buffer.unpack(data.numpy())
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
-        home = self._home
-        if home.ordered and not on_gpu(recvbuf):
+        if self._home.ordered and not on_gpu(recvbuf):
             ordered_allreduce(self, sendbuf, recvbuf, op)
             return
         tensor, after, options = self._reducible(sendbuf, recvbuf, op)
@@ -145,7 +154,7 @@ class Native(Exchanges):
             self._met(self._reduction("Allreduce", (sendbuf, recvbuf), op, None), "Allreduce")
             return
         self._ran(
-            "Allreduce", lambda: self._group.allreduce([tensor], options), lambda: f"{op.name}, {_shape(recvbuf)}"
+            "Allreduce", lambda: self._for(tensor).allreduce([tensor], options), lambda: f"{op.name}, {_shape(recvbuf)}"
         )
         if after is not None:
             after()
@@ -154,13 +163,15 @@ class Native(Exchanges):
         tensor, after, options = self._reducible(sendbuf, recvbuf, op)
         if tensor is None:
             return self._reduction("Iallreduce", (sendbuf, recvbuf), op, None)
-        return self._begun("Iallreduce", lambda: self._group.allreduce([tensor], options), after)
+        return self._begun("Iallreduce", lambda: self._for(tensor).allreduce([tensor], options), after)
 
     def _reducible(
         self, sendbuf: Any, recvbuf: Any, op: Op
     ) -> tuple[torch.Tensor | None, Callable[[], object] | None, Any]:
         """Return the contribution in the receiving memory, what to do afterwards, and torch's options, if torch can."""
         into = flat(recvbuf, writable=True)
+        if sendbuf is not IN_PLACE:
+            _agree(sendbuf, recvbuf)
         native = None if into is None else NATIVE.get(op.name) or (None if into.is_floating_point() else BITWISE.get(op.name))
         if into is None or native is None:
             return None, None, None
@@ -169,44 +180,51 @@ class Native(Exchanges):
             if given is None or given.dtype != into.dtype:
                 return None, None, None
             if given.data_ptr() != into.data_ptr():
-                into[: given.numel()].copy_(given)
-                into = into[: given.numel()]
+                into.copy_(given)
         if into.device.type != "cpu" and not self.has_nccl:
             host = staged(into).copy_(into)
             return host, lambda: into.copy_(host), _reduce_options(native)
         return into, None, _reduce_options(native)
 
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> None:
-        self._check(root, 0, "Reduce")
+        self._root(root, "Reduce")
         self._met(self._reduction("Reduce", (sendbuf, recvbuf), op, root), "Reduce")
 
     def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Together:
+        self._root(root, "Ireduce")
         return self._reduction("Ireduce", (sendbuf, recvbuf), op, root)
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         into = flat(recvbuf, writable=True)
         given = None if sendbuf is IN_PLACE else flat(sendbuf)
-        if into is None or given is None or given.dtype != into.dtype or given.numel() * self.size != into.numel():
+        simple = given is not None and into is not None and as_plain(sendbuf) and as_plain(recvbuf)
+        if not simple or into is None or given is None or given.dtype != into.dtype or given.numel() * self.size != into.numel():
             self._met(self._allgather("Allgather", sendbuf, recvbuf), "Allgather")
             return
         if into.device.type != "cpu" and not self.has_nccl:
             host = staged(into)
             source = given.to("cpu")
-            self._ran("Allgather", lambda: self._group._allgather_base(host, source))
+            self._ran("Allgather", lambda: self._gloo._allgather_base(host, source))
             into.copy_(host)
             return
-        self._ran("Allgather", lambda: self._group._allgather_base(into, given), lambda: _shape(sendbuf))
+        self._ran("Allgather", lambda: self._for(into)._allgather_base(into, given), lambda: _shape(sendbuf))
 
     if TYPE_CHECKING:
 
-        def _check(self, rank: int, tag: int, operation: str) -> None:
-            """Refuse a root that is no rank."""
+        def _live(self) -> None:
+            """Refuse a freed communicator."""
 
 
 def _reduce_options(op: Any) -> Any:
     options = dist.AllreduceOptions()
     options.reduceOp = op
     return options
+
+
+def _agree(sendbuf: Any, recvbuf: Any) -> None:
+    """Refuse a reduction between buffers of different counts or types."""
+    if _shape(sendbuf) != _shape(recvbuf):
+        raise ParameterError(f"mismatch in send ({_shape(sendbuf)}) and receive buffer ({_shape(recvbuf)})")
 
 
 def _shape(buf: Any) -> str:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import IN_PLACE
+from spawnsim.comm.failures import ERR_ROOT, CallError
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.comm.regions import Buffer
@@ -62,8 +63,13 @@ class Exchanges:
             who = ", ".join(map(str, sorted(set(missing))))
             raise Timeout(set(missing), operation, late.sequence, f"{late}; missing: rank {who}") from None
 
+    def _root(self, root: int, operation: str) -> None:
+        if not 0 <= root < self.size:
+            raise CallError(ERR_ROOT, f"rank {self.rank}: {operation} with root {root}: ranks are 0 to {self.size - 1}")
+
     # --------------------------------------------------------------------------------------- gather and scatter
     def _gather(self, operation: str, sendbuf: Any, recvbuf: Any, root: int) -> Together:
+        self._root(root, operation)
         blocks: list[tuple[int, Buffer]] = []
         if self.rank == root:
             table = _blocks(recvbuf, self.size, vector=operation.endswith("v"), writable=True)
@@ -72,6 +78,7 @@ class Exchanges:
         return self._plan(operation, sends, blocks)
 
     def _scatter(self, operation: str, sendbuf: Any, recvbuf: Any, root: int) -> Together:
+        self._root(root, operation)
         sends: list[tuple[int, Bytes]] = []
         if self.rank == root:
             table = _blocks(sendbuf, self.size, vector=operation.endswith("v"))
@@ -175,9 +182,12 @@ class Exchanges:
 
 def _blocks(spec: Any, size: int, *, vector: bool = False, types: bool = False, writable: bool = False) -> list[Buffer]:
     """Return the blocks of a specification, one per rank."""
-    if vector:
-        return list(as_buffer(spec, vector=True, blocks=size, types=types, writable=writable))
-    return list(as_buffer(spec, blocks=size, writable=writable))
+    if not vector:
+        whole = as_buffer(spec, blocks=size, writable=writable)
+        if whole.datatype.is_predefined or not whole.count:
+            return list(whole)
+        spec = [spec[0], ([whole.count] * size, None), spec[-1]]
+    return list(as_buffer(spec, vector=True, blocks=size, types=types, writable=writable))
 
 
 def _forms(name: str, plan: str, *, rooted: bool) -> None:

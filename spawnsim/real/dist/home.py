@@ -17,6 +17,8 @@ from threading import get_ident
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
 
 from spawnsim.comm.serial import Pickle
 from spawnsim.errors import RankFailed
@@ -74,17 +76,19 @@ class Exits:
 
 
 class Home:
-    """One per rank and run. `group` is torch's group of all its ranks, `ranks` their global numbers."""
+    """One per rank and run. `group` is torch's group of all its ranks."""
 
     def __init__(self, group: Any, own: Own, options: Options) -> None:
         self.group = group
-        self.ranks = dist.get_process_group_ranks(group)
         rank, size = group.rank(), group.size()
+        everyone, self._rank = tuple(range(size)), rank
+        self._store = PrefixStore(group.group_name, _get_default_store())
+        self._run = self._store.add(f"spawnsim/runs/{rank}", 1)  # the same on all ranks, which all enter each run
         self.own, self.clock, self.options = own, own.clock, options
         self.fingerprints, self.ordered = options.fingerprints, options.reduction == "ordered"
         self.registry, self.pickle = Registry(), Pickle()
         self.condition = threading.Condition()
-        self.wire = Wire(self.new_group(self.ranks), rank=rank, size=size, wake=self.notify)
+        self.wire = Wire(self.gloo("wire", everyone), rank=rank, size=size, wake=self.notify)
         self.mailbox = Mailbox(self.condition, self.wire)
         self.server = Server(self.wire, self.condition)
         self.wire.receivers[EXIT] = Exits()
@@ -95,15 +99,18 @@ class Home:
         own.clock.poll = self.poll
         self.leaves_torch = False  # whether the goodbye ends torch.distributed too
 
-    @staticmethod
-    def new_group(ranks: list[int]) -> Any:
-        """Return a gloo group of global ranks; collective among them alone."""
-        group = dist.new_group(ranks, timeout=FOREVER, backend="gloo", use_local_synchronization=True)
-        return group
+    def gloo(self, label: str, members: tuple[int, ...]) -> Any:
+        """Return a gloo group of some of the ranks, of its own; collective among them alone.
+
+        Made without torch's registry of groups: that one numbers groups by calls that all ranks must make.
+        """
+        store = PrefixStore(f"spawnsim/{self._run}/{label}", self._store)
+        return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), FOREVER)
 
     # --------------------------------------------------------------------------------------------- while running
     def poll(self) -> None:
-        """Let go of requests that are complete; the wire's thread needs no help to make progress."""
+        """Let go of requests that are complete, and let the wire's thread have the interpreter if it waits for it."""
+        time.sleep(0)
         if self.registry:
             self.registry.sweep()
 
@@ -146,7 +153,7 @@ class Home:
             return
         self.ending.over = True
         self.registry.drain(self.clock.limit_s())
-        work = self.group.barrier()
+        work = self.gloo("goodbye", tuple(range(self.wire.size))).barrier(dist.BarrierOptions())
         while not self._met(work):
             silent = [where for where in self.watchdog.ask_all() if not where.answered]
             if silent:

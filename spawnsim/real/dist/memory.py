@@ -13,6 +13,7 @@ import torch
 
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.datatypes import BF16
+from spawnsim.comm.failures import SpecTypeError
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.regions import Buffer
 from spawnsim.real.dist.wire import Bytes
@@ -30,6 +31,8 @@ def staged(tensor: torch.Tensor) -> torch.Tensor:
 
 def outgoing(spec: Any) -> Bytes:
     """Return the bytes of a message: the user's own memory where they lie in a row, else a copy."""
+    if spec is None:
+        raise SpecTypeError("None is no buffer: pass an array, a tensor or bytes")
     return bytes_of(as_buffer(spec.detach().to("cpu") if on_gpu(spec) else spec))
 
 
@@ -78,6 +81,11 @@ def flat(spec: Any, *, writable: bool = False) -> torch.Tensor | None:
     if array.dtype.name not in TORCH_NAMES:
         return None
     return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def as_plain(spec: Any) -> bool:
+    """Whether a specification is memory alone, without counts or types."""
+    return isinstance(spec, (np.ndarray, torch.Tensor))
 
 
 TORCH_NAMES = {"float16", "float32", "float64", "int8", "uint8", "int32", "int64"}

@@ -36,10 +36,11 @@ class Objects:
         def _count(self, operation: str) -> int:
             """Count a collective and return its number."""
 
-    if TYPE_CHECKING:
-
         def _met(self, request: Together, operation: str) -> Any:
             """Wait for an exchange."""
+
+        def _root(self, root: int, operation: str) -> None:
+            """Refuse a root that is no rank."""
 
     def _swap(self, operation: str, objects: dict[int, Any], sources: Sequence[int]) -> list[Any]:
         """Send `objects[rank]` to each rank, return what the sources sent here, in their order."""
@@ -55,14 +56,17 @@ class Objects:
         return [request.value for request in receiving]
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
+        self._root(root, "bcast")
         sends = dict.fromkeys(range(self.size), obj) if self.rank == root else {}
         return self._swap("bcast", sends, [root])[0]
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
+        self._root(root, "gather")
         found = self._swap("gather", {root: sendobj}, range(self.size) if self.rank == root else [])
         return found if self.rank == root else None
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
+        self._root(root, "scatter")
         sends: dict[int, Any] = {}
         if self.rank == root:
             sends = dict(enumerate(self._one_each(sendobj, "scatter")))

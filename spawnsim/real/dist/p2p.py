@@ -135,6 +135,8 @@ class PointToPoint:
     def _look(self, source: int, tag: int) -> Letter | None:
         if source == PROC_NULL:
             return Letter(PROC_NULL, ANY_TAG, 0)
+        if source != ANY_SOURCE:
+            self._check(source, 0, "Probe")
         return self._home.mailbox.peek(self._context, source, tag)
 
     def Probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> bool:

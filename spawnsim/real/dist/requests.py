@@ -78,6 +78,7 @@ class Incoming(Pending):
         status.Set_cancelled(self._cancelled)
 
     def Cancel(self) -> None:
+        super().Cancel()
         if not self._complete and self._home.mailbox.cancel(self._context, self.slot):
             self._cancelled = self._complete = True
 

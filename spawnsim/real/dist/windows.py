@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spawnsim.comm.buffers import as_buffer
-from spawnsim.comm.constants import LOCK_EXCLUSIVE, LOCK_SHARED
+from spawnsim.comm.constants import LOCK_EXCLUSIVE, LOCK_SHARED, PROC_NULL
+from spawnsim.comm.failures import ERR_RANK, CallError
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.comm.regions import Buffer
@@ -81,8 +82,9 @@ class TorchWin:
 
     # ------------------------------------------------------------------------------------------------ accesses
     def _ask(self, rank: int, request: Parcel, wanted: Wanted, payload: Bytes | None = None) -> Wanted:
-        if not 0 <= rank < self._comm.size:
-            raise ParameterError(f"rank {rank}: this window has ranks 0 to {self._comm.size - 1}")
+        if rank == PROC_NULL:
+            wanted.complete = True
+            return wanted
         request.kind, request.context, request.ident = REQUEST, self._ident, next(self._home.wire.idents)
         self._server.wanted[request.ident] = wanted
         self._open[rank].append(wanted)
@@ -92,6 +94,10 @@ class TorchWin:
     def _range(self, rank: int, target: Any, origin: Buffer) -> tuple[int, int]:
         """Return first byte and number of bytes of an access; outside of the part is an error here, not there."""
         displacement, count, datatype = as_target(target, origin)
+        if rank == PROC_NULL:
+            return 0, count * datatype.size
+        if not 0 <= rank < self._comm.size:
+            raise CallError(ERR_RANK, f"rank {rank}: this window has ranks 0 to {self._comm.size - 1}")
         if not datatype.dense:
             raise UnsupportedError("windows over torch take dense datatypes: access each block, or use --backend mpi")
         start, nbytes = displacement * self._units[rank], count * datatype.size
@@ -147,18 +153,23 @@ class TorchWin:
     def Fetch_and_op(
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
     ) -> None:
-        self._accumulate((origin, result), target_rank, target_disp, op)
+        self._accumulate((_one(origin), _one(result)), target_rank, target_disp, op)
 
     def Compare_and_swap(
         self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
     ) -> None:
-        given = as_buffer(origin)
+        given = as_buffer(_one(origin))
         start, _ = self._range(target_rank, target_disp, given)
-        payload = np.concatenate([as_bytes(as_buffer(compare).pack()), as_bytes(given.pack())])
-        into = as_bytes(as_buffer(result, writable=True).array)
+        payload = np.concatenate([as_bytes(as_buffer(_one(compare)).pack()), as_bytes(given.pack())])
+        into = as_bytes(as_buffer(_one(result), writable=True).array)
         self._ask(target_rank, Parcel(0, tag=start, first=SWAP), Wanted(into), payload)
 
     # ---------------------------------------------------------------------------------------------- completion
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise unsupported(f"Win.{name}", "Lock, Put, Get, Flush or Fence")
+
     def Flush(self, rank: int) -> None:
         waiting, self._open[rank] = self._open[rank], []
         limit_s = self._home.clock.limit_s()
@@ -220,6 +231,19 @@ class TorchWin:
         self._server.parts.pop(self._ident, None)
 
 
+def unsupported(what: str, instead: str) -> UnsupportedError:
+    """Return the error for a call that this building has not."""
+    return UnsupportedError(f"{what}: not over torch.distributed; use {instead}, or --backend mpi")
+
+
+def _one(spec: Any) -> Any:
+    """Refuse more than one element: the atomic calls take one."""
+    count = as_buffer(spec).count
+    if count != 1:
+        raise ParameterError(f"{count} elements: the atomic calls take one; use Get_accumulate for more")
+    return spec
+
+
 class Windows:
     """`comm.Win`: makes windows on a communicator, with mpi4py's names. All calls are collective."""
 
@@ -235,8 +259,11 @@ class Windows:
         own = np.zeros(0, np.uint8) if memory is None else as_bytes(as_buffer(memory, writable=True).array)
         return TorchWin(self._comm, own, disp_unit)
 
+    def __getattr__(self, name: str) -> Any:
+        raise unsupported(f"Win.{name}", "Win.Allocate or Win.Create") if name[:1].isupper() else AttributeError(name)
+
     def Allocate_shared(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> TorchWin:
         """Refuse: there is no shared memory between these ranks."""
-        raise UnsupportedError("Win.Allocate_shared: not over torch.distributed; use Win.Allocate with Get and Put")
+        raise unsupported("Win.Allocate_shared", "Win.Allocate with Get and Put")
 
 
