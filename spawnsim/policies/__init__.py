@@ -2,17 +2,20 @@
 
 A policy is cadence × selection × donors × mixing × transport. The first four are plain functions and small frozen
 objects (`cadence`, `selection`, `donors`, `mixing`), tested without a communicator; transports are `average_all`
-(one collective), `selective` (asynchronous messages) and `one_sided` (windows). This floor knows `spawnsim.comm`,
+(one collective), `selective` (asynchronous messages), `one_sided` (windows), `groups` (small groups that find each
+other) and `by_clock` (exchanges while training goes on). This floor knows `spawnsim.comm`,
 torch and numpy; it knows neither building.
 """
 
 from __future__ import annotations
 
 from spawnsim.policies.average_all import AverageAllPolicy
+from spawnsim.policies.by_clock import AsyncModelAveragePolicy
 from spawnsim.policies.cadence import Cadence, Every, When
 from spawnsim.policies.deadlines import Adaptive, Deadline, Fixed
 from spawnsim.policies.donors import Best, ByMetric, Neighbours, Uniform
 from spawnsim.policies.exchange import Wiring
+from spawnsim.policies.groups import DecentralizedAverager, DecentralizedAveragingPolicy
 from spawnsim.policies.one_sided import OneSidedSelectiveAveragingPolicy
 from spawnsim.policies.policy import SpawnPolicy
 from spawnsim.policies.renewal import Renewal
@@ -24,12 +27,15 @@ from spawnsim.policies.windows import Windows
 
 __all__ = [
     "Adaptive",
+    "AsyncModelAveragePolicy",
     "AsyncSelectiveAveragingPolicy",
     "AverageAllPolicy",
     "Best",
     "ByMetric",
     "Cadence",
     "Deadline",
+    "DecentralizedAverager",
+    "DecentralizedAveragingPolicy",
     "Every",
     "Expired",
     "Fixed",

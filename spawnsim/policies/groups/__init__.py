@@ -19,6 +19,7 @@ from spawnsim.policies.groups.codecs import (
     Uniform8Bit,
 )
 from spawnsim.policies.groups.control import AveragingFailed, Cancelled, Stage, StepControl
+from spawnsim.policies.groups.policy import DecentralizedAveragingPolicy
 from spawnsim.policies.groups.static import Everyone, Exponential, Grid, Matchmaking, Pairs, RandomGroups
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Cancelled",
     "Codec",
     "DecentralizedAverager",
+    "DecentralizedAveragingPolicy",
     "Everyone",
     "Exponential",
     "Float16",

@@ -21,6 +21,9 @@ from spawnsim.policies.groups.codecs import Codec, NoCompression
 from spawnsim.policies.groups.keys import digest
 
 Values = NDArray[Any]
+HALF = (
+    0.5 + 1e-6
+)  # a little more: a mean of exactly a half is the same on all ranks, whichever way it was summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class Vector:
             at = 0
             for tensor in group:
                 drift = torch.from_numpy(delta[at : at + tensor.numel()]).reshape(tensor.shape)
-                tensor.copy_(add(tensor.cpu(), drift))
+                tensor.copy_(_sum(tensor.cpu(), drift))
                 at += tensor.numel()
 
     def zeros(self) -> list[Values]:
@@ -118,6 +121,13 @@ class Vector:
             step = max(int(part_size_bytes / (segment.wide.itemsize if plain else codec.nbytes_per_value)), 1)
             parts += [Part(index, at, min(at + step, high)) for at in range(low, high, step)]
         return parts
+
+
+def _sum(value: torch.Tensor, drift: torch.Tensor) -> torch.Tensor:
+    """Return value + drift; whole numbers round halves up."""
+    if value.dtype.is_floating_point or value.dtype == torch.bool:
+        return add(value, drift)
+    return torch.floor(value.double() + drift + HALF).to(value.dtype)
 
 
 def average(parts: Sequence[Values], weights: Sequence[float]) -> tuple[Values, float]:

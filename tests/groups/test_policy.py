@@ -1,0 +1,157 @@
+"""The policy form, and a thousand ranks of which some leave and return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import spawnsim
+from spawnsim.errors import ParameterError
+from spawnsim.plots import groups as figures
+from spawnsim.policies.groups import Exponential, Grid
+from spawnsim.policies.groups.policy import DecentralizedAveragingPolicy
+from spawnsim.policies.policy import blank_info
+from spawnsim.policies.state import Travels
+
+STUDY = Path(__file__).parents[2] / "studies" / "groups.py"
+
+
+def world(main: Callable[[Any], Any], ranks: int, **circumstances: Any) -> dict[int, Any]:
+    """Run a program; return what it returned on each rank."""
+    returned: dict[int, Any] = {}
+
+    def kept(comm: Any) -> None:
+        returned[comm.Get_rank()] = main(comm)
+
+    spawnsim.run(kept, ranks=ranks, platform="ethernet-10g", **({"seed": 7} | circumstances))
+    return returned
+
+
+def parts(comm: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return this rank's own model and optimizer."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).double()
+    generator = torch.Generator().manual_seed(comm.rng.seed("model"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def flat(model: torch.nn.Module) -> np.ndarray:
+    """Return parameters and buffers as one array."""
+    return np.concatenate(
+        [value.double().reshape(-1).numpy() for value in model.state_dict().values()]
+    ).copy()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_models_agree(asynchronous: bool) -> None:
+    """Eight ranks that average along an exponential graph agree after three rounds; info has all keys."""
+
+    def main(comm: Any) -> tuple[np.ndarray, int]:
+        model, optimizer = parts(comm)
+        before = flat(model)
+        every = 12 if asynchronous else 2  # what takes a few calls must not be due again before it is over
+        with DecentralizedAveragingPolicy(
+            every, matchmaking=Exponential(), asynchronous=asynchronous
+        ) as policy:
+            averaged = 0
+            for iteration in range(4 * every):
+                with comm.compute(0.01):
+                    pass
+                model, optimizer, info = policy(iteration, model, optimizer, local_metric=1.0, group=comm)
+                assert set(blank_info("none", every)) <= set(info)
+                averaged += info["averaged_this_iteration"]
+                assert info["group_size"] == 2 * info["averaged_this_iteration"]
+            policy.averager.serve(0.1)
+            assert policy.state_dict()["num_averagings"] == policy.num_averagings == averaged
+        return before, flat(model), averaged
+
+    returned = world(main, 8, stragglers="lognormal:0.3")
+    before, after = (np.stack([returned[rank][i] for rank in range(8)]) for i in (0, 1))
+    np.testing.assert_allclose(after, np.broadcast_to(before.mean(axis=0), after.shape), atol=1e-9)
+    assert min(averaged for _, _, averaged in returned.values()) >= 3
+
+
+def test_asynchronous_steps_keep_what_training_adds() -> None:
+    """The average comes as a delta: the sum over ranks of all that was added is still there."""
+
+    def main(comm: Any) -> float:
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        model.weight.data.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        policy = DecentralizedAveragingPolicy(
+            3, asynchronous=True, target_group_size=4, min_matchmaking_time=0.2, request_timeout=0.1
+        )
+        for iteration in range(60):
+            with comm.compute(0.01 + 0.001 * comm.rank):
+                model.weight.data += 1.0
+            policy(iteration, model, optimizer, group=comm)
+        policy.averager.serve(2.0)
+        assert policy.num_averagings > 0
+        return model.weight.item()
+
+    assert sum(world(main, 4).values()) == pytest.approx(240.0)
+
+
+def test_a_newcomer_takes_over_model_and_optimizer() -> None:
+    """A rank that joins late has a donor's weights and Adam's moments before its first average."""
+
+    def main(comm: Any) -> Any:
+        model, optimizer = parts(comm)
+        late = comm.rank == 3
+        policy = DecentralizedAveragingPolicy(1000, load_state=True, matchmaking=Grid())
+        for iteration in range(5 if late else 0, 10):
+            if late:
+                comm.clock.sleep(0.5)
+            else:
+                model(torch.from_numpy(comm.rng("data").normal(size=(4, 3)))).exp().sum().backward()
+                optimizer.step()
+                comm.clock.sleep(0.1)
+            model, optimizer, info = policy(iteration, model, optimizer, group=comm)
+            policy.averager.serve(0.1)
+            if late:
+                assert info["loaded_from_peer"]
+                state = optimizer.state[model[0].weight]
+                return flat(model), state["exp_avg"].numpy(), float(state["step"])
+        policy.averager.serve(3.0)
+        return None
+
+    weights, moments, steps = world(main, 4)[3]
+    assert np.isfinite(weights).all()
+    assert np.abs(moments).max() > 0
+    assert steps >= 1
+
+
+def test_bad_parameters_are_refused() -> None:
+    """By the constructor."""
+    with pytest.raises(ParameterError, match="keeps or averages"):
+        DecentralizedAveragingPolicy(1, travels=Travels(optimizer_state="reset"))
+
+
+@pytest.mark.slow
+def test_a_thousand_ranks_of_which_some_leave_and_return() -> None:
+    """1,024 ranks, 5 % leave and rejoin, stragglers: rounds end in time, groups are full, variance contracts."""
+    parameters = {"rounds": 3, "leaving": 0.05}
+    run = spawnsim.run(
+        STUDY, ranks=1024, platform="ethernet-10g", stragglers="lognormal:0.3", seed=7, parameters=parameters
+    )
+    table = run.table
+    steps = ~np.isnan(table["value"])
+    assert np.nanmax(table["late_s"]) < 1e-4  # nobody waits past its deadline
+    rejoined = table["rejoined"][~np.isnan(table["rejoined"])]
+    assert 25 <= len(rejoined) <= 80
+    assert (rejoined == 1).all()
+    assert steps.sum() + len(rejoined) == 3 * 1024
+    assert np.mean(table["group_size"][steps] == 16) > 0.7
+    assert np.mean(table["group_size"][steps] == 0) < 0.02
+    found = figures.contraction(table)
+    assert found.variance[0] == pytest.approx(found.expected[0], rel=0.5)
+    assert found.variance[2] < 0.02 * found.variance[0]
+    assert figures.sizes(table).ranks.sum() == steps.sum()
+    assert len(figures.figure(run, "dynamic").axes) == 2
