@@ -137,7 +137,7 @@ class Carrier:
         except BaseException as error:
             _ask_the_hook(error)
             raise
-        meter = self.tolls.enter() if not self.cost.free else None
+        meter = None if self.cost.reproducible else self.tolls.enter()
         if meter is not None:
             self.tolls.leave(meter)
         self._run_at_exit()

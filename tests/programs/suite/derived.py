@@ -1,4 +1,5 @@
 """Derived datatypes: contiguous, vector, indexed, struct, resized, subarray; Pack and Unpack."""
+
 import numpy as np
 from mpi4py import MPI
 
@@ -37,7 +38,6 @@ assert list(every["id"]) == list(range(size))
 packed, position = bytearray(64), 0
 position = MPI.INT.Pack(np.array([rank, 7], "i"), packed, position, comm)
 position = MPI.DOUBLE.Pack(np.array([0.5]), packed, position, comm)
-comm.Send([packed, position, MPI.PACKED], right, 9) if size == 1 and False else None
 incoming = bytearray(64)
 comm.Sendrecv([packed, position, MPI.PACKED], right, 9, [incoming, position, MPI.PACKED], left, 9)
 ints, real, position = np.zeros(2, "i"), np.zeros(1), 0

@@ -1,4 +1,5 @@
 """MPICommExecutor: the other ranks work for the root."""
+
 from mpi4py import MPI
 from mpi4py.futures import MPICommExecutor, as_completed
 

@@ -1,4 +1,5 @@
 """Split, Create, groups, intercommunicators, Dup, attributes, topologies with neighbours."""
+
 import numpy as np
 from mpi4py import MPI
 
@@ -27,16 +28,14 @@ assert MPI.Comm.Compare(half, copy) == MPI.CONGRUENT
 copy.Free()
 assert comm.Get_attr(MPI.TAG_UB) >= 32767
 if size > 1:
-    inter = half.Create_intercomm(0, comm, 1 - rank % 2 if size > 2 else 1 - rank, tag=5) if False else None
     leader = max(r for r in range(size) if r % 2 != rank % 2)
     inter = half.Create_intercomm(0, comm, leader, tag=5)
     assert inter.Get_remote_size() == size - half.size
     assert sorted(inter.allgather(rank)) == [r for r in range(size) if r % 2 != rank % 2]
     merged = inter.Merge(high=bool(rank % 2))
     assert merged.size == size
-    if inter.remote_size > inter.rank:
-        inter.send(("from", rank), dest=inter.rank) if inter.rank < inter.remote_size else None
     if inter.rank < inter.remote_size:
+        inter.send(("from", rank), dest=inter.rank)
         assert inter.recv(source=inter.rank)[0] == "from"
     merged.Free()
     inter.Free()

@@ -1,4 +1,5 @@
 """Hello, in the order of ranks."""
+
 import sys
 
 from mpi4py import MPI

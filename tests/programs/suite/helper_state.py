@@ -1,4 +1,5 @@
 """A module beside the scripts: it asks for the rank while it is imported, and keeps a list."""
+
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD

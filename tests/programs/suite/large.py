@@ -1,4 +1,5 @@
 """Messages above the eager threshold, synchronous, buffered and ready sends; pkl5; matched probes."""
+
 import numpy as np
 from mpi4py import MPI
 from mpi4py.util import pkl5

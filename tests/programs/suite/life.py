@@ -1,4 +1,5 @@
 """Conway's game of life, bands of rows, periodic."""
+
 import numpy as np
 from mpi4py import MPI
 

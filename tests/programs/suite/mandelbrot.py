@@ -1,4 +1,5 @@
 """Mandelbrot with a queue of lines: probes, buffers whose length the probe tells."""
+
 import numpy as np
 from mpi4py import MPI
 

@@ -1,4 +1,5 @@
 """A master that hands out work to whoever asks, with tags and Status."""
+
 from mpi4py import MPI
 
 READY, START, DONE, EXIT = range(4)

@@ -1,4 +1,5 @@
 """Matrix times vector, rows spread over ranks; power iteration by Allgather."""
+
 import numpy as np
 from mpi4py import MPI
 

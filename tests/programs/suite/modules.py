@@ -1,4 +1,5 @@
 """Modules of the program's folder are each rank's own; argv, globals and stdin too."""
+
 import sys
 
 import helper_state
@@ -6,7 +7,7 @@ from helper_state import Holder, note
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD
-assert helper_state.RANK == comm.rank
+assert comm.rank == helper_state.RANK
 assert Holder().who() == (comm.rank, comm.rank)
 for turn in range(3):
     comm.Barrier()
@@ -29,7 +30,7 @@ for turn in range(3):
     assert bump() == (turn + 1) * comm.rank
 import __main__  # noqa: E402
 
-assert __main__.COUNT == COUNT
+assert vars(__main__)["COUNT"] == COUNT
 comm.Barrier()
 
 

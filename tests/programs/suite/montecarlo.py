@@ -1,4 +1,5 @@
 """Pi by chance; each rank seeds all its generators with its rank, and none disturbs another's."""
+
 import random
 
 import numpy as np

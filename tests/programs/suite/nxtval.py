@@ -1,4 +1,5 @@
 """A shared counter: Fetch_and_op, then Lock/Get/Accumulate, then mpi4py.util.sync.Counter; a window with fences."""
+
 import numpy as np
 from mpi4py import MPI
 from mpi4py.util import sync
@@ -20,7 +21,7 @@ while True:
     if got[0] >= 4 * size:
         break
     mine.append(int(got[0]))
-every = sorted(sum(comm.allgather(mine), []))
+every = sorted(value for part in comm.allgather(mine) for value in part)
 assert every == list(range(4 * size)), every
 comm.Barrier()
 win.Free()
@@ -47,7 +48,7 @@ win.Free()
 
 counter = sync.Counter(comm=comm)
 got = [next(counter) for _ in range(3)]
-assert sorted(sum(comm.allgather(got), [])) == list(range(3 * size))
+assert sorted(value for part in comm.allgather(got) for value in part) == list(range(3 * size))
 comm.Barrier()
 counter.free()
 mutex = sync.Mutex(comm=comm)

@@ -1,4 +1,5 @@
 """Objects of the program's own classes, user-defined operations, and requests of all kinds."""
+
 import dataclasses
 
 import numpy as np

@@ -1,4 +1,5 @@
 """Odd-even transposition sort."""
+
 import numpy as np
 from mpi4py import MPI
 

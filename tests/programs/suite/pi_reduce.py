@@ -1,4 +1,5 @@
 """Pi by Bcast and Reduce."""
+
 import math
 
 import numpy

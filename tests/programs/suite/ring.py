@@ -1,4 +1,5 @@
 """A token round a ring, blocking; then Sendrecv."""
+
 import numpy as np
 from mpi4py import MPI
 
@@ -23,7 +24,7 @@ for _ in range(3):
     comm.Sendrecv(np.full(3, float(rank)), right, 1, got, left, 1)
     assert (got == left).all()
 buf = np.array([rank], "i")
-for step in range(size):
+for _ in range(size):
     comm.Sendrecv_replace(buf, right, source=left)
 assert buf[0] == rank
 total = comm.reduce(int(got[0]), op=MPI.SUM, root=0)

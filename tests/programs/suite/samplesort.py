@@ -1,4 +1,5 @@
 """Sample sort: Alltoall of counts, Alltoallv of data, Gatherv of the result."""
+
 import numpy as np
 from mpi4py import MPI
 

@@ -1,4 +1,5 @@
 """Scatterv, Gatherv, Allgatherv, Reduce_scatter, Scan and Exscan with uneven parts."""
+
 import numpy as np
 from mpi4py import MPI
 

@@ -1,0 +1,470 @@
+"""What makes a virtual rank look like a process, and how programs end."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spawnsim
+from spawnsim import cli
+from spawnsim.errors import Deadlock, MismatchError, ParameterError, RankError, UnsupportedError
+from spawnsim.record import Recorder
+from spawnsim.run.unmodified import is_unmodified
+from spawnsim.virtual.cluster import Totals
+from spawnsim.virtual.comm.management import ProgramAbort
+from spawnsim.virtual.programs import run_program
+
+HEAD = "import sys\nfrom mpi4py import MPI\ncomm = MPI.COMM_WORLD\nrank, size = comm.rank, comm.size\n"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Any:
+    """Return what writes a program that knows comm, rank and size."""
+
+    def write(text: str, name: str = "program.py") -> Path:
+        path = tmp_path / name
+        path.write_text(HEAD + dedent(text))
+        return path
+
+    return write
+
+
+def _run(path: Path, *argv: str, ranks: int = 4, **options: Any) -> Totals:
+    return run_program(path, argv, ranks=ranks, recorder=Recorder(), **options)
+
+
+def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+# -- streams -------------------------------------------------------------------------------------------------
+
+
+def test_lines_are_whole_and_say_whose_they_are(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pieces of a line written between communications come out as one line; so does an unfinished last one."""
+    _run(
+        script("print('a', end=''); comm.Barrier(); print('b'); comm.Barrier(); sys.stdout.write('c')"),
+        ranks=2,
+    )
+    assert sorted(_lines(capsys)) == ["[rank 0] ab", "[rank 0] c", "[rank 1] ab", "[rank 1] c"]
+
+
+def test_standard_error_and_bytes_too(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """`sys.stderr` and `sys.stdout.buffer` go the same way; the prefix can be left away."""
+    _run(script("print('e', file=sys.stderr); sys.stdout.buffer.write(b'x\\n')"), ranks=1, prefix=False)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("x\n", "e\n")
+
+
+def test_redirected_output_stays_with_its_rank(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that has redirected its output, and waits, leaves the others' alone."""
+    text = """
+        import contextlib, io
+        held = io.StringIO()
+        with contextlib.redirect_stdout(held) if rank == 0 else contextlib.nullcontext():
+            comm.Barrier()
+            print("here", rank)
+            comm.Barrier()
+        assert held.getvalue() == ("here 0\\n" if rank == 0 else "")
+    """
+    _run(script(text), ranks=2)
+    assert _lines(capsys) == ["[rank 1] here 1"]
+
+
+# -- a process of its own ------------------------------------------------------------------------------------
+
+
+def test_everything_is_as_before_afterwards(script: Any) -> None:
+    """`sys`, `time`, `random`, numpy's generator and the modules."""
+    random.seed(5)
+    np.random.seed(5)
+    before = (
+        sys.argv,
+        sys.stdout,
+        list(sys.path),
+        time.time,
+        random.random,
+        np.random.rand,
+        set(sys.modules),
+    )
+    _run(script("import random, numpy as np\nrandom.seed(1); np.random.seed(1); np.random.rand(3)"))
+    after = (sys.argv, sys.stdout, list(sys.path), time.time, random.random, np.random.rand, set(sys.modules))
+    assert after == before
+    assert random.random() == random.Random(5).random()
+    assert np.random.rand() == np.random.RandomState(5).rand()
+
+
+def test_arguments_and_main(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """`sys.argv`, `__name__` and `__file__` are as for `python program.py`."""
+    path = script("print(sys.argv[1:], __name__, __file__ == sys.argv[0])")
+    _run(path, "--n", "3", ranks=1)
+    assert _lines(capsys) == ["[rank 0] ['--n', '3'] __main__ True"]
+
+
+def test_unseeded_generators_differ_by_rank_and_repeat_by_seed(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As processes' do; but the same seed of the run gives the same numbers."""
+    path = script(
+        "import random, numpy as np\n"
+        "print(random.random(), np.random.rand(), np.random.default_rng().random(), np.random.randn())"
+    )
+    _run(path, seed=3)
+    first = _lines(capsys)
+    _run(path, seed=3)
+    assert _lines(capsys) == first
+    assert len({line.partition("] ")[2] for line in first}) == 4
+
+
+def test_torchs_generator_is_each_ranks_own(script: Any) -> None:
+    """Seeded by one rank, torch's default generator gives that rank what torch alone would give."""
+    text = """
+        import torch
+        torch.manual_seed(rank)
+        first = torch.rand(3)
+        comm.Barrier()
+        second = torch.randn(3)
+        own = torch.Generator().manual_seed(rank)
+        assert torch.equal(first, torch.rand(3, generator=own))
+        assert torch.equal(second, torch.randn(3, generator=own))
+    """
+    _run(script(text))
+
+
+def test_packages_beside_the_script_are_each_ranks_own(script: Any, tmp_path: Path) -> None:
+    """Relative imports and submodules too; a name that is loaded elsewhere does not stand in the way."""
+    package = tmp_path / "solver"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .state import RANK\n")
+    (package / "state.py").write_text("from mpi4py import MPI\nRANK = MPI.COMM_WORLD.rank\n")
+    text = """
+        comm.Barrier()
+        import solver, solver.state
+        comm.Barrier()
+        assert solver.RANK == solver.state.RANK == rank
+        assert sys.modules["solver.state"].RANK == rank
+    """
+    _run(script(text))
+    assert "solver" not in sys.modules
+
+
+def test_comm_world_captured_in_a_shared_module_means_the_caller(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module imported once for all, with COMM_WORLD in a global, a class body and a default argument."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "installed.py").write_text(
+        "from mpi4py import MPI\nCOMM = MPI.COMM_WORLD\nclass A:\n    comm = MPI.COMM_WORLD\n"
+        "def who(comm=MPI.COMM_WORLD):\n    return COMM.rank, A.comm.Get_rank(), comm.rank\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    _run(
+        script(
+            "import installed\nassert installed.who() == (rank,) * 3\nassert isinstance(installed.COMM, MPI.Intracomm)"
+        )
+    )
+
+
+def test_at_exit_runs_at_the_end_of_each_rank(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last one registered first, and still able to communicate."""
+    _run(script("import atexit\natexit.register(print, 'bye')\natexit.register(comm.Barrier)"), ranks=2)
+    assert sorted(_lines(capsys)) == ["[rank 0] bye", "[rank 1] bye"]
+
+
+def test_time_is_virtual(script: Any) -> None:
+    """`time.sleep`, the clocks and `MPI.Wtime` agree; an hour takes no time."""
+    text = """
+        import time
+        t = time.time(), time.perf_counter(), MPI.Wtime()
+        time.sleep(3600)
+        for before, now in zip(t, (time.time(), time.perf_counter(), MPI.Wtime())):
+            assert abs(now - before - 3600) < 1e-6
+        start = time.monotonic()
+        while time.monotonic() - start < 0.001:
+            pass
+    """
+    began = time.perf_counter()
+    assert _run(script(text)).virtual_seconds > 3600
+    assert time.perf_counter() - began < 30
+
+
+def test_clocks_can_be_left_alone(script: Any) -> None:
+    """With virtual_time="sleep" `time.time()` is the real one."""
+    _run(script("import time\nassert time.time() > 1e9\ntime.sleep(100)"), virtual_time="sleep")
+
+
+def test_pickles_may_be_the_programs_own(script: Any) -> None:
+    """`MPI.pickle` takes other functions, for this run alone."""
+    text = """
+        import json
+        MPI.pickle.__init__(lambda o: json.dumps(o).encode(), lambda b: json.loads(bytes(b)))
+        assert comm.bcast((1, 2), root=0) == ((1, 2) if rank == 0 else [1, 2])
+    """
+    _run(script(text))
+    _run(script("assert comm.bcast((1, 2), root=0) == (1, 2)"))
+
+
+# -- computing -----------------------------------------------------------------------------------------------
+
+
+def test_computing_can_cost_a_constant(script: Any) -> None:
+    """Each call pays for what was computed before it."""
+    path = script("for _ in range(10):\n    comm.Barrier()")
+    free = _run(path).virtual_seconds
+    assert _run(path, compute_s="1 ms").virtual_seconds == pytest.approx(free + 0.010)
+
+
+def test_computing_can_cost_by_line(script: Any) -> None:
+    """A cost for one call site alone."""
+    path = script("comm.Barrier()\ncomm.Barrier()")
+    free = _run(path).virtual_seconds
+    assert _run(path, compute_s={"program.py:6": 2.0}).virtual_seconds == pytest.approx(free + 2)
+    assert _run(path, compute_s="program.py:5=1s,program.py:9=5s").virtual_seconds == pytest.approx(free + 1)
+
+
+def test_computing_can_be_measured(script: Any) -> None:
+    """Real time between the calls counts, times a factor; time inside other ranks does not."""
+    path = script(
+        "sum(range(300_000))\ncomm.Barrier()\nt = MPI.Wtime()\nsum(range(300_000))\nassert MPI.Wtime() > t"
+    )
+    assert 0.001 < _run(path, compute_s="measured", ranks=2).virtual_seconds < 2
+    assert _run(path, compute_s="measured*1000", ranks=2).virtual_seconds > 1
+
+
+@pytest.mark.parametrize("text", ["measured*-1", "fast", "-1 s"])
+def test_costs_that_mean_nothing(script: Any, text: str) -> None:
+    """They are refused before anything runs."""
+    with pytest.raises(ParameterError):
+        _run(script(""), compute_s=text)
+
+
+# -- endings -------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_ends_the_run(script: Any) -> None:
+    """With the rank, the line, and the exception itself."""
+    with pytest.raises(RankError, match=r"rank 2 raised ZeroDivisionError.*program.py:5") as caught:
+        _run(script("if rank == 2: 1 / 0\ncomm.Barrier()"))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_abort(script: Any) -> None:
+    """The error code is the run's."""
+    with pytest.raises(ProgramAbort) as caught:
+        _run(script("if rank == 1: comm.Abort(7)\ncomm.recv(source=1)"))
+    assert caught.value.errorcode == 7
+
+
+def test_an_excepthook_may_abort(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The common way to end a job under plain mpiexec works."""
+    text = """
+        def hook(kind, value, trace):
+            print("hook", kind.__name__, file=sys.stderr)
+            comm.Abort(9)
+        sys.excepthook = hook
+        if rank == 1: raise RuntimeError
+        comm.Barrier()
+    """
+    with pytest.raises(ProgramAbort):
+        _run(script(text))
+    assert capsys.readouterr().err == "[rank 1] hook RuntimeError\n"
+
+
+@pytest.mark.parametrize(("leaving", "status"), [("0", 0), ("", 0), ("3", 3), ("'no'", 1)])
+def test_exit_statuses(script: Any, capsys: pytest.CaptureFixture[str], leaving: str, status: int) -> None:
+    """`sys.exit` ends one rank; the run's status is the first that is not 0."""
+    path = script(f"if rank == 1: sys.exit({leaving})\nprint('on')")
+    if status:
+        with pytest.raises(RankError, match=f"rank 1 ended with exit status {status}"):
+            _run(path)
+    else:
+        _run(path)
+    assert len(_lines(capsys)) == 3
+
+
+def test_finalize(script: Any) -> None:
+    """After it, MPI is gone and Python goes on."""
+    text = """
+        assert MPI.Is_initialized() and not MPI.Is_finalized()
+        MPI.Finalize()
+        assert MPI.Is_finalized()
+        try:
+            comm.Barrier()
+        except MPI.Exception:
+            pass
+        else:
+            raise AssertionError
+    """
+    _run(script(text))
+
+
+@pytest.mark.parametrize(
+    "call", ["MPI.File.Open(comm, 'x')", "MPI.Session.Init()", "MPI.Open_port()", "comm.Spawn('x')"]
+)
+def test_calls_outside_the_scope(script: Any, call: str) -> None:
+    """They refuse by name."""
+    with pytest.raises(UnsupportedError, match=call.partition("(")[0].rpartition(".")[2]):
+        _run(script(call))
+
+
+def test_pool_executors_need_a_flag(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """With futures=True the other ranks work for rank 0; without, the error says so."""
+    path = script(
+        """
+        from mpi4py.futures import MPIPoolExecutor, wait
+        def who(x):
+            return x, MPI.COMM_WORLD.rank
+        if __name__ == "__main__":
+            with MPIPoolExecutor() as executor:
+                found = list(executor.map(who, range(9)))
+                assert [x for x, _ in found] == list(range(9))
+                assert {worker for _, worker in found} == set(range(1, size)) or size == 1
+                done, left = wait([executor.submit(who, 1)])
+                assert len(done) == 1 and not left
+            print("done")
+        """
+    )
+    for ranks in (1, 4):
+        _run(path, ranks=ranks, futures=True)
+        assert _lines(capsys) == ["[rank 0] done"]
+    with pytest.raises(UnsupportedError, match="--futures"):
+        _run(path)
+
+
+# -- diagnosis -----------------------------------------------------------------------------------------------
+
+
+def test_large_sends_that_face_each_other(script: Any) -> None:
+    """The cycle is named, with call, peer, tag, communicator and line."""
+    text = """
+        big = bytearray(10**7)
+        if rank < 2:
+            comm.Send(big, dest=1 - rank, tag=11)
+            comm.Recv(big, source=1 - rank, tag=11)
+    """
+    with pytest.raises(
+        Deadlock, match=r"(?s)rank 0 → rank 1 → rank 0.*Send\(dest=1, tag=11\) on .*program.py:8"
+    ):
+        _run(script(text))
+    _run(script(text.replace("10**7", "100")))
+
+
+def test_a_message_with_another_tag_is_named(script: Any) -> None:
+    """The report says which message lies there instead, and who has left."""
+    with pytest.raises(Deadlock, match="whose program has ended") as caught:
+        _run(
+            script(
+                "comm.send(1, 0, tag=4) if rank == 1 else comm.recv(source=1, tag=5) if rank == 0 else sys.exit(0)"
+            )
+        )
+    notes = " ".join(caught.value.__notes__)
+    assert "rank 1 to rank 0, tag 4" in notes
+    assert "sys.exit was called by rank 2" in notes
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("comm.bcast(1, root=0)", "comm.bcast(1, root=1)"), ("comm.Barrier()", "comm.allreduce(1)")],
+)
+def test_collectives_that_do_not_fit(script: Any, one: str, other: str) -> None:
+    """They are refused at the moment that they meet."""
+    with pytest.raises(MismatchError, match="collective number 0 on MPI_COMM_WORLD"):
+        _run(script(f"{one} if rank % 2 else {other}"), ranks=2)
+
+
+def test_what_is_left_open_is_told(script: Any) -> None:
+    """Requests, messages, windows and communicators; nothing where all is closed."""
+    warnings: list[str] = []
+    text = """
+        half = comm.Split(0)
+        window = MPI.Win.Allocate(8, comm=comm)
+        request = comm.irecv(source=0, tag=9)
+        comm.isend(5, 0).wait()
+    """
+    _run(script(text), warn=warnings)
+    told = "\n".join(warnings)
+    assert "4 requests were never completed" in told
+    assert "4 messages were never received" in told
+    assert "4 windows were never freed" in told
+    assert "1 communicator was never freed" in told
+    clean: list[str] = []
+    _run(
+        script(
+            "c = comm.Dup(); c.isend(1, rank).wait(); c.recv(); c.Free(); w = MPI.Win.Allocate(8, comm=comm); w.Free()"
+        ),
+        warn=clean,
+    )
+    assert clean == []
+
+
+# -- the command line ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("x = 1\n", True),
+        ("def main():\n    pass\nmain()\n", True),
+        ("def main(comm):\n    pass\n", False),
+        (
+            "from mpi4py import MPI\ndef main(comm):\n    pass\nif __name__ == '__main__':\n    main(MPI.COMM_WORLD)\n",
+            True,
+        ),
+        ("from mpi4py import MPI\ndef main(comm):\n    pass\n", False),
+        ("def main(argv):\n    pass\nif __name__ == '__main__':\n    main([])\n", True),
+        ("from spawnsim.x import main\n", False),
+    ],
+)
+def test_programs_are_told_from_files_with_a_main(tmp_path: Path, text: str, whole: bool) -> None:
+    """A file with main(comm) is spawnsim's, unless it calls it itself."""
+    (tmp_path / "file.py").write_text(text)
+    assert is_unmodified(tmp_path / "file.py") == whole
+
+
+def test_the_command(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`spawnsim run program.py --ranks 3 …`: what is no option goes to the program."""
+    path = script("print(sys.argv[1:])\ncomm.isend(1, 0)")
+    code = cli.main(
+        ["run", str(path), "--ranks", "3", "--out", str(tmp_path / "out"), "x", "--", "--seed", "9"]
+    )
+    captured = capsys.readouterr()
+    assert code == 0
+    assert "[rank 2] ['x', '--seed', '9']" in captured.out
+    assert "warning: 3 messages were never received" in captured.err
+    manifest = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert manifest["what"]["warnings"]
+    assert manifest["what"]["reproducible"] is True
+    assert manifest["totals"]["ranks"] == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [("comm.Abort(5)", 5), ("sys.exit(4)", 4), ("1 / 0", 1), ("comm.recv()", 3)]
+)
+def test_exit_codes(script: Any, text: str, code: int) -> None:
+    """As under mpiexec; a deadlock has its own."""
+    assert cli.main(["run", str(script(text)), "--ranks", "2", "--quiet"]) == code
+
+
+def test_from_python(script: Any) -> None:
+    """`spawnsim.run` takes a program's path and arguments; equal seeds give equal digests."""
+    path = script("import random\ncomm.gather(bytes(random.randrange(1000)))")
+    runs = [spawnsim.run(path, ranks=5, seed=4, argv=["a"]) for _ in range(2)]
+    assert runs[0].totals["digest"] == runs[1].totals["digest"]
+    assert spawnsim.run(path, ranks=5, seed=4, compute="measured").what["reproducible"] is False
+
+
+def test_ranks_do_not_share_what_the_environment_holds(script: Any) -> None:
+    """The environment itself is the process's: nothing is added to it."""
+    before = dict(os.environ)
+    _run(script(""))
+    assert dict(os.environ) == before
