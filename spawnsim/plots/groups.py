@@ -68,6 +68,7 @@ def draw_sizes(info: Sizes, ax: Axes | None = None, *, look: style.Look = style.
     ax.bar(info.size, info.ranks, color=look.colour, width=0.8)
     ax.set_xlabel("members of the group (0: none found)")
     ax.set_ylabel("ranks × rounds")
+    ax.xaxis.get_major_locator().set_params(integer=True)
     return ax
 
 
@@ -79,7 +80,8 @@ def draw_contraction(info: Contraction, ax: Axes | None = None, *, look: style.L
     ax.set_yscale("symlog", linthresh=1e-4)
     ax.set_ylim(bottom=0)
     ax.set_xlabel("round")
-    ax.set_ylabel("variance over ranks ÷ that of the round before")
+    ax.set_ylabel("variance ÷ that before")
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend()
     return ax
 

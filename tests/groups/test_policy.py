@@ -137,7 +137,7 @@ def test_bad_parameters_are_refused() -> None:
 @pytest.mark.slow
 def test_a_thousand_ranks_of_which_some_leave_and_return() -> None:
     """1,024 ranks, 5 % leave and rejoin, stragglers: rounds end in time, groups are full, variance contracts."""
-    parameters = {"rounds": 3, "leaving": 0.05}
+    parameters = {"rounds": 3, "leaving": 0.05, "group_size": 8}
     run = spawnsim.run(
         STUDY, ranks=1024, platform="ethernet-10g", stragglers="lognormal:0.3", seed=7, parameters=parameters
     )
@@ -148,10 +148,10 @@ def test_a_thousand_ranks_of_which_some_leave_and_return() -> None:
     assert 25 <= len(rejoined) <= 80
     assert (rejoined == 1).all()
     assert steps.sum() + len(rejoined) == 3 * 1024
-    assert np.mean(table["group_size"][steps] == 16) > 0.7
+    assert np.mean(table["group_size"][steps] == 8) > 0.6
     assert np.mean(table["group_size"][steps] == 0) < 0.02
     found = figures.contraction(table)
     assert found.variance[0] == pytest.approx(found.expected[0], rel=0.5)
-    assert found.variance[2] < 0.02 * found.variance[0]
+    assert found.variance[2] < 0.05 * found.variance[0]
     assert figures.sizes(table).ranks.sum() == steps.sum()
     assert len(figures.figure(run, "dynamic").axes) == 2
