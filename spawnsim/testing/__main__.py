@@ -16,7 +16,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m spawnsim.testing", description="Hold a communicator to the contract."
     )
-    parser.add_argument("--backend", choices=BACKENDS, default="virtual")
+    known = f"{', '.join(BACKENDS)}, or module:function of yours"
+    parser.add_argument("--backend", default="virtual", help=known)
     parser.add_argument("-n", "--ranks", type=int, default=4, metavar="N")
     parser.add_argument(
         "-k", "--match", metavar="WORDS", help="run the cases whose id holds one of these words"

@@ -16,11 +16,13 @@ from spawnsim.testing.cases import named
 from spawnsim.testing.jobs import REAL_BACKENDS
 from spawnsim.testing.member import run_together
 
+DOORS = {"real": "spawnsim.real.mpi", "torch": "spawnsim.real.torch"}
+
 
 def open_backend(backend: str) -> tuple[Any, Any]:
     """Return (namespace, communicator of all ranks) of a real backend.
 
-    Beside "mpi" and "real", "module:function" names a function of yours that returns both.
+    Beside "mpi", "real" and "torch", "module:function" names a function of yours that returns both.
     """
     if ":" in backend:
         module, _, function = backend.partition(":")
@@ -30,11 +32,12 @@ def open_backend(backend: str) -> tuple[Any, Any]:
         raise ParameterError(
             f"backend {backend!r}: choose one of {', '.join(REAL_BACKENDS)} or module:function"
         )
-    mpi = importlib.import_module("mpi4py.MPI")
     if backend == "mpi":
+        mpi = importlib.import_module("mpi4py.MPI")
         return mpi, mpi.COMM_WORLD
-    comm = importlib.import_module("spawnsim.comm").as_comm(mpi.COMM_WORLD)
-    return importlib.import_module("spawnsim.real.namespace").namespace(comm), comm
+    building = importlib.import_module(DOORS[backend])
+    comm = building.world()
+    return building.namespace(comm), comm
 
 
 def main(backend: str, folder: Path) -> None:

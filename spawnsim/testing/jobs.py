@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,8 +18,8 @@ from typing import Any, Final
 
 from spawnsim.testing.cases import FAILED, Case, Outcome
 
-REAL_BACKENDS: Final = ("mpi", "real")
-"""`mpi`: bare mpi4py, which keeps the suite true; `real`: spawnsim's communicator over it."""
+REAL_BACKENDS: Final = ("mpi", "real", "torch")
+"""`mpi`: bare mpi4py, which keeps the suite true; `real`, `torch`: spawnsim's communicators over MPI and torch."""
 PATIENCE_S: Final = 60.0  # a case that takes longer than this stands still
 GRACE_S: Final = 5.0  # after one rank has failed, the others get this long to end the case
 POLL_S: Final = 0.05
@@ -133,5 +132,5 @@ def _ending(job: Job, sight: Sight, left: list[str], ended: int | None) -> Outco
 
 
 def member_command(backend: str) -> list[str]:
-    """Return the command of one member; the folder of logs follows it."""
-    return [sys.executable, "-m", "spawnsim.testing.enlist", backend]
+    """Return the arguments of Python for one member; the folder of logs follows them."""
+    return ["-m", "spawnsim.testing.enlist", backend]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,7 +24,8 @@ def run_contract(backend: str, ranks: int, match: str | None = None) -> Iterator
     """Run the cases that fit and match, and yield their outcomes as they come.
 
     Args:
-        backend: "virtual", "mpi" (bare mpi4py under mpiexec) or "real" (spawnsim's communicator over it).
+        backend: "virtual", "mpi" (bare mpi4py), "real" (spawnsim over MPI), "torch" (over torch.distributed), or
+            "module:function" of yours, which returns a namespace and a communicator on each real rank.
         ranks: how many ranks.
         match: words; a case runs when its id holds one of them.
     """
@@ -68,8 +70,14 @@ def outcome_of(case: Case, run: Callable[[], Any]) -> Outcome:
 
 
 def run_real(cases: Iterable[Case], ranks: int, backend: str = "mpi") -> Iterator[Outcome]:
-    """Run cases on real ranks that `mpiexec` starts, in as many jobs as it takes."""
+    """Run cases on real ranks that mpiexec or torchrun starts, in as many jobs as it takes."""
+    return watch([*_launcher(backend, ranks), *member_command(backend)], list(cases), ranks)
+
+
+def _launcher(backend: str, ranks: int) -> list[str]:
+    """Return the command line up to Python's arguments."""
+    if backend == "torch":
+        return [sys.executable, "-m", "spawnsim.real.torchrun", "--standalone", f"--nproc-per-node={ranks}"]
     launch = importlib.import_module("spawnsim.real.launch")
     library = launch.find_library()
-    command = [library.mpiexec, *launch.flags(library, ranks), "-n", str(ranks), *member_command(backend)]
-    return watch(command, list(cases), ranks)
+    return [library.mpiexec, *launch.flags(library, ranks), "-n", str(ranks), sys.executable]

@@ -44,14 +44,9 @@ def roots_that_do_not_exist(MPI: Any, comm: Any) -> None:
 
 def null_communicators(MPI: Any, comm: Any) -> None:
     """COMM_NULL is of no use: ERR_COMM."""
-    for attempt in (
-        MPI.COMM_NULL.Get_rank,
-        MPI.COMM_NULL.Get_size,
-        MPI.COMM_NULL.Barrier,
-        MPI.COMM_NULL.Free,
-    ):
+    for name in ("Get_rank", "Get_size", "Barrier", "Free"):
         with fails(MPI, MPI.ERR_COMM):
-            attempt()
+            getattr(MPI.COMM_NULL, name)()
 
 
 def a_communicator_works_on_after_errors(MPI: Any, comm: Any) -> None:
