@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from spawnsim.plots import style
@@ -68,7 +69,7 @@ def draw_sizes(info: Sizes, ax: Axes | None = None, *, look: style.Look = style.
     ax.bar(info.size, info.ranks, color=look.colour, width=0.8)
     ax.set_xlabel("members of the group (0: none found)")
     ax.set_ylabel("ranks × rounds")
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     return ax
 
 
@@ -81,7 +82,7 @@ def draw_contraction(info: Contraction, ax: Axes | None = None, *, look: style.L
     ax.set_ylim(bottom=0)
     ax.set_xlabel("round")
     ax.set_ylabel("variance ÷ that before")
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend()
     return ax
 
