@@ -3,6 +3,8 @@
 It knows none of the shortcuts of `spawnsim.virtual` and shares no code with it; the two must log the same.
 A program is a list of steps: ("compute", s), ("send", dest, tag, nbytes), ("recv", source, tag),
 ("probe", source, tag), ("irecv", source, tag), ("wait",) for the oldest irecv not waited for. -1 is any source, any tag.
+With `fifo` a receiver's card lets messages in one by one, in the order in which their first bytes come; with `fair`
+messages share the up link of their sender and the down link of their receiver, max-min fairly.
 """
 
 import heapq
@@ -15,7 +17,10 @@ ANY = -1
 class Engine:
     """Runs one program per rank; `logs[rank]` lists (what, source, tag, number, time)."""
 
-    def __init__(self, programs):
+    def __init__(self, programs, contention="none"):
+        self.contention, self.now = contention, 0.0
+        self.card = [0.0] * len(programs)  # when it has let in all that came
+        self.flows, self.since, self.change = [], 0.0, 0
         self.programs = [deque(program) for program in programs]
         self.heap, self.sequence = [], 0
         self.nic = [0.0] * len(programs)
@@ -33,7 +38,8 @@ class Engine:
 
     def run(self):
         while self.heap:
-            heapq.heappop(self.heap)[3]()
+            self.now, _, _, action = heapq.heappop(self.heap)
+            action()
         return self.logs
 
     def step(self, rank, now):
@@ -48,13 +54,69 @@ class Engine:
         return now + seconds
 
     def send(self, rank, now, dest, tag, nbytes):
+        letter = (rank, tag, self.sent[rank])
+        self.sent[rank] += 1
+        if self.contention == "fair":
+            self.at(now + LATENCY, dest, lambda: self.begin(rank, dest, letter, nbytes))
+            return now
         begin = max(now, self.nic[rank])
         self.nic[rank] = begin + nbytes / BANDWIDTH
         arrival = begin + (LATENCY + nbytes / BANDWIDTH)
-        letter = (rank, tag, self.sent[rank])
-        self.sent[rank] += 1
-        self.at(arrival, dest, lambda: self.arrive(dest, letter, arrival))
+        if self.contention == "fifo":
+            self.at(begin + LATENCY, dest, lambda: self.let_in(dest, letter, arrival, nbytes / BANDWIDTH))
+        else:
+            self.at(arrival, dest, lambda: self.arrive(dest, letter, arrival))
         return now
+
+    def let_in(self, dest, letter, arrival, drain):
+        """The first byte of a message is at its receiver's card."""
+        after = self.card[dest] = max(arrival, self.card[dest] + drain)
+        self.at(after, dest, lambda: self.arrive(dest, letter, after))
+
+    def begin(self, rank, dest, letter, nbytes):
+        """The first byte of a message is on the shared links."""
+        self.drip()
+        self.flows.append({"links": (("up", rank), ("down", dest)), "left": float(nbytes), "dest": dest,
+                           "letter": letter, "over": False})  # fmt: skip
+        self.share()
+
+    def drip(self):
+        """Take from every flow what has gone through since the rates last changed."""
+        for flow in self.flows:
+            flow["left"] -= flow.get("rate", 0.0) * (self.now - self.since)
+        self.since = self.now
+
+    def share(self):
+        """Raise all rates together; what meets a full link stays there. Then wait for the first to end."""
+        room = {link: BANDWIDTH for flow in self.flows for link in flow["links"]}
+        going = [flow for flow in self.flows if not flow["over"]]
+        open_ = list(going)
+        while open_:
+            users = {link: sum(link in flow["links"] for flow in open_) for link in room}
+            level = min(room[link] / n for link, n in users.items() if n)
+            full = {link for link, n in users.items() if n and room[link] / n <= level * (1 + 1e-12)}
+            done = [flow for flow in open_ if full & set(flow["links"])]
+            for flow in done:
+                flow["rate"] = level
+                for link in flow["links"]:
+                    room[link] -= level
+            open_ = [flow for flow in open_ if flow not in done]
+        self.change += 1
+        if going:
+            first = min(going, key=lambda flow: flow["left"] / flow["rate"])
+            when, change = self.now + first["left"] / first["rate"], self.change
+            self.at(when, first["dest"], lambda: self.end(first) if change == self.change else None)
+
+    def end(self, flow):
+        """The last byte of a message is through; it is seen once those sent before it to the same rank are."""
+        self.drip()
+        flow["over"], flow["rate"] = True, 0.0
+        pair = [each for each in self.flows if each["links"] == flow["links"]]
+        while pair and pair[0]["over"]:
+            first = pair.pop(0)
+            self.flows.remove(first)
+            self.arrive(first["dest"], first["letter"], self.now)
+        self.share()
 
     def arrive(self, rank, letter, now):
         for receive in self.posted[rank]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from spawnsim.virtual.completion import Message
 from spawnsim.virtual.matching import Mailbox
+from spawnsim.virtual.wire import set_out
 from spawnsim.virtual.world import World
 
 
@@ -40,9 +41,9 @@ class Links:
         message.envelope_s += verdict.delay_s
         if message.arrival_s is not None:
             message.arrival_s += verdict.delay_s
-        mailbox.deliver(message)
-        for _ in range(verdict.copies - 1 if message.arrival_s is not None else 0):
-            mailbox.deliver(twin(message))
+        copies = [twin(message) for _ in range(verdict.copies - 1 if message.arrival_s is not None else 0)]
+        for each in (message, *copies):
+            set_out(self._world, each, mailbox, source)
 
 
 def damaged(payload: Any) -> Any:

@@ -16,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from heapq import heappop, heappush
+from typing import Any
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.virtual.completion import Completion, Message, Receive
@@ -29,6 +30,7 @@ class Mailbox:
         self.kernel, self.rank = kernel, rank
         self.unexpected: dict[int, deque[Message]] = {}  # by source, in the order sent
         self.posted: dict[int, deque[Receive]] = {}  # by source; ANY_SOURCE holds the wildcards
+        self.lanes: dict[int, Any] = {}  # by source: what `contention` keeps of messages under way
         self.watchers: list[Completion] = []  # blocked probes: to be woken by any delivery
         self._numbers = 0
         self._open = 0  # receives posted and not matched

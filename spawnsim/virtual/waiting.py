@@ -13,7 +13,7 @@ from typing import Any
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.errors import RankFailed
 from spawnsim.virtual.completion import Completion
-from spawnsim.virtual.kernel import Task, timeout
+from spawnsim.virtual.tasks import Task, timeout
 from spawnsim.virtual.world import World
 
 

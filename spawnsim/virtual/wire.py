@@ -1,4 +1,4 @@
-"""How a message travels: eager, rendezvous, synchronous; one network card per rank.
+"""How a message travels: eager, rendezvous, synchronous; one network card per rank. Where messages meet: `contention`.
 
 An eager message leaves at once and its arrival is known when it is sent. A rendezvous asks first: its data start when
 the receive is posted and the answer is back, and travel on a lane of their own, so that a small message does not wait
@@ -24,11 +24,7 @@ class Mode(Enum):
     LOCAL = "local"  # buffered and ready sends: complete at once
 
 
-STANDARD, SYNCHRONOUS, LOCAL = (
-    Mode.STANDARD,
-    Mode.SYNCHRONOUS,
-    Mode.LOCAL,
-)  # an Enum's members are slow to name
+STANDARD, SYNCHRONOUS, LOCAL = Mode.STANDARD, Mode.SYNCHRONOUS, Mode.LOCAL
 
 
 class Transfer(Completion):
@@ -41,6 +37,11 @@ class Transfer(Completion):
         self.world, self.source, self.dest = world, source, dest
         self.message: Message
 
+    @property
+    def pair(self) -> tuple[int, int]:
+        """The world ranks of sender and receiver."""
+        return self.source.id, self.dest.id
+
 
 class Acknowledged(Transfer):
     """An eager synchronous send: complete when the answer of the matching receive is back."""
@@ -49,7 +50,7 @@ class Acknowledged(Transfer):
 
     def matched(self, message: Message, posted_s: float) -> None:
         """The acknowledgement starts when message and receive have met."""
-        back = self.world.network.cost(self.dest.id, self.source.id, 0)
+        back = self.world.cost(self.dest.id, self.source.id, 0)
         self.complete(max(message.envelope_s, posted_s) + back[2])
 
 
@@ -60,16 +61,19 @@ class Rendezvous(Transfer):
 
     def matched(self, message: Message, posted_s: float) -> None:
         """Schedule the data: they start when the clear-to-send is back at the sender."""
-        back = self.world.network.cost(self.dest.id, self.source.id, 0)
+        back = self.world.cost(self.dest.id, self.source.id, 0)
         start_s = max(message.envelope_s, posted_s) + back[2]
         self.kernel.env.at(start_s, self.source.id, lambda: self._start(start_s))
 
     def _start(self, start_s: float) -> None:
-        _, inject_s, flight_s, _ = self.world.network.cost(self.source.id, self.dest.id, self.message.nbytes)
+        _, inject_s, flight_s, _ = self.world.cost(self.source.id, self.dest.id, self.message.nbytes)
         start_s = max(start_s, self.source.bulk_free_s)
         self.source.bulk_free_s = start_s + inject_s
-        self.complete(start_s + inject_s)
-        self.message.land(start_s + flight_s)
+        if self.world.contention is not None:
+            self.world.contention.stream(self, start_s + inject_s, start_s + flight_s)
+        else:
+            self.complete(start_s + inject_s)
+            self.message.land(start_s + flight_s)
 
 
 def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD) -> Transfer | None:
@@ -82,7 +86,7 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     source = world.ranks[task.rank]
     now_s = task.clock
     rendezvous = nbytes > world.network.eager_bytes and mode is not LOCAL
-    send_s, inject_s, flight_s, receive_s = world.network.cost(task.rank, dest, 0 if rendezvous else nbytes)
+    send_s, inject_s, flight_s, receive_s = world.cost(task.rank, dest, 0 if rendezvous else nbytes)
     begin_s = now_s if now_s > source.nic_free_s else source.nic_free_s
     source.nic_free_s = begin_s + inject_s
     message.envelope_s = begin_s + flight_s
@@ -105,7 +109,15 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
         if source.company:
             kernel.observe()
     if world.links is None:
-        mailbox.deliver(message)
+        set_out(world, message, mailbox, task.rank)
     else:
         world.links.carry(task.rank, mailbox, message)
     return transfer
+
+
+def set_out(world: World, message: Message, mailbox: Mailbox, source: int) -> None:
+    """Let a message from a world rank go its way, with whatever it meets there."""
+    if world.contention is None:
+        mailbox.deliver(message)
+    else:
+        world.contention.carry(message, mailbox, source)

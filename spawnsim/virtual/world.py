@@ -16,6 +16,7 @@ from greenlet import GreenletExit
 
 from spawnsim.random import Streams
 from spawnsim.virtual.collectives import Timing
+from spawnsim.virtual.contention import model_of
 from spawnsim.virtual.kernel import Kernel, Task
 from spawnsim.virtual.network import Network
 from spawnsim.virtual.trace import Trace
@@ -103,6 +104,10 @@ class World:
     open_contexts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     warnings: list[str] = field(default_factory=list)
     ledger: Any = None  # told of requests and communicators as they come and go; only program runs keep one
+
+    def __post_init__(self) -> None:
+        self.contention = model_of(self.kernel.env, self.network, len(self.ranks))
+        self.cost = self.network.cost if self.contention is None else self.contention.cost
 
     def next_context(self) -> int:
         """Return a fresh context number."""

@@ -40,7 +40,11 @@ class Group(Protocol):
 
 
 class Performer:
-    """One rank's part in collectives that are sent message by message."""
+    """One rank's part in collectives that are sent message by message.
+
+    Its card lets messages in as the dataflow has it: in the order in which the algorithm takes them. The world must
+    have no contention of its own (`world.contention` None), which lets them in as they come.
+    """
 
     def __init__(self, group: Group, me: int) -> None:
         self.group, self.me = group, me

@@ -11,13 +11,23 @@ This room knows seconds and bytes. It must not know ranks' clocks, events or col
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from spawnsim.virtual.network.sharing import SharedLinks
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+
+Contention = Literal["fifo", "fair", "none"]
+"""Where messages meet. "fifo": a card sends and takes in one message after the other, in the order in which their
+first bytes come. "fair": all messages under way share the links' bandwidths (max-min), exact at event times. "none": a
+card sends one after the other, and takes in any number at once. Collectives know "fifo" and "none"; their dataflow
+takes "fair" for "fifo"."""
 
 
 class Cost(NamedTuple):
@@ -54,6 +64,20 @@ class Network(Protocol):
     @property
     def eager_bytes(self) -> int:
         """Longest message that leaves without asking the receiver first."""
+        ...
+
+    @property
+    def contention(self) -> Contention:
+        """What happens where messages between pairs of ranks meet: see `Contention`."""
+        ...
+
+    @property
+    def lookahead_s(self) -> float:
+        """Seconds from the sending of any message until its first byte can be at its receiver's card, at least."""
+        ...
+
+    def shared_links(self, ranks: int) -> SharedLinks:
+        """Return the links that messages share where contention is "fair"."""
         ...
 
     @property

@@ -8,13 +8,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import numpy as np
 
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.network.cost import FREE, Cost, Costs, Floats, Ints
-from spawnsim.virtual.network.links import Link, at_least, evaluate
+from spawnsim.virtual.network.cost import FREE, Contention, Cost, Costs, Floats, Ints
+from spawnsim.virtual.network.links import Link, Piece, at_least, bandwidth_Bps, evaluate
+from spawnsim.virtual.network.sharing import SharedLinks
 
 Index = TypeVar("Index", int, Ints)
 _MEMO = 1 << 16  # sizes remembered; a program with more different sizes pays for them anew
@@ -24,8 +25,8 @@ _FAR = np.iinfo(np.int64).max
 class CostTable:
     """The pieces of all kinds of links as two tables: costs of many messages are two look-ups and a product."""
 
-    def __init__(self, links: tuple[Link, ...]) -> None:
-        pieces = [link.pieces() for link in links]
+    def __init__(self, links: tuple[Link, ...], drains: bool = True) -> None:
+        pieces = [link.pieces() if drains else tuple(map(Piece.undrained, link.pieces())) for link in links]
         counts = [len(own) for own in pieces]
         self.fixed = np.array([piece.fixed for own in pieces for piece in own]).T
         self.per_byte = np.array([piece.per_byte for own in pieces for piece in own]).T
@@ -35,6 +36,15 @@ class CostTable:
         for kind, own in enumerate(pieces):
             self.starts[kind, : len(own)] = [piece.from_bytes for piece in own]
         self.links = pieces
+
+    def least_head_s(self) -> float:
+        """Return the least time from the start of injection until a card can begin to take a message in, in seconds."""
+        heads = []
+        for piece in (piece for own in self.links for piece in own):
+            slope = piece.per_byte.flight_s - piece.per_byte.drain_s
+            at_first = piece.fixed.flight_s - piece.fixed.drain_s + piece.from_bytes * slope
+            heads.append(at_first if slope >= 0.0 else 0.0)
+        return max(0.0, float(min(heads)))
 
     def same(self, kind: int, nbytes: Ints | Floats | float) -> Costs:
         """Return the costs of messages on links of one kind."""
@@ -70,12 +80,14 @@ class Overheads:
         call_overhead_s: Seconds that a probe or a test costs; above 0.
         eager_bytes: Longest message that leaves without asking the receiver.
         gamma_s_per_B: Seconds of arithmetic per reduced byte.
+        contention: What happens where messages meet: "fifo", "fair" or "none".
 
     Raises:
         ParameterError: One of them is out of its range.
     """
 
     call_overhead_s: float = field(default=1e-6, kw_only=True)
+    contention: Contention = field(default="fifo", kw_only=True)
     eager_bytes: int = field(default=65536, kw_only=True)
     gamma_s_per_B: float = field(default=0.0, kw_only=True)  # noqa: N815
 
@@ -83,6 +95,16 @@ class Overheads:
         at_least(self.call_overhead_s, 0.0, "call_overhead_s", above=True)
         at_least(self.eager_bytes, 0, "eager_bytes")
         at_least(self.gamma_s_per_B, 0.0, "gamma_s_per_B")
+        if self.contention not in get_args(Contention):
+            raise ParameterError(
+                f"contention={self.contention!r}: give one of {', '.join(get_args(Contention))}"
+            )
+
+    def shared_links(self, ranks: int) -> SharedLinks:
+        """Return the links that messages share where contention is "fair"."""
+        raise ParameterError(
+            f'contention="fair" is modelled on a switch, on nodes and at home, not on a {type(self).__name__}'
+        )
 
     def capacity(self) -> int | None:
         """Return how many ranks fit; None if any number does."""
@@ -121,7 +143,16 @@ class Fabric(Overheads, ABC):
     @cached_property
     def table(self) -> CostTable:
         """The costs of all kinds of links."""
-        return CostTable(self.links())
+        return CostTable(self.links(), drains=self.contention != "none")
+
+    @cached_property
+    def lookahead_s(self) -> float:
+        """Seconds from the sending of any message until its first byte can be at its receiver's card, at least."""
+        return self.table.least_head_s()
+
+    @cached_property
+    def _drains(self) -> dict[tuple[int, int], float]:
+        return {}
 
     @cached_property
     def _memo(self) -> dict[tuple[int, int], Cost]:
@@ -145,7 +176,13 @@ class Fabric(Overheads, ABC):
         """Return how long one message occupies the receiver's network card, in seconds."""
         if source == dest:
             return 0.0
-        return float(self.table.same(self.kind(source, dest), nbytes).drain_s)
+        key = (self.kind(source, dest), nbytes)
+        drain_s = self._drains.get(key)
+        if drain_s is None:
+            if len(self._drains) > _MEMO:
+                self._drains.clear()
+            drain_s = self._drains[key] = float(self.table.same(*key).drain_s)
+        return drain_s
 
     def costs(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float) -> Costs:
         """Return the costs of many messages. No message may go to its own sender."""
@@ -172,6 +209,11 @@ class Switch(Fabric):
         """Return the one link."""
         return (self.link,)
 
+    def shared_links(self, ranks: int) -> SharedLinks:
+        """Return an up and a down link for every rank."""
+        speed = bandwidth_Bps(self.link)
+        return SharedLinks.switch([speed] * ranks, [speed] * ranks)
+
     def cost(self, source: int, dest: int, nbytes: int) -> Cost:
         """Return the cost of one message between two world ranks."""
         try:
@@ -184,7 +226,8 @@ class Switch(Fabric):
 class Nodes(Fabric):
     """Nodes of `ranks_per_node` consecutive ranks: one link inside a node, another between nodes.
 
-    Every rank has a card of its own. Where the ranks of a node share one, give `inter` the bandwidth of a share.
+    Every rank has a card of its own, unless contention is "fair": then the ranks of a node share one. Where they share
+    one otherwise, give `inter` the bandwidth of a share.
 
     Args:
         intra: Link between two ranks of one node.
@@ -214,6 +257,10 @@ class Nodes(Fabric):
     def links(self) -> tuple[Link, ...]:
         """Return the link inside a node and the link between nodes."""
         return (self.intra, self.inter)
+
+    def shared_links(self, ranks: int) -> SharedLinks:
+        """Return one card for all ranks of a node; within a node nothing is shared."""
+        return SharedLinks.nodes(ranks, self.ranks_per_node, bandwidth_Bps(self.inter))
 
     def capacity(self) -> int | None:
         """Return how many ranks fit; None if any number does."""

@@ -14,6 +14,7 @@ from spawnsim.errors import ParameterError
 from spawnsim.virtual.network.cost import FREE, Cost, Costs, Floats, Ints
 from spawnsim.virtual.network.fabric import Overheads
 from spawnsim.virtual.network.links import at_least
+from spawnsim.virtual.network.sharing import SharedLinks
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,22 @@ class HomeLinks(Overheads):
         alpha = self.latency_s[source] / 2 + self.latency_s[dest] / 2
         return Cost(0.0, nbytes / up, alpha + nbytes / (up if up < down else down), 0.0)
 
+    @cached_property
+    def lookahead_s(self) -> float:
+        """Seconds from the sending of any message until its first byte can be at its receiver's line, at least."""
+        return min(self.latency_s)
+
+    def shared_links(self, ranks: int) -> SharedLinks:
+        """Return every rank's own upload and download."""
+        return SharedLinks.switch(self.up_Bps[:ranks], self.down_Bps[:ranks])
+
     def drain(self, source: int, dest: int, nbytes: int) -> float:
         """Return how long one message occupies the receiver's line, in seconds."""
-        return 0.0 if source == dest else nbytes / self.down_Bps[dest]
+        return 0.0 if source == dest or self.contention == "none" else nbytes / self.down_Bps[dest]
 
     def costs(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float) -> Costs:
         """Return the costs of many messages. No message may go to its own sender."""
         up, down = self._up[source], self._down[dest]
         flight = self._half[source] + self._half[dest] + nbytes / np.minimum(up, down)
-        return Costs(0.0, nbytes / up, flight, 0.0, nbytes / down)
+        drain_s = 0.0 if self.contention == "none" else nbytes / down
+        return Costs(0.0, nbytes / up, flight, 0.0, drain_s)

@@ -22,6 +22,12 @@ class Piece(NamedTuple):
     fixed: Costs
     per_byte: Costs
 
+    def undrained(self) -> Piece:
+        """Return the piece for receivers that take in any number of messages at once."""
+        return self._replace(
+            fixed=self.fixed._replace(drain_s=0.0), per_byte=self.per_byte._replace(drain_s=0.0)
+        )
+
 
 class Link(Protocol):
     """A model of one link."""
@@ -42,6 +48,14 @@ def at_least(value: float, least: float, what: str, *, above: bool = False) -> f
             f"{what}={value}: give a finite number {'above' if above else 'of at least'} {least:g}"
         )
     return value
+
+
+def bandwidth_Bps(link: Link) -> float:
+    """Return the bandwidth of a link for long messages, in bytes per second."""
+    per_byte_s = float(link.pieces()[-1].per_byte.flight_s)
+    if not per_byte_s > 0.0:
+        raise ParameterError('contention="fair" needs a link whose long messages take time per byte')
+    return 1.0 / per_byte_s
 
 
 def evaluate(pieces: tuple[Piece, ...], nbytes: float) -> Costs:

@@ -94,12 +94,13 @@ class FlowNetwork:
         self._rates: Floats = np.zeros(0)
         self._ends: Floats = np.zeros(0)
 
-    def start(self, time_s: float, flow: Flow) -> None:
-        """Let a flow begin. Flows that ended before must have been collected by `advance`."""
-        if any(not 0 <= link < len(self.capacities) for link in flow.links) or not flow.nbytes >= 0:
-            raise ParameterError(
-                f"{flow}: there are links 0 to {len(self.capacities) - 1}; bytes are at least 0"
-            )
+    def start(self, time_s: float, *flows: Flow) -> None:
+        """Let flows begin. Flows that ended before must have been collected by `advance`."""
+        for flow in flows:
+            if any(not 0 <= link < len(self.capacities) for link in flow.links) or not flow.nbytes >= 0:
+                raise ParameterError(
+                    f"{flow}: there are links 0 to {len(self.capacities) - 1}; bytes are at least 0"
+                )
         if time_s < self.time_s or time_s > self.next_change():
             raise ParameterError(
                 f"a flow may start from {self.time_s} s on, and by {self.next_change()} s, when another ends; "
@@ -107,8 +108,8 @@ class FlowNetwork:
             )
         self.time_s = time_s
         left = self._left_at(time_s)
-        self.flows.append(flow)
-        self._share(time_s, np.append(left, flow.nbytes))
+        self.flows.extend(flows)
+        self._share(time_s, np.append(left, [flow.nbytes for flow in flows]))
 
     def rates(self) -> Floats:
         """Return the rate of each flow in `flows`, float64, bytes per second."""

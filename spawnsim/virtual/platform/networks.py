@@ -6,12 +6,13 @@ This room knows which keys describe which network. It must not know what message
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from spawnsim import random
 from spawnsim.virtual.network import (
+    Contention,
     Dragonfly,
     FatTree,
     Hockney,
@@ -34,6 +35,7 @@ def network(section: Section) -> Network:
     overheads: dict[str, Any] = {
         "call_overhead_s": section.seconds("call_overhead", 1e-6),
         "eager_bytes": section.nbytes("eager", 65536),
+        "contention": section.choice("contention", get_args(Contention), "fifo"),
         "gamma_s_per_B": 1.0 / section.bytes_per_second("reduction") if section.has("reduction") else 0.0,
     }
     section.asked.add("reduction")

@@ -1,0 +1,61 @@
+"""SimPy's clock, at absolute times.
+
+This room knows events and their order. It must not know tasks or ranks' clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappush
+from typing import Any
+
+import simpy
+
+from spawnsim.errors import InternalError
+
+
+class Appointment:
+    """A SimPy event at an absolute time. SimPy itself schedules by delay, and now + (t - now) is not always t.
+
+    It has what `simpy.Environment.step` asks of an event, and no more.
+    """
+
+    __slots__ = ("action", "callbacks")
+    _ok = True
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action: Callable[[], None] | None = action
+        self.callbacks: list[Callable[[Any], None]] | None = [_act]
+
+    def cancel(self) -> None:
+        """Do nothing when the time comes. SimPy cannot take an event out of its heap."""
+        self.action = None
+
+
+def _act(event: Any) -> None:
+    if event.action is not None:
+        event.action()
+
+
+class Clockwork(simpy.Environment):
+    """SimPy's environment with absolute times; equal times are ordered by (rank, sequence)."""
+
+    def at(self, time_s: float, rank: int, action: Callable[[], None]) -> Appointment:
+        """Call `action` when the clock reads `time_s`."""
+        if time_s < self._now:
+            raise InternalError(f"an event at {time_s!r} s was asked for when the clock read {self._now!r} s")
+        appointment = Appointment(action)
+        heappush(self._queue, (time_s, rank, next(self._eid), appointment))  # type: ignore[misc]
+        return appointment
+
+    def jump(self, time_s: float, rank: int) -> bool:
+        """Set the clock forward if nothing is scheduled before (time, rank); say whether it was done."""
+        if self._queue and self._queue[0][:2] <= (time_s, rank):
+            return False
+        self._now = time_s
+        return True
+
+    @property
+    def scheduled(self) -> int:
+        """Number of events in the heap."""
+        return len(self._queue)
