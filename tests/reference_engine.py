@@ -2,7 +2,7 @@
 
 It knows none of the shortcuts of `spawnsim.virtual` and shares no code with it; the two must log the same.
 A program is a list of steps: ("compute", s), ("send", dest, tag, nbytes), ("recv", source, tag),
-("probe", source, tag), ("irecv", source, tag), ("wait",) for the oldest irecv not waited for. -1 is any source, any tag.
+("probe", source, tag), ("irecv", source, tag), ("wait",) for the oldest irecv not waited for. -1 is any source or tag.
 With `fifo` a receiver's card lets messages in one by one, in the order in which their first bytes come; with `fair`
 messages share the up link of their sender and the down link of their receiver, max-min fairly.
 """

@@ -106,12 +106,12 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     kernel.effect()
     if send_s:
         source.reach(task, task.clock + send_s)
-        if source.company:
-            kernel.observe()
     if world.links is None:
         set_out(world, message, mailbox, task.rank)
     else:
         world.links.carry(task.rank, mailbox, message)
+    if send_s and source.company:
+        kernel.observe()
     return transfer
 
 

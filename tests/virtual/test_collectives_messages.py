@@ -103,7 +103,7 @@ def on_the_wire(one: Plan, network: Network, arrivals, members):
         left[me] = cluster.world.kernel.current.clock
 
     for me, rank in enumerate(members):
-        cluster.start(rank, partial(program, me), clock_s=float(arrivals[me]))
+        cluster.lives.begin(cluster.world.ranks[rank], partial(program, me), float(arrivals[me]))
     totals = cluster.run()
     return left, totals
 
