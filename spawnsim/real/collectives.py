@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mpi4py import MPI
 
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.real.fingerprints import check
+from spawnsim.real.leavable import leavable
 from spawnsim.real.ordered import ordered_allreduce
 from spawnsim.real.words import failure, peer
 
 if TYPE_CHECKING:
     from spawnsim.real.home import Home
+    from spawnsim.real.mpi import MPIComm
 
 BUFFER = (
     "Barrier", "Bcast", "Gather", "Gatherv", "Scatter", "Scatterv", "Allgather", "Allgatherv", "Alltoall",
@@ -82,6 +84,12 @@ class Collectives:
             args = tuple([peer(value) if type(value) is int else value for value in args])
             kwargs = {key: peer(value) if key == "root" else value for key, value in kwargs.items()}
         self._sequence += 1
+        if home.leavable and operation not in MAKERS:
+            return (
+                function(self, *args)
+                if function
+                else leavable(cast("MPIComm", self), operation, args, kwargs)
+            )
         watchdog, thread = home.watchdog, get_ident()
         active = watchdog.active
         active[thread] = (operation, self._sequence, self, perf_counter(), home.clock.limit_s())

@@ -12,6 +12,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from spawnsim.errors import Revoked
 from spawnsim.real.ending import Ending
 from spawnsim.real.options import Options
 from spawnsim.real.own import Own
@@ -20,6 +21,7 @@ from spawnsim.real.waiting import SPINS, wait_until
 from spawnsim.real.words import Words
 
 CONTROL_TAG = 1
+SERVING_POLLS = 32
 
 
 class ControlChannel:
@@ -63,19 +65,24 @@ class Home:
         self.own, self.clock, self.options = own, own.clock, options
         self.fingerprints, self.ordered = options.fingerprints, options.reduction == "ordered"
         self.registry = Registry()
+        self.windows: list[Any] = []
         self.words = Words(raw.Get_group())
         self._control = raw.Dup()
-        self._farewell = raw.Dup()
+        self.farewell = raw.Dup()
         self.ending = Ending(ControlChannel(self._control), self._abort)
         self.watchdog = self.ending.watchdog
         self.watchdog.note = self._note
         self.watchdog.progress = self._progress
         self._iprobe = raw.Iprobe
-        self.windows: list[Any] = []
         own.on_error = self.ending.fail
         own.clock.poll = self.poll
-        self.epoch = 0
-        self.step = 0
+        own.compute.poll = self.serve
+        # what recovery needs: the epoch, ranks that were given up, who answers, and calls that were left
+        self.leavable, self.epoch, self.revoked = options.survive, 0, False
+        self.lost: set[int] = set()
+        self.answered: set[int] = set()
+        self.fenced: list[int] = []
+        self.abandoned: list[Any] = []
 
     # --------------------------------------------------------------------------------------------- while running
     def poll(self) -> None:
@@ -83,6 +90,18 @@ class Home:
         self._iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
         if self.registry:
             self.registry.sweep()
+
+    def poll_by(self, comm: MPI.Comm) -> None:
+        """From now on poll by this communicator: a probe on one with dead members fails."""
+        self._iprobe = comm.Iprobe
+
+    def serve(self) -> None:
+        """Poll at the end of a compute block: where there are windows, often enough to serve a Get of some MB."""
+        self.poll()
+        if self.windows:
+            probe = self._iprobe
+            for _ in range(SERVING_POLLS):
+                probe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
     def wait(self, done: Callable[[], bool], limit_s: float, call: tuple[str, int, Any]) -> bool:
         """Wait for `done`, at most `limit_s`; a wait that is not over at once is known to the watchdog."""
@@ -94,6 +113,8 @@ class Home:
         def look() -> bool:
             if registry:  # other requests go on while this one is awaited
                 registry.sweep()
+            if self.revoked:
+                raise Revoked(f"{call[0]}: another rank recovers; call recover() too")
             return done()
 
         active, thread = self.watchdog.active, get_ident()
@@ -123,13 +144,15 @@ class Home:
             return
         self.ending.over = True
         left = self.registry.drain(self.clock.limit_s())
-        request = self._farewell.Ibarrier()
+        request = self.farewell.Ibarrier()
         while not wait_until(request.Test, max(self.clock.limit_s(), 1.0)):
             silent = [where for where in self.watchdog.ask_all() if not where.answered]
             if silent and not request.Test():
                 self.ending.end(
                     "spawnsim: the job cannot end\n" + "\n".join(f"  {where}" for where in silent)
                 )
+        for window in list(self.windows):
+            window.Free()
         self.watchdog.stop()
         if left:
             self.own.record.event("leftover_requests", count=left)

@@ -195,12 +195,14 @@ def launch(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: b
 
     Example: `launch("train.py", 4, ["--backend", "mpi", "--out", "runs/b"])`. Ranks are gone when it returns.
     """
-    return attend(command(file, ranks, arguments, survive=survive))
+    return attend(command(file, ranks, arguments, survive=survive), survive=survive)
 
 
-def attend(line: Sequence[str]) -> int:
+def attend(line: Sequence[str], *, survive: bool = False) -> int:
     """Run a launcher until it ends, hand on what asks it to stop, and return its exit status."""
     environ = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    if survive:
+        environ["SPAWNSIM_SURVIVE"] = "1"
     started = subprocess.Popen(line, stdin=subprocess.DEVNULL, env=environ)
     former = signal.signal(signal.SIGTERM, lambda *_: _interrupt())
     try:

@@ -8,6 +8,7 @@ Knows mpi4py; knows no policy, no run folder and no command line.
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from spawnsim.real.namespace import namespace as names
 from spawnsim.real.options import Options
 from spawnsim.real.own import Own, Recorder, Task
 from spawnsim.real.p2p import PointToPoint
+from spawnsim.real.recovery import SURVIVE, Capabilities, Recovery, capabilities, prepare, recover, ulfm
 from spawnsim.real.requests import MPIPersistent, wrapped
 from spawnsim.real.windows import Windows
 
@@ -56,6 +58,14 @@ class MPIComm(PointToPoint, Collectives):
     def poll(self) -> None:
         """Let MPI make progress now; every operation and the end of every compute block do it anyhow."""
         self._home.poll()
+
+    def capabilities(self) -> Capabilities:
+        """Return what this communicator can do here, and which launcher flag is missing."""
+        return capabilities(self._home)
+
+    def recover(self, step: int = 0) -> Recovery:
+        """Return a communicator of the survivors, after `RankFailed`, `Revoked` or `Timeout`; all of them must call."""
+        return recover(self, step)
 
     def as_native(self) -> MPI.Comm:
         """Return what mpi4py takes for this argument."""
@@ -180,13 +190,14 @@ def world(
     """Return the communicator of all ranks of this job. Collective; the clock starts when all have met."""
     raw = MPI.COMM_WORLD.Dup()
     own = Own(raw.Get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
-    comm = _enter(raw, own, options or Options(), "world")
+    comm = _enter(raw, own, options or Options(survive=SURVIVE in os.environ and not ulfm()), "world")
     raw.Set_name("MPI_COMM_WORLD")
     return comm
 
 
 def _enter(raw: MPI.Intracomm, own: Own, options: Options, label: str) -> MPIComm:
     home = Home(raw, own, options)
+    prepare(home)
     home.watchdog.start()
     comm = MPIComm(raw, home, label)
     comm.Barrier()

@@ -19,6 +19,8 @@ from spawnsim.comm.ops import Op
 Array = NDArray[Any]
 BLOCK = 1 << 15
 """Elements combined at a time, so that the running sum stays in the core's cache."""
+CHUNK = 1 << 20
+"""Elements per round: memory that is used again needs no new pages, and the same bytes travel."""
 
 
 def slices(length: int, size: int) -> tuple[list[int], list[int]]:
@@ -47,10 +49,19 @@ def ordered_allreduce(raw: Any, sendbuf: Any, recvbuf: Any, op: Op) -> None:
     given = result if sendbuf is IN_PLACE else as_buffer(sendbuf)
     op.check(given.datatype)
     contribution, into = given.array, result.array
+    scratch = np.empty(raw.Get_size() * (CHUNK // raw.Get_size() + 1), contribution.dtype)
+    for start in range(0, contribution.size, CHUNK):
+        stop = start + CHUNK
+        _chunk(raw, contribution[start:stop], into[start:stop], (scratch, op))
+
+
+def _chunk(raw: Any, contribution: Array, into: Array, tools: tuple[Array, Op]) -> None:
+    """Combine one chunk, small enough for what is received to stay in the cache."""
+    scratch, op = tools
     size, rank, nbytes = raw.Get_size(), raw.Get_rank(), contribution.itemsize
     counts, starts = slices(contribution.size, size)
     mine = counts[rank]
-    parts = np.empty((size, mine), contribution.dtype)
+    parts = scratch[: size * mine].reshape(size, mine)
     sent = [count * nbytes for count in counts], [start * nbytes for start in starts]
     got = [mine * nbytes] * size, [r * mine * nbytes for r in range(size)]
     raw.Alltoallv([contribution.view(np.uint8), *sent, "B"], [_bytes(parts), *got, "B"])

@@ -77,7 +77,7 @@ class Computing:
     """`with comm.compute():` on a real rank: measures the block, and polls when it ends. Reusable, not nested."""
 
     def __init__(self, poll: Callable[[], object]) -> None:
-        self._poll = poll
+        self.poll = poll
         self.began_s: float | None = None  # perf_counter of the block that is open, for the watchdog's table
         self.seconds = 0.0  # what the last block took
         self.total_s = 0.0
@@ -99,7 +99,7 @@ class Computing:
             self.total_s += self.seconds
             self.began_s = None
             self.blocks += 1
-        self._poll()
+        self.poll()
 
 
 class Record:

@@ -63,7 +63,8 @@ class TorchComm(PointToPoint, Native, Objects):
         self._inner = Inner(self)
         whole = len(members) == home.wire.size and "/" not in label
         self.has_nccl = whole and "nccl" in dist.get_backend(home.group)
-        self._gloo, self._gpus = home.gloo(label, members), home.group if self.has_nccl else None
+        self._gloo = home.group._get_backend(torch.device("cpu")) if whole else home.gloo(label, members)
+        self._gpus = home.group if self.has_nccl else None
         self._named = "MPI_COMM_WORLD" if label == "world" else label
         self._freed = False
         own = home.own
@@ -78,6 +79,21 @@ class TorchComm(PointToPoint, Native, Objects):
     def poll(self) -> None:
         """Let go of requests that are complete; the wire makes progress by itself."""
         self._home.poll()
+
+    def capabilities(self) -> dict[str, str]:
+        """Return what this communicator can do here."""
+        backend = dist.get_backend(self._home.group)
+        return {
+            "library": f"torch {torch.__version__}, {backend}",
+            "survives": "no",
+            "one_sided_progress": "always",
+        }
+
+    def recover(self, step: int = 0) -> Any:
+        """Refuse: a group of torch is of no use after a death."""
+        raise UnsupportedError(
+            "recover: not over torch.distributed; torchrun --max-restarts, or --backend mpi"
+        )
 
     # -------------------------------------------------------------------------------------- about the communicator
     def Get_rank(self) -> int:

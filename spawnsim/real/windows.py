@@ -47,6 +47,7 @@ class MPIWin:
         self._held: dict[int, int] = {}  # target → what this rank has added to its lock word
         self._one, self._was = np.zeros(1, np.int64), np.zeros(1, np.int64)
         comm.Barrier()
+        self._home.windows.append(self)
         raw.Lock_all(MPI.MODE_NOCHECK)
         self._words.Lock_all(MPI.MODE_NOCHECK)
         self._targets = [Target(f"the window of {comm.label}", (member,)) for member in comm.members]
@@ -207,6 +208,7 @@ class MPIWin:
     __hash__ = None  # type: ignore[assignment]
 
     def Free(self) -> None:
+        self._home.windows.remove(self)
         self._comm.Barrier()
         for raw in (self._raw, self._words):
             raw.Unlock_all()

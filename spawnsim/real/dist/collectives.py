@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -215,6 +216,7 @@ class Native(Exchanges):
             """Refuse a freed communicator."""
 
 
+@cache
 def _reduce_options(op: Any) -> Any:
     options = dist.AllreduceOptions()
     options.reduceOp = op

@@ -71,6 +71,8 @@ def incoming(spec: Any) -> Target:
 def flat(spec: Any, *, writable: bool = False) -> torch.Tensor | None:
     """Return the user's memory as a flat tensor for a collective of torch, or None if torch has no such type."""
     if isinstance(spec, torch.Tensor):
+        if spec.dim() == 1 and not spec.requires_grad and spec.is_contiguous():
+            return spec
         return spec.detach().view(-1) if spec.is_contiguous() else None
     buffer = as_buffer(spec, writable=writable)
     if not (buffer.datatype and buffer.datatype.is_predefined):

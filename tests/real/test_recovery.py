@@ -1,0 +1,61 @@
+"""Survivors go on after the death of a rank: by time-out on any MPI, by ULFM where it is switched on."""
+
+from __future__ import annotations
+
+import pytest
+
+from spawnsim.real.launch import find_library
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+
+TRAINING = """
+comm = world(deadline_s=2.0, options=Options(survive={survive}))
+everyone, total, step = comm, np.zeros(1), 0
+with guarded(comm):
+    while step < 20:
+        if everyone.rank in {victims} and step == 5:
+            os._exit(0)
+        try:
+            with comm.compute(): time.sleep(0.01)
+            comm.Allreduce(np.ones(1), total)
+            assert comm.bcast(step, root=comm.size - 1) == step
+            step += 1
+        except (RankFailed, Revoked, Timeout):
+            found = comm.recover(step)
+            comm, step = found.comm, found.step
+    file = os.environ["LEFT"] + "." + str(everyone.rank)
+    open(file, "w").write(f"{{comm.size}} {{total[0]}} {{sorted(found.dead)}}")
+"""
+
+
+@pytest.mark.parametrize("victims", [(2,), (0, 3)])
+def test_survivors_finish_their_steps(job, tmp_path, monkeypatch, victims):
+    """They agree on the step, and the sums are those of the survivors."""
+    flag = "-disable-auto-cleanup" if find_library().name == "MPICH" else "--enable-recovery"
+    monkeypatch.setenv("LEFT", str(tmp_path / "left"))
+    monkeypatch.setenv("SPAWNSIM_SURVIVE", "1")
+    found = job(TRAINING.format(victims=victims, survive=True), n=5, flags=(flag,))
+    left = {file.suffix[1:]: file.read_text() for file in tmp_path.glob("left.*")}
+    alive = 5 - len(victims)
+    wanted = {str(rank): f"{alive} {alive:.1f} {sorted(victims)}" for rank in range(5) if rank not in victims}
+    assert left == wanted, found.err
+
+
+def test_capabilities_name_the_missing_flag(ranks):
+    """Without a launcher that lets ranks survive, the communicator says so."""
+    ranks("""
+    can = comm.capabilities()
+    assert (can.survives, can.thread_level, can.watchdog) == ("no", "multiple", True), can
+    assert "launch(survive=True)" in can.advice
+    """)
+
+
+@pytest.mark.skipif("find_library().name != 'Open MPI'", reason="MPICH's wheel has no ULFM that works")
+@pytest.mark.parametrize("victims", [(2,), (0, 3)])
+def test_ulfm_shrinks(job, tmp_path, monkeypatch, victims):
+    """Blocking collectives end in RankFailed at once, and the job in status 0."""
+    monkeypatch.setenv("LEFT", str(tmp_path / "left"))
+    found = job(TRAINING.format(victims=victims, survive=False), n=5, flags=("--with-ft", "ulfm"))
+    left = {file.suffix[1:]: file.read_text() for file in tmp_path.glob("left.*")}
+    assert len(left) == 5 - len(victims), found.err
+    assert all(text.endswith(str(sorted(victims))) for text in left.values()), left
