@@ -22,7 +22,14 @@ from spawnsim.run import Run, run
 
 if TYPE_CHECKING:  # the same names, where editors and type checkers look for them
     from spawnsim.comm import Comm
-    from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, SpawnPolicy
+    from spawnsim.policies import (
+        AsyncModelAveragePolicy,
+        AsyncSelectiveAveragingPolicy,
+        AverageAllPolicy,
+        DecentralizedAverager,
+        DecentralizedAveragingPolicy,
+        SpawnPolicy,
+    )
     from spawnsim.record import Table
 
 __version__ = "0.1.0"
@@ -32,11 +39,15 @@ _HOME = {
     "SpawnPolicy": "spawnsim.policies",
     "AverageAllPolicy": "spawnsim.policies",
     "AsyncSelectiveAveragingPolicy": "spawnsim.policies",
+    "AsyncModelAveragePolicy": "spawnsim.policies",
+    "DecentralizedAverager": "spawnsim.policies",
+    "DecentralizedAveragingPolicy": "spawnsim.policies",
     "Table": "spawnsim.record",
 }
 
 __all__ = [
-    "AsyncSelectiveAveragingPolicy", "AverageAllPolicy", "Comm", "Run", "SpawnPolicy", "Table", "__version__", "run",
+    "AsyncModelAveragePolicy", "AsyncSelectiveAveragingPolicy", "AverageAllPolicy", "Comm", "DecentralizedAverager",
+    "DecentralizedAveragingPolicy", "Run", "SpawnPolicy", "Table", "__version__", "run",
 ]  # fmt: skip
 
 

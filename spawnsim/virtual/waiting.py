@@ -6,7 +6,7 @@ This room knows completions, deadlines and dead ranks. It must not know buffers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ class Waiting:
     peer: int
     tag: int = 0
     keyword: str = "source"
+    acknowledged: Collection[int] = ()  # world ranks whose death does not end a wait for anybody
 
     def describe(self) -> str:
         """Return the call with its peer and tag."""
@@ -44,8 +45,8 @@ class Waiting:
 
     def doomed(self, dead: Sequence[int]) -> Sequence[int]:
         """Return the dead that end this wait with `RankFailed`, as ranks of the communicator."""
-        peers = self.peers()
-        return [self.members.index(rank) for rank in dead if rank in peers]
+        peers, known = self.peers(), self.acknowledged if self.peer == ANY_SOURCE else ()
+        return [self.members.index(rank) for rank in dead if rank in peers and rank not in known]
 
     def sequence(self) -> int:
         """Return -1: the call is no collective."""

@@ -98,3 +98,24 @@ def test_failures_are_seen_as_a_group():
     assert set(notes.column("before").values()) == {0}
     assert set(notes.column("after").values()) == {1}
     assert set(notes.column("acked").values()) == {1}
+
+
+def test_receives_from_anybody_go_on_once_the_dead_are_acknowledged():
+    """A death ends the wait once; after Ack_failed the living are heard again."""
+
+    def main(comm):
+        if comm.rank == 2:
+            with comm.compute(3.0):
+                pass
+            comm.send("alive", 0)
+        elif comm.rank == 1:
+            comm.recv(source=0)
+        else:
+            with pytest.raises(RankFailed):
+                comm.recv()
+            assert comm.Ack_failed() == 1
+            comm.record(got=comm.recv(), at=comm.clock.now())
+
+    notes = run(main, 3, faults="crash:1@1s")[1]
+    assert notes.column("got") == {0: "alive"}
+    assert notes.column("at")[0] > 3.0

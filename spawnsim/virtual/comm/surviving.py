@@ -119,9 +119,10 @@ class Surviving(Member):
         return Group.of(self._dead(), self._rank.id)
 
     def Ack_failed(self, num_to_ack: int | None = None) -> int:
-        """Acknowledge failures; return how many are acknowledged."""
-        dead = len(self._dead())
-        return dead if num_to_ack is None else min(num_to_ack, dead)
+        """Acknowledge failures: receives from anybody go on without these dead. Return how many are acknowledged."""
+        dead = self._dead()[: None if num_to_ack is None else max(num_to_ack, 0)]
+        self._context.notes["acknowledged", self._rank.id] = frozenset(dead)
+        return len(dead)
 
     def Agree(self, flag: int) -> int:
         """Return the bitwise and of all survivors' flags; the same for all."""
