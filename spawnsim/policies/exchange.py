@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from spawnsim.comm import Comm
-from spawnsim.errors import ParameterError, UsageError
+from spawnsim.errors import ParameterError, RankFailed, Revoked, UsageError
 from spawnsim.policies.coordinator import Coordinator, Quorum, check_quorum
 from spawnsim.policies.deadlines import Deadline, Fixed, as_deadline
 from spawnsim.policies.deciding import Decision, Rules
@@ -26,6 +27,8 @@ from spawnsim.policies.selection import Report
 from spawnsim.policies.snapshot import Packer
 from spawnsim.policies.state import Travels, collect
 
+Latest = tuple[int, torch.nn.Module, torch.optim.Optimizer]
+
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
@@ -35,7 +38,8 @@ class Wiring:
     `deadline`: seconds until a round is decided with those that have reported, and until a replaced rank goes on with
     what its donors have sent; None learns both from past arrivals (`Adaptive`). `coordinator`: which rank of the
     group decides (it takes part like any other). `tag`: every message of the policy has it. `part_nbytes`: larger
-    snapshots travel in several messages.
+    snapshots travel in several messages. `checksum`: check the weights too, at about 4 GB/s
+    (control messages always are).
     """
 
     quorum: Quorum = 1.0
@@ -43,8 +47,9 @@ class Wiring:
     coordinator: int = 0
     tag: int = 7001
     part_nbytes: int = 2**26
+    checksum: bool = True
     poll_interval_s: float = 0.01
-    shutdown_timeout_s: float = 5.0
+    shutdown_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         check_quorum(self.quorum)
@@ -87,7 +92,8 @@ class Exchange:
             0.0,
             math.inf,
         )  # calls since the last report, its time, pace
-        self._packer = Packer(wiring.part_nbytes)
+        self._leaving = False  # nothing is sent any more
+        self._packer = Packer(wiring.part_nbytes, checksum=wiring.checksum)
         self._packed: dict[int, list[Bytes]] = {}  # this call's snapshot, by round
 
     def report(self, iteration: int, metric: float, *, expired: bool) -> None:
@@ -131,11 +137,11 @@ class Exchange:
         now_s, iteration = when
         try:
             message = decode(buffer)
-            if message.kind == Kind.FETCH:
+            if message.kind == Kind.FETCH and not self._leaving:
                 self._give(source, message.round, iteration, whose)
             elif message.kind == Kind.SNAPSHOT:
                 self.intake.part(source, message, now_s)
-            elif message.kind == Kind.ASSIGN:
+            elif message.kind == Kind.ASSIGN and not self._leaving:
                 self._ask(Assignment.decode(message), now_s, iteration)
             elif self.coordinator and message.kind == Kind.REPORT:
                 report = Report(source, message.value, message.expired)
@@ -196,23 +202,46 @@ class Exchange:
         return total + self.coordinator.counts if self.coordinator else total
 
     def drain(self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-        """Say goodbye and serve others until nothing of ours is under way; return whether that came in time."""
-        clock = self.comm.clock
-        self.coordinator = None
+        """Say goodbye, and stay until all that was sent to this rank has been received; return whether it was.
+
+        MPI does not allow messages that nobody receives. So all ranks add up what each has sent to each (without
+        waiting in it), after which none sends any more, and each stays until it has received its share. Not longer
+        than `shutdown_timeout_s`, and not once a rank is known to be dead.
+        """
+        clock, size = self.comm.clock, self.comm.Get_size()
+        self.coordinator, whose = None, (iteration, model, optimizer)
         if self.comm.Get_rank() != self.wiring.coordinator:
             self.mailbox.send(self.wiring.coordinator, encode(Message(Kind.LEAVE, iteration, iteration)))
-        if self._quiet():
-            return True
-        end_s = clock.now() + min(
-            self.wiring.shutdown_timeout_s, 4 * self._call_s
-        )  # others answer once a call
-        while clock.now() < end_s:
-            self.serve(iteration, model, optimizer)
-            if self._quiet():
-                return True
-            clock.sleep(min(self.wiring.poll_interval_s, max(end_s - clock.now(), 0.0)))
-        self.intake.give_up()
-        return not self.mailbox.unfinished
+        began_s = clock.now()
+        patience_s = min(self.wiring.shutdown_timeout_s, 4 * self._call_s)  # others answer once a call
+        try:
+            while self.intake.waiting and clock.now() < began_s + patience_s:
+                self._rest(*whose)
+            self.intake.give_up()
+            self._leaving = True
+            total = np.zeros(size, np.int64)
+            summing = self.comm.Iallreduce(self.mailbox.sent, total)
+            while not summing.Test():
+                if clock.now() > began_s + self.wiring.shutdown_timeout_s:
+                    return False
+                self._rest(*whose)
+            return self._receive_all(int(total[self.comm.Get_rank()]), whose)
+        except (RankFailed, Revoked):
+            return False
 
-    def _quiet(self) -> bool:
-        return self.mailbox.reap() and not self.mailbox.unfinished and not self.intake.waiting
+    def _rest(self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.serve(iteration, model, optimizer)
+        self.comm.clock.sleep(self.wiring.poll_interval_s)
+
+    def _receive_all(self, expected: int, whose: Latest) -> bool:
+        """Receive until nothing is missing; what does not come while nothing moves is lost."""
+        clock, patience_s = self.comm.clock, 10 * self.wiring.poll_interval_s
+        moved_s, before = clock.now(), -1
+        while self.mailbox.received < expected or self.mailbox.unfinished:
+            if self.mailbox.received != before:
+                moved_s, before = clock.now(), self.mailbox.received
+            elif clock.now() > moved_s + patience_s and not self.mailbox.unfinished:
+                return False
+            self._rest(*whose)
+            self.mailbox.reap()
+        return True

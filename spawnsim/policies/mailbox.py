@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from spawnsim.comm import ANY_SOURCE, Comm, Status
@@ -28,6 +29,8 @@ class Mailbox:
         self.comm, self.tag, self.rank = comm, tag, comm.Get_rank()
         self.counts: Counter[str] = Counter()
         self._probe, self._status = comm.Iprobe, Status()
+        self.sent = np.zeros(comm.Get_size(), np.int64)  # messages put on the wire, by rank
+        self.received = 0
         self._own: deque[Bytes] = deque()
         self._sends: list[tuple[Request, Bytes]] = []
         self._receives: list[tuple[Request, int, Bytes]] = []
@@ -39,6 +42,7 @@ class Mailbox:
             return
         try:
             self._sends.append((self.comm.Isend(message, rank, self.tag), message))
+            self.sent[rank] += 1
             self.counts["bytes_sent"] += message.size
         except RankFailed:
             self.counts["undeliverable"] += 1
@@ -63,6 +67,7 @@ class Mailbox:
         source, nbytes = self._status.Get_source(), self._status.Get_count()
         buffer: Bytes = torch.empty(nbytes, dtype=torch.uint8).numpy()  # torch aligns for every dtype
         self.counts["bytes_received"] += nbytes
+        self.received += 1
         if nbytes <= AT_ONCE_NBYTES:
             self.comm.Recv(buffer, source, self.tag)
             arrived.append((source, buffer))

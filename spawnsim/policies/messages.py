@@ -1,8 +1,8 @@
 """The words of the asynchronous protocol: one self-contained byte message each.
 
 This room knows bytes; no communicator, no model. Every message carries its round, the sender's iteration, and its
-part; a snapshot part describes the names, dtypes and shapes of the tensors it holds. What cannot be read raises
-`Unreadable`, and its receiver drops and counts it.
+part, and checksums; a snapshot part describes the names, dtypes and shapes of the tensors it holds. What cannot be read
+raises `Unreadable`, and its receiver drops and counts it.
 
 | kind | from → to | carries |
 |---|---|---|
@@ -16,6 +16,7 @@ part; a snapshot part describes the names, dtypes and shapes of the tensors it h
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 
 _HEADER = struct.Struct("<IHHHHqqdqI")
+_SEAL, _SEAL_AT = struct.Struct("<II"), 56  # checksums (CRC-32) of the body and of header and text
 HEADER_NBYTES = 64
 MAGIC = 0x53504E31
 _ALIGN_NBYTES = 64
@@ -72,7 +74,7 @@ def body_at(text_nbytes: int) -> int:
 
 
 def write_head(buffer: Bytes, message: Message) -> None:
-    """Write a message's header and text to the start of a buffer; the body is the caller's to fill."""
+    """Write a message's header and text to the start of a buffer; the body is the caller's to fill, before `seal`."""
     _HEADER.pack_into(
         buffer.data, 0, MAGIC, message.kind, message.part, message.parts, message.expired,
         message.round, message.iteration, message.value, message.settled, len(message.text),
@@ -80,12 +82,31 @@ def write_head(buffer: Bytes, message: Message) -> None:
     buffer[HEADER_NBYTES : HEADER_NBYTES + len(message.text)] = np.frombuffer(message.text, np.uint8)
 
 
+def seal(buffer: Bytes, text_nbytes: int, *, body: bool) -> None:
+    """Write the checksums: of header and text, and of the body if that is wanted (0 says it is not)."""
+    start = body_at(text_nbytes)
+    _SEAL.pack_into(buffer.data, _SEAL_AT, (zlib.crc32(buffer[start:].data) or 1) if body else 0, 0)
+    _SEAL.pack_into(
+        buffer.data, _SEAL_AT, _SEAL.unpack_from(buffer.data, _SEAL_AT)[0], zlib.crc32(buffer[:start].data)
+    )
+
+
+def _intact(buffer: Bytes, start: int) -> bool:
+    body, head = _SEAL.unpack_from(buffer.data, _SEAL_AT)
+    whole = buffer[:start].copy()
+    _SEAL.pack_into(whole.data, _SEAL_AT, body, 0)
+    if zlib.crc32(whole.data) != head:
+        return False
+    return not body or (zlib.crc32(buffer[start:].data) or 1) == int(body)
+
+
 def encode(message: Message) -> Bytes:
-    """Return a whole message as bytes."""
+    """Return a whole message as bytes, sealed."""
     start = body_at(len(message.text))
     buffer = np.zeros(start + message.body.size, np.uint8)
     write_head(buffer, message)
     buffer[start:] = message.body
+    seal(buffer, len(message.text), body=True)
     return buffer
 
 
@@ -96,26 +117,14 @@ def decode(buffer: Bytes) -> Message:
     magic, kind, part, parts, expired, round_, iteration, value, settled, length = _HEADER.unpack_from(
         buffer.data
     )
-    if (
-        magic != MAGIC
-        or kind not in Kind._value2member_map_
-        or body_at(length) > buffer.size
-        or part >= parts
-    ):
+    start = body_at(length)
+    if magic != MAGIC or start > buffer.size or part >= parts or kind not in Kind._value2member_map_:
         raise Unreadable("the bytes are no message of a selective policy: does another program use its tag?")
+    if not _intact(buffer, start):
+        raise Unreadable("the message was damaged on its way")
     text = buffer[HEADER_NBYTES : HEADER_NBYTES + length].tobytes()
-    return Message(
-        Kind(kind),
-        round_,
-        iteration,
-        part,
-        parts,
-        value,
-        settled,
-        bool(expired),
-        text,
-        buffer[body_at(length) :],
-    )
+    own = (part, parts, value, settled, bool(expired), text, buffer[start:])
+    return Message(Kind(kind), round_, iteration, *own)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class SpawnPolicy(ABC):
         self.average_every = int(average_every)
         self.num_replacements = 0
         self.timing: dict[str, list[float]] = {}
+        self.captured: dict[str, int] = {}
 
     @abstractmethod
     def __call__(
@@ -104,6 +105,10 @@ class SpawnPolicy(ABC):
         """Add a duration to `timing` under a step's name."""
         self.timing.setdefault(step, []).append(seconds)
 
+    def capture_comm(self, name: str, size: int) -> None:
+        """Note the size of a communicator under a name, for `print_stats`."""
+        self.captured[name] = int(size)
+
     def print_time(self) -> dict[str, dict[str, float]]:
         """Return count, total and mean of each timed step in seconds; log them, and print them as a table."""
         summary = {
@@ -116,7 +121,7 @@ class SpawnPolicy(ABC):
 
     def print_stats(self) -> dict[str, float]:
         """Return this policy's counters; log them, and print them as a table."""
-        stats = self.stats
+        stats = self.stats | {f"comm/{name}": float(size) for name, size in self.captured.items()}
         _show(f"{type(self).__name__}: counts", {name: {"value": value} for name, value in stats.items()})
         return stats
 

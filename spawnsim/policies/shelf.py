@@ -12,7 +12,7 @@ collectively in the constructor; afterwards no call waits for a rank that it doe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -30,7 +30,10 @@ Header = NDArray[np.int64]
 HEADER_NBYTES = 128
 BEGUN, DONE, SLOT_NBYTES = 0, 1, 2
 ITERATION, TEXT_NBYTES, BODY_NBYTES, DIGEST = 0, 1, 2, 3  # of a slot, from 4 + 4 · slot on
-WITHDRAWN = -1
+WITHDRAWN, ABSENT = (
+    -1,
+    -2,
+)  # the rank offers nothing any more; it has no such tensor, or one that does not fit
 TRIES = 8
 
 
@@ -62,7 +65,7 @@ class _Window:
         self.win.Lock_all()
         self.header: Header = np.zeros(HEADER_NBYTES // 8, np.int64)
         self.header[SLOT_NBYTES] = self.slot_nbytes
-        self.header[BEGUN] = 0 if layout is not None else WITHDRAWN
+        self.header[BEGUN] = 0 if layout is not None else ABSENT
         self._stage = torch.empty(self.slot_nbytes, dtype=torch.uint8)
         self._put_header()
 
@@ -77,7 +80,7 @@ class _Window:
         """Lay out the tensors as a new version; return False if they do not fit, and offer nothing from then on."""
         start = _padded(len(layout.text))
         fits = start + layout.nbytes <= self.slot_nbytes
-        self.header[BEGUN] = version if fits else WITHDRAWN
+        self.header[BEGUN] = version if fits else ABSENT
         self._put_header()
         if not fits:
             return False
@@ -91,9 +94,9 @@ class _Window:
         self._put_header()
         return True
 
-    def withdraw(self) -> None:
+    def withdraw(self, why: int = WITHDRAWN) -> None:
         """Offer nothing any more."""
-        self.header[BEGUN] = WITHDRAWN
+        self.header[BEGUN] = why
         self._put_header()
 
     def get_header(self, donor: int) -> tuple[Request, Header]:
@@ -149,7 +152,7 @@ class Shelf:
         for key, window in self._windows.items():
             layout = layouts.get(key)
             if layout is None:
-                window.withdraw()
+                window.withdraw(ABSENT)
             elif window.publish(layout, live, self.version, iteration):
                 written += layout.nbytes
             else:
@@ -200,7 +203,7 @@ class Shelf:
             return {key: window.get_header(donor) for key, window in self._windows.items()}
 
         return {
-            donor: {key: header for key, header in headers.items() if header[BEGUN] != WITHDRAWN}
+            donor: {key: header for key, header in headers.items() if header[BEGUN] != ABSENT}
             for donor, headers in self._arrived(self._asked(donors, ask)).items()
         }
 
@@ -263,10 +266,9 @@ def _digest(header: Header, version: int) -> int:
     return int(_slot(header, version)[DIGEST : DIGEST + 1].view(np.uint64)[0])
 
 
-def _version(headers: Iterable[Header]) -> int:
+def _version(headers: Collection[Header]) -> int:
     """Return the version that all windows of a donor hold; 0 if it offers none, -1 if it is just changing."""
-    done = [int(header[DONE]) for header in headers]
-    begun = max((int(header[BEGUN]) for header in headers), default=0)
-    if not done or min(done) == 0:
+    begun, done = ([int(header[field]) for header in headers] for field in (BEGUN, DONE))
+    if not done or min(done) == 0 or WITHDRAWN in begun:
         return 0
-    return min(done) if begun < min(done) + 2 else -1
+    return min(done) if max(begun) < min(done) + 2 else -1

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
-from spawnsim.policies.messages import Bytes, Kind, Message, Unreadable, body_at, write_head
+from spawnsim.policies.messages import Bytes, Kind, Message, Unreadable, body_at, seal, write_head
 from spawnsim.policies.state import Layout, Tensors, assign
 
 
 class Packer:
     """Packs and unpacks states; remembers layouts, so that a model's description is made and read once."""
 
-    def __init__(self, part_nbytes: int) -> None:
-        self._part_nbytes = part_nbytes
+    def __init__(self, part_nbytes: int, *, checksum: bool = False) -> None:
+        self._part_nbytes, self._checksum = part_nbytes, checksum
         self._layout: Layout | None = None
         self._parts: list[Layout] = []
         self._known: dict[bytes, Layout] = {}
@@ -36,6 +36,7 @@ class Packer:
             array: Bytes = buffer.numpy()
             write_head(array, head)
             assign(layout.views(buffer[start:]), live)
+            seal(array, len(layout.text), body=self._checksum)
             messages.append(array)
         return messages
 

@@ -311,3 +311,14 @@ def test_losses_duplicates_and_any_order_break_no_promise(data: st.DataObject) -
     for intake in intakes:
         intake.outcome(1e9)
         assert not intake.waiting
+
+
+@given(st.integers(0, 8 * 69 - 1))
+def test_a_flipped_bit_is_noticed(bit: int) -> None:
+    """Wherever it is: header, text or body."""
+    buffer = encode(Message(Kind.SNAPSHOT, 3, 4, text=b"abc", body=np.arange(5, dtype=np.uint8)))
+    at, which = divmod(bit, 8)
+    place = at if at < 67 else 128 + at - 67  # between text and body there is padding
+    buffer[place] ^= 1 << which
+    with pytest.raises(Unreadable):
+        decode(buffer)

@@ -1,0 +1,41 @@
+"""The asynchronous policy under random faults: crashes, pauses, losses, duplicates, delays, damage, partitions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from policies.ranks import numbers, walk
+
+from spawnsim.policies import AsyncSelectiveAveragingPolicy, Wiring
+from spawnsim.virtual.faults import Swarm
+
+RANKS, STEPS, HORIZON_S = 6, 60, 0.3
+KINDS = ("crash", "pause", "slow", "down", "drop", "delay", "duplicate", "corrupt", "partition")
+
+
+def policy(comm: Any) -> AsyncSelectiveAveragingPolicy:
+    """Return a policy with a short deadline that checks every byte."""
+    wiring = Wiring(deadline=0.05, checksum=True, shutdown_timeout_s=0.1)
+    return AsyncSelectiveAveragingPolicy(None, 2, 0.3, cooldown=0, rule="replace", wiring=wiring)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_faults_cost_messages_never_models_or_time(seed: int) -> None:
+    """Every surviving rank ends in time, models stay within the hull of the first ones, no replaced rank gives.
+
+    After the faults, replacements go on unless the coordinating rank has died.
+    """
+    plan = Swarm(RANKS, HORIZON_S, KINDS).plan(seed)
+    found = walk(policy, ranks=RANKS, steps=STEPS, seed=seed, faults=plan)
+    crashed = {event["rank"] for event in found.events("crash")}
+    assert {rank for rank, step in found.infos if step == STEPS - 1} == set(range(RANKS)) - crashed
+    for model in found.models.values():
+        assert all(0 <= number <= RANKS - 1 for number in numbers(model))
+    rounds: dict[int, set[int]] = {}
+    for event in found.events("decision"):
+        rounds[event["round"]] = set(event["replaced"])
+    for event in found.events("replacement"):
+        assert not set(event["donors"]) & rounds[event["round"]]
+    if 0 not in crashed and len(crashed) < RANKS - 1:
+        assert max(event["time_s"] for event in found.events("decision") if event["replaced"]) > HORIZON_S
