@@ -5,7 +5,9 @@ Knows mpi4py's world, the control channel and how this rank polls and waits; kno
 
 from __future__ import annotations
 
+import array
 import time
+import zlib
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
@@ -151,11 +153,20 @@ class Home:
                 self.ending.end(
                     "spawnsim: the job cannot end\n" + "\n".join(f"  {where}" for where in silent)
                 )
-        for window in list(self.windows):
-            window.Free()
+        self._release_windows()
         self.watchdog.stop()
         if left:
             self.own.record.event("leftover_requests", count=left)
+
+    def _release_windows(self) -> None:
+        """Free what the program has left, if all ranks have left the same: freeing is collective and must not hang."""
+        labels = ",".join(window.label for window in self.windows)
+        word = zlib.crc32(labels.encode())
+        ends = array.array("q", [word, -word])
+        self.farewell.Allreduce(MPI.IN_PLACE, ends, MPI.MAX)
+        if ends[0] == -ends[1]:
+            for window in self.windows:
+                window.release()
 
     @staticmethod
     def _abort(status: int) -> None:

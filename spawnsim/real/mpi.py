@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from mpi4py import MPI
 
-from spawnsim.comm import failures
+from spawnsim.comm import constants, failures
 from spawnsim.comm.group import Group
 from spawnsim.errors import UsageError
 from spawnsim.real import words
@@ -77,6 +77,8 @@ class MPIComm(PointToPoint, Collectives):
 
     # ------------------------------------------------------------------------------------------- mpi4py's own
     def Get_rank(self) -> int:
+        if not self._raw:
+            raise failures.CallError(failures.ERR_COMM, f"{self.label} was freed: make another one")
         return self.rank
 
     def Get_size(self) -> int:
@@ -90,6 +92,17 @@ class MPIComm(PointToPoint, Collectives):
         """Return the other side of an intercommunicator."""
         remote: Any = self._raw
         return Group.of(self._in_world(remote.Get_remote_group()), self._home.own.rank)
+
+    def Get_attr(self, keyval: int) -> Any:
+        """Return an attribute; spawnsim's numbers of the predefined ones are translated."""
+        return self._raw.Get_attr(words.keyval(keyval))
+
+    def Get_topology(self) -> int:
+        """Return the kind of topology, in spawnsim's numbers."""
+        kinds = {MPI.CART: constants.CART, MPI.GRAPH: constants.GRAPH, MPI.DIST_GRAPH: constants.DIST_GRAPH}
+        return kinds.get(self._raw.Get_topology(), constants.UNDEFINED)
+
+    topology = topo = property(Get_topology)
 
     Create_keyval = staticmethod(MPI.Comm.Create_keyval)
     Free_keyval = staticmethod(MPI.Comm.Free_keyval)

@@ -8,7 +8,6 @@ policy, no run folder and no command line.
 from __future__ import annotations
 
 import hashlib
-import os
 import socket
 from collections import Counter
 from collections.abc import Callable
@@ -17,19 +16,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from spawnsim.comm.constants import COMM_TYPE_SHARED, CONGRUENT, IDENT, SIMILAR, UNDEFINED, UNEQUAL
 from spawnsim.comm.failures import ERR_COMM, CallError
 from spawnsim.comm.group import Group
-from spawnsim.errors import ParameterError, UnsupportedError, UsageError
+from spawnsim.errors import UnsupportedError, UsageError
 from spawnsim.real.dist.collectives import Native
-from spawnsim.real.dist.home import FOREVER, Home
+from spawnsim.real.dist.home import Home
+from spawnsim.real.dist.joining import join
 from spawnsim.real.dist.objects import Objects
 from spawnsim.real.dist.p2p import PointToPoint
 from spawnsim.real.dist.windows import Windows
 from spawnsim.real.guard import close, guarded
-from spawnsim.real.launch import Here, recognise
+from spawnsim.real.launch import recognise
 from spawnsim.real.namespace import namespace as names
 from spawnsim.real.options import Options
 from spawnsim.real.own import Own, Recorder, Task
@@ -230,7 +229,7 @@ def world(
     """Return the communicator of all ranks of this job. Collective; the clock starts when all have met."""
     entered = not dist.is_initialized()
     if entered:
-        _join(recognise())
+        join(recognise())
     own = Own(dist.get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
     comm = _enter(dist.group.WORLD, own, options or Options())
     comm._home.leaves_torch = entered
@@ -245,40 +244,6 @@ def _enter(group: Any, own: Own, options: Options) -> TorchComm:
     comm.Barrier()
     own.clock.start()
     return comm
-
-
-def _join(here: Here) -> None:
-    """Enter torch.distributed the way that the launcher asks for."""
-    backend = "gloo"
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        local = int(os.environ.get("LOCAL_RANK", here.rank))
-        if int(os.environ.get("LOCAL_WORLD_SIZE", here.size)) <= torch.cuda.device_count():
-            backend = (
-                "cpu:gloo,cuda:nccl"  # NCCL takes one rank per GPU; more of them go through pinned memory
-            )
-            torch.cuda.set_device(local)
-    if here.launcher == "torchrun":
-        dist.init_process_group(backend, timeout=FOREVER)
-    elif here.size == 1:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=FOREVER)
-    else:
-        where = f"tcp://{_meeting_point(here)}"
-        dist.init_process_group(
-            backend, init_method=where, rank=here.rank, world_size=here.size, timeout=FOREVER
-        )
-
-
-def _meeting_point(here: Here) -> str:
-    """Return host and port where ranks meet that mpiexec or srun started; MASTER_ADDR and MASTER_PORT say otherwise."""
-    seen = os.environ
-    nodes = seen.get("SLURM_STEP_NODELIST") or seen.get("SLURM_JOB_NODELIST", "")
-    if "MASTER_ADDR" not in seen and ("," in nodes or "[" in nodes):
-        raise ParameterError(
-            f"ranks on {nodes}: set MASTER_ADDR to the first host (scontrol show hostnames), and MASTER_PORT"
-        )
-    job = seen.get("SLURM_JOB_ID") or seen.get("PMIX_NAMESPACE") or str(os.getppid())
-    port = 20000 + int.from_bytes(hashlib.blake2b(job.encode(), digest_size=2).digest(), "little") % 20000
-    return f"{seen.get('MASTER_ADDR', nodes or '127.0.0.1')}:{seen.get('MASTER_PORT', port)}"
 
 
 def wrap(group: Any) -> TorchComm:

@@ -44,6 +44,7 @@ class MPIWin:
         self._words = MPI.Win.Allocate(8, 8, comm=comm._raw)
         word: Any = self._words.tomemory()
         memoryview(word)[:] = bytes(8)
+        self.label = f"{comm.label}/Win{comm._sequence}"
         self._held: dict[int, int] = {}  # target → what this rank has added to its lock word
         self._one, self._was = np.zeros(1, np.int64), np.zeros(1, np.int64)
         comm.Barrier()
@@ -197,6 +198,10 @@ class MPIWin:
         self._comm.Barrier()
         self._raw.Sync()
 
+    def Get_attr(self, keyval: int) -> Any:
+        """Return an attribute; spawnsim's numbers of the predefined ones are translated."""
+        return self._raw.Get_attr(words.keyval(keyval))
+
     def __bool__(self) -> bool:
         return bool(self._raw)
 
@@ -210,6 +215,10 @@ class MPIWin:
     def Free(self) -> None:
         self._home.windows.remove(self)
         self._comm.Barrier()
+        self.release()
+
+    def release(self) -> None:
+        """Give the memory back; collective, and works when the communicator is gone already."""
         for raw in (self._raw, self._words):
             raw.Unlock_all()
             raw.Free()

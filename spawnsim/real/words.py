@@ -51,6 +51,18 @@ def tag(value: int) -> int:
     return MPI.ANY_TAG if value == ours.ANY_TAG else value
 
 
+KEYVALS = (
+    "TAG_UB", "IO", "WTIME_IS_GLOBAL", "UNIVERSE_SIZE", "LASTUSEDCODE", "APPNUM", "WIN_BASE", "WIN_SIZE",
+    "WIN_DISP_UNIT", "WIN_CREATE_FLAVOR", "WIN_MODEL",
+)  # fmt: skip
+_KEYVALS: dict[int, int] = {getattr(ours, name): getattr(MPI, name) for name in KEYVALS}
+
+
+def keyval(number: int) -> int:
+    """Return a predefined attribute's key in mpi4py's numbers; a program's own is that already."""
+    return _KEYVALS.get(number, number)
+
+
 def rank_back(rank: int) -> int:
     """Return a rank that mpi4py has given in spawnsim's numbers."""
     if rank >= 0:

@@ -159,6 +159,8 @@ class TorchWin:
         self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
     ) -> None:
         given = as_buffer(_one(origin))
+        if as_buffer(_one(compare)).nbytes != given.nbytes or as_buffer(compare).dtype != given.dtype:
+            raise ParameterError("Compare_and_swap: give origin, compare and result of one type")
         start, _ = self._range(target_rank, target_disp, given)
         payload = np.concatenate([as_bytes(as_buffer(_one(compare)).pack()), as_bytes(given.pack())])
         into = as_bytes(as_buffer(_one(result), writable=True).array)
