@@ -113,3 +113,10 @@ def test_bad_counts_of_donors_are_refused(count: float) -> None:
     """A count is a positive whole number, a share in (0, 1] or None."""
     with pytest.raises(ParameterError, match="count"):
         Uniform(count)
+
+
+def test_a_nan_rank_triggers_nothing_where_it_is_excluded() -> None:
+    """With nan_policy="exclude" a NaN neither falls behind a threshold nor takes part."""
+    reports = [Report(0, math.nan), Report(1, 2.0), Report(2, 3.0)]
+    rules = Rules(WorstRatio(0.5, threshold=1.0), Uniform(), nan_policy="exclude")
+    assert not decide(0, reports, rules, np.random.default_rng(0)).assignments

@@ -348,3 +348,19 @@ def test_a_reader_waits_a_poll_not_the_donors_whole_computation() -> None:
 
     spawnsim.run(main, ranks=3)
     assert 0.01 < waits[0] < 0.05
+
+
+def test_models_are_laid_out_at_the_cadence_not_in_every_call() -> None:
+    """Between publications a call copies nothing; a replaced rank publishes at once."""
+    found = walk(lambda comm: windows(comm, "age", 4, age_range=(900, 900)), ranks=2, steps=10)
+    assert [i for i in range(10) if found.infos[0, i]["bytes"]] == [0, 4, 8]
+
+
+def test_the_originals_counters_mean_something() -> None:
+    """`agents_killed`, `age` and `max_age` follow the replacements."""
+    found = walk(lambda comm: windows(comm, "age", age_range=(3, 3)), steps=12)
+    policy = found.policies[0]
+    assert policy.agents_killed == policy.num_replacements >= 1
+    assert (policy.max_age, policy.total_iterations) == (3, 12)
+    assert policy.is_agent_dying(0.0, 0.5)
+    assert not policy.is_agent_dying(1.0, 0.5)

@@ -359,3 +359,10 @@ def test_optimizer_state_can_be_copied_from_the_donor() -> None:
     )
     (mine, own), (theirs, other) = kept[0], kept[3]
     assert torch.equal(own.state[mine.weight]["exp_avg"], other.state[theirs.weight]["exp_avg"])
+
+
+def test_timing_is_filled() -> None:
+    """The dictionary that the caller gave holds durations in seconds by step."""
+    timing: dict[str, list[float]] = {}
+    walk(lambda comm: selective(comm, timing=timing if comm.Get_rank() == 0 else None), steps=8)
+    assert timing["wait"][0] > 0
