@@ -55,6 +55,8 @@ class Group(Handle):
         return self._places
 
     def __reduce__(self) -> str | tuple[Any, ...]:
+        if self._identity is None or self._identity is GROUP_EMPTY._identity:
+            return "GROUP_EMPTY" if self else "GROUP_NULL"
         raise ValueError("cannot serialize a Group: its ranks mean something on this process only")
 
     def Get_size(self) -> int:

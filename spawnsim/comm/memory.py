@@ -125,7 +125,7 @@ def flat(obj: Any) -> NDArray[Any]:
     DLPack. Raises `SpecBufferError` when the memory is not contiguous, of foreign byte order or on another device.
     """
     if isinstance(obj, np.ndarray):
-        return _flatten(obj)
+        return _flatten(np.asarray(obj))
     if hasattr(obj, "data_ptr"):
         return _torch(obj)
     try:
@@ -135,7 +135,7 @@ def flat(obj: Any) -> NDArray[Any]:
             raise SpecTypeError(
                 f"{type(obj).__name__} is no buffer: pass an array, a tensor or bytes"
             ) from None
-        return _flatten(np.from_dlpack(obj))
+        return _dlpack(obj)
     except ValueError:
         return _flatten(np.asarray(memoryview(obj).cast("B")))
 
@@ -165,6 +165,29 @@ def _torch(tensor: Any) -> NDArray[Any]:
         array: NDArray[Any] = tensor.numpy().reshape(-1)
         return array
     return at_address(tensor.data_ptr(), 2 * tensor.numel(), tensor).view(BF16)
+
+
+class _Capsule:
+    """Hands a capsule on that its maker would let go too early."""
+
+    def __init__(self, capsule: Any, device: Any) -> None:
+        self._capsule, self._device = capsule, device
+
+    def __dlpack__(self, **_wishes: Any) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> Any:
+        return self._device
+
+
+def _dlpack(obj: Any) -> NDArray[Any]:
+    """Return the memory behind `__dlpack__`. The capsule outlives the array over it, whatever its maker thinks."""
+    capsule = obj.__dlpack__()
+    array: NDArray[Any] = _flatten(np.from_dlpack(_Capsule(capsule, obj.__dlpack_device__())))
+    held = (capsule, array)  # a tuple lets go of its last item first
+    found = at_address(array.ctypes.data, array.nbytes, held).view(array.dtype)
+    del array
+    return found
 
 
 def as_bytes(array: NDArray[Any]) -> Bytes:

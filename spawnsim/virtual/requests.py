@@ -124,6 +124,11 @@ class Request(Handle):
         self._close()
         self._identity = self._completion = None
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if self._identity is not None:
+            raise ValueError("cannot pickle a request: it means something on its own rank only")
+        return type(self), ()
+
     def together(self, other: Request) -> Request:
         """Return one request that is over when both are; it delivers what this one does."""
         if self._completion is None or other._completion is None:
@@ -270,6 +275,8 @@ class Request(Handle):
         if over:
             requests[over[0]].Get_status(status)
             return over[0], True
+        if over is None:
+            _fill_empty(status)
         return UNDEFINED, over is None
 
     @classmethod
@@ -343,10 +350,13 @@ def _fill_empty(status: Status | None) -> None:
         fill(status, ANY_SOURCE, ANY_TAG, 0)
 
 
-def _lend(statuses: list[Status] | None, count: int) -> Sequence[Status | None]:
+def _lend(statuses: Sequence[Status] | None, count: int) -> Sequence[Status | None]:
     """Return a status for each request; a list that is too short is extended, as mpi4py does."""
     if statuses is None:
         return [None] * count
+    if isinstance(statuses, tuple):
+        return [*statuses, *[None] * (count - len(statuses))]
+    assert isinstance(statuses, list)
     statuses.extend(Status() for _ in range(count - len(statuses)))
     return statuses
 

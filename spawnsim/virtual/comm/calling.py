@@ -47,3 +47,8 @@ class CallingComm(Intracomm):
 
 COMM_WORLD = CallingComm.called("COMM_WORLD")
 COMM_SELF = CallingComm.called("COMM_SELF")
+
+
+def predefined(own: bool) -> CallingComm:
+    """Return COMM_SELF or COMM_WORLD: what a pickle of theirs becomes, on whatever rank."""
+    return COMM_SELF if own else COMM_WORLD

@@ -76,8 +76,12 @@ class Comm(
         return Win
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        if self._name in ("MPI_COMM_WORLD", "MPI_COMM_SELF"):
-            return self._name.removeprefix("MPI_")
+        from spawnsim.virtual.comm.calling import predefined
+
+        if self._identity is None:
+            return type(self), ()
+        if self._context.number <= 1 + len(self._world.ranks):
+            return predefined, (self._context.everyone == (self._rank.id,) and self._context.number > 1,)
         raise ValueError("cannot pickle a communicator: it means something on its own rank only")
 
     def __repr__(self) -> str:

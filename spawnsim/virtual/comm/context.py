@@ -116,6 +116,12 @@ class Member(Attributed):
         self._own = None
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what a null communicator has not."""
+        if name in Member.__slots__:
+            raise CallError(ERR_COMM, "the communicator is null, or was freed before")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     @property
     def _label(self) -> str:
         return self._name or f"communicator {self._context.number}"

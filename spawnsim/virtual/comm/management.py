@@ -226,8 +226,8 @@ class Management(Member):
 
         if split_type == UNDEFINED:
             return self._split("Split_type", UNDEFINED, key)
-        if split_type != COMM_TYPE_SHARED:
-            return self._split("Split_type", ("self", self._rank.id), key)
+        if split_type != COMM_TYPE_SHARED:  # the virtual hardware has no parts that a program could name
+            return self._split("Split_type", UNDEFINED, key)
         node = int(self._world.network.place(np.array([self._rank.id]))[0])
         return self._split("Split_type", ("node", node), key)
 
@@ -333,9 +333,9 @@ class Management(Member):
     @classmethod
     def Get_parent(cls) -> Any:
         """Return the null communicator: no program has spawned this one."""
-        from spawnsim.virtual.comm.communicators import COMM_NULL
+        from spawnsim.virtual.comm.intercomm import Intercomm
 
-        return COMM_NULL
+        return Intercomm()
 
     @classmethod
     def Join(cls, fd: int) -> NoReturn:

@@ -93,7 +93,7 @@ class ObjectCollectives(Plans):
 
     def _one_each(self, sendobj: Sequence[Any] | None) -> list[bytes]:
         size = len(self._peers)
-        items = list(sendobj or ())
+        items = [None] * size if sendobj is None else list(sendobj)
         if len(items) != size:
             raise CallError(
                 ERR_COUNT, f"expecting {size} items, one per rank of {self._label}; got {len(items)}"

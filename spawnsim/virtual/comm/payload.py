@@ -21,8 +21,8 @@ def dumps(obj: Any) -> bytes:
 
 
 def loads(data: Any) -> Any:
-    """Return the object of bytes."""
-    return pickler.loads(data)
+    """Return the object of bytes; of none, None, as mpi4py does."""
+    return pickler.loads(data) if len(data) else None
 
 
 def pack(spec: Any) -> Any:

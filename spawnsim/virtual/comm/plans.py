@@ -31,6 +31,11 @@ class Plan:
     collect: Outcome
 
 
+def _in_place(spec: Any) -> bool:
+    """Return whether a rank's data lie in its other buffer; mpi4py takes None for the same."""
+    return spec is IN_PLACE or spec is None
+
+
 def _drop(outcome: Any) -> None:
     """Do nothing: this rank receives nothing."""
 
@@ -79,7 +84,7 @@ def gather(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vector
     """The root gets every rank's block. `place` is (this rank, number of ranks)."""
     me, size = place
     part = None
-    if sendbuf is not IN_PLACE:
+    if not (_in_place(sendbuf) and me == root):
         part = as_buffer(sendbuf).pack()
     collect = _fill(recvbuf, vector=vector, blocks=size) if me == root else _drop
     nbytes = 0 if part is None else part.nbytes
@@ -95,14 +100,14 @@ def scatter(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vecto
         blocks = [block.pack() for block in as_buffer(sendbuf, vector=vector, blocks=size)]
         part, nbytes = blocks, np.array([block.nbytes for block in blocks])
     outcome = lambda meeting, rank: meeting.calls[root].part[rank]  # noqa: E731
-    collect: Outcome = _drop if recvbuf is IN_PLACE else as_buffer(recvbuf, writable=True).unpack
+    collect: Outcome = _drop if _in_place(recvbuf) and me == root else as_buffer(recvbuf, writable=True).unpack
     return Plan(Call("Scatter", "scatter", part, nbytes, root, sizes="root", outcome=outcome), collect)
 
 
 def allgather(sendbuf: Any, recvbuf: Any, place: tuple[int, int], vector: bool = False) -> Plan:
     """Every rank gets every rank's block."""
     me, size = place
-    if sendbuf is IN_PLACE:
+    if _in_place(sendbuf):
         part = as_buffer(recvbuf, vector=vector, blocks=size).block(me).pack()
     else:
         part = as_buffer(sendbuf).pack()
@@ -120,7 +125,7 @@ def alltoall(
 ) -> Plan:
     """Every rank gets, from every rank, the block meant for it."""
     _, size = place
-    source = recvbuf if sendbuf is IN_PLACE else sendbuf
+    source = recvbuf if _in_place(sendbuf) else sendbuf
     blocks = [block.pack() for block in as_buffer(source, vector=vector, blocks=size, types=types)]
     call = Call(
         "Alltoall", "alltoall", blocks, np.array([block.nbytes for block in blocks]), sizes="matrix",
@@ -142,7 +147,7 @@ def combiner(op: Op, own: Buffer) -> Callable[[Any, Any], Any]:
 def _reducing(
     name: str, timing: str, sendbuf: Any, recvbuf: Any, op: Op
 ) -> tuple[Call, Callable[[Any, Any], Any]]:
-    own = as_buffer(recvbuf if sendbuf is IN_PLACE else sendbuf)
+    own = as_buffer(recvbuf if _in_place(sendbuf) else sendbuf)
     part = own.pack()
     agree = (
         ("op", _name(op)),

@@ -247,7 +247,10 @@ def create_cart(
 
 def create_graph(self: Intracomm, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> Any:
     """Return a graph of the first ranks; those left over get COMM_NULL."""
-    shape = Graph(tuple(index), tuple(edges))
+    ends = tuple(index)
+    if len(ends) > 1 and ends[0] == 0 and ends[-1] == len(edges):  # mpi4py takes an adjacency array, too
+        ends = ends[1:]
+    shape = Graph(ends, tuple(edges))
     if shape.index and shape.index[-1] > len(shape.edges):
         raise CallError(
             ERR_ARG, f"Create_graph: {len(shape.edges)} edges, but the index ends at {shape.index[-1]}"

@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 from spawnsim import comm as words
-from spawnsim.comm.info import Info
 from spawnsim.virtual.comm.calling import COMM_SELF, COMM_WORLD
 from spawnsim.virtual.comm.communicators import COMM_NULL, Comm, Intracomm
 from spawnsim.virtual.comm.intercomm import Intercomm
@@ -50,7 +49,7 @@ def build() -> Any:
     module.MESSAGE_NULL, module.MESSAGE_NO_PROC = MESSAGE_NULL, MESSAGE_NO_PROC
     module.FILE_NULL, module.SESSION_NULL = refused.File(), refused.Session()
     module.__pyx_capi__, module._typedict_c, module._typedict_f = {}, module._typedict, module._typedict
-    module.INFO_ENV, module.pickle = Info.Create(), pickler
+    module.pickle = pickler
     for name in ("_world", "_here"):
         delattr(module, name)
     return module

@@ -25,7 +25,6 @@ TICK_S = 1e-9
 SPIN_S = 1e-6  # what a look at the clock costs a program that does nothing but look
 PATIENCE = 64  # looks in a row before the program counts as spinning
 STATE, LOOKS, OPTIONS = "MPI.state", "MPI.looks", "mpi4py.rc"  # what a rank holds for this room
-VERSION = (4, 1)
 
 
 def _world() -> World:
@@ -183,7 +182,7 @@ def Get_processor_name() -> str:
 
 def Get_version() -> tuple[int, int]:
     """Return the version of the MPI standard."""
-    return VERSION
+    return constants.VERSION, constants.SUBVERSION
 
 
 def Get_library_version() -> str:

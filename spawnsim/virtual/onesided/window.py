@@ -6,12 +6,12 @@ This room knows how members agree on a window. Its epochs and accesses are in th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import numpy as np
 
 from spawnsim.comm import constants
-from spawnsim.comm.constants import PROC_NULL
+from spawnsim.comm.constants import BOTTOM, PROC_NULL
 from spawnsim.comm.failures import ERR_DISP, CallError
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import ERRORS_RETURN, Errhandler
@@ -50,15 +50,17 @@ class Win(Accesses, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore[misc]
 
     __str__ = __repr__
 
-    def __reduce__(self) -> NoReturn:
-        raise ValueError("cannot pickle a window: it means something on its own rank only")
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._identity is not None:
+            raise ValueError("cannot pickle a window: it means something on its own rank only")
+        return type(self), ()
 
     # -- making ----------------------------------------------------------------------------------------------
 
     @classmethod
     def Create(cls, memory: Any, disp_unit: int = 1, info: Info = INFO_NULL, comm: Any = COMM_SELF) -> Self:
         """Open a window on memory of the program; collective."""
-        own = np.zeros(0, np.uint8) if memory is None else as_bytes(flat(memory))
+        own = np.zeros(0, np.uint8) if memory is None or memory is BOTTOM else as_bytes(flat(memory))
         return cls._open("Win.Create", (own, disp_unit, None), constants.WIN_FLAVOR_CREATE, comm, info)
 
     @classmethod
