@@ -95,7 +95,7 @@ class Collectives:
         active[thread] = (operation, self._sequence, self, perf_counter(), home.clock.limit_s())
         try:
             if home.fingerprints:
-                check(self._raw, operation, self._sequence, args, kwargs)
+                check(self._raw, operation, self._sequence, args, kwargs=kwargs)
             if function is None:
                 return getattr(self._raw, operation)(*args, **kwargs)
             return function(self._raw, *args)

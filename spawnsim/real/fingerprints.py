@@ -56,7 +56,7 @@ def _buffer(buffers: list[Any], which: int) -> str:
 
 
 def check(
-    raw: MPI.Intracomm, operation: str, sequence: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    raw: MPI.Intracomm, operation: str, sequence: int, args: tuple[Any, ...], *, kwargs: dict[str, Any]
 ) -> None:
     """Raise MismatchError, on all ranks, unless all are in the same collective with the same arguments."""
     text = describe(operation, sequence, args, kwargs)

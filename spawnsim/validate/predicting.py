@@ -99,7 +99,9 @@ def predict(
             Prediction(
                 name,
                 tuple(
-                    times(_run(setting, platform, trace, stragglers, seed), setting.warmup, local_s=local_s)
+                    times(
+                        _run(setting, platform, trace, stragglers, seed=seed), setting.warmup, local_s=local_s
+                    )
                     for seed in range(setting.seed, setting.seed + runs)
                 ),
             )
@@ -124,7 +126,7 @@ def _models(rows: Sequence[FloatArray], warmup: int) -> Mapping[str, tuple[Trace
 
 
 def _run(
-    setting: Setting, platform: Platform, trace: Trace, stragglers: tuple[Straggler, ...], seed: int
+    setting: Setting, platform: Platform, trace: Trace, stragglers: tuple[Straggler, ...], *, seed: int
 ) -> list[Seen]:
     found: dict[int, Seen] = {}
 

@@ -50,7 +50,9 @@ class Exchanges:
     ) -> Together:
         """Begin an exchange; a block to oneself is copied by the mailbox as well."""
         tag, inner = self._count(operation), self._inner
-        parts: list[Pending] = [inner._receive(rank, tag, operation, Target(block)) for rank, block in receives]
+        parts: list[Pending] = [
+            inner._receive(rank, tag, operation, Target(block)) for rank, block in receives
+        ]
         parts += [inner._start(data, (rank, tag), operation) for rank, data in sends]
         return Together.of(self._home, (operation, -1, self), parts, after)
 
@@ -65,7 +67,9 @@ class Exchanges:
 
     def _root(self, root: int, operation: str) -> None:
         if not 0 <= root < self.size:
-            raise CallError(ERR_ROOT, f"rank {self.rank}: {operation} with root {root}: ranks are 0 to {self.size - 1}")
+            raise CallError(
+                ERR_ROOT, f"rank {self.rank}: {operation} with root {root}: ranks are 0 to {self.size - 1}"
+            )
 
     # --------------------------------------------------------------------------------------- gather and scatter
     def _gather(self, operation: str, sendbuf: Any, recvbuf: Any, root: int) -> Together:
@@ -73,7 +77,9 @@ class Exchanges:
         blocks: list[tuple[int, Buffer]] = []
         if self.rank == root:
             table = _blocks(recvbuf, self.size, vector=operation.endswith("v"), writable=True)
-            blocks = [(rank, table[rank]) for rank in range(self.size) if rank != root or sendbuf is not IN_PLACE]
+            blocks = [
+                (rank, table[rank]) for rank in range(self.size) if rank != root or sendbuf is not IN_PLACE
+            ]
         sends = [] if sendbuf is IN_PLACE else [(root, bytes_of(as_buffer(sendbuf)))]
         return self._plan(operation, sends, blocks)
 
@@ -82,7 +88,9 @@ class Exchanges:
         sends: list[tuple[int, Bytes]] = []
         if self.rank == root:
             table = _blocks(sendbuf, self.size, vector=operation.endswith("v"))
-            sends = [(r, bytes_of(table[r])) for r in range(self.size) if r != root or recvbuf is not IN_PLACE]
+            sends = [
+                (r, bytes_of(table[r])) for r in range(self.size) if r != root or recvbuf is not IN_PLACE
+            ]
         blocks = [] if recvbuf is IN_PLACE else [(root, as_buffer(recvbuf, writable=True))]
         return self._plan(operation, sends, blocks)
 
@@ -102,7 +110,13 @@ class Exchanges:
 
     # ---------------------------------------------------------------------------------------------- reductions
     def _fold(
-        self, operation: str, given: Buffer, ranks: tuple[list[int], list[int]], op: Op, finish: Callable[[Any], object]
+        self,
+        operation: str,
+        given: Buffer,
+        ranks: tuple[list[int], list[int]],
+        op: Op,
+        *,
+        finish: Callable[[Any], object],
     ) -> Together:
         """Combine in rank order what `ranks[0]` contribute; `ranks[1]` are those who need this rank's part."""
         op.check(given.datatype)
@@ -127,14 +141,14 @@ class Exchanges:
         given = into if sendbuf is IN_PLACE and into is not None else as_buffer(sendbuf)
         finish = into.unpack if into is not None else len
         ranks = (everyone if mine else [], everyone if root is None else [root])
-        return self._fold(operation, given, ranks, op, finish)
+        return self._fold(operation, given, ranks, op, finish=finish)
 
     def _scan(self, operation: str, sendbuf: Any, recvbuf: Any, op: Op) -> Together:
         into = as_buffer(recvbuf, writable=True)
         given = into if sendbuf is IN_PLACE else as_buffer(sendbuf)
         before = list(range(self.rank + (operation == "Scan")))
         after = list(range(self.rank + (operation == "Exscan"), self.size))
-        return self._fold(operation, given, (before, after), op, into.unpack)
+        return self._fold(operation, given, (before, after), op, finish=into.unpack)
 
     def Scan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
         self._met(self._scan("Scan", sendbuf, recvbuf, op), "Scan")
@@ -160,7 +174,9 @@ class Exchanges:
         counts = recvcounts if recvcounts is not None else self.allgather(into.count)
         self._reduce_scatter("Reduce_scatter", (given, into), list(counts), op)
 
-    def _reduce_scatter(self, operation: str, buffers: tuple[Buffer, Buffer], counts: list[int], op: Op) -> None:
+    def _reduce_scatter(
+        self, operation: str, buffers: tuple[Buffer, Buffer], counts: list[int], op: Op
+    ) -> None:
         """Every rank combines the slices that it keeps."""
         given, into = buffers
         op.check(given.datatype)
@@ -180,7 +196,9 @@ class Exchanges:
             """Collect all objects at all ranks."""
 
 
-def _blocks(spec: Any, size: int, *, vector: bool = False, types: bool = False, writable: bool = False) -> list[Buffer]:
+def _blocks(
+    spec: Any, size: int, *, vector: bool = False, types: bool = False, writable: bool = False
+) -> list[Buffer]:
     """Return the blocks of a specification, one per rank."""
     if not vector:
         whole = as_buffer(spec, blocks=size, writable=writable)
