@@ -16,16 +16,12 @@ OPTIONAL = {"persistent.partitioned_messages"}
 NOT_YET = {
     "virtual": {
         "atomics.single_elements_only",
-        "collectives_buffers.send_and_receive_buffers_must_agree_in_reductions",
         "collectives_objects.scatter_of_a_wrong_number",
-        "neighbourhoods.ranks_without_neighbours",
         "p2p_buffers.memory_with_gaps_is_refused",
         "p2p_buffers.read_only_memory_cannot_receive",
         "p2p_buffers.things_that_are_no_buffers",
         "requests.a_failed_request_in_waitall",
         "requests.get_status_does_not_complete",
-        "topologies.a_graph_with_a_leading_zero",
-        "windows.exposing_nothing",
     },
     "real": {
         "communicators.a_freed_communicator_is_null",

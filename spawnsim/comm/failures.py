@@ -231,6 +231,10 @@ class CallError(UsageError, MPIException):
     """A call that cannot be: wrong rank, tag, count, type, op or handle."""
 
 
+class ArgumentError(CallError, ParameterError):
+    """Arguments that do not fit each other or the number of ranks: also the ValueError that mpi4py raises."""
+
+
 class Truncated(TruncationError, CallError):
     """A message is longer than the buffer that receives it (`ERR_TRUNCATE`)."""
 

@@ -49,7 +49,15 @@ def call(name: str, parts: Sequence[Any], nbytes: Sequence[int], edges: Edges) -
     return Call(name, "neighbor", sent, sizes, sizes="edges", needs=needs, outcome=outcome)
 
 
-def _collect(target: Any) -> Outcome:
+def _blocks(
+    spec: Any, number: int, *, vector: bool, types: bool = False, writable: bool = False
+) -> list[Any]:
+    """Return a buffer's blocks, one for each of `number` edges; of a rank without edges, none."""
+    blocks = list(as_buffer(spec, vector=vector, blocks=number, types=types, writable=writable))
+    return blocks if number else []
+
+
+def _collect(target: list[Any]) -> Outcome:
     def unpack(blocks: Sequence[Any]) -> None:
         for block, data in zip(target, blocks, strict=True):
             if data is not None:
@@ -61,14 +69,14 @@ def _collect(target: Any) -> Outcome:
 def allgather(sendbuf: Any, recvbuf: Any, edges: Edges, vector: bool = False) -> Plan:
     """The same buffer to each neighbour; a block from each."""
     part, dests = as_buffer(sendbuf).pack(), edges[1]
-    target = as_buffer(recvbuf, vector=vector, blocks=len(edges[0]), writable=True)
+    target = _blocks(recvbuf, len(edges[0]), vector=vector, writable=True)
     own = call("Neighbor_allgather", [part] * len(dests), [part.nbytes] * len(dests), edges)
     return Plan(own, _collect(target))
 
 
 def alltoall(sendbuf: Any, recvbuf: Any, edges: Edges, *, vector: bool = False, types: bool = False) -> Plan:
     """A block to each neighbour; a block from each."""
-    parts = [block.pack() for block in as_buffer(sendbuf, vector=vector, blocks=len(edges[1]), types=types)]
-    target = as_buffer(recvbuf, vector=vector, blocks=len(edges[0]), types=types, writable=True)
+    parts = [block.pack() for block in _blocks(sendbuf, len(edges[1]), vector=vector, types=types)]
+    target = _blocks(recvbuf, len(edges[0]), vector=vector, types=types, writable=True)
     own = call("Neighbor_alltoall", parts, [part.nbytes for part in parts], edges)
     return Plan(own, _collect(target))

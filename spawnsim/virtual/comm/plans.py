@@ -14,7 +14,7 @@ import numpy as np
 
 from spawnsim.comm.buffers import Buffer, as_buffer
 from spawnsim.comm.constants import IN_PLACE
-from spawnsim.comm.failures import ERR_COUNT, CallError
+from spawnsim.comm.failures import ERR_COUNT, ERR_TYPE, ArgumentError
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import Op
 from spawnsim.virtual import reductions
@@ -100,7 +100,9 @@ def scatter(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vecto
         blocks = [block.pack() for block in as_buffer(sendbuf, vector=vector, blocks=size)]
         part, nbytes = blocks, np.array([block.nbytes for block in blocks])
     outcome = lambda meeting, rank: meeting.calls[root].part[rank]  # noqa: E731
-    collect: Outcome = _drop if _in_place(recvbuf) and me == root else as_buffer(recvbuf, writable=True).unpack
+    collect: Outcome = (
+        _drop if _in_place(recvbuf) and me == root else as_buffer(recvbuf, writable=True).unpack
+    )
     return Plan(Call("Scatter", "scatter", part, nbytes, root, sizes="root", outcome=outcome), collect)
 
 
@@ -157,6 +159,25 @@ def _reducing(
     return Call(name, timing, part, own.nbytes, agree=agree), combiner(op, own)
 
 
+def _receiving(sendbuf: Any, recvbuf: Any, call: str) -> Outcome:
+    """Return what unpacks into the receiving buffer, which must hold what the sending one does."""
+    target = as_buffer(recvbuf, writable=True)
+    if not _in_place(sendbuf):
+        agree(call, as_buffer(sendbuf), target)
+    return target.unpack
+
+
+def agree(call: str, sent: Buffer, target: Buffer) -> None:
+    """Refuse buffers of one call that differ in count or type. Two names of one numpy type are the same type."""
+    if sent.count != target.count:
+        raise ArgumentError(ERR_COUNT, f"{call}: {sent.count} elements into a buffer of {target.count}")
+    ours, theirs = sent.datatype, target.datatype
+    plain = ours.is_predefined and theirs.is_predefined and ours.dtype is not None
+    if ours != theirs and not (plain and ours.dtype == theirs.dtype):
+        names = ours.Get_name() or "a derived type", theirs.Get_name() or "a derived type"
+        raise ArgumentError(ERR_TYPE, f"{call}: {names[0]} into a buffer of {names[1]}")
+
+
 def _name(op: Op) -> str:
     return str(getattr(op, "name", "")) or "user-defined"
 
@@ -173,7 +194,7 @@ def reduce(sendbuf: Any, recvbuf: Any, op: Op, root: int, me: int) -> Plan:
     def outcome(meeting: Meeting, rank: int) -> Any:
         return reductions.binomial(meeting.parts(rank), combine, first) if rank == root else None
 
-    collect: Outcome = as_buffer(recvbuf, writable=True).unpack if me == root else _drop
+    collect = _receiving(sendbuf, recvbuf, "Reduce") if me == root else _drop
     return Plan(_with(call, outcome, root), collect)
 
 
@@ -184,7 +205,7 @@ def allreduce(sendbuf: Any, recvbuf: Any, op: Op) -> Plan:
     def outcome(meeting: Meeting, rank: int) -> Any:
         return meeting.shared(rank, lambda: reductions.tree(meeting.parts(rank), combine))
 
-    return Plan(_with(call, outcome), as_buffer(recvbuf, writable=True).unpack)
+    return Plan(_with(call, outcome), _receiving(sendbuf, recvbuf, "Allreduce"))
 
 
 def counts(count: int) -> Call:
@@ -201,11 +222,11 @@ def reduce_scatter(
     elements = len(call.part)
     if counts is None:
         if elements % size:
-            raise CallError(ERR_COUNT, f"{elements} elements do not divide into blocks for {size} ranks")
+            raise ArgumentError(ERR_COUNT, f"{elements} elements do not divide into blocks for {size} ranks")
         counts = [elements // size] * size
     ends = np.cumsum(counts)
     if ends[-1] != elements:
-        raise CallError(
+        raise ArgumentError(
             ERR_COUNT, f"recvcounts add up to {ends[-1]}, but each rank contributes {elements} elements"
         )
 
@@ -230,5 +251,5 @@ def scan(sendbuf: Any, recvbuf: Any, op: Op, inclusive: bool) -> Plan:
             return reductions.ordered(meeting.parts(rank)[: last + 1], combine)
         return meeting.shared(rank, lambda: list(reductions.prefixes(meeting.parts(rank), combine)))[last]
 
-    target = as_buffer(recvbuf, writable=True)
-    return Plan(_with(call, outcome), lambda data: None if data is None else target.unpack(data))
+    unpack = _receiving(sendbuf, recvbuf, name)
+    return Plan(_with(call, outcome), lambda data: None if data is None else unpack(data))
