@@ -17,9 +17,6 @@ NOT_YET = {
     "virtual": {
         "atomics.single_elements_only",
         "collectives_objects.scatter_of_a_wrong_number",
-        "p2p_buffers.memory_with_gaps_is_refused",
-        "p2p_buffers.read_only_memory_cannot_receive",
-        "p2p_buffers.things_that_are_no_buffers",
         "requests.a_failed_request_in_waitall",
         "requests.get_status_does_not_complete",
     },

@@ -37,11 +37,11 @@ class BufferedSends(Transport):
 
     def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer from the attached one: returns at once."""
-        self._deliver(self._room_for(pack(buf)), dest, tag, LOCAL, "Bsend")
+        self._deliver(self._room_for(pack(buf, dest)), dest, tag, LOCAL, "Bsend")
 
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer from the attached one."""
-        return self._isend(self._room_for(pack(buf)), dest, tag, LOCAL, "Ibsend")
+        return self._isend(self._room_for(pack(buf, dest)), dest, tag, LOCAL, "Ibsend")
 
     def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object from the attached buffer: returns at once."""

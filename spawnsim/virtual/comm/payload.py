@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.constants import PROC_NULL
+from spawnsim.comm.failures import SpecTypeError
 from spawnsim.comm.serial import Pickle
 
 pickler = Pickle()  # MPI.pickle: a program may give it other functions, as in mpi4py
@@ -25,11 +27,26 @@ def loads(data: Any) -> Any:
     return pickler.loads(data) if len(data) else None
 
 
-def pack(spec: Any) -> Any:
+def pack(spec: Any, dest: int = 0) -> Any:
     """Return a snapshot of a buffer: `bytes`, or an array for the types that need one."""
     if type(spec) is np.ndarray and spec.flags.c_contiguous and spec.dtype.kind in "fiucb":
         return spec.tobytes()
+    _check_given(spec, dest)
     return as_buffer(spec).pack()
+
+
+def check_target(spec: Any, source: int = 0) -> None:
+    """Refuse memory that cannot be received into, before anything is received."""
+    if type(spec) is np.ndarray and spec.flags.carray and spec.dtype.kind in "fiucb":
+        return
+    _check_given(spec, source)
+    as_buffer(spec, writable=True)
+
+
+def _check_given(spec: Any, peer: int) -> None:
+    """None stands for a buffer only where nothing is sent or received."""
+    if spec is None and peer != PROC_NULL:
+        raise SpecTypeError("None is no buffer: pass an array, a tensor or bytes ([None, 0] for nothing)")
 
 
 def unpack(spec: Any, payload: Any) -> None:

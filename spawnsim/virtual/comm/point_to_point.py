@@ -11,7 +11,7 @@ from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL
 from spawnsim.comm.status import Status
 from spawnsim.errors import WorldError
 from spawnsim.virtual.comm.context import Member
-from spawnsim.virtual.comm.payload import dumps, loads, pack, unpack
+from spawnsim.virtual.comm.payload import check_target, dumps, loads, pack, unpack
 from spawnsim.virtual.completion import Message, Receive
 from spawnsim.virtual.requests import Request, fill
 from spawnsim.virtual.waiting import Waiting, await_one, check_alive
@@ -196,27 +196,27 @@ class Buffers(Transport):
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer. Above the eager threshold it returns when its receive has started and the data have left."""
-        self._deliver(pack(buf), dest, tag, STANDARD, "Send")
+        self._deliver(pack(buf, dest), dest, tag, STANDARD, "Send")
 
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer; return when its receive has started."""
-        self._deliver(pack(buf), dest, tag, SYNCHRONOUS, "Ssend")
+        self._deliver(pack(buf, dest), dest, tag, SYNCHRONOUS, "Ssend")
 
     def Rsend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer whose receive the program knows to be posted."""
-        self._deliver(pack(buf), dest, tag, LOCAL, "Rsend")
+        self._deliver(pack(buf, dest), dest, tag, LOCAL, "Rsend")
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer. Its content is taken now; it may be used again at once."""
-        return self._isend(pack(buf), dest, tag, STANDARD, "Isend")
+        return self._isend(pack(buf, dest), dest, tag, STANDARD, "Isend")
 
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer; the request is over when its receive has started."""
-        return self._isend(pack(buf), dest, tag, SYNCHRONOUS, "Issend")
+        return self._isend(pack(buf, dest), dest, tag, SYNCHRONOUS, "Issend")
 
     def Irsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer whose receive the program knows to be posted."""
-        return self._isend(pack(buf), dest, tag, LOCAL, "Irsend")
+        return self._isend(pack(buf, dest), dest, tag, LOCAL, "Irsend")
 
     def Recv(
         self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
@@ -227,6 +227,7 @@ class Buffers(Transport):
             if status is not None:
                 receive_nothing(status)
             return
+        check_target(buf)
         message = self._accept(source, tag, "Recv")
         if status is not None:
             fill(status, message.source, message.tag, message.nbytes)
@@ -234,6 +235,7 @@ class Buffers(Transport):
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Start to receive into a buffer, which is filled when the request is collected."""
+        check_target(buf, source)
         return self._irecv(source, tag, "Irecv", lambda message, status: unpack(buf, message.payload))
 
     def Sendrecv(
@@ -241,7 +243,8 @@ class Buffers(Transport):
         recvtag: int = ANY_TAG, status: Status | None = None,
     ) -> None:  # fmt: skip
         """Send one buffer and receive into another, without deadlock."""
-        transfer = self._dispatch(pack(sendbuf), dest, sendtag, STANDARD)
+        check_target(recvbuf, source)
+        transfer = self._dispatch(pack(sendbuf, dest), dest, sendtag, STANDARD)
         self.Recv(recvbuf, source, recvtag, status)
         if transfer is not None:
             await_one(self._world, transfer, self._waiting("Sendrecv", dest, sendtag, "dest"))
@@ -258,7 +261,8 @@ class Buffers(Transport):
         recvtag: int = ANY_TAG,
     ) -> Request:  # fmt: skip
         """Start to send one buffer and to receive into another."""
-        outgoing = self._isend(pack(sendbuf), dest, sendtag, STANDARD, "Isendrecv")
+        check_target(recvbuf, source)
+        outgoing = self._isend(pack(sendbuf, dest), dest, sendtag, STANDARD, "Isendrecv")
         incoming = self.Irecv(recvbuf, source, recvtag)
         return incoming.together(outgoing)
 
