@@ -68,6 +68,7 @@ class Home:
         self.fingerprints, self.ordered = options.fingerprints, options.reduction == "ordered"
         self.registry = Registry()
         self.windows: list[Any] = []
+        self.needy = False  # whether there are windows that others reach only while this rank polls
         self.words = Words(raw.Get_group())
         self._control = raw.Dup()
         self.farewell = raw.Dup()
@@ -98,9 +99,9 @@ class Home:
         self._iprobe = comm.Iprobe
 
     def serve(self) -> None:
-        """Poll at the end of a compute block: where there are windows, often enough to serve a Get of some MB."""
+        """Poll at the end of a compute block; where windows need it, often enough to serve some hundred kB."""
         self.poll()
-        if self.windows:
+        if self.needy:
             probe = self._iprobe
             for _ in range(SERVING_POLLS):
                 probe(MPI.ANY_SOURCE, MPI.ANY_TAG)

@@ -19,7 +19,7 @@ from spawnsim.comm.ops import Op
 Array = NDArray[Any]
 BLOCK = 1 << 15
 """Elements combined at a time, so that the running sum stays in the core's cache."""
-CHUNK = 1 << 20
+CHUNK = 1 << 22
 """Elements per round: memory that is used again needs no new pages, and the same bytes travel."""
 
 

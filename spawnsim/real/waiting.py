@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 
-SPINS = 40  # tests before the first look at the clock: about 15 us
+SPINS = 200  # tests before the first look at the clock: about 60 us
 YIELD_S = 2e-3  # from then on, this long, yield the core between two tests
 NAP_S = 3e-4  # longest sleep between two tests
 NAP_SHARE = 0.02  # a nap is at most this share of the wait so far, so it adds at most that to the latency

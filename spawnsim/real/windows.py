@@ -255,6 +255,7 @@ class Windows:
 
     def Create(self, memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window over memory that exists. Others reach it only when this rank polls; `Allocate` is quicker."""
+        self._comm._home.needy = True
         raw = MPI.Win.Create(
             self._comm._home.words(memory), disp_unit, info or MPI.INFO_NULL, self._comm._raw
         )
