@@ -15,10 +15,7 @@ OPTIONAL = {"persistent.partitioned_messages"}
 """Calls that a building may refuse by name."""
 NOT_YET = {
     "virtual": {
-        "atomics.single_elements_only",
         "collectives_objects.scatter_of_a_wrong_number",
-        "requests.a_failed_request_in_waitall",
-        "requests.get_status_does_not_complete",
     },
     "real": {
         "communicators.a_freed_communicator_is_null",

@@ -15,6 +15,7 @@ from spawnsim.comm.handles import Handle
 from spawnsim.comm.status import Status
 from spawnsim.errors import UnsupportedError
 from spawnsim.virtual.completion import Completion, Joint
+from spawnsim.virtual.instatus import collect_all
 from spawnsim.virtual.waiting import WaitingForAny, await_any, await_one, finished
 from spawnsim.virtual.world import World
 
@@ -100,7 +101,8 @@ class Request(Handle):
         if self._completion is None:
             _fill_empty(status)
             return True
-        over = self._completion.finish_s is not None and self._completion.finish_s <= _look(self._world)
+        now_s = _look(self._world)  # always: the time of a program that polls must pass
+        over = self._completion.finish_s is not None and self._completion.finish_s <= now_s
         if over and status is not None:
             self._preview(status)
         return over
@@ -173,10 +175,7 @@ class Request(Handle):
     @classmethod
     def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
         """Wait until all are over; return their objects."""
-        return [
-            request.wait(status)
-            for request, status in zip(requests, _lend(statuses, len(requests)), strict=False)
-        ]
+        return collect_all(requests, _lend(statuses, len(requests)), Request.wait)
 
     @classmethod
     def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
@@ -389,7 +388,5 @@ def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
 
 
 def _collect_each(requests: Sequence[Request], over: list[int], statuses: list[Status] | None) -> list[Any]:
-    return [
-        requests[index]._collect(status)
-        for index, status in zip(over, _lend(statuses, len(over)), strict=False)
-    ]
+    chosen = [requests[index] for index in over]
+    return collect_all(chosen, _lend(statuses, len(over)), Request._collect)

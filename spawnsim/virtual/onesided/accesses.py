@@ -12,13 +12,14 @@ from spawnsim.comm import constants
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import PROC_NULL
 from spawnsim.comm.datatypes import Datatype
-from spawnsim.comm.failures import ERR_RMA_RANGE, CallError
+from spawnsim.comm.failures import ERR_COUNT, ERR_RMA_RANGE, ArgumentError, CallError
 from spawnsim.comm.memory import address
 from spawnsim.comm.ops import NO_OP, REPLACE, SUM, Op
 from spawnsim.comm.regions import Buffer
 from spawnsim.comm.specs import locate
 from spawnsim.comm.vectors import as_target
 from spawnsim.errors import ParameterError
+from spawnsim.virtual.comm.plans import agree
 from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.onesided.epochs import Epochs
 from spawnsim.virtual.requests import Request
@@ -70,12 +71,14 @@ class Accesses(Epochs):
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
     ) -> None:
         """Combine one element and return what was there, atomically."""
+        _check_single("Fetch_and_op", result, *([] if op == NO_OP else [origin]))
         self._later(self._swap(origin, result, target_rank, [target_disp, 1], op), target_rank)
 
     def Compare_and_swap(
         self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
     ) -> None:
         """Replace one element if it equals `compare`, and return what was there, atomically."""
+        _check_single("Compare_and_swap", result, origin, compare)
         if target_rank == PROC_NULL:
             return
         new, expected = as_buffer(origin).pack()[:1], as_buffer(compare).pack()[:1]
@@ -150,6 +153,15 @@ class Accesses(Epochs):
         completion, deliver = access
         waiting = Waiting(operation, self._label, self._comm._members, rank, 0, "target")
         return Request.start(world, completion, waiting, lambda status: deliver())
+
+
+def _check_single(call: str, result: Any, *others: Any) -> None:
+    """Refuse anything but one element, of one type everywhere."""
+    found = as_buffer(result, writable=True)
+    if found.count != 1:
+        raise ArgumentError(ERR_COUNT, f"{call} takes one element, but the result's buffer has {found.count}")
+    for other in others:
+        agree(call, as_buffer(other), found)
 
 
 def _apply(op: Op, part: Buffer, data: Any) -> None:
