@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from spawnsim.comm import Comm
+from spawnsim.comm import IN_PLACE, Comm
 from spawnsim.errors import MismatchError
 from spawnsim.policies.arithmetic import sum_dtype
 from spawnsim.policies.state import Layout, Tensors
@@ -37,52 +37,57 @@ def one_run(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 class Bucket:
-    """The tensors that are summed in one wire dtype, and the two flat buffers for it."""
+    """The tensors that are summed in one wire dtype, and the flat buffer for it."""
 
     def __init__(self, wire: torch.dtype, layout: Layout) -> None:
         self.entries = [entry for entry in layout.entries if _wire(entry.dtype) == wire]
-        self.whole = wire == torch.int64
-        count = sum(entry.count for entry in self.entries)
-        self.send = torch.empty(2 * count if self.whole else count, dtype=wire)
-        self.recv = torch.empty_like(self.send)
-        self.sent, self.got = (self._views(buffer[:count]) for buffer in (self.send, self.recv))
-        self.nbytes = self.send.numel() * wire.itemsize
-
-    def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        pieces = torch.split(buffer, [entry.count for entry in self.entries])
-        return [piece.view(entry.shape) for piece, entry in zip(pieces, self.entries, strict=True)]
+        self.wire, self.whole = wire, wire == torch.int64
+        self.count = sum(entry.count for entry in self.entries)
+        self.flat = torch.empty(2 * self.count if self.whole else self.count, dtype=wire)
+        pieces = torch.split(self.flat[: self.count], [entry.count for entry in self.entries])
+        self.views = [piece.view(entry.shape) for piece, entry in zip(pieces, self.entries, strict=True)]
+        self.nbytes = self.flat.numel() * wire.itemsize
 
     def average(self, comm: Comm, live: Tensors, momentum: float) -> None:
-        """Replace the live tensors by their mean over the group (a part `momentum` of the own value stays)."""
+        """Replace the live tensors by their mean over the group (a part `momentum` of the own value stays).
+
+        They are written last: if the group does not meet, they are as they were.
+        """
         own = [live[entry.name] for entry in self.entries]
-        run = one_run(own) if own[0].dtype == self.send.dtype and not self.whole else None
-        send = self._load(own, comm.Get_size()) if run is None else run
-        comm.Allreduce(send.numpy(), self.recv.numpy())
-        self._divide(comm.Get_size())
-        if momentum and not self.whole:
-            self.recv.add_((send - self.recv).mul_(momentum))
-        if run is None:
-            torch._foreach_copy_(own, self.got)
+        run = one_run(own) if own[0].dtype == self.wire and not self.whole else None
+        if run is not None:  # sent from where it lies
+            comm.Allreduce(run.numpy(), self.flat.numpy())
+            own, views = [run], [self.flat]
         else:
-            run.copy_(self.recv)
-
-    def _load(self, own: list[torch.Tensor], size: int) -> torch.Tensor:
-        torch._foreach_copy_(self.sent, own)
+            self._load(own, comm.Get_size())
+            comm.Allreduce(IN_PLACE, self.flat.numpy())
+            views = self.views
         if self.whole:
-            count = self.send.numel() // 2
-            value = self.send[:count]
-            quotient = value.div(size, rounding_mode="floor")
-            self.send[count:] = value - quotient * size
-            self.send[:count] = quotient
-        return self.send
-
-    def _divide(self, size: int) -> None:
-        if not self.whole:
-            self.recv.div_(size)
+            self._round(comm.Get_size())
+            torch._foreach_copy_(own, views)
             return
-        count = self.recv.numel() // 2
-        remainder = (2 * self.recv[count:] + size).div(2 * size, rounding_mode="floor")
-        self.recv[:count] += remainder
+        for mine, total in zip(own, views, strict=True):
+            _store(mine, total, comm.Get_size(), momentum)
+
+    def _load(self, own: list[torch.Tensor], size: int) -> None:
+        torch._foreach_copy_(self.views, own)
+        if self.whole:  # sum quotients and remainders apart
+            value = self.flat[: self.count]
+            quotient = value.div(size, rounding_mode="floor")
+            self.flat[self.count :] = value - quotient * size
+            self.flat[: self.count] = quotient
+
+    def _round(self, size: int) -> None:
+        remainder = (2 * self.flat[self.count :] + size).div(2 * size, rounding_mode="floor")
+        self.flat[: self.count] += remainder
+
+
+def _store(own: torch.Tensor, total: torch.Tensor, size: int, momentum: float) -> None:
+    if momentum or own.device != total.device:
+        mean = total.div_(size).to(own.device)
+        own.copy_(mean.add_((own.to(mean.dtype) - mean).mul_(momentum)) if momentum else mean)
+    else:
+        torch.div(total, size, out=own)  # divided, converted and stored in one pass
 
 
 def _wire(dtype: torch.dtype) -> torch.dtype:

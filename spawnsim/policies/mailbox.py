@@ -10,7 +10,6 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from spawnsim.comm import ANY_SOURCE, Comm, Status
 from spawnsim.errors import RankFailed
@@ -65,7 +64,7 @@ class Mailbox:
 
     def _take(self, arrived: list[tuple[int, Bytes]]) -> None:
         source, nbytes = self._status.Get_source(), self._status.Get_count()
-        buffer: Bytes = torch.empty(nbytes, dtype=torch.uint8).numpy()  # torch aligns for every dtype
+        buffer: Bytes = np.empty(nbytes, np.uint8)
         self.counts["bytes_received"] += nbytes
         self.received += 1
         if nbytes <= AT_ONCE_NBYTES:

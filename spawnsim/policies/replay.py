@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from spawnsim.comm import Comm, Status
@@ -154,7 +155,7 @@ class ReplayPolicy(SpawnPolicy):
         status = Status()
         while (donor, round_) not in self._early:
             cast("Any", comm).Probe(donor, TAG, status)
-            buffer: Bytes = torch.empty(status.Get_count(), dtype=torch.uint8).numpy()
+            buffer: Bytes = np.empty(status.Get_count(), np.uint8)
             comm.Recv(buffer, donor, TAG)
             self._early[donor, decode(buffer).round] = buffer
         return decode(self._early.pop((donor, round_)))

@@ -66,6 +66,8 @@ class _Window:
         self.header: Header = np.zeros(HEADER_NBYTES // 8, np.int64)
         self.header[SLOT_NBYTES] = self.slot_nbytes
         self.header[BEGUN] = 0 if layout is not None else ABSENT
+        self._spare: list[NDArray[np.uint8]] = []
+        self._lent: dict[int, NDArray[np.uint8]] = {}
         self._stage = torch.empty(self.slot_nbytes, dtype=torch.uint8)
         self._put_header()
 
@@ -107,16 +109,25 @@ class _Window:
     def get_slot(
         self, donor: int, header: Header, version: int, *, text: bool
     ) -> tuple[Request, torch.Tensor]:
-        """Start to read a slot, with or without its description."""
+        """Start to read a slot, with or without its description; the memory is the window's, until `reclaim`."""
         _, text_nbytes, body_nbytes, _ = (int(value) for value in _slot(header, version))
         skip = 0 if text else _padded(text_nbytes)
-        data = torch.empty(_padded(text_nbytes) + body_nbytes - skip, dtype=torch.uint8)
+        length = _padded(text_nbytes) + body_nbytes - skip
+        fitting = (index for index, buffer in enumerate(self._spare) if buffer.size >= length)
+        index = next(fitting, None)
+        buffer = np.empty(length, np.uint8) if index is None else self._spare.pop(index)
+        self._lent[donor] = buffer
         at = HEADER_NBYTES + version % 2 * int(header[SLOT_NBYTES]) + skip
-        return self._get(data.numpy(), donor, at), data
+        return self._get(buffer[:length], donor, at), torch.from_numpy(buffer[:length])
 
     def _get(self, into: NDArray[np.uint8], donor: int, at: int) -> Request:
         request: Request = self.win.Rget([into, into.size, BYTE], donor, [at, into.size, BYTE])
         return request
+
+    def reclaim(self, *, but: Collection[int]) -> None:
+        """Take back the memory of earlier reads, but not from donors whose answer may still come."""
+        self._spare += [buffer for donor, buffer in self._lent.items() if donor not in but]
+        self._lent = {}
 
 
 class Shelf:
@@ -138,6 +149,7 @@ class Shelf:
         own = self._cut(live)
         self._windows = {key: _Window(comm, own.get(key)) for key in keys}
         self._layouts: dict[int, Layout] = {}  # by digest
+        self._late: set[int] = set()  # donors whose answer to the latest reading may still come
 
     def _cut(self, live: Tensors) -> dict[str, Layout]:
         if not self.per_parameter:
@@ -172,8 +184,12 @@ class Shelf:
         self._windows = {}
 
     def take(self, donors: Sequence[int]) -> dict[int, Taken]:
-        """Return the current snapshot of each donor that has one and answers within the deadline."""
+        """Return the current snapshot of each donor that has one and answers within the deadline.
+
+        The tensors stay valid until the next call.
+        """
         taken: dict[int, Taken] = {}
+        self._reclaim()
         waiting = list(donors)
         for _ in range(TRIES):
             waiting = self._attempt(waiting, taken)
@@ -181,6 +197,11 @@ class Shelf:
                 break
             self.counts["torn"] += len(waiting)
         return {donor: taken[donor] for donor in donors if donor in taken}
+
+    def _reclaim(self) -> None:
+        for window in self._windows.values():
+            window.reclaim(but=self._late)
+        self._late = set()
 
     def _attempt(self, donors: Iterable[int], taken: dict[int, Taken]) -> list[int]:
         """Read all donors at once, add the whole snapshots to `taken`; return the donors whose read was torn."""
@@ -244,6 +265,7 @@ class Shelf:
                         request.Wait()
             except (Timeout, RankFailed):
                 self.counts["missing"] += 1
+                self._late.add(donor)
             else:
                 arrived[donor] = {key: data for key, (_, data) in requests.items()}
                 self.deadline.observe(clock.now() - began_s)

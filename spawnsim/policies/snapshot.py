@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from spawnsim.policies.messages import Bytes, Kind, Message, Unreadable, body_at, seal, write_head
@@ -31,11 +32,10 @@ class Packer:
         messages = []
         for index, layout in enumerate(self._parts):
             start = body_at(len(layout.text))
-            buffer = torch.empty(start + layout.nbytes, dtype=torch.uint8)
+            array: Bytes = np.empty(start + layout.nbytes, np.uint8)  # numpy takes huge pages where it can
             head = Message(Kind.SNAPSHOT, round_, iteration, index, len(self._parts), text=layout.text)
-            array: Bytes = buffer.numpy()
             write_head(array, head)
-            assign(layout.views(buffer[start:]), live)
+            assign(layout.views(torch.from_numpy(array[start:])), live)
             seal(array, len(layout.text), body=self._checksum)
             messages.append(array)
         return messages
