@@ -27,7 +27,8 @@ class Identity:
         return self._identity is other._identity and (self._identity is not None or _kin(self, other))
 
     def __ne__(self, other: object) -> bool:
-        return not self == other
+        same = self.__eq__(other)
+        return same if same is NotImplemented else not same
 
     def __hash__(self) -> int:
         return hash(self._identity)

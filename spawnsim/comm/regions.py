@@ -92,7 +92,7 @@ class Buffer:
         elif self.datatype.dense:
             as_bytes(self.array)[:nbytes] = _wire(data)
         else:
-            self.datatype.live().scatter(as_bytes(self.array), _wire(data), self.origin)
+            self.datatype.layout.scatter(as_bytes(self.array), _wire(data), self.origin)
         return nbytes
 
     def block(self, i: int) -> Buffer:
@@ -104,7 +104,7 @@ class Buffer:
         if self.datatype.is_predefined:
             return Buffer(self.array[start : start + count], self.datatype, count)
         new = Buffer(self._source, self.datatype, count)
-        new.origin = self.origin - start * self.datatype.live().extent
+        new.origin = self.origin - start * self.datatype.layout.extent
         return new
 
     def __iter__(self) -> Iterator[Buffer]:

@@ -11,6 +11,8 @@ from typing import Any
 
 from spawnsim.comm.memory import buffer
 
+LARGE = 1024**2 // 4  # bytes from which on a buffer is left out of a pickle
+
 
 class Pickle:
     """A pair of functions and a protocol; programs may put in others (`MPI.pickle.__init__(dumps, loads)`)."""
@@ -25,7 +27,7 @@ class Pickle:
         self._dumps, self._loads = dumps or _pickle.dumps, loads or _pickle.loads
         own = dumps is None
         self.PROTOCOL: int | None = _pickle.HIGHEST_PROTOCOL if own and protocol is None else protocol
-        self.THRESHOLD: int = 1024**2 // 4 if threshold is None else threshold
+        self.THRESHOLD: int | None = LARGE if threshold is None else threshold
 
     def dumps(self, obj: Any) -> bytes:
         """Return an object as bytes."""
@@ -41,12 +43,12 @@ class Pickle:
 
         def keep(piece: Any) -> bool:
             view = buffer.frombuffer(piece.raw())
-            small = view.nbytes < self.THRESHOLD
+            small = view.nbytes < (LARGE if self.THRESHOLD is None else self.THRESHOLD)
             if not small:
                 held.append(view)
             return small
 
-        return self._dumps(obj, self.PROTOCOL, buffer_callback=keep), held
+        return self._dumps(obj, max(self.PROTOCOL or 0, 5), buffer_callback=keep), held
 
     def loads_oob(self, data: Any, buffers: Iterable[Any]) -> Any:
         """Return the object of bytes and the buffers that were left out of them."""

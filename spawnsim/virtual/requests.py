@@ -80,7 +80,7 @@ class Request(Handle):
 
     def Wait(self, status: Status | None = None) -> bool:
         """Wait until the operation is over."""
-        self.wait(status)
+        Request.wait(self, status)
         return True
 
     def test(self, status: Status | None = None) -> tuple[bool, Any]:
@@ -94,7 +94,7 @@ class Request(Handle):
 
     def Test(self, status: Status | None = None) -> bool:
         """Return whether the operation is over; an observation."""
-        return self.test(status)[0]
+        return Request.test(self, status)[0]
 
     def Get_status(self, status: Status | None = None) -> bool:
         """Return whether the operation is over, and leave the request as it is."""
@@ -180,7 +180,7 @@ class Request(Handle):
     @classmethod
     def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
         """Wait until all are over."""
-        cls.waitall(requests, statuses)
+        Request.waitall(requests, statuses)
         return True
 
     @classmethod
@@ -193,12 +193,12 @@ class Request(Handle):
             now_s = _look(active[0]._world)
             if len(finished([request._completion for request in active], now_s)) < len(active):
                 return False, None
-        return True, cls.waitall(requests, statuses)
+        return True, Request.waitall(requests, statuses)
 
     @classmethod
     def Testall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
         """Return whether all are over."""
-        return cls.testall(requests, statuses)[0]
+        return Request.testall(requests, statuses)[0]
 
     @classmethod
     def waitany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, Any]:
@@ -212,7 +212,7 @@ class Request(Handle):
     @classmethod
     def Waitany(cls, requests: Sequence[Request], status: Status | None = None) -> int:
         """Wait until one is over; return its position."""
-        return cls.waitany(requests, status)[0]
+        return Request.waitany(requests, status)[0]
 
     @classmethod
     def testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool, Any]:
@@ -228,7 +228,7 @@ class Request(Handle):
     @classmethod
     def Testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
         """Return (position, flag) of one that is over, if any."""
-        return cls.testany(requests, status)[:2]
+        return Request.testany(requests, status)[:2]
 
     @classmethod
     def waitsome(
@@ -243,7 +243,7 @@ class Request(Handle):
     @classmethod
     def Waitsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
         """Wait until at least one is over; return the positions of all that are."""
-        return cls.waitsome(requests, statuses)[0]
+        return Request.waitsome(requests, statuses)[0]
 
     @classmethod
     def testsome(
@@ -258,7 +258,7 @@ class Request(Handle):
     @classmethod
     def Testsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
         """Return the positions of all that are over."""
-        return cls.testsome(requests, statuses)[0]
+        return Request.testsome(requests, statuses)[0]
 
     @classmethod
     def get_status_all(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:

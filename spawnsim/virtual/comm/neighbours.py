@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from spawnsim.comm.failures import ERR_COUNT, CallError
+from spawnsim.comm.failures import ERR_COUNT, ArgumentError
 from spawnsim.comm.info import INFO_NULL, Info
 from spawnsim.virtual.comm import exchanges
 from spawnsim.virtual.comm.nonblocking import Starts
@@ -88,11 +88,11 @@ class Neighbours(Starts):
         """Return the objects of the incoming neighbours."""
         return self._exchange("neighbor_allgather", [dumps(sendobj)] * len(self._edges[1]))
 
-    def neighbor_alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
+    def neighbor_alltoall(self, sendobj: Sequence[Any] | None) -> list[Any]:
         """Send an object to each outgoing neighbour; return one from each incoming one."""
-        items = list(sendobj)
+        items = [None] * len(self._edges[1]) if sendobj is None else list(sendobj)
         if len(items) != len(self._edges[1]):
-            raise CallError(
+            raise ArgumentError(
                 ERR_COUNT, f"expecting {len(self._edges[1])} items, one per neighbour; got {len(items)}"
             )
         return self._exchange("neighbor_alltoall", [dumps(item) for item in items])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.comm.failures import ERR_COUNT, CallError
+from spawnsim.comm.failures import ERR_COUNT, ArgumentError
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.virtual import reductions
 from spawnsim.virtual.comm.collectives import Plans
@@ -95,7 +95,7 @@ class ObjectCollectives(Plans):
         size = len(self._peers)
         items = [None] * size if sendobj is None else list(sendobj)
         if len(items) != size:
-            raise CallError(
+            raise ArgumentError(
                 ERR_COUNT, f"expecting {size} items, one per rank of {self._label}; got {len(items)}"
             )
         return [dumps(item) for item in items]

@@ -5,6 +5,8 @@ This room knows buffer specifications and pickles; it must not know ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,5 +59,16 @@ def unpack(spec: Any, payload: Any) -> None:
         except (TypeError, ValueError):  # empty, strided, read-only, too short, or of a type that needs care
             as_buffer(spec).unpack(np.frombuffer(payload, np.uint8))
         return
-    data = np.frombuffer(payload, np.uint8) if type(payload) is bytes else payload
-    as_buffer(spec).unpack(data)
+    _write(as_buffer(spec), payload)
+
+
+def receiver(spec: Any) -> Callable[[Any], None]:
+    """Return what writes a later payload into a buffer. The program may free the datatype meanwhile."""
+    if type(spec) is np.ndarray:
+        return partial(unpack, spec)
+    target = as_buffer(spec)
+    return lambda payload: _write(target, payload)
+
+
+def _write(target: Any, payload: Any) -> None:
+    target.unpack(np.frombuffer(payload, np.uint8) if type(payload) is bytes else payload)

@@ -11,7 +11,7 @@ from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL
 from spawnsim.comm.status import Status
 from spawnsim.errors import WorldError
 from spawnsim.virtual.comm.context import Member
-from spawnsim.virtual.comm.payload import check_target, dumps, loads, pack, unpack
+from spawnsim.virtual.comm.payload import check_target, dumps, loads, pack, receiver, unpack
 from spawnsim.virtual.completion import Message, Receive
 from spawnsim.virtual.requests import Request, fill
 from spawnsim.virtual.waiting import Waiting, await_one, check_alive
@@ -236,7 +236,8 @@ class Buffers(Transport):
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Start to receive into a buffer, which is filled when the request is collected."""
         check_target(buf, source)
-        return self._irecv(source, tag, "Irecv", lambda message, status: unpack(buf, message.payload))
+        write = receiver(buf)
+        return self._irecv(source, tag, "Irecv", lambda message, status: write(message.payload))
 
     def Sendrecv(
         self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = ANY_SOURCE,

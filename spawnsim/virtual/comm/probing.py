@@ -8,7 +8,7 @@ from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL
 from spawnsim.comm.failures import ERR_REQUEST, CallError
 from spawnsim.comm.handles import Handle
 from spawnsim.comm.status import Status
-from spawnsim.virtual.comm.payload import loads, unpack
+from spawnsim.virtual.comm.payload import loads, receiver
 from spawnsim.virtual.comm.point_to_point import Transport, receive_nothing
 from spawnsim.virtual.completion import Completion, Receive
 from spawnsim.virtual.completion import Message as Letter
@@ -165,7 +165,8 @@ class Message(Handle):
 
     def Irecv(self, buf: Any) -> Request:
         """Start to receive the message into a buffer."""
-        return self._receive(lambda letter: unpack(buf, letter.payload))
+        write = receiver(buf)
+        return self._receive(lambda letter: write(letter.payload))
 
     def irecv(self) -> Request:
         """Start to receive the message's object."""
@@ -174,6 +175,8 @@ class Message(Handle):
     def _receive(self, collect: Any) -> Request:
         letter, owner = self._letter, self._owner
         if self._identity is NOBODY:
+            if self is not MESSAGE_NO_PROC:
+                self._identity = None
             return Request.over(current_world(), receive_nothing)
         if letter is None or owner is None:
             raise CallError(ERR_REQUEST, "the message is null: it was received before")

@@ -100,6 +100,7 @@ class Accesses(Epochs):
         if rank == PROC_NULL:
             return None
         own = as_buffer(origin)
+        _check_op(op, own)
         part, data = self._part(rank, target, own, "Put"), own.pack()
         completion = self._send(rank, (own.nbytes, 0), lambda: _apply(op, part, data))
         return completion, lambda: None
@@ -118,6 +119,7 @@ class Accesses(Epochs):
             return None
         found = as_buffer(result, writable=True)
         data = None if op == NO_OP else as_buffer(origin).pack()
+        _check_op(op, found)
         part = self._part(rank, target, found, "Get_accumulate")
         held: list[Any] = []
 
@@ -153,6 +155,12 @@ class Accesses(Epochs):
         completion, deliver = access
         waiting = Waiting(operation, self._label, self._comm._members, rank, 0, "target")
         return Request.start(world, completion, waiting, lambda status: deliver())
+
+
+def _check_op(op: Op, own: Buffer) -> None:
+    """Refuse an operation that does not take a type, at the call and not when the target serves it."""
+    if own.nbytes and op not in (REPLACE, NO_OP):
+        op.check(own.datatype)
 
 
 def _check_single(call: str, result: Any, *others: Any) -> None:

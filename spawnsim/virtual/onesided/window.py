@@ -152,7 +152,7 @@ class Win(Accesses, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore[misc]
         self._need()
         part = self._windows.targets[self._place]
         own = {
-            constants.WIN_BASE: part.memory.ctypes.data,
+            constants.WIN_BASE: part.memory.ctypes.data if part.memory.nbytes else 0,
             constants.WIN_SIZE: part.memory.nbytes,
             constants.WIN_DISP_UNIT: part.disp_unit,
             constants.WIN_CREATE_FLAVOR: self._windows.flavor,
