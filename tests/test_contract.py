@@ -13,12 +13,9 @@ from spawnsim.testing.cases import ABSENT, FAILED, PASSED, SKIPPED, Case, Outcom
 THEMES = sorted({case.theme for case in every_case()})
 OPTIONAL = {"persistent.partitioned_messages"}
 """Calls that a building may refuse by name."""
-NOT_YET = {
-    "virtual": {
-        "collectives_objects.scatter_of_a_wrong_number",
-    },
+NOT_YET: dict[str, set[str]] = {
+    "virtual": set(),
     "real": {
-        "communicators.a_freed_communicator_is_null",
         "environment.truth_of_handles",
         "errors.errors_return_by_default",
         "intercomms.sizes_and_groups",
