@@ -18,6 +18,8 @@ from spawnsim.errors import MismatchError
 from spawnsim.policies.arithmetic import sum_dtype
 from spawnsim.policies.state import Layout, Tensors
 
+LARGE = 16_384  # elements per tensor from which a pass over memory costs more than a call
+
 
 def as_real(tensors: Tensors) -> Tensors:
     """Return the tensors with complex ones seen as pairs of real numbers (same memory)."""
@@ -64,10 +66,13 @@ class Bucket:
             views = self.views
         if self.whole:
             self._round(comm.Get_size())
-            torch._foreach_copy_(own, views)
+        elif self.count < LARGE * len(own):  # many small tensors: few calls count more than few passes
+            self.flat.div_(comm.Get_size())
+        else:
+            for mine, total in zip(own, views, strict=True):
+                _store(mine, total, comm.Get_size(), momentum)
             return
-        for mine, total in zip(own, views, strict=True):
-            _store(mine, total, comm.Get_size(), momentum)
+        _mix(own, views, 0.0 if self.whole else momentum)
 
     def _load(self, own: list[torch.Tensor], size: int) -> None:
         torch._foreach_copy_(self.views, own)
@@ -84,10 +89,16 @@ class Bucket:
 
 def _store(own: torch.Tensor, total: torch.Tensor, size: int, momentum: float) -> None:
     if momentum or own.device != total.device:
-        mean = total.div_(size).to(own.device)
-        own.copy_(mean.add_((own.to(mean.dtype) - mean).mul_(momentum)) if momentum else mean)
+        _mix([own], [total.div_(size)], momentum)
     else:
         torch.div(total, size, out=own)  # divided, converted and stored in one pass
+
+
+def _mix(own: list[torch.Tensor], mean: list[torch.Tensor], momentum: float) -> None:
+    if momentum:
+        for mine, total in zip(own, mean, strict=True):
+            total.add_((mine.to(total) - total).mul_(momentum))
+    torch._foreach_copy_(own, mean)
 
 
 def _wire(dtype: torch.dtype) -> torch.dtype:
