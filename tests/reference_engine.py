@@ -3,8 +3,9 @@
 It knows none of the shortcuts of `spawnsim.virtual` and shares no code with it; the two must log the same.
 A program is a list of steps: ("compute", s), ("send", dest, tag, nbytes), ("recv", source, tag),
 ("probe", source, tag), ("irecv", source, tag), ("wait",) for the oldest irecv not waited for. -1 is any source or tag.
-With `fifo` a receiver's card lets messages in one by one, in the order in which their first bytes come; with `fair`
-messages share the up link of their sender and the down link of their receiver, max-min fairly.
+With `serial` a receiver's card lets messages in one by one, as the receiver takes them, each in the first gap after its
+first byte; with `fifo` in the order in which their first bytes come; with `fair` messages share the up link of their
+sender and the down link of their receiver, max-min fairly.
 """
 
 import heapq
@@ -20,6 +21,8 @@ class Engine:
     def __init__(self, programs, contention="none"):
         self.contention, self.now = contention, 0.0
         self.card = [0.0] * len(programs)  # when it has let in all that came
+        self.booked = [[] for _ in programs]  # when it is busy, as the receiver took messages
+        self.drains = {}  # letter -> (arrival, drain), until it is taken
         self.flows, self.since, self.change = [], 0.0, 0
         self.programs = [deque(program) for program in programs]
         self.heap, self.sequence = [], 0
@@ -62,6 +65,8 @@ class Engine:
         begin = max(now, self.nic[rank])
         self.nic[rank] = begin + nbytes / BANDWIDTH
         arrival = begin + (LATENCY + nbytes / BANDWIDTH)
+        if self.contention == "serial":
+            self.drains[letter, dest] = (arrival, nbytes / BANDWIDTH)
         if self.contention == "fifo":
             self.at(begin + LATENCY, dest, lambda: self.let_in(dest, letter, arrival, nbytes / BANDWIDTH))
         else:
@@ -152,12 +157,25 @@ class Engine:
         if receive["letter"] is None:
             receive["waited"] = True
             return None
-        self.log(rank, receive, now)
-        return now
+        after = self.take_in(rank, receive["letter"], now)
+        self.log(rank, receive, after)
+        return after
+
+    def take_in(self, rank, letter, now):
+        """Return when a letter that is taken now is through the card: in the first gap that is long enough."""
+        arrival, drain = self.drains.pop((letter, rank), (now, 0.0))
+        begin = arrival - drain
+        for from_, to in sorted(self.booked[rank]):
+            if drain and from_ < begin + drain * (1 - 1e-9) and to > begin + drain * 1e-9:
+                begin = to
+        if drain:
+            self.booked[rank].append((begin, begin + drain))
+        return max(now, begin + drain)
 
     def finish(self, rank, receive, now):
-        self.log(rank, receive, now)
-        self.at(now, rank, lambda: self.step(rank, now))
+        after = self.take_in(rank, receive["letter"], now)
+        self.log(rank, receive, after)
+        self.at(after, rank, lambda: self.step(rank, after))
 
     def log(self, rank, receive, now):
         self.logs[rank].append(("got", *receive["letter"], now))

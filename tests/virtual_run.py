@@ -7,7 +7,7 @@ from spawnsim.virtual.platform import Platform
 LATENCY, BANDWIDTH, OVERHEAD = 1e-3, 1e6, 1e-6
 
 
-def platform(eager_bytes=1 << 30, progress="poll", contention="fifo"):
+def platform(eager_bytes=1 << 30, progress="poll", contention="serial"):
     """Return a single switch with α = 1 ms and 1 MB/s, so that times are easy to read."""
     network = Switch(
         Hockney(LATENCY, BANDWIDTH), call_overhead_s=OVERHEAD, eager_bytes=eager_bytes, contention=contention

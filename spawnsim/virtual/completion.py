@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
+from spawnsim.virtual.card import Card
 from spawnsim.virtual.kernel import Kernel, Task
 
 
@@ -27,6 +28,7 @@ class Message:
     envelope_s: float = 0.0  # when the receiver can first see it
     arrival_s: float | None = None  # when its data are there; None: not known yet
     receive_s: float = 0.0  # what taking it costs the receiver
+    drain_s: float = 0.0  # how long it has yet to keep the receiver's card busy
     number: int = 0
     queued: bool = False  # waits, unexpected, for its receive
     sender: Sender | None = None
@@ -53,6 +55,11 @@ class Completion:
         self.finish_s: float | None = None
         self.waiter: Task | None = None
         self.heirs: list[Joint] | None = None
+
+    def final(self) -> float:
+        """Return the end of a completion whose end is known. A receive takes its message in now, if it has not yet."""
+        assert self.finish_s is not None
+        return self.finish_s
 
     def complete(self, finish_s: float) -> None:
         """Fix the end and wake who waits for it."""
@@ -82,16 +89,22 @@ class Joint(Completion):
         if self.finish_s is None and None not in ends:
             self.complete(max((end for end in ends if end is not None), default=0.0))
 
+    def final(self) -> float:
+        """Return the last of the parts' ends."""
+        self.finish_s = max([part.final() for part in self.parts], default=0.0)
+        return self.finish_s
+
 
 class Receive(Completion):
     """A posted receive, complete once its message's data have arrived."""
 
-    __slots__ = ("message", "number", "posted_s", "source", "tag")
+    __slots__ = ("card", "message", "number", "posted_s", "source", "tag")
 
     def __init__(self, kernel: Kernel, source: int, tag: int, posted_s: float) -> None:
         super().__init__(kernel)
         self.source, self.tag, self.posted_s = source, tag, posted_s
         self.message: Message | None = None
+        self.card: Card | None = None  # that must let the message in; None: it lets in all at once
         self.number = 0
 
     def accepts(self, message: Message) -> bool:
@@ -116,3 +129,20 @@ class Receive(Completion):
         assert message is not None and message.arrival_s is not None
         if self.finish_s is None:
             self.complete(max(self.posted_s, message.arrival_s) + message.receive_s)
+
+    def final(self) -> float:
+        """Return when the data are in the program's hands; the card is booked for them."""
+        message = self.message
+        assert self.finish_s is not None
+        if self.card is not None and message is not None and message.drain_s:
+            self.finish_s = max(self.posted_s, take_in(message, self.card)) + message.receive_s
+        return self.finish_s
+
+
+def take_in(message: Message, card: Card) -> float:
+    """Book a card for a message, once. Return its final arrival."""
+    assert message.arrival_s is not None
+    if message.drain_s:
+        message.arrival_s = card.let_in(message.arrival_s, message.drain_s)
+        message.drain_s = 0.0
+    return message.arrival_s

@@ -22,6 +22,7 @@ from greenlet import GreenletExit, getcurrent
 from spawnsim.errors import Livelock
 from spawnsim.virtual import torchmodes
 from spawnsim.virtual.clockwork import Clockwork
+from spawnsim.virtual.garbage import unhurried
 from spawnsim.virtual.tasks import RUN_AHEAD, Carrier, Task, Wait, current_task, current_world, timeout
 
 __all__ = ["Kernel", "Task", "Wait", "current_task", "current_world"]
@@ -110,7 +111,7 @@ class Kernel:
         """Park the running task until `resume`. Raises what the task is resumed with."""
         task = self.current
         task.wait, task.parked = wait, True
-        if task.deadline_s != math.inf:
+        if task.deadline_s != math.inf and (task.explicit or task.timer_s == math.inf):
             self._arm(task)
         self._leave(task)
         task.wait, task.budget = None, RUN_AHEAD
@@ -193,6 +194,10 @@ class Kernel:
 
     def run(self) -> None:
         """Run until no task can go on. Tasks still alive then wait for each other (or for nothing)."""
+        with unhurried():
+            self._run()
+
+    def _run(self) -> None:
         env, ready = self.env, self.ready
         while True:
             while ready:

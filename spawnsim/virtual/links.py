@@ -61,5 +61,6 @@ def damaged(payload: Any) -> Any:
 def twin(message: Message) -> Message:
     """Return a second copy of an eager message."""
     copy = Message(message.source, message.tag, message.payload, message.nbytes)
-    copy.envelope_s, copy.arrival_s, copy.receive_s = message.envelope_s, message.arrival_s, message.receive_s
+    copy.envelope_s, copy.arrival_s = message.envelope_s, message.arrival_s
+    copy.receive_s, copy.drain_s = message.receive_s, message.drain_s
     return copy

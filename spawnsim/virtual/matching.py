@@ -19,6 +19,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
+from spawnsim.virtual.card import Card
 from spawnsim.virtual.completion import Completion, Message, Receive
 from spawnsim.virtual.kernel import Kernel
 
@@ -26,8 +27,8 @@ from spawnsim.virtual.kernel import Kernel
 class Mailbox:
     """The unexpected messages and posted receives of one rank on one communicator."""
 
-    def __init__(self, kernel: Kernel, rank: int) -> None:
-        self.kernel, self.rank = kernel, rank
+    def __init__(self, kernel: Kernel, rank: int, card: Card | None = None) -> None:
+        self.kernel, self.rank, self.card = kernel, rank, card
         self.unexpected: dict[int, deque[Message]] = {}  # by source, in the order sent
         self.posted: dict[int, deque[Receive]] = {}  # by source; ANY_SOURCE holds the wildcards
         self.lanes: dict[int, Any] = {}  # by source: what `contention` keeps of messages under way
@@ -60,7 +61,7 @@ class Mailbox:
     def post(self, receive: Receive) -> None:
         """Match a receive or queue it. A wildcard's caller has observed: the clock stands at `posted_s`."""
         self._numbers += 1
-        receive.number = self._numbers
+        receive.number, receive.card = self._numbers, self.card
         message = self.find(receive.source, receive.tag)
         if message is not None:
             self.remove(message)

@@ -24,7 +24,11 @@ from spawnsim.virtual.world import World
 EARLY = {"bcast", "reduce", "gather", "scatter", "scan", "exscan"}  # some ranks may leave before all arrive
 
 
-@dataclass(frozen=True, slots=True)
+def nothing(meeting: Meeting, me: int) -> None:
+    """Be the outcome of a collective that has none."""
+
+
+@dataclass(slots=True)  # frozen would cost three microseconds a call
 class Call:
     """A collective as one rank calls it.
 
@@ -41,8 +45,9 @@ class Call:
     root: int = -1
     agree: tuple[tuple[str, Any], ...] = ()
     sizes: str = "all"
+    lent: bool = False  # the part is the program's own memory: good as long as this rank waits
     needs: tuple[int, ...] | None = None  # on whom a neighbour exchange waits; elsewhere the algorithm tells
-    outcome: Callable[[Meeting, int], Any] = lambda meeting, me: None
+    outcome: Callable[[Meeting, int], Any] = nothing
 
     def describe(self) -> str:
         """Return the call as in the program."""
@@ -64,6 +69,7 @@ class Meeting:
     arrivals: np.ndarray[Any, np.dtype[np.float64]] = field(init=False)
     gone: list[Completion | None] = field(init=False)
     here: int = 0
+    opening: int = -1  # who came first
     _shared: dict[bool, Any] = field(default_factory=dict)  # by group
     _dirty: bool = False
 
@@ -77,7 +83,9 @@ class Meeting:
     def join(self, me: int, call: Call) -> Completion:
         """Arrive as rank `me` of the communicator, at the running task's clock."""
         task = self.world.kernel.current
-        if self.here:
+        if self.opening < 0:
+            self.opening = me
+        else:
             self._compare(me, call)
         self.calls[me], self.arrivals[me] = call, task.clock
         completion = self.gone[me] = Completion(self.world.kernel)
@@ -115,12 +123,16 @@ class Meeting:
             self._shared[group] = compute()
         return self._shared[group]
 
+    def keep(self, me: int) -> None:
+        """Take a snapshot of what a rank has lent: it leaves before the collective is over, and may go on to write."""
+        call = self.calls[me]
+        if call is not None and call.lent:
+            call.part, call.lent = call.part.copy(), False
+
     def _compare(self, me: int, call: Call) -> None:
         """Refuse a call that does not fit those already here."""
-        other = next(rank for rank, held in enumerate(self.calls) if held is not None)
-        held = self.calls[other]
-        assert held is not None
-        if (held.name, held.root, held.agree) != (call.name, call.root, call.agree):
+        other, held = self.opening, self._first()
+        if held.name != call.name or held.root != call.root or held.agree != call.agree:
             raise MismatchError(
                 f"collective number {self.number} on {self.comm}: rank {me} calls {call.describe()} at "
                 f"{self.world.kernel.current.clock:.6g} s where rank {other} called {held.describe()} at "
@@ -140,7 +152,9 @@ class Meeting:
                 completion.complete(time_s)
 
     def _first(self) -> Call:
-        return next(call for call in self.calls if call is not None)
+        call = self.calls[self.opening]
+        assert call is not None
+        return call
 
     def _finish(self) -> Finish:
         first, timing = self._first(), self.world.timing
@@ -212,7 +226,7 @@ def _waits(completion: Completion | None) -> bool:
     return completion is not None and completion.finish_s is None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WaitingForMeeting:
     """A rank that waits for a collective to end."""
 

@@ -72,10 +72,10 @@ class Request(Handle):
     def wait(self, status: Status | None = None) -> Any:
         """Wait until the operation is over; return its object, if it has one."""
         completion = self._completion
-        if completion is not None:
-            finish_s = completion.finish_s
-            if finish_s is None or finish_s > self._world.kernel.current.clock:
-                await_one(self._world, completion, self._waiting)
+        if completion is not None and (
+            completion.finish_s is None or completion.final() > self._world.kernel.current.clock
+        ):
+            await_one(self._world, completion, self._waiting)
         return self._collect(status)
 
     def Wait(self, status: Status | None = None) -> bool:
@@ -88,7 +88,7 @@ class Request(Handle):
         if self._completion is None:
             return True, self._collect(status)
         now_s = _look(self._world)
-        if self._completion.finish_s is None or self._completion.finish_s > now_s:
+        if not finished([self._completion], now_s):
             return False, None
         return True, self._collect(status)
 
@@ -101,8 +101,7 @@ class Request(Handle):
         if self._completion is None:
             _fill_empty(status)
             return True
-        now_s = _look(self._world)  # always: the time of a program that polls must pass
-        over = self._completion.finish_s is not None and self._completion.finish_s <= now_s
+        over = bool(finished([self._completion], _look(self._world)))
         if over and status is not None:
             self._preview(status)
         return over

@@ -111,7 +111,7 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
             kernel.block(waiting)
         finally:
             completion.waiter = None
-    finish_s = completion.finish_s
+    finish_s = completion.final()
     if finish_s > task.clock:
         rank = world.ranks[task.rank]
         if finish_s > due_s:
@@ -124,12 +124,13 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
 
 def finished(completions: Sequence[Completion | None], now_s: float) -> list[int]:
     """Return the positions of those that are over by `now_s`, the earliest first."""
-    over = [
+    known = sorted(
         (each.finish_s, index)
         for index, each in enumerate(completions)
         if each is not None and each.finish_s is not None and each.finish_s <= now_s
-    ]
-    return [index for _, index in sorted(over)]
+    )
+    over = [(completions[index].final(), index) for _, index in known]  # type: ignore[union-attr]
+    return [index for finish_s, index in sorted(over) if finish_s <= now_s]
 
 
 def await_any(world: World, completions: Sequence[Completion | None], waiting: Any) -> list[int]:

@@ -50,7 +50,7 @@ class Acknowledged(Transfer):
 
     def matched(self, message: Message, posted_s: float) -> None:
         """The acknowledgement starts when message and receive have met."""
-        back = self.world.cost(self.dest.id, self.source.id, 0)
+        back = self.world.price(self.dest.id, self.source.id, 0)
         self.complete(max(message.envelope_s, posted_s) + back[2])
 
 
@@ -61,12 +61,13 @@ class Rendezvous(Transfer):
 
     def matched(self, message: Message, posted_s: float) -> None:
         """Schedule the data: they start when the clear-to-send is back at the sender."""
-        back = self.world.cost(self.dest.id, self.source.id, 0)
+        back = self.world.price(self.dest.id, self.source.id, 0)
         start_s = max(message.envelope_s, posted_s) + back[2]
         self.kernel.env.at(start_s, self.source.id, lambda: self._start(start_s))
 
     def _start(self, start_s: float) -> None:
-        _, inject_s, flight_s, _ = self.world.cost(self.source.id, self.dest.id, self.message.nbytes)
+        _, inject_s, flight_s, _, drain_s = self.world.price(self.source.id, self.dest.id, self.message.nbytes)
+        self.message.drain_s = drain_s
         start_s = max(start_s, self.source.bulk_free_s)
         self.source.bulk_free_s = start_s + inject_s
         if self.world.contention is not None:
@@ -86,11 +87,13 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     source = world.ranks[task.rank]
     now_s = task.clock
     rendezvous = nbytes > world.network.eager_bytes and mode is not LOCAL
-    send_s, inject_s, flight_s, receive_s = world.cost(task.rank, dest, 0 if rendezvous else nbytes)
+    onto_wire = 0 if rendezvous else nbytes
+    send_s, inject_s, flight_s, receive_s, drain_s = world.price(task.rank, dest, onto_wire)
     begin_s = now_s if now_s > source.nic_free_s else source.nic_free_s
     source.nic_free_s = begin_s + inject_s
     message.envelope_s = begin_s + flight_s
     message.receive_s = receive_s
+    message.drain_s = drain_s
     source.messages += 1
     source.nbytes += nbytes
     source.trace.note((now_s, 1, dest, nbytes, message.tag))

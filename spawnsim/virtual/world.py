@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from greenlet import GreenletExit
 
 from spawnsim.random import Streams
+from spawnsim.virtual.card import Card
 from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.contention import model_of
 from spawnsim.virtual.kernel import Kernel, Task
@@ -107,7 +108,9 @@ class World:
 
     def __post_init__(self) -> None:
         self.contention = model_of(self.kernel.env, self.network, len(self.ranks))
-        self.cost = self.network.cost if self.contention is None else self.contention.cost
+        self.price = self.network.price if self.contention is None else self.contention.price
+        serial = self.network.contention == "serial"
+        self.cards = {rank.id: Card() for rank in self.ranks} if serial else {}
 
     def next_context(self) -> int:
         """Return a fresh context number."""

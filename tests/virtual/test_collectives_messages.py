@@ -95,7 +95,6 @@ def on_the_wire(one: Plan, network: Network, arrivals, members):
     """Run a plan as real messages of virtual ranks; return when each leaves, and the run's totals."""
     platform = Platform("test", network)
     cluster = Cluster(Setting(ranks=max(members) + 1, platform=platform, deadline_s=np.inf), Recorder())
-    cluster.world.contention = None  # the performer does what the dataflow does
     group, left = Context(cluster.world, (tuple(members),)), np.zeros(len(members))
 
     def program(me):

@@ -5,6 +5,7 @@ import pytest
 from virtual_run import BANDWIDTH, LATENCY, platform, run
 
 from spawnsim.errors import ParameterError
+from spawnsim.virtual.card import Card
 from spawnsim.virtual.collectives import Selection, finish
 from spawnsim.virtual.network import FatTree, Hockney, HomeLinks, Nodes, Switch
 from spawnsim.virtual.platform import Platform
@@ -34,7 +35,8 @@ def arrivals(program=incast, ranks=SENDERS + 1, **how):
 
 @pytest.mark.parametrize(("eager_bytes", "latencies"), [(1 << 30, 1), (0, 3)], ids=["eager", "rendezvous"])
 @pytest.mark.parametrize(
-    ("contention", "expected"), [("none", [BYTES_S] * SENDERS), ("fifo", IN_TURN), ("fair", TOGETHER)]
+    ("contention", "expected"),
+    [("none", [BYTES_S] * SENDERS), ("serial", IN_TURN), ("fifo", IN_TURN), ("fair", TOGETHER)],
 )
 def test_an_incast(eager_bytes, latencies, contention, expected):
     """Five messages to one rank: at once, one after the other, or all slowly, and the last ones at the same time."""
@@ -42,7 +44,7 @@ def test_an_incast(eager_bytes, latencies, contention, expected):
     assert found == pytest.approx([latencies * LATENCY + each for each in expected])
 
 
-@pytest.mark.parametrize("contention", ["none", "fifo"])
+@pytest.mark.parametrize("contention", ["none", "serial", "fifo"])
 def test_messages_and_dataflow_agree_on_an_incast(contention):
     """The root of a linear gather leaves when it does that takes the same messages by `Recv`."""
 
@@ -59,7 +61,8 @@ def test_messages_and_dataflow_agree_on_an_incast(contention):
     assert arrivals(gather, contention=contention) == pytest.approx([times[0]], rel=1e-12)
 
 
-def test_a_late_message_is_not_charged_for_an_early_one():
+@pytest.mark.parametrize("contention", ["serial", "fifo"])
+def test_a_late_message_is_not_charged_for_an_early_one(contention):
     """What came while the rank waited for another is there already; what is small does not wait for what is large."""
 
     def main(comm):
@@ -73,10 +76,10 @@ def test_a_late_message_is_not_charged_for_an_early_one():
         comm.Send(np.zeros(0 if comm.rank == 3 else NBYTES, np.uint8), 0)
 
     late = 1.0 + LATENCY + BYTES_S
-    assert arrivals(main, ranks=4) == pytest.approx([late] * 3)
+    assert arrivals(main, ranks=4, contention=contention) == pytest.approx([late] * 3)
 
 
-@pytest.mark.parametrize("contention", ["fifo", "fair"])
+@pytest.mark.parametrize("contention", ["serial", "fifo", "fair"])
 def test_messages_of_a_pair_do_not_overtake(contention):
     """A small message behind a large one is received behind it, also by a wildcard."""
 
@@ -92,6 +95,15 @@ def test_messages_of_a_pair_do_not_overtake(contention):
                 comm.record(at=int(got[0]))
 
     assert arrivals(main, ranks=2, contention=contention) == [1, 2, 2]
+
+
+def test_a_card_books_the_first_gap_that_is_long_enough():
+    """A message goes before, between or behind those that were let in, never beside them."""
+    card = Card()
+    assert [card.let_in(10.0, 2.0), card.let_in(20.0, 2.0), card.let_in(5.0, 2.0)] == [10.0, 20.0, 5.0]
+    assert card.let_in(9.0, 4.0) == 14.0  # 5 to 9 would do but for 8 to 10
+    assert card.let_in(15.0, 4.0) == 18.0
+    assert card.let_in(17.0, 1.0) == 21.0  # full from 8 to 20
 
 
 def test_the_ranks_of_a_node_share_its_card_fairly():
@@ -113,7 +125,7 @@ def test_the_ranks_of_a_node_share_its_card_fairly():
     )
 
 
-@pytest.mark.parametrize("contention", ["fifo", "fair"])
+@pytest.mark.parametrize("contention", ["serial", "fifo", "fair"])
 def test_home_lines_are_fed_at_the_slower_end(contention):
     """One upload of half the speed of the download, alone: α and the bytes at the speed of the upload."""
     homes = HomeLinks.alike(2, LATENCY, BANDWIDTH / 2, BANDWIDTH)

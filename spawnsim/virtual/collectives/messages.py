@@ -42,8 +42,8 @@ class Group(Protocol):
 class Performer:
     """One rank's part in collectives that are sent message by message.
 
-    Its card lets messages in as the dataflow has it: in the order in which the algorithm takes them. The world must
-    have no contention of its own (`world.contention` None), which lets them in as they come.
+    Its card lets messages in as the dataflow has it: in the order in which the algorithm takes them, without gaps. The
+    network's contention must be "serial" or "none".
     """
 
     def __init__(self, group: Group, me: int) -> None:
@@ -72,6 +72,7 @@ class Performer:
         kernel, members = self.world.kernel, self.group.everyone
         receive = Receive(kernel, source, tag, kernel.current.clock)
         self.group.mailbox(self.rank.id).post(receive)
+        receive.card = None  # messages are let in here
         await_one(self.world, receive, Waiting("collective message", "a communicator", members, source, tag))
         assert receive.message is not None and receive.message.arrival_s is not None
         drain_s = self.world.network.drain(members[source], self.rank.id, nbytes)

@@ -70,7 +70,7 @@ class Collectives(Plans):
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         """Collect equal blocks at all ranks."""
-        self._run(plans.allgather(sendbuf, recvbuf, self._place))
+        self._run(plans.allgather(sendbuf, recvbuf, self._place, lend=True))
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
         """Collect unequal blocks at all ranks."""
@@ -94,17 +94,18 @@ class Collectives(Plans):
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
         """Combine all ranks' buffers at all ranks."""
-        self._run(plans.allreduce(sendbuf, recvbuf, op))
+        self._run(plans.allreduce(sendbuf, recvbuf, op, lend=True))
 
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
         """Combine all ranks' buffers and hand out equal blocks."""
-        self._run(plans.reduce_scatter(sendbuf, recvbuf, None, op, self._place))
+        self._run(plans.reduce_scatter((sendbuf, recvbuf), None, op, self._place, lend=True))
 
     def Reduce_scatter(
         self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM
     ) -> None:
         """Combine all ranks' buffers and hand out blocks of `recvcounts` elements."""
-        self._run(plans.reduce_scatter(sendbuf, recvbuf, self._counts(recvbuf, recvcounts), op, self._place))
+        counts = self._counts(recvbuf, recvcounts)
+        self._run(plans.reduce_scatter((sendbuf, recvbuf), counts, op, self._place, lend=True))
 
 
 class IntraCollectives(Plans):

@@ -50,7 +50,7 @@ class Context:
         """Return the mailbox of a world rank."""
         mailbox = self.mailboxes.get(rank)
         if mailbox is None:
-            mailbox = self.mailboxes[rank] = Mailbox(self.world.kernel, rank)
+            mailbox = self.mailboxes[rank] = Mailbox(self.world.kernel, rank, self.world.cards.get(rank))
         return mailbox
 
     def meet(self, rank: int, name: str, call: Call) -> WaitingForMeeting:
@@ -66,7 +66,10 @@ class Context:
         if (
             len(self.sides) > 1
         ):  # algorithms of two groups are not modelled: timed as an exchange of all with all
-            call = replace(call, timing="allgather", nbytes=_total(call.nbytes), sizes="each")
+            part = call.part.copy() if call.lent else call.part  # the groups do not wait for each other
+            call = replace(
+                call, timing="allgather", part=part, lent=False, nbytes=_total(call.nbytes), sizes="each"
+            )
         meeting.join(me, call)
         if meeting.here == len(self.everyone):
             del self.meetings[number]
@@ -182,7 +185,11 @@ class Member(Attributed):
     def _meet(self, call: Call) -> Any:
         """Take part in a collective and return this rank's outcome of it."""
         completion, waiting = self._join(call)
-        await_one(self._world, completion, waiting)
+        try:
+            await_one(self._world, completion, waiting)
+        except BaseException:
+            waiting.meeting.keep(waiting.me)
+            raise
         return call.outcome(waiting.meeting, waiting.me)
 
 

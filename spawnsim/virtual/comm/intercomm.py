@@ -110,8 +110,8 @@ class Intercomm(Comm):
 
         def collect() -> Any:
             target = as_buffer(recvbuf, writable=True)
-            combine = plans.combiner(op, target)
-            return lambda parts: target.unpack(reductions.tree(list(parts), combine))
+            merge = plans.merger(op, target)
+            return lambda parts: target.unpack(reductions.tree(list(parts), merge))
 
         self._to_root("Reduce", sendbuf, root, collect)
 

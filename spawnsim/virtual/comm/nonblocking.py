@@ -85,14 +85,14 @@ class NonblockingCollectives(Starts):
 
     def Ireduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
         """Start Reduce_scatter_block."""
-        return self._start(plans.reduce_scatter(sendbuf, recvbuf, None, op, self._place))
+        return self._start(plans.reduce_scatter((sendbuf, recvbuf), None, op, self._place))
 
     def Ireduce_scatter(
         self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM
     ) -> Request:
         """Start Reduce_scatter."""
         return self._start(
-            plans.reduce_scatter(sendbuf, recvbuf, self._counts(recvbuf, recvcounts), op, self._place)
+            plans.reduce_scatter((sendbuf, recvbuf), self._counts(recvbuf, recvcounts), op, self._place)
         )
 
 

@@ -7,7 +7,7 @@ knows buffers and reductions. It must not know when anybody arrives or leaves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,10 @@ from spawnsim.virtual import reductions
 from spawnsim.virtual.meeting import Call, Meeting
 
 Outcome = Callable[[Any], object]
+Combine = Callable[[Any, Any], Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
     """A collective of one rank: the call that it brings, and what is done with the outcome."""
 
@@ -106,19 +107,23 @@ def scatter(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vecto
     return Plan(Call("Scatter", "scatter", part, nbytes, root, sizes="root", outcome=outcome), collect)
 
 
-def allgather(sendbuf: Any, recvbuf: Any, place: tuple[int, int], vector: bool = False) -> Plan:
+def allgather(
+    sendbuf: Any, recvbuf: Any, place: tuple[int, int], *, vector: bool = False, lend: bool = False
+) -> Plan:
     """Every rank gets every rank's block."""
     me, size = place
-    if _in_place(sendbuf):
-        part = as_buffer(recvbuf, vector=vector, blocks=size).block(me).pack()
-    else:
-        part = as_buffer(sendbuf).pack()
+    own = (
+        as_buffer(recvbuf, vector=vector, blocks=size).block(me)
+        if _in_place(sendbuf)
+        else as_buffer(sendbuf)
+    )
+    part, lent = _lent(own) if lend and not vector else (own.pack(), False)
 
     def outcome(meeting: Meeting, rank: int) -> Any:
         parts = meeting.parts(rank)
         return parts if vector else meeting.shared(rank, lambda: _joined(parts))
 
-    call = Call("Allgather", "allgather", part, part.nbytes, sizes="each", outcome=outcome)
+    call = Call("Allgather", "allgather", part, part.nbytes, sizes="each", outcome=outcome, lent=lent)
     return Plan(call, _fill(recvbuf, vector=True, blocks=size) if vector else _row(recvbuf, size))
 
 
@@ -139,31 +144,39 @@ def alltoall(
 # -- reductions ----------------------------------------------------------------------------------------------
 
 
-def combiner(op: Op, own: Buffer) -> Callable[[Any, Any], Any]:
-    """Return `combine(a, b)` for arrays of a buffer's datatype; it leaves `a` and `b` as they are."""
+def merger(op: Op, own: Buffer) -> Combine:
+    """Return `merge(a, b)` for arrays of a buffer's datatype; it writes to `b` and returns it."""
     datatype = own.datatype
     op.check(datatype)
-    return lambda a, b: op.reduce(a, b.copy(), datatype)
+    return lambda a, b: op.reduce(a, b, datatype)
 
 
-def _reducing(
-    name: str, timing: str, sendbuf: Any, recvbuf: Any, op: Op
-) -> tuple[Call, Callable[[Any, Any], Any]]:
+def combiner(op: Op, own: Buffer) -> Combine:
+    """Return `combine(a, b)` for arrays of a buffer's datatype; it leaves `a` and `b` as they are."""
+    merge = merger(op, own)
+    return lambda a, b: merge(a, b.copy())
+
+
+def _reducing(name: str, buffers: tuple[Any, Any], op: Op, lend: bool = False) -> tuple[Call, Buffer]:
+    """Return the call of a reduction of (what is sent, what is received), still without outcome, and what it sends."""
+    sendbuf, recvbuf = buffers
     own = as_buffer(recvbuf if _in_place(sendbuf) else sendbuf)
-    part = own.pack()
+    count, datatype = own.count * own.blocks, own.datatype
     agree = (
-        ("op", _name(op)),
-        ("count", own.count * own.blocks),
-        ("datatype", own.datatype.Get_name() or "derived"),
+        ("op", op.name or "user-defined"),
+        ("count", count),
+        ("datatype", datatype.Get_name() or "derived"),
     )
-    return Call(name, timing, part, own.nbytes, agree=agree), combiner(op, own)
+    call = Call(name, name.lower(), None, own.nbytes, agree=agree)
+    call.part, call.lent = _lent(own) if lend else (own.pack(), False)
+    return call, own
 
 
-def _receiving(sendbuf: Any, recvbuf: Any, call: str) -> Outcome:
-    """Return what unpacks into the receiving buffer, which must hold what the sending one does."""
-    target = as_buffer(recvbuf, writable=True)
-    if not _in_place(sendbuf):
-        agree(call, as_buffer(sendbuf), target)
+def _receiving(name: str, own: Buffer, buffers: tuple[Any, Any]) -> Outcome:
+    """Return what unpacks into the receiving buffer of (sent, received), which must hold what the sending one does."""
+    target = as_buffer(buffers[1], writable=True)
+    if not _in_place(buffers[0]):
+        agree(name, own, target)
     return target.unpack
 
 
@@ -172,40 +185,46 @@ def agree(call: str, sent: Buffer, target: Buffer) -> None:
     if sent.count != target.count:
         raise ArgumentError(ERR_COUNT, f"{call}: {sent.count} elements into a buffer of {target.count}")
     ours, theirs = sent.datatype, target.datatype
+    if ours is theirs:
+        return
     plain = ours.is_predefined and theirs.is_predefined and ours.dtype is not None
     if ours != theirs and not (plain and ours.dtype == theirs.dtype):
         names = ours.Get_name() or "a derived type", theirs.Get_name() or "a derived type"
         raise ArgumentError(ERR_TYPE, f"{call}: {names[0]} into a buffer of {names[1]}")
 
 
-def _name(op: Op) -> str:
-    return str(getattr(op, "name", "")) or "user-defined"
-
-
-def _with(call: Call, outcome: Callable[[Meeting, int], Any], root: int = -1) -> Call:
-    return replace(call, root=root, outcome=outcome)
+def _lent(own: Buffer) -> tuple[Any, bool]:
+    """Return a contribution, and whether it is the program's own memory. It may be, where all wait for the result."""
+    if own.datatype.dtype is not None and own.datatype.is_predefined:
+        return own.array, True
+    return own.pack(), False
 
 
 def reduce(sendbuf: Any, recvbuf: Any, op: Op, root: int, me: int) -> Plan:
     """The root gets the combination of all contributions, in the order of a binomial tree."""
-    call, combine = _reducing("Reduce", "reduce", sendbuf, recvbuf, op)
+    call, own = _reducing("Reduce", (sendbuf, recvbuf), op)
+    combine = combiner(op, own)
     first = root if op.Is_commutative() else 0
 
     def outcome(meeting: Meeting, rank: int) -> Any:
         return reductions.binomial(meeting.parts(rank), combine, first) if rank == root else None
 
-    collect = _receiving(sendbuf, recvbuf, "Reduce") if me == root else _drop
-    return Plan(_with(call, outcome, root), collect)
+    collect = _receiving("Reduce", own, (sendbuf, recvbuf)) if me == root else _drop
+    call.root, call.outcome = root, outcome
+    return Plan(call, collect)
 
 
-def allreduce(sendbuf: Any, recvbuf: Any, op: Op) -> Plan:
+def allreduce(sendbuf: Any, recvbuf: Any, op: Op, *, lend: bool = False) -> Plan:
     """Every rank gets the combination, in the order of recursive doubling: bit for bit what both MPI wheels return."""
-    call, combine = _reducing("Allreduce", "allreduce", sendbuf, recvbuf, op)
+    call, own = _reducing("Allreduce", (sendbuf, recvbuf), op, lend)
+    call.outcome = _tree(op, own)
+    return Plan(call, _receiving("Allreduce", own, (sendbuf, recvbuf)))
 
-    def outcome(meeting: Meeting, rank: int) -> Any:
-        return meeting.shared(rank, lambda: reductions.tree(meeting.parts(rank), combine))
 
-    return Plan(_with(call, outcome), _receiving(sendbuf, recvbuf, "Allreduce"))
+def _tree(op: Op, own: Buffer) -> Callable[[Meeting, int], Any]:
+    """Return the outcome that is the combination of all contributions, made once for all."""
+    merge = merger(op, own)
+    return lambda meeting, rank: meeting.shared(rank, lambda: reductions.tree(meeting.parts(rank), merge))
 
 
 def counts(count: int) -> Call:
@@ -214,34 +233,41 @@ def counts(count: int) -> Call:
 
 
 def reduce_scatter(
-    sendbuf: Any, recvbuf: Any, counts: Sequence[int] | None, op: Op, place: tuple[int, int]
+    buffers: tuple[Any, Any],
+    counts: Sequence[int] | None,
+    op: Op,
+    place: tuple[int, int],
+    *,
+    lend: bool = False,
 ) -> Plan:
     """Every rank gets its block of the combination; `counts` are the elements per rank, None: equal blocks."""
     size = place[1]
-    call, combine = _reducing("Reduce_scatter", "reduce_scatter", sendbuf, recvbuf, op)
+    call, own = _reducing("Reduce_scatter", buffers, op, lend)
     elements = len(call.part)
     if counts is None:
         if elements % size:
             raise ArgumentError(ERR_COUNT, f"{elements} elements do not divide into blocks for {size} ranks")
         counts = [elements // size] * size
-    ends = np.cumsum(counts)
+    ends, combination = np.cumsum(counts), _tree(op, own)
     if ends[-1] != elements:
         raise ArgumentError(
             ERR_COUNT, f"recvcounts add up to {ends[-1]}, but each rank contributes {elements} elements"
         )
 
     def outcome(meeting: Meeting, rank: int) -> Any:
-        whole = meeting.shared(rank, lambda: reductions.tree(meeting.parts(rank), combine))
+        whole = combination(meeting, rank)
         place = meeting.place(rank)
         return whole[ends[place] - counts[place] : ends[place]]
 
-    return Plan(_with(call, outcome), as_buffer(recvbuf, writable=True).unpack)
+    call.outcome = outcome
+    return Plan(call, as_buffer(buffers[1], writable=True).unpack)
 
 
 def scan(sendbuf: Any, recvbuf: Any, op: Op, inclusive: bool) -> Plan:
     """Rank r gets the combination of ranks 0 to r, or to r - 1 (rank 0 then keeps what it has)."""
     name = "Scan" if inclusive else "Exscan"
-    call, combine = _reducing(name, name.lower(), sendbuf, recvbuf, op)
+    call, own = _reducing(name, (sendbuf, recvbuf), op)
+    combine = combiner(op, own)
 
     def outcome(meeting: Meeting, rank: int) -> Any:
         last = rank if inclusive else rank - 1
@@ -251,5 +277,5 @@ def scan(sendbuf: Any, recvbuf: Any, op: Op, inclusive: bool) -> Plan:
             return reductions.ordered(meeting.parts(rank)[: last + 1], combine)
         return meeting.shared(rank, lambda: list(reductions.prefixes(meeting.parts(rank), combine)))[last]
 
-    unpack = _receiving(sendbuf, recvbuf, name)
-    return Plan(_with(call, outcome), lambda data: None if data is None else unpack(data))
+    unpack, call.outcome = _receiving(name, own, (sendbuf, recvbuf)), outcome
+    return Plan(call, lambda data: None if data is None else unpack(data))

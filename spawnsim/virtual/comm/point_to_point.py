@@ -12,7 +12,7 @@ from spawnsim.comm.status import Status
 from spawnsim.errors import WorldError
 from spawnsim.virtual.comm.context import Member
 from spawnsim.virtual.comm.payload import check_target, dumps, loads, pack, receiver, unpack
-from spawnsim.virtual.completion import Message, Receive
+from spawnsim.virtual.completion import Message, Receive, take_in
 from spawnsim.virtual.requests import Request, fill
 from spawnsim.virtual.waiting import Waiting, await_one, check_alive
 from spawnsim.virtual.wire import LOCAL, STANDARD, SYNCHRONOUS, Mode, Transfer, send
@@ -62,13 +62,17 @@ class Transport(Member):
 
     def _take_now(self, message: Message) -> bool:
         """Take a message whose data are on their way, without parking; False if that would pass the deadline."""
-        task = self._world.kernel.current
-        finish_s, arrival_s = task.clock, message.arrival_s
-        if arrival_s is None or arrival_s + message.receive_s > finish_s + task.deadline_s:
+        task, mailbox = self._world.kernel.current, self._mailbox
+        arrival_s, now_s = message.arrival_s, task.clock
+        if arrival_s is None:
             return False
-        self._mailbox.take_ready(message)
-        finish_s = (arrival_s if arrival_s > finish_s else finish_s) + message.receive_s
-        if finish_s > task.clock:
+        if mailbox.card is not None:
+            arrival_s = take_in(message, mailbox.card)
+        if arrival_s + message.receive_s > now_s + task.deadline_s:
+            return False
+        mailbox.take_ready(message)
+        finish_s = (arrival_s if arrival_s > now_s else now_s) + message.receive_s
+        if finish_s > now_s:
             self._rank.reach(task, finish_s)
             if self._rank.company:  # its memory is exposed: what it does next must be done at its own time
                 self._world.kernel.observe()

@@ -182,6 +182,7 @@ class Message(Handle):
             raise CallError(ERR_REQUEST, "the message is null: it was received before")
         self._identity = self._letter = self._owner = None
         receive = Receive(owner._world.kernel, letter.source, letter.tag, owner._world.kernel.current.clock)
+        receive.card = owner._mailbox.card
         receive.take(letter)
 
         def deliver(status: Status) -> Any:

@@ -1,5 +1,7 @@
 """What happens to messages that meet on their way to a rank: in turn ("fifo"), or sharing the links ("fair").
 
+Networks whose contention is "serial" or "none" need neither: see `virtual.card`.
+
 This room knows messages, mailboxes and networks' costs. It must not know buffers or communicators' calls.
 """
 

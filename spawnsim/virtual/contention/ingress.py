@@ -30,7 +30,7 @@ class Ingress:
     """The receiving sides of all cards. `free_s` is when each has let in all that it has been given, by world rank."""
 
     def __init__(self, env: Clockwork, network: Network) -> None:
-        self._env, self._drain, self.cost = env, network.drain, network.cost
+        self._env, self.price = env, network.price
         self._lookahead_s = network.lookahead_s
         self.free_s: dict[int, float] = {}
         self._coming: list[Coming] = []  # a heap
@@ -40,8 +40,7 @@ class Ingress:
 
     def carry(self, message: Message, mailbox: Mailbox, source: int) -> None:
         """Take a message that would arrive, alone, at its `envelope_s`; it is delivered in its turn."""
-        nbytes = 0 if message.arrival_s is None else message.nbytes
-        drain_s = self._drain(source, mailbox.rank, nbytes)
+        drain_s, message.drain_s = message.drain_s, 0.0
         arrival_s, heads = message.envelope_s, mailbox.lanes
         head_s = arrival_s - drain_s
         last_s = heads.get(message.source)
@@ -62,7 +61,7 @@ class Ingress:
         """Take the data of a rendezvous, which would arrive alone at `arrival_s`."""
         bulk.complete(left_s)
         message, (source, dest) = bulk.message, bulk.pair
-        drain_s = self._drain(source, dest, message.nbytes)
+        drain_s, message.drain_s = message.drain_s, 0.0
         self._number += 1
         times = (drain_s, arrival_s)
         heappush(self._coming, (arrival_s - drain_s, source, self._number, dest, times, message, None))

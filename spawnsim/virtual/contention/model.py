@@ -9,7 +9,6 @@ from typing import Protocol
 
 from spawnsim.virtual.completion import Message
 from spawnsim.virtual.matching import Mailbox
-from spawnsim.virtual.network import Cost
 
 
 class Bulk(Protocol):
@@ -30,8 +29,8 @@ class Bulk(Protocol):
 class Model(Protocol):
     """Decides when messages arrive that are under way together."""
 
-    def cost(self, source: int, dest: int, nbytes: int) -> Cost:
-        """Return what a message costs besides what the model adds."""
+    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
+        """Return what a message costs besides what the model adds: the five fields of `Costs`."""
         ...
 
     def carry(self, message: Message, mailbox: Mailbox, source: int) -> None:

@@ -19,14 +19,14 @@ from spawnsim.virtual.clockwork import Clockwork
 from spawnsim.virtual.completion import Message
 from spawnsim.virtual.contention.model import Bulk
 from spawnsim.virtual.matching import Mailbox
-from spawnsim.virtual.network import Cost, Flow, FlowNetwork, Network
+from spawnsim.virtual.network import Flow, FlowNetwork, Network
 
 FIRST = -2  # the "rank" of a flow in the order of ties: before whoever looks at that time
 Over = Callable[[float], None]
 
 
 class Sharing:
-    """All flows of a run. `cost` is what a message costs before its flow begins: latency and processors, no bytes."""
+    """All flows of a run. A message costs latency and processors before its flow begins, and no bytes."""
 
     def __init__(self, env: Clockwork, network: Network, ranks: int) -> None:
         links = network.shared_links(ranks)
@@ -36,16 +36,11 @@ class Sharing:
         self._numbers = count()
         self._alarm_s = math.inf
 
-    def cost(self, source: int, dest: int, nbytes: int) -> Cost:
+    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
         """Return the cost of one message without the time of its bytes, which the flow takes."""
         whole, empty = self._network.cost(source, dest, nbytes), self._network.cost(source, dest, 0)
-        shared = bool(self._path(source, dest))
-        return Cost(
-            whole.send_s,
-            0.0,
-            min(whole.flight_s, empty.flight_s) if shared else whole.flight_s,
-            whole.receive_s,
-        )
+        flight_s = min(whole.flight_s, empty.flight_s) if self._path(source, dest) else whole.flight_s
+        return whole.send_s, 0.0, flight_s, whole.receive_s, 0.0
 
     def carry(self, message: Message, mailbox: Mailbox, source: int) -> None:
         """Take a message whose flow begins at its `envelope_s`; it is delivered when the flow is over."""

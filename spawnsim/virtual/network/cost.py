@@ -23,11 +23,14 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-Contention = Literal["fifo", "fair", "none"]
-"""Where messages meet. "fifo": a card sends and takes in one message after the other, in the order in which their
-first bytes come. "fair": all messages under way share the links' bandwidths (max-min), exact at event times. "none": a
-card sends one after the other, and takes in any number at once. Collectives know "fifo" and "none"; their dataflow
-takes "fair" for "fifo"."""
+Contention = Literal["serial", "fifo", "fair", "none"]
+"""Where messages meet.
+
+"serial": a card sends one message after the other, and takes them in one after the other, in the order in which the
+receiving program takes them. "fifo": likewise, but in the order in which their first bytes come, which needs events.
+"fair": all messages under way share the links' bandwidths (max-min), exact at event times. "none": a card sends one
+after the other, and takes in any number at once. Collectives know "serial" and "none"; the others are "serial" to them.
+"""
 
 
 class Cost(NamedTuple):
@@ -87,6 +90,10 @@ class Network(Protocol):
 
     def cost(self, source: int, dest: int, nbytes: int) -> Cost:
         """Return the cost of one message between two world ranks."""
+        ...
+
+    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
+        """Return the five fields of `Costs` for one message: `cost` and `drain` in one look."""
         ...
 
     def drain(self, source: int, dest: int, nbytes: int) -> float:

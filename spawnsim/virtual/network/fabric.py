@@ -18,6 +18,7 @@ from spawnsim.virtual.network.links import Link, Piece, at_least, bandwidth_Bps,
 from spawnsim.virtual.network.sharing import SharedLinks
 
 Index = TypeVar("Index", int, Ints)
+GIFT = (*FREE, 0.0)
 _MEMO = 1 << 16  # sizes remembered; a program with more different sizes pays for them anew
 _FAR = np.iinfo(np.int64).max
 
@@ -80,14 +81,14 @@ class Overheads:
         call_overhead_s: Seconds that a probe or a test costs; above 0.
         eager_bytes: Longest message that leaves without asking the receiver.
         gamma_s_per_B: Seconds of arithmetic per reduced byte.
-        contention: What happens where messages meet: "fifo", "fair" or "none".
+        contention: What happens where messages meet: "serial", "fifo", "fair" or "none": see `cost.Contention`.
 
     Raises:
         ParameterError: One of them is out of its range.
     """
 
     call_overhead_s: float = field(default=1e-6, kw_only=True)
-    contention: Contention = field(default="fifo", kw_only=True)
+    contention: Contention = field(default="serial", kw_only=True)
     eager_bytes: int = field(default=65536, kw_only=True)
     gamma_s_per_B: float = field(default=0.0, kw_only=True)  # noqa: N815
 
@@ -149,6 +150,21 @@ class Fabric(Overheads, ABC):
     def lookahead_s(self) -> float:
         """Seconds from the sending of any message until its first byte can be at its receiver's card, at least."""
         return self.table.least_head_s()
+
+    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
+        """Return the five fields of `Costs` for one message: `cost` and `drain` in one look."""
+        key = (self.kind(source, dest), nbytes)
+        try:
+            return self._prices[key] if source != dest else GIFT
+        except KeyError:
+            if len(self._prices) > _MEMO:
+                self._prices.clear()
+            price = self._prices[key] = (*self.cost(source, dest, nbytes), self.drain(source, dest, nbytes))
+            return price
+
+    @cached_property
+    def _prices(self) -> dict[tuple[int, int], tuple[float, float, float, float, float]]:
+        return {}
 
     @cached_property
     def _drains(self) -> dict[tuple[int, int], float]:
@@ -220,6 +236,13 @@ class Switch(Fabric):
             return self._memo[0, nbytes] if source != dest else FREE
         except KeyError:
             return self._remember((0, nbytes))
+
+    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
+        """Return the five fields of `Costs` for one message: `cost` and `drain` in one look."""
+        try:
+            return self._prices[0, nbytes] if source != dest else GIFT
+        except KeyError:
+            return super().price(source, dest, nbytes)
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,10 @@ class HomeLinks(Overheads):
         """Return every rank's own upload and download."""
         return SharedLinks.switch(self.up_Bps[:ranks], self.down_Bps[:ranks])
 
+    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
+        """Return the five fields of `Costs` for one message: `cost` and `drain` in one look."""
+        return (*self.cost(source, dest, nbytes), self.drain(source, dest, nbytes))
+
     def drain(self, source: int, dest: int, nbytes: int) -> float:
         """Return how long one message occupies the receiver's line, in seconds."""
         return 0.0 if source == dest or self.contention == "none" else nbytes / self.down_Bps[dest]

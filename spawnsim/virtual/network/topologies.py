@@ -16,7 +16,7 @@ import numpy as np
 
 from spawnsim.errors import ParameterError
 from spawnsim.virtual.network.cost import FREE, Cost, Ints
-from spawnsim.virtual.network.fabric import Fabric, Index
+from spawnsim.virtual.network.fabric import GIFT, Fabric, Index
 from spawnsim.virtual.network.links import Hockney, Link, at_least
 
 _SENDERS = 4096  # rows of kinds that are kept: two bytes a pair
@@ -42,6 +42,13 @@ class Bounded(Fabric):
                 kinds = self.kind(np.full(room, source), np.arange(room))
                 self._rows[source] = array("H", kinds.tolist())
             return self._remember((self._rows[source][dest], nbytes))
+
+    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
+        """Return the five fields of `Costs` for one message: `cost` and `drain` in one look."""
+        try:
+            return self._prices[self._rows[source][dest], nbytes] if source != dest else GIFT
+        except KeyError:
+            return super().price(source, dest, nbytes)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def network(section: Section) -> Network:
     overheads: dict[str, Any] = {
         "call_overhead_s": section.seconds("call_overhead", 1e-6),
         "eager_bytes": section.nbytes("eager", 65536),
-        "contention": section.choice("contention", get_args(Contention), "fifo"),
+        "contention": section.choice("contention", get_args(Contention), "serial"),
         "gamma_s_per_B": 1.0 / section.bytes_per_second("reduction") if section.has("reduction") else 0.0,
     }
     section.asked.add("reduction")

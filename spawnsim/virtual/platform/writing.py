@@ -47,7 +47,7 @@ def _network(network: Network) -> Iterator[str]:
     yield f"topology = {_text('nodes' if isinstance(network, Nodes) else 'switch')}"
     yield f"call_overhead = {_text(_seconds(network.call_overhead_s))}"
     yield f"eager = {_text(f'{network.eager_bytes} B')}"
-    if network.contention != "fifo":
+    if network.contention != "serial":
         yield f"contention = {_text(network.contention)}"
     if network.gamma_s_per_B:
         yield f"reduction = {_text(_speed(1.0 / network.gamma_s_per_B))}"
