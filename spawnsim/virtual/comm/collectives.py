@@ -90,7 +90,7 @@ class Collectives(Plans):
 
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> None:
         """Combine all ranks' buffers at the root."""
-        self._run(plans.reduce(sendbuf, recvbuf, op, self._root(root), self._me))
+        self._run(plans.reduce(sendbuf, recvbuf, op, root=self._root(root), me=self._me))
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
         """Combine all ranks' buffers at all ranks."""
@@ -98,14 +98,14 @@ class Collectives(Plans):
 
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
         """Combine all ranks' buffers and hand out equal blocks."""
-        self._run(plans.reduce_scatter((sendbuf, recvbuf), None, op, self._place, lend=True))
+        self._run(plans.reduce_scatter(sendbuf, recvbuf, None, op, place=self._place, lend=True))
 
     def Reduce_scatter(
         self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM
     ) -> None:
         """Combine all ranks' buffers and hand out blocks of `recvcounts` elements."""
         counts = self._counts(recvbuf, recvcounts)
-        self._run(plans.reduce_scatter((sendbuf, recvbuf), counts, op, self._place, lend=True))
+        self._run(plans.reduce_scatter(sendbuf, recvbuf, counts, op, place=self._place, lend=True))
 
 
 class IntraCollectives(Plans):

@@ -77,7 +77,7 @@ class NonblockingCollectives(Starts):
 
     def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Request:
         """Start Reduce."""
-        return self._start(plans.reduce(sendbuf, recvbuf, op, self._root(root), self._me))
+        return self._start(plans.reduce(sendbuf, recvbuf, op, root=self._root(root), me=self._me))
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
         """Start Allreduce."""
@@ -85,14 +85,14 @@ class NonblockingCollectives(Starts):
 
     def Ireduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
         """Start Reduce_scatter_block."""
-        return self._start(plans.reduce_scatter((sendbuf, recvbuf), None, op, self._place))
+        return self._start(plans.reduce_scatter(sendbuf, recvbuf, None, op, place=self._place))
 
     def Ireduce_scatter(
         self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM
     ) -> Request:
         """Start Reduce_scatter."""
         return self._start(
-            plans.reduce_scatter((sendbuf, recvbuf), self._counts(recvbuf, recvcounts), op, self._place)
+            plans.reduce_scatter(sendbuf, recvbuf, self._counts(recvbuf, recvcounts), op, place=self._place)
         )
 
 

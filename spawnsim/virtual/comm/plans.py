@@ -200,7 +200,7 @@ def _lent(own: Buffer) -> tuple[Any, bool]:
     return own.pack(), False
 
 
-def reduce(sendbuf: Any, recvbuf: Any, op: Op, root: int, me: int) -> Plan:
+def reduce(sendbuf: Any, recvbuf: Any, op: Op, *, root: int, me: int) -> Plan:
     """The root gets the combination of all contributions, in the order of a binomial tree."""
     call, own = _reducing("Reduce", (sendbuf, recvbuf), op)
     combine = combiner(op, own)
@@ -233,16 +233,11 @@ def counts(count: int) -> Call:
 
 
 def reduce_scatter(
-    buffers: tuple[Any, Any],
-    counts: Sequence[int] | None,
-    op: Op,
-    place: tuple[int, int],
-    *,
-    lend: bool = False,
+    sendbuf: Any, recvbuf: Any, counts: Sequence[int] | None, op: Op, *, place: tuple[int, int], lend: bool = False
 ) -> Plan:
     """Every rank gets its block of the combination; `counts` are the elements per rank, None: equal blocks."""
     size = place[1]
-    call, own = _reducing("Reduce_scatter", buffers, op, lend)
+    call, own = _reducing("Reduce_scatter", (sendbuf, recvbuf), op, lend)
     elements = len(call.part)
     if counts is None:
         if elements % size:
@@ -260,7 +255,7 @@ def reduce_scatter(
         return whole[ends[place] - counts[place] : ends[place]]
 
     call.outcome = outcome
-    return Plan(call, as_buffer(buffers[1], writable=True).unpack)
+    return Plan(call, as_buffer(recvbuf, writable=True).unpack)
 
 
 def scan(sendbuf: Any, recvbuf: Any, op: Op, inclusive: bool) -> Plan:
