@@ -17,10 +17,6 @@ NOT_YET: dict[str, set[str]] = {
     "virtual": set(),
     "real": {
         "environment.truth_of_handles",
-        "errors.errors_return_by_default",
-        "intercomms.sizes_and_groups",
-        "topologies.dimensions_are_balanced",
-        "topologies.duplicates_keep_the_topology",
     },
     "torch": {
         "atomics.single_elements_only",

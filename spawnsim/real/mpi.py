@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,11 +18,13 @@ from mpi4py import MPI
 
 from spawnsim.comm import constants, failures
 from spawnsim.comm.group import Group
+from spawnsim.comm.handles import ERRORS_ARE_FATAL, ERRORS_RETURN, Errhandler
 from spawnsim.errors import UsageError
 from spawnsim.real import words
 from spawnsim.real.collectives import MAKERS, Collectives
 from spawnsim.real.guard import close, guarded
 from spawnsim.real.home import Home
+from spawnsim.real.namespace import KINDS
 from spawnsim.real.namespace import namespace as names
 from spawnsim.real.options import Options
 from spawnsim.real.own import Own, Recorder, Task
@@ -103,6 +105,15 @@ class MPIComm(PointToPoint, Collectives):
         return kinds.get(self._raw.Get_topology(), constants.UNDEFINED)
 
     topology = topo = property(Get_topology)
+
+    def Get_errhandler(self) -> Any:
+        """Return the error handler: spawnsim's for a predefined one."""
+        found = self._raw.Get_errhandler()
+        for own, theirs in ((ERRORS_RETURN, MPI.ERRORS_RETURN), (ERRORS_ARE_FATAL, MPI.ERRORS_ARE_FATAL)):
+            if found == theirs:
+                found.Free()
+                return Errhandler(own)
+        return found
 
     Create_keyval = staticmethod(MPI.Comm.Create_keyval)
     Free_keyval = staticmethod(MPI.Comm.Free_keyval)
@@ -244,7 +255,16 @@ def namespace(comm: MPIComm) -> SimpleNamespace:
     """Return `MPI` as programs on `comm` must see it: mpi4py's names, with spawnsim's numbers and requests."""
     found = names(comm, vars(MPI))
     found.COMM_SELF, found.Prequest = wrap(MPI.COMM_SELF), MPIPersistent
+    vars(found).update(KINDS, Compute_dims=_compute_dims)
     return found
+
+
+def _compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
+    """Return balanced dimensions (`MPI.Compute_dims`), or spawnsim's error."""
+    try:
+        return MPI.Compute_dims(nnodes, dims)
+    except MPI.Exception as error:
+        raise words.failure(error, None, f"Compute_dims({nnodes}, {dims})") from error
 
 
 __all__ = ["MPIComm", "Options", "close", "guarded", "namespace", "world", "wrap"]

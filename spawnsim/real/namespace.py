@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from spawnsim import comm as words
+from spawnsim.comm import constants
 from spawnsim.comm.failures import ERR_COMM, CallError
 from spawnsim.real.pending import Pending
 
@@ -52,6 +53,23 @@ class Null:
 
     def __getattr__(self, name: str) -> Any:
         raise CallError(ERR_COMM, f"{name} of COMM_NULL: this rank is in no such communicator")
+
+
+class Kind(type):
+    """A class of mpi4py's communicators by what they are: wrapped ones are all of one class."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return hasattr(instance, "Get_topology") and bool(vars(cls)["holds"](instance))
+
+
+KINDS = {
+    "Intercomm": Kind("Intercomm", (), {"holds": lambda comm: comm.Is_inter()}),
+    "Cartcomm": Kind("Cartcomm", (), {"holds": lambda comm: comm.Get_topology() == constants.CART}),
+    "Graphcomm": Kind("Graphcomm", (), {"holds": lambda comm: comm.Get_topology() == constants.GRAPH}),
+    "Distgraphcomm": Kind(
+        "Distgraphcomm", (), {"holds": lambda comm: comm.Get_topology() == constants.DIST_GRAPH}
+    ),
+}
 
 
 class Message:
