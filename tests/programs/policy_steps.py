@@ -1,4 +1,4 @@
-"""Twenty steps of training under one policy; records each rank's parameters, bit for bit, as a digest."""
+"""Twenty steps of training under each of some policies; records each rank's parameters, bit for bit, as a digest."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build(comm: Any) -> tuple[Model, torch.optim.Optimizer]:
 def policy_for(name: str, comm: Any, events: str) -> SpawnPolicy:
     """Return the policy of a name."""
     builder = lambda: build(comm)  # noqa: E731
-    if name == "replay":
+    if name.startswith("replay"):
         lines = [json.loads(line) for line in Path(events).read_text().splitlines()]
         return replay(lines, builder)
     if name.startswith("average"):
@@ -80,24 +80,31 @@ def digest(model: torch.nn.Module) -> str:
     return state.hexdigest()
 
 
-def main(
-    comm: Any, policy: str = "average", steps: int = 20, events: str = "", subgroup: bool = False
-) -> None:
-    torch.set_num_threads(1)
-    group = comm.Split(comm.Get_rank() % 2, 0) if subgroup else comm
+def train(comm: Any, policy: str, steps: int, events: str) -> None:
+    """Train under one policy and record how each rank ends; "@halves" lets even and odd ranks train apart."""
+    policy, _, where = policy.partition("@")
+    group = comm.Split(comm.Get_rank() % 2, 0) if where else comm
     model: torch.nn.Module
     model, optimizer = build(comm)
     chosen = policy_for(policy, group, events)
     comm.Barrier()
     for iteration in range(steps):
         with comm.compute(0.001):
-            x = torch.from_numpy(comm.rng("data").normal(size=(8, 6))).float()
+            x = torch.from_numpy(
+                comm.rng(f"data/{policy.removeprefix('replay-')}").normal(size=(8, 6))
+            ).float()
             loss = model(x).square()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         comm.clock.sleep(0.005)
-        model, optimizer, info = chosen(iteration, model, optimizer, -loss.item(), group)
+        model, optimizer, info = chosen(iteration, model, optimizer, -loss, group)
         comm.record(iteration=iteration, **info)
     chosen.shutdown()
     comm.record.event("end", digest=digest(model))
+
+
+def main(comm: Any, policies: str = "average", steps: int = 20, events: str = "") -> None:
+    torch.set_num_threads(1)
+    for policy in policies.split(","):
+        train(comm, policy, steps, events)
