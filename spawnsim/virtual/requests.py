@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
-from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.comm.failures import ERR_REQUEST, CallError
 from spawnsim.comm.handles import Handle
 from spawnsim.comm.status import Status
 from spawnsim.errors import UnsupportedError
 from spawnsim.virtual.completion import Completion, Joint
-from spawnsim.virtual.instatus import collect_all
-from spawnsim.virtual.waiting import WaitingForAny, await_any, await_one, finished
+from spawnsim.virtual.several import Several, fill, fill_empty, look
+from spawnsim.virtual.waiting import await_one, finished
 from spawnsim.virtual.world import World
 
 PARTITIONS = "partitioned communication is not simulated: send each partition as a message of its own"
@@ -27,7 +27,7 @@ def _nothing(status: Status) -> None:
     """Deliver nothing: a send, or a barrier."""
 
 
-class Request(Handle):
+class Request(Several, Handle):
     """A pending operation of one rank. Null (false) once it is over and collected.
 
     The lower-case calls return the received object, the upper-case ones fill the buffer given at the start.
@@ -78,6 +78,8 @@ class Request(Handle):
             await_one(self._world, completion, self._waiting)
         return self._collect(status)
 
+    _finish = wait
+
     def Wait(self, status: Status | None = None) -> bool:
         """Wait until the operation is over."""
         Request.wait(self, status)
@@ -87,7 +89,7 @@ class Request(Handle):
         """Return (over, object); an observation."""
         if self._completion is None:
             return True, self._collect(status)
-        now_s = _look(self._world)
+        now_s = look(self._world)
         if not finished([self._completion], now_s):
             return False, None
         return True, self._collect(status)
@@ -99,9 +101,9 @@ class Request(Handle):
     def Get_status(self, status: Status | None = None) -> bool:
         """Return whether the operation is over, and leave the request as it is."""
         if self._completion is None:
-            _fill_empty(status)
+            fill_empty(status)
             return True
-        over = bool(finished([self._completion], _look(self._world)))
+        over = bool(finished([self._completion], look(self._world)))
         if over and status is not None:
             self._preview(status)
         return over
@@ -114,7 +116,7 @@ class Request(Handle):
         """Withdraw a receive that has not matched; anything else goes on."""
         self._need()
         if self._withdraw is not None:
-            _look(self._world)
+            look(self._world)
             self._withdraw(self)
 
     cancel = Cancel
@@ -156,7 +158,7 @@ class Request(Handle):
     def _collect(self, status: Status | None) -> Any:
         """Make the request null and deliver."""
         if self._completion is None:
-            _fill_empty(status)
+            fill_empty(status)
             return None
         if status is not None:
             fill(status, ANY_SOURCE, ANY_TAG, 0)
@@ -168,123 +170,6 @@ class Request(Handle):
 
     def _retire(self) -> None:
         self._identity = None
-
-    # -- several ---------------------------------------------------------------------------------------------
-
-    @classmethod
-    def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
-        """Wait until all are over; return their objects."""
-        return collect_all(requests, _lend(statuses, len(requests)), Request.wait)
-
-    @classmethod
-    def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
-        """Wait until all are over."""
-        Request.waitall(requests, statuses)
-        return True
-
-    @classmethod
-    def testall(
-        cls, requests: Sequence[Request], statuses: list[Status] | None = None
-    ) -> tuple[bool, list[Any] | None]:
-        """Return (all are over, their objects)."""
-        active = [request for request in requests if request._completion is not None]
-        if active:
-            now_s = _look(active[0]._world)
-            if len(finished([request._completion for request in active], now_s)) < len(active):
-                return False, None
-        return True, Request.waitall(requests, statuses)
-
-    @classmethod
-    def Testall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
-        """Return whether all are over."""
-        return Request.testall(requests, statuses)[0]
-
-    @classmethod
-    def waitany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, Any]:
-        """Wait until one is over; return its position and object (UNDEFINED if none is active)."""
-        index = _await_some(requests, "Waitany")[:1]
-        if not index:
-            _fill_empty(status)
-            return UNDEFINED, None
-        return index[0], requests[index[0]]._collect(status)
-
-    @classmethod
-    def Waitany(cls, requests: Sequence[Request], status: Status | None = None) -> int:
-        """Wait until one is over; return its position."""
-        return Request.waitany(requests, status)[0]
-
-    @classmethod
-    def testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool, Any]:
-        """Return (position, flag, object) of one that is over, if any."""
-        over = _look_at(requests)
-        if over is None:
-            _fill_empty(status)
-            return UNDEFINED, True, None
-        if not over:
-            return UNDEFINED, False, None
-        return over[0], True, requests[over[0]]._collect(status)
-
-    @classmethod
-    def Testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
-        """Return (position, flag) of one that is over, if any."""
-        return Request.testany(requests, status)[:2]
-
-    @classmethod
-    def waitsome(
-        cls, requests: Sequence[Request], statuses: list[Status] | None = None
-    ) -> tuple[list[int] | None, list[Any] | None]:
-        """Wait until at least one is over; return positions and objects of all that are."""
-        over = _await_some(requests, "Waitsome")
-        if not over:
-            return None, None
-        return over, _collect_each(requests, over, statuses)
-
-    @classmethod
-    def Waitsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
-        """Wait until at least one is over; return the positions of all that are."""
-        return Request.waitsome(requests, statuses)[0]
-
-    @classmethod
-    def testsome(
-        cls, requests: Sequence[Request], statuses: list[Status] | None = None
-    ) -> tuple[list[int] | None, list[Any] | None]:
-        """Return positions and objects of all that are over."""
-        over = _look_at(requests)
-        if over is None:
-            return None, None
-        return over, _collect_each(requests, over, statuses)
-
-    @classmethod
-    def Testsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
-        """Return the positions of all that are over."""
-        return Request.testsome(requests, statuses)[0]
-
-    @classmethod
-    def get_status_all(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
-        """Return whether all are over, and leave them as they are."""
-        lent = zip(requests, _lend(statuses, len(requests)), strict=False)
-        over = [request.Get_status(status) for request, status in lent]  # all: each fills its status
-        return all(over)
-
-    @classmethod
-    def get_status_any(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
-        """Return (position, flag) of one that is over, and leave it as it is."""
-        over = _look_at(requests)
-        if over:
-            requests[over[0]].Get_status(status)
-            return over[0], True
-        if over is None:
-            _fill_empty(status)
-        return UNDEFINED, over is None
-
-    @classmethod
-    def get_status_some(
-        cls, requests: Sequence[Request], statuses: list[Status] | None = None
-    ) -> list[int] | None:
-        """Return the positions of all that are over, and leave them as they are."""
-        return _look_at(requests)
-
-    Get_status_all, Get_status_any, Get_status_some = get_status_all, get_status_any, get_status_some
 
 
 class Prequest(Request):
@@ -335,57 +220,3 @@ class Prequest(Request):
     def Parrived(self, partition: int) -> NoReturn:
         """Refuse."""
         raise UnsupportedError(f"Prequest.Parrived: {PARTITIONS}")
-
-
-def fill(status: Status, source: int, tag: int, nbytes: int) -> None:
-    """Write what was received into a status."""
-    status.source, status.tag, status.error = source, tag, 0
-    status.nbytes, status.cancelled = nbytes, False
-
-
-def _fill_empty(status: Status | None) -> None:
-    if status is not None:
-        fill(status, ANY_SOURCE, ANY_TAG, 0)
-
-
-def _lend(statuses: Sequence[Status] | None, count: int) -> Sequence[Status | None]:
-    """Return a status for each request; a list that is too short is extended, as mpi4py does."""
-    if statuses is None:
-        return [None] * count
-    if isinstance(statuses, tuple):
-        return [*statuses, *[None] * (count - len(statuses))]
-    assert isinstance(statuses, list)
-    statuses.extend(Status() for _ in range(count - len(statuses)))
-    return statuses
-
-
-def _look(world: World) -> float:
-    """Observe; return the time of the look. The look itself costs the platform's call overhead."""
-    kernel = world.kernel
-    kernel.observe()
-    task = kernel.current
-    now_s = task.clock
-    world.ranks[task.rank].reach(task, now_s + world.network.call_overhead_s)
-    return now_s
-
-
-def _look_at(requests: Sequence[Request]) -> list[int] | None:
-    """Return the positions of the requests that are over; None if none is active."""
-    world = next((request._world for request in requests if request._completion is not None), None)
-    if world is None:
-        return None
-    return finished([request._completion for request in requests], _look(world))
-
-
-def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
-    active = [request for request in requests if request._completion is not None]
-    if not active:
-        return []
-    parts = [request._waiting for request in active if request._waiting is not None]
-    waiting = WaitingForAny(operation, parts)
-    return await_any(active[0]._world, [request._completion for request in requests], waiting)
-
-
-def _collect_each(requests: Sequence[Request], over: list[int], statuses: list[Status] | None) -> list[Any]:
-    chosen = [requests[index] for index in over]
-    return collect_all(chosen, _lend(statuses, len(over)), Request._collect)

@@ -13,7 +13,8 @@ from spawnsim.errors import WorldError
 from spawnsim.virtual.comm.context import Member
 from spawnsim.virtual.comm.payload import check_target, dumps, loads, pack, receiver, unpack
 from spawnsim.virtual.completion import Message, Receive, take_in
-from spawnsim.virtual.requests import Request, fill
+from spawnsim.virtual.requests import Request
+from spawnsim.virtual.several import fill
 from spawnsim.virtual.waiting import Waiting, await_one, check_alive
 from spawnsim.virtual.wire import LOCAL, STANDARD, SYNCHRONOUS, Mode, Transfer, send
 

@@ -13,7 +13,8 @@ from spawnsim.virtual.comm.point_to_point import Transport, receive_nothing
 from spawnsim.virtual.completion import Completion, Receive
 from spawnsim.virtual.completion import Message as Letter
 from spawnsim.virtual.kernel import current_world
-from spawnsim.virtual.requests import Request, fill
+from spawnsim.virtual.requests import Request
+from spawnsim.virtual.several import fill
 from spawnsim.virtual.waiting import check_alive
 
 
