@@ -19,6 +19,7 @@ from mpi4py import MPI
 from spawnsim.comm import constants, failures
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import ERRORS_ARE_FATAL, ERRORS_RETURN, Errhandler
+from spawnsim.comm.recovery import Capabilities, Recovery
 from spawnsim.errors import UsageError
 from spawnsim.real import words
 from spawnsim.real.collectives import MAKERS, Collectives
@@ -29,7 +30,7 @@ from spawnsim.real.namespace import namespace as names
 from spawnsim.real.options import Options
 from spawnsim.real.own import Own, Recorder, Task
 from spawnsim.real.p2p import PointToPoint
-from spawnsim.real.recovery import SURVIVE, Capabilities, Recovery, capabilities, prepare, recover, ulfm
+from spawnsim.real.recovery import SURVIVE, capabilities, prepare, recover, ulfm
 from spawnsim.real.requests import MPIPersistent, wrapped
 from spawnsim.real.windows import Windows
 
@@ -65,7 +66,7 @@ class MPIComm(PointToPoint, Collectives):
         """Return what this communicator can do here, and which launcher flag is missing."""
         return capabilities(self._home)
 
-    def recover(self, step: int = 0) -> Recovery:
+    def recover(self, step: int | None = None) -> Recovery:
         """Return a communicator of the survivors, after `RankFailed`, `Revoked` or `Timeout`; all of them must call."""
         return recover(self, step)
 

@@ -13,12 +13,12 @@ import os
 import queue
 import signal
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
+from spawnsim.comm.recovery import Capabilities, Recovery
 from spawnsim.errors import RankFailed, Revoked
 from spawnsim.real.watchdog import GRACE_S
 
@@ -26,30 +26,9 @@ if TYPE_CHECKING:
     from spawnsim.real.home import Home
     from spawnsim.real.mpi import MPIComm
 
+NOWHERE = np.iinfo(np.int64).max  # the step of a rank that gives none
 SURVIVE = "SPAWNSIM_SURVIVE"
 """Set by `launch(survive=True)`: the launcher lets the others live when a rank dies."""
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """What `recover()` returns: the survivors' communicator, old rank → new rank, the agreed step, the dead."""
-
-    comm: Any
-    ranks: dict[int, int]
-    step: int
-    dead: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What this communicator can do here. `survives`: "ulfm", "time-out" or "no"; `advice` says what is missing."""
-
-    library: str
-    thread_level: str
-    watchdog: bool
-    survives: str
-    one_sided_progress: str
-    advice: str
 
 
 def ulfm() -> bool:
@@ -60,19 +39,18 @@ def ulfm() -> bool:
 
 def capabilities(home: Home) -> Capabilities:
     """Return what can be done, without trying it."""
-    multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    survives = "ulfm" if ulfm() else "time-out" if home.options.survive and SURVIVE in os.environ else "no"
     vendor, version = MPI.get_vendor()
+    survives = ulfm() or (home.options.survive and SURVIVE in os.environ)
     flag = "mpiexec --with-ft ulfm" if vendor == "Open MPI" else "mpiexec -disable-auto-cleanup"
+    advice = f"to survive a rank's death start with launch(survive=True), or {flag} by hand"
     return Capabilities(
+        backend="mpi",
         library=f"{vendor} {'.'.join(map(str, version))}",
-        thread_level={0: "single", 1: "funneled", 2: "serialized"}.get(MPI.Query_thread(), "multiple"),
-        watchdog=multiple,
         survives=survives,
-        one_sided_progress="Win.Allocate: always on one node; else at polls and ends of compute blocks",
-        advice=""
-        if survives != "no"
-        else f"to survive a rank's death start with launch(survive=True), or {flag} by hand",
+        ulfm=ulfm(),
+        progress="poll",  # Win.Allocate on one node: always; else at polls and ends of compute blocks
+        threads={0: "single", 1: "funneled", 2: "serialized"}.get(MPI.Query_thread(), "multiple"),
+        missing=() if survives else (advice,),
     )
 
 
@@ -96,7 +74,7 @@ def _heard(home: Home, sender: int, message: dict[str, Any]) -> None:
     home.watchdog.channel.send(sender, {"kind": "ack"})
 
 
-def recover(comm: MPIComm, step: int = 0) -> Recovery:
+def recover(comm: MPIComm, step: int | None = None) -> Recovery:
     """Return the communicator of the survivors. All of them must call; `step` is where this one stands.
 
     Raises `Revoked` on a rank that the others have given up meanwhile (it was stopped): it must leave.
@@ -104,7 +82,7 @@ def recover(comm: MPIComm, step: int = 0) -> Recovery:
     home = comm._home
     new = _shrunk(comm) if ulfm() else _regrouped(comm)
     home.revoked = False
-    agreed = np.array([step], np.int64)
+    agreed = np.array([NOWHERE if step is None else step], np.int64)
     new.Allreduce(MPI.IN_PLACE, agreed, MPI.MIN)
     home.epoch += 1
     home.farewell = new.Dup()
@@ -114,7 +92,7 @@ def recover(comm: MPIComm, step: int = 0) -> Recovery:
     dead = tuple(sorted(set(range(comm.size)) - set(old)))
     home.lost |= {comm.members[rank] for rank in dead}
     comm.record.event("recovered", dead=list(dead), size=survivors.size, step=int(agreed[0]))
-    return Recovery(survivors, old, int(agreed[0]), dead)
+    return Recovery(survivors, old, None if agreed[0] == NOWHERE else int(agreed[0]), dead)
 
 
 def _shrunk(comm: MPIComm) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from spawnsim.comm.constants import COMM_TYPE_SHARED, CONGRUENT, IDENT, SIMILAR, UNDEFINED, UNEQUAL
 from spawnsim.comm.failures import ERR_COMM, CallError
 from spawnsim.comm.group import Group
+from spawnsim.comm.recovery import Capabilities
 from spawnsim.errors import UnsupportedError, UsageError
 from spawnsim.real.dist.collectives import Native
 from spawnsim.real.dist.home import Home
@@ -79,16 +81,19 @@ class TorchComm(PointToPoint, Native, Objects):
         """Let go of requests that are complete; the wire makes progress by itself."""
         self._home.poll()
 
-    def capabilities(self) -> dict[str, str]:
+    def capabilities(self) -> Capabilities:
         """Return what this communicator can do here."""
-        backend = dist.get_backend(self._home.group)
-        return {
-            "library": f"torch {torch.__version__}, {backend}",
-            "survives": "no",
-            "one_sided_progress": "always",
-        }
+        return Capabilities(
+            backend="torch",
+            library=f"torch {torch.__version__}, {dist.get_backend(self._home.group)}",
+            survives=False,
+            ulfm=False,
+            progress="async",  # a thread of each rank serves windows
+            threads="multiple",
+            missing=("to survive a rank's death use torchrun --max-restarts, or --backend mpi",),
+        )
 
-    def recover(self, step: int = 0) -> Any:
+    def recover(self, step: int | None = None) -> Any:
         """Refuse: a group of torch is of no use after a death."""
         raise UnsupportedError(
             "recover: not over torch.distributed; torchrun --max-restarts, or --backend mpi"
@@ -246,15 +251,18 @@ def _enter(group: Any, own: Own, options: Options) -> TorchComm:
     return comm
 
 
+# A process group takes no attributes: what it was wrapped by is kept beside it, for as long as it lives.
+_WRAPPED: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchComm] = weakref.WeakKeyDictionary()
+
+
 def wrap(group: Any) -> TorchComm:
     """Return a communicator over a group of torch.distributed; the same one each time. Collective on the first call."""
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(f"{group!r}: pass a torch.distributed process group that this rank is in")
-    known: TorchComm | None = getattr(group, "_spawnsim", None)
+    known = _WRAPPED.get(group)
     if known is None:
         own = Own(group.rank(), recorder=None, seed=0, deadline_s=30.0)
-        known = _enter(group, own, Options())
-        group._spawnsim = known  # type: ignore[attr-defined]
+        known = _WRAPPED[group] = _enter(group, own, Options())
     return known
 
 

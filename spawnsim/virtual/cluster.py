@@ -18,9 +18,9 @@ from spawnsim.errors import ParameterError, RankError, RankFailed, SpawnsimError
 from spawnsim.random import Streams
 from spawnsim.virtual import reports
 from spawnsim.virtual.collectives import Timing
+from spawnsim.virtual.comm.belongings import ProgramAbort
 from spawnsim.virtual.comm.communicators import Intracomm, enter
 from spawnsim.virtual.comm.context import Context
-from spawnsim.virtual.comm.management import ProgramAbort
 from spawnsim.virtual.faults import Plan
 from spawnsim.virtual.kernel import Kernel, Task
 from spawnsim.virtual.links import Links

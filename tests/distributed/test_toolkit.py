@@ -62,7 +62,6 @@ def test_on_torch_distributed(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.xfail(strict=True, reason="real.torch.wrap cannot remember its communicator on a ProcessGroup")
 def test_the_world_of_torch_distributed(tmp_path: Path) -> None:
     """Where no group is given, torch.distributed's default one is meant."""
     assert passed(tmp_path, "torch", only=WORLD) == {WORLD: 4}

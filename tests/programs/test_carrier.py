@@ -20,7 +20,7 @@ from spawnsim.errors import Deadlock, MismatchError, ParameterError, RankError, 
 from spawnsim.record import Recorder
 from spawnsim.run.unmodified import is_unmodified
 from spawnsim.virtual.cluster import Totals
-from spawnsim.virtual.comm.management import ProgramAbort
+from spawnsim.virtual.comm.belongings import ProgramAbort
 from spawnsim.virtual.programs import run_program
 
 HEAD = "import sys\nfrom mpi4py import MPI\ncomm = MPI.COMM_WORLD\nrank, size = comm.rank, comm.size\n"

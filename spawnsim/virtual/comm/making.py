@@ -38,13 +38,13 @@ class Making(Member):
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
     ) -> Any:
         """Return a grid of the first ranks; those left over get COMM_NULL."""
-        from spawnsim.virtual.comm.topologies import create_cart
+        from spawnsim.virtual.comm.shaping import create_cart
 
         return create_cart(self, dims, periods)  # type: ignore[arg-type]
 
     def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> Any:
         """Return a graph of the first ranks; those left over get COMM_NULL."""
-        from spawnsim.virtual.comm.topologies import create_graph
+        from spawnsim.virtual.comm.shaping import create_graph
 
         return create_graph(self, index, edges)  # type: ignore[arg-type]
 
@@ -53,18 +53,18 @@ class Making(Member):
         destweights: Sequence[int] | None = None, info: Info = INFO_NULL, reorder: bool = False,
     ) -> Any:  # fmt: skip
         """Return a graph of which each rank tells its own edges."""
-        from spawnsim.virtual.comm.topologies import create_dist_graph_adjacent
+        from spawnsim.virtual.comm.shaping import create_dist_graph_adjacent
 
-        return create_dist_graph_adjacent(self, sources, destinations, sourceweights, destweights)  # type: ignore[arg-type]
+        return create_dist_graph_adjacent(self, sources, destinations, (sourceweights, destweights))  # type: ignore[arg-type]
 
     def Create_dist_graph(
         self, sources: Sequence[int], degrees: Sequence[int], destinations: Sequence[int],
         weights: Sequence[int] | None = None, info: Info = INFO_NULL, reorder: bool = False,
     ) -> Any:  # fmt: skip
         """Return a graph of which each rank tells any edges."""
-        from spawnsim.virtual.comm.topologies import create_dist_graph
+        from spawnsim.virtual.comm.shaping import create_dist_graph
 
-        return create_dist_graph(self, sources, degrees, destinations, weights)  # type: ignore[arg-type]
+        return create_dist_graph(self, sources, degrees, destinations, weights=weights)  # type: ignore[arg-type]
 
     def Create_intercomm(self, local_leader: int, peer_comm: Any, remote_leader: int, tag: int = 0) -> Any:
         """Join this communicator's group with another one; the leaders meet on `peer_comm`."""
@@ -74,13 +74,13 @@ class Making(Member):
 
     def Cart_map(self, dims: Sequence[int], periods: Sequence[bool] | None = None) -> int:
         """Return the rank that this one would have in a grid."""
-        from spawnsim.virtual.comm.topologies import mapped
+        from spawnsim.virtual.comm.shaping import mapped
 
         return mapped(self, dims)
 
     def Graph_map(self, index: Sequence[int], edges: Sequence[int]) -> int:
         """Return the rank that this one would have in a graph."""
-        from spawnsim.virtual.comm.topologies import mapped
+        from spawnsim.virtual.comm.shaping import mapped
 
         return mapped(self, [len(index)])
 

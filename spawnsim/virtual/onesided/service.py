@@ -95,7 +95,9 @@ class Windows:
         origin.trace.note((task.clock, 6, target.rank.id, there + back, 0))
         completion = Completion(world.kernel)
         self._on_arrival(
-            begin_s + flight_s, target, lambda: self._serve(origin, target, back, serve, completion, **how)
+            begin_s + flight_s,
+            target,
+            lambda: self._serve(origin, target, back, serve, completion=completion, **how),
         )
         world.kernel.effect()
         origin.reach(task, task.clock + send_s)
@@ -115,8 +117,8 @@ class Windows:
         env.at(max(time_s, env.now), target.rank.id, arrive)
 
     def _serve(
-        self, origin: Rank, target: Target, back: int, serve: Serve, completion: Completion,
-        *, lock: int = 0, keep: bool = False,
+        self, origin: Rank, target: Target, back: int, serve: Serve,
+        *, completion: Completion, lock: int = 0, keep: bool = False,
     ) -> None:  # fmt: skip
         def go() -> None:
             serve()

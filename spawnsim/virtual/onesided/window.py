@@ -61,13 +61,17 @@ class Win(Accesses, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore[misc]
     def Create(cls, memory: Any, disp_unit: int = 1, info: Info = INFO_NULL, comm: Any = COMM_SELF) -> Self:
         """Open a window on memory of the program; collective."""
         own = np.zeros(0, np.uint8) if memory is None or memory is BOTTOM else as_bytes(flat(memory))
-        return cls._open("Win.Create", (own, disp_unit, None), constants.WIN_FLAVOR_CREATE, comm, info)
+        return cls._open(
+            "Win.Create", (own, disp_unit, None), constants.WIN_FLAVOR_CREATE, comm=comm, info=info
+        )
 
     @classmethod
     def Allocate(cls, size: int, disp_unit: int = 1, info: Info = INFO_NULL, comm: Any = COMM_SELF) -> Self:
         """Open a window on fresh memory of `size` bytes; collective."""
         own = np.zeros(size, np.uint8)
-        return cls._open("Win.Allocate", (own, disp_unit, None), constants.WIN_FLAVOR_ALLOCATE, comm, info)
+        return cls._open(
+            "Win.Allocate", (own, disp_unit, None), constants.WIN_FLAVOR_ALLOCATE, comm=comm, info=info
+        )
 
     @classmethod
     def Allocate_shared(
@@ -75,23 +79,25 @@ class Win(Accesses, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore[misc]
     ) -> Self:
         """Open a window on one piece of memory that all members can load and store; collective."""
         return cls._open(
-            "Win.Allocate_shared", (None, disp_unit, size), constants.WIN_FLAVOR_SHARED, comm, info
+            "Win.Allocate_shared", (None, disp_unit, size), constants.WIN_FLAVOR_SHARED, comm=comm, info=info
         )
 
     @classmethod
     def Create_dynamic(cls, info: Info = INFO_NULL, comm: Any = COMM_SELF) -> Self:
         """Open a window without memory, which Attach adds; collective."""
         own = np.zeros(0, np.uint8)
-        return cls._open("Win.Create_dynamic", (own, 1, None), constants.WIN_FLAVOR_DYNAMIC, comm, info)
+        return cls._open(
+            "Win.Create_dynamic", (own, 1, None), constants.WIN_FLAVOR_DYNAMIC, comm=comm, info=info
+        )
 
     @classmethod
     def _open(
-        cls, name: str, part: tuple[Any, int, int | None], flavor: int, comm: Member, info: Info
+        cls, name: str, part: tuple[Any, int, int | None], flavor: int, *, comm: Member, info: Info
     ) -> Self:
         comm._need()
         if part[1] <= 0:
             raise CallError(ERR_DISP, f"{name}: disp_unit {part[1]} must be above 0")
-        context, windows = comm._agree(name, part, lambda parts: _build(comm, parts, flavor))  # type: ignore[attr-defined]
+        context, windows = comm._agree(name, part, lambda parts: _build(comm, parts, flavor))
         self = cls._over(windows.targets[comm._me].memory)
         self._attributes = {}
         self._identity = self._windows = windows
