@@ -37,19 +37,19 @@ class BufferedSends(Transport):
 
     def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer from the attached one: returns at once."""
-        self._deliver(self._room_for(pack(buf, dest)), dest, tag, LOCAL, "Bsend")
+        self._deliver(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Bsend")
 
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer from the attached one."""
-        return self._isend(self._room_for(pack(buf, dest)), dest, tag, LOCAL, "Ibsend")
+        return self._isend(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Ibsend")
 
     def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object from the attached buffer: returns at once."""
-        self._deliver(self._room_for(dumps(obj)), dest, tag, LOCAL, "bsend")
+        self._deliver(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="bsend")
 
     def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Start to send an object from the attached buffer."""
-        return self._isend(self._room_for(dumps(obj)), dest, tag, LOCAL, "ibsend")
+        return self._isend(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="ibsend")
 
     def _room_for(self, payload: Any) -> Any:
         held: dict[Any, Any] = self._rank.attachments

@@ -36,7 +36,7 @@ class Transport(Member):
         message = Message(self._me, tag, payload, len(payload) if type(payload) is bytes else payload.nbytes)
         return send(world, self._context.mailbox(self._peers[dest]), message, mode)
 
-    def _deliver(self, payload: Any, dest: int, tag: int, mode: Mode, operation: str) -> None:
+    def _deliver(self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str) -> None:
         """Send and wait until the program may go on."""
         transfer = self._dispatch(payload, dest, tag, mode)
         if transfer is not None:
@@ -99,7 +99,7 @@ class Transport(Member):
         acknowledged = self._context.notes.get(("acknowledged", self._rank.id), ())
         return Waiting(operation, self._label, self._peers, peer, tag, keyword, acknowledged)
 
-    def _isend(self, payload: Any, dest: int, tag: int, mode: Mode, operation: str) -> Request:
+    def _isend(self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str) -> Request:
         transfer = self._dispatch(payload, dest, tag, mode)
         if transfer is None:
             return Request.over(self._world)
@@ -142,27 +142,27 @@ class Objects(Transport):
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object."""
-        self._deliver(dumps(obj), dest, tag, STANDARD, "send")
+        self._deliver(dumps(obj), dest, tag, STANDARD, operation="send")
 
     def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object; return when its receive has started."""
-        self._deliver(dumps(obj), dest, tag, SYNCHRONOUS, "ssend")
+        self._deliver(dumps(obj), dest, tag, SYNCHRONOUS, operation="ssend")
 
     def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object from a buffer: returns at once."""
-        self._deliver(dumps(obj), dest, tag, LOCAL, "bsend")
+        self._deliver(dumps(obj), dest, tag, LOCAL, operation="bsend")
 
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Start to send an object."""
-        return self._isend(dumps(obj), dest, tag, STANDARD, "isend")
+        return self._isend(dumps(obj), dest, tag, STANDARD, operation="isend")
 
     def issend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Start to send an object; the request is over when its receive has started."""
-        return self._isend(dumps(obj), dest, tag, SYNCHRONOUS, "issend")
+        return self._isend(dumps(obj), dest, tag, SYNCHRONOUS, operation="issend")
 
     def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Start to send an object from a buffer."""
-        return self._isend(dumps(obj), dest, tag, LOCAL, "ibsend")
+        return self._isend(dumps(obj), dest, tag, LOCAL, operation="ibsend")
 
     def recv(
         self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
@@ -201,27 +201,27 @@ class Buffers(Transport):
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer. Above the eager threshold it returns when its receive has started and the data have left."""
-        self._deliver(pack(buf, dest), dest, tag, STANDARD, "Send")
+        self._deliver(pack(buf, dest), dest, tag, STANDARD, operation="Send")
 
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer; return when its receive has started."""
-        self._deliver(pack(buf, dest), dest, tag, SYNCHRONOUS, "Ssend")
+        self._deliver(pack(buf, dest), dest, tag, SYNCHRONOUS, operation="Ssend")
 
     def Rsend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer whose receive the program knows to be posted."""
-        self._deliver(pack(buf, dest), dest, tag, LOCAL, "Rsend")
+        self._deliver(pack(buf, dest), dest, tag, LOCAL, operation="Rsend")
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer. Its content is taken now; it may be used again at once."""
-        return self._isend(pack(buf, dest), dest, tag, STANDARD, "Isend")
+        return self._isend(pack(buf, dest), dest, tag, STANDARD, operation="Isend")
 
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer; the request is over when its receive has started."""
-        return self._isend(pack(buf, dest), dest, tag, SYNCHRONOUS, "Issend")
+        return self._isend(pack(buf, dest), dest, tag, SYNCHRONOUS, operation="Issend")
 
     def Irsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer whose receive the program knows to be posted."""
-        return self._isend(pack(buf, dest), dest, tag, LOCAL, "Irsend")
+        return self._isend(pack(buf, dest), dest, tag, LOCAL, operation="Irsend")
 
     def Recv(
         self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
@@ -268,7 +268,7 @@ class Buffers(Transport):
     ) -> Request:  # fmt: skip
         """Start to send one buffer and to receive into another."""
         check_target(recvbuf, source)
-        outgoing = self._isend(pack(sendbuf, dest), dest, sendtag, STANDARD, "Isendrecv")
+        outgoing = self._isend(pack(sendbuf, dest), dest, sendtag, STANDARD, operation="Isendrecv")
         incoming = self.Irecv(recvbuf, source, recvtag)
         return incoming.together(outgoing)
 

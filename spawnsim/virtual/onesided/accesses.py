@@ -45,7 +45,7 @@ class Accesses(Epochs):
         self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Op = SUM
     ) -> None:
         """Combine with a part and return what was there, atomically."""
-        self._later(self._swap(origin, result, target_rank, target, op), target_rank)
+        self._later(self._swap(origin, result, target_rank, target, op=op), target_rank)
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Request:
         """Start Put; the request is over when the data are written."""
@@ -64,7 +64,7 @@ class Accesses(Epochs):
     ) -> Request:
         """Start Get_accumulate."""
         return self._request(
-            "Rget_accumulate", self._swap(origin, result, target_rank, target, op), target_rank
+            "Rget_accumulate", self._swap(origin, result, target_rank, target, op=op), target_rank
         )
 
     def Fetch_and_op(
@@ -72,7 +72,7 @@ class Accesses(Epochs):
     ) -> None:
         """Combine one element and return what was there, atomically."""
         _check_single("Fetch_and_op", result, *([] if op == NO_OP else [origin]))
-        self._later(self._swap(origin, result, target_rank, [target_disp, 1], op), target_rank)
+        self._later(self._swap(origin, result, target_rank, [target_disp, 1], op=op), target_rank)
 
     def Compare_and_swap(
         self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
@@ -114,7 +114,7 @@ class Accesses(Epochs):
         completion = self._send(rank, (0, part.nbytes), lambda: held.append(part.pack()))
         return completion, lambda: own.unpack(held[0])
 
-    def _swap(self, origin: Any, result: Any, rank: int, target: Any, op: Op) -> Any:
+    def _swap(self, origin: Any, result: Any, rank: int, target: Any, *, op: Op) -> Any:
         if rank == PROC_NULL:
             return None
         found = as_buffer(result, writable=True)
@@ -139,7 +139,7 @@ class Accesses(Epochs):
         start, memory = displacement * part.disp_unit, part.memory
         if self._windows.flavor == constants.WIN_FLAVOR_DYNAMIC:
             memory, start = _region(part.regions, displacement)
-        return _located(memory, datatype, start, count, f"{operation} to rank {rank} of {self._label}")
+        return _located(memory, datatype, start, count, what=f"{operation} to rank {rank} of {self._label}")
 
     def _send(self, rank: int, nbytes: tuple[int, int], serve: Callable[[], None]) -> Completion:
         return self._windows.request(self._comm._rank, rank, nbytes, serve)
@@ -178,7 +178,7 @@ def _apply(op: Op, part: Buffer, data: Any) -> None:
     part.unpack(data if op == REPLACE else op.reduce(data, part.pack(), part.datatype))
 
 
-def _located(memory: Any, datatype: Datatype, start: int, count: int, what: str) -> Buffer:
+def _located(memory: Any, datatype: Datatype, start: int, count: int, *, what: str) -> Buffer:
     try:
         return locate(memory, datatype, start, (count, 1))
     except ParameterError as error:

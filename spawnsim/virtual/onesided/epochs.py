@@ -155,7 +155,7 @@ class Epochs(Attributes):
         self._need()
         self._exposed = self._places(group)
         for rank in self._exposed:
-            self._comm._deliver(b"", rank, POST, STANDARD, "Post")
+            self._comm._deliver(b"", rank, POST, STANDARD, operation="Post")
         self._tokens = [self._comm._irecv(rank, COMPLETE, "Wait", _nothing) for rank in self._exposed]
 
     def Start(self, group: Group, assertion: int = 0) -> None:
@@ -171,7 +171,7 @@ class Epochs(Attributes):
         self._need()
         for rank in sorted(self._started):
             self._flush(rank, "Complete")
-            self._comm._deliver(b"", rank, COMPLETE, STANDARD, "Complete")
+            self._comm._deliver(b"", rank, COMPLETE, STANDARD, operation="Complete")
         self._started = set()
 
     def Wait(self) -> bool:
