@@ -10,35 +10,36 @@ This room knows intervals of time. It must not know messages or ranks.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 
-KEPT = 64  # busy intervals remembered; what was before them is taken to be free
+KEPT = 64  # busy intervals remembered, at least; what was before them is taken to be free
 SLACK = 1e-9  # overlap, in drains, that is rounding and no contention
 
 
 class Card:
     """When one card was or will be busy letting messages in: intervals in seconds, rising, apart."""
 
-    __slots__ = ("_busy",)
+    __slots__ = ("_busy", "_free_s")
 
     def __init__(self) -> None:
         self._busy: list[tuple[float, float]] = []
+        self._free_s = -math.inf  # from then on
 
     def let_in(self, arrival_s: float, drain_s: float) -> float:
         """Book the card for a message that would arrive, alone, at `arrival_s`. Return when it has arrived."""
-        busy, begin_s = self._busy, arrival_s - drain_s
-        if not busy or busy[-1][1] <= begin_s + SLACK * drain_s:  # behind all others: nearly always so
-            if busy and busy[-1][1] >= begin_s:
-                busy[-1] = (busy[-1][0], arrival_s)
-                return arrival_s
-            busy.append((begin_s, arrival_s))
-            if len(busy) > KEPT:
-                del busy[0]
-            return arrival_s
-        return self._squeeze_in(arrival_s, drain_s)
+        begin_s = arrival_s - drain_s
+        if begin_s + SLACK * drain_s < self._free_s:
+            return self._squeeze_in(begin_s, arrival_s)
+        self._busy.append((begin_s, arrival_s))  # behind all others: nearly always so
+        self._free_s = arrival_s
+        if len(self._busy) > 2 * KEPT:
+            del self._busy[:KEPT]
+        return arrival_s
 
-    def _squeeze_in(self, arrival_s: float, drain_s: float) -> float:
-        begin_s, end_s = arrival_s - drain_s, arrival_s
+    def _squeeze_in(self, begin_s: float, end_s: float) -> float:
+        """Book the first gap from `begin_s` on that is long enough; return its end."""
+        drain_s = end_s - begin_s
         for from_s, to_s in self._busy:
             if to_s <= begin_s + SLACK * drain_s:
                 continue
@@ -47,6 +48,7 @@ class Card:
             begin_s, end_s = to_s, to_s + drain_s
         insort(self._busy, (begin_s, end_s))
         self._join()
+        self._free_s = self._busy[-1][1]
         return end_s
 
     def _join(self) -> None:

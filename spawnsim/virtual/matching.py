@@ -54,7 +54,11 @@ class Mailbox:
             self._fly(message)
             self._set_alarm()
         elif not self._open or not self._hand_over(message):
-            self._queue(message)
+            message.queued = True
+            try:
+                self.unexpected[message.source].append(message)
+            except KeyError:
+                self.unexpected[message.source] = deque((message,))
         if self.watchers:
             self._wake_watchers()
 

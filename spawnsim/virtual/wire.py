@@ -106,13 +106,18 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
             transfer = Acknowledged(world, source, world.ranks[dest])
     if transfer is not None:
         transfer.message, message.sender = message, transfer  # type: ignore[assignment]
-    kernel.effect()
+    kernel.idle = 0  # `kernel.effect()`, without the call
+    task.budget -= 1
+    if task.budget <= 0:
+        kernel.observe()
     if send_s:
         source.reach(task, task.clock + send_s)
-    if world.links is None:
-        set_out(world, message, mailbox, task.rank)
-    else:
+    if world.links is not None:
         world.links.carry(task.rank, mailbox, message)
+    elif world.contention is not None:
+        world.contention.carry(message, mailbox, task.rank)
+    else:
+        mailbox.deliver(message)
     if send_s and source.company:
         kernel.observe()
     return transfer

@@ -55,7 +55,7 @@ def unpack(spec: Any, payload: Any) -> None:
     """Write a payload into a buffer. A payload longer than the buffer is an error that changes nothing."""
     if type(spec) is np.ndarray and type(payload) is bytes:
         try:
-            spec.data.cast("B")[: len(payload)] = payload
+            memoryview(spec).cast("B")[: len(payload)] = payload  # type: ignore[arg-type]
         except (TypeError, ValueError):  # empty, strided, read-only, too short, or of a type that needs care
             as_buffer(spec).unpack(np.frombuffer(payload, np.uint8))
         return

@@ -43,8 +43,7 @@ class Transport(Member):
             await_one(self._world, transfer, self._waiting(operation, dest, tag, "dest"))
 
     def _post(self, source: int, tag: int) -> Receive:
-        """Post a receive. A wildcard is an observation."""
-        self._check_source(source, tag)
+        """Post a receive that was checked. A wildcard is an observation."""
         kernel = self._world.kernel
         if source == ANY_SOURCE:
             kernel.observe()
@@ -55,20 +54,20 @@ class Transport(Member):
     def _accept(self, source: int, tag: int, operation: str) -> Message:
         """Receive one message, blocking."""
         if source >= 0:
-            self._check_source(source, tag)
+            self._check_peer(source, tag if tag != ANY_TAG else 0)
             message = self._mailbox.ready(source, tag)
             if message is not None and self._take_now(message):
                 return message
+        else:
+            self._check_source(source, tag)
         return self._accept_later(source, tag, operation)
 
     def _take_now(self, message: Message) -> bool:
         """Take a message whose data are on their way, without parking; False if that would pass the deadline."""
         task, mailbox = self._world.kernel.current, self._mailbox
-        arrival_s, now_s = message.arrival_s, task.clock
-        if arrival_s is None:
-            return False
-        if mailbox.card is not None:
-            arrival_s = take_in(message, mailbox.card)
+        now_s = task.clock
+        arrival_s = message.arrival_s if mailbox.card is None else take_in(message, mailbox.card)
+        assert arrival_s is not None, "a message without a waiting sender brings its data"
         if arrival_s + message.receive_s > now_s + task.deadline_s:
             return False
         mailbox.take_ready(message)
@@ -110,6 +109,7 @@ class Transport(Member):
         if source == PROC_NULL:
             self._need()
             return Request.over(self._world, receive_nothing)
+        self._check_source(source, tag)
         receive = self._post(source, tag)
 
         def deliver(status: Status) -> Any:
@@ -233,6 +233,10 @@ class Buffers(Transport):
                 receive_nothing(status)
             return
         check_target(buf)
+        self._receive(buf, source, tag, status)
+
+    def _receive(self, buf: Any, source: int, tag: int, status: Status | None) -> None:
+        """Receive into a buffer that was checked."""
         message = self._accept(source, tag, "Recv")
         if status is not None:
             fill(status, message.source, message.tag, message.nbytes)
@@ -251,7 +255,10 @@ class Buffers(Transport):
         """Send one buffer and receive into another, without deadlock."""
         check_target(recvbuf, source)
         transfer = self._dispatch(pack(sendbuf, dest), dest, sendtag, STANDARD)
-        self.Recv(recvbuf, source, recvtag, status)
+        if source == PROC_NULL:
+            self.Recv(recvbuf, source, recvtag, status)
+        else:
+            self._receive(recvbuf, source, recvtag, status)
         if transfer is not None:
             await_one(self._world, transfer, self._waiting("Sendrecv", dest, sendtag, "dest"))
 
