@@ -14,7 +14,6 @@ from spawnsim.policies.by_clock import AsyncModelAveragePolicy
 from spawnsim.policies.cadence import Cadence, Every, When
 from spawnsim.policies.deadlines import Adaptive, Deadline, Fixed
 from spawnsim.policies.donors import Best, ByMetric, Neighbours, Uniform
-from spawnsim.policies.exchange import Wiring
 from spawnsim.policies.groups import DecentralizedAverager, DecentralizedAveragingPolicy
 from spawnsim.policies.one_sided import OneSidedSelectiveAveragingPolicy
 from spawnsim.policies.policy import SpawnPolicy
@@ -24,6 +23,7 @@ from spawnsim.policies.selection import Expired, Report, Threshold, WorstRatio
 from spawnsim.policies.selective import AsyncSelectiveAveragingPolicy
 from spawnsim.policies.state import Travels
 from spawnsim.policies.windows import Windows
+from spawnsim.policies.wiring import Wiring
 
 __all__ = [
     "Adaptive",

@@ -69,6 +69,8 @@ class Coordinator:
         """Take a rank's report; `settled` is the last round whose replacement it finished or gave up."""
         if settled >= self._assigned.get(report.rank, (math.inf, 0))[0]:
             del self._assigned[report.rank]
+        if settled >= 0:  # a successor learns of the rounds before its time
+            self.last_trigger = max(self.last_trigger, settled)
         if round_ <= self.closed:
             self.counts["late"] += 1
             return
@@ -92,6 +94,11 @@ class Coordinator:
         """Note that a rank neither reports nor gives any more."""
         self._left.add(rank)
 
+    @property
+    def alone(self) -> bool:
+        """Whether all ranks have left."""
+        return len(self._left) == self.size
+
     def needed(self) -> int:
         """Return how many reports decide a round before its deadline."""
         here = self.size - len(self._left)
@@ -112,7 +119,7 @@ class Coordinator:
         return decisions
 
     def _decide(self, round_: int, now_s: float) -> Decision:
-        reports = list(self._open[round_].reports.values())
+        reports = [report for rank, report in self._open[round_].reports.items() if rank not in self._left]
         self.closed = round_
         self._open = {other: entry for other, entry in self._open.items() if other > round_}
         if round_ - self.last_trigger < self.cooldown:
@@ -126,4 +133,4 @@ class Coordinator:
         return decision
 
     def _busy(self, now_s: float) -> set[int]:
-        return self._left.union(rank for rank, (_, give_up_s) in self._assigned.items() if now_s < give_up_s)
+        return {rank for rank, (_, give_up_s) in self._assigned.items() if now_s < give_up_s}

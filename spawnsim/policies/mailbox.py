@@ -34,17 +34,19 @@ class Mailbox:
         self._sends: list[tuple[Request, Bytes]] = []
         self._receives: list[tuple[Request, int, Bytes]] = []
 
-    def send(self, rank: int, message: Bytes) -> None:
-        """Send bytes to a rank of the communicator; the buffer must not be written to afterwards."""
+    def send(self, rank: int, message: Bytes) -> bool:
+        """Send bytes to a rank; False if it is known to be dead. The buffer must not be written to afterwards."""
         if rank == self.rank:
             self._own.append(message)
-            return
+            return True
         try:
             self._sends.append((self.comm.Isend(message, rank, self.tag), message))
             self.sent[rank] += 1
             self.counts["bytes_sent"] += message.size
         except RankFailed:
             self.counts["undeliverable"] += 1
+            return False
+        return True
 
     def poll(self) -> list[tuple[int, Bytes]]:
         """Return (source, bytes) of everything that has arrived; no wait, one probe if there is nothing."""

@@ -16,8 +16,9 @@ from spawnsim.policies.account import Replacement
 from spawnsim.policies.cadence import Cadence
 from spawnsim.policies.deciding import Rules
 from spawnsim.policies.donors import Count, DonorRule, Uniform
-from spawnsim.policies.exchange import Exchange, Wiring
+from spawnsim.policies.exchange import Exchange
 from spawnsim.policies.intake import Outcome
+from spawnsim.policies.leaving import Leaving
 from spawnsim.policies.mixing import Mixing
 from spawnsim.policies.policy import Info, Result, SpawnPolicy, as_metric, blank_info
 from spawnsim.policies.renewal import Explore, Gift, ModelBuilder, Renewal, Rule, shared
@@ -34,6 +35,7 @@ from spawnsim.policies.selection import (
     check_nan_policy,
 )
 from spawnsim.policies.state import Tensors, Travels
+from spawnsim.policies.wiring import Wiring
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +212,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         if exchange is None or self._latest is None:
             return
         self._resume = self._progress(exchange)
-        if not exchange.drain(*self._latest):
+        if not Leaving(exchange, *self._latest)():
             logger.warning(
                 "rank %d: shut down with %d messages under way", exchange.comm.rank, exchange.mailbox.unfinished
             )

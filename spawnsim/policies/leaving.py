@@ -1,0 +1,75 @@
+"""The end of an exchange: stay until all that was sent to this rank has been received.
+
+MPI does not allow messages that nobody receives (MPICH kills such a job when it finalizes). So all ranks add up what
+each has sent to each, after which none sends any more, and each stays until it has received its share. The leader goes
+on deciding for those who still train, until all others have said goodbye. All waits are bounded by
+`shutdown_timeout_s`; a rank that is known to be dead ends them.
+
+This room knows an exchange and a communicator's clock and one collective; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from spawnsim.errors import RankFailed, Revoked, Timeout
+from spawnsim.policies.exchange import Exchange
+from spawnsim.policies.messages import Kind, Message
+
+PATIENCE_CALLS = 4  # others answer once a call
+PATIENCE_POLLS = 10
+
+
+class Leaving:
+    """One rank's way out. `iteration`, `model` and `optimizer` are the latest, for those who still ask for them."""
+
+    def __init__(
+        self, exchange: Exchange, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.exchange, self._latest = exchange, (iteration, model, optimizer)
+        self._clock, self._wiring = exchange.comm.clock, exchange.wiring
+
+    def __call__(self) -> bool:
+        """Leave; return whether nothing was left behind."""
+        exchange = self.exchange
+        end_s = self._clock.now() + self._wiring.shutdown_timeout_s
+        try:
+            exchange.tell_leader(Message(Kind.LEAVE, self._latest[0], self._latest[0]))
+            self._finish(min(end_s, self._clock.now() + PATIENCE_CALLS * exchange.call_s))
+            while exchange.coordinator and not exchange.coordinator.alone and self._clock.now() < end_s:
+                self._rest()
+            exchange.coordinator, exchange.leaving = None, True
+            return self._receive(self._expected(end_s))
+        except (RankFailed, Revoked, Timeout):
+            return False
+
+    def _rest(self) -> None:
+        self.exchange.serve(*self._latest)
+        self._clock.sleep(self._wiring.poll_interval_s)
+
+    def _finish(self, end_s: float) -> None:
+        """Let donors answer that were asked; the result is too late to be of use."""
+        while self.exchange.intake.waiting and self._clock.now() < end_s:
+            self._rest()
+        self.exchange.intake.give_up()
+
+    def _expected(self, end_s: float) -> int:
+        """Return how many messages were sent to this rank, once all ranks have come to say so."""
+        sent = self.exchange.mailbox.sent
+        total = np.zeros_like(sent)
+        with self._clock.deadline(max(end_s - self._clock.now(), 1e-3)):
+            self.exchange.comm.Iallreduce(sent, total).Wait()
+        return int(total[self.exchange.comm.Get_rank()])
+
+    def _receive(self, expected: int) -> bool:
+        """Receive what is still missing; what does not come while nothing moves is lost."""
+        box, patience_s = self.exchange.mailbox, PATIENCE_POLLS * self._wiring.poll_interval_s
+        moved_s, before = self._clock.now(), -1
+        while not (box.reap() and box.received >= expected and not box.unfinished):
+            if box.received != before:
+                moved_s, before = self._clock.now(), box.received
+            elif self._clock.now() > moved_s + patience_s and not box.unfinished:
+                return False
+            self._rest()
+        return True
