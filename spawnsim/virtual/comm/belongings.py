@@ -5,13 +5,11 @@ This room knows one rank's handle of a communicator. It must not know how commun
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
-from spawnsim.comm.handles import ERRORS_RETURN, Errhandler
-from spawnsim.comm.info import Info
 from spawnsim.errors import UnsupportedError
 from spawnsim.virtual.comm.context import Member
+from spawnsim.virtual.named import Named
 
 
 class ProgramAbort(BaseException):
@@ -22,56 +20,17 @@ class ProgramAbort(BaseException):
         super().__init__(errorcode, rank, time_s)
 
 
-class Belongings(Member):
+class Belongings(Member, Named):
     """Hints, error handlers, Abort."""
 
     __slots__ = ()
 
-    def Get_info(self) -> Info:
-        """Return a copy of the hints."""
-        self._need()
-        return Info.Create(self._info)
-
-    def Set_info(self, info: Info) -> None:
-        """Set hints; no hint means anything here, all are kept."""
-        self._need()
-        self._info = Info.Create(info)
-
-    @property
-    def info(self) -> Info:
-        """The hints."""
-        return self.Get_info()
-
-    @info.setter
-    def info(self, value: Info) -> None:
-        self.Set_info(value)
-
-    def Get_errhandler(self) -> Errhandler:
-        """Return the error handler."""
-        self._need()
-        return Errhandler(self._errhandler or ERRORS_RETURN)
-
-    def Set_errhandler(self, errhandler: Errhandler) -> None:
-        """Set the error handler."""
-        self._need()
-        self._errhandler = errhandler
-
-    def Call_errhandler(self, errorcode: int) -> None:
-        """Let the error handler act on an error code."""
-        handler = self.Get_errhandler()
-        if handler.function is not None:
-            handler.function(self, errorcode)
-        elif handler.name != "ERRORS_RETURN":
-            self.Abort(errorcode)
-
-    @classmethod
-    def Create_errhandler(cls, errhandler_fn: Callable[[Any, int], None]) -> Errhandler:
-        """Return an error handler that calls a function."""
-        return Errhandler.of("user", errhandler_fn)
-
     def Abort(self, errorcode: int = 0) -> NoReturn:
         """End the whole run, with this exit status."""
         raise ProgramAbort(errorcode, self._rank.id, self._world.kernel.current.clock)
+
+    def _abort(self, errorcode: int) -> NoReturn:
+        self.Abort(errorcode)
 
     @classmethod
     def Get_parent(cls) -> Any:

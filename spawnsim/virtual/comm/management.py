@@ -70,25 +70,6 @@ class Management(Belongings):
         """The group of this rank."""
         return self.Get_group()
 
-    @property
-    def name(self) -> str:
-        """The name for messages and tools."""
-        return self.Get_name()
-
-    @name.setter
-    def name(self, value: str) -> None:
-        self.Set_name(value)
-
-    def Get_name(self) -> str:
-        """Return the name."""
-        self._need()
-        return self._name
-
-    def Set_name(self, name: str) -> None:
-        """Set the name."""
-        self._need()
-        self._name = name
-
     def Get_attr(self, keyval: int) -> int | Any | None:
         """Return an attribute: MPI's own (TAG_UB, UNIVERSE_SIZE, …) or one of the program."""
         self._need()

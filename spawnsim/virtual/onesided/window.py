@@ -5,8 +5,7 @@ This room knows how members agree on a window. Its epochs and accesses are in th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -14,18 +13,19 @@ from spawnsim.comm import constants
 from spawnsim.comm.constants import BOTTOM, PROC_NULL
 from spawnsim.comm.failures import ERR_DISP, CallError
 from spawnsim.comm.group import Group
-from spawnsim.comm.handles import ERRORS_RETURN, Errhandler
 from spawnsim.comm.info import INFO_NULL, Info
 from spawnsim.comm.memory import address, as_bytes, buffer, flat
+from spawnsim.virtual.comm.belongings import ProgramAbort
 from spawnsim.virtual.comm.calling import COMM_SELF
 from spawnsim.virtual.comm.context import Context, Member
 from spawnsim.virtual.comm.point_to_point import Transport
 from spawnsim.virtual.meeting import Call
+from spawnsim.virtual.named import Named
 from spawnsim.virtual.onesided.accesses import Accesses
 from spawnsim.virtual.onesided.service import Target, Windows
 
 
-class Win(Accesses, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore[misc]
+class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore[misc]
     """Memory that other ranks reach without this one's help.
 
     It is an array of this rank's part, so that `memoryview(win)` and `np.frombuffer(win)` work, as with mpi4py.
@@ -200,50 +200,8 @@ class Win(Accesses, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore[misc]
         """This rank among the window's."""
         return self.Get_group().Get_rank()
 
-    def Get_name(self) -> str:
-        """Return the name."""
-        self._need()
-        return self._name
-
-    def Set_name(self, name: str) -> None:
-        """Set the name."""
-        self._need()
-        self._name = name
-
-    name = property(Get_name, Set_name)
-
-    def Get_info(self) -> Info:
-        """Return a copy of the hints."""
-        self._need()
-        return Info.Create(self._info)
-
-    def Set_info(self, info: Info) -> None:
-        """Set hints; no hint means anything here."""
-        self._need()
-        self._info = Info.Create(info)
-
-    info = property(Get_info, Set_info)
-
-    def Get_errhandler(self) -> Errhandler:
-        """Return the error handler."""
-        self._need()
-        return Errhandler(self._errhandler or ERRORS_RETURN)
-
-    def Set_errhandler(self, errhandler: Errhandler) -> None:
-        """Set the error handler."""
-        self._need()
-        self._errhandler = errhandler
-
-    def Call_errhandler(self, errorcode: int) -> None:
-        """Let the error handler act on an error code."""
-        handler = self.Get_errhandler()
-        if handler.function is not None:
-            handler.function(self, errorcode)
-
-    @classmethod
-    def Create_errhandler(cls, errhandler_fn: Callable[[Any, int], None]) -> Errhandler:
-        """Return an error handler that calls a function."""
-        return Errhandler.of("user", errhandler_fn)
+    def _abort(self, errorcode: int) -> NoReturn:
+        raise ProgramAbort(errorcode, self._comm._rank.id, self._windows.world.kernel.current.clock)
 
     def __enter__(self) -> Self:
         return self
