@@ -241,7 +241,9 @@ class WaitingForMeeting:
 
     def missing(self, by_s: float = math.inf) -> Sequence[int]:
         """Return the ranks that had not arrived by a time."""
-        return [rank for rank, arrival_s in enumerate(self.meeting.arrivals.tolist()) if not arrival_s <= by_s]
+        return [
+            rank for rank, arrival_s in enumerate(self.meeting.arrivals.tolist()) if not arrival_s <= by_s
+        ]
 
     def peers(self) -> Sequence[int]:
         """Return the world ranks that have not arrived."""

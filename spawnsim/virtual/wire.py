@@ -66,7 +66,9 @@ class Rendezvous(Transfer):
         self.kernel.env.at(start_s, self.source.id, lambda: self._start(start_s))
 
     def _start(self, start_s: float) -> None:
-        _, inject_s, flight_s, _, drain_s = self.world.price(self.source.id, self.dest.id, self.message.nbytes)
+        _, inject_s, flight_s, _, drain_s = self.world.price(
+            self.source.id, self.dest.id, self.message.nbytes
+        )
         self.message.drain_s = drain_s
         start_s = max(start_s, self.source.bulk_free_s)
         self.source.bulk_free_s = start_s + inject_s

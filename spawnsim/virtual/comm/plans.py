@@ -113,9 +113,7 @@ def allgather(
     """Every rank gets every rank's block."""
     me, size = place
     own = (
-        as_buffer(recvbuf, vector=vector, blocks=size).block(me)
-        if _in_place(sendbuf)
-        else as_buffer(sendbuf)
+        as_buffer(recvbuf, vector=vector, blocks=size).block(me) if _in_place(sendbuf) else as_buffer(sendbuf)
     )
     part, lent = _lent(own) if lend and not vector else (own.pack(), False)
 
@@ -233,7 +231,13 @@ def counts(count: int) -> Call:
 
 
 def reduce_scatter(
-    sendbuf: Any, recvbuf: Any, counts: Sequence[int] | None, op: Op, *, place: tuple[int, int], lend: bool = False
+    sendbuf: Any,
+    recvbuf: Any,
+    counts: Sequence[int] | None,
+    op: Op,
+    *,
+    place: tuple[int, int],
+    lend: bool = False,
 ) -> Plan:
     """Every rank gets its block of the combination; `counts` are the elements per rank, None: equal blocks."""
     size = place[1]
