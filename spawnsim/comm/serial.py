@@ -27,7 +27,16 @@ class Pickle:
         self._dumps, self._loads = dumps or _pickle.dumps, loads or _pickle.loads
         own = dumps is None
         self.PROTOCOL: int | None = _pickle.HIGHEST_PROTOCOL if own and protocol is None else protocol
-        self.THRESHOLD: int | None = LARGE if threshold is None else threshold
+        self.THRESHOLD = threshold
+
+    @property
+    def THRESHOLD(self) -> int:
+        """The size in bytes from which on a buffer is left out of a pickle; None sets the default."""
+        return self._threshold
+
+    @THRESHOLD.setter
+    def THRESHOLD(self, value: int | None) -> None:
+        self._threshold = LARGE if value is None else value
 
     def dumps(self, obj: Any) -> bytes:
         """Return an object as bytes."""
@@ -43,7 +52,7 @@ class Pickle:
 
         def keep(piece: Any) -> bool:
             view = buffer.frombuffer(piece.raw())
-            small = view.nbytes < (LARGE if self.THRESHOLD is None else self.THRESHOLD)
+            small = view.nbytes < self.THRESHOLD
             if not small:
                 held.append(view)
             return small

@@ -139,6 +139,11 @@ class Several:
     Get_status_all, Get_status_any, Get_status_some = get_status_all, get_status_any, get_status_some
 
 
+def _take(request: Request, status: Status | None) -> Any:
+    """Collect one that is over."""
+    return request._collect(status)
+
+
 def _finish(request: Request, status: Status | None) -> Any:
     """Wait for one, whatever a program's own class makes of `wait`."""
     return request._finish(status)
@@ -196,4 +201,4 @@ def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
 
 def _collect_each(requests: Sequence[Request], over: list[int], statuses: list[Status] | None) -> list[Any]:
     chosen = [requests[index] for index in over]
-    return collect_all(chosen, _lend(statuses, len(over)), Request._collect)
+    return collect_all(chosen, _lend(statuses, len(over)), _take)

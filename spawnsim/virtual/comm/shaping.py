@@ -70,7 +70,7 @@ def create_dist_graph_adjacent(
     weights: tuple[Sequence[int] | None, Sequence[int] | None],
 ) -> Distgraphcomm:  # fmt: skip
     """Return a graph of which each rank tells its own edges."""
-    part = (list(sources), _weights(weights[0]), list(destinations), _weights(weights[1]))
+    part = (list(sources or ()), _weights(weights[0]), list(destinations or ()), _weights(weights[1]))
 
     def make(parts: list[Any]) -> Context:
         incoming = {rank: (each[0], each[1]) for rank, each in enumerate(parts)}

@@ -174,6 +174,8 @@ def _check_single(call: str, result: Any, *others: Any) -> None:
 
 def _apply(op: Op, part: Buffer, data: Any) -> None:
     """Combine data with a target's memory."""
+    if not part.nbytes:
+        return
     op.check(part.datatype, one_sided=True)
     part.unpack(data if op == REPLACE else op.reduce(data, part.pack(), part.datatype))
 

@@ -47,6 +47,17 @@ while left_over:
     assert (buffers[index] == 10.0 * left + index).all()
     left_over -= 1
 assert MPI.Request.Waitany(requests) == MPI.UNDEFINED
+requests = [comm.irecv(source=left, tag=20 + i) for i in range(3)]
+for i in range(3):
+    comm.send(i * i, right, 20 + i)
+found = {}
+while len(found) < 3:
+    indices, objects = MPI.Request.waitsome(requests)
+    found |= dict(zip(indices, objects, strict=True))
+assert found == {0: 0, 1: 1, 2: 4}
+assert MPI.Request.Testsome(requests) is None
+status = MPI.Status()
+assert MPI.Request.testall([comm.isend(1, MPI.PROC_NULL)]) == (True, [None])
 persistent = [comm.Send_init(np.arange(3.0) + rank, right), comm.Recv_init(buffers[0][:3], left)]
 for _ in range(3):
     MPI.Prequest.Startall(persistent)
