@@ -91,10 +91,7 @@ def load(path: Path) -> Main:
 
     The file's folder goes first on `sys.path`, as Python itself does for a script.
     """
-    if not has_main(path):
-        raise ParameterError(
-            f"{path} has no main(comm): define it; it is called once per rank with a communicator"
-        )
+    require_main(path)
     spec = importlib.util.spec_from_file_location(MODULE, path)
     if spec is None or spec.loader is None:
         raise ParameterError(f"{path} is no Python file")
@@ -111,7 +108,8 @@ def require_main(path: Path) -> None:
     """Raise `ParameterError` unless a file can be read and defines `main`; nothing of it is run."""
     if not has_main(path):
         raise ParameterError(
-            f"{path} has no main(comm): define it; it is called once per rank with a communicator"
+            f"{path} has no main(comm): define it; it is called once per rank with a communicator. "
+            "A program without one is run whole if it, or a module beside it, imports mpi4py"
         )
 
 

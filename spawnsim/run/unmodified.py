@@ -75,11 +75,12 @@ def run_unmodified(
 def is_unmodified(path: Path) -> bool:
     """Return whether a file is to be run whole, and not through its `main(comm)`. Runs nothing of it.
 
-    It is if it has no `main`, if `main` takes no argument, or if the file itself calls `main` where it is run as a
-    script and imports mpi4py (or calls the first argument something else than comm).
+    It is if it has no `main` and speaks MPI (itself, or a module beside it that it imports), if `main` takes no
+    argument, or if the file itself calls `main` where it is run as a script and imports mpi4py (or calls the first
+    argument something else than comm).
     """
     if not has_main(path):
-        return True
+        return _speaks_mpi(path, set())
     tree = tree_of(path)
     main = next(
         (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "main"), None
@@ -90,6 +91,16 @@ def is_unmodified(path: Path) -> bool:
     if first is None:
         return True
     return _calls_main(tree) and ("mpi4py" in _imported(tree) or first.arg != "comm")
+
+
+def _speaks_mpi(path: Path, seen: set[Path]) -> bool:
+    """Return whether a file, or a module of its folder that it imports, imports mpi4py."""
+    seen.add(path)
+    names = _imported(tree_of(path))
+    beside = [path.parent / f"{name}.py" for name in sorted(names)]
+    return "mpi4py" in names or any(
+        _speaks_mpi(module, seen) for module in beside if module not in seen and module.is_file()
+    )
 
 
 def _calls_main(tree: ast.Module) -> bool:

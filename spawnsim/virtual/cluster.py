@@ -201,9 +201,8 @@ def _placed(error: SpawnsimError, task: Task) -> SpawnsimError:
 
 def _line(error: BaseException) -> str:
     """Return the line of the program that an error comes from."""
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(reports.PACKAGE)
-    ]
+    own = (reports.PACKAGE, "<")  # "<string>": what dataclass generates
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
     return f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
 
 

@@ -413,7 +413,8 @@ def test_what_is_left_open_is_told(script: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "whole"),
     [
-        ("x = 1\n", True),
+        ("x = 1\n", False),
+        ("from mpi4py import MPI\n", True),
         ("def main():\n    pass\nmain()\n", True),
         ("def main(comm):\n    pass\n", False),
         (
