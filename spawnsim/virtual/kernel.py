@@ -49,6 +49,7 @@ class Kernel:
         self.idle = 0  # observations since something last happened
         self.steps = 0  # events taken from the heap
         self._default_timers = 0
+        self._accident: Exception | None = None  # raised by an event that a task let happen
 
     # -- tasks ---------------------------------------------------------------------------------------------
 
@@ -143,21 +144,36 @@ class Kernel:
         if self.closed:
             raise GreenletExit
         restore = torchmodes.suspend()
-        if (
-            self.ready and self.ready[0].carrier
-        ):  # a task not yet begun would inherit this one's recursion depth
-            follower = self.ready.popleft()
-            if follower is not task:
-                self.current = follower
-                follower.carrier.switch()
-        else:
+        follower = self._follower()
+        if follower is None:
             self.hub.switch()
+        elif follower is not task:
+            self.current = follower
+            follower.carrier.switch()
         if restore is not None:
             restore()
         if self.entered is not None:
             self.entered(task)
         if self.closed:
             raise GreenletExit
+
+    def _follower(self) -> Task | None:
+        """Return the next task to run, having let events happen until there is one; None if that is up to the hub."""
+        ready = self.ready
+        while not ready:
+            if self.releases or self.env.scheduled <= self._default_timers:
+                return None
+            try:
+                self._step()
+            except Exception as error:  # noqa: BLE001 - no fault of the task that happens to run: the hub raises it
+                self._accident = error
+                return None
+        # a task not yet begun would inherit this one's recursion depth
+        return ready.popleft() if ready[0].carrier else None
+
+    def _step(self) -> None:
+        self.steps += 1
+        self.env.step()
 
     # -- deadlines -----------------------------------------------------------------------------------------
 
@@ -203,6 +219,8 @@ class Kernel:
             while ready:
                 task = self.current = ready.popleft()
                 task.carrier.switch()
+                if self._accident is not None:
+                    raise self._accident
                 if self.failure is not None:
                     return
             if self.releases:
@@ -212,8 +230,7 @@ class Kernel:
                 continue
             if env.scheduled <= self._default_timers:  # nothing but timers that only say "too late"
                 return
-            self.steps += 1
-            env.step()
+            self._step()
 
     def close(self) -> None:
         """End every task that is still alive, running its `finally` blocks; their calls end at once."""
