@@ -13,13 +13,13 @@ from spawnsim.virtual import reductions
 RANKS = 10_000
 
 
-def resident_kB():  # noqa: N802
+def resident_kB():
     """Return the memory of this process now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
-def test_ten_thousand_ranks_end_and_take_less_than_50_kB_each():  # noqa: N802
+def test_ten_thousand_ranks_end_and_take_less_than_50_kB_each():
     """A little of everything on 10,000 ranks: computing, recording, messages, collectives."""
     before = resident_kB()
 
