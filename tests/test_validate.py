@@ -51,6 +51,19 @@ def _run(program: Any, ranks: int = 4, **arguments: Any) -> list[Seen]:
     return [found[rank] for rank in range(ranks)]
 
 
+def test_a_watched_block_says_what_it_took() -> None:
+    """`with comm.compute() as block` gives the block, under a watch as without one."""
+    took: list[float] = []
+
+    def program(comm: Any) -> None:
+        with comm.compute() as block:
+            pass
+        took.append(block.seconds)
+
+    _run(program, ranks=2, platform=TRUTH, stragglers="constant")
+    assert took == [0.002, 0.002]
+
+
 def test_a_watch_tells_computing_from_communicating() -> None:
     """On virtual ranks nothing else takes time."""
     seen = _run(_program, platform=TRUTH, stragglers="constant")[0]

@@ -92,9 +92,10 @@ class Computing:
         self._block = self._compute(seconds)
         return self
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Computing:
         self._watch.began_s.append(self._watch.now())
         self._block.__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
         self._block.__exit__(*error)
