@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from spawnsim import policies
 from spawnsim.comm import Comm, as_comm
+from spawnsim.comm.job import world
 from spawnsim.policies import SpawnPolicy, Windows
 from spawnsim.policies.selection import compute_worst_ranks_by_ratio
 
@@ -29,8 +29,8 @@ class _OnTheWorld(SpawnPolicy):
     """Takes the world of the job where no group is given."""
 
     def comm_of(self, group: Any) -> Comm:
-        """Return the communicator of `group`; of all ranks for None."""
-        return as_comm(import_module("spawnsim.real.mpi").MPI.COMM_WORLD if group is None else group)
+        """Return the communicator of `group`; of all ranks for None: on a virtual rank its own world."""
+        return world() if group is None else as_comm(group)
 
 
 class AverageAllPolicy(_OnTheWorld, policies.AverageAllPolicy):

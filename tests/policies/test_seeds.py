@@ -162,3 +162,18 @@ def test_raw_mpi4py_groups_and_the_default_world(tmp_path: Path) -> None:
     line_ = [mpiexec, "-n", "4", sys.executable, program]
     done = subprocess.run(list(map(str, line_)), capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout) == (0, "all well\n"), done.stderr
+
+
+def test_without_a_group_a_virtual_rank_means_its_own_world() -> None:
+    """The originals' default, COMM_WORLD, is the virtual cluster's on virtual ranks."""
+
+    def main(comm: Any) -> None:
+        model = torch.nn.Linear(1, 1, bias=False)
+        model.weight.data.fill_(float(comm.rank))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = spawn_policy.AverageAllPolicympi4py(average_every=1)
+        model, optimizer, _ = policy(1, model, optimizer)
+        comm.record(weight=model.weight.item())
+
+    run = spawnsim.run(main, ranks=4)
+    assert run.table["weight"].tolist() == [1.5] * 4
