@@ -5,6 +5,7 @@ This room knows values and errors. It must work on any communicator, so it never
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -82,10 +83,16 @@ def ring(comm: Any) -> tuple[int, int, int, int]:
     return rank, size, (rank - 1) % size, (rank + 1) % size
 
 
-def poll(attempt: Callable[[], Any], tries: int = 100_000) -> Any:
-    """Call until the result is true and return it; each call to the library lets time pass."""
-    for _ in range(tries):
+def poll(attempt: Callable[[], Any], tries: int = 100_000, limit_s: float = 30.0) -> Any:
+    """Call until the result is true and return it; each call to the library lets time pass.
+
+    Gives up after so many tries and so many seconds of wall time, both: on a busy machine the other ranks may not have
+    run at all while this one polled a hundred thousand times.
+    """
+    end, polls = time.monotonic() + limit_s, 0
+    while polls < tries or time.monotonic() < end:
         found = attempt()
         if found:
             return found
-    raise AssertionError(f"still waiting after {tries} polls")
+        polls += 1
+    raise AssertionError(f"still waiting after {polls} polls")
