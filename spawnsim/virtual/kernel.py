@@ -72,9 +72,7 @@ class Kernel:
             pass
         except BaseException as error:  # noqa: BLE001 - a rank's outcome, whatever it is, is judged by the cluster
             task.error = error
-        restore = torchmodes.suspend()
-        if restore is not None:  # it ended inside a mode: nobody needs it back
-            restore = None
+        torchmodes.suspend()  # a mode that it ended in must not outlive it, and nobody needs it back
         self.on_end(task)
 
     # -- waiting -------------------------------------------------------------------------------------------

@@ -103,7 +103,6 @@ class World:
     )  # agreements of survivors, to be checked again
     contexts: int = 0  # communicators made so far
     open_contexts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    warnings: list[str] = field(default_factory=list)
     ledger: Any = None  # told of requests and communicators as they come and go; only program runs keep one
 
     def __post_init__(self) -> None:

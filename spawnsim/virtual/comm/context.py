@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL, TAG_UB_VALUE
 from spawnsim.comm.failures import ERR_COMM, ERR_RANK, ERR_ROOT, ERR_TAG, CallError
 from spawnsim.comm.handles import Attributed
 from spawnsim.comm.info import Info
@@ -19,8 +19,6 @@ from spawnsim.virtual.matching import Mailbox
 from spawnsim.virtual.meeting import Call, Meeting, WaitingForMeeting
 from spawnsim.virtual.waiting import await_one
 from spawnsim.virtual.world import Rank, World
-
-TAG_UB = 2**28 - 1
 
 
 @dataclass(eq=False)
@@ -147,7 +145,7 @@ class Member(Attributed):
             self._identity is None
             or self._context.revoked_s is not None
             or not 0 <= peer < len(self._peers)
-            or not 0 <= tag <= TAG_UB
+            or not 0 <= tag <= TAG_UB_VALUE
         ):
             self._refuse_peer(peer, tag)
 
@@ -158,8 +156,8 @@ class Member(Attributed):
             raise CallError(
                 ERR_RANK, f"rank {peer} is not in {self._label}, whose ranks are 0 to {len(self._peers) - 1}"
             )
-        if not 0 <= tag <= TAG_UB:
-            raise CallError(ERR_TAG, f"tag {tag} is outside 0 to {TAG_UB}")
+        if not 0 <= tag <= TAG_UB_VALUE:
+            raise CallError(ERR_TAG, f"tag {tag} is outside 0 to {TAG_UB_VALUE}")
 
     def _check_source(self, source: int, tag: int) -> None:
         if source not in (ANY_SOURCE, PROC_NULL) or tag != ANY_TAG or self._identity is None:

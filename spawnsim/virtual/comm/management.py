@@ -225,7 +225,7 @@ class Management(Belongings):
     def Free(self) -> None:
         """Give up the communicator; all members call."""
         self._need()
-        if self._context.number <= 2 * 0 + len(self._world.ranks) + 1 and self._name in (
+        if self._context.number <= len(self._world.ranks) + 1 and self._name in (
             "MPI_COMM_WORLD",
             "MPI_COMM_SELF",
         ):
