@@ -7,6 +7,7 @@ collectives and the watchdog's table; how buffers are spelled is mpi4py's busine
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +17,7 @@ from mpi4py import MPI
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.real.fingerprints import check
 from spawnsim.real.leavable import leavable
+from spawnsim.real.node import LARGE_NBYTES, Array, Library, Node, arrays
 from spawnsim.real.ordered import ordered_allreduce
 from spawnsim.real.words import failure, peer
 
@@ -67,6 +69,8 @@ class Collectives:
     _raw: MPI.Intracomm
     _home: Home
     _sequence: int
+    _node: Node | Library | None  # how large sums go, once one has gone
+    _shares: bool  # whether shared memory is a way at all
     _inter: bool  # only between groups can a root be ROOT or PROC_NULL
     label: str
     members: tuple[int, ...]
@@ -106,12 +110,27 @@ class Collectives:
             watchdog.last = active.pop(thread, None)
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> None:
-        """mpi4py's `Allreduce`, bounded by the deadline; summed in rank order with `reduction="ordered"`."""
-        words = self._home.words
-        if self._home.ordered and isinstance(op, Op):
+        """mpi4py's `Allreduce`, bounded by the deadline; summed in rank order with `reduction="ordered"`.
+
+        Large sums among ranks of one node go through memory that they share, in the order of the library's own.
+        """
+        home = self._home
+        if home.ordered and isinstance(op, Op):
             self._watched("Allreduce", (sendbuf, recvbuf, op), {}, ordered_allreduce)
-        else:
-            self._watched("Allreduce", (words(sendbuf), words(recvbuf), words(op)), {})
+            return
+        words = home.words
+        args = words(sendbuf), words(recvbuf), words(op)
+        if self._shares and getattr(recvbuf, "nbytes", LARGE_NBYTES) >= LARGE_NBYTES and args[2] == MPI.SUM:
+            large = arrays(*args[:2])
+            if large is not None:
+                self._watched("Allreduce", args, {}, partial(self._on_node, large))
+                return
+        self._watched("Allreduce", args, {})
+
+    def _on_node(self, large: tuple[Array, Array], raw: MPI.Intracomm, *_: Any) -> None:
+        if self._node is None:
+            self._node = Node.of(raw, self._home)
+        self._node.allreduce(*large)
 
 
 for _name in BUFFER:

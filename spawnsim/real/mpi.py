@@ -44,7 +44,8 @@ class MPIComm(PointToPoint, Collectives):
         self._open_matching()
         self.rank, self.size = raw.Get_rank(), raw.Get_size()
         self.members = self._in_world(raw.Get_group())
-        self._inter = raw.Is_inter()
+        self._inter, self._node = raw.Is_inter(), None
+        self._shares = home.options.node_memory and self.size > 1 and not (self._inter or home.leavable)
         self.Win = Windows(self)
         raw.Set_attr(_keyval(), self)
         own = home.own
@@ -126,6 +127,8 @@ class MPIComm(PointToPoint, Collectives):
             raise failures.CallError(failures.ERR_COMM, "the world cannot be freed: close() ends it")
         for waiting in list(self._posted):
             waiting.Cancel()
+        if self._node is not None:
+            self._node.free()
         self._raw.Free()
 
     def Abort(self, errorcode: int = 0) -> None:

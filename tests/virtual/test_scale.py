@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from virtual_run import run
 
-from spawnsim.comm import IN_PLACE
+from spawnsim.comm import IN_PLACE, reductions
 from spawnsim.errors import Timeout
-from spawnsim.virtual import reductions
 
 RANKS = 10_000
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from spawnsim.comm import reductions
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import PROC_NULL, ROOT
 from spawnsim.comm.failures import ERR_COMM, CallError
@@ -16,7 +17,6 @@ from spawnsim.comm.group import Group
 from spawnsim.comm.info import INFO_NULL, Info
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.errors import UnsupportedError
-from spawnsim.virtual import reductions
 from spawnsim.virtual.comm import plans
 from spawnsim.virtual.comm.communicators import Comm, Intracomm
 from spawnsim.virtual.comm.context import Context

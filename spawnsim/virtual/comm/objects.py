@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from spawnsim.comm import reductions
 from spawnsim.comm.failures import ERR_COUNT, ArgumentError
 from spawnsim.comm.ops import SUM, Op
-from spawnsim.virtual import reductions
 from spawnsim.virtual.comm.collectives import Plans
 from spawnsim.virtual.comm.payload import dumps, loads
 from spawnsim.virtual.meeting import Call, Meeting

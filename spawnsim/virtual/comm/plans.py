@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from spawnsim.comm import reductions
 from spawnsim.comm.buffers import Buffer, as_buffer
 from spawnsim.comm.constants import IN_PLACE
 from spawnsim.comm.failures import ERR_COUNT, ERR_TYPE, ArgumentError
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import Op
-from spawnsim.virtual import reductions
 from spawnsim.virtual.meeting import Call, Meeting
 
 Outcome = Callable[[Any], object]

@@ -2,7 +2,7 @@
 
 `tree` is the order in which both MPI wheels' `Allreduce` sums on one node (recursive doubling; ranks are folded in
 pairs first when their number is no power of two), bit for bit. This room knows lists and a `combine`, and of arrays
-that they can be copied; it must not know types or ranks' clocks.
+that they can be copied; it must not know types or ranks' clocks. All buildings combine by it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,15 @@ def tree(parts: list[Array], merge: Combine[Array]) -> Array:
     for part in parts[spare:]:
         accumulators.push(part, owned=False)
     return accumulators.result()
+
+
+def tree_in_place(parts: list[Array], merge: Combine[Array]) -> Array:
+    """Combine as `tree` does, in the memory of the parts themselves; the result lies in the last one."""
+    extra = len(parts) - (1 << (len(parts).bit_length() - 1))
+    level = _pairs(parts[: 2 * extra], merge) + parts[2 * extra :]
+    while len(level) > 1:
+        level = _pairs(level, merge)
+    return level[0]
 
 
 class _Accumulators:

@@ -1,0 +1,106 @@
+"""Large sums among ranks of one node, through memory that they share."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_the_bits_are_those_of_the_library(ranks, n):
+    """For all sizes around the chunk, dtypes, in place or not, however a rank spells its buffers."""
+    ranks(
+        """
+        import torch
+        from mpi4py import MPI
+        from spawnsim.real.node import CHUNK_NBYTES, LARGE_NBYTES, Node
+        raw = comm.as_mpi_comm()
+        rng = np.random.default_rng(rank)
+        for kind in (np.float32, np.float64, np.int32, np.int64, np.uint64):
+            item = np.dtype(kind).itemsize
+            for nbytes in (8, LARGE_NBYTES - 8, LARGE_NBYTES, CHUNK_NBYTES, CHUNK_NBYTES + 8, 5 * CHUNK_NBYTES // 2):
+                own = (rng.standard_normal(nbytes // item) * 1e3).astype(kind)
+                expected, got = np.empty_like(own), np.empty_like(own)
+                raw.Allreduce(own, expected)
+                comm.Allreduce(own, got)
+                assert (got == expected).all(), (kind, nbytes)
+                named = MPI._typedict[np.dtype(kind).char]
+                if rank == 0:
+                    comm.Allreduce([own, named], [got, len(got), named])
+                elif rank == 1:
+                    got[:] = own
+                    comm.Allreduce(IN_PLACE, got)
+                else:
+                    comm.Allreduce(own, got.reshape(1, -1))
+                assert (got == expected).all(), (kind, nbytes)
+        assert type(comm._node) is Node
+        mean = torch.full((200, 300), float(rank))
+        comm.Allreduce(IN_PLACE, mean)
+        assert (mean == size * (size - 1) / 2).all()
+        """,
+        n=n,
+    )
+
+
+def test_communicators_have_memory_of_their_own_and_give_it_back(ranks):
+    """Halves of the world sum at the same time; a freed communicator leaves nothing open."""
+    ranks(
+        """
+        half, numbers = comm.Split(rank % 2), np.full(100_000, float(rank))
+        for _ in range(3):
+            total = np.empty_like(numbers)
+            half.Allreduce(numbers, total)
+            assert (total == (4 if rank % 2 else 2)).all()
+        assert len(comm._home.windows) == 1
+        half.Free()
+        assert comm._home.windows == []
+        comm.Allreduce(numbers, total)
+        assert (total == 6).all()
+        """
+    )
+
+
+def test_a_maximum_goes_through_the_library(ranks):
+    """Only sums take the other way."""
+    ranks(
+        """
+        from spawnsim.comm import MAX
+        numbers = np.full(100_000, float(rank))
+        comm.Allreduce(IN_PLACE, numbers, MAX)
+        assert (numbers == 3).all() and comm._node is None
+        """
+    )
+
+
+def test_it_can_be_switched_off(job):
+    """`Options(node_memory=False)` leaves all to the library."""
+    found = job(
+        """
+        comm = world(options=Options(node_memory=False))
+        with guarded(comm):
+            numbers = np.ones(100_000)
+            comm.Allreduce(IN_PLACE, numbers)
+            assert (numbers == comm.size).all() and comm._node is None
+        """,
+        n=2,
+    )
+    assert found.status == 0, found.err
+
+
+def test_a_rank_that_stays_away_is_named(job):
+    """The watchdog sees the call that waits for it, as in the library's own."""
+    found = job(
+        """
+        comm = world(deadline_s=1.0)
+        with guarded(comm):
+            numbers = np.ones(100_000)
+            comm.Allreduce(IN_PLACE, numbers)
+            if comm.rank == 2:
+                time.sleep(30)
+            comm.Allreduce(IN_PLACE, numbers)
+        """
+    )
+    assert found.status != 0
+    assert "Allreduce number" in found.err
+    assert "missing: rank 2" in found.err
