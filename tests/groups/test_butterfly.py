@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spawnsim.policies.codecs import NAMED, Codec
 from spawnsim.policies.groups.butterfly import Butterfly, Group, Limits, Member, Role
-from spawnsim.policies.groups.codecs import NAMED, Codec
 from spawnsim.policies.groups.parts import Vector, average
 
 SHAPES = ((33,), (5, 3), (), (2, 2, 2))

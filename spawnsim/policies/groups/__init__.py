@@ -1,15 +1,14 @@
 """Averaging in groups: find a few peers, average with them, find others next time.
 
 Pure rooms first: `keys` and `static` (who belongs together), `directory` and `search` (how they find each other),
-`balance`, `parts` and `codecs` (how a vector is cut and packed), `butterfly` (how a group averages), `sharing` (how a
-newcomer gets a state). Only `post` and `desk` send and receive; `averager` and `policy` tie them together.
+`balance` and `parts` (how a vector is cut; `codecs`, a room above, packs it), `butterfly` (how a group averages),
+`sharing` (how a newcomer gets a state). Only `post` and `desk` send and receive; `averager` and `policy` tie them
+together.
 """
 
 from __future__ import annotations
 
-from spawnsim.policies.groups.averager import DecentralizedAverager
-from spawnsim.policies.groups.butterfly import Role
-from spawnsim.policies.groups.codecs import (
+from spawnsim.policies.codecs import (
     Blockwise8Bit,
     Codec,
     Float16,
@@ -18,6 +17,8 @@ from spawnsim.policies.groups.codecs import (
     Scaled16Bit,
     Uniform8Bit,
 )
+from spawnsim.policies.groups.averager import DecentralizedAverager
+from spawnsim.policies.groups.butterfly import Role
 from spawnsim.policies.groups.control import AveragingFailed, Cancelled, Stage, StepControl
 from spawnsim.policies.groups.policy import DecentralizedAveragingPolicy
 from spawnsim.policies.groups.static import Everyone, Exponential, Grid, Matchmaking, Pairs, RandomGroups

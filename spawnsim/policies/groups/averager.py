@@ -17,8 +17,8 @@ import torch
 
 from spawnsim.comm import Comm, as_comm
 from spawnsim.errors import ParameterError, UsageError
+from spawnsim.policies.codecs import Codec
 from spawnsim.policies.groups.butterfly import Group, Member
-from spawnsim.policies.groups.codecs import Codec
 from spawnsim.policies.groups.control import AveragingFailed, Cancelled, StepControl, check_weight
 from spawnsim.policies.groups.desk import Desk
 from spawnsim.policies.groups.keys import check_bits, next_bits

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spawnsim.policies.codecs import Codec, pack, unpack
 from spawnsim.policies.groups.balance import counts
-from spawnsim.policies.groups.codecs import Codec, pack, unpack
 from spawnsim.policies.groups.parts import Part, Values, Vector, average, difference
 from spawnsim.policies.groups.words import Kind, Outgoing, Word
 

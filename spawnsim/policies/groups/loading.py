@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from spawnsim.policies.groups.codecs import as_codec
+from spawnsim.policies.codecs import as_codec
 from spawnsim.policies.groups.desk import Desk
 from spawnsim.policies.groups.directory import Entry
 from spawnsim.policies.groups.sharing import Download, State, chunks, rebuild, state_key

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
 from spawnsim.policies.arithmetic import add, sum_dtype
-from spawnsim.policies.groups.codecs import Codec, NoCompression
+from spawnsim.policies.codecs import Codec, NoCompression
 from spawnsim.policies.groups.keys import digest
 
 Values = NDArray[Any]

@@ -11,8 +11,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from spawnsim.policies.codecs import as_codec
 from spawnsim.policies.groups.butterfly import Butterfly, Group
-from spawnsim.policies.groups.codecs import as_codec
 from spawnsim.policies.groups.control import AveragingFailed, Cancelled, Stage, StepControl
 from spawnsim.policies.groups.parts import Values
 from spawnsim.policies.groups.seeking import Seat, Seeking

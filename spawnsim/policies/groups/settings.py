@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 
 from spawnsim.errors import ParameterError
+from spawnsim.policies.codecs import Codec, as_codec
 from spawnsim.policies.groups.butterfly import Limits, Role
-from spawnsim.policies.groups.codecs import Codec, as_codec
 from spawnsim.policies.groups.static import Matchmaking
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spawnsim.policies.groups.codecs import Codec, pack, unpack
+from spawnsim.policies.codecs import Codec, pack, unpack
 from spawnsim.policies.groups.directory import Entry
 from spawnsim.policies.groups.parts import Vector
 from spawnsim.policies.groups.words import Kind, Outgoing, Word

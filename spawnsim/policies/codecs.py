@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
-from spawnsim.policies.groups.words import Bytes
+from spawnsim.policies.messages import Bytes
 
 Floats = NDArray[Any]  # float32 or float64
 Float32s = NDArray[np.float32]
