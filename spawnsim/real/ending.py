@@ -90,8 +90,9 @@ class Ending:
         self._abort(status)
 
     def _speak(self, text: str, summary: str) -> None:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+        if text:
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
         self._say(summary)
 
     def _say(self, summary: str) -> None:
@@ -120,19 +121,3 @@ class Ending:
 
     def _said(self, sender: int, _message: dict[str, Any]) -> None:
         self._quiet.add(sender)
-
-    # ---------------------------------------------------------------------------------------------- process hooks
-    def install(self, goodbye: Callable[[], None]) -> Callable[[], None]:
-        """Guard this process: uncaught exceptions and early exits end the job. Returns what puts the hook back."""
-        former = sys.excepthook
-
-        def hook(_kind: type[BaseException], error: BaseException, _trace: object) -> None:
-            self.fail(error)
-
-        sys.excepthook = hook
-
-        def undo() -> None:
-            sys.excepthook = former
-            goodbye()
-
-        return undo

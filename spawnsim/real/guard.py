@@ -6,8 +6,11 @@ Knows that a communicator of any real building has a home with an ending and a g
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
+
+from spawnsim.real.ending import Ending
+from spawnsim.real.stopping import stoppable
 
 C = TypeVar("C", bound=Any)
 
@@ -21,8 +24,15 @@ def close(comm: Any) -> None:
 def guarded(comm: C) -> Iterator[C]:
     """Run a rank's program: an exception or a non-zero exit ends the whole job loudly, the end is a goodbye."""
     ending = comm._home.ending
-    try:
+    stopping = nullcontext() if comm._home.options.survive else stoppable(ending)
+    with stopping, _loud(comm, ending):
         yield comm
+
+
+@contextmanager
+def _loud(comm: Any, ending: Ending) -> Iterator[None]:
+    try:
+        yield
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             status = leaving.code if isinstance(leaving.code, int) else 1

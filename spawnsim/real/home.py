@@ -18,7 +18,9 @@ from spawnsim.errors import Revoked
 from spawnsim.real.ending import Ending
 from spawnsim.real.options import Options
 from spawnsim.real.own import Own
+from spawnsim.real.parting import Parting
 from spawnsim.real.several import Registry
+from spawnsim.real.tally import Tally
 from spawnsim.real.waiting import SPINS, wait_until
 from spawnsim.real.words import Words
 
@@ -74,7 +76,9 @@ class Home:
         self.farewell = raw.Dup()
         self.ending = Ending(ControlChannel(self._control), self._abort)
         self.watchdog = self.ending.watchdog
-        self.watchdog.note = self._note
+        self.parting, self.tally = Parting(self), Tally()
+        self.comms: list[Any] = []
+        self.watchdog.note = self.parting.note
         self.watchdog.progress = self._progress
         self._iprobe = raw.Iprobe
         own.on_error = self.ending.fail
@@ -134,30 +138,25 @@ class Home:
             for _ in range(len(self.registry)):
                 self.registry.sweep()
 
-    def _note(self) -> str:
-        began = self.own.compute.began_s
-        if self.ending.over:
-            return "has ended its program"
-        return "" if began is None else f"computing for {time.perf_counter() - began:.1f} s"
-
     # ------------------------------------------------------------------------------------------------ at the end
     def goodbye(self) -> None:
-        """Wait until all ranks have ended, then stop the watchdog. Silence (not slowness) ends it loudly."""
-        if self.ending.over:
-            return
-        self.ending.over = True
-        left = self.registry.drain(self.clock.limit_s())
-        request = self.farewell.Ibarrier()
-        while not wait_until(request.Test, max(self.clock.limit_s(), 1.0)):
-            silent = [where for where in self.watchdog.ask_all() if not where.answered]
-            if silent and not request.Test():
-                self.ending.end(
-                    "spawnsim: the job cannot end\n" + "\n".join(f"  {where}" for where in silent)
-                )
+        """Part from the other ranks; collective, and more than once is fine."""
+        self.parting.leave()
+
+    def meet(self) -> Callable[[], bool]:
+        """Begin to wait for all ranks."""
+        return self.farewell.Ibarrier().Test
+
+    def take_leftovers(self) -> int:
+        """Take messages that nobody received from the library, on all communicators of the house."""
+        if self.epoch:  # after a death: this rank leaves without the library's own end
+            return 0
+        return sum(_taken(comm._raw) for comm in self.comms if comm._raw)
+
+    def release(self) -> None:
+        """Free windows, and stop the watchdog."""
         self._release_windows()
         self.watchdog.stop()
-        if left:
-            self.own.record.event("leftover_requests", count=left)
 
     def _release_windows(self) -> None:
         """Free what the program has left, if all ranks have left the same: freeing is collective and must not hang."""
@@ -172,3 +171,12 @@ class Home:
     @staticmethod
     def _abort(status: int) -> None:
         MPI.COMM_WORLD.Abort(status)
+
+
+def _taken(raw: MPI.Comm) -> int:
+    """Receive and drop all messages that have arrived on a communicator; return how many."""
+    count, status = 0, MPI.Status()
+    while (message := raw.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+        message.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
+        count += 1
+    return count

@@ -82,6 +82,7 @@ class Matching:
     def _open_matching(self) -> None:
         self._posted: list[Posted] = []
         self._matching = RLock()
+        self._home.comms = [*(other for other in self._home.comms if other._raw), self]
 
     def _find(self, pattern: tuple[int, int], status: MPI.Status) -> MPI.Message | None:
         """Return the next message for a receive that starts now, once earlier open receives have had theirs."""
@@ -114,6 +115,9 @@ class Matching:
         waiting.message = message
         waiting._status = MPI.Status(status)
         self._posted.remove(waiting)
+        tally = self._home.tally
+        tally.received += 1
+        tally.nbytes += status.Get_count(MPI.BYTE)
 
     def _receive(self, source: int, tag: int, status: Any, operation: str) -> tuple[MPI.Message, MPI.Status]:
         """Return the matched message of a blocking receive, and what is known of it."""
@@ -122,6 +126,10 @@ class Matching:
         if message is None:
             message = self._await(pattern, found, (operation, source))
         fill(status, found)
+        tally = self._home.tally
+        tally.received += 1
+        if operation == "recv":
+            tally.nbytes += found.Get_count(MPI.BYTE)
         return message, found
 
     def _await(self, pattern: tuple[int, int], found: MPI.Status, what: tuple[str, int]) -> Any:

@@ -29,6 +29,12 @@ class Recorder(Protocol):
         """Keep one event."""
 
 
+class Inside(threading.local):
+    """The deadline of each thread's blocks; a default on the class is quicker than a missing one."""
+
+    limit_s: float | None = None
+
+
 class Clock:
     """This rank's wall clock: seconds since the ranks met at the start of the run."""
 
@@ -36,8 +42,9 @@ class Clock:
         if not deadline_s > 0:
             raise ParameterError(f"deadline_s={deadline_s}: give seconds above 0")
         self._default_s = deadline_s
-        self._inside = threading.local()
+        self._inside = Inside()
         self.poll: Callable[[], object] = int
+        self.sleeps = 0
         self.start()
 
     def start(self) -> None:
@@ -50,6 +57,7 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         """Let `seconds` of wall time pass; the rank polls meanwhile."""
+        self.sleeps += 1
         end = time.perf_counter() + seconds
         while (left := end - time.perf_counter()) > 0:
             time.sleep(min(left, SLEEP_SLICE_S))
@@ -60,7 +68,7 @@ class Clock:
         """Bound each blocking call inside the block (in this thread) to `seconds`; the tightest block wins."""
         if not seconds >= 0:
             raise ParameterError(f"deadline({seconds}): give seconds of at least 0")
-        outer = getattr(self._inside, "limit_s", None)
+        outer = self._inside.limit_s
         self._inside.limit_s = seconds if outer is None else min(seconds, outer)
         try:
             yield
@@ -69,7 +77,7 @@ class Clock:
 
     def limit_s(self) -> float:
         """Return how many seconds a blocking call of this thread may take now."""
-        limit: float | None = getattr(self._inside, "limit_s", None)
+        limit = self._inside.limit_s
         return self._default_s if limit is None else limit
 
 

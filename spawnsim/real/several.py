@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spawnsim.comm.failures import ERR_IN_STATUS, CallError
-from spawnsim.real.waiting import wait_until
 
 Statuses = list[Any] | None
 
@@ -91,12 +90,6 @@ class Registry:
     def __len__(self) -> int:
         return len(self._held)
 
-    def drain(self, limit_s: float) -> int:
-        """Sweep until all requests are complete, at most `limit_s` seconds; return how many are left."""
-
-        def empty() -> bool:
-            self.sweep()
-            return not self._held
-
-        wait_until(empty, limit_s)
-        return len(self._held)
+    def held(self) -> list[Any]:
+        """Return the requests that are held now."""
+        return list(self._held)

@@ -28,7 +28,9 @@ from spawnsim.real.dist.wire import Bytes, Parcel, Wire
 from spawnsim.real.ending import Ending
 from spawnsim.real.options import Options
 from spawnsim.real.own import Own
+from spawnsim.real.parting import Parting
 from spawnsim.real.several import Registry
+from spawnsim.real.tally import Tally
 
 FOREVER = timedelta(days=30)  # our own deadlines rule, so torch's must not come first
 CONTROL, EXIT = 3, 4
@@ -89,12 +91,14 @@ class Home:
         self.registry, self.pickle = Registry(), Pickle()
         self.condition = threading.Condition()
         self.wire = Wire(self.gloo("wire", everyone), rank=rank, size=size, wake=self.notify)
-        self.mailbox = Mailbox(self.condition, self.wire)
+        self.tally = Tally()
+        self.mailbox = Mailbox(self.condition, self.wire, self.tally)
         self.server = Server(self.wire, self.condition)
         self.wire.receivers[EXIT] = Exits()
         self.ending = Ending(ControlChannel(self.wire), self._abort)
         self.watchdog = self.ending.watchdog
-        self.watchdog.note = self._note
+        self.parting, self._meetings = Parting(self), 0
+        self.watchdog.note = self.parting.note
         own.on_error = self.ending.fail
         own.clock.poll = self.poll
         self.leaves_torch = False  # whether the goodbye ends torch.distributed too
@@ -133,45 +137,46 @@ class Home:
                         raise RankFailed((), f"{call[0]}: a rank has gone: {self.wire.fault}")
                     if left <= 0:
                         return False
-                    self.condition.wait(min(left, LOOK_S))
-                    self.poll()
+                    if not self.condition.wait(min(left, LOOK_S)):
+                        self.poll()
+            self.registry.sweep()
             return True
         finally:
             self.watchdog.last = entry
             active.pop(thread, None)
 
-    def _note(self) -> str:
-        began = self.own.compute.began_s
-        if self.ending.over:
-            return "has ended its program"
-        return "" if began is None else f"computing for {time.perf_counter() - began:.1f} s"
-
     # ------------------------------------------------------------------------------------------------ at the end
     def goodbye(self) -> None:
-        """Wait until all ranks have ended, then stop watchdog and wire. Silence (not slowness) ends it loudly."""
-        if self.ending.over:
-            return
-        self.ending.over = True
-        self.registry.drain(self.clock.limit_s())
-        work = self.gloo("goodbye", tuple(range(self.wire.size))).barrier(dist.BarrierOptions())
-        while not self._met(work):
-            silent = [where for where in self.watchdog.ask_all() if not where.answered]
-            if silent:
-                table = "\n".join(f"  {where}" for where in silent)
-                self.ending.end(f"spawnsim: the job cannot end\n{table}")
+        """Part from the other ranks; collective, and more than once is fine."""
+        self.parting.leave()
+
+    def meet(self) -> Callable[[], bool]:
+        """Begin to wait for all ranks."""
+        self._meetings += 1
+        group = self.gloo(f"goodbye{self._meetings}", tuple(range(self.wire.size)))
+        work = group.barrier(dist.BarrierOptions())
+
+        def met() -> bool:
+            if not work.is_completed():
+                return False
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RankFailed((), f"a rank has gone before the end: {error}") from None
+            return group is not None  # the group lives as long as somebody asks
+
+        return met
+
+    def take_leftovers(self) -> int:
+        """Drop letters that nobody claimed."""
+        return self.mailbox.clear()
+
+    def release(self) -> None:
+        """Stop watchdog and wire, and leave torch.distributed if the run has entered it."""
         self.watchdog.stop()
         self.wire.stop()
         if self.leaves_torch:
             dist.destroy_process_group()
-
-    def _met(self, work: Any) -> bool:
-        try:
-            work.wait(timedelta(seconds=max(self.clock.limit_s(), 1.0)))
-        except RuntimeError as error:
-            if "timed out" in str(error).lower():
-                return False
-            raise RankFailed((), f"a rank has gone before the end: {error}") from None
-        return True
 
     def _abort(self, status: int) -> None:
         """End all ranks: tell those who hear, then leave; launchers end the others when one leaves like this."""

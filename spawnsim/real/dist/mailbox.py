@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
-from spawnsim.real.dist.wire import Bytes, Parcel, Sent, Wire
+from spawnsim.real.dist.wire import INLINE_NBYTES, Bytes, Parcel, Sent, Wire
+from spawnsim.real.tally import Tally
 
 MESSAGE, RECEIPT = 1, 2
 SYNCHRONOUS = 1
@@ -62,8 +63,8 @@ class Shelf:
 class Mailbox:
     """One per rank. `ranks[context]` maps the wire's ranks to the communicator's."""
 
-    def __init__(self, condition: threading.Condition, wire: Wire) -> None:
-        self._condition, self._wire = condition, wire
+    def __init__(self, condition: threading.Condition, wire: Wire, tally: Tally) -> None:
+        self._condition, self._wire, self._tally = condition, wire, tally
         self._shelves: dict[int, Shelf] = defaultdict(Shelf)
         self.ranks: dict[int, dict[int, int]] = {}
         self.members: dict[int, tuple[int, ...]] = {}
@@ -79,6 +80,7 @@ class Mailbox:
     # ------------------------------------------------------------------------------------------------ sending
     def send(self, context: int, dest: int, tag: int, data: Bytes, *, synchronous: bool = False) -> Sent:
         """Send bytes; synchronously, the result is complete when a receive has been found."""
+        self._tally.access(data)
         ident = next(self._wire.idents) if synchronous else 0
         waiting = Sent(False)
         if synchronous:
@@ -101,7 +103,8 @@ class Mailbox:
             else:
                 shelf.slots.remove(slot)
                 slot.letter = letter
-            self._condition.notify_all()
+            if parcel.nbytes > INLINE_NBYTES:  # else the data are here already, and `done` wakes for both
+                self._condition.notify_all()
         parcel.token = letter
         if slot is None:
             return None
@@ -125,6 +128,7 @@ class Mailbox:
     # ---------------------------------------------------------------------------------------------- receiving
     def post(self, context: int, slot: Slot) -> None:
         """Open a receive; it takes the first unclaimed letter that fits."""
+        self._tally.received += 1
         with self._condition:
             shelf = self._shelves[context]
             letter = next((letter for letter in shelf.letters if slot.takes(letter)), None)
@@ -149,6 +153,18 @@ class Mailbox:
                 return None
             self.post(context, slot)
         return slot
+
+    def clear(self) -> int:
+        """Drop all unclaimed letters whose data are there; return how many. Who waits for a receipt gets it."""
+        dropped: list[tuple[Letter, int]] = []
+        with self._condition:
+            for context, shelf in self._shelves.items():
+                whole = [letter for letter in shelf.letters if letter.data is not None]
+                shelf.letters = [letter for letter in shelf.letters if letter.data is None]
+                dropped += [(letter, self.members[context][letter.source]) for letter in whole]
+        for letter, sender in dropped:
+            self._acknowledge(letter, sender)
+        return len(dropped)
 
     def cancel(self, context: int, slot: Slot) -> bool:
         """Close a receive that has no letter; return whether it had none."""

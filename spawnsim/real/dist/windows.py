@@ -88,6 +88,7 @@ class TorchWin:
         request.kind, request.context, request.ident = REQUEST, self._ident, next(self._home.wire.idents)
         self._server.wanted[request.ident] = wanted
         self._open[rank].append(wanted)
+        self._home.tally.access(wanted.into if payload is None else payload)
         self._home.wire.send(self._comm.members[rank], request, payload)
         return wanted
 
