@@ -14,13 +14,14 @@ import torch
 
 from spawnsim.comm import Comm
 from spawnsim.errors import UsageError
+from spawnsim.policies.compression import Compression
 from spawnsim.policies.coordinator import Coordinator
 from spawnsim.policies.deciding import Decision, Rules
 from spawnsim.policies.intake import Intake, Outcome
 from spawnsim.policies.mailbox import Mailbox
 from spawnsim.policies.messages import Assignment, Bytes, Kind, Message, Unreadable, decode, encode
 from spawnsim.policies.selection import Report
-from spawnsim.policies.snapshot import Packer
+from spawnsim.policies.snapshot import CPU, Packer, model_device, room_for
 from spawnsim.policies.state import Travels, collect
 from spawnsim.policies.wiring import Wiring
 
@@ -28,7 +29,10 @@ from spawnsim.policies.wiring import Wiring
 class Exchange:
     """One rank's side of the protocol; on the coordinating rank, the coordinator's as well."""
 
-    def __init__(self, comm: Comm, rules: Rules, wiring: Wiring, *, travels: Travels, cooldown: int) -> None:
+    def __init__(
+        self, comm: Comm, rules: Rules, wiring: Wiring, *, travels: Travels, cooldown: int,
+        compression: Compression | None = None,
+    ) -> None:  # fmt: skip
         if wiring.coordinator >= comm.Get_size():
             raise UsageError(
                 f"coordinator={wiring.coordinator}: the group has ranks 0 to {comm.Get_size() - 1}"
@@ -44,8 +48,11 @@ class Exchange:
         self.call_s = math.inf  # time from call to call, as of late
         self.counts: Counter[str] = Counter()
         self._calls, self._reported_s = 0, 0.0  # since the last report
-        self._packer = Packer(wiring.part_nbytes, checksum=wiring.checksum)
+        compression = compression if compression is not None else Compression()
+        self._packer = Packer(wiring.part_nbytes, checksum=wiring.checksum, compression=compression)
         self._packed: dict[int, list[Bytes]] = {}  # this call's snapshot, by round
+        if compression.name:  # a replay needs it
+            comm.record.event("transport", compression=compression.name)
 
     def _books(self) -> Coordinator:
         return Coordinator(
@@ -107,6 +114,7 @@ class Exchange:
             elif message.kind == Kind.SNAPSHOT:
                 self.intake.part(source, message, now_s)
             elif message.kind == Kind.ASSIGN and not self.leaving:
+                self.mailbox.room = room_for(model_device(whose[0]))
                 self._ask(Assignment.decode(message), now_s, iteration)
             elif message.kind == Kind.REPORT:
                 self._reported(source, message, now_s)
@@ -129,9 +137,14 @@ class Exchange:
         messages = self._packed.get(round_)
         if messages is None:
             live = collect(*whose, self.travels)
-            messages = self._packed[round_] = self._packer.pack(live, round_, iteration)
+            messages = self._packed[round_] = self._packer.pack(live, round_, iteration, busy=self._busy)
         for message in messages:
             self.mailbox.send(replaced, message)
+
+    def _busy(self, memory: Bytes) -> bool:
+        """Return whether a snapshot is being sent from this memory, or may be in this call."""
+        mine = (message for messages in self._packed.values() for message in messages)
+        return self.mailbox.sending(memory) or any(memory is message for message in mine)
 
     def _ask(self, assignment: Assignment, now_s: float, iteration: int) -> None:
         if self.intake.assign(assignment, now_s):
@@ -158,12 +171,12 @@ class Exchange:
             high=decision.high,
         )
 
-    def unpack(self, outcome: Outcome) -> dict[int, dict[str, torch.Tensor]]:
-        """Return the tensors of each donor whose snapshot is whole and can be read."""
+    def unpack(self, outcome: Outcome, device: torch.device = CPU) -> dict[int, dict[str, torch.Tensor]]:
+        """Return the tensors of each donor whose snapshot is whole and can be read, on the device of who needs them."""
         unpacked = {}
         for donor, parts in outcome.given.items():
             try:
-                unpacked[donor] = self._packer.unpack(parts)
+                unpacked[donor] = self._packer.unpack(parts, device)
             except Unreadable:
                 self.counts["unreadable"] += 1
         return unpacked

@@ -7,6 +7,7 @@ finds all there is. Requests and buffers are kept until they complete. A message
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
 AT_ONCE_NBYTES = 4096  # every MPI delivers so little with the envelope: a receive after a probe does not wait
 
 
+def _fresh(nbytes: int) -> Bytes:
+    return np.empty(nbytes, np.uint8)
+
+
 class Mailbox:
-    """One rank's post on one communicator and tag."""
+    """One rank's post on one communicator and tag. `room` makes the memory that large messages are received into."""
 
     def __init__(self, comm: Comm, tag: int) -> None:
         self.comm, self.tag, self.rank = comm, tag, comm.Get_rank()
@@ -30,6 +35,7 @@ class Mailbox:
         self._probe, self._status = comm.Iprobe, Status()
         self.sent = np.zeros(comm.Get_size(), np.int64)  # messages put on the wire, by rank
         self.received = 0
+        self.room: Callable[[int], Bytes] = _fresh
         self._own: deque[Bytes] = deque()
         self._sends: list[tuple[Request, Bytes]] = []
         self._receives: list[tuple[Request, int, Bytes]] = []
@@ -66,7 +72,7 @@ class Mailbox:
 
     def _take(self, arrived: list[tuple[int, Bytes]]) -> None:
         source, nbytes = self._status.Get_source(), self._status.Get_count()
-        buffer: Bytes = np.empty(nbytes, np.uint8)
+        buffer = self.room(nbytes) if nbytes > AT_ONCE_NBYTES else _fresh(nbytes)
         self.counts["bytes_received"] += nbytes
         self.received += 1
         if nbytes <= AT_ONCE_NBYTES:
@@ -83,6 +89,10 @@ class Mailbox:
         finished = [entry for entry in self._receives if entry[0].Test()]
         self._receives = [entry for entry in self._receives if all(entry is not other for other in finished)]
         return [(source, buffer) for _, source, buffer in finished]
+
+    def sending(self, message: Bytes) -> bool:
+        """Return whether this memory is still being sent, as far as is known since `reap`."""
+        return any(message is other for _, other in self._sends)
 
     def reap(self) -> bool:
         """Let go of sends that have completed; return whether all have."""

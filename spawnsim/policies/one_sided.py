@@ -16,6 +16,8 @@ import torch
 
 from spawnsim.policies.account import Replacement
 from spawnsim.policies.cadence import Cadence, Every
+from spawnsim.policies.codecs import Codec
+from spawnsim.policies.compression import Compression
 from spawnsim.policies.deciding import Rules, gifts_for
 from spawnsim.policies.donors import Count, DonorRule, Uniform
 from spawnsim.policies.mixing import Mixing
@@ -33,6 +35,7 @@ from spawnsim.policies.selection import (
     spare_the_best,
 )
 from spawnsim.policies.selective import MOST_DONORS, check_cooldown, selection_for
+from spawnsim.policies.snapshot import model_device
 from spawnsim.policies.state import Travels, collect
 from spawnsim.policies.windows import Opened, Windows, span
 
@@ -69,7 +72,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         selection: Selection | None = None, mixing: Mixing | None = None, cadence: Cadence | None = None,
         travels: Travels | None = None, explore: Explore | None = None, mode: Mode = "max",
         nan_policy: NanPolicy = "worst", windows: Windows | None = None,
-        timing: dict[str, list[float]] | None = None,
+        compression: str | Codec | None = None, timing: dict[str, list[float]] | None = None,
     ) -> None:
         # fmt: on
         super().__init__(average_every, cadence=cadence)
@@ -82,6 +85,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self._by_board = selection is not None or replacement_mode == "worst_ratio"
         travels = travels if travels is not None else Travels(optimizer_state="reset")
         self.renewal = Renewal(model_builder, averaging_strategy, momentum, "replace", travels, explore)
+        Compression(compression)  # refuses what it does not know
+        self.compression = compression
         self.windows = windows if windows is not None else Windows()
         self.publishing = Every(self.windows.publish_every or self.average_every)
         self.cooldown = check_cooldown(self.average_every if cooldown is None else cooldown)
@@ -109,7 +114,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             self.rules = replace(self.rules, donors=Uniform(half))
         self._life = Age(self.age_range, comm.rng("age"))
         self._life.age, self._life.max_age = self._resume.get("age", (0, self._life.max_age))
-        opened = self.windows.open(comm, collect(model, optimizer, self.renewal.travels))
+        opened = self.windows.open(comm, collect(model, optimizer, self.renewal.travels), self.compression)
         self._group, self._opened = group, opened
         return opened
 
@@ -171,7 +176,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         began_s = comm.clock.now()
         opened.board.write(metric, iteration, busy=True)
         reports, busy = opened.reports(metric)
-        gifts, nbytes = self._take(opened, reports, busy)
+        gifts, nbytes = self._take(opened, (reports, busy), model_device(whose[0]))
         if gifts or self.averaging_strategy == "reset_weights":
             new = self.renewal(*whose, gifts, reference={}, rng=comm.rng("explore"))
             whose, self.unmatched = (new.model, new.optimizer), new.unmatched
@@ -193,15 +198,17 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self.reset_age()
         self.note("replace", wait_s)
 
-    def _take(self, opened: Opened, reports: list[Report], busy: set[int]) -> tuple[list[Gift], int]:
+    def _take(
+        self, opened: Opened, board: tuple[list[Report], set[int]], device: torch.device
+    ) -> tuple[list[Gift], int]:
         """Return the gifts of this rank's donors and their bytes; donors are finite, and not being replaced."""
-        me = opened.comm.Get_rank()
+        me, (reports, busy) = opened.comm.Get_rank(), board
         out = busy.union(self._doomed(reports), [me])
         givers = [report for report in reports if report.rank not in out and math.isfinite(report.metric)]
         if not givers or self.averaging_strategy == "reset_weights":
             return [], 0
         donors, weights = gifts_for(me, givers, self.rules, opened.comm.rng("donors"))
-        taken = opened.shelf.take(donors)
+        taken = opened.shelf.take(donors, device)
         share = dict(zip(donors, weights, strict=True))
         gifts = [Gift(donor, got.iteration, share[donor], got.tensors) for donor, got in taken.items()]
         return shared(gifts), sum(got.nbytes for got in taken.values())

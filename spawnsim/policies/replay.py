@@ -18,6 +18,8 @@ import torch
 from spawnsim.comm import Comm, Status
 from spawnsim.errors import UsageError
 from spawnsim.policies.account import Replacement, Served
+from spawnsim.policies.codecs import Codec
+from spawnsim.policies.compression import Compression
 from spawnsim.policies.messages import Bytes, Message, decode
 from spawnsim.policies.policy import Info, Result, SpawnPolicy, as_metric, blank_info
 from spawnsim.policies.renewal import Explore, Gift, ModelBuilder, Renewal
@@ -65,30 +67,40 @@ class Recorded:
 
 def replay(
     events: Iterable[Mapping[str, Any]], model_builder: ModelBuilder | None = None, *, explore: Explore | None = None,
-    travels: Travels | None = None,
+    travels: Travels | None = None, compression: str | Codec | None = None,
 ) -> ReplayPolicy:  # fmt: skip
     """Return a policy that takes the decisions in `events` (of `Run.events`, or lines of events.jsonl) again.
 
-    Give the recorded run's `model_builder`, `explore` and `travels`; all else is in the events.
+    Give the recorded run's `model_builder`, `explore` and `travels`, and `compression` if it was a codec of your own;
+    all else is in the events.
     """
-    return ReplayPolicy(events, Renewal(model_builder, explore=explore, travels=travels or Travels()))
+    renewal = Renewal(model_builder, explore=explore, travels=travels or Travels())
+    return ReplayPolicy(events, renewal, compression)
 
 
 class ReplayPolicy(SpawnPolicy):
     """Takes recorded decisions again; made by `replay`."""
 
-    def __init__(self, events: Iterable[Mapping[str, Any]], renewal: Renewal) -> None:
+    def __init__(
+        self, events: Iterable[Mapping[str, Any]], renewal: Renewal, compression: str | Codec | None = None
+    ) -> None:
         super().__init__()
+        events = list(events)
         self.recorded = [
             Recorded.of(event, renewal) for event in events if event.get("kind") == "replacement"
         ]
+        self._compressed: dict[int, str] = {
+            event["rank"]: event["compression"] for event in events if event.get("kind") == "transport"
+        }
+        self._codec = Compression(compression)
+        self._unpacker = Packer(2**62, compression=self._codec)
         self._due: dict[tuple[int, int], Recorded] = {(r.replaced, r.iteration): r for r in self.recorded}
         self._asked = {(r.replaced, r.asked): r for r in self.recorded}
         self._given: dict[tuple[int, int, str], list[Recorded]] = defaultdict(list)
         for each in self.recorded:
             for donor, version in zip(each.donors, each.versions, strict=True):
                 self._given[donor, version, each.served].append(each)
-        self._packer = Packer(2**62)
+        self._packer: Packer | None = None
         self._requests: list[tuple[Any, Bytes]] = []
         self._reference: Tensors = {}
         self._early: dict[tuple[int, int], Bytes] = {}  # (donor, round) → a snapshot for a later replacement
@@ -124,8 +136,16 @@ class ReplayPolicy(SpawnPolicy):
         members = comm.Get_group().members
         for each in self._given.get(key, ()):
             live = collect(model, optimizer, each.renewal.travels)
-            for message in self._packer.pack(live, each.round, key[1]):
+            for message in self._packing(key[0]).pack(live, each.round, key[1]):
                 self._requests.append((comm.Isend(message, members.index(each.replaced), TAG), message))
+
+    def _packing(self, me: int) -> Packer:
+        """Return what packs as this rank did."""
+        if self._packer is None:
+            named = self._compressed.get(me)
+            same = named == self._codec.name
+            self._packer = Packer(2**62, compression=self._codec if same else Compression(named))
+        return self._packer
 
     def _take_over(
         self, comm: Comm, due: Recorded, whose: tuple[torch.nn.Module, torch.optim.Optimizer], info: Info
@@ -134,7 +154,7 @@ class ReplayPolicy(SpawnPolicy):
         donors = [members.index(donor) for donor in due.donors]
         messages = [self._receive(comm, donor, due.round) for donor in donors]
         gifts = [
-            Gift(donor, message.iteration, weight, self._packer.unpack([message]))
+            Gift(donor, message.iteration, weight, self._unpacker.unpack([message]))
             for donor, message, weight in zip(donors, messages, due.weights, strict=True)
         ]
         new = due.renewal(*whose, gifts, reference=self._reference, rng=comm.rng("explore"))

@@ -14,6 +14,8 @@ import torch
 from spawnsim.errors import ParameterError
 from spawnsim.policies.account import Replacement
 from spawnsim.policies.cadence import Cadence
+from spawnsim.policies.codecs import Codec
+from spawnsim.policies.compression import Compression
 from spawnsim.policies.deciding import Rules
 from spawnsim.policies.donors import Count, DonorRule, Uniform
 from spawnsim.policies.exchange import Exchange
@@ -34,6 +36,7 @@ from spawnsim.policies.selection import (
     check_mode,
     check_nan_policy,
 )
+from spawnsim.policies.snapshot import model_device
 from spawnsim.policies.state import Tensors, Travels
 from spawnsim.policies.wiring import Wiring
 
@@ -92,6 +95,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         explore: called as `explore(model, optimizer, rng)` after each replacement of this rank.
         mode: "max" if higher metrics are better, else "min". nan_policy: "worst", "exclude" or "raise".
         wiring: quorum, deadlines, coordinator, tag.
+        compression: None; "float16" or "bfloat16": float32 and float64 parameters and buffers travel in that type
+            (out of its range: as they are); or another codec's name, or a codec. Sums stay in the models' types.
     """
 
     # fmt: off
@@ -103,7 +108,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         donors: DonorRule | Count = MOST_DONORS, selection: Selection | None = None, mixing: Mixing | None = None,
         cadence: Cadence | None = None, rule: Rule = "delta", travels: Travels | None = None,
         explore: Explore | None = None, mode: Mode = "max", nan_policy: NanPolicy = "worst",
-        wiring: Wiring | None = None,
+        wiring: Wiring | None = None, compression: str | Codec | None = None,
     ) -> None:
         # fmt: on
         super().__init__(average_every, cadence=cadence)
@@ -117,6 +122,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         )  # fmt: skip
         travels = travels if travels is not None else Travels(optimizer_state="reset")
         self.renewal = Renewal(model_builder, averaging_strategy, momentum, rule, travels, explore)
+        Compression(compression)  # refuses what it does not know
+        self.compression = compression
         self.wiring = wiring if wiring is not None else Wiring(poll_interval_s=poll_interval_s)
         self.cooldown, self.replacement_mode = check_cooldown(cooldown), replacement_mode
         self.replacement_ratio, self.threshold = float(replacement_ratio), threshold
@@ -162,7 +169,10 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         """Begin on a communicator; another one than before (after a recovery) begins anew."""
         comm = self.comm_of(group)
         travels, resume = self.renewal.travels, self._resume
-        exchange = Exchange(comm, self.rules, self.wiring, travels=travels, cooldown=self.cooldown)
+        exchange = Exchange(
+            comm, self.rules, self.wiring, travels=travels, cooldown=self.cooldown,
+            compression=Compression(self.compression),
+        )  # fmt: skip
         exchange.intake.settled = resume.get("settled", -1)
         if exchange.coordinator is not None:
             exchange.coordinator.last_trigger = resume.get("last_trigger", -self.cooldown)
@@ -177,7 +187,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         assert self._latest is not None
         iteration, model, optimizer = self._latest
-        gifts = self._gifts(exchange, outcome)
+        gifts = self._gifts(exchange, outcome, model_device(model))
         if not (gifts or outcome.fresh_start):
             return model, optimizer
         asked, reference = self._reference
@@ -199,11 +209,11 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._latest = (iteration, new.model, new.optimizer)
         return new.model, new.optimizer
 
-    def _gifts(self, exchange: Exchange, outcome: Outcome) -> list[Gift]:
+    def _gifts(self, exchange: Exchange, outcome: Outcome, device: torch.device) -> list[Gift]:
         weights = dict(zip(outcome.assignment.donors, outcome.assignment.weights, strict=True))
         return shared([
             Gift(donor, outcome.given[donor][0].iteration, weights[donor], tensors)
-            for donor, tensors in exchange.unpack(outcome).items()
+            for donor, tensors in exchange.unpack(outcome, device).items()
         ])
 
     def shutdown(self) -> None:

@@ -1,10 +1,10 @@
 """Windows in which a rank lays out whole snapshots of its state, and reads those of others.
 
-Each window has a header and two slots. A writer fills the slot that is not current and then makes it current; it says
-so before and after, so a reader that was overtaken knows it and reads again: nobody ever gets a mixture of versions.
-A slot describes its tensors, so models of different shapes can be read and matched by name.
+Each window has a header and two slots (`slots.py`). A reader that was overtaken by the writer notices and reads again:
+nobody ever gets a mixture of versions. A slot describes its tensors, so models of different shapes can be read and
+matched by name, and compressed ones by whoever knows the codec.
 
-This room knows windows (`Allocate`, `Lock_all` held, `Put` to the own part, `Rget` from others, whose request can be
+This room knows windows (`Allocate`, `Lock_all` held, stores to the own part, `Rget` from others, whose request can be
 waited for with a deadline on every building, unlike a flush) and layouts; it knows no policy. All windows are made
 collectively in the constructor; afterwards no call waits for a rank that it does not read from.
 """
@@ -14,36 +14,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from spawnsim.comm import BYTE, Comm, Request
+from spawnsim.comm import Comm, Request
 from spawnsim.errors import RankFailed, Timeout
+from spawnsim.policies.codecs import Codec
+from spawnsim.policies.compression import Compression
 from spawnsim.policies.deadlines import Deadline
-from spawnsim.policies.state import ALIGN_NBYTES, Layout, Tensors, assign
+from spawnsim.policies.slots import ABSENT, BEGUN, DIGEST, DONE, WITHDRAWN, Header, Window, slot_of
+from spawnsim.policies.snapshot import CPU, laid_out
+from spawnsim.policies.state import Layout, Tensors
 
 T = TypeVar("T")
-Header = NDArray[np.int64]
-HEADER_NBYTES = 128
-BEGUN, DONE, SLOT_NBYTES = 0, 1, 2
-ITERATION, TEXT_NBYTES, BODY_NBYTES, DIGEST = 0, 1, 2, 3  # of a slot, from 4 + 4 · slot on
-WITHDRAWN, ABSENT = (
-    -1,
-    -2,
-)  # the rank offers nothing any more; it has no such tensor, or one that does not fit
 TRIES = 8
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
-
-
-def _slot(header: Header, version: int) -> Header:
-    start = 4 + 4 * (version % 2)
-    return header[start : start + 4]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,89 +41,18 @@ class Taken:
     nbytes: int
 
 
-class _Window:
-    """One window: the own two slots, and access to those of others."""
-
-    def __init__(self, comm: Comm, layout: Layout | None) -> None:
-        self.comm, self.rank = comm, comm.Get_rank()
-        self.slot_nbytes = 0 if layout is None else _padded(len(layout.text)) + layout.nbytes + ALIGN_NBYTES
-        self.win: Any = cast("Any", comm).Win.Allocate(HEADER_NBYTES + 2 * self.slot_nbytes, 1, comm=comm)
-        self.win.Lock_all()
-        self.header: Header = np.zeros(HEADER_NBYTES // 8, np.int64)
-        self.header[SLOT_NBYTES] = self.slot_nbytes
-        self.header[BEGUN] = 0 if layout is not None else ABSENT
-        self._spare: list[NDArray[np.uint8]] = []
-        self._lent: dict[int, NDArray[np.uint8]] = {}
-        self._stage = torch.empty(self.slot_nbytes, dtype=torch.uint8)
-        self._put_header()
-
-    def _put_header(self) -> None:
-        self._put(self.header.view(np.uint8), 0)
-
-    def _put(self, data: NDArray[np.uint8], at: int) -> None:
-        self.win.Put([data, data.size, BYTE], self.rank, [at, data.size, BYTE])
-        self.win.Flush(self.rank)
-
-    def publish(self, layout: Layout, live: Tensors, version: int, iteration: int) -> bool:
-        """Lay out the tensors as a new version; return False if they do not fit, and offer nothing from then on."""
-        start = _padded(len(layout.text))
-        fits = start + layout.nbytes <= self.slot_nbytes
-        self.header[BEGUN] = version if fits else ABSENT
-        self._put_header()
-        if not fits:
-            return False
-        stage = self._stage.numpy()
-        stage[: len(layout.text)] = np.frombuffer(layout.text, np.uint8)
-        assign(layout.views(self._stage[start : start + layout.nbytes]), live)
-        self._put(stage[: start + layout.nbytes], HEADER_NBYTES + version % 2 * self.slot_nbytes)
-        digest = np.uint64(layout.digest).view(np.int64)
-        _slot(self.header, version)[:] = (iteration, len(layout.text), layout.nbytes, digest)
-        self.header[DONE] = version
-        self._put_header()
-        return True
-
-    def withdraw(self, why: int = WITHDRAWN) -> None:
-        """Offer nothing any more."""
-        self.header[BEGUN] = why
-        self._put_header()
-
-    def get_header(self, donor: int) -> tuple[Request, Header]:
-        """Start to read a donor's header; it is there when the request is over."""
-        header = np.empty(HEADER_NBYTES // 8, np.int64)
-        return self._get(header.view(np.uint8), donor, 0), header
-
-    def get_slot(
-        self, donor: int, header: Header, version: int, *, text: bool
-    ) -> tuple[Request, torch.Tensor]:
-        """Start to read a slot, with or without its description; the memory is the window's, until `reclaim`."""
-        _, text_nbytes, body_nbytes, _ = (int(value) for value in _slot(header, version))
-        skip = 0 if text else _padded(text_nbytes)
-        length = _padded(text_nbytes) + body_nbytes - skip
-        fitting = (index for index, buffer in enumerate(self._spare) if buffer.size >= length)
-        index = next(fitting, None)
-        buffer = np.empty(length, np.uint8) if index is None else self._spare.pop(index)
-        self._lent[donor] = buffer
-        at = HEADER_NBYTES + version % 2 * int(header[SLOT_NBYTES]) + skip
-        return self._get(buffer[:length], donor, at), torch.from_numpy(buffer[:length])
-
-    def _get(self, into: NDArray[np.uint8], donor: int, at: int) -> Request:
-        request: Request = self.win.Rget([into, into.size, BYTE], donor, [at, into.size, BYTE])
-        return request
-
-    def reclaim(self, *, but: Collection[int]) -> None:
-        """Take back the memory of earlier reads, but not from donors whose answer may still come."""
-        self._spare += [buffer for donor, buffer in self._lent.items() if donor not in but]
-        self._lent = {}
-
-
 class Shelf:
     """A rank's snapshots for others to take: one window for all its state, or one per tensor.
 
     `counts`: `torn` reads that were repeated, donors that were `missing` (out of time, dead) or had `nothing` to offer.
     """
 
-    def __init__(self, comm: Comm, live: Tensors, deadline: Deadline, *, per_parameter: bool = False) -> None:
+    def __init__(
+        self, comm: Comm, live: Tensors, deadline: Deadline, *, per_parameter: bool = False,
+        compression: str | Codec | None = None,
+    ) -> None:  # fmt: skip
         self.comm, self.deadline = comm, deadline
+        self._compression = Compression(compression)
         self.counts: Counter[str] = Counter()
         self.version = 0
         self.per_parameter = per_parameter
@@ -147,26 +62,25 @@ class Shelf:
             else [""]
         )
         own = self._cut(live)
-        self._windows = {key: _Window(comm, own.get(key)) for key in keys}
+        self._windows = {key: Window(comm, own.get(key), compression) for key in keys}
         self._layouts: dict[int, Layout] = {}  # by digest
+        self._device = CPU
         self._late: set[int] = set()  # donors whose answer to the latest reading may still come
 
-    def _cut(self, live: Tensors) -> dict[str, Layout]:
-        if not self.per_parameter:
-            return {"": Layout.of(live)}
-        return {name: Layout.of({name: tensor}) for name, tensor in live.items()}
+    def _cut(self, live: Tensors) -> dict[str, Tensors]:
+        return {name: {name: tensor} for name, tensor in live.items()} if self.per_parameter else {"": live}
 
     def publish(self, live: Tensors, iteration: int) -> int:
         """Lay out the state as it is now; return the bytes written. What does not fit any window is not offered."""
         self.version += 1
-        layouts = self._cut(live)
+        cut = self._cut(live)
         written = 0
         for key, window in self._windows.items():
-            layout = layouts.get(key)
-            if layout is None:
+            own = cut.get(key)
+            if own is None:
                 window.withdraw(ABSENT)
-            elif window.publish(layout, live, self.version, iteration):
-                written += layout.nbytes
+            elif (nbytes := window.publish(own, self.version, iteration)) >= 0:
+                written += nbytes
             else:
                 self.counts["too large"] += 1
         return written
@@ -183,11 +97,12 @@ class Shelf:
             window.win.Free()
         self._windows = {}
 
-    def take(self, donors: Sequence[int]) -> dict[int, Taken]:
+    def take(self, donors: Sequence[int], device: torch.device = CPU) -> dict[int, Taken]:
         """Return the current snapshot of each donor that has one and answers within the deadline.
 
-        The tensors stay valid until the next call.
+        The tensors are on the device of who needs them, and stay valid until the next call.
         """
+        self._device = device
         taken: dict[int, Taken] = {}
         self._reclaim()
         waiting = list(donors)
@@ -275,17 +190,18 @@ class Shelf:
         tensors: Tensors = {}
         iteration = nbytes = 0
         for key, data in slots.items():
-            iteration, text_nbytes, body_nbytes, _ = (int(value) for value in _slot(headers[key], version))
+            iteration, text_nbytes, body_nbytes, _ = (int(value) for value in slot_of(headers[key], version))
             digest = _digest(headers[key], version)
             if data.numel() > body_nbytes and digest not in self._layouts:
                 self._layouts[digest] = Layout.parse(data[:text_nbytes].numpy().tobytes())
-            tensors.update(self._layouts[digest].views(data[data.numel() - body_nbytes :]))
+            body = data[data.numel() - body_nbytes :]
+            tensors.update(laid_out(self._layouts[digest], body, self._device))
             nbytes += data.numel()
-        return Taken(iteration, tensors, nbytes)
+        return Taken(iteration, self._compression.undress(tensors), nbytes)
 
 
 def _digest(header: Header, version: int) -> int:
-    return int(_slot(header, version)[DIGEST : DIGEST + 1].view(np.uint64)[0])
+    return int(slot_of(header, version)[DIGEST : DIGEST + 1].view(np.uint64)[0])
 
 
 def _version(headers: Collection[Header]) -> int:

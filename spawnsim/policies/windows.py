@@ -14,6 +14,8 @@ from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError, RankFailed, Timeout, UsageError
 from spawnsim.policies.board import Board
 from spawnsim.policies.cadence import Every
+from spawnsim.policies.codecs import Codec
+from spawnsim.policies.compression import Compression
 from spawnsim.policies.deadlines import Deadline, Fixed, as_deadline
 from spawnsim.policies.selection import Report
 from spawnsim.policies.shelf import Shelf
@@ -56,12 +58,15 @@ class Windows:
             if not getattr(self, name) > 0:
                 raise ParameterError(f"{name}={getattr(self, name)!r}: give seconds above 0")
 
-    def open(self, comm: Comm, live: Tensors) -> Opened:
+    def open(self, comm: Comm, live: Tensors, compression: str | Codec | None = None) -> Opened:
         """Make the windows; collective over the communicator."""
         if self.holder >= comm.Get_size():
             raise UsageError(f"holder={self.holder}: the group has ranks 0 to {comm.Get_size() - 1}")
         deadline = self.deadline() if callable(self.deadline) else as_deadline(self.deadline)
-        shelf = Shelf(comm, live, deadline, per_parameter=self.layout == "per_parameter")
+        if name := Compression(compression).name:  # a replay needs it
+            comm.record.event("transport", compression=name)
+        apart = self.layout == "per_parameter"
+        shelf = Shelf(comm, live, deadline, per_parameter=apart, compression=compression)
         return Opened(comm, shelf, Board(comm, holder=self.holder, timeout_s=self.board_timeout_s))
 
 

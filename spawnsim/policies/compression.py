@@ -1,0 +1,168 @@
+"""How a state looks on its way: as it is, in a smaller dtype, or in a codec's bytes; and what it was again.
+
+A tensor that travels changed has a mark behind its name, so a snapshot says by itself how it is to be read, whatever
+its reader's own setting: `name␟float32` was float32 before it was cast, `name␟float32␟3,4␟uniform8` was of shape
+(3, 4) before a codec made bytes of it.
+
+Float32 and float64 parameters and buffers are changed. Everything else travels as it is, optimizer state too: a second
+moment that is rounded to 0 makes steps of any size. So do tensors that are not finite, that leave the range of the
+smaller dtype, or that would not become smaller.
+
+This room knows tensors, names and codecs; no message, no window, no rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from spawnsim.errors import ParameterError, UsageError
+from spawnsim.policies.codecs import NAMED, Codec, Float16, NoCompression, unpack
+from spawnsim.policies.state import ALIGN_NBYTES, Entry, Layout, Tensors
+
+MARK = "\x1f"  # the unit separator: no name of a parameter has it
+SMALLER = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+WIDE: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+}
+MARKS_NBYTES = 64  # more than a mark adds to the description of one tensor, the codec's name apart
+
+
+@dataclass(frozen=True, slots=True)
+class Dressed:
+    """A state as it travels: where its tensors lie, and where they come from (in their own dtypes, by marked name)."""
+
+    layout: Layout
+    sources: Tensors
+
+
+class Compression:
+    """One rank's setting: None, "float16", "bfloat16", another codec's name, or a codec. Remembers its layout."""
+
+    def __init__(self, how: str | Codec | None = None) -> None:
+        codec = _codec(how)
+        self.small = SMALLER.get(codec) if isinstance(codec, str) else None
+        self.codec = None if isinstance(codec, str) else codec
+        self.name = codec if isinstance(codec, str) else name_of(codec)
+        self._layout: Layout | None = None
+
+    def dress(self, live: Tensors) -> Dressed:
+        """Return the tensors as they travel; nothing that travels as it is or is cast is copied yet."""
+        if self.name:
+            sources, entries = self._changed(live)
+            if self._layout is None or set(self._layout.entries) != set(entries):
+                self._layout = Layout(entries)
+            return Dressed(self._layout, sources)
+        if self._layout is None or not self._layout.matches(live):
+            self._layout = Layout.of(live)
+        return Dressed(self._layout, live)
+
+    def _changed(self, live: Tensors) -> tuple[Tensors, list[Entry]]:
+        changing = {n: t for n, t in live.items() if t.dtype in WIDE and not n.startswith("optimizer/")}
+        limit = torch.finfo(self.small or torch.float32).max  # codecs give float32 back
+        fitting = _within(changing, limit)
+        sources: Tensors = {}
+        entries = []
+        for name, tensor in live.items():
+            source, dtype = tensor, tensor.dtype
+            if name in fitting and self.small is not None:
+                name, dtype = f"{name}{MARK}{str(tensor.dtype)[6:]}", self.small
+            elif name in fitting and self.codec is not None:
+                name, source = self._encoded(name, tensor)
+                dtype = source.dtype
+            sources[name] = source
+            entries.append(Entry(name, dtype, tuple(source.shape)))
+        return sources, entries
+
+    def _encoded(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        assert self.codec is not None
+        body = self.codec.encode(tensor.detach().cpu().reshape(-1).numpy())
+        if body.nbytes >= tensor.nbytes:
+            return name, tensor
+        shape = ",".join(map(str, tensor.shape))
+        return MARK.join([name, str(tensor.dtype)[6:], shape, self.name]), torch.from_numpy(body)
+
+    def undress(self, tensors: Tensors) -> Tensors:
+        """Return the tensors of a snapshot in the names, dtypes and shapes that they had; on their devices.
+
+        Raises `UsageError` for a codec that this rank does not know, ValueError for bytes that are too few.
+        """
+        return dict(self._plain(name, tensor) for name, tensor in tensors.items())
+
+    def _plain(self, marked: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        name, *marks = marked.split(MARK)
+        if not marks:
+            return name, tensor
+        wide = WIDE[getattr(torch, marks[0])]
+        if len(marks) == 1:
+            return name, _widened(tensor, getattr(torch, marks[0]))
+        shape = tuple(int(size) for size in marks[1].split(",") if size)
+        body, count = tensor.cpu().numpy(), torch.Size(shape).numel()
+        values = torch.from_numpy(unpack(self._known(marks[2]), body, raw=False, dtype=wide, count=count))
+        return name, values.reshape(shape).to(tensor.device if shape else "cpu")
+
+    def _known(self, name: str) -> Codec:
+        if self.codec is not None and name == self.name:
+            return self.codec
+        if name not in NAMED:
+            raise UsageError(
+                f"a snapshot is encoded by {name}, which this rank does not know (its own compression: "
+                f"{self.name or None}); give all ranks of the group the same compression"
+            )
+        return NAMED[name]
+
+    def most_nbytes(self, live: Tensors) -> tuple[int, int]:
+        """Return how long description and body can become, whatever values the tensors take."""
+        plain = Layout.of(live)
+        if not self.name:
+            return len(plain.text), plain.nbytes
+        marks_nbytes = len(live) * (MARKS_NBYTES + len(self.name))
+        return len(plain.text) + marks_nbytes, plain.nbytes + 2 * ALIGN_NBYTES
+
+
+def _codec(how: str | Codec | None) -> str | Codec:
+    """Return the name of a dtype, a codec, or "" for neither; raise `ParameterError` for an unknown name."""
+    if isinstance(how, str) and how not in NAMED and how not in SMALLER:
+        choices = ", ".join(dict.fromkeys([*SMALLER, *NAMED]))
+        raise ParameterError(f"compression={how!r}: choose one of {choices}, or give a codec")
+    if how is None or isinstance(how, NoCompression):
+        return ""
+    if isinstance(how, Float16):  # here a value out of range is not cut
+        return "float16"
+    if isinstance(how, str):
+        return how if how in SMALLER else _codec(NAMED[how])
+    return how
+
+
+def name_of(codec: Codec) -> str:
+    """Return what a codec is called in a snapshot: its short name, its fields, or its type."""
+    short = next((name for name, known in NAMED.items() if known == codec), None)
+    return short or (repr(codec) if hasattr(codec, "__dataclass_fields__") else type(codec).__qualname__)
+
+
+def _within(tensors: Mapping[str, torch.Tensor], limit: float) -> frozenset[str]:
+    """Return the names of tensors whose values are all finite and at most `limit` in magnitude."""
+    return frozenset(name for name, largest in _magnitudes(tensors) if largest <= limit)
+
+
+def _magnitudes(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
+    """Yield each tensor's largest magnitude (NaN if it has one); a device is waited for once."""
+    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    by_device: dict[torch.device, list[str]] = {}
+    for name, tensor in filled.items():
+        by_device.setdefault(tensor.device, []).append(name)
+    for names in by_device.values():
+        ends = [end.double() for name in names for end in torch.aminmax(filled[name])]
+        largest = torch.stack(ends).abs().view(-1, 2).amax(1)
+        yield from zip(names, largest.tolist(), strict=True)
+
+
+def _widened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        return tensor.to(dtype)
+    return torch.from_numpy(np.empty(tensor.shape, WIDE[dtype])).copy_(tensor)  # numpy takes huge pages

@@ -1,0 +1,124 @@
+"""One window: the two slots that its owner fills in turn, and reading those of others.
+
+The owner stores into the slot that is not current and then makes it current; it says so before and after, so a reader
+that was overtaken knows it. The store goes straight to the exposed memory, one pass and no copy beside it; the header
+is written by `Put`, after `Sync` has made the store visible.
+
+This room knows a communicator's windows and how a state is laid out; it knows no donors and no versions but its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spawnsim.comm import BYTE, Comm, Request
+from spawnsim.policies.codecs import Codec
+from spawnsim.policies.compression import Compression
+from spawnsim.policies.snapshot import CPU, Room, device_of, lay_out, room_for
+from spawnsim.policies.state import ALIGN_NBYTES, Tensors
+
+Header = NDArray[np.int64]
+HEADER_NBYTES = 128
+BEGUN, DONE, SLOT_NBYTES = 0, 1, 2
+ITERATION, TEXT_NBYTES, BODY_NBYTES, DIGEST = 0, 1, 2, 3  # of a slot, from 4 + 4 · slot on
+WITHDRAWN = -1  # the rank offers nothing any more
+ABSENT = -2  # it has no such tensor, or one that does not fit
+
+
+def padded(nbytes: int) -> int:
+    """Return the bytes rounded up, so that what follows is aligned."""
+    return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
+
+
+def slot_of(header: Header, version: int) -> Header:
+    """Return what a header says of the slot that holds a version."""
+    start = 4 + 4 * (version % 2)
+    return header[start : start + 4]
+
+
+class Window:
+    """One window: the own two slots, and access to those of others."""
+
+    def __init__(self, comm: Comm, live: Tensors | None, compression: str | Codec | None = None) -> None:
+        self.comm, self.rank = comm, comm.Get_rank()
+        self._compression = Compression(compression)
+        self.slot_nbytes = 0
+        if live is not None:
+            text_nbytes, body_nbytes = self._compression.most_nbytes(live)
+            self.slot_nbytes = padded(text_nbytes) + body_nbytes + ALIGN_NBYTES
+        self.win: Any = cast("Any", comm).Win.Allocate(HEADER_NBYTES + 2 * self.slot_nbytes, 1, comm=comm)
+        self.win.Lock_all()
+        self._slots = np.frombuffer(self.win.tomemory(), np.uint8)[HEADER_NBYTES:]
+        self.header: Header = np.zeros(HEADER_NBYTES // 8, np.int64)
+        self.header[SLOT_NBYTES] = self.slot_nbytes
+        self.header[BEGUN] = 0 if live is not None else ABSENT
+        self._spare: list[NDArray[np.uint8]] = []
+        self._lent: dict[int, NDArray[np.uint8]] = {}
+        self._room: Room = room_for(CPU if live is None else device_of(live))
+        self._put_header()
+
+    def _put_header(self) -> None:
+        header = self.header.view(np.uint8)
+        self.win.Put([header, header.size, BYTE], self.rank, [0, header.size, BYTE])
+        self.win.Flush(self.rank)
+
+    def publish(self, live: Tensors, version: int, iteration: int) -> int:
+        """Lay out the tensors as a new version; return the bytes of them.
+
+        If they do not fit, return -1, and offer nothing from then on.
+        """
+        dressed = self._compression.dress(live)
+        layout = dressed.layout
+        start = padded(len(layout.text))
+        fits = start + layout.nbytes <= self.slot_nbytes
+        self.header[BEGUN] = version if fits else ABSENT
+        self._put_header()
+        if not fits:
+            return -1
+        slot = self._slots[version % 2 * self.slot_nbytes :][: start + layout.nbytes]
+        slot[: len(layout.text)] = np.frombuffer(layout.text, np.uint8)
+        lay_out(layout, torch.from_numpy(slot[start:]), dressed.sources, device_of(live))
+        self.win.Sync()
+        digest = np.uint64(layout.digest).view(np.int64)
+        slot_of(self.header, version)[:] = (iteration, len(layout.text), layout.nbytes, digest)
+        self.header[DONE] = version
+        self._put_header()
+        return layout.nbytes
+
+    def withdraw(self, why: int = WITHDRAWN) -> None:
+        """Offer nothing any more."""
+        self.header[BEGUN] = why
+        self._put_header()
+
+    def get_header(self, donor: int) -> tuple[Request, Header]:
+        """Start to read a donor's header; it is there when the request is over."""
+        header = np.empty(HEADER_NBYTES // 8, np.int64)
+        return self._get(header.view(np.uint8), donor, 0), header
+
+    def get_slot(
+        self, donor: int, header: Header, version: int, *, text: bool
+    ) -> tuple[Request, torch.Tensor]:
+        """Start to read a slot, with or without its description; the memory is the window's, until `reclaim`."""
+        _, text_nbytes, body_nbytes, _ = (int(value) for value in slot_of(header, version))
+        skip = 0 if text else padded(text_nbytes)
+        length = padded(text_nbytes) + body_nbytes - skip
+        fitting = (index for index, buffer in enumerate(self._spare) if buffer.size >= length)
+        index = next(fitting, None)
+        buffer = self._room(length) if index is None else self._spare.pop(index)
+        self._lent[donor] = buffer
+        at = HEADER_NBYTES + version % 2 * int(header[SLOT_NBYTES]) + skip
+        return self._get(buffer[:length], donor, at), torch.from_numpy(buffer[:length])
+
+    def _get(self, into: NDArray[np.uint8], donor: int, at: int) -> Request:
+        request: Request = self.win.Rget([into, into.size, BYTE], donor, [at, into.size, BYTE])
+        return request
+
+    def reclaim(self, *, but: Collection[int]) -> None:
+        """Take back the memory of earlier reads, but not from donors whose answer may still come."""
+        self._spare += [buffer for donor, buffer in self._lent.items() if donor not in but]
+        self._lent = {}
