@@ -21,6 +21,7 @@ from spawnsim.comm.constants import (
 )
 from spawnsim.comm.datatypes import BF16, Datatype
 from spawnsim.comm.failures import CallError, MPIException, Truncated
+from spawnsim.comm.foreign import as_comm
 from spawnsim.comm.group import GROUP_EMPTY, GROUP_NULL, Group
 from spawnsim.comm.handles import (
     ERRHANDLER_NULL,
@@ -52,7 +53,7 @@ from spawnsim.comm.ops import (
     Op,
 )
 from spawnsim.comm.predefined import BFLOAT16_T, BOOL, BYTE, DATATYPE_NULL, DOUBLE, FLOAT, INT, INT64_T, LONG
-from spawnsim.comm.protocols import Clock, Comm, Recorder, Request, Task, Win, as_comm
+from spawnsim.comm.protocols import Clock, Comm, Recorder, Request, Task, Win
 from spawnsim.comm.regions import Buffer
 from spawnsim.comm.serial import Pickle
 from spawnsim.comm.status import Status

@@ -10,7 +10,8 @@ import importlib
 import sys
 from typing import Any
 
-from spawnsim.comm.protocols import Comm, as_comm
+from spawnsim.comm.foreign import as_comm
+from spawnsim.comm.protocols import Comm
 from spawnsim.errors import ParameterError, UsageError
 
 KINDS = ("mpi", "torch")

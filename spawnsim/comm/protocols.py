@@ -6,7 +6,6 @@ This room knows signatures only. Names and arguments are mpi4py's; five members 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -15,8 +14,8 @@ from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, LOCK_EXCLUSIVE
 from spawnsim.comm.group import Group
 from spawnsim.comm.info import Info
 from spawnsim.comm.ops import SUM, Op
+from spawnsim.comm.recovery import Capabilities, Recovery
 from spawnsim.comm.status import Status
-from spawnsim.errors import ParameterError
 from spawnsim.random import Streams
 
 
@@ -152,6 +151,12 @@ class Comm(Protocol):
     def background(self, fn: Callable[[], Any]) -> Task:
         """Start work beside the rank's main program: a thread on real ranks, a co-located one on virtual ranks."""
 
+    def capabilities(self) -> Capabilities:
+        """Return what this communicator can do here, and which launcher flag is missing."""
+
+    def recover(self, step: int | None = None) -> Recovery:
+        """Return the communicator of the survivors of `RankFailed`, `Revoked` or `Timeout`; all of them must call."""
+
     @property
     def rank(self) -> int:
         """The caller's rank."""
@@ -274,25 +279,3 @@ class Comm(Protocol):
 
     def allreduce(self, sendobj: Any, op: Op | Callable[[Any, Any], Any] = SUM) -> Any:
         """Combine all objects at all ranks."""
-
-
-# Which building wraps a foreign group, by the package that its type comes from.
-_WRAPPERS = {"mpi4py": "spawnsim.real.mpi", "torch": "spawnsim.real.torch"}
-
-
-def as_comm(group: Any) -> Comm:
-    """Return a spawnsim `Comm` for what a user passed as a group.
-
-    A `Comm` comes back unchanged; an mpi4py communicator or a torch.distributed process group is wrapped by its
-    building's `wrap(group)`, which is imported only then. Raises `ParameterError` for anything else.
-    """
-    if hasattr(group, "compute") and hasattr(group, "clock"):
-        found: Comm = group
-        return found
-    package = type(group).__module__.partition(".")[0]
-    if package not in _WRAPPERS:
-        raise ParameterError(
-            f"group={group!r}: pass a spawnsim Comm, an mpi4py communicator or a torch.distributed group"
-        )
-    wrapped: Comm = importlib.import_module(_WRAPPERS[package]).wrap(group)
-    return wrapped

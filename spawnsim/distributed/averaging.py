@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from spawnsim.distributed.worlds import Group, comm_of, default_backend
-from spawnsim.policies.flat import GroupMean, as_real
-from spawnsim.policies.state import Tensors, Travels, collect
+from spawnsim.policies.flat import GroupMean
+from spawnsim.policies.state import Tensors, Travels, as_real, collect
 
 
 def average_gradients(model: torch.nn.Module, group: Group = None, *, backend: str = default_backend) -> None:

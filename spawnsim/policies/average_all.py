@@ -12,10 +12,10 @@ import torch
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies.cadence import Cadence
-from spawnsim.policies.flat import GroupMean, as_real
+from spawnsim.policies.flat import GroupMean
 from spawnsim.policies.mixing import check_momentum
 from spawnsim.policies.policy import Info, Result, SpawnPolicy, as_metric, blank_info
-from spawnsim.policies.state import Tensors, Travels, assign_optimizer, collect, reset_optimizer
+from spawnsim.policies.state import Collector, Tensors, Travels, assign_optimizer, reset_optimizer
 
 
 class AverageAllPolicy(SpawnPolicy):
@@ -49,6 +49,7 @@ class AverageAllPolicy(SpawnPolicy):
         self.num_averagings = 0
         self._bound: tuple[object, Comm] | None = None
         self._mean: GroupMean | None = None
+        self._collect, self._live = Collector(self.travels), dict[str, torch.Tensor]()
         self._idle = blank_info("none", self.average_every)
 
     def __call__(
@@ -76,7 +77,7 @@ class AverageAllPolicy(SpawnPolicy):
         self, comm: Comm, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
     ) -> None:
         began_s = comm.clock.now()
-        live = as_real(collect(model, optimizer, self.travels))
+        live = self._collect(model, optimizer)
         mean = self._checked(comm, live)
         if comm.Get_size() > 1:
             mean(comm, live, self.momentum)
@@ -96,11 +97,12 @@ class AverageAllPolicy(SpawnPolicy):
     def _checked(self, comm: Comm, live: Tensors) -> GroupMean:
         if self._mean is None:
             self._mean = GroupMean(comm, live)
-        elif not self._mean.layout.matches(live):
+        elif live is not self._live and not self._mean.layout.matches(live):
             raise UsageError(
                 f"rank {comm.Get_rank()}: the model has changed since the group first averaged "
                 f"({self._mean.layout.difference(type(self._mean.layout).of(live))}); make a new policy on all ranks"
             )
+        self._live = live
         return self._mean
 
     @property

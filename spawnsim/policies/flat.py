@@ -1,104 +1,155 @@
-"""Sums over a group: one Allreduce per wire dtype over flat buffers that are built once.
+"""Means over a group: one Allreduce per wire dtype for the small tensors, and the large ones piece by piece.
 
 This room knows tensors and a communicator's collectives; it knows no cadence and no policy. The result is the same
 on every building: floats are summed in float32 (float64 stays) in the order of the communicator's `Allreduce`,
 then divided by the group's size; whole numbers are averaged exactly (quotients and remainders are summed apart, so
 nothing overflows) and rounded to the nearest, halves up.
+
+Where a rank's death can be survived, all tensors go through one buffer and are written last: a group that did not meet
+leaves them as they were. Where it ends the job, nobody could tell, so large tensors are summed where they lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from spawnsim.comm import IN_PLACE, Comm
 from spawnsim.errors import MismatchError
 from spawnsim.policies.arithmetic import sum_dtype
-from spawnsim.policies.state import Layout, Tensors
+from spawnsim.policies.state import Entry, Layout, Tensors
 
-LARGE = 16_384  # elements per tensor from which a pass over memory costs more than a call
-
-
-def as_real(tensors: Tensors) -> Tensors:
-    """Return the tensors with complex ones seen as pairs of real numbers (same memory)."""
-    return {name: torch.view_as_real(t) if t.is_complex() else t for name, t in tensors.items()}
-
-
-def one_run(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the tensors as one flat view if they lie end to end in one storage, in this order; else None."""
-    first, at = tensors[0], tensors[0].storage_offset()
-    start = first.untyped_storage().data_ptr()
-    for tensor in tensors:
-        same = tensor.untyped_storage().data_ptr() == start and tensor.storage_offset() == at
-        if not (same and tensor.dtype == first.dtype and tensor.is_contiguous() and not tensor.is_cuda):
-            return None
-        at += tensor.numel()
-    return first.as_strided((at - first.storage_offset(),), (1,))
+Array = NDArray[Any]
+LARGE = 16_384  # elements from which a tensor's own Allreduce costs less than two more passes over its memory
+PIECE_NBYTES = 1 << 21  # what has been summed is divided while it is still in the cache
+PIECE_ON_GPU_NBYTES = 1 << 26  # a launch costs more than a pass over memory there
+SHARE_NBYTES = 1 << 18  # of each rank in a piece: shorter messages do not fill a network
 
 
-class Bucket:
-    """The tensors that are summed in one wire dtype, and the flat buffer for it."""
+def _allreduce(comm: Comm, tensor: torch.Tensor) -> None:
+    comm.Allreduce(IN_PLACE, tensor.numpy() if tensor.device.type == "cpu" else tensor)
 
-    def __init__(self, wire: torch.dtype, layout: Layout) -> None:
-        self.entries = [entry for entry in layout.entries if _wire(entry.dtype) == wire]
-        self.wire, self.whole = wire, wire == torch.int64
-        self.count = sum(entry.count for entry in self.entries)
-        self.flat = torch.empty(2 * self.count if self.whole else self.count, dtype=wire)
-        pieces = torch.split(self.flat[: self.count], [entry.count for entry in self.entries])
-        self.views = [piece.view(entry.shape) for piece, entry in zip(pieces, self.entries, strict=True)]
-        self.nbytes = self.flat.numel() * wire.itemsize
+
+class Gathered:
+    """Tensors that travel through one flat buffer, which is built once."""
+
+    def __init__(self, wire: torch.dtype, entries: Sequence[Entry], device: torch.device) -> None:
+        self._names, self._whole = [entry.name for entry in entries], wire == torch.int64
+        lengths = [entry.count for entry in entries]
+        self._count = sum(lengths)
+        self._flat = _new(2 * self._count if self._whole else self._count, wire, device)
+        pieces = torch.split(self._flat[: self._count], lengths)
+        self._views = [piece.view(entry.shape) for piece, entry in zip(pieces, entries, strict=True)]
+        self.nbytes = self._flat.nbytes
+        self._live: Tensors = {}
+        self._own: list[torch.Tensor] = []
+        self._rows: list[torch.Tensor] = []  # the own tensors in one dimension, where that needs no copy
+        self._arrays: list[tuple[Array, Array]] = []  # own memory and its place in the buffer, likewise
 
     def average(self, comm: Comm, live: Tensors, momentum: float) -> None:
-        """Replace the live tensors by their mean over the group (a part `momentum` of the own value stays).
-
-        They are written last: if the group does not meet, they are as they were.
-        """
-        own = [live[entry.name] for entry in self.entries]
-        run = one_run(own) if own[0].dtype == self.wire and not self.whole else None
-        if run is not None:  # sent from where it lies
-            comm.Allreduce(run.numpy(), self.flat.numpy())
-            own, views = [run], [self.flat]
+        """Replace the live tensors by their mean. They are written last, when the group has met."""
+        self._bind(live)
+        size, flat = comm.Get_size(), self._flat
+        if self._rows:
+            torch.cat(self._rows, out=flat)
         else:
-            self._load(own, comm.Get_size())
-            comm.Allreduce(IN_PLACE, self.flat.numpy())
-            views = self.views
-        if self.whole:
-            self._round(comm.Get_size())
-        elif self.count < LARGE * len(own):  # many small tensors: few calls count more than few passes
-            self.flat.div_(comm.Get_size())
+            torch._foreach_copy_(self._views, self._own)
+        if self._whole:
+            self._split(size)
+        _allreduce(comm, flat)
+        if self._whole:
+            self._round(size)
         else:
-            for mine, total in zip(own, views, strict=True):
-                _store(mine, total, comm.Get_size(), momentum)
-            return
-        _mix(own, views, 0.0 if self.whole else momentum)
+            _divide(flat, size)
+        _keep(self._own, self._views, 0.0 if self._whole else momentum)
+        self._store()
 
-    def _load(self, own: list[torch.Tensor], size: int) -> None:
-        torch._foreach_copy_(self.views, own)
-        if self.whole:  # sum quotients and remainders apart
-            value = self.flat[: self.count]
-            quotient = value.div(size, rounding_mode="floor")
-            self.flat[self.count :] = value - quotient * size
-            self.flat[: self.count] = quotient
+    def _bind(self, live: Tensors) -> None:
+        if live is not self._live:
+            self._live, self._own = live, [live[name] for name in self._names]
+            plain = all(t.dtype == self._flat.dtype and t.is_contiguous() for t in self._own)
+            self._rows = [t.view(-1) for t in self._own] if plain and not self._whole else []
+            near = self._flat.device.type == "cpu" and all(t.device.type == "cpu" for t in self._rows)
+            pairs = zip(self._rows, self._views, strict=True) if self._rows and near else ()
+            self._arrays = [(own.numpy(), view.view(-1).numpy()) for own, view in pairs]
+
+    def _store(self) -> None:
+        if not self._arrays:
+            torch._foreach_copy_(self._own, self._views)
+        for own, mean in self._arrays:  # half the price of torch's copies, which counts for small tensors
+            own[...] = mean
+
+    def _split(self, size: int) -> None:
+        """Sum quotients and remainders apart."""
+        value = self._flat[: self._count]
+        quotient = value.div(size, rounding_mode="floor")
+        self._flat[self._count :] = value - quotient * size
+        self._flat[: self._count] = quotient
 
     def _round(self, size: int) -> None:
-        remainder = (2 * self.flat[self.count :] + size).div(2 * size, rounding_mode="floor")
-        self.flat[: self.count] += remainder
+        remainder = (2 * self._flat[self._count :] + size).div(2 * size, rounding_mode="floor")
+        self._flat[: self._count] += remainder
 
 
-def _store(own: torch.Tensor, total: torch.Tensor, size: int, momentum: float) -> None:
-    if momentum or own.device != total.device:
-        _mix([own], [total.div_(size)], momentum)
-    else:
-        torch.div(total, size, out=own)  # divided, converted and stored in one pass
+class Large:
+    """One tensor that is summed piece by piece where it lies."""
+
+    def __init__(self, wire: torch.dtype, entry: Entry) -> None:
+        self._name, self._wire = entry.name, wire
+        self.nbytes = entry.count * wire.itemsize
+        self._scratch: torch.Tensor | None = None
+
+    def average(self, comm: Comm, live: Tensors, momentum: float) -> None:
+        """Replace the live tensor by its mean."""
+        own = live[self._name]
+        row = own.reshape(-1)  # a copy where it does not lie in a row
+        for piece in self._pieces(row, comm.Get_size()):
+            if row.dtype == self._wire and not momentum:
+                _allreduce(comm, piece)
+                _divide(piece, comm.Get_size())
+            else:
+                total = self._converted(piece)
+                _allreduce(comm, total)
+                _divide(total, comm.Get_size())
+                _keep([piece], [total], momentum)
+                piece.copy_(total)
+        if row.data_ptr() != own.data_ptr():
+            own.copy_(row.view(own.shape))
+
+    def _pieces(self, row: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+        nbytes = PIECE_NBYTES if row.device.type == "cpu" else PIECE_ON_GPU_NBYTES
+        step = max(nbytes, size * SHARE_NBYTES) // self._wire.itemsize
+        return iter(torch.split(row, step))
+
+    def _converted(self, piece: torch.Tensor) -> torch.Tensor:
+        if self._scratch is None:  # the first piece is the longest
+            self._scratch = _new(piece.numel(), self._wire, piece.device)
+        return self._scratch[: piece.numel()].copy_(piece)
 
 
-def _mix(own: list[torch.Tensor], mean: list[torch.Tensor], momentum: float) -> None:
+def _new(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a new flat buffer; on the CPU by numpy, which takes huge pages where it can."""
+    if device.type == "cpu" and dtype.itemsize > 2:
+        return torch.from_numpy(np.empty(count * dtype.itemsize, np.uint8)).view(dtype)
+    return torch.empty(count, dtype=dtype, device=device)
+
+
+def _divide(total: torch.Tensor, size: int) -> None:
+    if size & (size - 1):
+        total.div_(size)
+    else:  # by a power of two: the same number, at a third of the price
+        total.mul_(1 / size)
+
+
+def _keep(own: list[torch.Tensor], mean: list[torch.Tensor], momentum: float) -> None:
+    """Move the means towards the own values by `momentum`."""
     if momentum:
         for mine, total in zip(own, mean, strict=True):
             total.add_((mine.to(total) - total).mul_(momentum))
-    torch._foreach_copy_(own, mean)
 
 
 def _wire(dtype: torch.dtype) -> torch.dtype:
@@ -111,14 +162,21 @@ class GroupMean:
     def __init__(self, comm: Comm, live: Tensors) -> None:
         self.layout = Layout.of(live)
         check_same(comm, self.layout)
-        wires = dict.fromkeys(_wire(entry.dtype) for entry in self.layout.entries)
-        self.buckets = [Bucket(wire, self.layout) for wire in wires]
-        self.nbytes = sum(bucket.nbytes for bucket in self.buckets)
+        in_place = not comm.capabilities().survives
+        self._parts: list[Gathered | Large] = []
+        for wire in dict.fromkeys(_wire(entry.dtype) for entry in self.layout.entries):
+            entries = [entry for entry in self.layout.entries if _wire(entry.dtype) == wire]
+            large = [e for e in entries if in_place and wire != torch.int64 and e.count >= LARGE]
+            small = [entry for entry in entries if entry not in large]
+            if small:
+                self._parts.append(Gathered(wire, small, live[small[0].name].device))
+            self._parts += [Large(wire, entry) for entry in large]
+        self.nbytes = sum(part.nbytes for part in self._parts)
 
     def __call__(self, comm: Comm, live: Tensors, momentum: float = 0.0) -> None:
         """Average the live tensors in place."""
-        for bucket in self.buckets:
-            bucket.average(comm, live, momentum)
+        for part in self._parts:
+            part.average(comm, live, momentum)
 
 
 def check_same(comm: Comm, layout: Layout) -> None:

@@ -11,7 +11,6 @@ from policies.ranks import Line, line, numbers, walk
 import spawnsim
 from spawnsim.errors import MismatchError, ParameterError, UsageError
 from spawnsim.policies import AverageAllPolicy, Travels
-from spawnsim.policies.flat import one_run
 
 KEYS = {
     "averaged_this_iteration", "replacement_mode", "is_replaced", "num_replacements_so_far", "local_metric",
@@ -158,14 +157,6 @@ def test_a_model_that_changes_shape_later_is_one_clear_error() -> None:
 
     with pytest.raises(UsageError, match="has changed since"):
         spawnsim.run(main, ranks=2)
-
-
-def test_tensors_in_one_storage_are_sent_without_packing() -> None:
-    """Rows of an arena are recognised; anything else is packed."""
-    row = torch.arange(6.0)
-    assert one_run([row[:2], row[2:5].view(3), row[5]]).tolist() == row.tolist()
-    assert one_run([row[:2], row[3:]]) is None
-    assert one_run([row[:2], torch.zeros(2)]) is None
 
 
 def test_an_arena_row_is_averaged_in_place() -> None:

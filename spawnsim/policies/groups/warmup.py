@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from spawnsim.comm import Comm
-from spawnsim.policies.flat import GroupMean, as_real
-from spawnsim.policies.state import Tensors, Travels, collect
+from spawnsim.policies.flat import GroupMean
+from spawnsim.policies.state import Tensors, Travels, as_real, collect
 
 
 class WarmUp:
