@@ -34,8 +34,8 @@ class Windows:
     `publish_every`: iterations between snapshots (None: `average_every`); a replaced rank publishes at once.
     `deadline`: seconds that a reader gives its donors; None learns from past reads.
     `board_timeout_s`: seconds that it gives the rank which holds the board.
-    `holder`: the rank of the group whose window holds everybody's metric. `shutdown_timeout_s`: how long `shutdown`
-    waits for the others.
+    `holder`: the rank of the group whose window holds everybody's metric; if it does not answer, the next takes over,
+    and then the one after. `shutdown_timeout_s`: how long `shutdown` waits for the others.
     """
 
     layout: WindowLayout = "flat"
@@ -99,7 +99,7 @@ class Opened:
         have come or somebody's time was up first is decided once for all, on the board: either all free or none.
         """
         self.shelf.withdraw()
-        if self.board.lost:  # without a word to the others, who will not see all come
+        if self.board.moved:  # without a word to the others, who will not see all come
             return False
         try:
             if self.board.agree(FREE if self._all_come(timeout_s) else KEEP) != FREE:

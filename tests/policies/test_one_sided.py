@@ -216,14 +216,44 @@ def test_a_donor_that_does_not_answer_costs_a_deadline_not_the_run() -> None:
     assert found.run.table["time_s"][found.run.table["rank"] == 1].max() < 2
 
 
-def test_a_board_without_its_holder_ends_replacements_not_training() -> None:
-    """Ranks give the board up once, and train on."""
-    found = walk(
-        lambda comm: windows(comm, donors=3, shelf={"board_timeout_s": 0.05, "shutdown_timeout_s": 0.2, "holder": 2}),
-        steps=20, faults="pause:2@0.05s+9s",
-    )  # fmt: skip
+SHORT = {"board_timeout_s": 0.05, "deadline": 0.05, "shutdown_timeout_s": 0.2, "holder": 2}
+
+
+def late(found: Steps, after_s: float) -> list[dict[str, Any]]:
+    """Return the replacements after a time."""
+    return [event for event in found.events("replacement") if event["time_s"] > after_s]
+
+
+@pytest.mark.parametrize("fault", ["pause:2@0.05s+9s", "crash:2@0.05s"])
+def test_the_next_rank_takes_the_board_over(fault: str) -> None:
+    """Its holder is dead, or does not answer: replacements go on by the next one's board, without the holder."""
+    found = walk(lambda comm: windows(comm, donors=3, shelf=SHORT), steps=40, faults=fault)
     times = found.run.table["time_s"]
     assert times[found.run.table["rank"] == 1].max() < 1
+    assert {event["replaced"] for event in late(found, 0.3) if event["time_s"] < 1} == {0}
+    assert all(2 not in event["donors"] for event in late(found, 0.3) if event["time_s"] < 1)
+
+
+def test_a_holder_that_was_only_slow_follows_the_others() -> None:
+    """When it comes back its board says that they have moved: it goes by their new metrics, not by the old lines."""
+    found = walk(
+        lambda comm: windows(comm, donors=3, shelf=SHORT), steps=60, faults="pause:2@0.05s+0.3s",
+        metric=lambda rank, step: 5.0 if rank == 2 else rank + (0.0 if step < 20 else 9.0),
+    )  # fmt: skip
+    again = [event for event in late(found, 0.36) if event["replaced"] == 2]
+    assert again
+    assert again[-1]["donors"] == [0, 1, 3]
+    assert {found.policies[rank]._opened for rank in range(4)} == {None}
+
+
+def test_a_board_without_holder_and_deputies_ends_replacements_not_training() -> None:
+    """Three dead: the others train on, and replace nobody."""
+    found = walk(
+        lambda comm: windows(comm, donors=3, shelf=SHORT), ranks=6, steps=40,
+        faults="crash:2@0.05s; crash:3@0.05s; crash:4@0.05s",
+    )  # fmt: skip
+    assert {rank for rank, step in found.infos if step == 39} == {0, 1, 5}
+    assert late(found, 0.4) == []
 
 
 def test_shutdown_never_hangs_and_may_be_called_early_and_twice() -> None:
