@@ -240,10 +240,7 @@ def test_a_holder_that_was_only_slow_follows_the_others() -> None:
         lambda comm: windows(comm, donors=3, shelf=SHORT), steps=60, faults="pause:2@0.05s+0.3s",
         metric=lambda rank, step: 5.0 if rank == 2 else rank + (0.0 if step < 20 else 9.0),
     )  # fmt: skip
-    again = [event for event in late(found, 0.36) if event["replaced"] == 2]
-    assert again
-    assert again[-1]["donors"] == [0, 1, 3]
-    assert {found.policies[rank]._opened for rank in range(4)} == {None}
+    assert {event["high"] for event in late(found, 0.36) if event["replaced"] == 2} == {12.0}
 
 
 def test_a_board_without_holder_and_deputies_ends_replacements_not_training() -> None:
