@@ -24,6 +24,7 @@ from spawnsim.real.words import failure, peer
 if TYPE_CHECKING:
     from spawnsim.real.home import Home
     from spawnsim.real.mpi import MPIComm
+    from spawnsim.real.staging import Stage
 
 BUFFER = (
     "Barrier", "Bcast", "Gather", "Gatherv", "Scatter", "Scatterv", "Allgather", "Allgatherv", "Alltoall",
@@ -73,6 +74,7 @@ class Collectives:
     _shares: bool  # whether shared memory is a way at all
     _inter: bool  # only between groups can a root be ROOT or PROC_NULL
     label: str
+    rank: int
     members: tuple[int, ...]
 
     def _watched(
@@ -84,10 +86,16 @@ class Collectives:
     ) -> Any:
         """Make the raw call, or `function` of the raw communicator, while the watchdog knows of it."""
         home = self._home
+        stage = self._staged(operation, args, kwargs) if home.words.devices else None
+        if stage is not None:  # GPU tensors: the same call on main memory
+            self._watched(operation, stage.args, stage.kwargs)
+            stage.end()
+            return None
         if self._inter:
             args = tuple([peer(value) if type(value) is int else value for value in args])
             kwargs = {key: peer(value) if key == "root" else value for key, value in kwargs.items()}
         self._sequence += 1
+        home.tally.part(operation, args, kwargs, self.rank)
         if home.leavable and operation not in MAKERS:
             return (
                 function(self, *args)
@@ -109,17 +117,27 @@ class Collectives:
         finally:
             watchdog.last = active.pop(thread, None)
 
+    def _staged(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stage | None:
+        """Return main memory for GPU tensors among translated arguments; None if the call can be made as it is."""
+        rank, direct = None if self._inter else self.rank, not self._home.leavable
+        return self._home.words.stage(self._raw, operation, args, kwargs, rank=rank, direct=direct)
+
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> None:
         """mpi4py's `Allreduce`, bounded by the deadline; summed in rank order with `reduction="ordered"`.
 
         Large sums among ranks of one node go through memory that they share, in the order of the library's own.
         """
         home = self._home
+        words = home.words
+        args = words(sendbuf), words(recvbuf), words(op)
+        stage = self._staged("Allreduce", (sendbuf, recvbuf, op), {}) if words.devices else None
+        if stage is not None:  # from here on all ranks must go the same way, wherever each one's memory lies
+            self.Allreduce(*stage.args)
+            stage.end()
+            return
         if home.ordered and isinstance(op, Op):
             self._watched("Allreduce", (sendbuf, recvbuf, op), {}, ordered_allreduce)
             return
-        words = home.words
-        args = words(sendbuf), words(recvbuf), words(op)
         if self._shares and getattr(recvbuf, "nbytes", LARGE_NBYTES) >= LARGE_NBYTES and args[2] == MPI.SUM:
             large = arrays(*args[:2])
             if large is not None:

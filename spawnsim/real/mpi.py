@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mpi4py import MPI
 
@@ -31,8 +31,11 @@ from spawnsim.real.options import Options
 from spawnsim.real.own import Own, Recorder, Task
 from spawnsim.real.p2p import PointToPoint
 from spawnsim.real.recovery import SURVIVE, capabilities, prepare, recover, ulfm
-from spawnsim.real.requests import MPIPersistent, wrapped
+from spawnsim.real.requests import MPIPersistent, MPIRequest, wrapped
 from spawnsim.real.windows import Windows
+
+if TYPE_CHECKING:
+    from spawnsim.real.staging import Stage
 
 
 class MPIComm(PointToPoint, Collectives):
@@ -155,19 +158,26 @@ class MPIComm(PointToPoint, Collectives):
 
         def call(*args: Any, **kwargs: Any) -> Any:
             named = {key: translate(value) for key, value in kwargs.items()}
+            given = tuple([translate(value) for value in args])
+            stage = self._staged(name, given, named) if translate.devices else None
+            if stage is not None:
+                given, named = stage.args, stage.kwargs
             try:
-                return self._wrapped(raw(*[translate(value) for value in args], **named), name)
+                result = self._wrapped(raw(*given, **named), name, stage)
             except MPI.Exception as error:
                 raise words.failure(error, self._raw, f"rank {self.rank} of {self.label}: {name}") from None
+            if stage is not None and not isinstance(result, MPIRequest):
+                stage.end()
+            return result
 
         return call
 
-    def _wrapped(self, value: Any, name: str) -> Any:
+    def _wrapped(self, value: Any, name: str, stage: Stage | None = None) -> Any:
         """Return results in the house's clothes: communicators and requests are wrapped, also in tuples."""
         if isinstance(value, MPI.Comm):
             return MPIComm(value, self._home, f"{self.label}/{name}") if value else None
         if isinstance(value, MPI.Request):
-            return wrapped(value, self._home, (name, -1, self))
+            return wrapped(value, self._home, (name, -1, self), stage)
         if type(value) is tuple:
             return tuple([self._wrapped(part, name) for part in value])
         return value

@@ -5,7 +5,7 @@ Knows mpi4py's point-to-point calls; how object receives find their messages is 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
@@ -14,8 +14,11 @@ from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.comm.memory import as_bytes
 from spawnsim.real import words
 from spawnsim.real.matching import Matching, posted, take_object
-from spawnsim.real.requests import MPIRequest, fill
+from spawnsim.real.requests import MPIRequest, fill, land
 from spawnsim.real.words import failure
+
+if TYPE_CHECKING:
+    from spawnsim.real.staging import Stage
 
 
 class PointToPoint(Matching):
@@ -31,6 +34,10 @@ class PointToPoint(Matching):
         home.poll()
 
     def _start(self, name: str, buf: Any, dest: int, tag: int) -> MPI.Request:
+        self._home.tally.sent(name, buf)
+        words_ = self._home.words
+        if words_.devices and name[0] == "I" and (stage := words_.stage(self._raw, name, (buf,))):
+            buf = stage.args[0]
         try:
             request: MPI.Request = getattr(self._raw, name)(buf, words.peer(dest) if dest < 0 else dest, tag)
         except MPI.Exception as error:
@@ -67,17 +74,22 @@ class PointToPoint(Matching):
     def issend(self, obj: Any, dest: int, tag: int = 0) -> MPIRequest:
         return self._kept(self._start("issend", obj, dest, tag), "issend", dest)
 
-    def _kept(self, raw: MPI.Request, operation: str, peer: int) -> MPIRequest:
-        request = MPIRequest.of(raw, self._home, (operation, peer, self))
+    def _kept(self, raw: MPI.Request, operation: str, peer: int, stage: Stage | None = None) -> MPIRequest:
+        request = MPIRequest.of(raw, self._home, (operation, peer, self), stage)
         self._home.poll()
         return request
 
     # ---------------------------------------------------------------------------------------------- receiving
     def Recv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> None:
         home = self._home
+        buf = home.words(buf)
+        stage = home.words.stage(self._raw, "Recv", (buf,)) if home.words.devices else None
+        if stage is not None:
+            buf = stage.args[0]
         if self._posted:
             message, found = self._receive(source, tag, status, "Recv")
-            message.Recv(home.words(buf))
+            message.Recv(buf)
+            land(stage, found)
             return
         raw = self._start_receive(buf, source, tag)
         found = MPI.Status()
@@ -90,6 +102,8 @@ class PointToPoint(Matching):
                 self._give_up(raw, found, source)
         except MPI.Exception as error:
             raise failure(error, self._raw, f"rank {self.rank} of {self.label}: Recv from {source}") from None
+        if stage is not None:
+            land(stage, found)
         fill(status, found)
 
     def _give_up(self, raw: MPI.Request, found: MPI.Status, source: int) -> None:
@@ -99,14 +113,20 @@ class PointToPoint(Matching):
             raise self._late("Recv", source, self._home.clock.limit_s(), "from")
 
     def _start_receive(self, buf: Any, source: int, tag: int) -> MPI.Request:
+        self._home.tally.received += 1
+        """Post a receive into a buffer that is translated already."""
         try:
-            return self._raw.Irecv(self._home.words(buf), words.source(source), words.tag(tag))
+            return self._raw.Irecv(buf, words.source(source), words.tag(tag))
         except MPI.Exception as error:
             text = f"rank {self.rank} of {self.label}: receive from {source}, tag {tag}"
             raise failure(error, self._raw, text) from None
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> MPIRequest:
-        return self._kept(self._start_receive(buf, source, tag), "Irecv", source)
+        home = self._home
+        buf = home.words(buf)
+        stage = home.words.stage(self._raw, "Irecv", (buf,)) if home.words.devices else None
+        raw = self._start_receive(buf if stage is None else stage.args[0], source, tag)
+        return self._kept(raw, "Irecv", source, stage)
 
     def recv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> Any:
         return take_object(*self._receive(source, tag, status, "recv"))
@@ -186,10 +206,22 @@ class PointToPoint(Matching):
         self, buf: Any, dest: int, sendtag: int = 0,
         source: int = ANY_SOURCE, recvtag: int = ANY_TAG, status: Any = None,
     ) -> None:  # fmt: skip
+        stage = self._replaced(buf)
+        if stage is not None:
+            self.Sendrecv_replace(stage.args[0], dest, sendtag, source, recvtag, status)
+            stage.end()
+            return
         given = as_buffer(buf, writable=True)
         outgoing = self.Isend(as_bytes(given.pack()), dest, sendtag)
         self.Recv(buf, source, recvtag, status)
         outgoing.Wait()
+
+    def _replaced(self, buf: Any) -> Stage | None:
+        translate = self._home.words
+        buf = translate(buf)
+        if not translate.devices:
+            return None
+        return translate.stage(self._raw, "Sendrecv_replace", (buf,))
 
     def sendrecv(
         self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,

@@ -15,28 +15,40 @@ from spawnsim.real.words import failure, rank_back
 
 if TYPE_CHECKING:
     from spawnsim.real.home import Home
+    from spawnsim.real.staging import Stage
 
 
 class MPIRequest(Pending):
     """A request: mpi4py's methods, with deadlines."""
 
-    __slots__ = ("_raw", "_status")
+    __slots__ = ("_raw", "_stage", "_status")
     _raw: MPI.Request
     _status: MPI.Status
+    _stage: Stage | None
 
     @classmethod
-    def of(cls, raw: MPI.Request, home: Home, what: tuple[str, int, Any]) -> MPIRequest:
-        """Return the request over one of mpi4py's; `what` is (operation, peer or -1, communicator)."""
+    def of(
+        cls, raw: MPI.Request, home: Home, what: tuple[str, int, Any], stage: Stage | None = None
+    ) -> MPIRequest:
+        """Return the request over one of mpi4py's; `what` is (operation, peer or -1, communicator).
+
+        `stage`: of GPU tensors among the buffers, which receive when the request is complete.
+        """
         self = cls()
-        self._raw, self._status = raw, MPI.Status()
+        self._raw, self._status, self._stage = raw, MPI.Status(), stage
         self.begin(home, what)
         return self
 
     def _try(self) -> bool:
         try:
-            return self._raw.Test(self._status)
+            done = self._raw.Test(self._status)
         except MPI.Exception as error:
             raise failure(error, self._what[2]._raw, self._text()) from None
+        if done and self._stage is not None:
+            land(self._stage, self._status)
+            if not self._persistent:
+                self._stage = None
+        return done
 
     def _describe(self, status: Any) -> None:
         fill(status, self._status)
@@ -53,14 +65,18 @@ class MPIPersistent(MPIRequest):
     __slots__ = ()
 
     @classmethod
-    def of(cls, raw: MPI.Request, home: Home, what: tuple[str, int, Any]) -> MPIRequest:
+    def of(
+        cls, raw: MPI.Request, home: Home, what: tuple[str, int, Any], stage: Stage | None = None
+    ) -> MPIRequest:
         self = cls()
-        self._raw, self._status, self._persistent = raw, MPI.Status(), True
+        self._raw, self._status, self._persistent, self._stage = raw, MPI.Status(), True, stage
         self._home, self._what = home, what
         return self
 
     def Start(self) -> None:
         """Begin one more time."""
+        if self._stage is not None:
+            self._stage.begin()
         self._raw.Start()  # type: ignore[attr-defined]
         self.begin(self._home, self._what)
 
@@ -80,9 +96,17 @@ class MPIPersistent(MPIRequest):
         self._raw.Free()
 
 
-def wrapped(raw: MPI.Request, home: Home, what: tuple[str, int, Any]) -> MPIRequest:
+def wrapped(
+    raw: MPI.Request, home: Home, what: tuple[str, int, Any], stage: Stage | None = None
+) -> MPIRequest:
     """Return the request over one of mpi4py's of any kind."""
-    return (MPIPersistent if isinstance(raw, MPI.Prequest) else MPIRequest).of(raw, home, what)
+    return (MPIPersistent if isinstance(raw, MPI.Prequest) else MPIRequest).of(raw, home, what, stage)
+
+
+def land(stage: Stage | None, status: MPI.Status) -> None:
+    """Copy what has come to the GPU tensors of a call that is complete; nothing of one that was cancelled."""
+    if stage is not None and not status.Is_cancelled():
+        stage.end(status.Get_count(MPI.BYTE) if stage.partial else None)
 
 
 def fill(status: Any, raw: MPI.Status) -> None:

@@ -24,6 +24,7 @@ from spawnsim.real.requests import MPIRequest
 
 if TYPE_CHECKING:
     from spawnsim.real.mpi import MPIComm
+    from spawnsim.real.staging import Stage
 
 WRITER = 1 << 40  # added to a lock word by the one exclusive holder; shared holders add 1
 
@@ -42,9 +43,11 @@ class MPIWin:
     def __init__(self, raw: MPI.Win, comm: MPIComm) -> None:
         self._raw, self._comm, self._home = raw, comm, comm._home
         self._words = MPI.Win.Allocate(8, 8, comm=comm._raw)
+        self._tokens = comm._raw.Dup()  # of epochs, so that no receive of the program takes one
         word: Any = self._words.tomemory()
         memoryview(word)[:] = bytes(8)
         self.label = f"{comm.label}/Win{comm._sequence}"
+        self._stages: list[tuple[int, Stage]] = []  # of calls with GPU tensors that are not flushed yet
         self._held: dict[int, int] = {}  # target → what this rank has added to its lock word
         self._one, self._was = np.zeros(1, np.int64), np.zeros(1, np.int64)
         comm.Barrier()
@@ -128,46 +131,71 @@ class MPIWin:
             self.Unlock(rank)
 
     # ---------------------------------------------------------------------------------------------- accesses
-    def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
+    def _buffers(self, operation: str, target_rank: int, *buffers: Any) -> tuple[Any, ...]:
+        """Count an access and return its buffers in mpi4py's words; a GPU tensor is in main memory until Flush."""
         translate = self._home.words
-        self._raw.Get(translate(origin), words.peer(target_rank), translate(target))
+        self._home.tally.access(buffers[0])
+        given = tuple([translate(buffer) for buffer in buffers])
+        stage = translate.stage(self._raw, operation, given) if translate.devices else None
+        if stage is None:
+            return given
+        self._stages.append((target_rank, stage))
+        return stage.args
+
+    def _land(self, rank: int | None) -> None:
+        """Copy to GPU tensors what the calls to `rank` (None: to all) have fetched, now that they are complete."""
+        complete = [stage for target, stage in self._stages if rank is None or target == rank]
+        self._stages = [(target, stage) for target, stage in self._stages if stage not in complete]
+        for stage in complete:
+            stage.end()
+
+    def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        (origin,) = self._buffers("Get", target_rank, origin)
+        self._raw.Get(origin, words.peer(target_rank), self._home.words(target))
 
     def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
-        translate = self._home.words
-        self._raw.Put(translate(origin), words.peer(target_rank), translate(target))
+        (origin,) = self._buffers("Put", target_rank, origin)
+        self._raw.Put(origin, words.peer(target_rank), self._home.words(target))
 
     def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Any = SUM) -> None:
         translate = self._home.words
-        self._raw.Accumulate(translate(origin), words.peer(target_rank), translate(target), translate(op))
+        (origin,) = self._buffers("Accumulate", target_rank, origin)
+        self._raw.Accumulate(origin, words.peer(target_rank), translate(target), translate(op))
 
     def Get_accumulate(
         self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Any = SUM
     ) -> None:
         translate = self._home.words
-        self._raw.Get_accumulate(
-            translate(origin), translate(result), words.peer(target_rank), translate(target), translate(op)
-        )
+        origin, result = self._buffers("Get_accumulate", target_rank, origin, result)
+        self._raw.Get_accumulate(origin, result, words.peer(target_rank), translate(target), translate(op))
 
     def Fetch_and_op(
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Any = SUM
     ) -> None:
-        translate = self._home.words
-        self._raw.Fetch_and_op(translate(origin), translate(result), target_rank, target_disp, translate(op))
+        origin, result = self._buffers("Fetch_and_op", target_rank, origin, result)
+        self._raw.Fetch_and_op(origin, result, target_rank, target_disp, self._home.words(op))
 
     def Compare_and_swap(
         self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
     ) -> None:
+        origin, compare, result = self._buffers("Compare_and_swap", target_rank, origin, compare, result)
         self._raw.Compare_and_swap(origin, compare, result, target_rank, target_disp)
 
     def Rget(self, origin: Any, target_rank: int, target: Any = None) -> MPIRequest:
-        translate = self._home.words
-        raw = self._raw.Rget(translate(origin), words.peer(target_rank), translate(target))
-        return MPIRequest.of(raw, self._home, ("Win.Rget", target_rank, self._comm))
+        return self._requested("Rget", origin, target_rank, target)
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None) -> MPIRequest:
+        return self._requested("Rput", origin, target_rank, target)
+
+    def _requested(self, operation: str, origin: Any, target_rank: int, target: Any) -> MPIRequest:
         translate = self._home.words
-        raw = self._raw.Rput(translate(origin), words.peer(target_rank), translate(target))
-        return MPIRequest.of(raw, self._home, ("Win.Rput", target_rank, self._comm))
+        self._home.tally.access(origin)
+        origin = translate(origin)
+        stage = translate.stage(self._raw, operation, (origin,)) if translate.devices else None
+        if stage is not None:
+            (origin,) = stage.args
+        raw = getattr(self._raw, operation)(origin, words.peer(target_rank), translate(target))
+        return MPIRequest.of(raw, self._home, (f"Win.{operation}", target_rank, self._comm), stage)
 
     # -------------------------------------------------------------------------------------------- completion
     def Flush(self, rank: int) -> None:
@@ -185,15 +213,18 @@ class MPIWin:
             self._raw.Flush(rank)
         finally:
             active.pop(thread, None)
+        if self._stages:
+            self._land(rank)
 
     def Flush_all(self) -> None:
         self._raw.Flush_all()
+        self._land(None)
 
     Flush_local = Flush
     Flush_local_all = Flush_all
 
     def Fence(self, assertion: int = 0) -> None:
-        self._raw.Flush_all()
+        self.Flush_all()
         self._raw.Sync()
         self._comm.Barrier()
         self._raw.Sync()
@@ -222,6 +253,7 @@ class MPIWin:
         for raw in (self._raw, self._words):
             raw.Unlock_all()
             raw.Free()
+        self._tokens.Free()
 
     def __getattr__(self, name: str) -> Any:
         if name in ("Post", "Start", "Complete", "Wait", "Test"):
@@ -255,8 +287,12 @@ class Windows:
 
     def Create(self, memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window over memory that exists. Others reach it only when this rank polls; `Allocate` is quicker."""
-        self._comm._home.needy = True
-        raw = MPI.Win.Create(
-            self._comm._home.words(memory), disp_unit, info or MPI.INFO_NULL, self._comm._raw
-        )
+        home = self._comm._home
+        memory = home.words(memory)
+        if home.words.far(memory):
+            raise UnsupportedError(
+                "Win.Create over GPU memory: use Win.Allocate, and Put GPU tensors into it and Get them from it"
+            )
+        home.needy = True
+        raw = MPI.Win.Create(memory, disp_unit, info or MPI.INFO_NULL, self._comm._raw)
         return MPIWin(raw, self._comm)

@@ -7,8 +7,10 @@ pass untouched. Knows mpi4py and spawnsim.comm; knows no wrapper and no run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
@@ -21,6 +23,10 @@ from spawnsim.comm.info import Info
 from spawnsim.comm.ops import Op
 from spawnsim.comm.predefined import BY_NAME, NAMED
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, WorldError
+from spawnsim.real.gpus import cuda_aware
+
+if TYPE_CHECKING:
+    from spawnsim.real.staging import Memory, Stage
 
 WORLD_CLASSES = (
     MPI.ERR_OTHER,
@@ -71,10 +77,17 @@ def rank_back(rank: int) -> int:
 
 
 class Words:
-    """Translates arguments; remembers per type how, so that a known type costs one look-up."""
+    """Translates arguments; remembers per type how, so that a known type costs one look-up.
+
+    Attributes:
+        devices: whether a tensor outside of main memory was among the arguments so far: only then callers `stage`.
+        memory: where such tensors are staged; made when the first one comes.
+    """
 
     def __init__(self, world: MPI.Group) -> None:
         self._world = world
+        self.devices = False
+        self.memory: Memory | None = None
         self._how: dict[type, Callable[[Any], Any] | None] = {list: self._spec, tuple: self._spec}
         self._ops: dict[int, tuple[Any, MPI.Op]] = {}
         self._types: dict[int, tuple[Any, MPI.Datatype]] = {}
@@ -92,7 +105,37 @@ class Words:
         """Return an op of an object call; other objects pass."""
         return self(value) if isinstance(value, Op) else value
 
+    def stage(
+        self,
+        raw: Any,
+        operation: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        rank: int | None = None,
+        direct: bool = True,
+    ) -> Stage | None:
+        """Return the stage of a call of `raw`, if GPU tensors among its translated arguments need one.
+
+        `rank`: the caller's, None between two groups; `direct`: whether MPI itself gets the call as it is.
+        """
+        from spawnsim.real import staging  # torch is loaded by now, since there are tensors
+
+        if self.memory is None:
+            self.memory = staging.Memory(aware=cuda_aware())
+        kind: Any = type(raw)
+        call = staging.Call(operation, _parameters(kind, operation), args, kwargs or {}, rank)
+        return staging.stage(self.memory, call, direct=direct)
+
+    def far(self, spec: Any) -> bool:
+        """Whether a translated buffer lies outside of main memory."""
+        from spawnsim.real import staging
+
+        return self.devices and staging.far(spec) is not None
+
     def _learn(self, kind: type) -> Callable[[Any], Any] | None:
+        if hasattr(kind, "data_ptr"):  # torch's tensors, known without loading torch
+            return self._tensor
         if not kind.__module__.startswith("spawnsim."):
             return None
         if issubclass(kind, Op):
@@ -110,9 +153,19 @@ class Words:
     def _group(self, group: Group) -> MPI.Group:
         return self._world.Incl(list(group.live()))
 
+    def _tensor(self, tensor: Any) -> Any:
+        if not tensor.is_cpu:
+            self.devices = True
+        return tensor
+
     def _spec(self, spec: Any) -> Any:
-        if any(type(part) in (list, tuple) or type(part).__module__.startswith("spawnsim.") for part in spec):
-            return [tuple(part) if type(part) is tuple else self(part) for part in spec]
+        how = self._how
+        for part in spec:
+            kind = type(part)
+            if kind not in how:
+                how[kind] = self._learn(kind)
+            if how[kind] is not None:
+                return [part if type(part) is tuple else self(part) for part in spec]
         return spec
 
     def _op(self, op: Any) -> MPI.Op:
@@ -132,6 +185,12 @@ class Words:
             native = getattr(MPI, name) if name is not None and hasattr(MPI, name) else _derived(datatype)
             found = self._types[id(datatype)] = (datatype, native)
         return found[1]
+
+
+@lru_cache(maxsize=128)
+def _parameters(kind: type, operation: str) -> tuple[str, ...]:
+    """Return the names of a call's parameters."""
+    return tuple(inspect.signature(getattr(kind, operation)).parameters)[1:]
 
 
 def _named(thing: Any) -> Any:
