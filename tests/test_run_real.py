@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +20,12 @@ pytestmark = pytest.mark.mpi
 PROGRAM = """
 import os, sys, time
 
-def main(comm, iterations=3, raise_on=-1, kill_on=-1, leave=False):
+def main(comm, iterations=3, raise_on=-1, kill_on=-1, leave=False, wait_s=0.0, unread=0, talk=0):
     rank = comm.Get_rank()
+    for line in range(talk):
+        print("rank", rank, "x" * 60, "line", line, "end")
+    for _ in range(unread if rank == 0 else 0):
+        comm.Isend(bytearray(100_000), 1, 7)
     for iteration in range(iterations):
         with comm.compute():
             time.sleep(0.001)
@@ -30,6 +37,7 @@ def main(comm, iterations=3, raise_on=-1, kill_on=-1, leave=False):
         os.kill(os.getpid(), 9)
     if leave:
         sys.exit()
+    time.sleep(wait_s)
     comm.Barrier()
 """
 
@@ -87,11 +95,14 @@ def test_a_raising_rank_ends_the_job_and_the_folder_is_kept(train: Path, tmp_pat
 
 
 def test_a_killed_rank_leaves_what_it_had_written(train: Path, tmp_path: Path) -> None:
-    """Nobody has last words; the launcher merges the shards."""
+    """Nobody has last words: the launcher merges the shards, and says in one line who died of what."""
     done = _spawnsim("run", train, "--backend", "mpi", "-n", 3, "--set", "kill_on=1", "--out", tmp_path / "a")
     assert done.returncode != 0
     run = spawnsim.Run.load(tmp_path / "a")
-    assert "no rank could say why" in run.outcome
+    said = done.stderr.splitlines()
+    assert said == [f"spawnsim: {run.outcome}; what was recorded until then: {tmp_path / 'a'}"]
+    assert re.fullmatch(r"rank 1 \(process \d+ on .*\) was killed by signal 9 \(SIGKILL\)", run.outcome)
+    assert (done.returncode, done.stdout) == (137, "")
     assert run.totals["ranks"] == 3
     assert run.table.of_rank(1)["total"].tolist() == [3, 3, 3]
     assert not (tmp_path / "a/shards").exists()
@@ -100,7 +111,10 @@ def test_a_killed_rank_leaves_what_it_had_written(train: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--set", "lr=1"), "takes no parameter lr; its parameters: iterations, raise_on, kill_on, leave"),
+        (
+            ("--set", "lr=1"),
+            "takes no parameter lr; its parameters: iterations, raise_on, kill_on, leave, wait",
+        ),
         (("--platform", "laptop"), "--platform describes virtual ranks"),
     ],
 )
@@ -118,3 +132,97 @@ def test_a_rank_count_must_fit_the_job(train: Path, monkeypatch: pytest.MonkeyPa
     done = _spawnsim("run", train, "--backend", "mpi", "-n", 4)
     assert done.returncode == 2
     assert "one of 2 ranks already" in done.stderr
+
+
+def test_a_real_run_counts_what_its_ranks_did(train: Path, tmp_path: Path) -> None:
+    """Messages, bytes and events are the program's; the digest is that of the results, and nothing shows None."""
+    out = [tmp_path / "a", tmp_path / "b"]
+    shown = [_spawnsim("run", train, "--backend", "mpi", "-n", 2, "--out", place) for place in out]
+    runs = [spawnsim.Run.load(place) for place in out]
+    for run in runs:
+        assert run.totals["messages"] == 2 * (3 + 1)  # three reductions of an object, one Barrier
+        assert run.totals["events"] == run.totals["messages"] + 2 * 3  # and three computed blocks
+        assert 0 < run.totals["virtual_seconds"] < 60
+        assert "virtual" not in repr(run)
+    assert runs[0].totals["digest"] == runs[1].totals["digest"] is not None
+    assert "None" not in shown[0].stdout
+    for command in ("report", "plot", "trace"):
+        page = tmp_path / ("plots" if command == "plot" else f"{command}.html")
+        done = _spawnsim(command, out[0], "--out", page)
+        assert done.returncode == 0, done.stderr
+        assert not page.is_file() or ">None<" not in page.read_text(encoding="utf-8")
+
+
+def test_messages_that_nobody_received_are_dropped_and_counted(train: Path, tmp_path: Path) -> None:
+    """MPICH aborts when it ends with large messages inside; here they are an event, and the end takes no deadline."""
+    begin_s = time.monotonic()
+    done = _spawnsim("run", train, "--backend", "mpi", "-n", 2, "--out", tmp_path / "a", "--set", "unread=3")
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - begin_s < 25
+    run = spawnsim.Run.load(tmp_path / "a")
+    leftovers = [event for event in run.events if event["kind"] == "leftover_messages"]
+    assert [(event["rank"], event["count"]) for event in leftovers] == [(1, 3)]
+    assert run.totals["bytes"] == 300_000
+
+
+@pytest.mark.parametrize(
+    ("number", "outcome"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by SIGTERM")]
+)
+def test_a_stopped_job_says_so_and_loses_nothing(
+    train: Path, tmp_path: Path, number: int, outcome: str
+) -> None:
+    """Ctrl-C or SIGTERM to the launcher: one line, a status of its own, and every row that was recorded."""
+    place = tmp_path / "a"
+    line = ["run", train, "--backend", "mpi", "-n", 3, "--out", place, "--set", "wait_s=60"]
+    started = _started(*line)
+    _await_rows(place, 9)
+    started.send_signal(number)
+    out, err = started.communicate(timeout=30)
+    assert (started.returncode, out) == (128 + number, "")
+    assert err.splitlines() == [f"spawnsim: {outcome}; what was recorded until then: {place}"]
+    run = spawnsim.Run.load(place)
+    assert (run.outcome, run.table.rows) == (outcome, 9)
+
+
+def _started(*arguments: object) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "spawnsim", *map(str, arguments)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _await_rows(place: Path, rows: int) -> None:
+    """Wait until so many rows have reached the folder; an event takes those before it along."""
+    end_s = time.monotonic() + 60
+    while not (place / "shards").is_dir() or spawnsim.Run.load(place).table.rows < rows:
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_lines_of_ranks_are_whole(train: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """What ranks print side by side is never cut into each other, unbuffered Python or not."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    done = _spawnsim("run", train, "--backend", backend, "-n", 4, "--quiet", "--set", "talk=400")
+    expected = {f"rank {rank} {'x' * 60} line {line} end" for rank in range(4) for line in range(400)}
+    assert sorted(done.stdout.splitlines()) == sorted(expected), done.stderr
+
+
+def test_one_bar_of_rank_0(train: Path) -> None:
+    """The launcher decides whether there is a bar, and one rank draws it."""
+    done = _spawnsim("run", train, "--backend", "mpi", "-n", 3, "--progress", "--set", "wait_s=1")
+    assert done.returncode == 0
+    assert "rank 0: 3 rows" in done.stderr
+    assert "rank 1" not in done.stderr
+
+
+def test_the_world_of_a_toolkit_is_that_of_the_run(tmp_path: Path) -> None:
+    """A policy or toolkit call without a group finds the run's own communicator: its seed, recorder and deadline."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        "from spawnsim.comm.job import world\n"
+        "def main(comm):\n"
+        "    assert world() is comm\n"
+        "    comm.record(ok=1)\n"
+    )
+    for backend in ("mpi", "torch"):
+        done = _spawnsim("run", path, "--backend", backend, "-n", 2, "--json")
+        assert done.returncode == 0, done.stderr

@@ -59,10 +59,9 @@ def report(error: SpawnsimError, *, quiet: bool = False) -> int:
 
 def internal(error: Exception) -> int:
     """Print what must not happen, with its traceback, and return the exit code for it."""
-    traceback.print_exception(error)
-    print(
-        "spawnsim: the fault above is ours; please report it with the command and the seed", file=sys.stderr
-    )
+    text = "".join(traceback.format_exception(error)).rstrip()
+    fault = "spawnsim: the fault above is ours; please report it with the command and the seed"
+    sys.stderr.write(f"{text}\n{fault}\n")  # in one piece: ranks write side by side
     return OURS
 
 

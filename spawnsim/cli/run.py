@@ -16,6 +16,7 @@ from typing import Any
 
 from spawnsim.errors import ParameterError
 from spawnsim.run import Run, run
+from spawnsim.run.result import shown
 from spawnsim.run.unmodified import is_unmodified, refuse_arguments
 
 WORDS = {"true": True, "false": False, "null": None}
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
             out=options.out,
             compute=options.compute,
             deadline_s=options.deadline,
-            progress=sys.stderr.isatty() and not options.quiet,
+            progress=options.progress or (sys.stderr.isatty() and not options.quiet),
             parameters=parameters(options.set),
             argv=script_arguments,
             options=program_options(options),
@@ -59,8 +60,8 @@ def show(result: Run, *, as_json: bool, quiet: bool, out: Path | None) -> None:
     if as_json:
         print(json.dumps(dict(result.totals)))
     elif not quiet:
-        facts = {**result.totals, "folder": out}
-        print("\n".join(f"{name:16} {_text(value)}" for name, value in facts.items() if value is not None))
+        facts = {**result.totals} | ({} if out is None else {"folder": out})
+        print("\n".join(f"{name:16} {shown(value)}" for name, value in facts.items()))
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -91,12 +92,6 @@ def tell(what: Mapping[str, Any]) -> None:
     for kind in ("note", "warning"):
         for sentence in what.get(f"{kind}s", ()):
             print(f"spawnsim: {kind}: {sentence}", file=sys.stderr)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _stdout_for_the_totals(as_json: bool) -> contextlib.AbstractContextManager[object]:
@@ -169,6 +164,7 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, metavar="DIR", help="run folder to write: run.json, metrics.npz, events.jsonl")
     add("--json", action="store_true", help="print the totals as one JSON object, and nothing else")
     add("--quiet", action="store_true", help="no progress bar, no totals")
+    add("--progress", action="store_true", help="a progress bar (of rank 0) also where there is no terminal")
     return parser
 
 

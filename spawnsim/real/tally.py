@@ -21,6 +21,10 @@ class Tally:
     __slots__ = ("messages", "nbytes", "received")
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin at zero."""
         self.messages = self.nbytes = self.received = 0
 
     def sent(self, operation: str, buf: Any) -> None:

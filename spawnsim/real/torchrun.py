@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a job and return its status: that of the first rank that failed."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
@@ -19,8 +21,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         run(list(arguments))
     except ChildFailedError as failed:
-        status = failed.get_first_failure()[1].exitcode
-        return status if status > 0 else 128 - status
+        rank, first = failed.get_first_failure()
+        if first.exitcode > 0:
+            return first.exitcode
+        who = f"process rank {rank} with PID {first.pid} on node {socket.gethostname()}"
+        sys.stderr.write(f"torchrun noticed that {who} exited on signal {-first.exitcode}\n")
+        return 128 - first.exitcode
+    except SignalException as told:
+        return 128 + int(told.sigval)
     return 0
 
 

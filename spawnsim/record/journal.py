@@ -1,39 +1,50 @@
 """A journal: what one real rank records, kept on disk while it runs, so that a rank that dies leaves what it saw.
 
-Each rank appends to its own shard, one JSON object a line, at most `FLUSH_S` late. Later anybody (rank 0, the rank
-that failed, the launcher) replays all shards into one `Recorder`; the last line of a rank that was killed may be
+Each rank appends to its own shard, at most `FLUSH_S` late, one *frame* a time: a line of JSON (which rows follow, new
+texts, events, what the rank has counted), then the rows as the recorder packs them. Later anybody (rank 0, the rank
+that failed, the launcher) replays all shards into one `Recorder`; the last frame of a rank that was killed may be
 torn and is left out.
 
-This room knows files and a recorder. It knows no communicator: whoever merges has seen to it that the others have
+This room knows files and recorders. It knows no communicator: whoever merges has seen to it that the others have
 closed their journals, or are dead.
 """
 
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, NamedTuple
 
-from spawnsim.record.plain import document, scalar
-from spawnsim.record.recorder import Recorder, Sink
+from spawnsim.record.recorder import Portion, Recorder
 
 FOLDER = "shards"
 FLUSH_S = 0.5  # a killed rank loses at most this much
 
+_TYPES: dict[str, type] = {kind.__name__: kind for kind in (float, int, bool, str, type(None))}
+
+Counted = Mapping[str, Any]
+
 
 class Journal:
-    """Records one rank's rows and events; without a path they stay in memory (see `lines`) until `open`."""
+    """Records one rank's rows and events; without a path they stay in memory (see `frames`) until `open`.
+
+    Attributes:
+        counted: asked at each flush for what the rank has counted so far: a dict of numbers.
+        frames: what was flushed without a file.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.lines: list[str] = []
-        self._pending: list[tuple[int, float, str | None, dict[str, Any]]] = []
-        self._file: TextIO | None = None
+        self.counted: Callable[[], Counted] = dict
+        self.frames: list[bytes] = []
+        self._recorder = Recorder()
+        self._file: BinaryIO | None = None
         self._due_s = time.monotonic() + FLUSH_S
         self._lock = threading.Lock()  # background tasks of a real rank are threads
         if path is not None:
@@ -42,34 +53,39 @@ class Journal:
     def open(self, path: Path) -> None:
         """Write to this shard from now on; a rank knows which is its own only once it has met the others."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        self._file = path.open("wb", buffering=0)
+
+    @property
+    def rows(self) -> int:
+        """How many rows were recorded so far."""
+        return self._recorder.rows
+
+    @property
+    def time_s(self) -> float:
+        """The time of the latest row."""
+        return self._recorder.time_s
 
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
         """Keep one row; tensors are asked for their numbers now, since they will change."""
-        plain = {name: value if type(value) is float else scalar(value) for name, value in values.items()}
-        self._keep(rank, time_s, None, plain)
+        with self._lock:
+            self._recorder.row(rank, time_s, values)
+        if time.monotonic() > self._due_s:
+            self.flush()
 
     def event(self, rank: int, time_s: float, kind: str, fields: Mapping[str, Any]) -> None:
         """Keep one event, and write it at once: events are few, and tell what happened before a failure."""
-        self._keep(rank, time_s, kind, document(fields))
-        self.flush()
-
-    def _keep(self, rank: int, time_s: float, kind: str | None, content: dict[str, Any]) -> None:
         with self._lock:
-            self._pending.append((rank, time_s, kind, content))
-        if time.monotonic() > self._due_s:
-            self.flush()
+            self._recorder.event(rank, time_s, kind, fields)
+        self.flush()
 
     def flush(self) -> None:
         """Write what is pending."""
         with self._lock:
-            lines = [json.dumps(entry) for entry in self._pending]
-            self._pending.clear()
+            frame = packed(self._recorder.drain(), self.counted())
             if self._file is None:
-                self.lines += lines
-            elif lines and not self._file.closed:
-                self._file.write("\n".join(lines) + "\n")
-                self._file.flush()
+                self.frames.append(frame)
+            elif not self._file.closed:
+                self._file.write(frame)
             self._due_s = time.monotonic() + FLUSH_S
 
     def close(self) -> None:
@@ -79,32 +95,68 @@ class Journal:
             self._file.close()
 
 
+# ---------------------------------------------------------------------------------------------------------- frames
+def packed(portion: Portion, counted: Counted) -> bytes:
+    """Return a frame."""
+    blocks = [[names, [kind.__name__ for kind in types], len(data)] for names, types, data in portion.blocks]
+    head = {"blocks": blocks, "words": portion.words, "events": portion.events, "counted": counted}
+    return b"".join([json.dumps(head).encode(), b"\n", *(data for _, _, data in portion.blocks)])
+
+
+def replay(file: BinaryIO, recorder: Recorder) -> Counted:
+    """Give everything in a journal to a recorder, up to a torn frame; return what the rank has counted last."""
+    words: list[str] = []
+    counted: Counted = {}
+    while (found := _next(file)) is not None:
+        portion, counted = found
+        words += portion.words
+        recorder.absorb(portion, words)
+    return counted
+
+
+def _next(file: BinaryIO) -> tuple[Portion, Counted] | None:
+    """Return the next whole frame, or None: the rank was killed while it wrote."""
+    try:
+        head = json.loads(file.readline())
+    except ValueError:
+        return None
+    parts = [
+        (tuple(names), tuple(map(_TYPES.__getitem__, types)), size) for names, types, size in head["blocks"]
+    ]
+    blocks = [(names, types, file.read(size)) for names, types, size in parts]
+    if any(len(data) < size for (_, _, data), (_, _, size) in zip(blocks, parts, strict=True)):
+        return None
+    return Portion(blocks, head["words"], head["events"]), head["counted"]
+
+
+# ---------------------------------------------------------------------------------------------------------- shards
+class Merged(NamedTuple):
+    """What all shards of a folder hold; `counted` has an entry per rank that has a shard."""
+
+    recorder: Recorder
+    counted: dict[int, Counted]
+
+
 def shard(folder: Path, rank: int) -> Path:
     """Return the file of one rank's journal in a run folder."""
-    return folder / FOLDER / f"rank-{rank:05d}.jsonl"
+    return folder / FOLDER / f"rank-{rank:05d}"
 
 
-def replay(lines: Iterable[str], sink: Sink) -> None:
-    """Give every row and event of a journal to a recorder; a torn line ends it."""
-    for line in lines:
-        try:
-            rank, time_s, kind, content = json.loads(line)
-        except ValueError:  # the rank was killed in the middle of this line
-            return
-        if kind is None:
-            sink.row(rank, time_s, content)
-        else:
-            sink.event(rank, time_s, kind, content)
+def merge(folder: Path) -> Merged:
+    """Return all that the shards of a run folder hold."""
+    recorder, counted = Recorder(), {}
+    for path in sorted((folder / FOLDER).glob("rank-*")):
+        with path.open("rb") as file:
+            counted[int(path.stem.removeprefix("rank-"))] = replay(file, recorder)
+    return Merged(recorder, counted)
 
 
-def merge(folder: Path) -> tuple[Recorder, list[int]]:
-    """Return all that the shards of a run folder hold, and the ranks that have a shard."""
-    recorder, ranks = Recorder(), []
-    for path in sorted((folder / FOLDER).glob("rank-*.jsonl")):
-        ranks.append(int(path.stem.removeprefix("rank-")))
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            replay(lines, recorder)
-    return recorder, ranks
+def merge_frames(parts: list[list[bytes]]) -> Merged:
+    """Return all that the journals of ranks hold that wrote no file."""
+    recorder = Recorder()
+    return Merged(
+        recorder, {rank: replay(io.BytesIO(b"".join(frames)), recorder) for rank, frames in enumerate(parts)}
+    )
 
 
 def discard(folder: Path) -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,7 +53,7 @@ class Block:
         words: the names whose values are texts.
     """
 
-    __slots__ = ("data", "direct", "dtype", "names", "pack", "words")
+    __slots__ = ("_absent", "_texts", "data", "direct", "dtype", "names", "pack", "types", "words")
 
     def __init__(self, names: Sequence[str], types: Sequence[type]) -> None:
         clash = [name for name in names if name in OWN]
@@ -59,18 +61,38 @@ class Block:
             raise ParameterError(
                 f"record({clash[0]}=...): {clash[0]} is added by itself; choose another name"
             )
-        self.names = tuple(names)
+        self.names, self.types = tuple(names), tuple(types)
         kept = [(name, kind) for name, kind in zip(names, types, strict=True) if kind is not type(None)]
         self.words = tuple(name for name, kind in kept if kind is str)
         self.direct = len(kept) == len(names) and not self.words
+        self._texts = [place for place, kind in enumerate(types) if kind is str]
+        self._absent = [place for place, kind in enumerate(types) if kind is type(None)][::-1]
         self.pack = struct.Struct("<iqd" + "".join(_FORMATS[kind] for _, kind in kept)).pack
         own = [("\0rank", "<i4"), ("\0order", "<i8"), ("\0time_s", "<f8")]
         self.dtype = np.dtype(own + [(name, _DTYPES[kind]) for name, kind in kept])
         self.data = bytearray()
 
+    def stored(self, values: Mapping[str, Any], words: dict[str, int]) -> Sequence[Any]:
+        """Return the values of a row of this shape as they are packed."""
+        plain = list(values.values())
+        for place in self._texts:
+            plain[place] = words.setdefault(plain[place], len(words))
+        for place in self._absent:
+            del plain[place]
+        return plain
+
     def rows(self) -> Column:
         """Return the rows as a structured array; it is a view, so the block must not grow while it lives."""
         return np.frombuffer(self.data, self.dtype)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What a recorder has kept for a while: `blocks` are (names, types, packed rows), `words` the texts new in them."""
+
+    blocks: list[tuple[tuple[str, ...], tuple[type, ...], bytes]]
+    words: list[str]
+    events: list[Event]
 
 
 class Recorder:
@@ -88,38 +110,51 @@ class Recorder:
         self._words: dict[str, int] = {}
         self._names: dict[str, None] = {}  # in the order in which they first appeared
         self._events: list[Event] = []
+        self._given = 0  # so many words have been given away by `drain`
 
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
         """Keep one row; `ParameterError` when a value is no number, bool, text, None or 0-dim array."""
         block = self._blocks.get((*values, *map(type, values.values())))
-        if block is None or not block.direct:
-            self._unusual_row(rank, time_s, values)
-            return
+        if block is None:
+            values = {name: _scalar(name, value) for name, value in values.items()}
+            block = self._block(tuple(values), tuple(map(type, values.values())))
+        stored = values.values() if block.direct else block.stored(values, self._words)
         try:
-            block.data += block.pack(rank, self.rows, time_s, *values.values())
+            block.data += block.pack(rank, self.rows, time_s, *stored)
         except struct.error:
             raise _too_large(values) from None
         self.rows += 1
         self.time_s = time_s
 
-    def _unusual_row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
-        plain = {name: _scalar(name, value) for name, value in values.items()}
-        shape = (*plain, *map(type, plain.values()))
-        block = self._blocks.get(shape)
+    def _block(self, names: tuple[str, ...], types: tuple[type, ...]) -> Block:
+        """Return the block for rows of a shape, a new one if there was none."""
+        block = self._blocks.get((*names, *types))
         if block is None:
-            block = Block(tuple(plain), [type(value) for value in plain.values()])
-            self._blocks[shape] = block
-            self._names |= dict.fromkeys(block.names)
-        stored = [self._stored(value) for value in plain.values() if value is not None]
-        try:
-            block.data += block.pack(rank, self.rows, time_s, *stored)
-        except struct.error:
-            raise _too_large(plain) from None
-        self.rows += 1
-        self.time_s = time_s
+            block = self._blocks[(*names, *types)] = Block(names, types)
+            self._names |= dict.fromkeys(names)
+        return block
 
-    def _stored(self, value: Scalar) -> Any:
-        return self._words.setdefault(value, len(self._words)) if isinstance(value, str) else value
+    def drain(self) -> Portion:
+        """Give away what has come since the last time; the recorder goes on, and counts on."""
+        found = [block for block in self._blocks.values() if block.data]
+        blocks = [(block.names, block.types, bytes(block.data)) for block in found]
+        for block in found:
+            block.data = bytearray()
+        words, events = list(islice(self._words, self._given, None)), self._events
+        self._given, self._events = len(self._words), []
+        return Portion(blocks, words, events)
+
+    def absorb(self, portion: Portion, words: Sequence[str]) -> None:
+        """Keep what another recorder gave away; `words` are all its texts so far."""
+        own = np.array([self._words.setdefault(word, len(self._words)) for word in words], np.int32)
+        for names, types, data in portion.blocks:
+            block = self._block(names, types)
+            rows = np.frombuffer(data, block.dtype).copy()
+            for name in block.words:
+                rows[name] = own[rows[name]]
+            block.data += rows.tobytes()
+            self.rows += len(rows)
+        self._events += portion.events
 
     def event(self, rank: int, time_s: float, kind: str, fields: Mapping[str, Any]) -> None:
         """Keep one event; `ParameterError` when a field has the name of one that is added by itself."""
@@ -168,6 +203,8 @@ class Recorder:
 
 
 def _scalar(name: str, value: Any) -> Scalar:
+    if type(value) in _FORMATS:
+        return value  # type: ignore[no-any-return]
     try:
         return scalar(value)
     except ParameterError as error:

@@ -1,4 +1,4 @@
-"""The progress bar of a run on virtual ranks: virtual seconds done, ranks finished, time left.
+"""The progress bar of a run: virtual seconds done, ranks finished, time left; of real ranks, how far rank 0 is.
 
 This room knows numbers and a terminal. How much there is to do is known only where `main` has a parameter
 `iterations` and records one row for each; elsewhere the bar counts finished ranks.
@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from spawnsim.record import Recorder
+from typing import Any, Protocol
 
 FORMAT = "{percentage:3.0f}%|{bar:30}| {desc} [{elapsed}<{remaining}]"
+UNKNOWN = "{desc} [{elapsed}]"  # where nobody says how much there is to do
 TICK_S = 0.3
+
+
+class Recorded(Protocol):
+    """What is looked at: a recorder, or a rank's journal."""
+
+    @property
+    def rows(self) -> int:
+        """Rows so far."""
+
+    @property
+    def time_s(self) -> float:
+        """The time of the latest row."""
 
 
 class Listener:
@@ -33,7 +43,7 @@ class Listener:
 class Bar:
     """A bar on standard error, gone when the block ends. A thread of its own looks at the recorder."""
 
-    def __init__(self, recorder: Recorder, *, ranks: int, iterations: Any = None) -> None:
+    def __init__(self, recorder: Recorded, *, ranks: int, iterations: Any = None) -> None:
         self._recorder, self._ranks, self._finished = recorder, ranks, 0
         self._rows = ranks * iterations if isinstance(iterations, int) and iterations > 0 else None
         self._virtual_s = 0.0
@@ -68,3 +78,28 @@ class Bar:
     def _watch(self) -> None:
         while not self._over.wait(TICK_S):
             self.look()
+
+
+class Steps(Bar):
+    """The bar of one real rank: rows that it has recorded, and the time of the latest. `shown=False`: no bar."""
+
+    def __init__(self, recorder: Recorded, iterations: Any, *, shown: bool) -> None:
+        super().__init__(recorder, ranks=1, iterations=iterations)
+        self._shown = shown
+
+    def __enter__(self) -> Callable[[float, int, int], None]:
+        return super().__enter__() if self._shown else self.tell
+
+    def __exit__(self, *error: object) -> None:
+        if self._shown:
+            super().__exit__(*error)
+
+    def look(self) -> None:
+        """Show how far the rank is."""
+        text = f"rank 0: {self._recorder.rows:,} rows, {self._recorder.time_s:.4g} s"
+        self._bar.set_description_str(text, refresh=False)
+        if self._rows is None:
+            self._bar.bar_format = UNKNOWN
+        else:
+            self._bar.n = min(self._recorder.rows, self._rows)
+        self._bar.refresh()

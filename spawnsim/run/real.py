@@ -1,14 +1,16 @@
 """Run a program as one rank of a real job, and keep what all ranks recorded.
 
-Each rank writes its own shard of the run folder while it runs. At the end rank 0 merges the shards; when the job ends
-early, each rank that still can does so after its last words, and the launcher does it once more.
+Each rank writes its own shard of the run folder while it runs, its counts with it. At the end rank 0 merges the
+shards; when the job ends early, each rank that still can does so after its last words, and the launcher does it once
+more.
 
-This room knows two functions of a real building, `world` and `guarded`, and the run folder. It does not know which
-library moves the bytes.
+This room knows two functions of a real building, `world` and `guarded`, a home's parting and tally, and the run folder.
+It does not know which library moves the bytes.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,25 +19,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.run.bar import Steps
 from spawnsim.run.building import describe
 from spawnsim.run.program import Program
-from spawnsim.run.result import FINISHED, Run, totals_of
+from spawnsim.run.result import FINISHED, Run, results_digest, totals_of
 
 if TYPE_CHECKING:
-    from spawnsim.record import Journal, Recorder
+    from spawnsim.record import Journal
+    from spawnsim.record.journal import Merged
 
 BACKENDS = {"mpi": "spawnsim.real.mpi", "torch": "spawnsim.real.torch"}
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one real run is. The same on all its ranks."""
+    """What one real run is. The same on all its ranks. `progress`: rank 0 shows a bar."""
 
     task: Program
     backend: str
     out: Path | None = None
     seed: int = 0
     deadline_s: float = 30.0
+    progress: bool = False
 
 
 def run_rank(job: Job) -> Run | None:
@@ -51,7 +56,9 @@ def run_rank(job: Job) -> Run | None:
     with room.guarded(comm):
         shards = Shards(job, comm, journal)
         comm._home.ending.last_words.append(shards.last_words)
-        job.task(comm)
+        with Steps(journal, job.task.parameters.get("iterations"), shown=job.progress and comm.rank == 0):
+            job.task(comm)
+            comm._home.parting.settle()
         return shards.finish()
 
 
@@ -78,49 +85,55 @@ class Shards:
         self.what = describe(
             job.task, backend=job.backend, ranks=comm.Get_size(), seed=job.seed, deadline_s=job.deadline_s
         )
+        journal.counted = self._counted
         if job.out is not None:
             if comm.Get_rank() == 0:
                 folder.begin(job.out, self.what)
                 shards.discard(job.out)
             comm.Barrier()
             journal.open(shards.shard(job.out, comm.Get_rank()))
+        comm._home.tally.clear()  # the program's alone counts
+        journal.flush()  # from now on the shard says which process this rank is
         self._began_s = time.perf_counter()
 
     def finish(self) -> Run | None:
-        """Return what all ranks recorded, on rank 0, after a run that went well."""
+        """Return what all ranks recorded, on rank 0, after a run that went well and has settled."""
         from spawnsim.record import journal as shards
 
         self._journal.close()
-        self._comm.Barrier()
-        counted = self._counted()
+        comm = self._survivors()
+        comm.Barrier()
         if self._out is None:
-            return self._gathered(counted)
-        if self._comm.Get_rank() != 0:
+            parts = comm.gather(self._journal.frames, root=0)
+            if parts is None:
+                return None
+            return _result(
+                shards.merge_frames(parts), what=self.what, counted=self._known(), outcome=FINISHED
+            )
+        if comm.Get_rank() != 0:
             return None
-        run = collect(self._out, what=self.what, counted=counted, outcome=FINISHED)
+        run = collect(self._out, what=self.what, counted=self._known(), outcome=FINISHED)
         shards.discard(self._out)
         return run
 
-    def _gathered(self, counted: Mapping[str, Any]) -> Run | None:
-        from spawnsim.record import Recorder
-        from spawnsim.record import journal as shards
-
-        parts = self._comm.gather(self._journal.lines, root=0)
-        if parts is None:
-            return None
-        recorder = Recorder()
-        for lines in parts:
-            shards.replay(lines, recorder)
-        return _result(recorder, what=self.what, counted=counted, outcome=FINISHED)
+    def _survivors(self) -> Any:
+        """Return the communicator of all who live: a job may outlive some of its ranks."""
+        survival = getattr(self._comm._home, "survival", None)
+        return self._comm if survival is None or survival.everyone is None else survival.everyone
 
     def last_words(self, summary: str) -> None:
         """Keep what was recorded, as the job ends early. Each rank does; the last one to do so sees it all."""
         self._journal.close()
         if self._out is not None:
-            collect(self._out, what=self.what, counted=self._counted(), outcome=summary)
+            collect(self._out, what=self.what, counted=self._known(), outcome=summary)
+
+    def _known(self) -> dict[str, Any]:
+        return {"ranks": self._comm.Get_size(), "wall_seconds": time.perf_counter() - self._began_s}
 
     def _counted(self) -> dict[str, Any]:
-        return {"ranks": self._comm.Get_size(), "wall_seconds": time.perf_counter() - self._began_s}
+        home = self._comm._home
+        counted: dict[str, Any] = home.tally.counted(home.own)
+        return counted | {"process": os.getpid()}
 
 
 def collect(out: Path, *, what: Mapping[str, Any], counted: Mapping[str, Any], outcome: str) -> Run:
@@ -128,31 +141,37 @@ def collect(out: Path, *, what: Mapping[str, Any], counted: Mapping[str, Any], o
     from spawnsim.record import journal as shards
 
     with shards.alone(out):
-        recorder, _ = shards.merge(out)
-        run = _result(recorder, what=what, counted=counted, outcome=outcome)
+        run = _result(shards.merge(out), what=what, counted=counted, outcome=outcome)
         run.save(out)
     return run
 
 
-def _result(recorder: Recorder, *, what: Mapping[str, Any], counted: Mapping[str, Any], outcome: str) -> Run:
-    table, events = recorder.table(), recorder.events()
-    return Run(what, table, events, totals_of(table, events, counted), outcome)
+def _result(merged: Merged, *, what: Mapping[str, Any], counted: Mapping[str, Any], outcome: str) -> Run:
+    table, events = merged.recorder.table(), merged.recorder.events()
+    of_ranks = list(merged.counted.values())
+    known = {name: sum(each.get(name, 0) for each in of_ranks) for name in ("messages", "bytes", "events")}
+    known["virtual_seconds"] = max((each.get("clock_s", 0.0) for each in of_ranks), default=0.0)
+    totals = totals_of(table, events, {**counted, **known})
+    return Run(what, table, events, totals | {"digest": results_digest(table)}, outcome)
 
 
-def tidy(out: Path, status: int) -> None:
-    """Merge the shards that a job left behind, once all its processes have ended."""
+def tidy(out: Path, status: int, cause: str = "") -> bool:
+    """Merge the shards that a job left behind, once all its processes have ended, and return whether there were any.
+
+    `cause` is why it ended, where its ranks could not say it.
+    """
     from spawnsim.record import folder
     from spawnsim.record import journal as shards
 
     if not (out / shards.FOLDER).is_dir():
-        return
+        return False
     try:
         manifest = folder.read_manifest(out)
     except ParameterError:  # it ended before rank 0 wrote one: there is nothing to merge either
-        return
+        return False
     outcome = manifest["outcome"]
-    if outcome == folder.RUNNING:
-        outcome = f"the job ended with status {status}, and no rank could say why"
+    if outcome == folder.RUNNING or cause:
+        outcome = cause or f"the job ended with status {status}, and no rank could say why"
     collect(
         out,
         what=manifest["what"],
@@ -160,3 +179,4 @@ def tidy(out: Path, status: int) -> None:
         outcome=outcome,
     )
     shards.discard(out)
+    return True

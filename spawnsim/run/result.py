@@ -17,9 +17,26 @@ from spawnsim.errors import ParameterError
 if TYPE_CHECKING:
     from spawnsim.record import Event, Table
 
+DASH = "–"
 TOTALS = (
     "ranks", "iterations", "virtual_seconds", "wall_seconds", "events", "messages", "bytes", "replacements", "digest",
 )  # fmt: skip
+"""What every run's `totals` holds, on virtual ranks and on real ones. None (shown as a dash): not known.
+
+* `ranks`, `iterations`: ranks of the world; how far the furthest came.
+* `virtual_seconds`: the time on the ranks' clocks (`comm.clock`) when the last one ended: virtual time on virtual
+  ranks; on real ranks wall time since they met.
+* `wall_seconds`: what the run took on this machine.
+* `events`: all that ranks did: sends, receives, parts in collectives, accesses to windows, computed blocks, sleeps; on
+  virtual ranks also births and deaths.
+* `messages`, `bytes`: sent, with their payload. Of a collective: on virtual ranks the messages that its algorithm is
+  made of; of a real library's one message per rank, with the bytes that the rank contributes, since no library tells
+  more (and without bytes for objects, such as `comm.allreduce(1)` over MPI). Windows: one message an access.
+* `replacements`: events of this kind.
+* `digest`: of the trace and of all recorded rows; equal for equal seeds. Real ranks have no trace that repeats: there
+  it is of the rows without times (`time_s`, and every name that ends in `_s`), so it tells whether two runs have
+  come to equal results bit for bit; None if nothing was recorded.
+"""
 FINISHED = "finished"
 
 
@@ -31,7 +48,7 @@ class Run:
         what: what ran: file, parameters, ranks, platform, seed, versions.
         table: numpy columns by name, one row per `comm.record`, ordered by rank; see `spawnsim.record.Table`.
         events: dicts with "kind", "time_s", "rank" and the event's own fields, by time.
-        totals: the values named in `TOTALS`; None for what a building cannot count.
+        totals: the values named in `TOTALS`, see there.
         outcome: "finished", "running", "interrupted", or the error's text.
     """
 
@@ -45,6 +62,8 @@ class Run:
     def load(cls, path: str | Path) -> Run:
         """Return the run of a folder; of one that was killed, or still runs, what its ranks have written so far.
 
+        Of the latter, `what["processes"]` holds each rank's process id, for who wants to know which one was killed.
+
         Raises:
             ParameterError: the folder holds no run, or a file of it is damaged.
         """
@@ -54,7 +73,8 @@ class Run:
         manifest = folder.read_manifest(place)
         what, totals, outcome = (manifest.get(name) for name in ("what", "totals", "outcome"))
         if (place / journal.FOLDER).is_dir() and outcome != FINISHED:
-            recorder, _ = journal.merge(place)
+            recorder, counted = journal.merge(place)
+            what = (what or {}) | {"processes": {rank: each.get("process") for rank, each in counted.items()}}
             table, events = recorder.table(), recorder.events()
         elif outcome == folder.RUNNING:
             raise ParameterError(
@@ -76,9 +96,14 @@ class Run:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><th>{name}</th><td>{escape(str(self.totals.get(name)))}</td></tr>" for name in TOTALS
+            f"<tr><th>{name}</th><td>{escape(shown(self.totals.get(name)))}</td></tr>" for name in TOTALS
         )
         return f"<p>{escape(', '.join(self._facts()))}</p><table>{rows}</table>{self.table._repr_html_()}"
+
+    @property
+    def is_real(self) -> bool:
+        """Whether the run took place on real processes."""
+        return bool(self.what.get("backend", "virtual") != "virtual")
 
     def _facts(self) -> list[str]:
         seconds = self.totals.get("virtual_seconds")
@@ -87,7 +112,7 @@ class Run:
             f"{self.totals.get('ranks')} ranks",
             f"{self.table.rows:,} rows",
             f"{len(self.events):,} events",
-            *([f"{seconds:.6g} virtual s"] if seconds is not None else []),
+            *([f"{seconds:.6g} {'' if self.is_real else 'virtual '}s"] if seconds is not None else []),
             self.outcome.partition("\n")[0],
         ]
 
@@ -109,6 +134,23 @@ def whole_digest(trace: str, table: Table) -> str:
     The trace alone would not tell two runs apart that communicate alike and learn differently.
     """
     return hashlib.blake2b(trace.encode() + table.digest(), digest_size=16).hexdigest()
+
+
+def results_digest(table: Table) -> str | None:
+    """Return the digest of all that was recorded apart from times, or None if nothing was."""
+    if not table.rows:
+        return None
+    results = {name: column for name, column in table.items() if not name.endswith("_s")}
+    return type(table)(results).digest().hex()
+
+
+def shown(value: Any) -> str:
+    """Return a total as people read it: a dash for what is not known."""
+    if value is None:
+        return DASH
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def iterations(table: Table) -> int:

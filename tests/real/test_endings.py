@@ -94,3 +94,47 @@ def test_last_words_are_said_on_every_rank(job):
         )
     )
     assert sorted(found.out.splitlines()) == [f"{rank}: ValueError: late" for rank in range(4)]
+
+
+def test_a_signal_to_one_rank_ends_the_job_with_one_line(job):
+    """A rank that is inside MPI runs no Python, and still the whole job ends at once, with its last words."""
+    found = job(
+        program(
+            "comm._home.ending.last_words.append(lambda text: os.write(1, f'{rank}: {text}\\n'.encode()))\n"
+            "    import signal\n"
+            "    if rank == 1: time.sleep(0.5); os.kill(os.getpid(), signal.SIGTERM)",
+            deadline_s=30,
+        )
+    )
+    assert found.status == 143
+    assert sorted(found.out.splitlines()) == [f"{rank}: stopped by SIGTERM" for rank in range(4)]
+    assert found.err.count("spawnsim: rank 1 was told to stop (SIGTERM); the job ends") == 1
+    assert "Traceback" not in found.err
+
+
+def test_a_program_keeps_its_own_handler(job):
+    """Whoever handles a signal is not stopped by it."""
+    found = job(
+        program(
+            "import signal\n"
+            "    signal.signal(signal.SIGTERM, lambda *_: print('handled', flush=True))\n"
+            "    if rank == 1: os.kill(os.getpid(), signal.SIGTERM)\n"
+            "    time.sleep(0.3)",
+            deadline_s=10,
+        )
+    )
+    assert (found.status, found.out) == (0, "handled\n"), found.err
+
+
+@pytest.mark.parametrize(("count", "nbytes"), [(1, 8), (3, 400_000), (2000, 8)])
+def test_messages_that_nobody_received_do_not_delay_the_end(job, count, nbytes):
+    """They are taken from the library on all communicators, whether their requests were kept or dropped."""
+    body = (
+        "other = comm.Dup()\n    began = time.perf_counter()\n"
+        f"    if rank == 0: [other.Isend(np.zeros({nbytes // 8}), 1, 3) for _ in range({count})]\n"
+        "    if rank == 2: comm.Irecv(np.zeros(3), 3, 9); comm.irecv(source=1)\n"
+        "    import atexit; atexit.register(lambda: print(time.perf_counter() - began < 5) if not rank else 0)"
+    )
+    found = job(program(body, deadline_s=20))
+    assert (found.status, found.err) == (0, "")
+    assert found.out == "True\n"

@@ -1,0 +1,51 @@
+"""What a launcher says of its own is taken out, and what the ranks said is handed on as it came."""
+
+from __future__ import annotations
+
+import pytest
+
+from spawnsim.real.attending import Filter
+
+MPICH = b"""
+===================================================================================
+=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   PID 2449 RUNNING AT here
+=   EXIT CODE: 9
+=   CLEANING UP REMAINING PROCESSES
+=   YOU CAN IGNORE THE BELOW CLEANUP MESSAGES
+===================================================================================
+YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)
+This typically refers to a problem with your application.
+Please see the FAQ page for debugging suggestions
+"""
+OPEN_MPI = b"""--------------------------------------------------------------------------
+prterun noticed that process rank 2 with PID 2449 on node here exited on
+signal 9 (Killed).
+--------------------------------------------------------------------------
+"""
+TORCHRUN = b"torchrun noticed that process rank 2 with PID 2449 on node here exited on signal 9\n"
+PROGRAM = b"""first line
+
+=====
+-----------------------------------------
+Abort? no, PID 3 is my own text
+  0%|   | rank 0\r 10%|   | rank 0\r
+end without newline"""
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize("banner", [MPICH, OPEN_MPI, TORCHRUN])
+def test_a_banner_is_taken_out_and_understood(banner: bytes, size: int) -> None:
+    """However the text is cut on its way, the program's own text is left, and the process and signal are known."""
+    text, found = b"before\n" + banner + PROGRAM, Filter()
+    chunks = [text[start : start + size] for start in range(0, len(text), size)]
+    shown = b"".join(map(found, chunks)) + found.rest()
+    assert shown == b"before\n" + PROGRAM
+    assert (found.process, found.node, found.signal) == (2449, "here", 9)
+    assert found.rank in (-1, 2)
+
+
+def test_a_bar_is_shown_at_once() -> None:
+    """Text without a line's end is not held back, unless it may be the launcher's own."""
+    assert Filter()(b"\r 50%|##  |") == b"\r 50%|##  |"
+    assert Filter()(b"Abor") == b""
