@@ -13,7 +13,7 @@ This room knows tensors, names and codecs; no message, no window, no rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies.codecs import NAMED, Codec, Float16, NoCompression, unpack
-from spawnsim.policies.state import ALIGN_NBYTES, Entry, Layout, Tensors
+from spawnsim.policies.state import ALIGN_NBYTES, Entry, Layout, Tensors, assign
 
 MARK = "\x1f"  # the unit separator: no name of a parameter has it
 SMALLER = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -92,19 +92,24 @@ class Compression:
 
         Raises `UsageError` for a codec that this rank does not know, ValueError for bytes that are too few.
         """
-        return dict(self._plain(name, tensor) for name, tensor in tensors.items())
+        found: Tensors = {}
+        cast: list[Entry] = []
+        for marked, tensor in tensors.items():
+            name, *marks = marked.split(MARK)
+            if len(marks) == 3:
+                found[name] = self._decoded(marks, tensor)
+            else:
+                found[name] = tensor
+                cast += [Entry(name, getattr(torch, dtype), tuple(tensor.shape)) for dtype in marks]
+        return found | _widened(found, cast)
 
-    def _plain(self, marked: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-        name, *marks = marked.split(MARK)
-        if not marks:
-            return name, tensor
-        wide = WIDE[getattr(torch, marks[0])]
-        if len(marks) == 1:
-            return name, _widened(tensor, getattr(torch, marks[0]))
-        shape = tuple(int(size) for size in marks[1].split(",") if size)
+    def _decoded(self, marks: Sequence[str], tensor: torch.Tensor) -> torch.Tensor:
+        dtype, shapes, codec = marks
+        shape = tuple(int(size) for size in shapes.split(",") if size)
         body, count = tensor.cpu().numpy(), torch.Size(shape).numel()
-        values = torch.from_numpy(unpack(self._known(marks[2]), body, raw=False, dtype=wide, count=count))
-        return name, values.reshape(shape).to(tensor.device if shape else "cpu")
+        wide = WIDE[getattr(torch, dtype)]
+        values = torch.from_numpy(unpack(self._known(codec), body, raw=False, dtype=wide, count=count))
+        return values.reshape(shape).to(tensor.device if shape else "cpu")
 
     def _known(self, name: str) -> Codec:
         if self.codec is not None and name == self.name:
@@ -162,7 +167,10 @@ def _magnitudes(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, floa
         yield from zip(names, largest.tolist(), strict=True)
 
 
-def _widened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if tensor.device.type != "cpu":
-        return tensor.to(dtype)
-    return torch.from_numpy(np.empty(tensor.shape, WIDE[dtype])).copy_(tensor)  # numpy takes huge pages
+def _widened(tensors: Tensors, cast: Sequence[Entry]) -> Tensors:
+    """Return the tensors of these names in the dtypes that they had: in one new piece of memory, with huge pages."""
+    there = {e.name: tensors[e.name].to(e.dtype) for e in cast if tensors[e.name].device.type != "cpu"}
+    layout = Layout(entry for entry in cast if entry.name not in there)
+    here = layout.views(torch.from_numpy(np.empty(layout.nbytes, np.uint8)))
+    assign(here, tensors)
+    return here | there
