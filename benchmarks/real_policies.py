@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy
+from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, one_storage
 from spawnsim.real.mpi import MPIComm, Options, guarded, world
 
 REPEATS = 5
@@ -51,9 +51,11 @@ def ratio(
     return one, other, statistics.median(b / o for b, o in pairs)
 
 
-def averaging(comm: MPIComm, lengths: list[int]) -> Callable[[], object]:
-    """Return one averaging by `AverageAllPolicy`."""
+def averaging(comm: MPIComm, lengths: list[int], *, together: bool = False) -> Callable[[], object]:
+    """Return one averaging by `AverageAllPolicy`, of tensors apart or `together` in one storage."""
     model = Weights(lengths)
+    if together:
+        one_storage(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     policy = AverageAllPolicy(average_every=1)
     return lambda: policy(1, model, optimizer, group=comm)
@@ -128,6 +130,8 @@ def main() -> None:
              ratio(fast, flat_allreduce(fast, 10 * MILLION), ordered(exact, 10 * MILLION))),
             ("300 tensors of 1,000 / originals' way", 8.0,
              ratio(fast, per_parameter(fast, [1000] * 300), averaging(fast, [1000] * 300))),
+            ("the same in one storage / originals' way", 8.0,
+             ratio(fast, per_parameter(fast, [1000] * 300), averaging(fast, [1000] * 300, together=True))),
             ("20 tensors of 500,000 / originals' way", 2.0,
              ratio(fast, per_parameter(fast, [MILLION // 2] * 20), averaging(fast, [MILLION // 2] * 20))),
         ]  # fmt: skip

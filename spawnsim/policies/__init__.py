@@ -22,6 +22,7 @@ from spawnsim.policies.replay import ReplayPolicy, replay
 from spawnsim.policies.selection import Expired, Report, Threshold, WorstRatio
 from spawnsim.policies.selective import AsyncSelectiveAveragingPolicy
 from spawnsim.policies.state import Travels
+from spawnsim.policies.storage import one_storage
 from spawnsim.policies.windows import Windows
 from spawnsim.policies.wiring import Wiring
 
@@ -52,5 +53,6 @@ __all__ = [
     "Windows",
     "Wiring",
     "WorstRatio",
+    "one_storage",
     "replay",
 ]

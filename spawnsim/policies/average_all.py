@@ -22,11 +22,13 @@ class AverageAllPolicy(SpawnPolicy):
     """Model averaging over all ranks of the group: every rank ends with the mean of all ranks.
 
     Parameters and buffers are averaged, in any dtype; `travels` adds or leaves out parts. `momentum` m keeps a
-    part of the own weights: θ ← m·θ_own + (1 - m)·mean.
+    part of the own weights: θ ← m·θ_own + (1 - m)·mean. A model of many small tensors is averaged at half the price
+    after `spawnsim.policies.one_storage(model)`.
 
     Raises:
         MismatchError: at the first averaging, on every rank, if the models of the group differ in name, dtype or shape.
         Timeout: if the group does not meet within `comm.clock.deadline`; the own model is then unchanged.
+            (Where a job does not survive this, `comm.capabilities().survives`, it ends instead.)
     """
 
     def __init__(

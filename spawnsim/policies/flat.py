@@ -18,12 +18,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spawnsim.comm import IN_PLACE, Comm
+from spawnsim.comm import IN_PLACE, MIN, Comm
 from spawnsim.errors import MismatchError
 from spawnsim.policies.arithmetic import sum_dtype
 from spawnsim.policies.state import Entry, Layout, Tensors
+from spawnsim.policies.storage import new_buffer, one_run
 
 Array = NDArray[Any]
+_CPU = torch.device("cpu")
 LARGE = 16_384  # elements from which a tensor's own Allreduce costs less than two more passes over its memory
 PIECE_NBYTES = 1 << 21  # what has been summed is divided while it is still in the cache
 PIECE_ON_GPU_NBYTES = 1 << 26  # a launch costs more than a pass over memory there
@@ -41,7 +43,7 @@ class Gathered:
         self._names, self._whole = [entry.name for entry in entries], wire == torch.int64
         lengths = [entry.count for entry in entries]
         self._count = sum(lengths)
-        self._flat = _new(2 * self._count if self._whole else self._count, wire, device)
+        self._flat = new_buffer(2 * self._count if self._whole else self._count, wire, device)
         pieces = torch.split(self._flat[: self._count], lengths)
         self._views = [piece.view(entry.shape) for piece, entry in zip(pieces, entries, strict=True)]
         self.nbytes = self._flat.nbytes
@@ -71,10 +73,10 @@ class Gathered:
     def _bind(self, live: Tensors) -> None:
         if live is not self._live:
             self._live, self._own = live, [live[name] for name in self._names]
-            plain = all(t.dtype == self._flat.dtype and t.is_contiguous() for t in self._own)
+            dtype, device = self._flat.dtype, self._flat.device  # Adam's step counts stay on the CPU
+            plain = all(t.dtype == dtype and t.device == device and t.is_contiguous() for t in self._own)
             self._rows = [t.view(-1) for t in self._own] if plain and not self._whole else []
-            near = self._flat.device.type == "cpu" and all(t.device.type == "cpu" for t in self._rows)
-            pairs = zip(self._rows, self._views, strict=True) if self._rows and near else ()
+            pairs = zip(self._rows, self._views, strict=True) if device.type == "cpu" and self._rows else ()
             self._arrays = [(own.numpy(), view.view(-1).numpy()) for own, view in pairs]
 
     def _store(self) -> None:
@@ -96,17 +98,26 @@ class Gathered:
 
 
 class Large:
-    """One tensor that is summed piece by piece where it lies."""
+    """Memory that is summed piece by piece where it lies: a large tensor, or tensors end to end in one storage."""
 
-    def __init__(self, wire: torch.dtype, entry: Entry) -> None:
-        self._name, self._wire = entry.name, wire
-        self.nbytes = entry.count * wire.itemsize
+    def __init__(self, wire: torch.dtype, entries: Sequence[Entry]) -> None:
+        self._names, self._wire = [entry.name for entry in entries], wire
+        self.nbytes = sum(entry.count for entry in entries) * wire.itemsize
         self._scratch: torch.Tensor | None = None
 
     def average(self, comm: Comm, live: Tensors, momentum: float) -> None:
-        """Replace the live tensor by its mean."""
-        own = live[self._name]
-        row = own.reshape(-1)  # a copy where it does not lie in a row
+        """Replace the live tensors by their mean."""
+        own = [live[name] for name in self._names]
+        row = one_run(own)
+        if row is not None:
+            self._sum(comm, row, momentum)
+            return
+        row = torch.cat([tensor.reshape(-1) for tensor in own])  # it has been moved apart, or lies across
+        self._sum(comm, row, momentum)
+        for tensor, mean in zip(own, torch.split(row, [t.numel() for t in own]), strict=True):
+            tensor.copy_(mean.view(tensor.shape))
+
+    def _sum(self, comm: Comm, row: torch.Tensor, momentum: float) -> None:
         for piece in self._pieces(row, comm.Get_size()):
             if row.dtype == self._wire and not momentum:
                 _allreduce(comm, piece)
@@ -117,8 +128,6 @@ class Large:
                 _divide(total, comm.Get_size())
                 _keep([piece], [total], momentum)
                 piece.copy_(total)
-        if row.data_ptr() != own.data_ptr():
-            own.copy_(row.view(own.shape))
 
     def _pieces(self, row: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
         nbytes = PIECE_NBYTES if row.device.type == "cpu" else PIECE_ON_GPU_NBYTES
@@ -127,15 +136,8 @@ class Large:
 
     def _converted(self, piece: torch.Tensor) -> torch.Tensor:
         if self._scratch is None:  # the first piece is the longest
-            self._scratch = _new(piece.numel(), self._wire, piece.device)
+            self._scratch = new_buffer(piece.numel(), self._wire, piece.device)
         return self._scratch[: piece.numel()].copy_(piece)
-
-
-def _new(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a new flat buffer; on the CPU by numpy, which takes huge pages where it can."""
-    if device.type == "cpu" and dtype.itemsize > 2:
-        return torch.from_numpy(np.empty(count * dtype.itemsize, np.uint8)).view(dtype)
-    return torch.empty(count, dtype=dtype, device=device)
 
 
 def _divide(total: torch.Tensor, size: int) -> None:
@@ -162,21 +164,38 @@ class GroupMean:
     def __init__(self, comm: Comm, live: Tensors) -> None:
         self.layout = Layout.of(live)
         check_same(comm, self.layout)
-        in_place = not comm.capabilities().survives
+        able = comm.capabilities()
+        in_place = not able.survives and all(t.device.type in able.devices for t in live.values())
         self._parts: list[Gathered | Large] = []
         for wire in dict.fromkeys(_wire(entry.dtype) for entry in self.layout.entries):
             entries = [entry for entry in self.layout.entries if _wire(entry.dtype) == wire]
-            large = [e for e in entries if in_place and wire != torch.int64 and e.count >= LARGE]
-            small = [entry for entry in entries if entry not in large]
-            if small:
-                self._parts.append(Gathered(wire, small, live[small[0].name].device))
-            self._parts += [Large(wire, entry) for entry in large]
+            if in_place and wire != torch.int64:
+                entries = self._lift(comm, live, entries)
+            if entries:
+                device = live[entries[0].name].device
+                self._parts.append(Gathered(wire, entries, device if device.type in able.devices else _CPU))
         self.nbytes = sum(part.nbytes for part in self._parts)
+
+    def _lift(self, comm: Comm, live: Tensors, entries: list[Entry]) -> list[Entry]:
+        """Take out what is summed where it lies; return the entries that are left."""
+        wire = _wire(entries[0].dtype)
+        if sum(entry.count for entry in entries) >= LARGE and _agreed(comm, live, entries):
+            self._parts.append(Large(wire, entries))
+            return []
+        self._parts += [Large(wire, [entry]) for entry in entries if entry.count >= LARGE]
+        return [entry for entry in entries if entry.count < LARGE]
 
     def __call__(self, comm: Comm, live: Tensors, momentum: float = 0.0) -> None:
         """Average the live tensors in place."""
         for part in self._parts:
             part.average(comm, live, momentum)
+
+
+def _agreed(comm: Comm, live: Tensors, entries: Sequence[Entry]) -> bool:
+    """Return whether the tensors lie end to end on all ranks of the group."""
+    word = np.asarray([one_run([live[entry.name] for entry in entries]) is not None], np.int32)
+    comm.Allreduce(IN_PLACE, word, MIN)
+    return bool(word[0])
 
 
 def check_same(comm: Comm, layout: Layout) -> None:

@@ -10,7 +10,9 @@ from policies.ranks import Line, line, numbers, walk
 
 import spawnsim
 from spawnsim.errors import MismatchError, ParameterError, UsageError
-from spawnsim.policies import AverageAllPolicy, Travels
+from spawnsim.policies import AverageAllPolicy, Travels, one_storage
+from spawnsim.policies.state import collect
+from spawnsim.policies.storage import one_run
 
 KEYS = {
     "averaged_this_iteration", "replacement_mode", "is_replaced", "num_replacements_so_far", "local_metric",
@@ -157,6 +159,40 @@ def test_a_model_that_changes_shape_later_is_one_clear_error() -> None:
 
     with pytest.raises(UsageError, match="has changed since"):
         spawnsim.run(main, ranks=2)
+
+
+def test_one_storage_moves_a_model_and_changes_nothing_else() -> None:
+    """Values, shapes and parameter objects stay; tensors of one dtype then lie end to end, and training goes on."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1).half())
+    before, objects = {k: v.clone() for k, v in model.state_dict().items()}, list(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    one_storage(model)
+    assert all(a is b for a, b in zip(model.parameters(), objects, strict=True))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    live = collect(model, None, Travels())
+    for dtype in (torch.float32, torch.float16, torch.int64):
+        assert one_run([tensor for tensor in live.values() if tensor.dtype == dtype]) is not None
+    model[0](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model[0].weight, before["0.weight"] - 0.5)
+
+
+def test_tensors_that_share_memory_are_not_parted() -> None:
+    """Two parameters over one memory would no longer be tied."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(UsageError, match="share memory"):
+        one_storage(model)
+
+
+def test_a_run_of_tensors_is_recognised() -> None:
+    """End to end, in order, of one dtype."""
+    row = torch.arange(6.0)
+    run = one_run([row[:2], row[2:5].view(3), row[5]])
+    assert run is not None
+    assert run.tolist() == row.tolist()
+    assert one_run([row[:2], row[3:]]) is None
+    assert one_run([row[:2], torch.zeros(2)]) is None
 
 
 def test_an_arena_row_is_averaged_in_place() -> None:
