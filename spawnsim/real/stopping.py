@@ -60,5 +60,7 @@ def _listen(heard: int, ending: Ending) -> None:
 
 def _stop(number: int, ending: Ending) -> None:
     rank, name = ending.watchdog.channel.rank, signal.Signals(number).name
-    text = "" if TOLD in os.environ else f"spawnsim: rank {rank} was told to stop ({name}); the job ends"
+    everyone = "SLURM_STEP_ID" in os.environ  # Slurm tells all ranks at once: one of them says so
+    known = TOLD in os.environ or (everyone and rank > 0)
+    text = "" if known else f"spawnsim: rank {rank} was told to stop ({name}); the job ends"
     ending.end(text, summary=outcome(number), status=128 + number)
