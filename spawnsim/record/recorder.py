@@ -116,7 +116,10 @@ class Recorder:
         """Keep one row; `ParameterError` when a value is no number, bool, text, None or 0-dim array."""
         block = self._blocks.get((*values, *map(type, values.values())))
         if block is None:
-            values = {name: _scalar(name, value) for name, value in values.items()}
+            values = {
+                name: value if type(value) in _FORMATS else _scalar(name, value)
+                for name, value in values.items()
+            }
             block = self._block(tuple(values), tuple(map(type, values.values())))
         stored = values.values() if block.direct else block.stored(values, self._words)
         try:
@@ -203,8 +206,6 @@ class Recorder:
 
 
 def _scalar(name: str, value: Any) -> Scalar:
-    if type(value) in _FORMATS:
-        return value  # type: ignore[no-any-return]
     try:
         return scalar(value)
     except ParameterError as error:
