@@ -13,6 +13,7 @@ import pytest
 import synthetic
 
 from spawnsim import report
+from spawnsim.plots.source import clock_of
 from spawnsim.report import page, trace
 from spawnsim.run import Run
 
@@ -42,6 +43,19 @@ def test_the_page_is_whole_and_loads_nothing(runs: list[Run]):
     assert not re.search(r'(src|href)="(?!data:)', html)
     assert html.count("data:image/png;base64,") == 6
     Balanced().check(html)
+
+
+def test_a_real_run_shows_no_none_and_no_virtual_time(runs: list[Run]):
+    """What is not known is a dash, in totals and in parameters; axes of a real run's clocks are plain seconds."""
+    what = {
+        **runs[0].what,
+        "backend": "mpi",
+        "platform": None,
+        "parameters": {"policy": "average", "seed": None},
+    }
+    real = dataclasses.replace(runs[0], what=what, totals={**runs[0].totals, "messages": None})
+    assert "None" not in page.render([real])
+    assert (clock_of([real]), clock_of([real, runs[1]])) == ("time (s)", "virtual time (s)")
 
 
 def test_text_from_a_run_is_escaped(runs: list[Run]):

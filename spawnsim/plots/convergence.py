@@ -22,9 +22,8 @@ from spawnsim.plots.series import (
     quantiles,
     resampled,
 )
-from spawnsim.plots.source import REAL, Recorded, is_real, label, setting
+from spawnsim.plots.source import REAL, Recorded, clock_of, is_real, label, setting
 
-AXES = {"time_s": "virtual time (s)", "iteration": "iteration"}
 QUANTITIES = {"loss": "training loss", "accuracy": "test accuracy", "wait_s": "waiting time (s)"}
 
 
@@ -116,7 +115,7 @@ def panel(runs: Sequence[Recorded], name: str, over: str, ax: Axes) -> dict[str,
         painter = draw_measured if is_real(members[0]) else draw
         painter(info, ax, look=styles[group])
         ends[group] = float(info.median[-1])
-    ax.set_xlabel(AXES.get(over, over))
+    ax.set_xlabel(clock_of(runs) if over == "time_s" else over)
     return ends
 
 

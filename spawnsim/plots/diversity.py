@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from spawnsim.plots import style
-from spawnsim.plots.convergence import AXES, QUANTITIES
+from spawnsim.plots.convergence import QUANTITIES
 from spawnsim.plots.series import Floats, Table, carried_forward
-from spawnsim.plots.source import Recorded, label, setting
+from spawnsim.plots.source import Recorded, clock_of, label, setting
 
 MEASURES = {"std": "standard deviation", "cv": "coefficient of variation (%)", "range": "range (max − min)"}
 
@@ -58,7 +58,7 @@ def figure(runs: Sequence[Recorded], name: str = "accuracy", over: str = "iterat
         panels = drawn.subplots(1, 3)
         for ax, measure in zip(panels, MEASURES, strict=True):
             ends = {label(run): _line(run, (name, over, measure), ax, styles[label(run)]) for run in runs}
-            ax.set_xlabel(AXES.get(over, over))
+            ax.set_xlabel(clock_of(runs) if over == "time_s" else over)
             ax.set_ylim(bottom=0)
         panels[0].set_ylabel(f"{quantity}, spread over ranks")
         style.frame(drawn, f"Diversity of the ranks: {quantity}", setting(runs))

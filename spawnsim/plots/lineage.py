@@ -22,7 +22,7 @@ from spawnsim.plots.replacement import (
     per_rank,
     top_share,
 )
-from spawnsim.plots.source import Recorded, label, setting
+from spawnsim.plots.source import Recorded, clock_of, label, setting
 
 INK, CHANCE = "#0072B2", "#777777"
 FEW_RANKS = 16
@@ -110,12 +110,12 @@ def figure(run: Recorded, title: str = "") -> Figure:
         drawn = Figure(figsize=(11.4, 6.4))
         left, right = list(drawn.subfigures(1, 2, width_ratios=(1.2, 1), squeeze=False)[0])
         draw_matrix(info, left.subplots())
-        _right_side(info, right)
+        _right_side(info, right).set_xlabel(clock_of([run]))
         style.frame(drawn, title or "Who replaced whom, and how evenly", _caption(run, info))
     return drawn
 
 
-def _right_side(info: Replacements, side: SubFigure) -> None:
+def _right_side(info: Replacements, side: SubFigure) -> Axes:
     above, below = side.subplots(2, 1)
     draw_counts(info, above)
-    draw_never(info, below)
+    return draw_never(info, below)

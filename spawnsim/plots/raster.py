@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from spawnsim.plots import style
 from spawnsim.plots.replacement import Replacements, per_rank, rank_edges, replacements
-from spawnsim.plots.source import Recorded, label, ranks_of, setting
+from spawnsim.plots.source import Recorded, clock_of, label, ranks_of, setting
 
 
 def of(run: Recorded) -> Replacements:
@@ -70,7 +70,7 @@ def figure(run: Recorded, title: str = "") -> Figure:
             2, 2, sharex="col", sharey="row", width_ratios=(8, 1.1), height_ratios=(1, 5), squeeze=False
         )
         grid[0, 1].remove()
-        draw(info, grid[1, 0], colour=colour)
+        draw(info, grid[1, 0], colour=colour).set_xlabel(clock_of([run]))
         _draw_rate(info, grid[0, 0], colour)
         _draw_margin(info, grid[1, 1], colour)
         style.plain_seconds(grid[1, 0])

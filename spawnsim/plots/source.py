@@ -43,6 +43,11 @@ def is_real(run: Recorded) -> bool:
     return str(run.what.get("backend") or "virtual") != "virtual"
 
 
+def clock_of(runs: Sequence[Recorded]) -> str:
+    """Return what an axis of the ranks' clocks shows: virtual seconds as soon as one run is virtual."""
+    return "time (s)" if all(map(is_real, runs)) else "virtual time (s)"
+
+
 def label(run: Recorded) -> str:
     """Return the run's name in a legend: its policy, or else its file."""
     parameters = run.what.get("parameters") or {}

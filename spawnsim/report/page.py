@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from spawnsim.errors import UsageError
@@ -16,18 +16,7 @@ from spawnsim.plots import figures, raster, replacement, series, talk, timeuse
 from spawnsim.plots.gallery import metrics_of
 from spawnsim.plots.source import label, setting
 from spawnsim.run import Run
-
-TOTALS = (
-    "ranks",
-    "iterations",
-    "virtual_seconds",
-    "wall_seconds",
-    "events",
-    "messages",
-    "bytes",
-    "replacements",
-    "digest",
-)
+from spawnsim.run.result import DASH, TOTALS
 
 
 class Picture(NamedTuple):
@@ -45,7 +34,9 @@ def number(value: object) -> str:
     ('1,234,567', '0.1235', '–')
     """
     if value is None:
-        return "–"
+        return DASH
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {number(each)}" for name, each in value.items())
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

@@ -1,8 +1,8 @@
 """A run as Chrome/Perfetto JSON: one thread per rank, blocks for computing and exchange, arrows for replacements.
 
 The format is the Trace Event Format: a list of objects with `ph` (X block, i instant, s and f the ends of an arrow,
-M names), `ts` and `dur` in microseconds, here of virtual time. This room knows that format and a run's rows; it must
-not know figures. Open the file at ui.perfetto.dev or chrome://tracing.
+M names), `ts` and `dur` in microseconds, here of the ranks' clocks. This room knows that format and a run's rows; it
+must not know figures. Open the file at ui.perfetto.dev or chrome://tracing.
 """
 
 from __future__ import annotations
