@@ -21,6 +21,7 @@ class Capabilities:
         ulfm: whether Revoke, Shrink and Agree are the library's own.
         progress: when a busy rank answers one-sided accesses: "poll", "async" or "hardware".
         threads: the thread level, such as "multiple".
+        devices: where the memory of buffers may lie, in torch's words: "cpu", and "cuda" where GPU tensors are taken.
         missing: launcher flags or settings that would give more, with what each would give.
     """
 
@@ -30,6 +31,7 @@ class Capabilities:
     ulfm: bool
     progress: str
     threads: str
+    devices: tuple[str, ...] = ("cpu",)
     missing: tuple[str, ...] = ()
 
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.real.fingerprints import check
-from spawnsim.real.leavable import leavable
+from spawnsim.real.leavable import leavable, leaving
 from spawnsim.real.node import LARGE_NBYTES, Array, Library, Node, arrays
 from spawnsim.real.ordered import ordered_allreduce
 from spawnsim.real.words import failure, peer
@@ -96,12 +96,11 @@ class Collectives:
             kwargs = {key: peer(value) if key == "root" else value for key, value in kwargs.items()}
         self._sequence += 1
         home.tally.part(operation, args, kwargs, self.rank)
-        if home.leavable and operation not in MAKERS:
-            return (
-                function(self, *args)
-                if function
-                else leavable(cast("MPIComm", self), operation, args, kwargs)
-            )
+        if home.leavable:
+            comm = cast("MPIComm", self)
+            if operation in MAKERS:
+                return leaving(comm, operation, partial(getattr(self._raw, operation), *args, **kwargs))
+            return function(self, *args) if function else leavable(comm, operation, args, kwargs)
         watchdog, thread = home.watchdog, get_ident()
         active = watchdog.active
         active[thread] = (operation, self._sequence, self, perf_counter(), home.clock.limit_s())

@@ -1,12 +1,13 @@
 """How a real job ends: all together, or loudly, with one message and a non-zero status.
 
-A rank that raises, exits early or waits past a deadline must not leave the others hanging. Rank 0's watchdog grants
-the floor to one speaker; every rank says its last words (the recorder saves what it has), then the speaker aborts
-the job. Knows the watchdog and an abort function; knows neither MPI nor torch.
+A rank that raises, exits early or waits past a deadline must not leave the others hanging. The lowest rank's watchdog
+grants the floor to one speaker; every rank says its last words (the recorder saves what it has), then the speaker
+aborts the job. Knows the watchdog and an abort function; knows neither MPI nor torch.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -37,10 +38,12 @@ class Ending:
             "claim": self._claimed, "floor": self._floor, "words": self._words, "said": self._said,
         }  # fmt: skip
         self.last_words: list[Callable[[str], object]] = []
-        self.over = False
+        self.over = self.begun = False
+        self.lost: set[int] = set()  # ranks that the others have given up, in a job that survives them
+        self.given_up: Callable[[], bool] = bool  # whether this rank is one of them
         self._abort = abort
         self._lock = threading.Lock()
-        self._speaker = -1  # rank 0 keeps who has the floor
+        self._speaker = -1  # the lowest rank keeps who has the floor
         self._granted: list[bool] = []
         self._quiet: set[int] = set()
 
@@ -56,6 +59,11 @@ class Ending:
 
     def end(self, text: str, *, status: int = 1, summary: str = "") -> None:
         """End the job with this message; called by any thread, does not return."""
+        if self.given_up():  # the others go on, and keep what is theirs
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+            os._exit(0)
+        self.begun = True
         if threading.current_thread() is self.watchdog:
             self._end(text, summary or text, status)
         elif self.watchdog.is_alive():
@@ -65,8 +73,14 @@ class Ending:
             self._speak(text, summary or text)
         self._abort(status)
 
+    def hold(self) -> None:
+        """Keep the program's thread here if another one is ending the job: it must not part from the others now."""
+        while self.begun:
+            time.sleep(0.05)
+
     def _who(self) -> str:
-        return f"spawnsim: rank {self.watchdog.channel.rank} of {self.watchdog.channel.size} raised; the job ends"
+        after = "this rank leaves" if self.given_up() else "the job ends"
+        return f"spawnsim: rank {self.watchdog.channel.rank} of {self.watchdog.channel.size} raised; {after}"
 
     # ------------------------------------------------------------------------------------ in the watchdog thread
     def _expired(self, call: Call, found: list[Where]) -> None:
@@ -75,18 +89,19 @@ class Ending:
         self._end(f"spawnsim: {type(error).__name__}: {error}", f"Timeout: {error}", status_of(error))
 
     def _end(self, text: str, summary: str, status: int) -> None:
-        self._granted = []
+        self._granted, self.begun = [], True
         channel = self.watchdog.channel
-        if channel.rank == 0:
-            self._claimed(0, {})
+        chair = min(rank for rank in range(channel.size) if rank not in self.lost)
+        if channel.rank == chair:
+            self._claimed(chair, {})
         else:
-            channel.send(0, {"kind": "claim"})
+            channel.send(chair, {"kind": "claim"})
         self.watchdog.serve_until(lambda: bool(self._granted), FLOOR_S)
         if self._granted == [False]:  # another rank has the floor: help it to end, or leave if it cannot
             self.watchdog.serve_until(lambda: False, SILENT_S)
         self._speak(text, summary)
         self.watchdog.tell_all({"kind": "words", "summary": summary})
-        self.watchdog.serve_until(lambda: len(self._quiet) >= channel.size - 1, LAST_WORDS_S)
+        self.watchdog.serve_until(lambda: len(self._quiet) >= channel.size - 1 - len(self.lost), LAST_WORDS_S)
         self._abort(status)
 
     def _speak(self, text: str, summary: str) -> None:

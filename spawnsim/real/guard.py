@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
+from spawnsim.errors import SpawnsimError
 from spawnsim.real.ending import Ending
 from spawnsim.real.stopping import stoppable
 
@@ -37,9 +38,16 @@ def _loud(comm: Any, ending: Ending) -> Iterator[None]:
         if leaving.code not in (None, 0):
             status = leaving.code if isinstance(leaving.code, int) else 1
             ending.end(f"spawnsim: rank {comm.rank} called sys.exit({leaving.code!r})", status=status)
-        close(comm)
+        _part(comm, ending)
         raise
     except BaseException as error:
         ending.fail(error)
         raise
-    close(comm)
+    _part(comm, ending)
+
+
+def _part(comm: Any, ending: Ending) -> None:
+    try:
+        close(comm)
+    except SpawnsimError as error:  # such as: the others have given this rank up
+        ending.fail(error)

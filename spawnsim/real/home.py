@@ -6,10 +6,11 @@ Knows mpi4py's world, the control channel and how this rank polls and waits; kno
 from __future__ import annotations
 
 import array
+import os
 import time
 import zlib
 from collections.abc import Callable
-from threading import get_ident
+from threading import Timer, get_ident
 from typing import Any
 
 from mpi4py import MPI
@@ -26,6 +27,7 @@ from spawnsim.real.words import Words
 
 CONTROL_TAG = 1
 SERVING_POLLS = 32
+ABORT_S = 2.0  # how long MPI may take to end this process
 
 
 class ControlChannel:
@@ -84,12 +86,8 @@ class Home:
         own.on_error = self.ending.fail
         own.clock.poll = self.poll
         own.compute.poll = self.serve
-        # what recovery needs: the epoch, ranks that were given up, who answers, and calls that were left
-        self.leavable, self.epoch, self.revoked = options.survive, 0, False
-        self.lost: set[int] = set()
-        self.answered: set[int] = set()
-        self.fenced: list[int] = []
-        self.abandoned: list[Any] = []
+        self.leavable, self.epoch = options.survive, 0
+        self.survival: Any = None  # what recovery needs: recovery.py makes it
 
     # --------------------------------------------------------------------------------------------- while running
     def poll(self) -> None:
@@ -100,7 +98,11 @@ class Home:
 
     def poll_by(self, comm: MPI.Comm) -> None:
         """From now on poll by this communicator: a probe on one with dead members fails."""
-        self._iprobe = comm.Iprobe
+        self.probe_by(comm.Iprobe)
+
+    def probe_by(self, probe: Any) -> None:
+        """From now on poll by this call, of source and tag."""
+        self._iprobe = probe
 
     def serve(self) -> None:
         """Poll at the end of a compute block; where windows need it, often enough to serve some hundred kB."""
@@ -120,8 +122,8 @@ class Home:
         def look() -> bool:
             if registry:  # other requests go on while this one is awaited
                 registry.sweep()
-            if self.revoked:
-                raise Revoked(f"{call[0]}: another rank recovers; call recover() too")
+            if call[2].revoked:
+                raise Revoked(f"{call[0]} {call[2].revoked}")
             return done()
 
         active, thread = self.watchdog.active, get_ident()
@@ -155,7 +157,9 @@ class Home:
 
     def release(self) -> None:
         """Free windows, and stop the watchdog."""
-        self._release_windows()
+        if not self.survival.alone:
+            self._release_windows()
+        self.survival.end()
         self.watchdog.stop()
 
     def _release_windows(self) -> None:
@@ -170,6 +174,10 @@ class Home:
 
     @staticmethod
     def _abort(status: int) -> None:
+        # While Slurm cancels a step, Abort only waits to be killed: half a minute, for which all its nodes are held.
+        leave = Timer(ABORT_S, os._exit, (status,))
+        leave.daemon = True
+        leave.start()
         MPI.COMM_WORLD.Abort(status)
 
 

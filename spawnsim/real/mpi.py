@@ -25,6 +25,7 @@ from spawnsim.real import words
 from spawnsim.real.collectives import MAKERS, Collectives
 from spawnsim.real.guard import close, guarded
 from spawnsim.real.home import Home
+from spawnsim.real.launch import recognise, require_together
 from spawnsim.real.namespace import KINDS
 from spawnsim.real.namespace import namespace as names
 from spawnsim.real.options import Options
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 class MPIComm(PointToPoint, Collectives):
     """A communicator of real ranks. Made by `world()`, by its own `Split`, `Dup`, …, and by `wrap()`."""
+
+    revoked = ""  # why, once it is
 
     def __init__(self, raw: MPI.Comm, home: Home, label: str) -> None:
         self._home, self.label = home, label
@@ -226,10 +229,14 @@ def world(
     options: Options | None = None,
 ) -> MPIComm:
     """Return the communicator of all ranks of this job. Collective; the clock starts when all have met."""
+    require_together(recognise(), MPI.COMM_WORLD.Get_size(), MPI.get_vendor()[0])
     raw = MPI.COMM_WORLD.Dup()
     own = Own(raw.Get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
     comm = _enter(raw, own, options or Options(survive=SURVIVE in os.environ and not ulfm()), "world")
     raw.Set_name("MPI_COMM_WORLD")
+    MPI.COMM_WORLD.Set_attr(
+        _keyval(), comm
+    )  # whoever wraps it means this run: its seed, recorder and deadline
     return comm
 
 
@@ -252,13 +259,14 @@ def _keyval() -> int:
 def wrap(raw: MPI.Comm) -> MPIComm:
     """Return a communicator of mpi4py's in the house's clothes; the same one each time.
 
-    Collective over `raw` on the first call. The deadline is 30 s, the seed 0, and nothing is recorded; `world()` is
-    the way to choose. MPI must not have been finalized.
+    During a run of `world()`, COMM_WORLD means that run. Else this is collective over `raw` on the first call: the
+    deadline is 30 s, the seed 0, and nothing is recorded; `world()` is the way to choose. MPI must not have been
+    finalized.
     """
     if not isinstance(raw, MPI.Intracomm) or raw == MPI.COMM_NULL:
         raise UsageError(f"{raw!r}: pass an mpi4py intracommunicator that this rank is in")
     known = raw.Get_attr(_keyval())
-    if isinstance(known, MPIComm):
+    if isinstance(known, MPIComm) and not known._home.ending.over:
         return known
     comm = _enter(raw, Own(raw.Get_rank(), recorder=None, seed=0, deadline_s=30.0), Options(), raw.Get_name())
     atexit.register(comm._home.watchdog.stop)

@@ -12,6 +12,7 @@ from mpi4py import MPI
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.comm.memory import as_bytes
+from spawnsim.errors import Revoked
 from spawnsim.real import words
 from spawnsim.real.matching import Matching, posted, take_object
 from spawnsim.real.requests import MPIRequest, fill, land
@@ -28,9 +29,17 @@ class PointToPoint(Matching):
     def _send(self, raw: MPI.Request, operation: str, dest: int) -> None:
         """Complete a send that was just started."""
         home = self._home
-        if not raw.Test() and not home.wait(raw.Test, home.clock.limit_s(), (operation, -1, self)):
-            MPIRequest.of(raw, home, (operation, dest, self))  # the registry keeps the buffer
-            raise self._late(operation, dest, home.clock.limit_s(), "to")
+        try:
+            if not raw.Test() and not home.wait(raw.Test, home.clock.limit_s(), (operation, -1, self)):
+                MPIRequest.of(raw, home, (operation, dest, self))  # the registry keeps the buffer
+                raise self._late(operation, dest, home.clock.limit_s(), "to")
+        except MPI.Exception as error:
+            raise failure(
+                error, self._raw, f"rank {self.rank} of {self.label}: {operation} to {dest}"
+            ) from None
+        except Revoked:
+            home.survival.kept.append(raw)
+            raise
         home.poll()
 
     def _start(self, name: str, buf: Any, dest: int, tag: int) -> MPI.Request:
@@ -102,6 +111,10 @@ class PointToPoint(Matching):
                 self._give_up(raw, found, source)
         except MPI.Exception as error:
             raise failure(error, self._raw, f"rank {self.rank} of {self.label}: Recv from {source}") from None
+        except Revoked:
+            raw.Cancel()
+            home.survival.kept.append((raw, buf))
+            raise
         if stage is not None:
             land(stage, found)
         fill(status, found)

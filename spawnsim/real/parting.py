@@ -42,6 +42,8 @@ class Parting:
 
     def __init__(self, home: Leaving) -> None:
         self._home, self._settled, self._left = home, False, False
+        # Whether those who are here go on without the silent: not in a job that ends with any of its ranks.
+        self.go_on: Callable[[], bool] = bool
         self._leftovers = 0
 
     def note(self) -> str:
@@ -79,16 +81,21 @@ class Parting:
             self._home.release()
 
     def _met(self, meanwhile: Callable[[], object]) -> None:
-        """Wait for all. Silence of a rank (not slowness) ends the job loudly."""
+        """Wait for all. Silence of a rank (not slowness) ends the job loudly, or the waiting if the job survives it."""
         home, all_here = self._home, self._home.meet()
 
         def look() -> bool:
+            home.ending.hold()
             meanwhile()
             return all_here()
 
         while not wait_until(look, max(home.own.clock.limit_s(), 1.0)):
-            silent = [where for where in home.ending.watchdog.ask_all() if not where.answered]
+            everyone, lost = home.ending.watchdog.ask_all(), home.ending.lost
+            silent = [where for where in everyone if not where.answered and where.rank not in lost]
             if silent and not all_here():
+                if self.go_on():
+                    self._met(meanwhile)
+                    return
                 table = "\n".join(f"  {where}" for where in silent)
                 home.ending.end(f"spawnsim: the job cannot end\n{table}")
 

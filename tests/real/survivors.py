@@ -1,0 +1,299 @@
+"""Programs in which ranks die or stop, for real and on virtual ranks alike: `main(comm, case=…)`.
+
+On real ranks a victim kills itself; on virtual ones it waits for the crash that the fault plan has for it. What the
+others found is recorded.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import numpy as np
+
+from spawnsim.comm.constants import LOCK_SHARED
+from spawnsim.errors import RankFailed, Revoked, Timeout
+
+FAILED = (RankFailed, Revoked, Timeout)
+STEPS = 12
+
+
+def real(comm):
+    """Whether these are processes."""
+    return comm.capabilities().backend != "virtual"
+
+
+def die(comm):
+    """End here, without a word."""
+    if real(comm):
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.clock.sleep(1e6)
+
+
+def train(comm, act=lambda comm, step: None, steps=STEPS):
+    """Sum over all ranks at each step; recover from what fails. Returns the last communicator."""
+    step, total = 0, np.zeros(1)
+    while step < steps:
+        try:
+            act(comm, step)
+            with comm.compute(0.01):
+                pass
+            comm.Allreduce(np.ones(1), total)
+            assert total[0] == comm.size
+            step += 1
+        except FAILED:
+            found = comm.recover(step)
+            comm, step = found.comm, found.step
+    comm.record(size=comm.size, total=total[0], step=step)
+    return comm
+
+
+def world_rank(comm):
+    """Return this rank's number at the start."""
+    return comm.Get_group().members[comm.rank]
+
+
+def dying(victims):
+    """Return what lets ranks die at given steps: `victims` maps ranks of the world to steps."""
+
+    def act(comm, step):
+        if victims.get(world_rank(comm)) == step:
+            die(comm)
+
+    return act
+
+
+def at_once(comm):
+    """Two ranks die in the same step, rank 0 among them."""
+    train(comm, dying({0: 3, 2: 3}))
+
+
+def one_by_one(comm):
+    """Three ranks die one after the other; one is left, and goes on alone."""
+    train(comm, dying({3: 2, 0: 5, 2: 8}))
+
+
+def inside(comm, at="making"):
+    """Rank 0 dies in a step, and rank 1 on its way through the recovery."""
+    if comm.rank == 1 and real(comm):
+        survival = comm._home.survival
+        where, name = {
+            "deciding": (survival.agreement, "_decide"),
+            "making": (survival, "_make"),
+            "confirming": (survival.agreement, "confirm"),
+        }[at]
+        setattr(where, name, lambda *_: die(comm))
+    train(comm, dying({0: 3}))
+
+
+def deserts(comm):
+    """Rank 1 dies instead of coming to the recovery from the death of rank 0."""
+    if comm.rank != 1:
+        train(comm, dying({0: 3}))
+        return
+    try:
+        for _ in range(STEPS):
+            comm.Allreduce(np.ones(1), np.zeros(1))
+    except FAILED:
+        die(comm)
+
+
+def fenced(comm, wakes="others"):
+    """Rank 2 is stopped, given up, and goes on later: it is told so, and what it sent is dropped."""
+    pids = comm.allgather(os.getpid())
+
+    def act(comm, step):
+        if world_rank(comm) == 2 and step == 3:
+            for rank in (0, 1, 3):
+                comm.isend("late", rank, tag=9)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            for rank in (0, 1, 3):
+                comm.isend("later", rank, tag=9)
+        assert comm.size == 4 or not comm.Iprobe(tag=9)
+        if comm.size == 3 and step == 6 and comm.rank == 0 and wakes == "others":
+            os.kill(pids[2], signal.SIGCONT)
+        if comm.size == 3:
+            comm.clock.sleep(0.02)
+
+    comm = train(comm, act, steps=30)
+    comm.record.event("dropped", count=comm._home.survival.revoking.dropped[2])
+
+
+def naps(comm):
+    """Rank 2 is stopped for less than the deadline: nobody takes it for dead."""
+
+    def act(comm, step):
+        if comm.rank == 2 and step == 3:
+            subprocess.Popen(["/bin/sh", "-c", f"sleep 0.5; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    train(comm, act)
+
+
+def never_called(comm):
+    """Rank 3 dies when nobody needs it any more: the others end, without a recovery of their own."""
+    comm.Barrier()
+    if comm.rank == 3:
+        die(comm)
+    comm.record(size=comm.size)
+
+
+def all_die(comm):
+    """Nobody is left."""
+    comm.Barrier()
+    die(comm)
+
+
+def uncaught(comm):
+    """Nobody catches the death of rank 1."""
+    if comm.rank == 1:
+        die(comm)
+    comm.Barrier()
+
+
+def raises(comm):
+    """A survivor raises after the recovery."""
+    comm = train(comm, dying({1: 3}))
+    if comm.rank == 2:
+        raise ValueError("after all")
+    comm.Barrier()
+
+
+def open_requests(comm):
+    """Requests that are open end in Revoked, and their memory is left alone."""
+    me, mine = comm.rank, np.full(4, 7.0)
+    comm.Barrier()
+    if me == 2:
+        die(comm)
+    receive, listening = comm.Irecv(mine, source=(me + 1) % 4, tag=3), comm.irecv(source=2, tag=4)
+    send = comm.Isend(np.zeros(300_000), dest=2, tag=5)
+    comm = _recovered(comm)
+    ends = [_ends(receive.Wait), _ends(listening.wait), _ends(send.Wait)]
+    comm.record(size=comm.size, ends=" ".join(ends), untouched=bool((mine == 7.0).all()))
+    comm.Barrier()
+
+
+def _recovered(comm):
+    try:
+        comm.Barrier()
+    except FAILED:
+        return comm.recover().comm
+    raise AssertionError("a Barrier with a dead rank came back")
+
+
+def _ends(call):
+    try:
+        call()
+    except FAILED as error:
+        return type(error).__name__
+    return "done"
+
+
+def background(comm):
+    """A task that waits on the old communicator is told; one may go on with the new one."""
+    heard = []
+
+    def listen():
+        heard.append(_ends(lambda: comm.recv(source=1 - comm.rank % 2, tag=8)))
+
+    task = comm.background(listen)
+    comm.Barrier()
+    if comm.rank == 3:
+        die(comm)
+    new = _recovered(comm)
+    ended = task.join(5.0)
+    new.record(size=new.size, ended=ended, heard=heard[0] if heard else "")
+    new.Barrier()
+
+
+def parts(comm):
+    """Communicators made of the old one end with it; so does the old one. New ones can be made."""
+    halves, twin = comm.Split(comm.rank % 2, comm.rank), comm.Dup()
+    comm.Barrier()
+    if comm.rank == 3:
+        die(comm)
+    new = _recovered(comm)
+    ends = [
+        _ends(comm.Barrier), _ends(halves.Barrier), _ends(lambda: twin.bcast(1)),
+        _ends(lambda: twin.send(1, dest=0)), _ends(lambda: halves.Iprobe()), _ends(lambda: halves.Dup()),
+        _ends(lambda: comm.Win.Allocate(8, comm=comm)),
+    ]  # fmt: skip
+    again = new.Split(new.rank % 2, new.rank)
+    new.record(size=new.size, ends=" ".join(ends), part=again.allreduce(1))
+
+
+def windows(comm):
+    """A lock dies with its holder; windows are made anew."""
+    win = comm.Win.Allocate(64, 1, comm=comm)
+    comm.Barrier()
+    if comm.rank == 1:
+        win.Lock(0)
+        comm.send(None, dest=0)
+        die(comm)
+    if comm.rank == 0:
+        comm.recv(source=1)
+    with comm.clock.deadline(0.5):
+        locked = _ends(lambda: _lock(win, 0)) if comm.rank == 0 else "Timeout"
+    new = _recovered(comm)
+    old = [_ends(lambda: win.Lock(2)), _ends(lambda: win.Put(np.zeros(1), 2)), _ends(lambda: win.Flush(2))]
+    fresh = new.Win.Allocate(64, 8, comm=new)
+    fresh.Lock(0)
+    found = np.zeros(1, np.int64)
+    fresh.Fetch_and_op(np.ones(1, np.int64), found, 0)
+    fresh.Unlock(0)
+    new.Barrier()
+    fresh.Lock(0)
+    fresh.Get(found, 0)
+    fresh.Unlock(0)
+    fresh.Free()
+    new.record(size=new.size, locked=locked, old=" ".join(old), counted=int(found[0]))
+
+
+def _lock(win, rank):
+    win.Lock(rank)
+    win.Unlock(rank)
+
+
+def flush(comm):
+    """A flush towards a dead rank whose window needs its polls: it ends, whatever way."""
+    memory = np.zeros(100_000)
+    win = comm.Win.Create(memory, 8, comm=comm)
+    comm.Barrier()
+    if comm.rank == 1:
+        die(comm)
+    win.Lock(1, LOCK_SHARED)
+    win.Get(np.zeros(100_000), 1)
+    with comm.clock.deadline(1.0):
+        ended = _ends(lambda: win.Flush(1))
+    new = comm.recover().comm
+    new.record(size=new.size, ended=ended in ("Timeout", "RankFailed", "Revoked", "done"))
+    new.Barrier()
+
+
+def buffers(comm):
+    """A sum that was left is not given to the program later, when the stopped rank goes on."""
+    pids, total = comm.allgather(os.getpid()), np.full(1000, -1.0)
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    left = _ends(lambda: comm.Allreduce(np.ones(1000), total))
+    if comm.rank == 0:
+        os.kill(pids[2], signal.SIGCONT)
+    comm.clock.sleep(0.6)
+    new = comm.recover().comm
+    new.record(size=new.size, left=left, untouched=bool((total == -1.0).all()))
+    new.Barrier()
+
+
+CASES = {
+    each.__name__: each
+    for each in (
+        at_once, one_by_one, inside, deserts, fenced, naps, never_called, all_die, uncaught, raises, open_requests,
+        background, parts, windows, flush, buffers,
+    )
+}  # fmt: skip
+
+
+def main(comm, case="at_once", at=""):
+    """Run one of the cases."""
+    CASES[case](comm, *([at] if at else []))
