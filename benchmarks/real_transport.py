@@ -94,7 +94,7 @@ def fetch(comm: MPIComm, shelf: Shelf, live: dict[str, torch.Tensor]) -> None:
     """Take a donor's snapshot, against a bare Get of the same bytes."""
     for version in (1, 2):  # `staged` left no description in one of the slots
         shelf.publish(live, version)
-    raw, into = shelf._windows[""].win._raw, np.zeros(sum(LENGTHS), np.float32)
+    raw, into = shelf._windows[""].win._raw, np.ones(sum(LENGTHS), np.float32)
     donor = (comm.rank + 1) % comm.size
 
     def get() -> None:

@@ -21,6 +21,7 @@ def main(
     average_every=10,
     replacement_ratio=0.2,  # of the ranks, the worst ones; "selective" alone
     cooldown=0,  # iterations between two replacements of one rank, at least; likewise
+    compression=None,  # of the models that "selective" sends: "float16", "bfloat16", "blockwise8", …; None: none
     accuracy_every=10,
     hidden=(32,),  # widths of the hidden layers
     judge="loss",  # selection goes by "loss" (of the own batch) or "accuracy" (on the held-out images not reported)
@@ -35,8 +36,9 @@ def main(
         exchange = AverageAllPolicy(average_every=average_every)
     elif policy == "selective":
         exchange = AsyncSelectiveAveragingPolicy(
-            digits.build, average_every=average_every, replacement_ratio=replacement_ratio, cooldown=cooldown
-        )
+            digits.build, average_every=average_every, replacement_ratio=replacement_ratio, cooldown=cooldown,
+            compression=compression,
+        )  # fmt: skip
     else:
         raise ParameterError(f'policy={policy!r}: choose "none", "average" or "selective"')
 
