@@ -122,6 +122,16 @@ def require_fit(here: Here, environ: Mapping[str, str] | None = None) -> None:
         )
 
 
+def mismatch(here: Here, library: str) -> str:
+    """Return what to do if these ranks will not find each other by the MPI named `library`; "" if they will."""
+    if here.launcher == "srun" and here.size > 1:
+        spoken = {"MPICH": "SLURM_MPI_TYPE=pmi2", "Open MPI": "SLURM_MPI_TYPE=pmix"}.get(library, "")
+        return "" if spoken in here.evidence else _cure(here)
+    if here.launcher.startswith("mpiexec (") and library in WHEELS.values():
+        return "" if library in here.launcher else _cure(here)
+    return ""
+
+
 def _cure(here: Here) -> str:
     own = f"start with spawnsim run --backend mpi -n {here.size}, which finds the mpiexec that fits"
     return CURES.get(here.launcher, own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from spawnsim.real.launch import (
     command,
     find_library,
     flags,
+    mismatch,
     one_node,
     recognise,
     require_fit,
@@ -77,6 +79,10 @@ def test_ranks_that_mpi_does_not_join_are_refused(how, library, cure):
         require_together(here, 1, library)
     require_together(here, here.size, library)
     require_together(Here("none", 0, 1, ""), 1, library)
+    if here.launcher != "torchrun":
+        other = {"MPICH": "Open MPI", "Open MPI": "MPICH"}[library]
+        assert re.search(cure.split(".*")[-1], mismatch(here, library))
+        assert mismatch(here, other) == "" or how.startswith("srun --mpi=none")
 
 
 def test_the_wheel_of_mpich_is_not_loaded_below_pmix(monkeypatch):
