@@ -53,7 +53,7 @@ class Gathered:
         self._arrays: list[tuple[Array, Array]] = []  # own memory and its place in the buffer, likewise
 
     def average(self, comm: Comm, live: Tensors, momentum: float) -> None:
-        """Replace the live tensors by their mean. They are written last, when the group has met."""
+        """Take the mean of the live tensors; `store` writes it to them, when the group has met for all there is."""
         self._bind(live)
         size, flat = comm.Get_size(), self._flat
         if self._rows:
@@ -68,7 +68,6 @@ class Gathered:
         else:
             _divide(flat, size)
         _keep(self._own, self._views, 0.0 if self._whole else momentum)
-        self._store()
 
     def _bind(self, live: Tensors) -> None:
         if live is not self._live:
@@ -79,7 +78,8 @@ class Gathered:
             pairs = zip(self._rows, self._views, strict=True) if device.type == "cpu" and self._rows else ()
             self._arrays = [(own.numpy(), view.view(-1).numpy()) for own, view in pairs]
 
-    def _store(self) -> None:
+    def store(self) -> None:
+        """Replace the live tensors by their mean."""
         if not self._arrays:
             torch._foreach_copy_(self._own, self._views)
         for own, mean in self._arrays:  # half the price of torch's copies, which counts for small tensors
@@ -116,6 +116,9 @@ class Large:
         self._sum(comm, row, momentum)
         for tensor, mean in zip(own, torch.split(row, [t.numel() for t in own]), strict=True):
             tensor.copy_(mean.view(tensor.shape))
+
+    def store(self) -> None:
+        """Do nothing: the mean is where it belongs."""
 
     def _sum(self, comm: Comm, row: torch.Tensor, momentum: float) -> None:
         for piece in self._pieces(row, comm.Get_size()):
@@ -189,6 +192,8 @@ class GroupMean:
         """Average the live tensors in place."""
         for part in self._parts:
             part.average(comm, live, momentum)
+        for part in self._parts:
+            part.store()
 
 
 def _agreed(comm: Comm, live: Tensors, entries: Sequence[Entry]) -> bool:

@@ -86,9 +86,19 @@ class Mailbox:
             self._receives.append((request, source, buffer))
 
     def _finished(self) -> list[tuple[int, Bytes]]:
-        finished = [entry for entry in self._receives if entry[0].Test()]
-        self._receives = [entry for entry in self._receives if all(entry is not other for other in finished)]
-        return [(source, buffer) for _, source, buffer in finished]
+        finished, receives = [], []
+        for request, source, buffer in self._receives:
+            try:
+                over = request.Test()
+            except RankFailed:  # it died while sending
+                self.counts["peer failed"] += 1
+                continue
+            if over:
+                finished.append((source, buffer))
+            else:
+                receives.append((request, source, buffer))
+        self._receives = receives
+        return finished
 
     def sending(self, message: Bytes) -> bool:
         """Return whether this memory is still being sent, as far as is known since `reap`."""
@@ -97,8 +107,15 @@ class Mailbox:
     def reap(self) -> bool:
         """Let go of sends that have completed; return whether all have."""
         if self._sends:
-            self._sends = [entry for entry in self._sends if not entry[0].Test()]
+            self._sends = [entry for entry in self._sends if not self._gone(entry[0])]
         return not self._sends
+
+    def _gone(self, request: Request) -> bool:
+        try:
+            return request.Test()
+        except RankFailed:  # nobody will take it any more
+            self.counts["peer failed"] += 1
+            return True
 
     @property
     def unfinished(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spawnsim.comm import Comm
-from spawnsim.errors import ParameterError, RankFailed, Timeout, UsageError
+from spawnsim.errors import ParameterError, RankFailed, Revoked, Timeout, UsageError
 from spawnsim.policies.board import Board
 from spawnsim.policies.cadence import Every
 from spawnsim.policies.codecs import Codec
@@ -98,13 +98,13 @@ class Opened:
         Freeing is collective, so a rank that does not come would hold up the others: then the windows stay. Whether all
         have come or somebody's time was up first is decided once for all, on the board: either all free or none.
         """
-        self.shelf.withdraw()
-        if self.board.moved:  # without a word to the others, who will not see all come
-            return False
         try:
+            self.shelf.withdraw()
+            if self.board.moved:  # without a word to the others, who will not see all come
+                return False
             if self.board.agree(FREE if self._all_come(timeout_s) else KEEP) != FREE:
                 return False
-        except (Timeout, RankFailed):
+        except (Timeout, RankFailed, Revoked):
             return False
         self.shelf.free()
         self.board.free()

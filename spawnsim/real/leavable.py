@@ -49,8 +49,12 @@ def leavable(comm: MPIComm, operation: str, args: tuple[Any, ...], kwargs: dict[
     except Revoked:
         home.survival.kept += [request, landing]  # it may still write to its buffers
         raise
+    late = _late(comm, (operation, number, comm, began_s, limit_s))
+    if request.Test():  # the last one has come while the others were asked
+        landing.end()
+        return None
     home.survival.kept += [request, landing]
-    raise _late(comm, (operation, number, comm, began_s, limit_s))
+    raise late
 
 
 def _late(comm: MPIComm, call: tuple[str, int, MPIComm, float, float]) -> Exception:
@@ -77,10 +81,12 @@ def leaving(
     number = comm._sequence if awaited is None else -1
     apart = Apart(function)
     if not home.wait(apart.over, limit_s, (operation, number, comm)):
-        if awaited is None:
-            raise _late(comm, (operation, number, comm, began_s, limit_s))
         text = f"rank {comm.rank} of {comm.label}: {operation} met its deadline of {limit_s:g} s"
-        raise Timeout(awaited, operation, -1, text)
+        late: Exception = Timeout(awaited or (), operation, -1, text)
+        if awaited is None:
+            late = _late(comm, (operation, number, comm, began_s, limit_s))
+        if not apart.over():
+            raise late
     try:
         return apart.result()
     except MPI.Exception as error:

@@ -26,7 +26,11 @@ def take_object(message: MPI.Message, status: MPI.Status) -> Any:
     if message == MPI.MESSAGE_NO_PROC:
         return None
     nbytes = bytearray(status.Get_count(MPI.BYTE))
-    message.Recv([nbytes, MPI.BYTE])
+    try:
+        message.Recv([nbytes, MPI.BYTE])
+    except MPI.Exception as error:
+        source = status.Get_source()
+        raise failure(error, None, f"receive of an object from rank {source}", source) from None
     return MPI.pickle.loads(nbytes)
 
 

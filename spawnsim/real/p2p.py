@@ -35,7 +35,7 @@ class PointToPoint(Matching):
                 raise self._late(operation, dest, home.clock.limit_s(), "to")
         except MPI.Exception as error:
             raise failure(
-                error, self._raw, f"rank {self.rank} of {self.label}: {operation} to {dest}"
+                error, self._raw, f"rank {self.rank} of {self.label}: {operation} to {dest}", dest
             ) from None
         except Revoked:
             home.survival.kept.append(raw)
@@ -110,7 +110,9 @@ class PointToPoint(Matching):
             if not home.wait(done, home.clock.limit_s(), ("Recv", -1, self)):
                 self._give_up(raw, found, source)
         except MPI.Exception as error:
-            raise failure(error, self._raw, f"rank {self.rank} of {self.label}: Recv from {source}") from None
+            raise failure(
+                error, self._raw, f"rank {self.rank} of {self.label}: Recv from {source}", source
+            ) from None
         except Revoked:
             raw.Cancel()
             home.survival.kept.append((raw, buf))

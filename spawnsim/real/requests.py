@@ -43,7 +43,7 @@ class MPIRequest(Pending):
         try:
             done = self._raw.Test(self._status)
         except MPI.Exception as error:
-            raise failure(error, self._what[2]._raw, self._text()) from None
+            raise failure(error, self._what[2]._raw, self._text(), self._what[1]) from None
         if done and self._stage is not None:
             land(self._stage, self._status)
             if not self._persistent:

@@ -7,6 +7,7 @@ pass untouched. Knows mpi4py and spawnsim.comm; knows no wrapper and no run.
 
 from __future__ import annotations
 
+import errno
 import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -28,6 +29,7 @@ from spawnsim.real.gpus import cuda_aware
 if TYPE_CHECKING:
     from spawnsim.real.staging import Memory, Stage
 
+NO_PROCESS = f"(errno {errno.ESRCH})"
 WORLD_CLASSES = (
     MPI.ERR_OTHER,
     MPI.ERR_INTERN,
@@ -225,8 +227,14 @@ def _derived(datatype: Any) -> MPI.Datatype:
     return blocks.Create_resized(layout.lb, layout.extent).Commit()
 
 
-def failure(error: MPI.Exception, comm: MPI.Comm | None, what: str) -> SpawnsimError:
-    """Return spawnsim's error for one of mpi4py's: a dead rank, a revoked communicator, or whose fault it is."""
+def failure(
+    error: MPI.Exception, comm: MPI.Comm | None, what: str, peer: int = ours.ANY_SOURCE
+) -> SpawnsimError:
+    """Return spawnsim's error for one of mpi4py's: a dead rank, a revoked communicator, or whose fault it is.
+
+    `peer`: the rank whose memory the call needs, if it is one; MPICH names no dead rank, but says that it found no
+    process.
+    """
     kind = error.Get_error_class()
     text = f"{what}: {error.Get_error_string()}"
     if kind in (_class("ERR_PROC_FAILED"), _class("ERR_PROC_FAILED_PENDING")):
@@ -236,7 +244,7 @@ def failure(error: MPI.Exception, comm: MPI.Comm | None, what: str) -> SpawnsimE
     if kind == MPI.ERR_TRUNCATE:
         return failures.Truncated(failures.ERR_TRUNCATE, f"{text}: receive into a larger buffer")
     if kind in WORLD_CLASSES:
-        dead = failed_ranks(comm)
+        dead = [peer] if peer >= 0 and NO_PROCESS in text else failed_ranks(comm)
         return RankFailed(dead, text) if dead else WorldError(text)
     return failures.CallError(_our_class(kind), text)
 

@@ -31,6 +31,16 @@ def die(comm):
     comm.clock.sleep(1e6)
 
 
+def meet(comm):
+    """Wait for all, however long they take to start on a busy machine."""
+    for rank in range(comm.size):
+        comm.isend(None, dest=rank, tag=99)
+    for rank in range(comm.size):
+        while not comm.Iprobe(source=rank, tag=99):
+            comm.clock.sleep(0.01)
+        comm.recv(source=rank, tag=99)
+
+
 def train(comm, act=lambda comm, step: None, steps=STEPS):
     """Sum over all ranks at each step; recover from what fails. Returns the last communicator."""
     step, total = 0, np.zeros(1)
@@ -296,4 +306,5 @@ CASES = {
 
 def main(comm, case="at_once", at=""):
     """Run one of the cases."""
+    meet(comm)
     CASES[case](comm, *([at] if at else []))

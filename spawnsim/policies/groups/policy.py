@@ -5,12 +5,13 @@ This room knows models (through `state`) and one averager; how groups form and a
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from spawnsim.comm import Comm, as_comm
-from spawnsim.errors import ParameterError, UsageError
+from spawnsim.errors import ParameterError, UsageError, WorldError
 from spawnsim.policies.cadence import Cadence
 from spawnsim.policies.groups.averager import DecentralizedAverager
 from spawnsim.policies.groups.control import StepControl
@@ -99,7 +100,8 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         self, group: Any, whose: tuple[int, torch.nn.Module, torch.optim.Optimizer], info: Info
     ) -> None:
         if self.averager is not None:
-            self.averager.shutdown(0.0)
+            with suppress(WorldError):  # the group of before may have been revoked, since a rank of it has died
+                self.averager.shutdown(0.0)
         comm: Comm = as_comm(group)
         self._latest, self._group = whose, group
         live = collect(whose[1], whose[2], self.travels)

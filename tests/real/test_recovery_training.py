@@ -1,0 +1,45 @@
+"""Training goes on with the survivors, whatever the policy; an averaging that did not happen changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_recovery_cases import Survive, survive, went_on  # noqa: F401
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(150)]
+
+PROGRAM = Path(__file__).with_name("survivors_training.py")
+POLICIES = ["average_all", "selective", "one_sided", "groups"]
+
+
+@pytest.mark.parametrize("seed", ["1", "2"], ids=["another dies", "rank 0 dies"])
+@pytest.mark.parametrize("case", POLICIES)
+def test_training_goes_on_with_the_survivors(survive, case, seed):  # noqa: F811
+    """A rank dies at a random iteration, rank 0 (which coordinates) as well; the others finish, and exchange again."""
+    ended = survive(case, seed, program=PROGRAM)
+    assert ended.status == 0, ended.err
+    assert set(ended.column("size").values()) == {3}, ended.err
+    assert len(ended.column("size")) == 3
+    assert set(ended.column("iteration").values()) == {24}
+    assert all(ended.column("whole").values())
+    assert any(ended.column("busy").values())
+
+
+def test_a_donor_that_dies_in_the_middle_of_a_snapshot_is_not_waited_for(survive):  # noqa: F811
+    """The one it gave to goes on; no model is torn."""
+    ended = survive("donor", program=PROGRAM)
+    went_on(ended, dead={1})
+    assert all(ended.column("whole").values())
+
+
+@pytest.mark.parametrize("case", ["before", "between", "later"])
+def test_an_averaging_that_did_not_happen_changes_nothing(survive, case):  # noqa: F811
+    """A rank dies before its first sum or between two: bit for bit, the others' models are what they were."""
+    ended = survive(case, program=PROGRAM)
+    went_on(ended, dead={2})
+    assert set(ended.column("same").values()) == {True}, ended.err
+    assert "averaged" not in ended.column("ended").values()
+    assert set(ended.column("averaged").values()) == {True}
+    assert len(set(ended.column("mean").values())) == 1
+    assert len(set(ended.column("first").values())) == 1
