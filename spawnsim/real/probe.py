@@ -12,6 +12,8 @@ from typing import Any
 
 from mpi4py import MPI
 
+from spawnsim.real.gpus import cuda_aware
+
 BUSY_S = 0.4
 LEVELS = {0: "single", 1: "funneled", 2: "serialized", 3: "multiple"}
 
@@ -53,6 +55,7 @@ def measure() -> dict[str, Any]:
         "thread_level": LEVELS.get(MPI.Query_thread(), "unknown"),
         "progress_allocate": allocated < BUSY_S / 2,
         "progress_create": created < BUSY_S / 2,
+        "cuda_aware": cuda_aware(),
         "barrier_us": (time.perf_counter() - begin) / 200 * 1e6,
     }
 

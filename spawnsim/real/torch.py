@@ -90,6 +90,7 @@ class TorchComm(PointToPoint, Native, Objects):
             ulfm=False,
             progress="async",  # a thread of each rank serves windows
             threads="multiple",
+            devices=("cpu", "cuda"),
             missing=("to survive a rank's death use torchrun --max-restarts, or --backend mpi",),
         )
 

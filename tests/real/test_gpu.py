@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
 HEAD = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import numpy as np
 import torch
 from far import Far
@@ -256,6 +256,7 @@ def test_origins_and_results_may_be_on_a_gpu(gpu_ranks: Ranks) -> None:
         window.Rput(part, other).Wait()
         window.Fence()
         assert np.frombuffer(window.tomemory()).tolist() == [3, 4, 6, 8]
+        comm.Barrier()
         number, result = on([5], torch.int64), on([0], torch.int64)
         window.Fetch_and_op(number, result, other, 0, SUM)
         window.Flush(other)
