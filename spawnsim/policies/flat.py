@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from spawnsim.comm import IN_PLACE, MIN, Comm
 from spawnsim.errors import MismatchError
 from spawnsim.policies.arithmetic import sum_dtype
+from spawnsim.policies.memory import new_buffer, one_run
 from spawnsim.policies.state import Entry, Layout, Tensors
-from spawnsim.policies.storage import new_buffer, one_run
 
 Array = NDArray[Any]
 _CPU = torch.device("cpu")

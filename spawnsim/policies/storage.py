@@ -1,36 +1,15 @@
-"""A model's tensors end to end in one memory, so that they travel as one.
+"""A model's tensors moved end to end into one memory, so that they travel as one.
 
 This room knows modules and memory; it knows no communicator and no policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 
 from spawnsim.errors import UsageError
+from spawnsim.policies.memory import new_buffer
 from spawnsim.policies.state import Travels, collect
-
-
-def new_buffer(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a new flat buffer; on the CPU by numpy, which takes huge pages where it can."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.empty(count * dtype.itemsize, np.uint8)).view(dtype)
-    return torch.empty(count, dtype=dtype, device=device)
-
-
-def one_run(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the tensors as one flat view if they lie end to end in one storage, in this order; else None."""
-    first, at = tensors[0], tensors[0].storage_offset()
-    start = first.untyped_storage().data_ptr()
-    for tensor in tensors:
-        same = tensor.untyped_storage().data_ptr() == start and tensor.storage_offset() == at
-        if not (same and tensor.dtype == first.dtype and tensor.is_contiguous()):
-            return None
-        at += tensor.numel()
-    return first.as_strided((at - first.storage_offset(),), (1,))
 
 
 def one_storage(model: torch.nn.Module) -> None:

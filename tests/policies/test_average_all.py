@@ -11,8 +11,8 @@ from policies.ranks import Line, line, numbers, walk
 import spawnsim
 from spawnsim.errors import MismatchError, ParameterError, UsageError
 from spawnsim.policies import AverageAllPolicy, Travels, one_storage
+from spawnsim.policies.memory import one_run
 from spawnsim.policies.state import collect
-from spawnsim.policies.storage import one_run
 
 KEYS = {
     "averaged_this_iteration", "replacement_mode", "is_replaced", "num_replacements_so_far", "local_metric",

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spawnsim.policies import arithmetic
 from spawnsim.policies.arithmetic import blend, with_delta, with_momentum
 from spawnsim.policies.mixing import STRATEGIES, best_weights, mean_weights, softmax_weights, weights_for
 
@@ -109,3 +110,25 @@ def test_momentum_is_a_convex_combination(new: torch.Tensor, own: torch.Tensor, 
     expected = momentum * own.double() + (1 - momentum) * new.double()
     assert torch.allclose(with_momentum(new, own, momentum).double(), expected, rtol=1e-5, atol=1e-1)
     assert torch.equal(with_momentum(new, new, momentum), new)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
+)
+def test_large_tensors_are_mixed_as_small_ones_are(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Piece by piece or at once: the same bits, also across memory and with a remainder."""
+    draw = torch.Generator().manual_seed(0)
+    tensors = [(torch.randn(300, 41, generator=draw) * 5).to(dtype).t() for _ in range(3)]
+    tensors[2][3, :2] = torch.tensor([float("nan"), float("inf")]).to(dtype)
+
+    def mixed() -> list[torch.Tensor]:
+        blended = blend(tensors, [0.5, 0.2, 0.3])
+        return [blended, with_delta(blended, *tensors[1:]), with_momentum(blended, tensors[2], 0.3)]
+
+    at_once = mixed()
+    monkeypatch.setattr(arithmetic, "PIECE", 1000)
+    for small, large in zip(at_once, mixed(), strict=True):
+        assert large.shape == small.shape
+        assert torch.equal(large.contiguous().view(torch.uint8), small.contiguous().view(torch.uint8))
