@@ -1,4 +1,4 @@
-"""GPU tensors as arguments of the real MPI communicator, and which GPU a rank uses.
+"""GPU tensors as arguments of real communicators.
 
 Without a card they are `Far` tensors, which only torch's copies can reach; with one, the same cases run on CUDA too.
 """
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 DEVICES = ["far", *["cuda"] * torch.cuda.is_available()]
+on_both_buildings = pytest.mark.parametrize("building", ["mpi", "torch"])
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
 HEAD = f"""
@@ -27,7 +28,7 @@ from spawnsim.comm.constants import *
 from spawnsim.comm.failures import SpecBufferError
 from spawnsim.errors import *
 from spawnsim.real.gpus import gpu_of_rank
-from spawnsim.real.mpi import Options, close, guarded, world
+from spawnsim.real.options import Options
 
 def on(values, dtype=torch.float32):
     '''Return a tensor on the device.'''
@@ -71,17 +72,17 @@ Ranks = Callable[..., None]
 def gpu_ranks(job: Callable[..., Any], request: pytest.FixtureRequest) -> Ranks:
     """Run a text as the body of `main(comm)` on two ranks whose tensors lie on a device, and see that it goes well."""
 
-    def run(text: str, options: str = "Options()") -> None:
-        head = (
-            f"{HEAD}\nDEVICE, OPTIONS = {request.param!r}, {options}\ndef main(comm):\n    rank = comm.rank\n"
-        )
+    def run(text: str, options: str = "Options()", *, building: str = "mpi") -> None:
+        head = f"{HEAD}\nfrom spawnsim.real.{building} import guarded, world\n"
+        head += f"DEVICE, OPTIONS = {request.param!r}, {options}\ndef main(comm):\n    rank = comm.rank\n"
         found = job(textwrap.indent(textwrap.dedent(text), "    ") + BODY, n=2, head=head)
         assert found.out == "all well\n", found.err
 
     return run
 
 
-def test_a_receive_fills_what_has_come_and_no_more(gpu_ranks: Ranks) -> None:
+@on_both_buildings
+def test_a_receive_fills_what_has_come_and_no_more(gpu_ranks: Ranks, building: str) -> None:
     """A shorter message, none at all, and a part of the tensor leave the rest as it was."""
     gpu_ranks(
         """
@@ -101,11 +102,13 @@ def test_a_receive_fills_what_has_come_and_no_more(gpu_ranks: Ranks) -> None:
             comm.Recv(room, source=0)
             holds(room, 7, 7, 3, 4, 5)
             first.Cancel()
-        """
+        """,
+        building=building,
     )
 
 
-def test_both_at_once(gpu_ranks: Ranks) -> None:
+@on_both_buildings
+def test_both_at_once(gpu_ranks: Ranks, building: str) -> None:
     """`Sendrecv` and `Sendrecv_replace` exchange tensors of every type, half precision and 0-dim included."""
     gpu_ranks(
         """
@@ -119,11 +122,13 @@ def test_both_at_once(gpu_ranks: Ranks) -> None:
         scalar = on(float(rank))
         comm.Sendrecv_replace(scalar, other, source=other)
         holds(scalar, float(other))
-        """
+        """,
+        building=building,
     )
 
 
-def test_requests_land_when_they_complete(gpu_ranks: Ranks) -> None:
+@on_both_buildings
+def test_requests_land_when_they_complete(gpu_ranks: Ranks, building: str) -> None:
     """Also while the rank is in a Barrier, in a list of requests, and not at all when cancelled."""
     gpu_ranks(
         """
@@ -138,7 +143,8 @@ def test_requests_land_when_they_complete(gpu_ranks: Ranks) -> None:
         never.Cancel()
         never.Wait()
         assert (seen(rooms[0]) == 10 * other).all()
-        """
+        """,
+        building=building,
     )
 
 

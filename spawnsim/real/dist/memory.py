@@ -1,6 +1,6 @@
 """User memory as bytes to send and receive, and as tensors for torch's collectives; GPU tensors are staged.
 
-A tensor on a GPU travels over gloo by way of pinned main memory. Knows buffers and tensors; sends nothing.
+A tensor on a GPU travels over gloo by way of pinned main memory (`staging`). Knows buffers and tensors; sends nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from spawnsim.comm.failures import SpecTypeError
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.regions import Buffer
 from spawnsim.real.dist.wire import Bytes
+from spawnsim.real.staging import Call, Memory, Stage, far
+
+HERE = Memory()
+BUF = ("buf",)
 
 
 def on_gpu(spec: Any) -> bool:
@@ -26,14 +30,16 @@ def on_gpu(spec: Any) -> bool:
 
 def staged(tensor: torch.Tensor) -> torch.Tensor:
     """Return pinned main memory of a GPU tensor's shape and type."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return HERE.host(tensor)
 
 
 def outgoing(spec: Any) -> Bytes:
     """Return the bytes of a message: the user's own memory where they lie in a row, else a copy."""
     if spec is None:
         raise SpecTypeError("None is no buffer: pass an array, a tensor or bytes")
-    return bytes_of(as_buffer(spec.detach().to("cpu") if on_gpu(spec) else spec))
+    if far(spec) is not None:
+        (spec,) = Stage(HERE, Call("Send", BUF, (spec,))).args
+    return bytes_of(as_buffer(spec))
 
 
 def bytes_of(buffer: Buffer) -> Bytes:
@@ -47,11 +53,11 @@ def in_a_row(buffer: Buffer) -> bool:
 
 
 class Target:
-    """Where a receive puts its data: a buffer, memory for data to come straight to, and what to do afterwards."""
+    """Where a receive puts its data: a buffer, memory for data to come straight to, what to do with so many bytes."""
 
     __slots__ = ("after", "buffer", "memory")
 
-    def __init__(self, buffer: Buffer | None, after: Callable[[], object] | None = None) -> None:
+    def __init__(self, buffer: Buffer | None, after: Callable[[int], object] | None = None) -> None:
         self.buffer, self.after = buffer, after
         self.memory = as_bytes(buffer.array) if buffer is not None and in_a_row(buffer) else None
 
@@ -62,9 +68,9 @@ OBJECT = Target(None)
 
 def incoming(spec: Any) -> Target:
     """Return the target of a receive into the user's memory."""
-    if on_gpu(spec):
-        host = staged(spec)
-        return Target(as_buffer(host), lambda: spec.copy_(host))
+    if far(spec) is not None:
+        stage = Stage(HERE, Call("Recv", BUF, (spec,)))
+        return Target(as_buffer(*stage.args), lambda nbytes: stage.end(nbytes if stage.partial else None))
     return Target(as_buffer(spec, writable=True))
 
 

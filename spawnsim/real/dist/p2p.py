@@ -18,6 +18,7 @@ from spawnsim.real.dist.memory import OBJECT, Target, incoming, outgoing
 from spawnsim.real.dist.requests import Incoming, Outgoing
 from spawnsim.real.dist.wire import Bytes
 from spawnsim.real.pending import Pending
+from spawnsim.real.staging import far
 
 if TYPE_CHECKING:
     from spawnsim.real.dist.home import Home
@@ -48,7 +49,9 @@ class PointToPoint:
             text = f"rank {self.rank} of {self.label}: {operation} with rank {rank}: ranks are 0 to {self.size - 1}"
             raise CallError(ERR_RANK, text)
         if tag < 0:
-            raise CallError(ERR_TAG, f"rank {self.rank} of {self.label}: {operation} with tag {tag}: give 0 or more")
+            raise CallError(
+                ERR_TAG, f"rank {self.rank} of {self.label}: {operation} with tag {tag}: give 0 or more"
+            )
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Pending:
         return self._start(outgoing(buf), (dest, tag), "Isend", held=buf)
@@ -77,7 +80,7 @@ class PointToPoint:
     Rsend, Irsend = Send, Isend
 
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Pending:
-        copied = as_bytes(as_buffer(buf).pack())
+        copied = as_bytes(as_buffer(buf).pack()) if far(buf) is None else outgoing(buf)
         return self._start(copied, (dest, tag), "Ibsend")
 
     def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:

@@ -45,7 +45,7 @@ class Incoming(Pending):
     _context: int
     _cancelled: bool
     _buffer: Buffer | None
-    _after: Callable[[], object] | None
+    _after: Callable[[int], object] | None
 
     @classmethod
     def of(cls, home: Any, what: tuple[str, int, Any], slot: Slot, where: tuple[int, Target]) -> Incoming:
@@ -68,7 +68,7 @@ class Incoming(Pending):
                 raise Truncated(14, f"{self._text()}: {bytes_} do not fit a buffer of {self._buffer.nbytes}")
             self._buffer.unpack(letter.data)
         if self._after is not None:
-            self._after()
+            self._after(letter.nbytes)
         return True
 
     def _describe(self, status: Any) -> None:
@@ -91,7 +91,9 @@ class Working(Pending):
     _after: Callable[[], object] | None
 
     @classmethod
-    def of(cls, home: Any, what: tuple[str, int, Any], work: Any, after: Callable[[], object] | None = None) -> Working:
+    def of(
+        cls, home: Any, what: tuple[str, int, Any], work: Any, after: Callable[[], object] | None = None
+    ) -> Working:
         """Return the request over a `Work`; `after` runs when it is complete."""
         self = cls()
         self._work, self._after = work, after
@@ -116,7 +118,11 @@ class Together(Pending):
 
     @classmethod
     def of(
-        cls, home: Any, what: tuple[str, int, Any], parts: list[Pending], after: Callable[[], object] | None = None
+        cls,
+        home: Any,
+        what: tuple[str, int, Any],
+        parts: list[Pending],
+        after: Callable[[], object] | None = None,
     ) -> Together:
         """Return one request for all of them."""
         self = cls()
