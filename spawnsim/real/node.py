@@ -2,8 +2,9 @@
 
 An MPI library moves each byte of an Allreduce between two processes several times; here each rank lays its contribution
 where all see it, sums its slice of everyone's, and takes the whole: the floor is one pass to read and one to write. The
-order of the sums is the tree in which both MPI wheels sum on one node, so the bits are the same with and without. Knows
-mpi4py's shared windows and barriers; knows no watchdog and no deadline.
+order of the sums is the tree in which virtual ranks and MPICH sum, so the bits are the same with and without (Open MPI
+takes a ring for some sizes where the ranks are no power of two). Knows mpi4py's shared windows and barriers; knows no
+watchdog and no deadline.
 """
 
 from __future__ import annotations
