@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_sums_are_those_of_the_tree_to_the_last_bit(ranks, n):
-    """For all sizes around the chunk, dtypes, in place or not, however a rank spells its buffers: as virtual ranks sum."""
+    """As virtual ranks sum: for all sizes around the chunk, dtypes, in place or not, however buffers are spelled."""
     ranks(
         """
         import torch
