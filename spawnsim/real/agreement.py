@@ -5,7 +5,7 @@ says that it has come, and at which step it stands; the lowest that has come wai
 Those decided make their communicator and say so; whoever misses one of them begins the next round, to which all who
 hear of it come, also those who were through already. So no death in between leaves anybody hanging.
 
-A rank that was not heard for `GRACE_S` is given up. Should it come back (it was stopped), it is told that it is fenced.
+A rank that was not heard for `SILENT_S` is given up. Should it come back (it was stopped), it is told so: it is fenced.
 Without a majority rule, which would forbid to go on with one rank of two, a network that falls into halves makes two
 jobs. Runs in the watchdog's thread; knows its channel, and knows no communicator.
 """
@@ -23,6 +23,9 @@ from spawnsim.real.watchdog import GRACE_S
 
 BEAT_S = 0.3  # how often those who wait say that they live
 LOOK_S = 2e-3
+SILENT_S = (
+    2 * GRACE_S
+)  # to give up a rank that lives is worse than to wait: on a busy machine some wait for long
 
 FENCED = (
     "the others have given this rank up, because it was silent for too long (stopped, or busy in code that holds the "
@@ -121,9 +124,8 @@ class Agreement:
         self._hears(sender, message).made[message["number"], message["by"]].add(sender)
 
     def _fence(self, _sender: int, _message: dict[str, Any]) -> None:
-        if not self._over():
-            self.fenced = True
-            self._revoke("")
+        self.fenced = True
+        self._revoke("")
 
     # ------------------------------------------------------------------------------------------------- meeting
     def meet(self, meeting: Meeting) -> Decision | None:
@@ -148,7 +150,7 @@ class Agreement:
         """Return who has come and lives, if nobody is awaited any more."""
         state, now_s = self.lineages[meeting.lineage], time.perf_counter()
         came, here = state.came[meeting.number], []
-        patient = now_s - began_s < max(meeting.limit_s, GRACE_S)
+        patient = now_s - began_s < max(meeting.limit_s, SILENT_S)
         for member in meeting.members:
             lives = member == self._me or not self._silent(state, member, began_s, now_s)
             if lives and member in came:
@@ -158,9 +160,12 @@ class Agreement:
         return here
 
     def _silent(self, state: Lineage, member: int, began_s: float, now_s: float) -> bool:
-        if member in self.suspects:  # its grace time is over
+        if member in self.lost:
             return True
-        return member in self.lost or now_s - max(state.heard_s.get(member, began_s), began_s) > GRACE_S
+        limit_s = (
+            SILENT_S - GRACE_S if member in self.suspects else SILENT_S
+        )  # the watchdog has waited that long
+        return now_s - max(state.heard_s.get(member, began_s), began_s) > limit_s
 
     def _decide(self, meeting: Meeting, members: list[int]) -> Decision:
         state = self.lineages[meeting.lineage]
@@ -203,7 +208,7 @@ class Agreement:
     def _missing(self, meeting: Meeting, decision: Decision, began_s: float) -> bool:
         """Whether one who was decided is silent, or all of it takes too long."""
         state, now_s = self.lineages[meeting.lineage], time.perf_counter()
-        late = now_s - began_s > max(meeting.limit_s, 2 * GRACE_S)
+        late = now_s - began_s > max(meeting.limit_s, 2 * SILENT_S)
         awaited = set(decision.members) - state.made[meeting.number, decision.by] - {self._me}
         return late or any(self._silent(state, member, began_s, now_s) for member in awaited)
 

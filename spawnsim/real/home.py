@@ -23,7 +23,7 @@ from spawnsim.real.parting import Parting
 from spawnsim.real.several import Registry
 from spawnsim.real.tally import Tally
 from spawnsim.real.waiting import SPINS, wait_until
-from spawnsim.real.words import Words
+from spawnsim.real.words import Words, failure
 
 CONTROL_TAG = 1
 SERVING_POLLS = 32
@@ -147,7 +147,15 @@ class Home:
 
     def meet(self) -> Callable[[], bool]:
         """Begin to wait for all ranks."""
-        return self.farewell.Ibarrier().Test
+        request = self.farewell.Ibarrier()
+
+        def all_here() -> bool:
+            try:
+                return request.Test()
+            except MPI.Exception as error:
+                raise failure(error, self.farewell, f"rank {self.own.rank}: at the end") from None
+
+        return all_here
 
     def take_leftovers(self) -> int:
         """Take messages that nobody received from the library, on all communicators of the house."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from spawnsim.errors import RankFailed, WorldError
 from spawnsim.real.ending import Ending
 from spawnsim.real.own import Own
 from spawnsim.real.several import Registry
@@ -42,8 +43,8 @@ class Parting:
 
     def __init__(self, home: Leaving) -> None:
         self._home, self._settled, self._left = home, False, False
-        # Whether those who are here go on without the silent: not in a job that ends with any of its ranks.
-        self.go_on: Callable[[], bool] = bool
+        # Lets those who are here go on without the silent; None in a job that ends with any of its ranks.
+        self.go_on: Callable[[], object] | None = None
         self._leftovers = 0
 
     def note(self) -> str:
@@ -89,13 +90,22 @@ class Parting:
             meanwhile()
             return all_here()
 
+        try:
+            self._wait(look, all_here)
+        except WorldError:  # the library knows who has died
+            if self.go_on is None:
+                raise
+            self.go_on()
+            self._met(meanwhile)
+
+    def _wait(self, look: Callable[[], bool], all_here: Callable[[], bool]) -> None:
+        home = self._home
         while not wait_until(look, max(home.own.clock.limit_s(), 1.0)):
             everyone, lost = home.ending.watchdog.ask_all(), home.ending.lost
             silent = [where for where in everyone if not where.answered and where.rank not in lost]
+            if self.go_on is not None and (silent or home.ending.given_up()):
+                raise RankFailed([where.rank for where in silent])
             if silent and not all_here():
-                if self.go_on():
-                    self._met(meanwhile)
-                    return
                 table = "\n".join(f"  {where}" for where in silent)
                 home.ending.end(f"spawnsim: the job cannot end\n{table}")
 

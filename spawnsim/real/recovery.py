@@ -28,7 +28,7 @@ from spawnsim.real.agreement import FENCED, Agreement, Decision, Meeting
 from spawnsim.real.attending import SURVIVE, sign_end
 from spawnsim.real.leavable import Apart
 from spawnsim.real.revoking import Revoking
-from spawnsim.real.words import failure
+from spawnsim.real.words import failure, ulfm
 
 if TYPE_CHECKING:
     from spawnsim.real.home import Home
@@ -37,12 +37,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ROUNDS = 16  # deaths during one recovery, before it is given up
 NOWHERE = np.iinfo(np.int64).max  # the step of a rank that gives none
-
-
-def ulfm() -> bool:
-    """Whether this MPI's fault tolerance is switched on; that the calls exist says nothing."""
-    switch = "OMPI_MCA_mpi_ft_enable"  # set by mpiexec --with-ft ulfm
-    return MPI.get_vendor()[0] == "Open MPI" and os.environ.get(switch) in ("1", "true")
 
 
 def capabilities(home: Home) -> Capabilities:
@@ -73,7 +67,8 @@ class Survival:
         self._parting = False  # at the end of its program, but not of the job
         self.agreement = Agreement(home.ending, self._revoke, lambda: home.ending.over and not self._parting)
         home.ending.given_up = lambda: self.agreement.fenced
-        home.parting.go_on = self._go_on
+        if home.leavable or ulfm():
+            home.parting.go_on = self._go_on
         self.everyone: MPIComm | None = None  # all survivors of the world
         self.alone = False  # this rank will not end together with all others
         self._places: list[tuple[str, int]] = []
@@ -95,7 +90,7 @@ class Survival:
     def fence(self) -> None:
         """Raise if the others have given this rank up."""
         if self.agreement.fenced:
-            raise Revoked(f"rank {self._home.own.rank}: {FENCED}")
+            raise Revoked(f"rank {self._home.own.rank}: {FENCED}") from None  # the one error of this rank
 
     def regroup(self, comm: MPIComm, step: int | None) -> tuple[Any, Decision]:
         """Return a library's communicator of the survivors, and what they have decided."""
@@ -141,15 +136,12 @@ class Survival:
             raise error
         return result  # type: ignore[no-any-return]
 
-    def _go_on(self) -> bool:
+    def _go_on(self) -> None:
         """Let those who have all come to their ends go on to part without the silent."""
         self.fence()
-        if not self._home.leavable:
-            return False
         self._parting = True
         recover(self.everyone or self._home.comms[0])
         self._parting = False
-        return True
 
     def leave_alone(self) -> None:
         """From now on this rank ends for itself: MPI's own end would wait for the dead."""
@@ -160,17 +152,16 @@ class Survival:
     def end(self) -> None:
         """The last word of a program that has ended well."""
         self.agreement.tell_lost()
-        if self._home.options.survive:
+        if SURVIVE in os.environ:
             sign_end(os.environ)
 
     def _leave(self) -> None:
         """Leave without MPI's own end. Those who were given up and are only stopped are woken, to leave as well."""
         sys.stdout.flush()
         sys.stderr.flush()
-        here = self._places[self._home.own.rank][0]
-        for rank in sorted(self.agreement.lost):
+        for rank in sorted(self.agreement.lost) if self._places else ():
             host, process = self._places[rank]
-            if host == here:
+            if host == self._places[self._home.own.rank][0]:
                 _wake(process)
         os._exit(0)
 
@@ -234,7 +225,7 @@ def _recovered(comm: MPIComm, raw: Any, farewell: Any, step: int | None) -> Reco
     ].ended
     if lineage == "world":
         survival.everyone, home.farewell = survivors, farewell
-    if dead and not ulfm():
+    if dead:
         survival.leave_alone()
     state = survival.agreement.lineages[lineage]
     if state.highest > state.done:  # another round has begun since

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import errno
 import inspect
+import os
+import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ from spawnsim.real.gpus import cuda_aware
 if TYPE_CHECKING:
     from spawnsim.real.staging import Memory, Stage
 
+DETECTED_S = 0.5  # from an error to the news of a death: 10 ms were measured
 NO_PROCESS = f"(errno {errno.ESRCH})"
 WORLD_CLASSES = (
     MPI.ERR_OTHER,
@@ -244,7 +247,7 @@ def failure(
     if kind == MPI.ERR_TRUNCATE:
         return failures.Truncated(failures.ERR_TRUNCATE, f"{text}: receive into a larger buffer")
     if kind in WORLD_CLASSES:
-        dead = [peer] if peer >= 0 and NO_PROCESS in text else failed_ranks(comm)
+        dead = [peer] if peer >= 0 and NO_PROCESS in text else _found_dead(comm)
         return RankFailed(dead, text) if dead else WorldError(text)
     return failures.CallError(_our_class(kind), text)
 
@@ -259,6 +262,21 @@ def _our_class(kind: int) -> int:
     return next((getattr(failures, name) for name in names if hasattr(failures, name)), kind)
 
 
+def ulfm() -> bool:
+    """Whether this MPI's fault tolerance is switched on; that the calls exist says nothing."""
+    switch = "OMPI_MCA_mpi_ft_enable"  # set by mpiexec --with-ft ulfm
+    return MPI.get_vendor()[0] == "Open MPI" and os.environ.get(switch) in ("1", "true")
+
+
+def _found_dead(comm: MPI.Comm | None) -> list[int]:
+    """Return who is known to be dead; where the library finds that out, it may do so a moment after the error."""
+    dead, end_s = failed_ranks(comm), time.perf_counter() + (DETECTED_S if ulfm() else 0.0)
+    while not dead and time.perf_counter() < end_s:
+        time.sleep(1e-3)
+        dead = failed_ranks(comm)
+    return dead
+
+
 def failed_ranks(comm: MPI.Comm | None) -> list[int]:
     """Return the ranks of `comm` that are known to be dead (needs an MPI with ULFM switched on)."""
     if comm is None or not hasattr(comm, "Get_failed"):
@@ -270,4 +288,4 @@ def failed_ranks(comm: MPI.Comm | None) -> list[int]:
     return [int(rank) for rank in MPI.Group.Translate_ranks(dead, None, comm.Get_group())]
 
 
-__all__ = ["Words", "failed_ranks", "failure", "peer", "rank_back", "source", "tag"]
+__all__ = ["Words", "failed_ranks", "failure", "peer", "rank_back", "source", "tag", "ulfm"]

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from surviving import survive
+
+__all__ = ["survive"]  # fixtures of other rooms
 
 HEAD = """
 import os, sys, time

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_recovery_cases import Survive, survive, went_on  # noqa: F401
+from surviving import went_on
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(150)]
 
@@ -15,7 +15,7 @@ POLICIES = ["average_all", "selective", "one_sided", "groups"]
 
 @pytest.mark.parametrize("seed", ["1", "2"], ids=["another dies", "rank 0 dies"])
 @pytest.mark.parametrize("case", POLICIES)
-def test_training_goes_on_with_the_survivors(survive, case, seed):  # noqa: F811
+def test_training_goes_on_with_the_survivors(survive, case, seed):
     """A rank dies at a random iteration, rank 0 (which coordinates) as well; the others finish, and exchange again."""
     ended = survive(case, seed, program=PROGRAM)
     assert ended.status == 0, ended.err
@@ -26,7 +26,7 @@ def test_training_goes_on_with_the_survivors(survive, case, seed):  # noqa: F811
     assert any(ended.column("busy").values())
 
 
-def test_a_donor_that_dies_in_the_middle_of_a_snapshot_is_not_waited_for(survive):  # noqa: F811
+def test_a_donor_that_dies_in_the_middle_of_a_snapshot_is_not_waited_for(survive):
     """The one it gave to goes on; no model is torn."""
     ended = survive("donor", program=PROGRAM)
     went_on(ended, dead={1})
@@ -34,7 +34,7 @@ def test_a_donor_that_dies_in_the_middle_of_a_snapshot_is_not_waited_for(survive
 
 
 @pytest.mark.parametrize("case", ["before", "between", "later"])
-def test_an_averaging_that_did_not_happen_changes_nothing(survive, case):  # noqa: F811
+def test_an_averaging_that_did_not_happen_changes_nothing(survive, case):
     """A rank dies before its first sum or between two: bit for bit, the others' models are what they were."""
     ended = survive(case, program=PROGRAM)
     went_on(ended, dead={2})
