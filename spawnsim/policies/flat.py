@@ -103,18 +103,22 @@ class Large:
     def __init__(self, wire: torch.dtype, entries: Sequence[Entry]) -> None:
         self._names, self._wire = [entry.name for entry in entries], wire
         self.nbytes = sum(entry.count for entry in entries) * wire.itemsize
+        self._live: Tensors = {}
+        self._own: list[torch.Tensor] = []
+        self._row: torch.Tensor | None = None
         self._scratch: torch.Tensor | None = None
 
     def average(self, comm: Comm, live: Tensors, momentum: float) -> None:
         """Replace the live tensors by their mean."""
-        own = [live[name] for name in self._names]
-        row = one_run(own)
-        if row is not None:
-            self._sum(comm, row, momentum)
+        if live is not self._live:
+            own = [live[name] for name in self._names]
+            self._live, self._own, self._row = live, own, one_run(own)
+        if self._row is not None:
+            self._sum(comm, self._row, momentum)
             return
-        row = torch.cat([tensor.reshape(-1) for tensor in own])  # it has been moved apart, or lies across
+        row = torch.cat([tensor.reshape(-1) for tensor in self._own])  # it was moved apart, or lies across memory
         self._sum(comm, row, momentum)
-        for tensor, mean in zip(own, torch.split(row, [t.numel() for t in own]), strict=True):
+        for tensor, mean in zip(self._own, torch.split(row, [t.numel() for t in self._own]), strict=True):
             tensor.copy_(mean.view(tensor.shape))
 
     def store(self) -> None:
