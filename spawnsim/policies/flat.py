@@ -11,7 +11,7 @@ leaves them as they were. Where it ends the job, nobody could tell, so large ten
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -100,8 +100,9 @@ class Gathered:
 class Large:
     """Memory that is summed piece by piece where it lies: a large tensor, or tensors end to end in one storage."""
 
-    def __init__(self, wire: torch.dtype, entries: Sequence[Entry]) -> None:
+    def __init__(self, wire: torch.dtype, entries: Sequence[Entry], piece_nbytes: int) -> None:
         self._names, self._wire = [entry.name for entry in entries], wire
+        self._step = piece_nbytes // wire.itemsize
         self.nbytes = sum(entry.count for entry in entries) * wire.itemsize
         self._live: Tensors = {}
         self._own: list[torch.Tensor] = []
@@ -116,7 +117,9 @@ class Large:
         if self._row is not None:
             self._sum(comm, self._row, momentum)
             return
-        row = torch.cat([tensor.reshape(-1) for tensor in self._own])  # it was moved apart, or lies across memory
+        row = torch.cat(
+            [tensor.reshape(-1) for tensor in self._own]
+        )  # it was moved apart, or lies across memory
         self._sum(comm, row, momentum)
         for tensor, mean in zip(self._own, torch.split(row, [t.numel() for t in self._own]), strict=True):
             tensor.copy_(mean.view(tensor.shape))
@@ -125,7 +128,7 @@ class Large:
         """Do nothing: the mean is where it belongs."""
 
     def _sum(self, comm: Comm, row: torch.Tensor, momentum: float) -> None:
-        for piece in self._pieces(row, comm.Get_size()):
+        for piece in torch.split(row, self._step):
             if row.dtype == self._wire and not momentum:
                 _allreduce(comm, piece)
                 _divide(piece, comm.Get_size())
@@ -135,11 +138,6 @@ class Large:
                 _divide(total, comm.Get_size())
                 _keep([piece], [total], momentum)
                 piece.copy_(total)
-
-    def _pieces(self, row: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-        nbytes = PIECE_NBYTES if row.device.type == "cpu" else PIECE_ON_GPU_NBYTES
-        step = max(nbytes, size * SHARE_NBYTES) // self._wire.itemsize
-        return iter(torch.split(row, step))
 
     def _converted(self, piece: torch.Tensor) -> torch.Tensor:
         if self._scratch is None:  # the first piece is the longest
@@ -186,10 +184,12 @@ class GroupMean:
     def _lift(self, comm: Comm, live: Tensors, entries: list[Entry]) -> list[Entry]:
         """Take out what is summed where it lies; return the entries that are left."""
         wire = _wire(entries[0].dtype)
-        if sum(entry.count for entry in entries) >= LARGE and _agreed(comm, live, entries):
-            self._parts.append(Large(wire, entries))
+        together, near = _agreed(comm, [live[entry.name] for entry in entries])
+        nbytes = max(PIECE_NBYTES if near else PIECE_ON_GPU_NBYTES, comm.Get_size() * SHARE_NBYTES)
+        if together and sum(entry.count for entry in entries) >= LARGE:
+            self._parts.append(Large(wire, entries, nbytes))
             return []
-        self._parts += [Large(wire, [entry]) for entry in entries if entry.count >= LARGE]
+        self._parts += [Large(wire, [entry], nbytes) for entry in entries if entry.count >= LARGE]
         return [entry for entry in entries if entry.count < LARGE]
 
     def __call__(self, comm: Comm, live: Tensors, momentum: float = 0.0) -> None:
@@ -200,11 +200,12 @@ class GroupMean:
             part.store()
 
 
-def _agreed(comm: Comm, live: Tensors, entries: Sequence[Entry]) -> bool:
-    """Return whether the tensors lie end to end on all ranks of the group."""
-    word = np.asarray([one_run([live[entry.name] for entry in entries]) is not None], np.int32)
-    comm.Allreduce(IN_PLACE, word, MIN)
-    return bool(word[0])
+def _agreed(comm: Comm, tensors: Sequence[torch.Tensor]) -> tuple[bool, bool]:
+    """Return whether on all ranks of the group the tensors lie end to end, and whether in main memory."""
+    near = all(tensor.device.type == "cpu" for tensor in tensors)
+    words = np.asarray([one_run(tensors) is not None, near], np.int32)
+    comm.Allreduce(IN_PLACE, words, MIN)
+    return bool(words[0]), bool(words[1])
 
 
 def check_same(comm: Comm, layout: Layout) -> None:
