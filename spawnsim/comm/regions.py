@@ -90,7 +90,7 @@ class Buffer:
         if self.datatype.is_predefined and data.dtype == self._source.dtype:
             self.array[: data.size] = data
         elif self.datatype.dense:
-            as_bytes(self.array)[:nbytes] = _wire(data)
+            as_bytes(self.array)[-self.origin : nbytes - self.origin] = _wire(data)
         else:
             self.datatype.layout.scatter(as_bytes(self.array), _wire(data), self.origin)
         return nbytes

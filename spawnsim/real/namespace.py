@@ -62,6 +62,22 @@ class Kind(type):
         return hasattr(instance, "Get_topology") and bool(vars(cls)["holds"](instance))
 
 
+class Handles(type):
+    """mpi4py's class of communicators as programs call it: of nothing it makes a null one, of a live one that one."""
+
+    kind: type
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.kind)
+
+    def __call__(cls, comm: Any = None) -> Any:
+        """Return the communicator, or a null one."""
+        return Null() if comm is None else comm
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.kind, name)
+
+
 KINDS = {
     "Intercomm": Kind("Intercomm", (), {"holds": lambda comm: comm.Is_inter()}),
     "Cartcomm": Kind("Cartcomm", (), {"holds": lambda comm: comm.Get_topology() == constants.CART}),
@@ -101,8 +117,10 @@ def namespace(world: Any, theirs: Mapping[str, Any] | None = None) -> SimpleName
 
     `theirs`: what the library beneath has beyond that (`vars(mpi4py.MPI)`).
     """
+    kind = {"kind": type(world)}
     own: dict[str, Any] = {
-        "COMM_WORLD": world, "COMM_NULL": Null(), "WIN_NULL": None, "Comm": type(world), "Intracomm": type(world),
+        "COMM_WORLD": world, "COMM_NULL": Null(), "WIN_NULL": None,
+        "Comm": Handles("Comm", (), kind), "Intracomm": Handles("Intracomm", (), kind),
         "Request": Pending, "REQUEST_NULL": Pending(), "Win": Win, "Message": Message,
     }  # fmt: skip
     beneath = {name: value for name, value in (theirs or {}).items() if not name.startswith("__")}
