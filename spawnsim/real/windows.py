@@ -1,14 +1,14 @@
 """Windows on MPI that work while their owners compute.
 
 The recipe, by measurement on both MPIs: memory by `Allocate`, one `Lock_all` taken at birth and held until `Free`,
-accesses completed by `Flush`. So `Lock` and `Unlock` are kept here, by atomics on a small window of lock words: they
-exclude as MPI's do, meet deadlines, and a `Get` under a shared lock costs no message of its own. Knows mpi4py's windows
-and the rank's home; knows nothing of what the memory holds.
+accesses completed by `Flush`. So the house keeps locks and epochs of its own, in the rooms beside this one. Knows
+mpi4py's windows and the rank's home; knows nothing of what the memory holds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from spawnsim.comm.constants import LOCK_EXCLUSIVE, LOCK_SHARED
 from spawnsim.comm.ops import SUM
-from spawnsim.errors import ParameterError, Timeout, UnsupportedError, UsageError
+from spawnsim.errors import UnsupportedError
 from spawnsim.real import words
+from spawnsim.real.epochs import Epochs
+from spawnsim.real.leavable import leaving, together
+from spawnsim.real.locks import Locks
 from spawnsim.real.requests import MPIRequest
 
 if TYPE_CHECKING:
     from spawnsim.real.mpi import MPIComm
     from spawnsim.real.staging import Stage
-
-WRITER = 1 << 40  # added to a lock word by the one exclusive holder; shared holders add 1
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,20 @@ class Target:
     members: tuple[int, ...]
 
 
-class MPIWin:
+class MPIWin(Locks, Epochs):
     """A window: mpi4py's methods. Make one by `comm.Win.Allocate(nbytes)` or `comm.Win.Create(memory)`; collective."""
 
     def __init__(self, raw: MPI.Win, comm: MPIComm) -> None:
         self._raw, self._comm, self._home = raw, comm, comm._home
-        self._words = MPI.Win.Allocate(8, 8, comm=comm._raw)
-        self._tokens = comm._raw.Dup()  # of epochs, so that no receive of the program takes one
+        self._words = together(comm, MPI.Win.Allocate, 8, 8, MPI.INFO_NULL)
+        self._tokens = together(
+            comm, MPI.Intracomm.Dup
+        )  # of epochs, so that no receive of the program takes one
         word: Any = self._words.tomemory()
         memoryview(word)[:] = bytes(8)
         self.label = f"{comm.label}/Win{comm._sequence}"
         self._stages: list[tuple[int, Stage]] = []  # of calls with GPU tensors that are not flushed yet
+        self._begin_epochs()
         self._held: dict[int, int] = {}  # target → what this rank has added to its lock word
         self._one, self._was = np.zeros(1, np.int64), np.zeros(1, np.int64)
         comm.Barrier()
@@ -75,60 +78,15 @@ class MPIWin:
         memory, unit = self._raw.Shared_query(rank)
         return memory, unit
 
-    # ------------------------------------------------------------------------------------------------- locks
-    def Lock(self, rank: int, lock_type: int = LOCK_EXCLUSIVE, assertion: int = 0) -> None:
-        if lock_type not in (LOCK_EXCLUSIVE, LOCK_SHARED):
-            raise ParameterError(f"lock_type={lock_type}: give LOCK_SHARED or LOCK_EXCLUSIVE")
-        if rank in self._held:
-            raise UsageError(
-                f"rank {self._comm.rank}: Lock of rank {rank}, which it holds already; Unlock it first"
-            )
-        home, share = self._home, WRITER if lock_type == LOCK_EXCLUSIVE else 1
-        limit_s = home.clock.limit_s()
-        if not home.wait(
-            lambda: self._take(rank, share), limit_s, (f"Win.Lock of rank {rank}", -1, self._comm)
-        ):
-            raise self._locked(rank, limit_s)
-        self._held[rank] = share
+    # ------------------------------------------------------------------------------------------ tokens of epochs
+    def _tell(self, rank: int, token: int) -> None:
+        MPIRequest.of(self._tokens.isend(None, rank, token), self._home, ("Win.Post", rank, self._comm))
 
-    def _take(self, rank: int, share: int) -> bool:
-        """Try once to take a lock word: the writer needs it at zero, a reader needs it without a writer."""
-        if share == WRITER:
-            compare = np.zeros(1, np.int64)
-            self._one[0] = WRITER
-            self._words.Compare_and_swap(self._one, compare, self._was, rank)
-            self._words.Flush(rank)
-            return int(self._was[0]) == 0
-        if self._add(rank, 1) < WRITER:
-            return True
-        self._add(rank, -1)
-        return False
-
-    def _add(self, rank: int, share: int) -> int:
-        self._one[0] = share
-        self._words.Fetch_and_op(self._one, self._was, rank)
-        self._words.Flush(rank)
-        return int(self._was[0])
-
-    def _locked(self, rank: int, limit_s: float) -> Timeout:
-        text = f"rank {self._comm.rank}: the lock of rank {rank}'s window part was not free for {limit_s:g} s"
-        return Timeout([rank], "Win.Lock", -1, f"{text}: its holder may be dead, or has not called Unlock")
-
-    def Unlock(self, rank: int) -> None:
-        if rank not in self._held:
-            raise UsageError(
-                f"rank {self._comm.rank}: Unlock of rank {rank}, which it has not locked; call Lock first"
-            )
-        self.Flush(rank)
-        self._add(rank, -self._held.pop(rank))
-
-    def Lock_all(self, assertion: int = 0) -> None:
-        for rank in range(self._comm.size):
-            self.Lock(rank, LOCK_SHARED)
-
-    def Unlock_all(self) -> None:
-        for rank in list(self._held):
-            self.Unlock(rank)
+    def _listen(self) -> None:
+        found = MPI.Status()
+        while (message := self._tokens.improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, found)) is not None:
+            message.recv()
+            self._told[found.Get_source(), found.Get_tag()] += 1
 
     # ---------------------------------------------------------------------------------------------- accesses
     def _buffers(self, operation: str, target_rank: int, *buffers: Any) -> tuple[Any, ...]:
@@ -136,7 +94,7 @@ class MPIWin:
         translate = self._home.words
         self._home.tally.access(buffers[0])
         given = tuple([translate(buffer) for buffer in buffers])
-        stage = translate.stage(self._raw, operation, given) if translate.devices else None
+        stage: Stage | None = translate.stage(self._raw, operation, given) if translate.devices else None
         if stage is None:
             return given
         self._stages.append((target_rank, stage))
@@ -201,6 +159,10 @@ class MPIWin:
     def Flush(self, rank: int) -> None:
         """Complete all calls to one rank; watched, since it waits for the target's next poll on some paths."""
         home, thread = self._home, get_ident()
+        if home.leavable and rank != self._comm.rank:
+            leaving(self._comm, f"Win.Flush of rank {rank}", partial(self._raw.Flush, rank), [rank])
+            self._land(rank)
+            return
         active = home.watchdog.active
         active[thread] = (
             f"Win.Flush of rank {rank}",
@@ -256,10 +218,6 @@ class MPIWin:
         self._tokens.Free()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("Post", "Start", "Complete", "Wait", "Test"):
-            raise UnsupportedError(
-                f"Win.{name}: windows of spawnsim take Lock and Unlock, Flush, or Fence instead"
-            )
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._raw, name)
@@ -273,17 +231,18 @@ class Windows:
 
     def Allocate(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window over `size` new bytes on each rank: the one that others reach while this rank computes."""
-        raw = MPI.Win.Allocate(size, disp_unit, info or MPI.INFO_NULL, self._comm._raw)
+        raw = together(self._comm, MPI.Win.Allocate, size, disp_unit, info or MPI.INFO_NULL)
         return MPIWin(raw, self._comm)
 
     def Allocate_shared(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window that all ranks of one node map into their memory (see `Shared_query`)."""
-        raw = MPI.Win.Allocate_shared(size, disp_unit, info or MPI.INFO_NULL, self._comm._raw)
+        raw = together(self._comm, MPI.Win.Allocate_shared, size, disp_unit, info or MPI.INFO_NULL)
         return MPIWin(raw, self._comm)
 
     def Create_dynamic(self, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window without memory: `Attach` adds some, and targets are addresses."""
-        return MPIWin(MPI.Win.Create_dynamic(info or MPI.INFO_NULL, self._comm._raw), self._comm)
+        raw = together(self._comm, MPI.Win.Create_dynamic, info or MPI.INFO_NULL)
+        return MPIWin(raw, self._comm)
 
     def Create(self, memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window over memory that exists. Others reach it only when this rank polls; `Allocate` is quicker."""
@@ -294,5 +253,5 @@ class Windows:
                 "Win.Create over GPU memory: use Win.Allocate, and Put GPU tensors into it and Get them from it"
             )
         home.needy = True
-        raw = MPI.Win.Create(memory, disp_unit, info or MPI.INFO_NULL, self._comm._raw)
+        raw = together(self._comm, MPI.Win.Create, memory, disp_unit, info or MPI.INFO_NULL)
         return MPIWin(raw, self._comm)

@@ -1,7 +1,8 @@
 """Windows over the wire, seen from the rank whose memory it is: every access is a request that its wire thread serves.
 
-So accesses are served while the program computes. One thread serves all accesses to a part, each as a whole, so none
-sees half of another; a part counts its versions. Knows parcels and memory; knows no communicator.
+So accesses are served while the program computes. Each is served as a whole, so none sees half of another; a part
+counts its versions. A large Get leaves straight from the part, without a copy: accesses that would change what is
+leaving wait until it has left. Knows parcels and memory; knows no communicator.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Condition
 
 import numpy as np
@@ -20,10 +22,11 @@ from spawnsim.comm.ops import BY_NAME as OPS
 from spawnsim.comm.ops import Op
 from spawnsim.comm.predefined import BY_NAME as TYPES
 from spawnsim.errors import UnsupportedError
-from spawnsim.real.dist.wire import Bytes, Parcel, Wire
+from spawnsim.real.dist.wire import INLINE_NBYTES, Bytes, Parcel, Wire
 
 REQUEST, REPLY = 5, 6
-GET, PUT, ACCUMULATE, SWAP, LOCK, UNLOCK, CANCEL = range(7)
+GET, PUT, ACCUMULATE, SWAP, LOCK, UNLOCK, CANCEL, TOKEN = range(8)
+CHANGES = (PUT, ACCUMULATE, SWAP)
 OP_NAMES, TYPE_NAMES = list(OPS), list(TYPES)
 
 
@@ -36,6 +39,23 @@ class Part:
     writer: bool = False
     readers: int = 0
     queue: deque[tuple[Parcel, bool]] = field(default_factory=deque)
+    told: Callable[[int, int], None] | None = None  # takes the sender and the token of an epoch
+    leaving: list[slice] = field(default_factory=list)  # what is being sent right now
+    later: deque[tuple[Parcel, Bytes]] = field(default_factory=deque)  # accesses that wait for it
+
+    def must_wait(self, parcel: Parcel, payload: Bytes) -> bool:
+        """Whether an access would change what is leaving, or comes behind one to the same bytes that waits."""
+        busy = [span(*waiting) for waiting in self.later]
+        if parcel.first in CHANGES:
+            busy += self.leaving
+        own = span(parcel, payload)
+        return any(own.start < other.stop and other.start < own.stop for other in busy)
+
+
+def span(parcel: Parcel, payload: Bytes) -> slice:
+    """Return the bytes of a part that an access touches."""
+    nbytes = parcel.second if parcel.first == GET else payload.size // (1 + (parcel.first == SWAP))
+    return slice(parcel.tag, parcel.tag + nbytes)
 
 
 @dataclass
@@ -65,18 +85,46 @@ class Server:
     def done(self, parcel: Parcel, payload: Bytes) -> None:
         """Serve one request."""
         part = self.parts[parcel.context]
-        answer: Bytes | None = None
+        if parcel.first == TOKEN and part.told is not None:
+            part.told(parcel.source, parcel.second)
+            with self._condition:
+                self._condition.notify_all()
+            return
+        if parcel.first in (LOCK, UNLOCK, CANCEL):
+            self._lock(part, parcel)
+        else:
+            with self._condition:  # which is re-entrant: who has waited is served before anybody else
+                if part.must_wait(parcel, payload):
+                    part.later.append((parcel, payload))
+                else:
+                    self._serve(part, parcel, payload)
+
+    def _serve(self, part: Part, parcel: Parcel, payload: Bytes) -> None:
+        what = span(parcel, payload)
+        if parcel.first != GET or parcel.source == self._wire.rank or parcel.second <= INLINE_NBYTES:
+            self._answer(parcel, part, self._access(part, parcel, payload))
+            return
+        part.leaving.append(what)
+        self._answer(parcel, part, part.memory[what], partial(self._left, part, what))
+
+    def _left(self, part: Part, what: slice) -> None:
+        """Serve those who have waited for a Get to leave."""
+        with self._condition:
+            part.leaving.remove(what)
+            waiting, part.later = part.later, deque()
+            for parcel, payload in waiting:
+                self.done(parcel, payload)
+
+    def _lock(self, part: Part, parcel: Parcel) -> None:
         with self._condition:
             if parcel.first == LOCK:
                 part.queue.append((parcel, parcel.second == LOCK_EXCLUSIVE))
             elif parcel.first == UNLOCK:
                 self._unlock(part, parcel.second == LOCK_EXCLUSIVE)
-            elif parcel.first == CANCEL:
-                part.queue = deque(entry for entry in part.queue if entry[0].ident != parcel.second)
             else:
-                answer = self._access(part, parcel, payload)
+                part.queue = deque(entry for entry in part.queue if entry[0].ident != parcel.second)
         if parcel.first != LOCK:
-            self._answer(parcel, part, answer)
+            self._answer(parcel, part)
         self._grant(part)
 
     def _access(self, part: Part, parcel: Parcel, payload: Bytes) -> Bytes | None:
@@ -100,8 +148,14 @@ class Server:
             _combine(parcel.second, payload, room)
         return old
 
-    def _answer(self, parcel: Parcel, part: Part, answer: Bytes | None = None) -> None:
-        self._wire.send(parcel.source, Parcel(REPLY, ident=parcel.ident, first=part.version), answer)
+    def _answer(
+        self,
+        parcel: Parcel,
+        part: Part,
+        answer: Bytes | None = None,
+        then: Callable[[], object] | None = None,
+    ) -> None:
+        self._wire.send(parcel.source, Parcel(REPLY, ident=parcel.ident, first=part.version), answer, then)
 
     def _unlock(self, part: Part, exclusive: bool) -> None:
         if exclusive:

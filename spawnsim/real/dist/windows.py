@@ -27,12 +27,14 @@ from spawnsim.real.dist.serving import (
     PUT,
     REQUEST,
     SWAP,
+    TOKEN,
     UNLOCK,
     Part,
     Wanted,
     accumulation,
 )
 from spawnsim.real.dist.wire import Bytes, Parcel
+from spawnsim.real.epochs import Epochs
 from spawnsim.real.pending import Pending
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ class Access(Pending):
         return self._wanted.complete
 
 
-class TorchWin:
+class TorchWin(Epochs):
     """A window: mpi4py's methods. Made by `comm.Win.Allocate` and `comm.Win.Create`; collective."""
 
     def __init__(self, comm: TorchComm, memory: Bytes, disp_unit: int) -> None:
@@ -64,7 +66,8 @@ class TorchWin:
         self._server = self._home.server
         comm._made["Win"] += 1
         self._ident = comm._context ^ (comm._made["Win"] << 1) ^ (1 << 60)
-        self._server.parts[self._ident] = Part(memory)
+        self._begin_epochs()
+        self._server.parts[self._ident] = Part(memory, told=self._hear)
         facts = comm.allgather((memory.nbytes, disp_unit))
         self._sizes, self._units = [size for size, _ in facts], [unit for _, unit in facts]
         self._open: dict[int, list[Wanted]] = {rank: [] for rank in range(comm.size)}
@@ -166,6 +169,16 @@ class TorchWin:
         payload = np.concatenate([as_bytes(as_buffer(_one(compare)).pack()), as_bytes(given.pack())])
         into = as_bytes(as_buffer(_one(result), writable=True).array)
         self._ask(target_rank, Parcel(0, tag=start, first=SWAP), Wanted(into), payload)
+
+    # ------------------------------------------------------------------------------------------ tokens of epochs
+    def _tell(self, rank: int, token: int) -> None:
+        parcel = Parcel(REQUEST, self._ident, first=TOKEN, second=token)
+        self._home.wire.send(self._comm.members[rank], parcel)
+
+    def _hear(self, sender: int, token: int) -> None:
+        """Count a token; called by the wire's thread alone, and taken back by others under the condition."""
+        with self._home.condition:
+            self._told[self._comm.members.index(sender), token] += 1
 
     # ---------------------------------------------------------------------------------------------- completion
     def __getattr__(self, name: str) -> Any:

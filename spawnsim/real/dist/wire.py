@@ -1,8 +1,8 @@
 """Framed parcels between all ranks over gloo, received by one thread.
 
-A parcel is a header of fixed size, which holds small payloads itself, and else one more message with the payload. The
-thread always receives, so no send waits for a receiver's program. Knows torch's process group and numbers; knows neither
-communicators nor what parcels mean: each kind has its receiver.
+A parcel is a header with a small payload behind it (gloo takes messages shorter than the receive's memory), or a header
+and one more message with the payload. The thread always receives, so no send waits for a receiver's program. Knows
+torch's process group and numbers; knows neither communicators nor what parcels mean: each kind has its receiver.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 
-HEADER_NBYTES = 1024
 FIELDS = struct.Struct("<8q")
-INLINE_NBYTES = HEADER_NBYTES - FIELDS.size
+INLINE_NBYTES = 1 << 16  # copied behind the header: cheaper than a second message, which waits for the first
 HEADER_TAG, PAYLOAD_TAG = 1, 2
 STOP = 0
 KEPT = 128  # so many small sends may be under way before the reaper looks after them
@@ -44,11 +43,10 @@ class Parcel:
     source: int = -1
     token: Any = None  # between `begin` and `done`, the receiver's
 
-    def packed(self) -> bytes:
-        """Return the numbers as they travel."""
-        return FIELDS.pack(
-            self.kind, self.context, self.tag, self.nbytes, self.ident, self.first, self.second, self.third
-        )
+    def pack_into(self, memory: Bytes) -> None:
+        """Write the numbers as they travel."""
+        where = (self.kind, self.context, self.tag, self.nbytes)
+        FIELDS.pack_into(memory.data, 0, *where, self.ident, self.first, self.second, self.third)
 
 
 class Receiver(Protocol):
@@ -62,12 +60,12 @@ class Receiver(Protocol):
 
 
 class Sent:
-    """A payload on its way; `complete` once its memory may be used again."""
+    """A payload on its way; `complete` once its memory may be used again, and then `then` is called."""
 
-    __slots__ = ("complete",)
+    __slots__ = ("complete", "then")
 
-    def __init__(self, complete: bool) -> None:
-        self.complete = complete
+    def __init__(self, complete: bool, then: Callable[[], object] | None = None) -> None:
+        self.complete, self.then = complete, then
 
 
 class Wire:
@@ -93,19 +91,27 @@ class Wire:
                 self._threads[-1].start()
 
     # ------------------------------------------------------------------------------------------------ sending
-    def send(self, to: int, parcel: Parcel, payload: Bytes | None = None) -> Sent:
-        """Send a parcel; the payload's memory must stay as it is until the result is complete."""
+    def send(
+        self,
+        to: int,
+        parcel: Parcel,
+        payload: Bytes | None = None,
+        then: Callable[[], object] | None = None,
+    ) -> Sent:
+        """Send a parcel; the payload's memory must stay as it is until the result is complete.
+
+        `then` is called by another thread when a payload above `INLINE_NBYTES` to another rank has left.
+        """
         parcel.nbytes = 0 if payload is None else payload.nbytes
         if to == self.rank:
             self._deliver_here(parcel, payload)
             return Sent(True)
-        header = torch.empty(HEADER_NBYTES, dtype=torch.uint8)
-        memory = header.numpy()
-        memory[: FIELDS.size] = np.frombuffer(parcel.packed(), np.uint8)
-        small = payload is None or payload.nbytes <= INLINE_NBYTES
+        small = parcel.nbytes <= INLINE_NBYTES
+        memory = np.empty(FIELDS.size + (parcel.nbytes if small else 0), np.uint8)
+        parcel.pack_into(memory)
         if small and payload is not None:
-            memory[FIELDS.size : FIELDS.size + payload.nbytes] = payload
-        sent = Sent(small)
+            memory[FIELDS.size :] = payload
+        header, sent = torch.from_numpy(memory), Sent(small, then)
         self._put(to, [header] if small else [header, tensor_of(payload)], sent)
         return sent
 
@@ -140,19 +146,21 @@ class Wire:
                     self._broken(error)
                     return
                 sent.complete = True
+                if sent.then is not None:
+                    sent.then()
                 self._wake()
             if self.closing:
                 return
 
     # ---------------------------------------------------------------------------------------------- receiving
     def _receive_all(self) -> None:
-        header = torch.empty(HEADER_NBYTES, dtype=torch.uint8)
+        header = torch.empty(FIELDS.size + INLINE_NBYTES, dtype=torch.uint8)
         memory = header.numpy()
         try:
             while True:
                 work = self._group.recv_anysource([header], HEADER_TAG)
                 work.wait()
-                parcel = Parcel(*FIELDS.unpack(memory[: FIELDS.size].tobytes()))
+                parcel = Parcel(*FIELDS.unpack_from(memory.data))
                 parcel.source = work._source_rank()
                 if parcel.kind == STOP:
                     return

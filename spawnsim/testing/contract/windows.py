@@ -1,4 +1,4 @@
-"""Windows: making them, and access between fences and between matching epochs."""
+"""Windows: making them, and access between fences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.testing.claims import claim, needs, ring, same
+from spawnsim.testing.claims import claim, ring, same
 
 
 def exposed(MPI: Any, comm: Any, length: int = 4, value: float = -1.0) -> tuple[Any, Any]:
@@ -221,43 +221,4 @@ def nowhere_is_no_target(MPI: Any, comm: Any) -> None:
     win.Accumulate(buf, MPI.PROC_NULL)
     win.Fence()
     same((memory.tolist(), buf.tolist()), ([-1.0] * 4, [5.0] * 4))
-    win.Free()
-
-
-def matching_epochs(MPI: Any, comm: Any) -> None:
-    """Post and Wait expose to a group, Start and Complete access it."""
-    rank, _, left, right = ring(comm)
-    win, memory = exposed(MPI, comm)
-    group = comm.Get_group()
-    win.Post(group.Incl([left]))
-    win.Start(group.Incl([right]))
-    win.Put(np.full(4, float(rank)), right)
-    win.Complete()
-    win.Wait()
-    same(memory, np.full(4, float(left)))
-    win.Free()
-
-
-@needs(ranks=2)
-def matching_epochs_can_be_tested(MPI: Any, comm: Any) -> None:
-    """Test ends an exposure like Wait, once all have completed their access."""
-    rank = comm.Get_rank()
-    win, memory = exposed(MPI, comm)
-    group = comm.Get_group()
-    win.Post(group.Incl([]))
-    same(win.Test(), True)
-    if rank == 0:
-        win.Post(group.Incl([1]))
-        same(win.Test(), False)
-        comm.send("go", dest=1)
-        for _ in range(100_000):
-            if win.Test():
-                break
-        same(memory, np.full(4, 3.0))
-    elif rank == 1:
-        comm.recv(source=0)
-        win.Start(group.Incl([0]))
-        win.Put(np.full(4, 3.0), 0)
-        win.Complete()
-    comm.Barrier()
     win.Free()
