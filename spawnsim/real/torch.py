@@ -7,12 +7,14 @@ policy, no run folder and no command line.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import socket
+import sys
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,24 +25,18 @@ from spawnsim.comm.failures import ERR_COMM, CallError
 from spawnsim.comm.group import Group
 from spawnsim.comm.recovery import Capabilities
 from spawnsim.errors import UnsupportedError, UsageError
+from spawnsim.real.dist.cards import beneath, card, verdict
 from spawnsim.real.dist.collectives import Native
 from spawnsim.real.dist.home import Home
 from spawnsim.real.dist.joining import join
+from spawnsim.real.dist.lacking import SURVIVAL, namespace, refusal
 from spawnsim.real.dist.objects import Objects
 from spawnsim.real.dist.p2p import PointToPoint
 from spawnsim.real.dist.windows import Windows
 from spawnsim.real.guard import close, guarded
 from spawnsim.real.launch import recognise
-from spawnsim.real.namespace import namespace as names
 from spawnsim.real.options import Options
 from spawnsim.real.own import Own, Recorder, Task
-
-INSTEAD = {
-    "Send_init": "Isend", "Recv_init": "Irecv", "Ssend_init": "Issend", "Bcast_init": "Ibcast",
-    "Psend_init": "Isend", "Precv_init": "Irecv", "Attach_buffer": "bsend, which has its own", "Spawn": "torchrun",
-    "Create_cart": "Split and rank arithmetic", "Create_graph": "Split", "Create_dist_graph": "Split",
-    "Create_intercomm": "Split of one communicator",
-}  # fmt: skip
 
 
 class Inner(PointToPoint):
@@ -62,15 +58,21 @@ class TorchComm(PointToPoint, Native, Objects):
         self._context = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=7).digest(), "little") & ~1
         home.mailbox.open(self._context, members)
         self._inner = Inner(self)
-        whole = len(members) == home.wire.size and "/" not in label
-        self.has_nccl = whole and "nccl" in dist.get_backend(home.group)
-        self._gloo = home.group._get_backend(torch.device("cpu")) if whole else home.gloo(label, members)
-        self._gpus = home.group if self.has_nccl else None
+        own_gloo = beneath(home.group, "cpu") if label == "world" else None
+        self._gloo = own_gloo if own_gloo and own_gloo.name() == "gloo" else home.gloo(label, members)
+        self._nccl: Any = None
         self._named = "MPI_COMM_WORLD" if label == "world" else label
-        self._freed = False
+        self._freed, self._active = False, home.watchdog.active
         own = home.own
         self.clock, self.rng, self.record, self.compute = own.clock, own.rng, own.record, own.compute
         self.Win = Windows(self)
+
+    def _on_gpus(self) -> Any:
+        """Return NCCL's group of these ranks, made when all of them first need it."""
+        if self._nccl is None:
+            home, whole = self._home, self.label == "world"
+            self._nccl = beneath(home.group, "cuda") if whole else home.nccl(self.label, self.members)
+        return self._nccl
 
     # ------------------------------------------------------------------------------------------ own members
     def background(self, fn: Callable[[], object]) -> Task:
@@ -91,7 +93,7 @@ class TorchComm(PointToPoint, Native, Objects):
             progress="async",  # a thread of each rank serves windows
             threads="multiple",
             devices=("cpu", "cuda"),
-            missing=("to survive a rank's death use torchrun --max-restarts, or --backend mpi",),
+            missing=(*filter(None, [self._home.lacks]), SURVIVAL),
         )
 
     def recover(self, step: int | None = None) -> Any:
@@ -194,21 +196,15 @@ class TorchComm(PointToPoint, Native, Objects):
         self._live()
         if self.label == "world":
             raise CallError(ERR_COMM, "the world cannot be freed: close() ends it")
-        self._freed = True
+        self._freed, self._nccl = True, None
 
     def Abort(self, errorcode: int = 0) -> None:
         """End all ranks at once."""
         self._home._abort(errorcode)
 
     def __getattr__(self, name: str) -> Any:
-        if name in INSTEAD:
-            raise UnsupportedError(
-                f"{name}: not over torch.distributed; use {INSTEAD[name]}, or --backend mpi"
-            )
         if name[:1].isupper():
-            raise UnsupportedError(
-                f"{name}: not over torch.distributed; --backend mpi has all of mpi4py's calls"
-            )
+            raise refusal(name)
         raise AttributeError(name)
 
     def __eq__(self, other: object) -> bool:
@@ -239,7 +235,19 @@ def world(
     own = Own(dist.get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
     comm = _enter(dist.group.WORLD, own, options or Options())
     comm._home.leaves_torch = entered
+    _WRAPPED[comm._home.group] = comm  # whoever wraps it means this run: its seed, recorder and deadline
+    if entered:
+        atexit.register(_leave, comm._home)
     return comm
+
+
+def _leave(home: Home) -> None:
+    """Part from the others at the end of a program without `guarded`; one that raised has no time for it.
+
+    A process that ends while the wire's thread receives may end in C++'s `terminate`.
+    """
+    if not hasattr(sys, "last_value"):
+        home.goodbye()
 
 
 def _enter(group: Any, own: Own, options: Options) -> TorchComm:
@@ -247,6 +255,9 @@ def _enter(group: Any, own: Own, options: Options) -> TorchComm:
     home.wire.start()
     home.watchdog.start()
     comm = TorchComm(home, tuple(range(group.size())), "world")
+    home.has_nccl, home.lacks = verdict(comm.allgather(card(group)))
+    if home.lacks and comm.rank == 0:
+        warnings.warn(home.lacks, RuntimeWarning, stacklevel=3)
     comm.Barrier()
     own.clock.start()
     return comm
@@ -261,25 +272,10 @@ def wrap(group: Any) -> TorchComm:
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(f"{group!r}: pass a torch.distributed process group that this rank is in")
     known = _WRAPPED.get(group)
-    if known is None:
+    if known is None or known._home.ending.over:
         own = Own(group.rank(), recorder=None, seed=0, deadline_s=30.0)
         known = _WRAPPED[group] = _enter(group, own, Options())
     return known
-
-
-def namespace(comm: TorchComm) -> SimpleNamespace:
-    """Return `MPI` for programs on `comm`: mpi4py's names in spawnsim's words."""
-    found = names(comm)
-    return Lacking(**vars(found))
-
-
-class Lacking(SimpleNamespace):
-    """A namespace that says what is missing, and what to do."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise UnsupportedError(
-            f"MPI.{name}: not over torch.distributed; --backend mpi has all of mpi4py's names"
-        )
 
 
 __all__ = ["Options", "TorchComm", "close", "guarded", "namespace", "world", "wrap"]

@@ -76,7 +76,7 @@ class Exchanges:
         self._root(root, operation)
         blocks: list[tuple[int, Buffer]] = []
         if self.rank == root:
-            table = _blocks(recvbuf, self.size, vector=operation.endswith("v"), writable=True)
+            table = as_blocks(recvbuf, self.size, vector=operation.endswith("v"), writable=True)
             blocks = [
                 (rank, table[rank]) for rank in range(self.size) if rank != root or sendbuf is not IN_PLACE
             ]
@@ -87,7 +87,7 @@ class Exchanges:
         self._root(root, operation)
         sends: list[tuple[int, Bytes]] = []
         if self.rank == root:
-            table = _blocks(sendbuf, self.size, vector=operation.endswith("v"))
+            table = as_blocks(sendbuf, self.size, vector=operation.endswith("v"))
             sends = [
                 (r, bytes_of(table[r])) for r in range(self.size) if r != root or recvbuf is not IN_PLACE
             ]
@@ -95,15 +95,15 @@ class Exchanges:
         return self._plan(operation, sends, blocks)
 
     def _allgather(self, operation: str, sendbuf: Any, recvbuf: Any) -> Together:
-        table = _blocks(recvbuf, self.size, vector=operation.endswith("v"), writable=True)
+        table = as_blocks(recvbuf, self.size, vector=operation.endswith("v"), writable=True)
         own = bytes_of(table[self.rank] if sendbuf is IN_PLACE else as_buffer(sendbuf))
         others = [r for r in range(self.size) if r != self.rank or sendbuf is not IN_PLACE]
         return self._plan(operation, [(r, own) for r in others], [(r, table[r]) for r in others])
 
     def _alltoall(self, operation: str, sendbuf: Any, recvbuf: Any) -> Together:
         kind = {"vector": operation[-1] in "vw", "types": operation[-1] == "w"}
-        into = _blocks(recvbuf, self.size, writable=True, **kind)
-        given = into if sendbuf is IN_PLACE else _blocks(sendbuf, self.size, **kind)
+        into = as_blocks(recvbuf, self.size, writable=True, **kind)
+        given = into if sendbuf is IN_PLACE else as_blocks(sendbuf, self.size, **kind)
         copied = sendbuf is IN_PLACE  # or a block might be overwritten before it has left
         sends = [(r, as_bytes(block.pack()) if copied else bytes_of(block)) for r, block in enumerate(given)]
         return self._plan(operation, sends, enumerate(into))
@@ -196,7 +196,7 @@ class Exchanges:
             """Collect all objects at all ranks."""
 
 
-def _blocks(
+def as_blocks(
     spec: Any, size: int, *, vector: bool = False, types: bool = False, writable: bool = False
 ) -> list[Buffer]:
     """Return the blocks of a specification, one per rank."""

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from threading import get_ident
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from spawnsim.comm.serial import Pickle
 from spawnsim.errors import RankFailed
+from spawnsim.real.dist.cards import Unfinished
 from spawnsim.real.dist.mailbox import Mailbox, as_payload
 from spawnsim.real.dist.serving import Server
 from spawnsim.real.dist.wire import Bytes, Parcel, Wire
@@ -48,8 +50,9 @@ class ControlChannel:
         wire.receivers[CONTROL] = self
 
     def send(self, to: int, message: dict[str, Any]) -> None:
-        """Send without waiting."""
-        self._wire.send(to, Parcel(CONTROL), as_payload(self._pickle.dumps(message)))
+        """Send without waiting. A rank that has gone is no error here: it will not answer."""
+        with suppress(RuntimeError):
+            self._wire.send(to, Parcel(CONTROL), as_payload(self._pickle.dumps(message)))
 
     def receive(self) -> tuple[int, dict[str, Any]] | None:
         """Return the next message and who sent it, or None."""
@@ -99,6 +102,7 @@ class Home:
         self.watchdog = self.ending.watchdog
         self.parting, self._meetings = Parting(self), 0
         self.watchdog.note = self.parting.note
+        self.unfinished, self.has_nccl, self.lacks = Unfinished(self.watchdog), False, ""
         own.on_error = self.ending.fail
         own.clock.poll = self.poll
         self.leaves_torch = False  # whether the goodbye ends torch.distributed too
@@ -110,6 +114,13 @@ class Home:
         """
         store = PrefixStore(f"spawnsim/{self._run}/{label}", self._store)
         return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), FOREVER)
+
+    def nccl(self, label: str, members: tuple[int, ...]) -> Any:
+        """Return an NCCL group of some of the ranks, likewise; they meet when they first use it."""
+        store = PrefixStore(f"spawnsim/{self._run}/nccl/{label}", self._store)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = FOREVER
+        return dist.ProcessGroupNCCL(store, members.index(self._rank), len(members), options)
 
     # --------------------------------------------------------------------------------------------- while running
     def poll(self) -> None:
@@ -182,7 +193,8 @@ class Home:
         """End all ranks: tell those who hear, then leave; launchers end the others when one leaves like this."""
         for rank in range(self.wire.size):
             if rank != self.wire.rank:
-                self.wire.send(rank, Parcel(EXIT, tag=status))
+                with suppress(RuntimeError):
+                    self.wire.send(rank, Parcel(EXIT, tag=status))
         time.sleep(0.05)
         sys.stderr.flush()
         os._exit(status)
