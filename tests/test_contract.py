@@ -13,17 +13,7 @@ from spawnsim.testing.cases import ABSENT, FAILED, PASSED, SKIPPED, Case, Outcom
 THEMES = sorted({case.theme for case in every_case()})
 OPTIONAL = {"persistent.partitioned_messages"}
 """Calls that a building may refuse by name."""
-NOT_YET: dict[str, set[str]] = {
-    "virtual": set(),
-    "real": {
-        "environment.truth_of_handles",
-    },
-    "torch": {
-        "atomics.single_elements_only",
-        "collectives_buffers.types_that_differ_by_name_only",
-        "environment.truth_of_handles",
-    },
-}
+NOT_YET: dict[str, set[str]] = {"virtual": set(), "real": set(), "torch": set()}
 """Cases that a building does not keep yet. Strike a case out when it passes: the lists may only shrink."""
 
 

@@ -8,8 +8,11 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from spawnsim.real.dist.cards import Unfinished, verdict
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -18,6 +21,7 @@ import os, sys, time
 import numpy as np
 import torch
 from spawnsim.comm.constants import *
+from spawnsim.comm import DOUBLE
 from spawnsim.comm.ops import MAX, MAXLOC, SUM, Op
 from spawnsim.errors import *
 from spawnsim.real.torch import Options, guarded, world
@@ -110,6 +114,159 @@ def test_messages_collectives_and_windows(tmp_path):
         """,
     )
     assert status == 0, err
+
+
+def test_collectives_of_every_kind_of_buffer(tmp_path):
+    """Torch's types and others, plain and not, short deadlines, contributions that must stay as they are."""
+    status, _, err = run(
+        tmp_path,
+        """
+        short = torch.full((3,), rank, dtype=torch.int16)  # a type that gloo does not sum
+        comm.Allreduce(IN_PLACE, short)
+        assert (short == 6).all()
+        square, into = torch.full((2, 2), float(rank)), torch.zeros(4)
+        comm.Allreduce(square, into)
+        assert (into == 6).all() and (square == rank).all()
+        for root in range(size):
+            total = np.zeros(5)
+            comm.Reduce(np.full(5, float(rank)), total if rank == root else None, root=root)
+            assert rank != root or (total == 6).all()
+            given = torch.full((1000,), float(rank))
+            comm.Reduce(IN_PLACE if rank == root else given, given, MAX, root)
+            assert (given == (3 if rank == root else rank)).all()
+        for given, table in ((np.full(2, rank), np.zeros(8, int)), (torch.full((2,), rank), torch.zeros(8, dtype=int))):
+            comm.Allgather(given, table)
+            assert table.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        mixed = np.zeros(8)  # spelt in different ways on different ranks
+        comm.Allgather(np.full(2, float(rank)), mixed if rank % 2 else [mixed, 2, DOUBLE])
+        assert mixed.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        if rank == 0:
+            time.sleep(0.5)
+        else:
+            try:
+                with comm.clock.deadline(0):
+                    comm.Barrier()
+            except Timeout as late:
+                assert 0 in late.ranks, late
+            else:
+                raise AssertionError("no deadline")
+        if rank == 0:
+            comm.Barrier()
+        comm.recv(source=before) if rank else None
+        comm.send(1, after)
+        comm.recv(source=before) if not rank else None
+        """,
+    )
+    assert status == 0, err
+
+
+def test_epochs_say_who_is_missing(tmp_path):
+    """Start and Wait past their deadline name the ranks that have not posted or completed, and may be tried again."""
+    status, _, err = run(tmp_path, EPOCHS, n=3)
+    assert status == 0, err
+
+
+EPOCHS = """
+window, group = comm.Win.Allocate(8), comm.Get_group()
+def named_late(call):
+    try:
+        with comm.clock.deadline(0.3):
+            call()
+    except Timeout as late:
+        assert late.ranks == (0,) and "0.3 s" in str(late) and "rank 0" in str(late), late
+    else:
+        raise AssertionError("no deadline")
+if rank == 1:
+    named_late(lambda: window.Start(group.Incl([0, 2])))
+    comm.send("now", 0)
+    window.Start(group.Incl([0, 2]))
+    window.Complete()
+    window.Post(group.Incl([0]))
+    named_late(window.Wait)
+    comm.send("now", 0)
+    window.Wait()
+elif rank == 2:
+    window.Post(group.Incl([1]))
+    window.Wait()
+else:
+    comm.recv(source=1)
+    window.Post(group.Incl([1]))
+    window.Wait()
+    comm.recv(source=1)
+    window.Start(group.Incl([1]))
+    window.Complete()
+comm.Barrier()
+window.Free()
+"""
+
+
+def test_a_large_get_sees_puts_as_wholes(tmp_path):
+    """A Get leaves straight from the part; Puts to the same bytes wait meanwhile, others do not."""
+    status, _, err = run(
+        tmp_path,
+        """
+        window = comm.Win.Allocate(4_000_008, 1)
+        whole, seen = np.zeros(1_000_000, np.float32), np.zeros(1_000_000, np.float32)
+        one, count = np.ones(1, np.int64), np.zeros(1, np.int64)
+        for step in range(30):
+            if rank == 1:
+                whole[:] = step
+                window.Put(whole, 0)
+                window.Flush(0)
+            elif rank == 2:
+                window.Get(seen, 0)
+                window.Fetch_and_op(one, count, 0, 4_000_000)
+                window.Flush(0)
+                assert (seen == seen[0]).all() and count[0] == step, (seen.min(), seen.max(), count)
+        comm.Barrier()
+        assert rank or (window.tomemory()[:4_000_000].view(np.float32) == 29).all()
+        window.Free()
+        """,
+        n=3,
+    )
+    assert status == 0, err
+
+
+def test_a_program_without_guarded_ends_well(tmp_path):
+    """At its end the ranks part; torn from its receiving, a wire's thread would end the process by a signal."""
+    file = tmp_path / "bare.py"
+    file.write_text(HEAD.format(deadline_s=20) + "for _ in range(20): comm.allgather(rank)\n")
+    line = [sys.executable, "-m", "spawnsim.real.torchrun", "--standalone", "--nproc-per-node=4", str(file)]
+    for _ in range(3):
+        found = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+        assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize(
+    ("cards", "nccl", "said"),
+    [
+        ([("", False)] * 2, False, ""),
+        ([("a 1", True), ("b 1", True)], True, ""),
+        ([("a 1", True), ("a 1", True)], False, "2 ranks share the GPU a 1"),
+        ([("a 1", True), ("", False)], False, "rank 1 sees no GPU"),
+        ([("a 1", True), ("a 2", False)], False, "not all ranks have it"),
+    ],
+)
+def test_nccl_is_used_with_a_gpu_for_each_rank_alone(cards, nccl, said):
+    """All ranks come to the same verdict, since NCCL hangs where two of them do not."""
+    found, why = verdict(cards)
+    assert found is nccl
+    assert said in why
+    assert bool(said) == bool(why)
+
+
+def test_the_watchdog_sees_what_the_gpu_has_not_finished():
+    """A collective of NCCL stays among the calls that its rank is in until the GPU has done it."""
+    dog = SimpleNamespace(active={}, progress=None)
+    unfinished, works = Unfinished(dog), [SimpleNamespace(is_completed=lambda: done) for _ in range(2)]
+    done = False
+    for number, work in enumerate(works):
+        unfinished.add(("Allreduce", number, None, 0.0, 1.0), work)
+    dog.progress()
+    assert [call[1] for call in dog.active.values()] == [0, 1]
+    done = True
+    dog.progress()
+    assert dog.active == {}
 
 
 def test_what_is_not_offered_names_the_alternative(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.real.test_torch import EPOCHS
+
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
 
@@ -109,3 +111,8 @@ def test_a_window_over_existing_memory_is_reached_when_its_owner_polls(ranks):
         """,
         n=2,
     )
+
+
+def test_epochs_say_who_is_missing(ranks):
+    """Start and Wait past their deadline name the ranks that have not posted or completed, and may be tried again."""
+    ranks(EPOCHS, n=3)
