@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -191,18 +192,15 @@ class Layout:
         self.text = json.dumps([[e.name, str(e.dtype)[6:], e.shape] for e in self.entries]).encode()
         self.digest = int.from_bytes(hashlib.blake2b(self.text, digest_size=8).digest(), "little")
         self.segments: dict[torch.dtype, tuple[int, int]] = {}  # dtype → (first byte, elements)
-        self._places: list[tuple[Entry, int]] = []
+        self._counts: dict[torch.dtype, list[int]] = {}
         self.nbytes = self._place()
 
     def _place(self) -> int:
         offset = 0
         for dtype in dict.fromkeys(entry.dtype for entry in self.entries):
-            own = [entry for entry in self.entries if entry.dtype == dtype]
-            self.segments[dtype] = (offset, sum(entry.count for entry in own))
-            for entry in own:
-                self._places.append((entry, offset))
-                offset += entry.nbytes
-            offset = -(-offset // ALIGN_NBYTES) * ALIGN_NBYTES
+            counts = self._counts[dtype] = [entry.count for entry in self.entries if entry.dtype == dtype]
+            self.segments[dtype] = (offset, sum(counts))
+            offset += -(-sum(counts) * dtype.itemsize // ALIGN_NBYTES) * ALIGN_NBYTES
         return offset
 
     @classmethod
@@ -232,10 +230,9 @@ class Layout:
 
     def views(self, buffer: torch.Tensor) -> Tensors:
         """Return each tensor as a view into a uint8 buffer of `nbytes`."""
-        return {
-            entry.name: buffer[at : at + entry.nbytes].view(entry.dtype).view(entry.shape)
-            for entry, at in self._places
-        }
+        rows = (torch.split(row, self._counts[dtype]) for dtype, row in self.flat(buffer).items())
+        pieces = zip(self.entries, chain.from_iterable(rows), strict=True)
+        return {entry.name: piece.view(entry.shape) for entry, piece in pieces}
 
     def flat(self, buffer: torch.Tensor) -> dict[torch.dtype, torch.Tensor]:
         """Return each dtype's segment of a uint8 buffer as one flat tensor."""
