@@ -8,6 +8,8 @@ their size; knows neither MPI nor torch. A call costs 0.03 to 0.14 us.
 
 from __future__ import annotations
 
+from itertools import repeat
+from operator import mul
 from typing import Any
 
 from spawnsim.real.own import Own
@@ -87,21 +89,27 @@ def _described(spec: Any) -> int:
         return len(spec) if isinstance(spec, (bytes, bytearray)) else 0
     if not spec:
         return 0
-    count, size = _count(spec[1:]), _size(spec)
-    return nbytes_of(spec[0]) if count is None or size is None else count * size
+    counts, sizes = _counts(spec[1:]), _sizes(spec)
+    if counts is None or not sizes:
+        return nbytes_of(spec[0])
+    return sum(map(mul, counts, sizes if len(sizes) > 1 else repeat(sizes[0])))
 
 
-def _count(parts: Any) -> int | None:
-    """Return the number of elements that a specification states: a number, a list of them, or (counts, places)."""
+def _counts(parts: Any) -> list[int] | None:
+    """Return the numbers of elements that a specification states: a number, a list of them, or (counts, places)."""
     for part in parts:
-        if type(part) is int:
-            return part
+        if hasattr(part, "__index__"):
+            return [int(part)]
         if isinstance(part, (list, tuple)) and part:
-            return _count(part[:1]) if isinstance(part[0], (list, tuple)) else sum(map(int, part))
+            found = [int(each) for each in part if hasattr(each, "__index__")]
+            return found if len(found) == len(part) else _counts(part[:1])
     return None
 
 
-def _size(spec: Any) -> int | None:
-    """Return the bytes of one element: by the datatype if one is stated, else by the memory."""
-    size = getattr(spec[-1], "Get_size", None)
-    return int(size()) if size is not None else getattr(spec[0], "itemsize", None)
+def _sizes(spec: Any) -> list[int]:
+    """Return the bytes of one element, or of one for each rank: by the datatypes if stated, else by the memory."""
+    types = spec[-1] if isinstance(spec[-1], (list, tuple)) else spec[-1:]
+    if all(hasattr(each, "Get_size") for each in types):
+        return [int(each.Get_size()) for each in types]
+    itemsize = getattr(spec[0], "itemsize", None)
+    return [] if itemsize is None else [itemsize]
