@@ -101,8 +101,10 @@ def _counts(parts: Any) -> list[int] | None:
         if hasattr(part, "__index__"):
             return [int(part)]
         if isinstance(part, (list, tuple)) and part:
+            if isinstance(part, tuple) and len(part) == 2:  # what, and where
+                return _counts(part[:1])
             found = [int(each) for each in part if hasattr(each, "__index__")]
-            return found if len(found) == len(part) else _counts(part[:1])
+            return found if len(found) == len(part) else None
     return None
 
 
