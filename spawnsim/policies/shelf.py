@@ -64,6 +64,7 @@ class Shelf:
         own = self._cut(live)
         self._windows = {key: Window(comm, own.get(key), compression) for key in keys}
         self._layouts: dict[int, Layout] = {}  # by digest
+        self._views: dict[tuple[int, int], Tensors] = {}  # by place in memory and digest; places are few
         self._device = CPU
         self._late: set[int] = set()  # donors whose answer to the latest reading may still come
 
@@ -116,6 +117,8 @@ class Shelf:
     def _reclaim(self) -> None:
         for window in self._windows.values():
             window.reclaim(but=self._late)
+        if self._late:  # their memory is given up: nothing here may keep it
+            self._views.clear()
         self._late = set()
 
     def _attempt(self, donors: Iterable[int], taken: dict[int, Taken]) -> list[int]:
@@ -190,14 +193,22 @@ class Shelf:
         tensors: Tensors = {}
         iteration = nbytes = 0
         for key, data in slots.items():
-            iteration, text_nbytes, body_nbytes, _ = (int(value) for value in slot_of(headers[key], version))
+            iteration, text_nbytes, body_nbytes, _ = slot_of(headers[key], version).tolist()
             digest = _digest(headers[key], version)
             if data.numel() > body_nbytes and digest not in self._layouts:
                 self._layouts[digest] = Layout.parse(data[:text_nbytes].numpy().tobytes())
-            body = data[data.numel() - body_nbytes :]
-            tensors.update(laid_out(self._layouts[digest], body, self._device))
+            tensors |= self._laid_out(digest, data[data.numel() - body_nbytes :])
             nbytes += data.numel()
         return Taken(iteration, self._compression.undress(tensors), nbytes)
+
+    def _laid_out(self, digest: int, body: torch.Tensor) -> Tensors:
+        """Return the tensors of a body; memory that is read into again is not cut up again."""
+        if self._device.type != "cpu":
+            return laid_out(self._layouts[digest], body, self._device)
+        place = body.data_ptr(), digest
+        if place not in self._views:
+            self._views[place] = laid_out(self._layouts[digest], body)
+        return self._views[place]
 
 
 def _digest(header: Header, version: int) -> int:
