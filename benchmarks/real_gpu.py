@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy
-from spawnsim.real.gpus import cuda_aware, gpu_of_rank
-from spawnsim.real.launch import recognise
+from spawnsim.real.launching.gpus import cuda_aware, gpu_of_rank
+from spawnsim.real.launching.launch import recognise
 
 REPEATS = 5
 MILLION = 1_000_000

@@ -18,7 +18,7 @@ from spawnsim import Run
 PROGRAM = Path(__file__).parent / "real" / "survivors.py"
 LAUNCH = """
 import sys
-from spawnsim.real.launch import launch
+from spawnsim.real.launching.launch import launch
 sys.exit(launch(sys.argv[1], int(sys.argv[2]), sys.argv[3:], survive=True))
 """
 DEADLINE_S = 1.5

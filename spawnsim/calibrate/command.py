@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 def measure_here(effort: Effort) -> Measured | None:
     """Measure the communicator of this job. Collective; None on all ranks but 0."""
-    from spawnsim.real.launch import recognise
+    from spawnsim.real.launching.launch import recognise
 
     if recognise().size < 2:
         raise ParameterError("a calibration needs at least 2 ranks: mpiexec -n 2 spawnsim calibrate")

@@ -225,7 +225,7 @@ def facts(comm: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _library() -> str:
-    from spawnsim.real.launch import find_library
+    from spawnsim.real.launching.launch import find_library
 
     found = find_library()
     return f"{found.name} ({found.origin})"

@@ -24,7 +24,7 @@ COMMANDS = {
     "calibrate": ("spawnsim.calibrate", "measure this cluster, and write a platform file"),
     "validate": ("spawnsim.validate", "predict a real run, and compare"),
     "list": ("spawnsim.cli.list", "list platforms, policies, workloads, studies"),
-    "doctor": ("spawnsim.real.doctor", "say what this machine can run, and what to change"),
+    "doctor": ("spawnsim.real.launching.doctor", "say what this machine can run, and what to change"),
 }
 
 EXIT_CODES = """\

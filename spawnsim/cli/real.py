@@ -19,14 +19,14 @@ from spawnsim.run.program import program, require_main
 from spawnsim.run.real import Job, run_rank, tidy
 
 if TYPE_CHECKING:
-    from spawnsim.real.launch import Here
+    from spawnsim.real.launching.launch import Here
 
 VIRTUAL_ONLY = ("platform", "straggler", "faults", "compute")
 
 
 def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
     """Run the program for real and return the exit code."""
-    from spawnsim.real.launch import recognise
+    from spawnsim.real.launching.launch import recognise
 
     unfit = [name for name in VIRTUAL_ONLY if getattr(options, name) is not None]
     if unfit:
@@ -45,7 +45,7 @@ def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
 
 def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
     from spawnsim.cli.run import arguments_of
-    from spawnsim.real.launch import start
+    from spawnsim.real.launching.launch import start
 
     require_main(options.file)  # else each rank would say so
     arguments = [
@@ -65,8 +65,8 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
 
 def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here: Here) -> int:
     from spawnsim.cli.run import show
-    from spawnsim.real.attending import sign_roll
-    from spawnsim.real.launch import require_fit
+    from spawnsim.real.launching.attending import sign_roll
+    from spawnsim.real.launching.launch import require_fit
 
     sign_roll(here.rank, os.environ)
     write_whole_lines(sys.stdout, sys.stderr)

@@ -45,7 +45,7 @@ def virtual_world() -> Comm | None:
 def _real_group(kind: str) -> Any:
     default = _default_group()
     if kind == "mpi":
-        mpi = importlib.import_module("spawnsim.real.mpi").MPI.COMM_WORLD
+        mpi = importlib.import_module("spawnsim.real.mpi.comm").MPI.COMM_WORLD
         return mpi if default is None or mpi.Get_size() > 1 or default.size() == 1 else default
     if default is None:
         raise UsageError(

@@ -37,5 +37,5 @@ def _first_env(*names: str, default: str | None = None) -> str | None:
 
 def _get_MPI() -> Any:
     """Return the caller's `MPI`: mpi4py's module, loaded now, or the virtual one on a virtual rank."""
-    room = "spawnsim.real.mpi" if virtual_world() is None else "spawnsim.virtual.mpi"
+    room = "spawnsim.real.mpi.comm" if virtual_world() is None else "spawnsim.virtual.mpi"
     return import_module(room).MPI

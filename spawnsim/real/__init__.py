@@ -1,5 +1,9 @@
-"""The real building: a call blocks the process (mpi4py, torch.distributed).
+"""The real building: a call blocks the process.
 
-Nothing is imported here, so that `import spawnsim.real` loads neither MPI nor torch: `real.mpi` and
-`real.torch` are the doors, `real.launch` starts ranks, `real.doctor` says what this machine can do.
+* `real.mpi`: a communicator over mpi4py
+* `real.torch`: one over torch.distributed, for where there is no MPI
+* `real.rank`: what both have, whatever carries their messages
+* `real.launching`: starting ranks, and what the machine can run
+
+Nothing is imported here, so that `import spawnsim.real` loads neither MPI nor torch.
 """

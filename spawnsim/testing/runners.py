@@ -77,7 +77,13 @@ def run_real(cases: Iterable[Case], ranks: int, backend: str = "mpi") -> Iterato
 def _launcher(backend: str, ranks: int) -> list[str]:
     """Return the command line up to Python's arguments."""
     if backend == "torch":
-        return [sys.executable, "-m", "spawnsim.real.torchrun", "--standalone", f"--nproc-per-node={ranks}"]
-    launch = importlib.import_module("spawnsim.real.launch")
+        return [
+            sys.executable,
+            "-m",
+            "spawnsim.real.launching.torchrun",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+        ]
+    launch = importlib.import_module("spawnsim.real.launching.launch")
     library = launch.find_library()
     return [library.mpiexec, *launch.flags(library, ranks), "-n", str(ranks), sys.executable]

@@ -31,7 +31,7 @@ QUICK = Effort(budget_s=0.004, most=15, passes=4, largest_nbytes=4 << 20)
 
 def main(argv: Sequence[str]) -> int:
     """Run, predict, compare and print."""
-    from spawnsim.real.launch import recognise
+    from spawnsim.real.launching.launch import recognise
 
     options = parser().parse_args(argv)
     here = recognise()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spawnsim.real.attending import Filter
+from spawnsim.real.launching.attending import Filter
 
 MPICH = b"""
 ===================================================================================

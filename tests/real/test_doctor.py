@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from spawnsim.real import doctor, launch
-from spawnsim.real.doctor import examine, main
+from spawnsim.real.launching import doctor, launch
+from spawnsim.real.launching.doctor import examine, main
 
 
 @pytest.mark.mpi

@@ -14,10 +14,8 @@ from unittest.mock import Mock
 import pytest
 
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError, WorldError
-from spawnsim.real import launch, stopping
-from spawnsim.real.dist import joining
-from spawnsim.real.dist.joining import PORTS, first_host, join, meeting_point
-from spawnsim.real.launch import (
+from spawnsim.real.launching import launch
+from spawnsim.real.launching.launch import (
     Here,
     Library,
     command,
@@ -29,6 +27,9 @@ from spawnsim.real.launch import (
     require_fit,
     require_together,
 )
+from spawnsim.real.rank import stopping
+from spawnsim.real.torch import joining
+from spawnsim.real.torch.joining import PORTS, first_host, join, meeting_point
 
 SEEN = tomllib.loads(Path(__file__).with_name("launchers.toml").read_text())["seen"]
 ENVIRON = {each["how"]: each["environ"] for each in SEEN}
@@ -217,7 +218,7 @@ def test_a_missing_mpi_is_one_clear_error(monkeypatch):
 def test_the_torch_backend_is_started_by_torchrun():
     """`--backend torch` needs no MPI."""
     line = command("train.py", 4, ["--backend", "torch"])
-    assert line[:3] == [sys.executable, "-m", "spawnsim.real.torchrun"]
+    assert line[:3] == [sys.executable, "-m", "spawnsim.real.launching.torchrun"]
     assert line[-6:] == ["-m", "spawnsim", "run", "train.py", "--backend", "torch"]
 
 
@@ -253,7 +254,7 @@ def test_a_job_is_started_and_its_status_comes_back(tmp_path):
         "def main(comm):\n    assert comm.allreduce(1) == 2\n    if comm.rank: raise ValueError('no')\n"
     )
     starting = f"sys.exit(launch({str(file)!r}, 2, ['--backend', 'mpi']))"
-    program = f"import sys; from spawnsim.real.launch import launch; {starting}"
+    program = f"import sys; from spawnsim.real.launching.launch import launch; {starting}"
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )

@@ -15,7 +15,7 @@ def test_sums_are_those_of_the_tree_to_the_last_bit(ranks, n):
         import torch
         from mpi4py import MPI
         from spawnsim.comm.reductions import tree_in_place
-        from spawnsim.real.node import CHUNK_NBYTES, LARGE_NBYTES, Node
+        from spawnsim.real.mpi.node import CHUNK_NBYTES, LARGE_NBYTES, Node
         raw = comm.as_mpi_comm()
         rng = np.random.default_rng(rank)
         for kind in (np.float32, np.float64, np.int32, np.int64, np.uint64):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spawnsim.real.launch import find_library
+from spawnsim.real.launching.launch import find_library
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 

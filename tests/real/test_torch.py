@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spawnsim.real.dist.cards import Unfinished, verdict
+from spawnsim.real.torch.cards import Unfinished, verdict
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -36,7 +36,7 @@ def run(tmp_path: Path, text: str, *, n: int = 4, deadline_s: float = 20.0) -> t
     body = textwrap.indent(textwrap.dedent(text), "    ")
     file = tmp_path / "program.py"
     file.write_text(f"{HEAD.format(deadline_s=deadline_s)}\nwith guarded(comm):\n{body}\n")
-    launcher = ["-m", "spawnsim.real.torchrun", "--standalone", f"--nproc-per-node={n}"]
+    launcher = ["-m", "spawnsim.real.launching.torchrun", "--standalone", f"--nproc-per-node={n}"]
     line = [sys.executable, *(launcher if n > 1 else []), str(file)]  # one process needs no launcher
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -231,7 +231,14 @@ def test_a_program_without_guarded_ends_well(tmp_path):
     """At its end the ranks part; torn from its receiving, a wire's thread would end the process by a signal."""
     file = tmp_path / "bare.py"
     file.write_text(HEAD.format(deadline_s=20) + "for _ in range(20): comm.allgather(rank)\n")
-    line = [sys.executable, "-m", "spawnsim.real.torchrun", "--standalone", "--nproc-per-node=4", str(file)]
+    line = [
+        sys.executable,
+        "-m",
+        "spawnsim.real.launching.torchrun",
+        "--standalone",
+        "--nproc-per-node=4",
+        str(file),
+    ]
     for _ in range(3):
         found = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
         assert found.returncode == 0, found.stderr

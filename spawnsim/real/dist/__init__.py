@@ -1,6 +1,0 @@
-"""The rooms behind `real.torch`: a communicator over torch.distributed, for where there is no MPI.
-
-gloo has neither probes nor wildcard matching by tag, its `irecv` never says that it is complete, and a dropped `isend`
-loses its message. So point-to-point messages and windows travel over one wire of our own framing, with one thread per
-rank that receives all; collectives are torch's.
-"""

@@ -1,0 +1,239 @@
+"""Attending a launcher: what stops it reaches its ranks, their text is handed on, and one line says why it ended.
+
+mpiexec and its kin say in ten lines that a process was killed, and in none which rank it was. So their own words are
+taken out of what comes from standard error; where each rank has signed a roll (its process id, in a folder of the
+launcher's), the rank is named. Knows what launchers print and signals; loads neither MPI nor torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from spawnsim.real.rank.stopping import TOLD, outcome
+
+ROLL = "SPAWNSIM_ROLL"
+"""Names the folder in which each rank leaves a file: its process id is the name, its rank the content."""
+SURVIVE = "SPAWNSIM_SURVIVE"
+"""Set where the launcher lets the others live when a rank dies."""
+ENDED_WELL = "ended well"  # a file of that folder: some rank's program has ended, and nothing is left to do
+NOBODY = 4  # the status of a job that was to survive, and of which nobody is left
+STOP_S = 6.0  # a launcher that is told to stop gets this long for its ranks' last words before it is killed
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_OWN = (
+    b"=====", b"-----", b"=   BAD", b"[mpiexec", b"[proxy", b"Abort(", b"torchrun noticed", b"prterun", b"prun",
+    b"mpirun", b"mpiexec", b"MPI_ABORT",
+)  # fmt: skip
+"""How lines of a launcher's own begin."""
+_BEGINS = re.compile(
+    rb"=   BAD TERMINATION|(prte?run|mpirun|mpiexec|MPI_ABORT)\b.*\b(noticed|invoked|exited|detected)"
+)
+_RULE = re.compile(rb"(={20,}|-{20,})\s*")
+_ENDS = re.compile(rb"Please see the FAQ page|-{20,}")
+_ALONE = re.compile(rb"\[(mpiexec|proxy)[@:]|Abort\(\d+\) on node \d+ .*MPI_Abort|torchrun noticed")
+_PROCESS = re.compile(rb"PID\s+(\d+)\s+(?:RUNNING AT|on\s+node)\s+(\S+)")
+_RANK = re.compile(rb"process\s+rank\s+(\d+)\s+with\s+PID")
+_SIGNAL = re.compile(rb"\(signal (\d+)\)|exited\s+on\s+signal\s+(\d+)")
+
+
+@dataclass
+class Ended:
+    """How a job ended. `cause` is a sentence, where the ranks themselves could not say it."""
+
+    status: int
+    cause: str = ""
+
+
+@dataclass
+class Filter:
+    """Takes what comes out of a launcher, gives back what the ranks said, and keeps who was killed by what."""
+
+    process: int = -1
+    node: str = ""
+    rank: int = -1
+    signal: int = 0
+    _tail: bytes = b""  # the beginning of a line that may be the launcher's own
+    _begun: bool = False  # the beginning of the line was shown already
+    _held: list[bytes] = field(default_factory=list)  # empty lines and a rule, which may begin a banner
+    _banner: bytes = b""
+
+    def __call__(self, chunk: bytes) -> bytes:
+        """Return what can be shown now."""
+        *lines, tail = (self._tail + chunk).split(b"\n")
+        shown = b"".join(self._line(line + b"\n") for line in lines)
+        if tail and (self._begun or not (self._banner or _may_be_own(tail))):
+            shown, self._begun, tail = shown + self._release() + tail, True, b""
+        self._tail = tail
+        return shown
+
+    def rest(self) -> bytes:
+        """Return what was held back, at the end."""
+        return self._release() + (b"" if self._banner else self._tail)
+
+    def _release(self) -> bytes:
+        held, self._held = b"".join(self._held), []
+        return held
+
+    def _line(self, line: bytes) -> bytes:
+        if self._begun:
+            self._begun = False
+            return line
+        if self._banner or _BEGINS.match(line):
+            self._take(line)
+            return b""
+        if _ALONE.match(line):
+            self._learn(line)
+            return b""
+        if not line.strip() or _RULE.fullmatch(line):
+            before = self._release() if len(self._held) > 1 else b""
+            self._held.append(line)
+            return before
+        return self._release() + line
+
+    def _take(self, line: bytes) -> None:
+        """Add a line to the banner, up to its last one."""
+        self._held, self._banner = [], self._banner + line
+        if _ENDS.match(line):
+            self._learn(self._banner)
+            self._banner = b""
+
+    def _learn(self, text: bytes) -> None:
+        if found := _PROCESS.search(text):
+            self.process, self.node = int(found[1]), found[2].decode()
+        if found := _RANK.search(text):
+            self.rank = int(found[1])
+        if found := _SIGNAL.search(text):
+            self.signal = int(found[1] or found[2])
+
+
+def _may_be_own(tail: bytes) -> bool:
+    return any(own.startswith(tail) or tail.startswith(own) for own in _OWN)
+
+
+def attend(line: Sequence[str], environ: Mapping[str, str] | None = None) -> Ended:
+    """Run a launcher until it ends. Its ranks are gone when this returns."""
+    with tempfile.TemporaryDirectory(prefix="spawnsim-") as roll:
+        given = dict(os.environ if environ is None else environ) | {TOLD: "1", ROLL: roll}
+        started = subprocess.Popen(
+            line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=given,
+            start_new_session=True,
+        )  # fmt: skip
+        told, filters = (
+            list[int](),
+            [Filter(), Filter()],
+        )  # MPICH says on standard output that a process was killed
+        pipes = zip((started.stdout, started.stderr), (1, 2), filters, strict=True)
+        readers = [threading.Thread(target=_hand_on, args=pipe, name="spawnsim-log") for pipe in pipes]
+        for reader in readers:
+            reader.start()
+        with _forwarding(started, told):
+            status = _wait(started, told)
+        for reader in readers:
+            reader.join()
+        return _ended(
+            status, told, max(filters, key=lambda each: each.signal), Path(roll), survive=SURVIVE in given
+        )
+
+
+def _hand_on(stream: IO[bytes] | None, to: int, filter_: Filter) -> None:
+    assert stream is not None
+    with stream:
+        while chunk := os.read(stream.fileno(), 65536):
+            _write(to, filter_(chunk))
+        _write(to, filter_.rest())
+
+
+def _write(to: int, text: bytes) -> None:
+    with suppress(BrokenPipeError):  # nobody listens any more: the job goes on
+        while text:
+            text = text[os.write(to, text) :]
+
+
+@contextmanager
+def _forwarding(started: subprocess.Popen[bytes], told: list[int]) -> Iterator[None]:
+    """Hand on the first signal to stop as SIGTERM, which all launchers give to their ranks; the second one kills."""
+
+    def handler(number: int, _frame: object) -> None:
+        told.append(number)
+        started.send_signal(signal.SIGTERM if len(told) == 1 else signal.SIGKILL)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {number: signal.signal(number, handler) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, before in former.items():
+            signal.signal(number, before)
+
+
+def _wait(started: subprocess.Popen[bytes], told: list[int]) -> int:
+    """Wait for the end of a launcher; one that was told to stop is killed in the end."""
+    try:
+        while not told:
+            try:
+                return started.wait(0.2)
+            except subprocess.TimeoutExpired:
+                continue
+        end = time.monotonic() + STOP_S
+        return started.wait(max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return _kill(started)
+    except BaseException:
+        _kill(started)
+        raise
+
+
+def _kill(started: subprocess.Popen[bytes]) -> int:
+    started.kill()
+    return started.wait()
+
+
+def _ended(status: int, told: list[int], filter_: Filter, roll: Path, *, survive: bool) -> Ended:
+    if told:
+        return Ended(128 + told[0], outcome(told[0]))
+    if filter_.signal:
+        return Ended(128 + filter_.signal, f"{_who(filter_, roll)} was killed by {_name(filter_.signal)}")
+    if status == 0 and survive and any(roll.iterdir()) and not (roll / ENDED_WELL).exists():
+        return Ended(NOBODY, "no rank has lived to the end")
+    return Ended(status if status >= 0 else 128 - status)
+
+
+def _who(filter_: Filter, roll: Path) -> str:
+    signed = roll / str(filter_.process)
+    rank = signed.read_text() if signed.is_file() else str(filter_.rank) if filter_.rank >= 0 else ""
+    process = f"process {filter_.process} on {filter_.node}"
+    return f"rank {rank} ({process})" if rank else process
+
+
+def _name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def sign_end(environ: Mapping[str, str]) -> None:
+    """Say that this rank's program has ended well: what a job that survives its ranks is asked for in the end."""
+    roll = Path(environ.get(ROLL, "/nowhere"))
+    if roll.is_dir():
+        (roll / ENDED_WELL).touch()
+
+
+def sign_roll(rank: int, environ: Mapping[str, str]) -> None:
+    """Say which process this rank is, where the launcher asked for it and its folder can be reached from here."""
+    roll = Path(environ.get(ROLL, "/nowhere"))
+    if roll.is_dir():
+        (roll / str(os.getpid())).write_text(str(rank))

@@ -1,0 +1,236 @@
+"""Who goes on together after a death: found out by small messages, and the same for all who go on.
+
+A *lineage* is a communicator with all that recoveries made of it. Its members meet in numbered rounds. In a round each
+says that it has come, and at which step it stands; the lowest that has come waits for those who live, and decides.
+Those decided make their communicator and say so; whoever misses one of them begins the next round, to which all who
+hear of it come, also those who were through already. So no death in between leaves anybody hanging.
+
+A rank that was not heard for `SILENT_S` is given up. Should it come back (it was stopped), it is told so: it is fenced.
+Without a majority rule, which would forbid to go on with one rank of two, a network that falls into halves makes two
+jobs. Runs in the watchdog's thread; knows its channel, and knows no communicator.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from spawnsim.real.rank.ending import Ending
+from spawnsim.real.rank.watchdog import GRACE_S
+
+BEAT_S = 0.3  # how often those who wait say that they live
+LOOK_S = 2e-3
+SILENT_S = (
+    2 * GRACE_S
+)  # to give up a rank that lives is worse than to wait: on a busy machine some wait for long
+
+FENCED = (
+    "the others have given this rank up, because it was silent for too long (stopped, or busy in code that holds the "
+    "interpreter), and go on without it: it must leave"
+)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Who goes on, by world rank, and from which step; `by` is who has decided."""
+
+    by: int
+    members: tuple[int, ...]
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One rank's coming to one round. `members`: world ranks; `limit_s`: for those who live but do not come."""
+
+    lineage: str
+    members: tuple[int, ...]
+    number: int
+    step: int | None
+    limit_s: float
+
+
+@dataclass
+class Lineage:
+    """What one rank knows of the rounds of a lineage."""
+
+    done: int = 0  # the latest round that has made a communicator here
+    highest: int = 0  # the latest round that anybody is in
+    came: dict[int, dict[int, int | None]] = field(default_factory=lambda: defaultdict(dict))
+    decided: dict[int, Decision] = field(default_factory=dict)
+    made: dict[tuple[int, int], set[int]] = field(default_factory=lambda: defaultdict(set))
+    heard_s: dict[int, float] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)  # members whose program has ended: alive, and not awaited
+
+
+class Agreement:
+    """One rank's side. `revoke(lineage)` ends its calls there; `over()` says whether its program has ended."""
+
+    def __init__(self, ending: Ending, revoke: Callable[[str], None], over: Callable[[], bool]) -> None:
+        self._watchdog = watchdog = ending.watchdog
+        self._channel, self._me = watchdog.channel, watchdog.channel.rank
+        self._revoke, self._over = revoke, over
+        self.lineages: dict[str, Lineage] = defaultdict(Lineage)
+        self.lost = ending.lost  # world ranks that were given up
+        self.suspects: set[int] = set()  # world ranks that did not answer when they were last asked
+        self.fenced = False
+        watchdog.heard |= {
+            "come": self._come, "alive": self._alive, "ended": self._ended, "decided": self._decided,
+            "made": self._made, "fenced": self._fence,
+        }  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------- hearing
+    def _come(self, sender: int, message: dict[str, Any]) -> None:
+        if sender in self.lost:
+            self._channel.send(sender, {"kind": "fenced"})
+            return
+        state, number = self._hears(sender, message), message["number"]
+        if self._over():
+            self._channel.send(sender, {"kind": "ended", "lineage": message["lineage"]})
+            return
+        state.came[number][sender] = message["step"]
+        state.highest = max(state.highest, number)
+        if number > state.done:
+            self._revoke(message["lineage"])
+        self._channel.send(sender, {"kind": "alive", "lineage": message["lineage"]})
+
+    def _hears(self, sender: int, message: dict[str, Any]) -> Lineage:
+        state = self.lineages[message["lineage"]]
+        self.suspects.discard(sender)
+        state.heard_s[sender] = time.perf_counter()
+        return state
+
+    def _alive(self, sender: int, message: dict[str, Any]) -> None:
+        self._hears(sender, message)
+
+    def _ended(self, sender: int, message: dict[str, Any]) -> None:
+        self._hears(sender, message).ended.add(sender)
+
+    def _decided(self, sender: int, message: dict[str, Any]) -> None:
+        state, number = self._hears(sender, message), message["number"]
+        if number <= state.done or sender in self.lost:
+            return
+        if self._me not in message["members"]:
+            self._fence(sender, message)
+            return
+        known = state.decided.setdefault(number, Decision(sender, message["members"], message["step"]))
+        if known.by != sender:  # two have decided, since one took the other for dead: once more
+            state.highest = max(state.highest, number + 1)
+
+    def _made(self, sender: int, message: dict[str, Any]) -> None:
+        self._hears(sender, message).made[message["number"], message["by"]].add(sender)
+
+    def _fence(self, _sender: int, _message: dict[str, Any]) -> None:
+        self.fenced = True
+        self._revoke("")
+
+    # ------------------------------------------------------------------------------------------------- meeting
+    def meet(self, meeting: Meeting) -> Decision | None:
+        """Come to a round; return its decision, None if this rank is fenced or another round has begun."""
+        state, number = self.lineages[meeting.lineage], meeting.number
+        state.came[number][self._me] = meeting.step
+        began_s = time.perf_counter()
+        coming = {"kind": "come", "lineage": meeting.lineage, "number": number, "step": meeting.step}
+        beat = Beat(self, meeting, coming)
+        while not self.fenced and state.highest <= number:
+            if number in state.decided:
+                return state.decided[number]
+            beat()
+            going_on = self._settled(meeting, began_s)
+            if going_on and min(going_on) == self._me:
+                return self._decide(meeting, going_on)
+            self._watchdog.serve()
+            time.sleep(LOOK_S)
+        return None
+
+    def _settled(self, meeting: Meeting, began_s: float) -> list[int]:
+        """Return who has come and lives, if nobody is awaited any more."""
+        state, now_s = self.lineages[meeting.lineage], time.perf_counter()
+        came, here = state.came[meeting.number], []
+        patient = now_s - began_s < max(meeting.limit_s, SILENT_S)
+        for member in meeting.members:
+            lives = member == self._me or not self._silent(state, member, began_s, now_s)
+            if lives and member in came:
+                here.append(member)
+            elif lives and patient and member not in state.ended and member not in self.lost:
+                return []
+        return here
+
+    def _silent(self, state: Lineage, member: int, began_s: float, now_s: float) -> bool:
+        if member in self.lost:
+            return True
+        limit_s = (
+            SILENT_S - GRACE_S if member in self.suspects else SILENT_S
+        )  # the watchdog has waited that long
+        return now_s - max(state.heard_s.get(member, began_s), began_s) > limit_s
+
+    def _decide(self, meeting: Meeting, members: list[int]) -> Decision:
+        state = self.lineages[meeting.lineage]
+        steps = [step for member, step in state.came[meeting.number].items() if member in members]
+        step = min((step for step in steps if step is not None), default=None)
+        decision = state.decided[meeting.number] = Decision(self._me, tuple(members), step)
+        message = {
+            "kind": "decided", "lineage": meeting.lineage, "number": meeting.number, "members": decision.members,
+            "step": step,
+        }  # fmt: skip
+        for member in meeting.members:
+            if member != self._me and member not in state.ended:
+                self._channel.send(member, message)
+        return decision
+
+    def confirm(self, meeting: Meeting, decision: Decision, ready: Callable[[], bool]) -> bool:
+        """Wait until all who were decided have made their communicator, this rank too when `ready()`."""
+        state, number = self.lineages[meeting.lineage], meeting.number
+        began_s, said = time.perf_counter(), False
+        beat = Beat(self, meeting, {"kind": "alive", "lineage": meeting.lineage})
+        made = state.made[number, decision.by]
+        while not self.fenced and state.highest <= number:
+            if not said and ready():
+                said = True
+                made.add(self._me)
+                self._tell(
+                    decision.members,
+                    {"kind": "made", "lineage": meeting.lineage, "number": number, "by": decision.by},
+                )
+            if made >= set(decision.members):
+                state.done = number
+                return True
+            beat()
+            if self._missing(meeting, decision, began_s):
+                state.highest = number + 1
+            self._watchdog.serve()
+            time.sleep(LOOK_S)
+        return False
+
+    def _missing(self, meeting: Meeting, decision: Decision, began_s: float) -> bool:
+        """Whether one who was decided is silent, or all of it takes too long."""
+        state, now_s = self.lineages[meeting.lineage], time.perf_counter()
+        late = now_s - began_s > max(meeting.limit_s, 2 * SILENT_S)
+        awaited = set(decision.members) - state.made[meeting.number, decision.by] - {self._me}
+        return late or any(self._silent(state, member, began_s, now_s) for member in awaited)
+
+    def _tell(self, members: tuple[int, ...], message: dict[str, Any]) -> None:
+        for member in members:
+            if member != self._me:
+                self._channel.send(member, message)
+
+    def tell_lost(self) -> None:
+        """Tell those who were given up, should they ever read it."""
+        self._tell(tuple(sorted(self.lost)), {"kind": "fenced"})
+
+
+class Beat:
+    """Says something to all members of a meeting, every `BEAT_S` seconds."""
+
+    def __init__(self, agreement: Agreement, meeting: Meeting, message: dict[str, Any]) -> None:
+        self._agreement, self._message, self._due_s = agreement, message, 0.0
+        self._members = tuple(member for member in meeting.members if member not in agreement.lost)
+
+    def __call__(self) -> None:
+        now_s = time.perf_counter()
+        if now_s >= self._due_s:
+            self._due_s = now_s + BEAT_S
+            self._agreement._tell(self._members, self._message)

@@ -1,0 +1,292 @@
+"""`Comm` on a real MPI: a thin wrapper over mpi4py's communicators that keeps the promises of the house.
+
+All of mpi4py's methods are there, by delegation; communicators that they return come back wrapped and share the
+rank's five own members. Integers such as `ANY_SOURCE` are spawnsim's, whatever the library's own numbers are.
+Knows mpi4py; knows no policy, no run folder and no command line.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from mpi4py import MPI
+
+from spawnsim.comm import constants, failures
+from spawnsim.comm.group import Group
+from spawnsim.comm.handles import ERRORS_ARE_FATAL, ERRORS_RETURN, Errhandler
+from spawnsim.comm.recovery import Capabilities, Recovery
+from spawnsim.errors import UsageError
+from spawnsim.real.launching.launch import recognise, require_together
+from spawnsim.real.mpi import words
+from spawnsim.real.mpi.collectives import MAKERS, Collectives
+from spawnsim.real.mpi.home import Home
+from spawnsim.real.mpi.p2p import PointToPoint
+from spawnsim.real.mpi.recovery import SURVIVE, capabilities, prepare, recover, ulfm
+from spawnsim.real.mpi.requests import MPIPersistent, MPIRequest, wrapped
+from spawnsim.real.mpi.windows import Windows
+from spawnsim.real.rank.guard import close, guarded
+from spawnsim.real.rank.namespace import KINDS
+from spawnsim.real.rank.namespace import namespace as names
+from spawnsim.real.rank.options import Options
+from spawnsim.real.rank.own import Own, Recorder, Task
+
+if TYPE_CHECKING:
+    from spawnsim.real.rank.staging import Stage
+
+
+class MPIComm(PointToPoint, Collectives):
+    """A communicator of real ranks. Made by `world()`, by its own `Split`, `Dup`, …, and by `wrap()`."""
+
+    revoked = ""  # why, once it is
+
+    def __init__(self, raw: MPI.Comm, home: Home, label: str) -> None:
+        self._home, self.label = home, label
+        self._raw, self._sequence = cast("MPI.Intracomm", raw), 0
+        self._open_matching()
+        self.rank, self.size = raw.Get_rank(), raw.Get_size()
+        self.members = self._in_world(raw.Get_group())
+        self._inter, self._node = raw.Is_inter(), None
+        self._shares = home.options.node_memory and self.size > 1 and not (self._inter or home.leavable)
+        self.Win = Windows(self)
+        raw.Set_attr(_keyval(), self)
+        own = home.own
+        self.clock, self.rng, self.record, self.compute = own.clock, own.rng, own.record, own.compute
+
+    def _in_world(self, group: MPI.Group) -> tuple[int, ...]:
+        return tuple(int(rank) for rank in MPI.Group.Translate_ranks(group, None, self._home.raw.Get_group()))
+
+    # ------------------------------------------------------------------------------------------ own members
+    def background(self, fn: Callable[[], object]) -> Task:
+        """Run `fn()` in a thread of this rank."""
+        return self._home.own.background(fn)
+
+    def poll(self) -> None:
+        """Let MPI make progress now; every operation and the end of every compute block do it anyhow."""
+        self._home.poll()
+
+    def capabilities(self) -> Capabilities:
+        """Return what this communicator can do here, and which launcher flag is missing."""
+        return capabilities(self._home)
+
+    def recover(self, step: int | None = None) -> Recovery:
+        """Return a communicator of the survivors, after `RankFailed`, `Revoked` or `Timeout`; all of them must call."""
+        return recover(self, step)
+
+    def as_native(self) -> MPI.Comm:
+        """Return what mpi4py takes for this argument."""
+        return self._raw
+
+    def as_mpi_comm(self) -> MPI.Comm:
+        """Return mpi4py's communicator beneath."""
+        return self._raw
+
+    # ------------------------------------------------------------------------------------------- mpi4py's own
+    def Get_rank(self) -> int:
+        if not self._raw:
+            raise failures.CallError(failures.ERR_COMM, f"{self.label} was freed: make another one")
+        return self.rank
+
+    def Get_size(self) -> int:
+        return self.size
+
+    def Get_group(self) -> Group:
+        """Return the group, in spawnsim's words: its members are ranks of the world."""
+        return Group.of(self.members, self._home.own.rank)
+
+    def Get_remote_group(self) -> Group:
+        """Return the other side of an intercommunicator."""
+        remote: Any = self._raw
+        return Group.of(self._in_world(remote.Get_remote_group()), self._home.own.rank)
+
+    def Get_attr(self, keyval: int) -> Any:
+        """Return an attribute; spawnsim's numbers of the predefined ones are translated."""
+        return self._raw.Get_attr(words.keyval(keyval))
+
+    def Get_topology(self) -> int:
+        """Return the kind of topology, in spawnsim's numbers."""
+        kinds = {MPI.CART: constants.CART, MPI.GRAPH: constants.GRAPH, MPI.DIST_GRAPH: constants.DIST_GRAPH}
+        return kinds.get(self._raw.Get_topology(), constants.UNDEFINED)
+
+    topology = topo = property(Get_topology)
+
+    def Get_errhandler(self) -> Any:
+        """Return the error handler: spawnsim's for a predefined one."""
+        found = self._raw.Get_errhandler()
+        for own, theirs in ((ERRORS_RETURN, MPI.ERRORS_RETURN), (ERRORS_ARE_FATAL, MPI.ERRORS_ARE_FATAL)):
+            if found == theirs:
+                found.Free()
+                return Errhandler(own)
+        return found
+
+    Create_keyval = staticmethod(MPI.Comm.Create_keyval)
+    Free_keyval = staticmethod(MPI.Comm.Free_keyval)
+    Create_errhandler = staticmethod(MPI.Comm.Create_errhandler)
+
+    def Free(self) -> None:
+        """Free the communicator; the next call on it is an error, and open object receives end cancelled."""
+        if self.label == "world":
+            raise failures.CallError(failures.ERR_COMM, "the world cannot be freed: close() ends it")
+        for waiting in list(self._posted):
+            waiting.Cancel()
+        if self._node is not None:
+            self._node.free()
+        self._raw.Free()
+
+    def Abort(self, errorcode: int = 0) -> None:
+        """End all ranks at once."""
+        self._raw.Abort(errorcode)
+
+    def Shift(self, direction: int, disp: int) -> tuple[int, int]:
+        """Return source and destination of a shift on a Cartesian communicator; edges are PROC_NULL."""
+        source, dest = self._raw.Shift(direction, disp)  # type: ignore[attr-defined]
+        return words.rank_back(source), words.rank_back(dest)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        found = getattr(self._raw, name)
+        if not callable(found):
+            return self._wrapped(found, name)
+        method = self._delegate(found, name)
+        self.__dict__[name] = method
+        return method
+
+    def _delegate(self, raw: Callable[..., Any], name: str) -> Callable[..., Any]:
+        translate = self._home.words
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            named = {key: translate(value) for key, value in kwargs.items()}
+            given = tuple([translate(value) for value in args])
+            stage = self._staged(name, given, named) if translate.devices else None
+            if stage is not None:
+                given, named = stage.args, stage.kwargs
+            try:
+                result = self._wrapped(raw(*given, **named), name, stage)
+            except MPI.Exception as error:
+                raise words.failure(error, self._raw, f"rank {self.rank} of {self.label}: {name}") from None
+            if stage is not None and not isinstance(result, MPIRequest):
+                stage.end()
+            return result
+
+        return call
+
+    def _wrapped(self, value: Any, name: str, stage: Stage | None = None) -> Any:
+        """Return results in the house's clothes: communicators and requests are wrapped, also in tuples."""
+        if isinstance(value, MPI.Comm):
+            return MPIComm(value, self._home, f"{self.label}/{name}") if value else None
+        if isinstance(value, MPI.Request):
+            return wrapped(value, self._home, (name, -1, self), stage)
+        if type(value) is tuple:
+            return tuple([self._wrapped(part, name) for part in value])
+        return value
+
+    def _make(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        words = self._home.words
+        named = {key: words(value) for key, value in kwargs.items()}
+        raw = self._watched(name, tuple([words(value) for value in args]), named)
+        if raw == MPI.COMM_NULL:
+            return None
+        return MPIComm(raw, self._home, f"{self.label}/{name}{self._sequence}")
+
+    def __eq__(self, other: object) -> bool:
+        if not other:  # where this house has no communicator, it says None
+            return not self
+        return isinstance(other, MPIComm) and self._raw == other._raw
+
+    def __hash__(self) -> int:
+        return self._raw.handle
+
+    def __bool__(self) -> bool:
+        return bool(self._raw)
+
+    def __repr__(self) -> str:
+        return f"<MPIComm {self.label}: rank {self.rank} of {self.size}>"
+
+
+def _maker(name: str) -> Callable[..., Any]:
+    def make(self: MPIComm, *args: Any, **kwargs: Any) -> Any:
+        return self._make(name, args, kwargs)
+
+    make.__name__ = make.__qualname__ = name
+    make.__doc__ = f"mpi4py's `{name}`; the new communicator is wrapped, None where this rank is in none."
+    return make
+
+
+for _name in MAKERS:
+    setattr(MPIComm, _name, _maker(_name))
+
+
+def world(
+    *,
+    recorder: Recorder | None = None,
+    seed: int = 0,
+    deadline_s: float = 30.0,
+    options: Options | None = None,
+) -> MPIComm:
+    """Return the communicator of all ranks of this job. Collective; the clock starts when all have met."""
+    require_together(recognise(), MPI.COMM_WORLD.Get_size(), MPI.get_vendor()[0])
+    raw = MPI.COMM_WORLD.Dup()
+    own = Own(raw.Get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
+    comm = _enter(raw, own, options or Options(survive=SURVIVE in os.environ and not ulfm()), "world")
+    raw.Set_name("MPI_COMM_WORLD")
+    MPI.COMM_WORLD.Set_attr(
+        _keyval(), comm
+    )  # whoever wraps it means this run: its seed, recorder and deadline
+    return comm
+
+
+def _enter(raw: MPI.Intracomm, own: Own, options: Options, label: str) -> MPIComm:
+    home = Home(raw, own, options)
+    prepare(home)
+    home.watchdog.start()
+    comm = MPIComm(raw, home, label)
+    comm.Barrier()
+    own.clock.start()
+    return comm
+
+
+@cache
+def _keyval() -> int:
+    """Return the key under which a raw communicator remembers its wrapper."""
+    return MPI.Comm.Create_keyval()
+
+
+def wrap(raw: MPI.Comm) -> MPIComm:
+    """Return a communicator of mpi4py's in the house's clothes; the same one each time.
+
+    During a run of `world()`, COMM_WORLD means that run. Else this is collective over `raw` on the first call: the
+    deadline is 30 s, the seed 0, and nothing is recorded; `world()` is the way to choose. MPI must not have been
+    finalized.
+    """
+    if not isinstance(raw, MPI.Intracomm) or raw == MPI.COMM_NULL:
+        raise UsageError(f"{raw!r}: pass an mpi4py intracommunicator that this rank is in")
+    known = raw.Get_attr(_keyval())
+    if isinstance(known, MPIComm) and not known._home.ending.over:
+        return known
+    comm = _enter(raw, Own(raw.Get_rank(), recorder=None, seed=0, deadline_s=30.0), Options(), raw.Get_name())
+    atexit.register(comm._home.watchdog.stop)
+    return comm
+
+
+def namespace(comm: MPIComm) -> SimpleNamespace:
+    """Return `MPI` as programs on `comm` must see it: mpi4py's names, with spawnsim's numbers and requests."""
+    found = names(comm, vars(MPI))
+    found.COMM_SELF, found.Prequest = wrap(MPI.COMM_SELF), MPIPersistent
+    vars(found).update(KINDS, Compute_dims=_compute_dims)
+    return found
+
+
+def _compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
+    """Return balanced dimensions (`MPI.Compute_dims`), or spawnsim's error."""
+    try:
+        return MPI.Compute_dims(nnodes, dims)
+    except MPI.Exception as error:
+        raise words.failure(error, None, f"Compute_dims({nnodes}, {dims})") from error
+
+
+__all__ = ["MPIComm", "Options", "close", "guarded", "namespace", "world", "wrap"]

@@ -1,0 +1,267 @@
+"""After a death: a communicator of the survivors, on two paths of real MPI.
+
+With ULFM switched on (Open MPI under `--with-ft ulfm`) the library revokes and shrinks. Without it, watchdogs agree
+who goes on (`agreement`), and the survivors make a group of their own; for that the job must have been started to
+survive (`launch(survive=True)`), and collectives must be such that can be left (`Options(survive=True)`). Knows mpi4py
+and the rank's home.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import signal
+import socket
+import sys
+import zlib
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from spawnsim.comm.recovery import Capabilities, Recovery
+from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout
+from spawnsim.real.launching.attending import SURVIVE, sign_end
+from spawnsim.real.mpi.agreement import FENCED, Agreement, Decision, Meeting
+from spawnsim.real.mpi.leavable import Apart
+from spawnsim.real.mpi.revoking import Revoking
+from spawnsim.real.mpi.words import failure, ulfm
+
+if TYPE_CHECKING:
+    from spawnsim.real.mpi.comm import MPIComm
+    from spawnsim.real.mpi.home import Home
+
+T = TypeVar("T")
+ROUNDS = 16  # deaths during one recovery, before it is given up
+NOWHERE = np.iinfo(np.int64).max  # the step of a rank that gives none
+
+
+def capabilities(home: Home) -> Capabilities:
+    """Return what can be done, without trying it."""
+    vendor, version = MPI.get_vendor()
+    survives = ulfm() or (home.options.survive and SURVIVE in os.environ)
+    flag = "mpiexec --with-ft ulfm" if vendor == "Open MPI" else "mpiexec -disable-auto-cleanup"
+    advice = f"to survive a rank's death start with launch(survive=True), or {flag} by hand"
+    return Capabilities(
+        backend="mpi",
+        library=f"{vendor} {'.'.join(map(str, version))}",
+        survives=survives,
+        ulfm=ulfm(),
+        progress="poll",  # Win.Allocate on one node: always; else at polls and ends of compute blocks
+        threads={0: "single", 1: "funneled", 2: "serialized"}.get(MPI.Query_thread(), "multiple"),
+        devices=("cpu", "cuda"),  # GPU tensors are staged where MPI does not reach them
+        missing=() if survives else (advice,),
+    )
+
+
+class Survival:
+    """What one rank needs to outlive others; each home has one. `dropped` messages are counted in `revoking`."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self.revoking = Revoking(home)
+        self.kept = self.revoking.kept
+        self._parting = False  # at the end of its program, but not of the job
+        self.agreement = Agreement(home.ending, self._revoke, lambda: home.ending.over and not self._parting)
+        home.ending.given_up = lambda: self.agreement.fenced
+        if home.leavable or ulfm():
+            home.parting.go_on = self._go_on
+        self.everyone: MPIComm | None = None  # all survivors of the world
+        self.alone = False  # this rank will not end together with all others
+        self._places: list[tuple[str, int]] = []
+        self._base: Any = None
+
+    def prepare(self) -> None:
+        """Make the rank fit to survive others: once MPI is up, since before it MPICH puts its own handler there."""
+        raw = self._home.raw
+        self._base = raw.Dup()
+        self._places = raw.allgather((socket.gethostname(), os.getpid()))
+        if MPI.get_vendor()[0] == "MPICH":
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    def _revoke(self, lineage: str) -> None:
+        self.revoking(
+            lineage, FENCED if self.agreement.fenced else "ranks recover from a death; recover() too"
+        )
+
+    def fence(self) -> None:
+        """Raise if the others have given this rank up."""
+        if self.agreement.fenced:
+            raise Revoked(f"rank {self._home.own.rank}: {FENCED}") from None  # the one error of this rank
+
+    def regroup(self, comm: MPIComm, step: int | None) -> tuple[Any, Decision]:
+        """Return a library's communicator of the survivors, and what they have decided."""
+        home, lineage = self._home, lineage_of(comm)
+        state, limit_s = self.agreement.lineages[lineage], home.clock.limit_s()
+        self._revoke(lineage)
+        number = state.done + 1
+        for _ in range(ROUNDS):
+            meeting = Meeting(lineage, comm.members, max(number, state.highest), step, limit_s)
+            number = meeting.number
+            decision = self._watched(partial(self.agreement.meet, meeting))
+            if decision is not None:
+                made = Apart(partial(self._make, decision, lineage, number))
+                if self._watched(partial(self.agreement.confirm, meeting, decision, made.over)):
+                    return made.result(), decision
+                self.kept.append(made)
+                number += 1
+            self.fence()
+        raise Timeout(
+            (), "recover", number, f"rank {comm.rank} of {comm.label}: {ROUNDS} rounds, and no agreement"
+        )
+
+    def _make(self, decision: Decision, lineage: str, number: int) -> Any:
+        """Make the communicator, and one to part by; any that dies in it leaves the others there, hence `Apart`."""
+        group = self._base.Get_group().Incl(list(decision.members))
+        tag = 1 + zlib.crc32(f"{lineage} {number} {decision.by}".encode()) % 2**14
+        raw = self._base.Create_group(group, tag)
+        return raw, raw.Dup()
+
+    def _watched(self, job: Callable[[], T]) -> T:
+        """Run a part of the agreement in the watchdog's thread, which owns the channel."""
+        found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                found.put((job(), None))
+            except BaseException as error:  # noqa: BLE001  the thread that asked raises it
+                found.put((None, error))
+
+        self._home.watchdog.do(run)
+        result, error = found.get()
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
+
+    def _go_on(self) -> None:
+        """Let those who have all come to their ends go on to part without the silent."""
+        self.fence()
+        self._parting = True
+        recover(self.everyone or self._home.comms[0])
+        self._parting = False
+
+    def leave_alone(self) -> None:
+        """From now on this rank ends for itself: MPI's own end would wait for the dead."""
+        if not self.alone:
+            self.alone = True
+            atexit.register(self._leave)
+
+    def end(self) -> None:
+        """The last word of a program that has ended well."""
+        self.agreement.tell_lost()
+        if SURVIVE in os.environ:
+            sign_end(os.environ)
+
+    def _leave(self) -> None:
+        """Leave without MPI's own end. Those who were given up and are only stopped are woken, to leave as well."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for rank in sorted(self.agreement.lost) if self._places else ():
+            host, process = self._places[rank]
+            if host == self._places[self._home.own.rank][0]:
+                _wake(process)
+        os._exit(0)
+
+
+def _wake(process: int) -> None:
+    try:
+        os.kill(process, signal.SIGCONT)
+    except OSError:  # it has ended
+        return
+
+
+def lineage_of(comm: MPIComm) -> str:
+    """Return the name that a communicator shares with all that recoveries make of it."""
+    head, _, last = comm.label.rpartition("/")
+    return head if last.startswith("recovered") else comm.label
+
+
+def prepare(home: Home) -> None:
+    """Called once MPI is up, on all ranks."""
+    home.survival = Survival(home)
+    if home.options.survive:
+        home.survival.prepare()
+
+
+def recover(comm: MPIComm, step: int | None = None) -> Recovery:
+    """Return the communicator of the survivors. All of them must call; `step` is where this one stands.
+
+    It ends `comm` and all that was made of it (communicators, windows, open requests): calls on them raise `Revoked`.
+    Those who live and do not come within the deadline are given up, like the dead.
+
+    Raises `Revoked` on a rank that the others have given up meanwhile (it was stopped): it must leave.
+    """
+    home, survival = comm._home, comm._home.survival
+    survival.fence()
+    if ulfm():
+        raw, farewell, agreed = _shrunk(comm, step)
+        survival.revoking(
+            lineage_of(comm), "it has been recovered; use the communicator that recover() returned"
+        )
+        home.poll_by(raw)
+    else:
+        if not home.options.survive:
+            raise RankFailed(
+                (), f"rank {comm.rank}: recover() needs Options(survive=True), and launch(survive=True)"
+            )
+        (raw, farewell), decision = survival.regroup(comm, step)
+        agreed = decision.step
+        home.probe_by(survival.revoking.probe_by(raw))
+    return _recovered(comm, raw, farewell, agreed)
+
+
+def _recovered(comm: MPIComm, raw: Any, farewell: Any, step: int | None) -> Recovery:
+    home, survival, lineage = comm._home, comm._home.survival, lineage_of(comm)
+    home.epoch += 1
+    label = f"{lineage}/recovered{survival.agreement.lineages[lineage].done or home.epoch}"
+    survivors = type(comm)(raw, home, label)
+    old = {comm.members.index(member): rank for rank, member in enumerate(survivors.members)}
+    dead = tuple(sorted(set(range(comm.size)) - set(old)))
+    survival.agreement.lost |= {comm.members[rank] for rank in dead} - survival.agreement.lineages[
+        lineage
+    ].ended
+    if lineage == "world":
+        survival.everyone, home.farewell = survivors, farewell
+    if dead:
+        survival.leave_alone()
+    state = survival.agreement.lineages[lineage]
+    if state.highest > state.done:  # another round has begun since
+        survival.revoking(lineage, "ranks recover from a death; recover() too")
+    comm.record.event("recovered", dead=list(dead), size=survivors.size, step=-1 if step is None else step)
+    return Recovery(survivors, old, step, dead)
+
+
+def _shrunk(comm: MPIComm, step: int | None) -> tuple[Any, Any, int | None]:
+    """ULFM's way: revoke, so that all come here, and shrink, until nobody dies meanwhile."""
+    raw: Any = comm._raw
+    error: SpawnsimError | None = None
+    for _ in range(ROUNDS):
+        if not raw.Is_revoked():
+            raw.Revoke()
+        raw = raw.Shrink()
+        agreed = np.array([NOWHERE if step is None else step], np.int64)
+        whole, farewell = 1, None
+        try:
+            raw.Allreduce(MPI.IN_PLACE, agreed, MPI.MIN)
+            farewell = raw.Dup()
+        except MPI.Exception as found:
+            whole, error = 0, failure(found, raw, f"rank {comm.rank} of {comm.label}: recover")
+        if _all(raw, whole):
+            return raw, farewell, None if agreed[0] == NOWHERE else int(agreed[0])
+    raise error or Timeout(
+        (), "recover", -1, f"rank {comm.rank} of {comm.label}: {ROUNDS} rounds, and no agreement"
+    )
+
+
+def _all(raw: Any, flag: int) -> bool:
+    """Return whether all survivors say yes; the same on all of them, also when one dies now."""
+    try:
+        return bool(raw.Agree(flag))
+    except MPI.Exception:
+        return False
+
+
+__all__ = ["SURVIVE", "capabilities", "prepare", "recover", "ulfm"]

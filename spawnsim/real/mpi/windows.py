@@ -1,0 +1,257 @@
+"""Windows on MPI that work while their owners compute.
+
+The recipe, by measurement on both MPIs: memory by `Allocate`, one `Lock_all` taken at birth and held until `Free`,
+accesses completed by `Flush`. So the house keeps locks and epochs of its own, in the rooms beside this one. Knows
+mpi4py's windows and the rank's home; knows nothing of what the memory holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from threading import get_ident
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mpi4py import MPI
+
+from spawnsim.comm.ops import SUM
+from spawnsim.errors import UnsupportedError
+from spawnsim.real.mpi import words
+from spawnsim.real.mpi.leavable import leaving, together
+from spawnsim.real.mpi.locks import Locks
+from spawnsim.real.mpi.requests import MPIRequest
+from spawnsim.real.rank.epochs import Epochs
+
+if TYPE_CHECKING:
+    from spawnsim.real.mpi.comm import MPIComm
+    from spawnsim.real.rank.staging import Stage
+
+
+@dataclass(frozen=True)
+class Target:
+    """The part of a window that a call waits for, in the watchdog's terms."""
+
+    label: str
+    members: tuple[int, ...]
+
+
+class MPIWin(Locks, Epochs):
+    """A window: mpi4py's methods. Make one by `comm.Win.Allocate(nbytes)` or `comm.Win.Create(memory)`; collective."""
+
+    def __init__(self, raw: MPI.Win, comm: MPIComm) -> None:
+        self._raw, self._comm, self._home = raw, comm, comm._home
+        self._words = together(comm, MPI.Win.Allocate, 8, 8, MPI.INFO_NULL)
+        self._tokens = together(
+            comm, MPI.Intracomm.Dup
+        )  # of epochs, so that no receive of the program takes one
+        word: Any = self._words.tomemory()
+        memoryview(word)[:] = bytes(8)
+        self.label = f"{comm.label}/Win{comm._sequence}"
+        self._stages: list[tuple[int, Stage]] = []  # of calls with GPU tensors that are not flushed yet
+        self._begin_epochs()
+        self._held: dict[int, int] = {}  # target → what this rank has added to its lock word
+        self._one, self._was = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        comm.Barrier()
+        self._home.windows.append(self)
+        raw.Lock_all(MPI.MODE_NOCHECK)
+        self._words.Lock_all(MPI.MODE_NOCHECK)
+        self._targets = [Target(f"the window of {comm.label}", (member,)) for member in comm.members]
+        comm.Barrier()
+
+    # ------------------------------------------------------------------------------------------------ memory
+    def tomemory(self) -> Any:
+        """Return this rank's own part as a buffer of bytes."""
+        return self._raw.tomemory()
+
+    @property
+    def memory(self) -> Any:
+        """This rank's own part as a buffer of bytes."""
+        return self._raw.tomemory()
+
+    def Sync(self) -> None:
+        self._raw.Sync()
+
+    def Shared_query(self, rank: int) -> tuple[Any, int]:
+        """Return a rank's part as a buffer, and its displacement unit (windows by `Allocate_shared`)."""
+        memory, unit = self._raw.Shared_query(rank)
+        return memory, unit
+
+    # ------------------------------------------------------------------------------------------ tokens of epochs
+    def _tell(self, rank: int, token: int) -> None:
+        MPIRequest.of(self._tokens.isend(None, rank, token), self._home, ("Win.Post", rank, self._comm))
+
+    def _listen(self) -> None:
+        found = MPI.Status()
+        while (message := self._tokens.improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, found)) is not None:
+            message.recv()
+            self._told[found.Get_source(), found.Get_tag()] += 1
+
+    # ---------------------------------------------------------------------------------------------- accesses
+    def _buffers(self, operation: str, target_rank: int, *buffers: Any) -> tuple[Any, ...]:
+        """Count an access and return its buffers in mpi4py's words; a GPU tensor is in main memory until Flush."""
+        translate = self._home.words
+        self._home.tally.access(buffers[0])
+        given = tuple([translate(buffer) for buffer in buffers])
+        stage: Stage | None = translate.stage(self._raw, operation, given) if translate.devices else None
+        if stage is None:
+            return given
+        self._stages.append((target_rank, stage))
+        return stage.args
+
+    def _land(self, rank: int | None) -> None:
+        """Copy to GPU tensors what the calls to `rank` (None: to all) have fetched, now that they are complete."""
+        complete = [stage for target, stage in self._stages if rank is None or target == rank]
+        self._stages = [(target, stage) for target, stage in self._stages if stage not in complete]
+        for stage in complete:
+            stage.end()
+
+    def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        (origin,) = self._buffers("Get", target_rank, origin)
+        self._raw.Get(origin, words.peer(target_rank), self._home.words(target))
+
+    def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        (origin,) = self._buffers("Put", target_rank, origin)
+        self._raw.Put(origin, words.peer(target_rank), self._home.words(target))
+
+    def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Any = SUM) -> None:
+        translate = self._home.words
+        (origin,) = self._buffers("Accumulate", target_rank, origin)
+        self._raw.Accumulate(origin, words.peer(target_rank), translate(target), translate(op))
+
+    def Get_accumulate(
+        self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Any = SUM
+    ) -> None:
+        translate = self._home.words
+        origin, result = self._buffers("Get_accumulate", target_rank, origin, result)
+        self._raw.Get_accumulate(origin, result, words.peer(target_rank), translate(target), translate(op))
+
+    def Fetch_and_op(
+        self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Any = SUM
+    ) -> None:
+        origin, result = self._buffers("Fetch_and_op", target_rank, origin, result)
+        self._raw.Fetch_and_op(origin, result, target_rank, target_disp, self._home.words(op))
+
+    def Compare_and_swap(
+        self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
+    ) -> None:
+        origin, compare, result = self._buffers("Compare_and_swap", target_rank, origin, compare, result)
+        self._raw.Compare_and_swap(origin, compare, result, target_rank, target_disp)
+
+    def Rget(self, origin: Any, target_rank: int, target: Any = None) -> MPIRequest:
+        return self._requested("Rget", origin, target_rank, target)
+
+    def Rput(self, origin: Any, target_rank: int, target: Any = None) -> MPIRequest:
+        return self._requested("Rput", origin, target_rank, target)
+
+    def _requested(self, operation: str, origin: Any, target_rank: int, target: Any) -> MPIRequest:
+        translate = self._home.words
+        self._home.tally.access(origin)
+        origin = translate(origin)
+        stage = translate.stage(self._raw, operation, (origin,)) if translate.devices else None
+        if stage is not None:
+            (origin,) = stage.args
+        raw = getattr(self._raw, operation)(origin, words.peer(target_rank), translate(target))
+        return MPIRequest.of(raw, self._home, (f"Win.{operation}", target_rank, self._comm), stage)
+
+    # -------------------------------------------------------------------------------------------- completion
+    def Flush(self, rank: int) -> None:
+        """Complete all calls to one rank; watched, since it waits for the target's next poll on some paths."""
+        home, thread = self._home, get_ident()
+        if home.leavable and rank != self._comm.rank:
+            leaving(self._comm, f"Win.Flush of rank {rank}", partial(self._raw.Flush, rank), [rank])
+            self._land(rank)
+            return
+        active = home.watchdog.active
+        active[thread] = (
+            f"Win.Flush of rank {rank}",
+            -1,
+            self._targets[rank],
+            perf_counter(),
+            home.clock.limit_s(),
+        )
+        try:
+            self._raw.Flush(rank)
+        finally:
+            active.pop(thread, None)
+        if self._stages:
+            self._land(rank)
+
+    def Flush_all(self) -> None:
+        self._raw.Flush_all()
+        self._land(None)
+
+    Flush_local = Flush
+    Flush_local_all = Flush_all
+
+    def Fence(self, assertion: int = 0) -> None:
+        self.Flush_all()
+        self._raw.Sync()
+        self._comm.Barrier()
+        self._raw.Sync()
+
+    def Get_attr(self, keyval: int) -> Any:
+        """Return an attribute; spawnsim's numbers of the predefined ones are translated."""
+        return self._raw.Get_attr(words.keyval(keyval))
+
+    def __bool__(self) -> bool:
+        return bool(self._raw)
+
+    def __eq__(self, other: object) -> bool:
+        if not other:  # where this house has no window, it says None
+            return not self
+        return isinstance(other, MPIWin) and self._raw == other._raw
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def Free(self) -> None:
+        self._home.windows.remove(self)
+        self._comm.Barrier()
+        self.release()
+
+    def release(self) -> None:
+        """Give the memory back; collective, and works when the communicator is gone already."""
+        for raw in (self._raw, self._words):
+            raw.Unlock_all()
+            raw.Free()
+        self._tokens.Free()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._raw, name)
+
+
+class Windows:
+    """`comm.Win`: makes windows on a communicator, with mpi4py's names. All calls are collective."""
+
+    def __init__(self, comm: MPIComm) -> None:
+        self._comm = comm
+
+    def Allocate(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
+        """Return a window over `size` new bytes on each rank: the one that others reach while this rank computes."""
+        raw = together(self._comm, MPI.Win.Allocate, size, disp_unit, info or MPI.INFO_NULL)
+        return MPIWin(raw, self._comm)
+
+    def Allocate_shared(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
+        """Return a window that all ranks of one node map into their memory (see `Shared_query`)."""
+        raw = together(self._comm, MPI.Win.Allocate_shared, size, disp_unit, info or MPI.INFO_NULL)
+        return MPIWin(raw, self._comm)
+
+    def Create_dynamic(self, info: Any = None, comm: Any = None) -> MPIWin:
+        """Return a window without memory: `Attach` adds some, and targets are addresses."""
+        raw = together(self._comm, MPI.Win.Create_dynamic, info or MPI.INFO_NULL)
+        return MPIWin(raw, self._comm)
+
+    def Create(self, memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
+        """Return a window over memory that exists. Others reach it only when this rank polls; `Allocate` is quicker."""
+        home = self._comm._home
+        memory = home.words(memory)
+        if home.words.far(memory):
+            raise UnsupportedError(
+                "Win.Create over GPU memory: use Win.Allocate, and Put GPU tensors into it and Get them from it"
+            )
+        home.needy = True
+        raw = together(self._comm, MPI.Win.Create, memory, disp_unit, info or MPI.INFO_NULL)
+        return MPIWin(raw, self._comm)

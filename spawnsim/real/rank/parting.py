@@ -1,0 +1,123 @@
+"""How the ranks of a real job part: all together, with nothing open, nothing under way, and nobody hanging.
+
+Both buildings part alike. First all meet: then no program sends any more, so a receive that is still open will stay
+so, and is cancelled; messages that nobody received are taken from the library, counted and dropped, because one MPI
+aborts at its end when it still holds some. Knows a rank's home by what `Leaving` names; knows neither MPI nor torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from spawnsim.errors import RankFailed, WorldError
+from spawnsim.real.rank.ending import Ending
+from spawnsim.real.rank.own import Own
+from spawnsim.real.rank.several import Registry
+from spawnsim.real.rank.waiting import wait_until
+
+RECEIVES = ("recv", "Recv")
+LAST_LOOKS = 64  # at messages that may still be under way when all have met: under 1 ms
+
+
+class Leaving(Protocol):
+    """A home, seen from the end of its run."""
+
+    own: Own
+    ending: Ending
+    registry: Registry
+
+    def meet(self) -> Callable[[], bool]:
+        """Begin to wait for all ranks; the result says whether all have come."""
+
+    def take_leftovers(self) -> int:
+        """Drop messages that have arrived and that nobody received; return how many."""
+
+    def release(self) -> None:
+        """Give back what the run holds: the last step, after which the rank is alone."""
+
+
+class Parting:
+    """The end of one rank's run, in two steps: `settle`, after which ranks may still compare notes, and `leave`."""
+
+    def __init__(self, home: Leaving) -> None:
+        self._home, self._settled, self._left = home, False, False
+        # Lets those who are here go on without the silent; None in a job that ends with any of its ranks.
+        self.go_on: Callable[[], object] | None = None
+        self._leftovers = 0
+
+    def note(self) -> str:
+        """Return what the rank does outside any call, for other ranks' messages."""
+        began = self._home.own.compute.began_s
+        if self._home.ending.over:
+            return "has ended its program"
+        return "" if began is None else f"computing for {time.perf_counter() - began:.1f} s"
+
+    def settle(self) -> None:
+        """Wait until all programs have ended; complete or drop what they left open, and record how much it was."""
+        if self._settled:
+            return
+        home, self._settled = self._home, True
+        home.ending.over = True
+        self._met(home.registry.sweep)
+        cancelled = self._cancel_receives()
+        limit_s = home.own.clock.limit_s()
+        wait_until(self._drained, limit_s)  # sends end when their messages were taken
+        self._met(self._drained)
+        for _ in range(LAST_LOOKS):
+            self._drained()
+        for kind, count in (
+            ("leftover_requests", cancelled + len(home.registry)),
+            ("leftover_messages", self._leftovers),
+        ):
+            if count:
+                home.own.record.event(kind, count=count)
+
+    def leave(self) -> None:
+        """Part from the others."""
+        self.settle()
+        if not self._left:
+            self._left = True
+            self._home.release()
+
+    def _met(self, meanwhile: Callable[[], object]) -> None:
+        """Wait for all. Silence of a rank (not slowness) ends the job loudly, or the waiting if the job survives it."""
+        home, all_here = self._home, self._home.meet()
+
+        def look() -> bool:
+            home.ending.hold()
+            meanwhile()
+            return all_here()
+
+        try:
+            self._wait(look, all_here)
+        except WorldError:  # the library knows who has died
+            if self.go_on is None:
+                raise
+            self.go_on()
+            self._met(meanwhile)
+
+    def _wait(self, look: Callable[[], bool], all_here: Callable[[], bool]) -> None:
+        home = self._home
+        while not wait_until(look, max(home.own.clock.limit_s(), 1.0)):
+            everyone, lost = home.ending.watchdog.ask_all(), home.ending.lost
+            silent = [where for where in everyone if not where.answered and where.rank not in lost]
+            if self.go_on is not None and (silent or home.ending.given_up()):
+                raise RankFailed([where.rank for where in silent])
+            if silent and not all_here():
+                table = "\n".join(f"  {where}" for where in silent)
+                home.ending.end(f"spawnsim: the job cannot end\n{table}")
+
+    def _cancel_receives(self) -> int:
+        """Cancel the receives that are open; return how many there were. Nobody will send to them."""
+        waiting: list[Any] = [each for each in self._home.registry.held() if each._what[0].endswith(RECEIVES)]
+        waiting = [request for request in waiting if not request.advance()]
+        for request in waiting:
+            request.Cancel()
+        return len(waiting)
+
+    def _drained(self) -> bool:
+        self._leftovers += self._home.take_leftovers()
+        self._home.registry.sweep()
+        return not self._home.registry

@@ -1,0 +1,233 @@
+"""Collectives that torch has: Barrier, Bcast, Reduce, Allreduce, Allgather, on the user's own memory.
+
+Tensors on a GPU go to NCCL where the group has it, else over gloo by way of pinned memory. What torch cannot reduce
+(other types, other ops, ops of the program) is combined in rank order over the wire. Knows buffers and torch's calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.constants import IN_PLACE
+from spawnsim.comm.ops import BAND, BOR, BXOR, MAX, MIN, PROD, SUM, Op
+from spawnsim.errors import ParameterError
+from spawnsim.real.rank.ordered import ordered_allreduce
+from spawnsim.real.rank.pending import Pending
+from spawnsim.real.torch.exchanges import Exchanges, as_blocks
+from spawnsim.real.torch.memory import as_plain, bytes_of, flat, on_gpu, staged
+from spawnsim.real.torch.requests import Together, Working
+from spawnsim.real.torch.running import Running, shape
+from spawnsim.real.torch.wire import tensor_of
+
+Tensor = torch.Tensor
+NATIVE = {
+    SUM.name: dist.ReduceOp.SUM, PROD.name: dist.ReduceOp.PRODUCT, MAX.name: dist.ReduceOp.MAX,
+    MIN.name: dist.ReduceOp.MIN,
+}  # fmt: skip
+BITWISE = {BAND.name: dist.ReduceOp.BAND, BOR.name: dist.ReduceOp.BOR, BXOR.name: dist.ReduceOp.BXOR}
+REALS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
+
+
+def _filled(options: Any, **values: Any) -> Any:
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+REDUCING = {
+    (dtype, name): _filled(dist.AllreduceOptions(), reduceOp=op)
+    for dtype in (*REALS, *INTEGERS)
+    for name, op in (NATIVE if dtype in REALS else NATIVE | BITWISE).items()
+}
+"""torch's options for what gloo reduces, by type and op."""
+BARRIER = dist.BarrierOptions()
+
+
+@cache
+def _rooted(root: int) -> Any:
+    return _filled(dist.BroadcastOptions(), rootRank=root)
+
+
+@cache
+def _reduced(op: str, root: int) -> Any:
+    return _filled(dist.ReduceOptions(), reduceOp=(NATIVE | BITWISE)[op], rootRank=root)
+
+
+class Native(Running, Exchanges):
+    """The collectives of torch's groups, counted, bounded and watched."""
+
+    # ------------------------------------------------------------------------------------------------- the calls
+    def Barrier(self) -> None:
+        self._ran("Barrier", self._gloo.barrier, (BARRIER,))
+
+    barrier = Barrier
+
+    def Ibarrier(self) -> Pending:
+        return self._begun("Ibarrier", self._gloo.barrier, (BARRIER,))
+
+    def _begun(
+        self, operation: str, start: Callable[..., Any], args: Any, after: Callable[[], object] | None = None
+    ) -> Working:
+        self._count(operation)
+        self._home.tally.native(operation, args, self.rank)
+        return Working.of(self._home, (operation, -1, self), start(*args), after)
+
+    def Bcast(self, buf: Any, root: int = 0) -> None:
+        self._root(root, "Bcast")
+        tensor, after = self._native(buf)
+        group, ran = self._way(tensor)
+        ran("Bcast", group.broadcast, ([tensor], _rooted(root)), (f"root {root}", buf))
+        if after is not None:
+            after()
+
+    def Ibcast(self, buf: Any, root: int = 0) -> Pending:
+        self._root(root, "Ibcast")
+        tensor, after = self._native(buf)
+        return self._begun("Ibcast", self._way(tensor)[0].broadcast, ([tensor], _rooted(root)), after)
+
+    def _native(self, buf: Any) -> tuple[Tensor, Callable[[], object] | None]:
+        """Return a tensor to broadcast: any type as its bytes, staged if torch's group cannot reach it."""
+        if type(buf) is Tensor and buf.is_cpu and buf.is_contiguous():  # the short way of a plain tensor
+            return buf, None
+        if on_gpu(buf) and not self._home.has_nccl:
+            host = staged(buf).copy_(buf)
+            return host.view(-1).view(torch.uint8), lambda: buf.copy_(host)
+        plain = flat(buf, writable=True)
+        if plain is not None:
+            return plain, None
+        buffer = as_buffer(buf, writable=True)
+        data = torch.from_numpy(buffer.pack().reshape(-1).view("u1"))
+        return data, lambda: buffer.unpack(data.numpy())
+
+    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
+        if sendbuf is IN_PLACE and type(recvbuf) is Tensor and recvbuf.is_cpu and not self._home.ordered:
+            options = REDUCING.get((recvbuf.dtype, op.name))
+            if options is not None and recvbuf.is_contiguous():  # the short way of a plain tensor
+                self._ran("Allreduce", self._gloo.allreduce, ([recvbuf], options), (op.name, recvbuf))
+                return
+        if self._staged(recvbuf, op):
+            self._by_host(self.Allreduce, sendbuf, recvbuf, op)
+        elif self._home.ordered and not on_gpu(recvbuf):
+            ordered_allreduce(self, sendbuf, recvbuf, op)
+        else:
+            tensor, options = self._reducible(sendbuf, recvbuf, op)
+            if tensor is None:
+                self._met(self._reduction("Allreduce", (sendbuf, recvbuf), op, None), "Allreduce")
+                return
+            group, ran = self._way(tensor)
+            ran("Allreduce", group.allreduce, ([tensor], options), (op.name, tensor))
+
+    def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Pending:
+        if self._staged(recvbuf, op):
+            host = staged(recvbuf).copy_(recvbuf if sendbuf is IN_PLACE else sendbuf)
+            inner = [self.Iallreduce(IN_PLACE, host, op)]
+            return Together.of(self._home, ("Iallreduce", -1, self), inner, lambda: recvbuf.copy_(host))
+        tensor, options = self._reducible(sendbuf, recvbuf, op)
+        if tensor is None:
+            return self._reduction("Iallreduce", (sendbuf, recvbuf), op, None)
+        return self._begun("Iallreduce", self._way(tensor)[0].allreduce, ([tensor], options))
+
+    def _staged(self, buf: Any, op: Op) -> bool:
+        """Whether a reduction of a GPU's memory goes by way of main memory."""
+        return on_gpu(buf) and not (
+            self._home.has_nccl and op.name in NATIVE and (buf.dtype, op.name) in REDUCING
+        )
+
+    def _by_host(self, call: Callable[..., None], sendbuf: Any, recvbuf: Any, op: Op) -> None:
+        host = staged(recvbuf).copy_(recvbuf if sendbuf is IN_PLACE else sendbuf)
+        call(IN_PLACE, host, op)
+        recvbuf.copy_(host)
+
+    def _reducible(self, sendbuf: Any, recvbuf: Any, op: Op) -> tuple[Tensor | None, Any]:
+        """Return the contribution in the receiving memory, and torch's options; None if torch cannot reduce it."""
+        plain = type(recvbuf) is Tensor and not recvbuf.requires_grad and recvbuf.is_contiguous()
+        into = recvbuf if plain else flat(recvbuf, writable=True)
+        options = None if into is None else REDUCING.get((into.dtype, op.name))
+        if sendbuf is IN_PLACE:
+            return (None if options is None else into), options
+        _agree(sendbuf, recvbuf)
+        given = None if options is None else flat(sendbuf)
+        if into is None or given is None or given.dtype != into.dtype:
+            return None, None
+        if given.data_ptr() != into.data_ptr():
+            into.view(-1).copy_(given)
+        return into, options
+
+    def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> None:
+        self._root(root, "Reduce")
+        given = recvbuf if sendbuf is IN_PLACE else sendbuf
+        if on_gpu(given):
+            host = staged(given).copy_(given)
+            self.Reduce(IN_PLACE if self.rank == root else host, host, op, root)
+            if self.rank == root:
+                recvbuf.copy_(host)
+            return
+        tensor = None if self._home.ordered else self._contribution(sendbuf, recvbuf, op, root=root)
+        if tensor is None:
+            self._met(self._reduction("Reduce", (sendbuf, recvbuf), op, root), "Reduce")
+            return
+        what = f"{op.name}, root {root}", tensor
+        self._ran("Reduce", self._gloo.reduce, ([tensor], _reduced(op.name, root)), what)
+
+    def _contribution(self, sendbuf: Any, recvbuf: Any, op: Op, *, root: int) -> Tensor | None:
+        """Return what torch may sum in: the root's receiving memory, elsewhere a copy; None if it cannot."""
+        if self.rank == root:
+            return self._reducible(sendbuf, recvbuf, op)[0]
+        given = flat(sendbuf)
+        return given.clone() if given is not None and (given.dtype, op.name) in REDUCING else None
+
+    def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Together:
+        self._root(root, "Ireduce")
+        return self._reduction("Ireduce", (sendbuf, recvbuf), op, root)
+
+    def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
+        into, given, after = self._table(sendbuf, recvbuf)
+        if into is None:
+            self._met(self._allgather("Allgather", sendbuf, recvbuf), "Allgather")
+            return
+        group, ran = self._way(into)
+        ran("Allgather", group._allgather_base, (into, given), ("", given))
+        if after is not None:
+            after()
+
+    def _table(self, sendbuf: Any, recvbuf: Any) -> tuple[Tensor | None, Any, Callable[[], object] | None]:
+        """Return the table that torch fills, this rank's part, and what to do afterwards; None if they do not fit.
+
+        However a rank spells its part, the bytes are the same: ranks may spell theirs differently.
+        """
+        into = flat(recvbuf, writable=True) if as_plain(recvbuf) else None
+        given = flat(sendbuf) if as_plain(sendbuf) else None
+        if into is not None and given is not None and given.dtype == into.dtype:
+            if given.numel() * self.size != into.numel():
+                return None, None, None
+            if into.is_cpu or self._home.has_nccl:
+                return into, given, None
+            host = staged(into)
+            return host, given.to("cpu"), lambda: recvbuf.view(-1).copy_(host)
+        blocks = as_blocks(recvbuf, self.size, writable=True)
+        own = bytes_of(blocks[self.rank] if sendbuf is IN_PLACE else as_buffer(sendbuf))
+        if any(block.nbytes != own.nbytes for block in blocks):
+            return None, None, None
+        table = torch.empty(self.size * own.nbytes, dtype=torch.uint8)
+
+        def after() -> None:
+            for block, data in zip(blocks, table.numpy().reshape(self.size, -1), strict=True):
+                block.unpack(data)
+
+        return table, tensor_of(own), after
+
+
+def _agree(sendbuf: Any, recvbuf: Any) -> None:
+    """Refuse a reduction between buffers of different counts or types."""
+    plain = type(sendbuf) is type(recvbuf) is Tensor  # the quick look, without words
+    if plain and sendbuf.dtype == recvbuf.dtype and sendbuf.numel() == recvbuf.numel():
+        return
+    if shape(sendbuf) != shape(recvbuf):
+        raise ParameterError(f"mismatch in send ({shape(sendbuf)}) and receive buffer ({shape(recvbuf)})")

@@ -1,0 +1,241 @@
+"""Collectives that are exchanges over the wire: gathers, scatters, all-to-alls, and reductions that torch has not.
+
+Each call is a plan (what goes to whom, what comes from whom, what to do with it), which the blocking form waits for and
+the `I` form returns. Knows buffers and this communicator's inner point-to-point channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.constants import IN_PLACE
+from spawnsim.comm.failures import ERR_ROOT, CallError
+from spawnsim.comm.memory import as_bytes
+from spawnsim.comm.ops import SUM, Op
+from spawnsim.comm.regions import Buffer
+from spawnsim.errors import Timeout
+from spawnsim.real.rank.pending import Pending
+from spawnsim.real.torch.memory import Target, bytes_of
+from spawnsim.real.torch.requests import Together
+from spawnsim.real.torch.wire import Bytes
+
+if TYPE_CHECKING:
+    from spawnsim.real.torch.home import Home
+    from spawnsim.real.torch.p2p import PointToPoint
+
+Sends = Iterable[tuple[int, Bytes]]
+Receives = Iterable[tuple[int, Buffer]]
+
+
+class Exchanges:
+    """Gather, Scatter, Alltoall, Scan and their kin, by plans."""
+
+    _home: Home
+    _inner: PointToPoint
+    rank: int
+    size: int
+
+    if TYPE_CHECKING:
+
+        def _count(self, operation: str) -> int:
+            """Count a collective and return its number."""
+
+    def _plan(
+        self, operation: str, sends: Sends, receives: Receives, after: Callable[[], object] | None = None
+    ) -> Together:
+        """Begin an exchange; a block to oneself is copied by the mailbox as well."""
+        tag, inner = self._count(operation), self._inner
+        parts: list[Pending] = [
+            inner._receive(rank, tag, operation, Target(block)) for rank, block in receives
+        ]
+        parts += [inner._start(data, (rank, tag), operation) for rank, data in sends]
+        return Together.of(self._home, (operation, -1, self), parts, after)
+
+    def _met(self, request: Together, operation: str) -> Any:
+        """Wait for an exchange; past the deadline, say who is missing."""
+        try:
+            return request.wait()
+        except Timeout as late:
+            missing = [part._what[1] for part in request._parts if not part.advance()]
+            who = ", ".join(map(str, sorted(set(missing))))
+            raise Timeout(set(missing), operation, late.sequence, f"{late}; missing: rank {who}") from None
+
+    def _root(self, root: int, operation: str) -> None:
+        if not 0 <= root < self.size:
+            raise CallError(
+                ERR_ROOT, f"rank {self.rank}: {operation} with root {root}: ranks are 0 to {self.size - 1}"
+            )
+
+    # --------------------------------------------------------------------------------------- gather and scatter
+    def _gather(self, operation: str, sendbuf: Any, recvbuf: Any, root: int) -> Together:
+        self._root(root, operation)
+        blocks: list[tuple[int, Buffer]] = []
+        if self.rank == root:
+            table = as_blocks(recvbuf, self.size, vector=operation.endswith("v"), writable=True)
+            blocks = [
+                (rank, table[rank]) for rank in range(self.size) if rank != root or sendbuf is not IN_PLACE
+            ]
+        sends = [] if sendbuf is IN_PLACE else [(root, bytes_of(as_buffer(sendbuf)))]
+        return self._plan(operation, sends, blocks)
+
+    def _scatter(self, operation: str, sendbuf: Any, recvbuf: Any, root: int) -> Together:
+        self._root(root, operation)
+        sends: list[tuple[int, Bytes]] = []
+        if self.rank == root:
+            table = as_blocks(sendbuf, self.size, vector=operation.endswith("v"))
+            sends = [
+                (r, bytes_of(table[r])) for r in range(self.size) if r != root or recvbuf is not IN_PLACE
+            ]
+        blocks = [] if recvbuf is IN_PLACE else [(root, as_buffer(recvbuf, writable=True))]
+        return self._plan(operation, sends, blocks)
+
+    def _allgather(self, operation: str, sendbuf: Any, recvbuf: Any) -> Together:
+        table = as_blocks(recvbuf, self.size, vector=operation.endswith("v"), writable=True)
+        own = bytes_of(table[self.rank] if sendbuf is IN_PLACE else as_buffer(sendbuf))
+        others = [r for r in range(self.size) if r != self.rank or sendbuf is not IN_PLACE]
+        return self._plan(operation, [(r, own) for r in others], [(r, table[r]) for r in others])
+
+    def _alltoall(self, operation: str, sendbuf: Any, recvbuf: Any) -> Together:
+        kind = {"vector": operation[-1] in "vw", "types": operation[-1] == "w"}
+        into = as_blocks(recvbuf, self.size, writable=True, **kind)
+        given = into if sendbuf is IN_PLACE else as_blocks(sendbuf, self.size, **kind)
+        copied = sendbuf is IN_PLACE  # or a block might be overwritten before it has left
+        sends = [(r, as_bytes(block.pack()) if copied else bytes_of(block)) for r, block in enumerate(given)]
+        return self._plan(operation, sends, enumerate(into))
+
+    # ---------------------------------------------------------------------------------------------- reductions
+    def _fold(
+        self,
+        operation: str,
+        given: Buffer,
+        ranks: tuple[list[int], list[int]],
+        op: Op,
+        *,
+        finish: Callable[[Any], object],
+    ) -> Together:
+        """Combine in rank order what `ranks[0]` contribute; `ranks[1]` are those who need this rank's part."""
+        op.check(given.datatype)
+        own, datatype = given.pack(), given.datatype
+        sources, dests = ranks
+        parts: dict[int, NDArray[Any]] = {rank: np.empty_like(own) for rank in sources}
+
+        def combine() -> None:
+            total: NDArray[Any] | None = None
+            for part in parts.values():
+                total = part if total is None else op.reduce(total, part, datatype)
+            if total is not None:
+                finish(total)
+
+        blocks = [(rank, as_buffer(as_bytes(part))) for rank, part in parts.items()]
+        return self._plan(operation, [(rank, as_bytes(own)) for rank in dests], blocks, combine)
+
+    def _reduction(self, operation: str, buffers: tuple[Any, Any], op: Op, root: int | None) -> Together:
+        sendbuf, recvbuf = buffers
+        everyone, mine = list(range(self.size)), root is None or root == self.rank
+        into = as_buffer(recvbuf, writable=True) if mine else None
+        given = into if sendbuf is IN_PLACE and into is not None else as_buffer(sendbuf)
+        finish = into.unpack if into is not None else len
+        ranks = (everyone if mine else [], everyone if root is None else [root])
+        return self._fold(operation, given, ranks, op, finish=finish)
+
+    def _scan(self, operation: str, sendbuf: Any, recvbuf: Any, op: Op) -> Together:
+        into = as_buffer(recvbuf, writable=True)
+        given = into if sendbuf is IN_PLACE else as_buffer(sendbuf)
+        before = list(range(self.rank + (operation == "Scan")))
+        after = list(range(self.rank + (operation == "Exscan"), self.size))
+        return self._fold(operation, given, (before, after), op, finish=into.unpack)
+
+    def Scan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
+        self._met(self._scan("Scan", sendbuf, recvbuf, op), "Scan")
+
+    def Exscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
+        self._met(self._scan("Exscan", sendbuf, recvbuf, op), "Exscan")
+
+    def Iscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Pending:
+        return self._scan("Scan", sendbuf, recvbuf, op)
+
+    def Iexscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Pending:
+        return self._scan("Exscan", sendbuf, recvbuf, op)
+
+    def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
+        into = as_buffer(recvbuf, writable=True)
+        given = as_buffer(recvbuf if sendbuf is IN_PLACE else sendbuf)
+        count = given.count // self.size
+        self._reduce_scatter("Reduce_scatter_block", (given, into), [count] * self.size, op)
+
+    def Reduce_scatter(self, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Op = SUM) -> None:
+        into = as_buffer(recvbuf, writable=True)
+        given = as_buffer(recvbuf if sendbuf is IN_PLACE else sendbuf)
+        counts = recvcounts if recvcounts is not None else self.allgather(into.count)
+        self._reduce_scatter("Reduce_scatter", (given, into), list(counts), op)
+
+    def _reduce_scatter(
+        self, operation: str, buffers: tuple[Buffer, Buffer], counts: list[int], op: Op
+    ) -> None:
+        """Every rank combines the slices that it keeps."""
+        given, into = buffers
+        op.check(given.datatype)
+        starts = [sum(counts[:rank]) for rank in range(self.size)]
+        parts = [np.empty_like(given.part(starts[self.rank], counts[self.rank]).pack()) for _ in counts]
+        slices = [(r, as_bytes(given.part(starts[r], counts[r]).pack())) for r in range(self.size)]
+        blocks = [(rank, as_buffer(as_bytes(part))) for rank, part in enumerate(parts)]
+        self._met(self._plan(operation, slices, blocks), operation)
+        total = parts[0]
+        for part in parts[1:]:
+            total = op.reduce(total, part, given.datatype)
+        into.part(0, counts[self.rank]).unpack(total)
+
+    if TYPE_CHECKING:
+
+        def allgather(self, sendobj: Any) -> list[Any]:
+            """Collect all objects at all ranks."""
+
+
+def as_blocks(
+    spec: Any, size: int, *, vector: bool = False, types: bool = False, writable: bool = False
+) -> list[Buffer]:
+    """Return the blocks of a specification, one per rank."""
+    if not vector:
+        whole = as_buffer(spec, blocks=size, writable=writable)
+        if whole.datatype.is_predefined or not whole.count:
+            return list(whole)
+        spec = [spec[0], ([whole.count] * size, None), spec[-1]]
+    return list(as_buffer(spec, vector=True, blocks=size, types=types, writable=writable))
+
+
+def _forms(name: str, plan: str, *, rooted: bool) -> None:
+    """Add the blocking and the `I` form of one exchange."""
+    if rooted:
+
+        def begin(self: Exchanges, sendbuf: Any, recvbuf: Any, root: int = 0) -> Together:
+            return getattr(self, plan)(name, sendbuf, recvbuf, root)  # type: ignore[no-any-return]
+
+        def block(self: Exchanges, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
+            self._met(begin(self, sendbuf, recvbuf, root), name)
+
+        setattr(Exchanges, name, block)
+    else:
+
+        def begin_all(self: Exchanges, sendbuf: Any, recvbuf: Any) -> Together:
+            return getattr(self, plan)(name, sendbuf, recvbuf)  # type: ignore[no-any-return]
+
+        def block_all(self: Exchanges, sendbuf: Any, recvbuf: Any) -> None:
+            self._met(begin_all(self, sendbuf, recvbuf), name)
+
+        setattr(Exchanges, name, block_all)
+    setattr(Exchanges, "I" + name.lower(), begin if rooted else begin_all)
+
+
+for _name in ("Gather", "Gatherv"):
+    _forms(_name, "_gather", rooted=True)
+for _name in ("Scatter", "Scatterv"):
+    _forms(_name, "_scatter", rooted=True)
+for _name in ("Allgather", "Allgatherv"):
+    _forms(_name, "_allgather", rooted=False)
+for _name in ("Alltoall", "Alltoallv", "Alltoallw"):
+    _forms(_name, "_alltoall", rooted=False)

@@ -1,0 +1,202 @@
+"""What all communicators of one rank of torch.distributed share: its five, its wire, mailbox and watchdog.
+
+Knows torch's groups and how this rank waits (on one condition that the wire's thread notifies) and ends. Knows no
+communicator's methods.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from threading import get_ident
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from spawnsim.comm.serial import Pickle
+from spawnsim.errors import RankFailed
+from spawnsim.real.rank.ending import Ending
+from spawnsim.real.rank.options import Options
+from spawnsim.real.rank.own import Own
+from spawnsim.real.rank.parting import Parting
+from spawnsim.real.rank.several import Registry
+from spawnsim.real.rank.tally import Tally
+from spawnsim.real.torch.cards import Unfinished
+from spawnsim.real.torch.mailbox import Mailbox, as_payload
+from spawnsim.real.torch.serving import Server
+from spawnsim.real.torch.wire import Bytes, Parcel, Wire
+
+FOREVER = timedelta(days=30)  # our own deadlines rule, so torch's must not come first
+CONTROL, EXIT = 3, 4
+LOOK_S = 2e-3  # a wait on the condition looks again this often, for what notifies nobody
+
+
+class ControlChannel:
+    """Small messages between watchdogs over the wire."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.rank, self.size = wire.rank, wire.size
+        self._wire = wire
+        self._pickle = Pickle()
+        self._heard: deque[tuple[int, dict[str, Any]]] = deque()
+        wire.receivers[CONTROL] = self
+
+    def send(self, to: int, message: dict[str, Any]) -> None:
+        """Send without waiting. A rank that has gone is no error here: it will not answer."""
+        with suppress(RuntimeError):
+            self._wire.send(to, Parcel(CONTROL), as_payload(self._pickle.dumps(message)))
+
+    def receive(self) -> tuple[int, dict[str, Any]] | None:
+        """Return the next message and who sent it, or None."""
+        return self._heard.popleft() if self._heard else None
+
+    def begin(self, parcel: Parcel) -> Bytes | None:
+        """Use new memory."""
+        return None
+
+    def done(self, parcel: Parcel, payload: Bytes) -> None:
+        """Keep a message for the watchdog."""
+        self._heard.append((parcel.source, self._pickle.loads(payload.tobytes())))
+
+
+class Exits:
+    """Receiver of the order to leave: another rank has ended the job."""
+
+    def begin(self, parcel: Parcel) -> Bytes | None:
+        """Nothing comes with it."""
+        return None
+
+    def done(self, parcel: Parcel, payload: Bytes) -> None:
+        """Leave."""
+        sys.stderr.flush()
+        os._exit(parcel.tag)
+
+
+class Home:
+    """One per rank and run. `group` is torch's group of all its ranks."""
+
+    def __init__(self, group: Any, own: Own, options: Options) -> None:
+        self.group = group
+        rank, size = group.rank(), group.size()
+        everyone, self._rank = tuple(range(size)), rank
+        self._store = PrefixStore(group.group_name, _get_default_store())
+        self._run = self._store.add(
+            f"spawnsim/runs/{rank}", 1
+        )  # the same on all ranks, which all enter each run
+        self.own, self.clock, self.options = own, own.clock, options
+        self.fingerprints, self.ordered = options.fingerprints, options.reduction == "ordered"
+        self.registry, self.pickle = Registry(), Pickle()
+        self.condition = threading.Condition()
+        self.wire = Wire(self.gloo("wire", everyone), rank=rank, size=size, wake=self.notify)
+        self.tally = Tally()
+        self.mailbox = Mailbox(self.condition, self.wire, self.tally)
+        self.server = Server(self.wire, self.condition)
+        self.wire.receivers[EXIT] = Exits()
+        self.ending = Ending(ControlChannel(self.wire), self._abort)
+        self.watchdog = self.ending.watchdog
+        self.parting, self._meetings = Parting(self), 0
+        self.watchdog.note = self.parting.note
+        self.unfinished, self.has_nccl, self.lacks = Unfinished(self.watchdog), False, ""
+        own.on_error = self.ending.fail
+        own.clock.poll = self.poll
+        self.leaves_torch = False  # whether the goodbye ends torch.distributed too
+
+    def gloo(self, label: str, members: tuple[int, ...]) -> Any:
+        """Return a gloo group of some of the ranks, of its own; collective among them alone.
+
+        Made without torch's registry of groups: that one numbers groups by calls that all ranks must make.
+        """
+        store = PrefixStore(f"spawnsim/{self._run}/{label}", self._store)
+        return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), FOREVER)
+
+    def nccl(self, label: str, members: tuple[int, ...]) -> Any:
+        """Return an NCCL group of some of the ranks, likewise; they meet when they first use it."""
+        store = PrefixStore(f"spawnsim/{self._run}/nccl/{label}", self._store)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = FOREVER
+        return dist.ProcessGroupNCCL(store, members.index(self._rank), len(members), options)
+
+    # --------------------------------------------------------------------------------------------- while running
+    def poll(self) -> None:
+        """Let go of requests that are complete, and let the wire's thread have the interpreter if it waits for it."""
+        time.sleep(0)
+        if self.registry:
+            self.registry.sweep()
+
+    def notify(self) -> None:
+        """Wake whoever waits."""
+        with self.condition:
+            self.condition.notify_all()
+
+    def wait(self, done: Callable[[], bool], limit_s: float, call: tuple[str, int, Any]) -> bool:
+        """Wait for `done`, at most `limit_s`; a wait that is not over at once is known to the watchdog."""
+        if done():
+            return True
+        active, thread, began = self.watchdog.active, get_ident(), time.perf_counter()
+        active[thread] = entry = (*call, began, float("inf"))
+        try:
+            with self.condition:
+                while not done():
+                    left = limit_s - (time.perf_counter() - began)
+                    if self.wire.fault:
+                        raise RankFailed((), f"{call[0]}: a rank has gone: {self.wire.fault}")
+                    if left <= 0:
+                        return False
+                    if not self.condition.wait(min(left, LOOK_S)):
+                        self.poll()
+            self.registry.sweep()
+            return True
+        finally:
+            self.watchdog.last = entry
+            active.pop(thread, None)
+
+    # ------------------------------------------------------------------------------------------------ at the end
+    def goodbye(self) -> None:
+        """Part from the other ranks; collective, and more than once is fine."""
+        self.parting.leave()
+
+    def meet(self) -> Callable[[], bool]:
+        """Begin to wait for all ranks."""
+        self._meetings += 1
+        group = self.gloo(f"goodbye{self._meetings}", tuple(range(self.wire.size)))
+        work = group.barrier(dist.BarrierOptions())
+
+        def met() -> bool:
+            if not work.is_completed():
+                return False
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RankFailed((), f"a rank has gone before the end: {error}") from None
+            return group is not None  # the group lives as long as somebody asks
+
+        return met
+
+    def take_leftovers(self) -> int:
+        """Drop letters that nobody claimed."""
+        return self.mailbox.clear()
+
+    def release(self) -> None:
+        """Stop watchdog and wire, and leave torch.distributed if the run has entered it."""
+        self.watchdog.stop()
+        self.wire.stop()
+        if self.leaves_torch:
+            dist.destroy_process_group()
+
+    def _abort(self, status: int) -> None:
+        """End all ranks: tell those who hear, then leave; launchers end the others when one leaves like this."""
+        for rank in range(self.wire.size):
+            if rank != self.wire.rank:
+                with suppress(RuntimeError):
+                    self.wire.send(rank, Parcel(EXIT, tag=status))
+        time.sleep(0.05)
+        sys.stderr.flush()
+        os._exit(status)
