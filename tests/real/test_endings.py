@@ -25,6 +25,8 @@ def test_an_exception_on_one_rank_ends_the_job_with_one_traceback(job):
     found = job(program("if rank == 2: raise ValueError('wrong step')"))
     assert found.status == 1
     assert found.err.count("Traceback") == 1
+    first = found.err.splitlines()[found.err.splitlines().index("Traceback (most recent call last):") + 1]
+    assert "program.py" in first  # not how it was started
     assert "wrong step" in found.err
     assert "rank 2 of 4 raised" in found.err
 

@@ -13,11 +13,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from spawnsim.errors import Deadlock, InternalError, Livelock, Timeout, UsageError, WorldError
 from spawnsim.real.rank.watchdog import Call, Channel, Watchdog, Where, verdict
 
+HOUSE = str(Path(__file__).parents[2]) + os.sep  # where files of this package lie
 FLOOR_S = 1.0  # how long rank 0 may take to grant the floor
 LAST_WORDS_S = 3.0  # how long all ranks together may take to save what they have
 SILENT_S = 8.0  # a rank that may not speak leaves by itself after this long
@@ -50,9 +52,8 @@ class Ending:
     # ------------------------------------------------------------------------------------------- for the program
     def fail(self, error: BaseException, context: str = "") -> None:
         """End the job because of an exception of this rank: one traceback, last words, abort. Does not return."""
-        text = "".join(traceback.format_exception(error)).rstrip()
         self.end(
-            f"{text}\n{context or self._who()}",
+            f"{_told(error)}\n{context or self._who()}",
             summary=f"{type(error).__name__}: {error}",
             status=status_of(error),
         )
@@ -136,3 +137,11 @@ class Ending:
 
     def _said(self, sender: int, _message: dict[str, Any]) -> None:
         self._quiet.add(sender)
+
+
+def _told(error: BaseException) -> str:
+    """Return the traceback from the program's own first line on: how it was started is no news."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(HOUSE):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__)).rstrip()
