@@ -5,6 +5,7 @@ This room knows how a run is put together. It must not know what programs do.
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 
 from greenlet import GreenletExit
 
-from spawnsim.errors import ParameterError, RankError, RankFailed, SpawnsimError
+from spawnsim.errors import ParameterError, RankError, RankFailed, SpawnsimError, WorldError
 from spawnsim.random import Streams
 from spawnsim.virtual import reports
 from spawnsim.virtual.collectives import Timing
@@ -94,6 +95,9 @@ class Cluster:
             self.world.links = Links(self.world)
         for disturbed in plan.disturbed:
             ranks[disturbed].awake = partial(plan.awake_s, disturbed)
+        for paused in plan.paused:  # it must not run ahead of others who may go on without it meanwhile
+            ranks[paused].company = 1
+            kernel.roused = self._rouse
         self.lives = Lives(self.world)
         kernel.owner, kernel.on_end = self.world, self._ended
         self._whole = Context(self.world, (tuple(range(setting.ranks)),))
@@ -123,9 +127,21 @@ class Cluster:
 
     # -- endings ---------------------------------------------------------------------------------------------
 
+    def _rouse(self, task: Task) -> None:
+        """A paused rank takes note of an error when it wakes."""
+        self.world.ranks[task.rank].reach(task, task.clock)
+        self.world.kernel.observe()
+
+    def _left(self, rank: Rank, task: Task) -> bool:
+        """Whether a rank leaves because the others have given it up; they go on, and keep what is theirs."""
+        left = rank.given_up and isinstance(task.error, WorldError)
+        if left:
+            self.world.recorder.event(rank.id, task.clock, "given_up", {"error": str(task.error)})
+        return left
+
     def _ended(self, task: Task) -> None:
         rank = self.world.ranks[task.rank]
-        if task.error is not None and not self.world.kernel.closed:
+        if task.error is not None and not self.world.kernel.closed and not self._left(rank, task):
             self.world.kernel.failure = task.error
             task.error.__dict__.setdefault("_task", task)
         else:
@@ -145,7 +161,7 @@ class Cluster:
             kernel.run()
             error = self._judge()
         finally:
-            clocks = [task.clock for task in kernel.tasks]
+            clocks = [task.clock for task in kernel.tasks if task.clock < math.inf]  # inf: paused for ever
             kernel.close()
         totals = self._totals(max(clocks, default=0.0), time.perf_counter() - begin)
         if error is not None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from greenlet import GreenletExit, getcurrent
 
-from spawnsim.errors import Livelock
+from spawnsim.errors import Livelock, WorldError
 from spawnsim.virtual import torchmodes
 from spawnsim.virtual.clockwork import Clockwork
 from spawnsim.virtual.garbage import unhurried
@@ -44,6 +44,7 @@ class Kernel:
         self.releases: list[Callable[[], None]] = []  # to be called before time moves: may make tasks ready
         self.on_end: Callable[[Task], None] = lambda task: None
         self.entered: Callable[[Task], None] | None = None  # called when a task that had left goes on
+        self.roused: Callable[[Task], None] | None = None  # called when a task is to take note of an error
         self.failure: BaseException | None = None
         self.closed = False
         self.idle = 0  # observations since something last happened
@@ -135,6 +136,8 @@ class Kernel:
     def _raise(self, task: Task) -> None:
         error, task.thrown = task.thrown, None
         assert error is not None
+        if self.roused is not None and isinstance(error, WorldError):
+            self.roused(task)
         raise error
 
     def _leave(self, task: Task) -> None:

@@ -30,7 +30,7 @@ class Lives:
     def begin(self, rank: Rank, program: Callable[[], Any], clock_s: float = 0.0) -> None:
         """Let a rank live: run its program from a time on, and die when it must."""
         world = self._world
-        self._programs[rank.id] = program
+        self._programs[rank.id], rank.ended_s = program, math.inf
         rank.tasks = [world.kernel.spawn(rank.id, program, clock=clock_s)]
         if rank.death_s < math.inf:
             death_s = rank.death_s
@@ -41,6 +41,9 @@ class Lives:
         rank = self._world.ranks[task.rank]
         if task.clock >= rank.death_s and not rank.dead:
             self._bury(rank)
+        elif task is rank.tasks[0] and not rank.dead:
+            rank.ended_s = task.clock
+        self._check_agreements()
 
     def _expire(self, rank: Rank, death_s: float) -> None:
         """A rank's time has come, although it is waiting: end its tasks."""
@@ -57,7 +60,8 @@ class Lives:
         rank.trace.note((rank.death_s, DEATH, -1, 0, 0))
         known_s = max(rank.death_s, env.now) + DETECTION_S
         world.failed[rank.id] = known_s
-        world.recorder.event(rank.id, rank.death_s, "crash", {})
+        if rank.death_s < math.inf:  # else it is paused for ever
+            world.recorder.event(rank.id, rank.death_s, "crash", {})
         env.at(known_s, rank.id, self._tell)
         again_s = world.plan.restart_s(rank.id, rank.death_s)
         if again_s < math.inf:
@@ -65,8 +69,7 @@ class Lives:
 
     def _tell(self) -> None:
         """Wake those who wait for ranks that are now known to be dead."""
-        for check in list(self._world.on_death):
-            check()
+        self._check_agreements()
         kernel, now_s = self._world.kernel, self._world.kernel.env.now
         dead = [rank for rank, known_s in sorted(self._world.failed.items()) if known_s <= now_s]
         for task in kernel.tasks:
@@ -75,10 +78,14 @@ class Lives:
                 task.clock = max(task.clock, now_s)
                 kernel.resume(task, rank_failed(task, task.wait, doomed))
 
+    def _check_agreements(self) -> None:
+        for check in list(self._world.on_death):
+            check()
+
     def _revive(self, rank: Rank, time_s: float) -> None:
         """Begin a rank's program again."""
         world = self._world
-        rank.dead, rank.company, rank.busy = False, 0, []
+        rank.dead, rank.company, rank.busy = False, int(rank.id in world.plan.paused), []
         rank.death_s = world.plan.death_s(rank.id, time_s)
         rank.nic_free_s = rank.bulk_free_s = max(time_s, 0.0)
         world.failed.pop(rank.id, None)

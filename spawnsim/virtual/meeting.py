@@ -65,6 +65,7 @@ class Meeting:
     members: Sequence[int]
     number: int
     first: int  # how many of the members are of the first group; all, unless there are two
+    context: Any = None  # that ends all waits for it when it is revoked
     calls: list[Call | None] = field(init=False)
     arrivals: np.ndarray[Any, np.dtype[np.float64]] = field(init=False)
     gone: list[Completion | None] = field(init=False)
@@ -82,6 +83,7 @@ class Meeting:
 
     def join(self, me: int, call: Call) -> Completion:
         """Arrive as rank `me` of the communicator, at the running task's clock."""
+        self.world.kernel.effect()  # before anything else: it may wait for others, who come meanwhile
         task = self.world.kernel.current
         if self.opening < 0:
             self.opening = me
@@ -90,7 +92,6 @@ class Meeting:
         self.calls[me], self.arrivals[me] = call, task.clock
         completion = self.gone[me] = Completion(self.world.kernel)
         self.here += 1
-        self.world.kernel.effect()
         if self.here == len(self.members):
             self._end()
         elif call.timing in EARLY or call.needs is not None:
@@ -252,6 +253,10 @@ class WaitingForMeeting:
     def doomed(self, dead: Sequence[int]) -> Sequence[int]:
         """Return the dead who will never arrive."""
         return [rank for rank in self.missing() if self.meeting.members[rank] in dead]
+
+    def contexts(self) -> Sequence[Any]:
+        """Return what ends the wait when it is revoked."""
+        return (self.meeting.context,)
 
     def sequence(self) -> int:
         """Return the number of the collective on its communicator."""

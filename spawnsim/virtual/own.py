@@ -173,6 +173,10 @@ class Joining:
         """Return nobody: a task dies with its rank."""
         return ()
 
+    def contexts(self) -> tuple[()]:
+        """Return nothing: no communicator carries it."""
+        return ()
+
     def sequence(self) -> int:
         """Return -1: the call is no collective."""
         return -1

@@ -6,6 +6,7 @@ posted receive live in the mailbox. This room knows completions and statuses; it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
@@ -13,10 +14,10 @@ from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.comm.failures import ERR_REQUEST, CallError
 from spawnsim.comm.handles import Handle
 from spawnsim.comm.status import Status
-from spawnsim.errors import UnsupportedError
+from spawnsim.errors import Revoked, UnsupportedError
 from spawnsim.virtual.completion import Completion, Joint
 from spawnsim.virtual.several import Several, fill, fill_empty, look
-from spawnsim.virtual.waiting import await_one, finished
+from spawnsim.virtual.waiting import await_one, check_revoked, finished
 from spawnsim.virtual.world import World
 
 PARTITIONS = "partitioned communication is not simulated: send each partition as a message of its own"
@@ -72,6 +73,8 @@ class Request(Several, Handle):
     def wait(self, status: Status | None = None) -> Any:
         """Wait until the operation is over; return its object, if it has one."""
         completion = self._completion
+        if completion is not None and self._world.revoked:
+            self._check_revoked()
         if completion is not None and (
             completion.finish_s is None or completion.final() > self._world.kernel.current.clock
         ):
@@ -89,7 +92,7 @@ class Request(Several, Handle):
         """Return (over, object); an observation."""
         if self._completion is None:
             return True, self._collect(status)
-        now_s = look(self._world)
+        now_s = look(self._world, self)
         if not finished([self._completion], now_s):
             return False, None
         return True, self._collect(status)
@@ -103,7 +106,7 @@ class Request(Several, Handle):
         if self._completion is None:
             fill_empty(status)
             return True
-        over = bool(finished([self._completion], look(self._world)))
+        over = bool(finished([self._completion], look(self._world, self)))
         if over and status is not None:
             self._preview(status)
         return over
@@ -145,6 +148,24 @@ class Request(Several, Handle):
         """Tell the ledger, if there is one, that nobody need wait any more."""
         if self._completion is not None and self._world.ledger is not None:
             self._world.ledger.closed(self._completion)
+
+    def _check_revoked(self) -> None:
+        """Raise `Revoked`, once, if the operation was open when its communicator was revoked.
+
+        Its memory is left alone.
+        """
+        completion = self._completion
+        if completion is None or self._waiting is None:
+            return
+        try:
+            check_revoked(
+                self._world, self._waiting, math.inf if completion.finish_s is None else completion.final()
+            )
+        except Revoked:
+            self._close()
+            self._completion = None
+            self._retire()
+            raise
 
     def _need(self) -> None:
         if self._identity is None:

@@ -41,7 +41,7 @@ class Several:
         """Return (all are over, their objects)."""
         active = [request for request in requests if request._completion is not None]
         if active:
-            now_s = look(active[0]._world)
+            now_s = look(active[0]._world, *active)
             if len(finished([request._completion for request in active], now_s)) < len(active):
                 return False, None
         return True, Several.waitall(requests, statuses)
@@ -172,12 +172,18 @@ def _lend(statuses: Sequence[Status] | None, count: int) -> Sequence[Status | No
     return statuses
 
 
-def look(world: World) -> float:
-    """Observe; return the time of the look. The look itself costs the platform's call overhead."""
+def look(world: World, *requests: Request) -> float:
+    """Observe; return the time of the look. The look itself costs the platform's call overhead.
+
+    Raises `Revoked` if one of the requests was open when its communicator was revoked.
+    """
     kernel = world.kernel
     kernel.observe()
     task = kernel.current
     now_s = task.clock
+    if world.revoked:
+        for request in requests:
+            request._check_revoked()
     world.ranks[task.rank].reach(task, now_s + world.network.call_overhead_s)
     return now_s
 
@@ -187,13 +193,16 @@ def _look_at(requests: Sequence[Request]) -> list[int] | None:
     world = next((request._world for request in requests if request._completion is not None), None)
     if world is None:
         return None
-    return finished([request._completion for request in requests], look(world))
+    return finished([request._completion for request in requests], look(world, *requests))
 
 
 def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
     active = [request for request in requests if request._completion is not None]
     if not active:
         return []
+    if active[0]._world.revoked:
+        for request in active:
+            request._check_revoked()
     parts = [request._waiting for request in active if request._waiting is not None]
     waiting = WaitingForAny(operation, parts)
     return await_any(active[0]._world, [request._completion for request in requests], waiting)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
-from spawnsim.errors import RankFailed
+from spawnsim.errors import RankFailed, Revoked
 from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.tasks import Task, timeout
 from spawnsim.virtual.world import World
@@ -28,6 +28,7 @@ class Waiting:
     tag: int = 0
     keyword: str = "source"
     acknowledged: Collection[int] = ()  # world ranks whose death does not end a wait for anybody
+    context: Any = None  # that ends the wait when it is revoked
 
     def describe(self) -> str:
         """Return the call with its peer and tag."""
@@ -47,6 +48,10 @@ class Waiting:
         """Return the dead that end this wait with `RankFailed`, as ranks of the communicator."""
         peers, known = self.peers(), self.acknowledged if self.peer == ANY_SOURCE else ()
         return [self.members.index(rank) for rank in dead if rank in peers and rank not in known]
+
+    def contexts(self) -> Sequence[Any]:
+        """Return what ends the wait when it is revoked."""
+        return () if self.context is None else (self.context,)
 
     def sequence(self) -> int:
         """Return -1: the call is no collective."""
@@ -78,18 +83,33 @@ class WaitingForAny:
         """Return the dead that any part waits for."""
         return sorted({rank for part in self.parts for rank in part.doomed(dead)})
 
+    def contexts(self) -> Sequence[Any]:
+        """Return what ends any part when it is revoked."""
+        return [context for part in self.parts for context in part.contexts()]
+
     def sequence(self) -> int:
         """Return -1: the call is no collective."""
         return -1
 
 
 def check_alive(world: World, waiting: Any) -> None:
-    """Raise `RankFailed` if the wait can never end because of ranks known to be dead."""
+    """Raise `Revoked` if the wait's communicator has been revoked, `RankFailed` if ranks known to be dead doom it."""
+    if world.revoked:
+        check_revoked(world, waiting)
     if world.failed:
         dead = [rank for rank in sorted(world.failed) if world.known_dead(rank)]
         doomed = waiting.doomed(dead) if dead else ()
         if doomed:
             raise rank_failed(world.kernel.current, waiting, doomed)
+
+
+def check_revoked(world: World, waiting: Any, finish_s: float = math.inf) -> None:
+    """Raise `Revoked` if a communicator of the wait was revoked by now, and before `finish_s`."""
+    task = world.kernel.current
+    for context in waiting.contexts():
+        why = context.why_revoked(task.rank, task.clock)
+        if why and min(context.revoked_s, task.clock) < finish_s:
+            raise Revoked(f"{task.name} was in {waiting.describe()}, which {why}")
 
 
 def rank_failed(task: Task, waiting: Any, doomed: Sequence[int]) -> RankFailed:

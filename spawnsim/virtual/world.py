@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -49,6 +50,7 @@ class Rank:
     streams: Streams
     death_s: float = math.inf
     dead: bool = False
+    ended_s: float = math.inf  # when its program came to its end
     nic_free_s: float = 0.0  # when its network card can start the next message
     bulk_free_s: float = 0.0  # likewise for rendezvous data, which do not queue behind small messages
     company: int = 0  # background tasks and exposed windows: with company a rank does not run ahead
@@ -58,6 +60,8 @@ class Rank:
     compute_s: float = 0.0
     tasks: list[Task] = field(default_factory=list)
     awake: Callable[[float], float] | None = None  # if the fault plan pauses it: when it next is awake
+    given_up: bool = False  # the others have recovered without it: whatever it calls ends in Revoked
+    dropped: Counter[int] = field(default_factory=Counter)  # messages that came too late, by sender
     attachments: dict[Any, Any] = field(default_factory=dict)  # per-rank objects of other rooms
 
     def reach(self, task: Task, time_s: float) -> None:
@@ -101,6 +105,7 @@ class World:
     on_death: list[Callable[[], None]] = field(
         default_factory=list
     )  # agreements of survivors, to be checked again
+    revoked: bool = False  # whether any communicator ever was: only then need waits look
     contexts: int = 0  # communicators made so far
     open_contexts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     ledger: Any = None  # told of requests and communicators as they come and go; only program runs keep one

@@ -1,7 +1,7 @@
 """Programs in which ranks die or stop, for real and on virtual ranks alike: `main(comm, case=…)`.
 
-On real ranks a victim kills itself; on virtual ones it waits for the crash that the fault plan has for it. What the
-others found is recorded.
+On real ranks a victim kills or stops itself; on virtual ones it waits for the crash or pause that the fault plan has
+for it. What the others found is recorded.
 """
 
 from __future__ import annotations
@@ -29,6 +29,27 @@ def die(comm):
     if real(comm):
         os.kill(os.getpid(), signal.SIGKILL)
     comm.clock.sleep(1e6)
+
+
+def stop(comm, *, wake_s=None):
+    """Stand still until somebody wakes this rank; `wake_s`: this rank sees to it, after so many seconds."""
+    if not real(comm):
+        comm.clock.sleep(1.0)  # into the pause
+        return
+    if wake_s is not None:
+        subprocess.Popen(["/bin/sh", "-c", f"sleep {wake_s}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wake(comm, pid):
+    """Let a rank that stopped go on."""
+    if real(comm):
+        os.kill(pid, signal.SIGCONT)
+
+
+def dropped(comm, source):
+    """Return how many messages from a rank of the world came too late."""
+    return comm._home.survival.revoking.dropped[source] if real(comm) else comm._rank.dropped[source]
 
 
 def meet(comm):
@@ -117,17 +138,17 @@ def fenced(comm, wakes="others"):
         if world_rank(comm) == 2 and step == 3:
             for rank in (0, 1, 3):
                 comm.isend("late", rank, tag=9)
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop(comm)
             for rank in (0, 1, 3):
                 comm.isend("later", rank, tag=9)
         assert comm.size == 4 or not comm.Iprobe(tag=9)
         if comm.size == 3 and step == 6 and comm.rank == 0 and wakes == "others":
-            os.kill(pids[2], signal.SIGCONT)
+            wake(comm, pids[2])
         if comm.size == 3:
             comm.clock.sleep(0.02)
 
     comm = train(comm, act, steps=30)
-    comm.record.event("dropped", count=comm._home.survival.revoking.dropped[2])
+    comm.record.event("dropped", count=dropped(comm, 2))
 
 
 def naps(comm):
@@ -135,8 +156,7 @@ def naps(comm):
 
     def act(comm, step):
         if comm.rank == 2 and step == 3:
-            subprocess.Popen(["/bin/sh", "-c", f"sleep 0.5; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop(comm, wake_s=0.5)
 
     train(comm, act)
 
@@ -285,10 +305,10 @@ def buffers(comm):
     """A sum that was left is not given to the program later, when the stopped rank goes on."""
     pids, total = comm.allgather(os.getpid()), np.full(1000, -1.0)
     if comm.rank == 2:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop(comm)
     left = _ends(lambda: comm.Allreduce(np.ones(1000), total))
     if comm.rank == 0:
-        os.kill(pids[2], signal.SIGCONT)
+        wake(comm, pids[2])
     comm.clock.sleep(0.6)
     new = comm.recover().comm
     new.record(size=new.size, left=left, untouched=bool((total == -1.0).all()))

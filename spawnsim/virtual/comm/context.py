@@ -20,6 +20,11 @@ from spawnsim.virtual.meeting import Call, Meeting, WaitingForMeeting
 from spawnsim.virtual.waiting import await_one
 from spawnsim.virtual.world import Rank, World
 
+GIVEN_UP = (
+    "the others have given this rank up, because it was silent for too long (paused, or it did not come to their "
+    "recovery), and go on without it: it must leave"
+)
+
 
 @dataclass(eq=False)
 class Context:
@@ -28,12 +33,13 @@ class Context:
     world: World
     sides: tuple[tuple[int, ...], ...]
     topology: Any = None
+    ancestors: frozenset[int] = frozenset()  # their numbers: a recovery of any of them ends this one, too
     number: int = field(init=False)
     meetings: dict[int, Meeting] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)  # collectives called so far, by world rank
     mailboxes: dict[int, Mailbox] = field(default_factory=dict)  # by world rank
     notes: dict[Any, Any] = field(default_factory=dict)  # agreements of the members, made in collectives
-    revoked_s: float | None = None
+    revoked_s: float | None = None  # inf: only for members that were given up
     inner: bool = False  # not of the program's making: a window's
 
     def __post_init__(self) -> None:
@@ -43,6 +49,24 @@ class Context:
             self.world.ledger.made(self)
         self.everyone = tuple(rank for side in self.sides for rank in side)
         self.places = [{rank: place for place, rank in enumerate(side)} for side in self.sides]
+
+    def derive(self, *sides: tuple[int, ...], topology: Any = None, inner: bool = False) -> Context:
+        """Return a new context that is made of this one, and ends with it."""
+        new = Context(self.world, sides, topology, self.ancestors | {self.number}, inner=inner)
+        new.revoked_s = self.revoked_s  # by somebody who did not wait for the others
+        return new
+
+    def within(self, other: Context) -> bool:
+        """Whether this is `other`, or was made of it."""
+        return self is other or other.number in self.ancestors
+
+    def why_revoked(self, rank: int, by_s: float) -> str:
+        """Return why calls of a world rank end in `Revoked` by a time; "" if they do not."""
+        if self.revoked_s is not None and self.world.ranks[rank].given_up:
+            return f"was revoked: {GIVEN_UP}"
+        if self.revoked_s is not None and self.revoked_s <= by_s:
+            return "was revoked: call recover(), shrink it, or use another communicator"
+        return ""
 
     def mailbox(self, rank: int) -> Mailbox:
         """Return the mailbox of a world rank."""
@@ -58,7 +82,7 @@ class Context:
         meeting = self.meetings.get(number)
         if meeting is None:
             meeting = self.meetings[number] = Meeting(
-                self.world, name, self.everyone, number, len(self.sides[0])
+                self.world, name, self.everyone, number, len(self.sides[0]), context=self
             )
         me = self.everyone.index(rank) if len(self.sides) > 1 else self.places[0][rank]
         if (
@@ -135,9 +159,13 @@ class Member(Attributed):
     def _need(self) -> None:
         if self._identity is None:
             raise CallError(ERR_COMM, "the communicator is null, or was freed before")
-        revoked_s = self._context.revoked_s
-        if revoked_s is not None and revoked_s <= self._world.kernel.current.clock:
-            raise Revoked(f"{self._label} was revoked; shrink it, or use another communicator")
+        if self._context.revoked_s is not None:
+            why = self._why_revoked()
+            if why:
+                raise Revoked(f"{self._world.kernel.current.name}: {self._label} {why}")
+
+    def _why_revoked(self) -> str:
+        return self._context.why_revoked(self._rank.id, self._world.kernel.current.clock)
 
     def _check_peer(self, peer: int, tag: int) -> None:
         """Refuse a rank or tag out of range; `peer` is not PROC_NULL."""
@@ -160,7 +188,12 @@ class Member(Attributed):
             raise CallError(ERR_TAG, f"tag {tag} is outside 0 to {TAG_UB_VALUE}")
 
     def _check_source(self, source: int, tag: int) -> None:
-        if source not in (ANY_SOURCE, PROC_NULL) or tag != ANY_TAG or self._identity is None:
+        if (
+            source not in (ANY_SOURCE, PROC_NULL)
+            or tag != ANY_TAG
+            or self._identity is None
+            or self._context.revoked_s is not None
+        ):
             self._check_peer(0 if source in (ANY_SOURCE, PROC_NULL) else source, 0 if tag == ANY_TAG else tag)
 
     def _check_root(self, root: int) -> None:

@@ -59,7 +59,7 @@ class Intercomm(Comm):
         def make(parts: list[bool]) -> Context:
             first, second = self._context.sides
             swap = parts[0] and not parts[len(first)]
-            return Context(self._world, (second + first if swap else first + second,))
+            return self._context.derive(second + first if swap else first + second)
 
         new = Intracomm.enter(self._agree("Merge", bool(high), make), self._rank.id)
         new._own = self._own
@@ -198,7 +198,8 @@ def create_intercomm(
         meetings = peer_comm._context.notes.setdefault(key, {})
         context = meetings.pop(sides, None)  # the leader that comes second takes what the first has made
         if context is None:
-            context = meetings[sides] = Context(self._world, sides)
+            context = meetings[sides] = self._context.derive(*sides)
+            context.ancestors |= peer_comm._context.ancestors | {peer_comm._context.number}
     shared = self._agree("Create_intercomm", context, lambda parts: parts[local_leader])
     new = Intercomm.enter(shared, self._rank.id)
     new._own = self._own

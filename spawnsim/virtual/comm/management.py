@@ -51,8 +51,9 @@ class Management(Belongings):
         return len(self._members)
 
     def Get_group(self) -> Group:
-        """Return the group of this rank."""
-        self._need()
+        """Return the group of this rank, also of a communicator that was revoked."""
+        if self._identity is None:
+            self._need()
         return Group.of(self._members, self._rank.id)
 
     @property
@@ -81,7 +82,8 @@ class Management(Belongings):
 
     def Is_inter(self) -> bool:
         """Return whether there are two groups."""
-        self._need()
+        if self._identity is None:
+            self._need()
         return len(self._context.sides) > 1
 
     def Is_intra(self) -> bool:
@@ -119,7 +121,7 @@ class Management(Belongings):
         return self._meet(call)
 
     def _copy(self) -> Context:
-        return Context(self._world, self._context.sides, self._context.topology)
+        return self._context.derive(*self._context.sides, topology=self._context.topology)
 
     def _adopt(self, context: Context) -> Self:
         new = type(self).enter(context, self._rank.id)
@@ -189,7 +191,7 @@ class Management(Belongings):
                 ]
                 sides.append(tuple(rank for _, _, rank in sorted(mine)))
             if all(sides):
-                found[color] = Context(self._world, tuple(sides))
+                found[color] = self._context.derive(*sides)
         return found
 
     def Split_type(self, split_type: int, key: int = 0, info: Info = INFO_NULL) -> Any:
@@ -211,7 +213,7 @@ class Management(Belongings):
 
     def _make_groups(self, parts: list[tuple[tuple[int, ...], int]]) -> dict[int, Context]:
         wanted = {members for members, rank in parts if rank in members}
-        contexts = {members: Context(self._world, (members,)) for members in sorted(wanted)}
+        contexts = {members: self._context.derive(members) for members in sorted(wanted)}
         return {rank: contexts[members] for members, rank in parts if rank in members}
 
     def _check_group(self, group: Group) -> None:
@@ -223,7 +225,10 @@ class Management(Belongings):
             )
 
     def Free(self) -> None:
-        """Give up the communicator; all members call."""
+        """Give up the communicator; all members call. One that was revoked is given up without the others."""
+        if self._identity is not None and self._why_revoked():
+            self._identity = None
+            return
         self._need()
         if self._context.number <= len(self._world.ranks) + 1 and self._name in (
             "MPI_COMM_WORLD",

@@ -95,8 +95,9 @@ class Transport(Member):
         return message
 
     def _waiting(self, operation: str, peer: int, tag: int, keyword: str = "source") -> Waiting:
-        acknowledged = self._context.notes.get(("acknowledged", self._rank.id), ())
-        return Waiting(operation, self._label, self._peers, peer, tag, keyword, acknowledged)
+        context = self._context
+        acknowledged = context.notes.get(("acknowledged", self._rank.id), ())
+        return Waiting(operation, self._label, self._peers, peer, tag, keyword, acknowledged, context)
 
     def _isend(self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str) -> Request:
         transfer = self._dispatch(payload, dest, tag, mode)

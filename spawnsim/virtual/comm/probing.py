@@ -53,9 +53,9 @@ class Probes(Transport):
     iprobe, probe, improbe, mprobe = Iprobe, Probe, Improbe, Mprobe
 
     def _glance(self, source: int, tag: int, status: Status | None) -> Letter | None:
-        self._check_source(source, tag)
         kernel, task = self._world.kernel, self._world.kernel.current
         kernel.observe()
+        self._check_source(source, tag)  # as of now: it may have been revoked meanwhile
         now_s = task.clock
         self._rank.reach(task, now_s + self._world.network.call_overhead_s)
         if source == PROC_NULL:

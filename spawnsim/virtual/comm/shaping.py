@@ -75,7 +75,7 @@ def create_dist_graph_adjacent(
     def make(parts: list[Any]) -> Context:
         incoming = {rank: (each[0], each[1]) for rank, each in enumerate(parts)}
         outgoing = {rank: (each[2], each[3]) for rank, each in enumerate(parts)}
-        return Context(self._world, self._context.sides, DistGraph(incoming, outgoing))
+        return self._context.derive(*self._context.sides, topology=DistGraph(incoming, outgoing))
 
     return self_enter(self, self._agree("Create_dist_graph_adjacent", part, make))
 
@@ -100,7 +100,7 @@ def create_dist_graph(
             outgoing[source].append((dest, weight))
         size = len(parts)
         graph = DistGraph(_by_rank(incoming, size, weighted), _by_rank(outgoing, size, weighted))
-        return Context(self._world, self._context.sides, graph)
+        return self._context.derive(*self._context.sides, topology=graph)
 
     return self_enter(self, self._agree("Create_dist_graph", (edges, given is not None), make))
 

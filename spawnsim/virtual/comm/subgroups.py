@@ -6,7 +6,6 @@ from typing import Any
 
 from spawnsim.comm.group import Group
 from spawnsim.virtual.comm.communicators import COMM_NULL, Intracomm
-from spawnsim.virtual.comm.context import Context
 
 
 def create_group(comm: Any, group: Group, tag: int) -> Any:
@@ -22,7 +21,7 @@ def create_group(comm: Any, group: Group, tag: int) -> Any:
     key = ("Create_group", group.members, tag, turn)
     context = comm._context.notes.get(key)
     if context is None:
-        context = comm._context.notes[key] = Context(comm._world, (group.members,))
+        context = comm._context.notes[key] = comm._context.derive(group.members)
     new = Intracomm.enter(context, comm._rank.id)
     new._own, new._errhandler = comm._own, comm._errhandler
     new.barrier()

@@ -1,15 +1,13 @@
 """Going on without the dead: MPI's fault-tolerance calls under mpi4py's names, and `recover`.
 
-Agreements are meetings of the living: a member known to be dead is not awaited, and a death while others wait ends
-their wait. This room knows deaths; when they happen is the business of the fault plan.
+This room knows MPI's calls. Who is awaited is the business of `agreements`, what ends that of `revoking`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,50 +15,13 @@ from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.group import Group
 from spawnsim.comm.recovery import Capabilities, Recovery
 from spawnsim.errors import Revoked, UnsupportedError
-from spawnsim.virtual.comm.context import Context, Member
-from spawnsim.virtual.completion import Completion
+from spawnsim.virtual.comm.agreements import Agreement, Regrouping, WaitingForLiving
+from spawnsim.virtual.comm.context import GIVEN_UP, Context, Member
+from spawnsim.virtual.comm.revoking import family, revoke
 from spawnsim.virtual.requests import Request
-from spawnsim.virtual.waiting import Waiting, await_one
+from spawnsim.virtual.waiting import await_one
 
-
-@dataclass(eq=False)
-class Agreement:
-    """A meeting of those members of a communicator who live."""
-
-    context: Context
-    make: Callable[[dict[int, Any]], Any]
-    parts: dict[int, Any] = field(default_factory=dict)  # by world rank
-    waits: list[Completion] = field(default_factory=list)
-    latest_s: float = 0.0
-    result: Any = None
-    over: bool = False
-
-    def join(self, rank: int, part: Any) -> Completion:
-        """Arrive, at the running task's clock."""
-        kernel = self.context.world.kernel
-        completion = Completion(kernel)
-        self.parts[rank], self.latest_s = part, max(self.latest_s, kernel.current.clock)
-        self.waits.append(completion)
-        kernel.effect()
-        self.check()
-        return completion
-
-    def check(self) -> None:
-        """End if all who live are here: two sweeps over a tree of the members."""
-        world = self.context.world
-        if self.over or any(
-            rank not in self.parts and rank not in world.failed for rank in self.context.everyone
-        ):
-            return
-        self.over, self.result = True, self.make(self.parts)
-        everyone = self.context.everyone
-        flight_s = world.network.cost(everyone[0], everyone[-1], 8)[2]
-        end_s = (
-            max(self.latest_s, world.kernel.env.now)
-            + 2 * math.ceil(math.log2(max(len(everyone), 2))) * flight_s
-        )
-        for completion in self.waits:
-            completion.complete(end_s)
+A = TypeVar("A", bound=Agreement)
 
 
 class Surviving(Member):
@@ -81,14 +42,23 @@ class Surviving(Member):
         )
 
     def recover(self, step: int | None = None) -> Recovery:
-        """Meet all survivors; return their new communicator, and the smallest `step` that any of them gave."""
+        """Meet all survivors; return their new communicator, and the smallest `step` that any of them gave.
+
+        It ends this communicator and all that was made of it (communicators, windows, open requests): calls on them
+        raise `Revoked`. Those who live and do not come within the deadline are given up, like the dead.
+
+        Raises `Revoked` on a rank that the others have given up meanwhile (it was paused): it must leave.
+        """
+        self._world.kernel.observe()
+        self._check_given_up()
+        revoke(family(self._context))
         old = self._members
 
         def make(parts: dict[int, Any]) -> tuple[Context, int | None]:
             steps = [each for each in parts.values() if each is not None]
             return self._living(parts), min(steps, default=None)
 
-        context, agreed = self._agree_alive("recover", step, make)
+        context, agreed = self._regroup(step, make)
         living = context.sides[0]
         ranks = {old.index(rank): place for place, rank in enumerate(living)}
         dead = tuple(place for place, rank in enumerate(old) if rank not in living)
@@ -96,20 +66,11 @@ class Surviving(Member):
 
     def Revoke(self) -> None:
         """Make every call of every member on this communicator end in `Revoked`, now or when it is next made."""
-        world, context = self._world, self._context
-        now_s = world.kernel.current.clock
-        if context.revoked_s is None:
-            context.revoked_s = now_s
-            world.kernel.env.at(
-                max(now_s, world.kernel.env.now), self._rank.id, lambda: _interrupt(context, self._label)
-            )
+        revoke([self._context])
 
     def Is_revoked(self) -> bool:
         """Return whether the communicator was revoked."""
-        return (
-            self._context.revoked_s is not None
-            and self._context.revoked_s <= self._world.kernel.current.clock
-        )
+        return bool(self._why_revoked())
 
     is_revoked = property(Is_revoked)
 
@@ -131,12 +92,15 @@ class Surviving(Member):
     def Iagree(self, flag: Any) -> Request:
         """Start Agree on a buffer of one integer, which receives the result."""
         own = as_buffer(flag, writable=True)
-        agreement, completion = self._enter_agreement(int(own.pack()[0]), _all_flags)
+        agreement = self._agreement(Agreement, _all_flags)
+        completion = agreement.join(self._rank.id, int(own.pack()[0]))
 
         def deliver(_: Any) -> None:
             own.unpack(np.array([agreement.result], own.dtype))
 
-        return Request.start(self._world, completion, self._wait_for("Iagree"), deliver)
+        return Request.start(
+            self._world, completion, WaitingForLiving("Iagree", self._label, agreement), deliver
+        )
 
     def Shrink(self) -> Any:
         """Return a communicator of the survivors."""
@@ -152,84 +116,46 @@ class Surviving(Member):
         return [rank for rank in self._context.everyone if self._world.known_dead(rank)]
 
     def _living(self, parts: dict[int, Any]) -> Context:
-        return Context(
-            self._world, tuple(tuple(rank for rank in side if rank in parts) for side in self._context.sides)
-        )
+        """Return a context of those who have come. It stands beside the old one, and does not end with it."""
+        sides = tuple(tuple(rank for rank in side if rank in parts) for side in self._context.sides)
+        return Context(self._world, sides, ancestors=self._context.ancestors)
 
     def _survivor(self, context: Context) -> Any:
         new = type(self).enter(context, self._rank.id)
         new._own, new._errhandler = self._own, self._errhandler
         return new
 
-    def _wait_for(self, name: str) -> Waiting:
-        return Waiting(name, self._label, self._context.everyone, -1, 0, "from")
+    def _check_given_up(self) -> None:
+        if self._rank.given_up:
+            raise Revoked(f"{self._world.kernel.current.name}: {GIVEN_UP}")
 
-    def _enter_agreement(
-        self, part: Any, make: Callable[[dict[int, Any]], Any]
-    ) -> tuple[Agreement, Completion]:
-        context, rank = self._context, self._rank
-        number = context.notes[rank.id, "agreements"] = context.notes.get((rank.id, "agreements"), -1) + 1
-        agreement = context.notes.get(("agreement", number))
+    def _agreement(self, kind: type[A], make: Callable[[dict[int, Any]], Any]) -> A:
+        """Return the agreement that is this rank's next one on the communicator."""
+        self._check_given_up()
+        notes, rank = self._context.notes, self._rank.id
+        number = notes[rank, "agreements"] = notes.get((rank, "agreements"), -1) + 1
+        agreement = notes.get(("agreement", number))
         if agreement is None:
-            agreement = context.notes["agreement", number] = Agreement(context, make)
-            self._world.on_death.append(agreement.check)
-        return agreement, agreement.join(rank.id, part)
+            agreement = notes["agreement", number] = kind(self._context, make)
+        return agreement
 
     def _agree_alive(self, name: str, part: Any, make: Callable[[dict[int, Any]], Any]) -> Any:
-        agreement, completion = self._enter_agreement(part, make)
-        await_one(self._world, completion, AgreementWait(self._wait_for(name), agreement))
+        agreement = self._agreement(Agreement, make)
+        completion = agreement.join(self._rank.id, part)
+        await_one(self._world, completion, WaitingForLiving(name, self._label, agreement))
+        return agreement.result
+
+    def _regroup(self, step: int | None, make: Callable[[dict[int, Any]], Any]) -> Any:
+        """Agree with those who come in time: the wait needs no deadline of its own."""
+        task, agreement = self._world.kernel.current, self._agreement(Regrouping, make)
+        completion = agreement.come(self._rank.id, step, task.deadline_s)
+        before, task.deadline_s = task.deadline_s, math.inf
+        try:
+            await_one(self._world, completion, WaitingForLiving("recover", self._label, agreement))
+        finally:
+            task.deadline_s = before
         return agreement.result
 
 
 def _all_flags(parts: dict[int, int]) -> int:
     return int(np.bitwise_and.reduce(list(parts.values())))
-
-
-def _is_on(wait: Any, label: str) -> bool:
-    """Whether a wait is a call on the communicator with this label."""
-    parts = getattr(wait, "parts", (wait,))
-    return any(
-        label in (getattr(part, "comm", None), getattr(getattr(part, "meeting", None), "comm", None))
-        for part in parts
-    )
-
-
-def _interrupt(context: Context, label: str) -> None:
-    """Wake who waits on a revoked communicator."""
-    for task in context.world.kernel.tasks:
-        wait = task.wait
-        if task.parked and wait is not None and _is_on(wait, label):
-            task.clock = max(task.clock, context.world.kernel.env.now)
-            context.world.kernel.resume(
-                task, Revoked(f"{task.name} was in {wait.describe()} when it was revoked")
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class AgreementWait:
-    """A wait for the living members. The dead do not doom it."""
-
-    inner: Waiting
-    agreement: Agreement
-
-    def describe(self) -> str:
-        """Return the call."""
-        return f"{self.inner.operation} on {self.inner.comm}"
-
-    def peers(self) -> list[int]:
-        """Return the world ranks still awaited."""
-        world = self.agreement.context.world
-        everyone = self.agreement.context.everyone
-        return [rank for rank in everyone if rank not in self.agreement.parts and rank not in world.failed]
-
-    def missing(self, by_s: float = math.inf) -> list[int]:
-        """Return the ranks still awaited, as ranks of the communicator."""
-        return [self.agreement.context.everyone.index(rank) for rank in self.peers()]
-
-    def doomed(self, dead: Any) -> tuple[int, ...]:
-        """Return nobody."""
-        return ()
-
-    def sequence(self) -> int:
-        """Return -1."""
-        return -1

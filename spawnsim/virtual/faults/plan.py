@@ -142,6 +142,19 @@ class Plan:
             time_s = times_s[index] if index < len(times_s) else math.inf
         return time_s
 
+    @cached_property
+    def paused(self) -> frozenset[int]:
+        """The ranks that are paused at some time."""
+        return frozenset(fault.rank for fault in self.faults if isinstance(fault, Pause))
+
+    def paused_s(self, rank: int, time_s: float) -> float:
+        """Return since when the rank has been paused at `time_s`; inf if it is not."""
+        times_s, speeds = self._speeds.get(rank, ([], []))
+        index, since_s = bisect_right(times_s, time_s) - 1, math.inf
+        while index >= 0 and speeds[index] == 0.0:
+            since_s, index = times_s[index], index - 1
+        return since_s
+
     # ------------------------------------------------------------------------------------------- links
 
     @cached_property

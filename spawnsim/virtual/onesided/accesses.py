@@ -23,7 +23,6 @@ from spawnsim.virtual.comm.plans import agree
 from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.onesided.epochs import Epochs
 from spawnsim.virtual.requests import Request
-from spawnsim.virtual.waiting import Waiting
 
 
 class Accesses(Epochs):
@@ -153,8 +152,7 @@ class Accesses(Epochs):
         if access is None:
             return Request.over(world)
         completion, deliver = access
-        waiting = Waiting(operation, self._label, self._comm._members, rank, 0, "target")
-        return Request.start(world, completion, waiting, lambda status: deliver())
+        return Request.start(world, completion, self._waiting(operation, rank), lambda status: deliver())
 
 
 def _check_op(op: Op, own: Buffer) -> None:

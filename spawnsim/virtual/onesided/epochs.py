@@ -44,14 +44,19 @@ class Epochs(Attributes):
     def _need(self) -> None:
         if self._identity is None:
             raise CallError(ERR_WIN, "the window is null, or was freed before")
+        if self._comm._context.revoked_s is not None:
+            self._comm._need()
 
     @property
     def _label(self) -> str:
         return self._name or f"window on {self._comm._label}"
 
     def _wait(self, completion: Completion, operation: str, rank: int) -> None:
-        waiting = Waiting(operation, self._label, self._comm._members, rank, 0, "target")
-        await_one(self._windows.world, completion, waiting)
+        await_one(self._windows.world, completion, self._waiting(operation, rank))
+
+    def _waiting(self, operation: str, rank: int) -> Waiting:
+        comm = self._comm
+        return Waiting(operation, self._label, comm._members, rank, 0, "target", context=comm._context)
 
     def _check(self, rank: int, operation: str) -> None:
         """Refuse an access outside any epoch."""

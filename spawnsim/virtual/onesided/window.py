@@ -124,11 +124,12 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
         part.regions = [region for region in part.regions if address(region) != first]
 
     def Free(self) -> None:
-        """Close the window; collective."""
-        self._need()
-        self._flush_all("Free")
-        self.delete_attributes()
-        self._comm._meet(Call("Win.Free", "barrier"))
+        """Close the window; collective, unless its communicator was revoked."""
+        if self._identity is None or not self._comm._why_revoked():
+            self._need()
+            self._flush_all("Free")
+            self.delete_attributes()
+            self._comm._meet(Call("Win.Free", "barrier"))
         self._comm._rank.company -= 1
         self._comm._rank.attachments["windows"].remove(self)
         self._identity = None
@@ -225,4 +226,4 @@ def _build(comm: Member, parts: list[tuple[Any, int, int | None]], flavor: int) 
         Target(world.ranks[rank], memory, unit)
         for rank, memory, (_, unit, _) in zip(members, memories, parts, strict=True)
     ]
-    return Context(world, (tuple(members),), inner=True), Windows(world, targets, flavor, shared)
+    return comm._context.derive(tuple(members), inner=True), Windows(world, targets, flavor, shared)
