@@ -46,7 +46,8 @@ def pods(node):
 
 def test_the_commands_are_ones_that_spawnsim_takes():
     """What stands behind `spawnsim run` parses as a command line of spawnsim."""
-    batch = (LAUNCHING / "slurm.sbatch").read_text().split("spawnsim run ")[1].split()
+    last = (LAUNCHING / "slurm.sbatch").read_text().splitlines()[-1]
+    batch = last.split("spawnsim run ")[1].split()
     documents = [*yaml.safe_load_all((LAUNCHING / "mpijob.yaml").read_text())]
     documents += yaml.safe_load_all((LAUNCHING / "torchrun.yaml").read_text())
     commands = [

@@ -3,7 +3,7 @@
 import numpy as np
 
 import spawnsim
-from spawnsim.errors import RankFailed
+from spawnsim.errors import RankFailed, Revoked
 
 
 def main(comm):
@@ -15,9 +15,9 @@ def main(comm):
                 pass
             comm.Allreduce(np.ones(1), total)
             step += 1
-        except RankFailed as failure:
+        except (RankFailed, Revoked):  # who comes later finds the communicator revoked
             recovery = comm.recover(step)
-            comm.record.event("recovery", lost=list(failure.ranks), step=recovery.step)
+            comm.record.event("recovery", lost=list(recovery.dead), step=recovery.step)
             comm, step = recovery.comm, recovery.step
     comm.record(total=total[0], seconds=comm.clock.now())
 

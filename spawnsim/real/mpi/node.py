@@ -27,7 +27,7 @@ Array = NDArray[Any]
 LARGE_NBYTES = 1 << 17
 """Where two barriers begin to cost less than what the library does."""
 CHUNK_NBYTES = 1 << 21
-"""Bytes a round: few enough to stay in the caches between being laid out, summed and taken, many enough for few meetings."""
+"""Bytes a round: they stay in the caches between being laid out, summed and taken, and ranks meet seldom enough."""
 HOUSE_SHARE = 0.25
 """Of the free shared memory of a node: the library needs some of its own, and an overdrawn page kills the process."""
 
