@@ -20,7 +20,7 @@ from spawnsim.comm.ops import SUM
 from spawnsim.errors import UnsupportedError
 from spawnsim.real.mpi import words
 from spawnsim.real.mpi.leavable import leaving, together
-from spawnsim.real.mpi.locks import Locks
+from spawnsim.real.mpi.locks import LockWords
 from spawnsim.real.mpi.requests import MPIRequest
 from spawnsim.real.rank.epochs import Epochs
 
@@ -37,7 +37,7 @@ class Target:
     members: tuple[int, ...]
 
 
-class MPIWin(Locks, Epochs):
+class MPIWin(LockWords, Epochs):
     """A window: mpi4py's methods. Make one by `comm.Win.Allocate(nbytes)` or `comm.Win.Create(memory)`; collective."""
 
     def __init__(self, raw: MPI.Win, comm: MPIComm) -> None:
@@ -51,7 +51,7 @@ class MPIWin(Locks, Epochs):
         self.label = f"{comm.label}/Win{comm._sequence}"
         self._stages: list[tuple[int, Stage]] = []  # of calls with GPU tensors that are not flushed yet
         self._begin_epochs()
-        self._held: dict[int, int] = {}  # target → what this rank has added to its lock word
+        self._held: dict[int, int] = {}  # target → kind of lock
         self._one, self._was = np.zeros(1, np.int64), np.zeros(1, np.int64)
         comm.Barrier()
         self._home.windows.append(self)

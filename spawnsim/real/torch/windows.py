@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spawnsim.comm.buffers import as_buffer
-from spawnsim.comm.constants import LOCK_EXCLUSIVE, LOCK_SHARED, PROC_NULL
+from spawnsim.comm.constants import PROC_NULL
 from spawnsim.comm.failures import ERR_RANK, CallError
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import SUM, Op
@@ -19,6 +19,7 @@ from spawnsim.comm.regions import Buffer
 from spawnsim.comm.vectors import as_target
 from spawnsim.errors import ParameterError, Timeout, UnsupportedError, UsageError
 from spawnsim.real.rank.epochs import Epochs
+from spawnsim.real.rank.locks import Locks
 from spawnsim.real.rank.pending import Pending
 from spawnsim.real.torch.memory import bytes_of
 from spawnsim.real.torch.serving import (
@@ -59,7 +60,7 @@ class Access(Pending):
         return self._wanted.complete
 
 
-class TorchWin(Epochs):
+class TorchWin(Locks, Epochs):
     """A window: mpi4py's methods. Made by `comm.Win.Allocate` and `comm.Win.Create`; collective."""
 
     def __init__(self, comm: TorchComm, memory: Bytes, disp_unit: int) -> None:
@@ -205,43 +206,18 @@ class TorchWin(Epochs):
 
     Flush_local, Flush_local_all = Flush, Flush_all
 
-    def Lock(self, rank: int, lock_type: int = LOCK_EXCLUSIVE, assertion: int = 0) -> None:
-        if lock_type not in (LOCK_EXCLUSIVE, LOCK_SHARED):
-            raise ParameterError(f"lock_type={lock_type}: give LOCK_SHARED or LOCK_EXCLUSIVE")
-        if rank in self._held:
-            raise UsageError(
-                f"rank {self._comm.rank}: Lock of rank {rank}, which it holds already; Unlock it first"
-            )
-        request, limit_s = Parcel(0, first=LOCK, second=lock_type), self._home.clock.limit_s()
+    def _acquire(self, rank: int, lock_type: int, limit_s: float, call: tuple[str, int, Any]) -> bool:
+        request = Parcel(0, first=LOCK, second=lock_type)
         wanted = self._ask(rank, request, Wanted())
         self._open[rank].remove(wanted)
-        call = (f"Win.Lock of rank {rank}", -1, self._comm)
         if not self._home.wait(lambda: wanted.complete, limit_s, call):
             self._ask(rank, Parcel(0, first=CANCEL, second=request.ident), Wanted())
             self.Flush(rank)
-            if not wanted.complete:
-                text = f"rank {self._comm.rank}: the lock of rank {rank}'s window part was not free for {limit_s:g} s"
-                raise Timeout(
-                    [rank], "Win.Lock", -1, f"{text}: its holder may be dead, or has not called Unlock"
-                )
-        self._held[rank] = lock_type
+        return wanted.complete
 
-    def Unlock(self, rank: int) -> None:
-        if rank not in self._held:
-            raise UsageError(
-                f"rank {self._comm.rank}: Unlock of rank {rank}, which it has not locked; call Lock first"
-            )
+    def _release(self, rank: int, lock_type: int) -> None:
+        self._ask(rank, Parcel(0, first=UNLOCK, second=lock_type), Wanted())
         self.Flush(rank)
-        self._ask(rank, Parcel(0, first=UNLOCK, second=self._held.pop(rank)), Wanted())
-        self.Flush(rank)
-
-    def Lock_all(self, assertion: int = 0) -> None:
-        for rank in range(self._comm.size):
-            self.Lock(rank, LOCK_SHARED)
-
-    def Unlock_all(self) -> None:
-        for rank in list(self._held):
-            self.Unlock(rank)
 
     def Fence(self, assertion: int = 0) -> None:
         self.Flush_all()
