@@ -22,6 +22,7 @@ import torch
 
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies.codecs import NAMED, Codec, Float16, NoCompression, unpack
+from spawnsim.policies.memory import CPU, new_buffer
 from spawnsim.policies.state import ALIGN_NBYTES, Entry, Layout, Tensors, assign
 
 MARK = "\x1f"  # the unit separator: no name of a parameter has it
@@ -173,6 +174,6 @@ def _widened(tensors: Tensors, cast: Sequence[Entry]) -> Tensors:
     """Return the tensors of these names in the dtypes that they had: in one new piece of memory, with huge pages."""
     there = {e.name: tensors[e.name].to(e.dtype) for e in cast if tensors[e.name].device.type != "cpu"}
     layout = Layout(entry for entry in cast if entry.name not in there)
-    here = layout.views(torch.from_numpy(np.empty(layout.nbytes, np.uint8)))
+    here = layout.views(new_buffer(layout.nbytes, torch.uint8, CPU))
     assign(here, tensors)
     return here | there

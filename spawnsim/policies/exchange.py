@@ -19,9 +19,10 @@ from spawnsim.policies.coordinator import Coordinator
 from spawnsim.policies.deciding import Decision, Rules
 from spawnsim.policies.intake import Intake, Outcome
 from spawnsim.policies.mailbox import Mailbox
+from spawnsim.policies.memory import CPU
 from spawnsim.policies.messages import Assignment, Bytes, Kind, Message, Unreadable, decode, encode
 from spawnsim.policies.selection import Report
-from spawnsim.policies.snapshot import CPU, Packer, model_device, room_for
+from spawnsim.policies.snapshot import Packer, model_device, room_for
 from spawnsim.policies.state import Travels, collect
 from spawnsim.policies.wiring import Wiring
 

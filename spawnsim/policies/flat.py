@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from spawnsim.comm import IN_PLACE, MIN, Comm
 from spawnsim.errors import MismatchError
 from spawnsim.policies.arithmetic import sum_dtype
-from spawnsim.policies.memory import new_buffer, one_run
+from spawnsim.policies.memory import CPU, new_buffer, one_run
 from spawnsim.policies.state import Entry, Layout, Tensors
 
 Array = NDArray[Any]
-_CPU = torch.device("cpu")
 LARGE = 16_384  # elements from which a tensor's own Allreduce costs less than two more passes over its memory
 PIECE_NBYTES = 1 << 21  # what has been summed is divided while it is still in the cache
 PIECE_ON_GPU_NBYTES = 1 << 26  # a launch costs more than a pass over memory there
@@ -178,7 +177,7 @@ class GroupMean:
                 entries = self._lift(comm, live, entries)
             if entries:
                 device = live[entries[0].name].device
-                self._parts.append(Gathered(wire, entries, device if device.type in able.devices else _CPU))
+                self._parts.append(Gathered(wire, entries, device if device.type in able.devices else CPU))
         self.nbytes = sum(part.nbytes for part in self._parts)
 
     def _lift(self, comm: Comm, live: Tensors, entries: list[Entry]) -> list[Entry]:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+CPU = torch.device("cpu")
+
 
 def new_buffer(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a new flat buffer; on the CPU by numpy, which takes huge pages where it can."""

@@ -24,8 +24,9 @@ from spawnsim.errors import RankFailed, Timeout
 from spawnsim.policies.codecs import Codec
 from spawnsim.policies.compression import Compression
 from spawnsim.policies.deadlines import Deadline
+from spawnsim.policies.memory import CPU
 from spawnsim.policies.slots import ABSENT, BEGUN, DIGEST, DONE, WITHDRAWN, Header, Window, slot_of
-from spawnsim.policies.snapshot import CPU, laid_out
+from spawnsim.policies.snapshot import laid_out
 from spawnsim.policies.state import Layout, Tensors
 
 T = TypeVar("T")

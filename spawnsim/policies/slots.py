@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from spawnsim.comm import BYTE, Comm, Request
 from spawnsim.policies.codecs import Codec
 from spawnsim.policies.compression import Compression
-from spawnsim.policies.snapshot import CPU, Room, device_of, lay_out, room_for
+from spawnsim.policies.memory import CPU
+from spawnsim.policies.snapshot import Room, device_of, lay_out, room_for
 from spawnsim.policies.state import ALIGN_NBYTES, Tensors
 
 Header = NDArray[np.int64]

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from spawnsim.policies.compression import Compression
+from spawnsim.policies.memory import CPU
 from spawnsim.policies.messages import Bytes, Kind, Message, Unreadable, body_at, seal, write_head
 from spawnsim.policies.state import Layout, Tensors, assign
 
-CPU = torch.device("cpu")
 Room = Callable[[int], Bytes]  # number of bytes → fresh memory
 
 
