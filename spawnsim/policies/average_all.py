@@ -12,10 +12,11 @@ import torch
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies.cadence import Cadence
+from spawnsim.policies.collector import Collector
 from spawnsim.policies.flat import GroupMean
 from spawnsim.policies.mixing import check_momentum
 from spawnsim.policies.policy import Info, Result, SpawnPolicy, as_metric, blank_info
-from spawnsim.policies.state import Collector, Tensors, Travels, assign_optimizer, reset_optimizer
+from spawnsim.policies.state import Tensors, Travels, assign_optimizer, reset_optimizer
 
 
 class AverageAllPolicy(SpawnPolicy):

@@ -49,13 +49,17 @@ class Gathered:
         self._live: Tensors = {}
         self._own: list[torch.Tensor] = []
         self._rows: list[torch.Tensor] = []  # the own tensors in one dimension, where that needs no copy
-        self._arrays: list[tuple[Array, Array]] = []  # own memory and its place in the buffer, likewise
+        # Where numpy sees their memory: it copies small tensors at half the price of torch.
+        self._arrays: list[Array] = []
+        self._means: list[Array] = []  # the place of each in the buffer
 
     def average(self, comm: Comm, live: Tensors, momentum: float) -> None:
         """Take the mean of the live tensors; `store` writes it to them, when the group has met for all there is."""
         self._bind(live)
         size, flat = comm.Get_size(), self._flat
-        if self._rows:
+        if self._arrays:
+            np.concatenate(self._arrays, out=flat.numpy())
+        elif self._rows:
             torch.cat(self._rows, out=flat)
         else:
             torch._foreach_copy_(self._views, self._own)
@@ -74,14 +78,15 @@ class Gathered:
             dtype, device = self._flat.dtype, self._flat.device  # Adam's step counts stay on the CPU
             plain = all(t.dtype == dtype and t.device == device and t.is_contiguous() for t in self._own)
             self._rows = [t.view(-1) for t in self._own] if plain and not self._whole else []
-            pairs = zip(self._rows, self._views, strict=True) if device.type == "cpu" and self._rows else ()
-            self._arrays = [(own.numpy(), view.view(-1).numpy()) for own, view in pairs]
+            near = device.type == "cpu"
+            self._arrays = [row.numpy() for row in self._rows] if near else []
+            self._means = [view.view(-1).numpy() for view in self._views] if self._arrays else []
 
     def store(self) -> None:
         """Replace the live tensors by their mean."""
         if not self._arrays:
             torch._foreach_copy_(self._own, self._views)
-        for own, mean in self._arrays:  # half the price of torch's copies, which counts for small tensors
+        for own, mean in zip(self._arrays, self._means, strict=True):
             own[...] = mean
 
     def _split(self, size: int) -> None:
@@ -145,10 +150,11 @@ class Large:
 
 
 def _divide(total: torch.Tensor, size: int) -> None:
+    near = total.numpy() if total.device.type == "cpu" else total  # numpy begins sooner
     if size & (size - 1):
-        total.div_(size)
+        near /= size
     else:  # by a power of two: the same number, at a third of the price
-        total.mul_(1 / size)
+        near *= 1 / size
 
 
 def _keep(own: list[torch.Tensor], mean: list[torch.Tensor], momentum: float) -> None:

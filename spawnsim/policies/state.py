@@ -68,36 +68,6 @@ def as_real(tensors: Tensors) -> Tensors:
     return {name: torch.view_as_real(t) if t.is_complex() else t for name, t in tensors.items()}
 
 
-class Collector:
-    """Collects live tensors as real ones, and gives the same mapping again as long as they are the same memory."""
-
-    def __init__(self, travels: Travels) -> None:
-        self._travels = travels
-        self._live: Tensors = {}
-        self._seen: tuple[object, ...] = ()
-
-    def __call__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Tensors:
-        """Return what travels, by name. A rank's model seldom changes; walking it costs more than its small sums."""
-        if self._travels.with_optimizer:  # state comes and goes
-            return as_real(collect(model, optimizer, self._travels))
-        seen = _identity(model, self._travels)
-        if seen != self._seen:
-            self._live, self._seen = as_real(collect(model, None, self._travels)), seen
-        return self._live
-
-
-def _identity(model: torch.nn.Module, travels: Travels) -> tuple[object, ...]:
-    """Return what is equal only as long as the model's tensors are the same objects on the same memory."""
-    held = [
-        tensor
-        for module in model.modules()
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-        if tensor is not None
-    ]
-    trained = () if travels.frozen else [tensor.requires_grad for tensor in held]
-    return [*map(id, held)], [*map(torch.Tensor.data_ptr, held)], [*map(torch.Tensor.numel, held)], trained
-
-
 def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
