@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from crew import MEMBER, Crew
 from surviving import survive
 
 __all__ = ["survive"]  # fixtures of other rooms
@@ -76,22 +77,34 @@ def job(tmp_path: Path) -> Job:
     return run
 
 
-BODY = """
-comm = world(seed=7, deadline_s=10)
-with guarded(comm):
-    main(comm)
-    if comm.rank == 0:
-        print("all well")
-"""
+Crews = Callable[..., Crew]
+
+
+@pytest.fixture(scope="module")
+def crews(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
+    """Return ranks that stay until the module's last test: `crews(n=4, options="Options(survive=True)")`."""
+    found: dict[tuple[str, ...], Crew] = {}
+
+    def get(*, n: int = 4, head: str = HEAD, options: str = "None", line: tuple[str, ...] = ()) -> Crew:
+        key = (str(n), head, options)
+        if key not in found or found[key].failed:
+            start = line or (mpiexec(), "-n", str(n), sys.executable)
+            member, folder = MEMBER.format(head=head, options=options), tmp_path_factory.mktemp("crew")
+            found[key] = Crew(start, member, n=n, folder=folder, env=surroundings())
+        return found[key]
+
+    yield get
+    for crew in found.values():
+        if not crew.failed:
+            crew.dismiss()
 
 
 @pytest.fixture
-def ranks(job: Job) -> Callable[..., None]:
+def ranks(crews: Crews) -> Callable[..., None]:
     """Run a text as the body of `main(comm)`, with `rank` and `size`, on n ranks, and see that it goes well."""
 
-    def run(text: str, *, n: int = 4) -> None:
+    def run(text: str, *, n: int = 4, options: str = "None") -> None:
         body = "rank, size = comm.rank, comm.size\n" + textwrap.dedent(text)
-        found = job("\ndef main(comm):\n" + textwrap.indent(body, "    ") + BODY, n=n)
-        assert found.out == "all well\n", found.err
+        crews(n=n, options=options).run("def main(comm):\n" + textwrap.indent(body, "    "))
 
     return run

@@ -61,30 +61,28 @@ def same(name, near, away):
             assert torch.equal(one, seen(other)), (name, one, seen(other))
 """
 
-BODY = """
+READY = """
 if DEVICE == "cuda":
     torch.cuda.set_device(gpu_of_rank(torch.cuda.device_count()))
-comm = world(seed=7, deadline_s=10, options=OPTIONS)
-if hasattr(comm._home, "words"):
-    comm._home.words.memory = Dirty()
-with guarded(comm):
-    main(comm)
-    if comm.rank == 0:
-        print("all well")
+
+def main(comm):
+    rank = comm.rank
+    if hasattr(comm._home, "words"):
+        comm._home.words.memory = Dirty()
 """
 
 Ranks = Callable[..., None]
 
 
 @pytest.fixture(params=DEVICES)
-def gpu_ranks(job: Callable[..., Any], request: pytest.FixtureRequest) -> Ranks:
+def gpu_ranks(crews: Callable[..., Any], request: pytest.FixtureRequest) -> Ranks:
     """Run a text as the body of `main(comm)` on two ranks whose tensors lie on a device, and see that it goes well."""
 
-    def run(text: str, options: str = "Options()", *, building: str = "mpi") -> None:
-        head = f"{HEAD}\nfrom spawnsim.real.{building} import guarded, world\n"
-        head += f"DEVICE, OPTIONS = {request.param!r}, {options}\ndef main(comm):\n    rank = comm.rank\n"
-        found = job(textwrap.indent(textwrap.dedent(text), "    ") + BODY, n=2, head=head)
-        assert found.out == "all well\n", found.err
+    def run(text: str, options: str = "Options()", *, building: str = "mpi", head: str = "") -> None:
+        own = f"{head}{HEAD}\nfrom spawnsim.real.{building} import guarded, world\n"
+        own += f"DEVICE, OPTIONS = {request.param!r}, {options}\n"
+        body = textwrap.indent(textwrap.dedent(text), "    ")
+        crews(n=2, head=own, options="OPTIONS").run(READY + body)
 
     return run
 
@@ -358,5 +356,6 @@ def test_programs_without_gpus_look_for_none(gpu_ranks: Ranks) -> None:
         comm.Allreduce(IN_PLACE, torch.ones(3))
         comm.Sendrecv([torch.ones(3), FLOAT], 1 - rank, recvbuf=np.empty(3, np.float32), source=1 - rank)
         assert not comm._home.words.devices
-        """
+        """,
+        head="# ranks of its own: those of other tests have seen GPUs",
     )

@@ -95,35 +95,31 @@ def test_a_blocking_receive_times_out_and_can_be_caught(ranks):
                 assert "rank" in str(error) and "0.2 s" in str(error)
             else:
                 raise AssertionError("no timeout")
-        assert comm.clock.now() - begin < 2
+        assert comm.clock.now() - begin < 8  # none of them took the job's own ten seconds
         """
     )
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_ordered_reduction_sums_in_rank_order(job, size):
+def test_ordered_reduction_sums_in_rank_order(ranks, size):
     """`reduction="ordered"` is the same bits as a loop over the ranks, also with IN_PLACE and few elements."""
-    found = job(
+    ranks(
         """
-        comm = world(options=Options(reduction="ordered"))
-        with guarded(comm):
-            for length in (1, 2, 5, 1000, 100_001):
-                numbers = [np.random.default_rng(r).normal(size=length) for r in range(comm.size)]
-                wanted = numbers[0].copy()
-                for other in numbers[1:]:
-                    wanted = wanted + other
-                total = np.empty(length)
-                comm.Allreduce(numbers[comm.rank].copy(), total)
-                assert total.tobytes() == wanted.tobytes()
-                total[:] = numbers[comm.rank]
-                comm.Allreduce(IN_PLACE, total)
-                assert total.tobytes() == wanted.tobytes()
-            if comm.rank == 0:
-                print("all well")
+        for length in (1, 2, 5, 1000, 100_001):
+            numbers = [np.random.default_rng(r).normal(size=length) for r in range(size)]
+            wanted = numbers[0].copy()
+            for other in numbers[1:]:
+                wanted = wanted + other
+            total = np.empty(length)
+            comm.Allreduce(numbers[rank].copy(), total)
+            assert total.tobytes() == wanted.tobytes()
+            total[:] = numbers[rank]
+            comm.Allreduce(IN_PLACE, total)
+            assert total.tobytes() == wanted.tobytes()
         """,
         n=size,
+        options="Options(reduction='ordered')",
     )
-    assert found.out == "all well\n", found
 
 
 def test_fingerprints_name_both_sides_of_a_mismatch(job):

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
 
 def test_a_get_does_not_wait_for_a_target_that_computes(ranks):
-    """Windows by Allocate with a held lock are read while their owner computes for a second, under 0.3 s."""
+    """Windows by Allocate are read while their owner computes: it goes on until it sees that it was read."""
     ranks(
         """
         window = comm.Win.Allocate(8 * 4)
@@ -18,22 +18,19 @@ def test_a_get_does_not_wait_for_a_target_that_computes(ranks):
         memory[:] = rank
         window.Sync()
         comm.Barrier()
-        took = 0.0
         if rank == 1:
             with comm.compute():
-                end = time.perf_counter() + 1
-                while time.perf_counter() < end: sum(range(1000))
+                end = time.perf_counter() + 8
+                while not os.path.exists("was read") and time.perf_counter() < end: sum(range(1000))
+            assert os.path.exists("was read")
         elif rank == 0:
-            time.sleep(0.2)
             got = np.empty(4)
-            begin = time.perf_counter()
             window.Lock(1, LOCK_SHARED)
             window.Get(got, 1)
             window.Unlock(1)
-            took = time.perf_counter() - begin
+            open("was read", "w").close()
             assert (got == 1).all()
         comm.Barrier()
-        assert took < 0.3, took
         window.Free()
         """,
         n=2,
@@ -97,15 +94,16 @@ def test_a_window_over_existing_memory_is_reached_when_its_owner_polls(ranks):
         window = comm.Win.Create(mine)
         comm.Barrier()
         if rank == 1:
-            for _ in range(20):
+            end = time.perf_counter() + 8
+            while not os.path.exists("was read, too") and time.perf_counter() < end:
                 with comm.compute(): time.sleep(0.02)
+            assert os.path.exists("was read, too")
         else:
             got = np.empty(1000)
-            begin = time.perf_counter()
             window.Get(got, 1)
             window.Flush(1)
-            took = time.perf_counter() - begin
-            assert (got == 1).all() and took < 0.3, took
+            open("was read, too", "w").close()
+            assert (got == 1).all()
         comm.Barrier()
         window.Free()
         """,
