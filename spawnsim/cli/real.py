@@ -65,10 +65,12 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
 
 def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here: Here) -> int:
     from spawnsim.cli.run import show
-    from spawnsim.real.launching.attending import sign_roll
+    from spawnsim.real.launching.keeper import keep
     from spawnsim.real.launching.launch import require_fit
+    from spawnsim.real.launching.roll import sign
 
-    sign_roll(here.rank, os.environ)
+    keep(here.rank, os.environ)  # from here on this is the rank, and its parent its keeper
+    sign(here.rank, os.environ, os.getpid())
     write_whole_lines(sys.stdout, sys.stderr)
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
         try:

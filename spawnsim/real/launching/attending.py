@@ -1,8 +1,8 @@
 """Attending a launcher: what stops it reaches its ranks, their text is handed on, and one line says why it ended.
 
 mpiexec and its kin say in ten lines that a process was killed, and in none which rank it was. So their own words are
-taken out of what comes from standard error; where each rank has signed a roll (its process id, in a folder of the
-launcher's), the rank is named. Knows what launchers print and signals; loads neither MPI nor torch.
+taken out of what comes from standard error. Which rank died is known from the roll that ranks and their keepers sign;
+only where nobody has, from those words. Knows what launchers print and signals; loads neither MPI nor torch.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from spawnsim.real.launching.keeper import SPOKEN, name
+from spawnsim.real.launching.orphans import adopted, see_off
+from spawnsim.real.launching.roll import ROLL, SURVIVE, Roll
 from spawnsim.real.rank.stopping import TOLD, outcome
 
-ROLL = "SPAWNSIM_ROLL"
-"""Names the folder in which each rank leaves a file: its process id is the name, its rank the content."""
-SURVIVE = "SPAWNSIM_SURVIVE"
-"""Set where the launcher lets the others live when a rank dies."""
-ENDED_WELL = "ended well"  # a file of that folder: some rank's program has ended, and nothing is left to do
 NOBODY = 4  # the status of a job that was to survive, and of which nobody is left
 STOP_S = 6.0  # a launcher that is told to stop gets this long for its ranks' last words before it is killed
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _OWN = (
     b"=====", b"-----", b"=   BAD", b"[mpiexec", b"[proxy", b"Abort(", b"torchrun noticed", b"prterun", b"prun",
-    b"mpirun", b"mpiexec", b"MPI_ABORT",
+    b"mpirun", b"mpiexec", b"MPI_ABORT", SPOKEN.encode(),
 )  # fmt: skip
 """How lines of a launcher's own begin."""
 _BEGINS = re.compile(
@@ -44,6 +42,7 @@ _ENDS = re.compile(rb"Please see the FAQ page|-{20,}")
 _ALONE = re.compile(rb"\[(mpiexec|proxy)[@:]|Abort\(\d+\) on node \d+ .*MPI_Abort|torchrun noticed")
 _PROCESS = re.compile(rb"PID\s+(\d+)\s+(?:RUNNING AT|on\s+node)\s+(\S+)")
 _RANK = re.compile(rb"process\s+rank\s+(\d+)\s+with\s+PID")
+_SPOKEN = re.compile(re.escape(SPOKEN).encode() + rb" (rank .* was killed by signal (\d+).*)\n")
 _SIGNAL = re.compile(rb"\(signal (\d+)\)|exited\s+on\s+signal\s+(\d+)")
 
 
@@ -63,6 +62,7 @@ class Filter:
     node: str = ""
     rank: int = -1
     signal: int = 0
+    sentence: str = ""  # of the keeper that spoke first
     _tail: bytes = b""  # the beginning of a line that may be the launcher's own
     _begun: bool = False  # the beginning of the line was shown already
     _held: list[bytes] = field(default_factory=list)  # empty lines and a rule, which may begin a banner
@@ -95,6 +95,9 @@ class Filter:
         if _ALONE.match(line):
             self._learn(line)
             return b""
+        if found := _SPOKEN.match(line):
+            self.sentence = self.sentence or found[1].decode()
+            return b""
         if not line.strip() or _RULE.fullmatch(line):
             before = self._release() if len(self._held) > 1 else b""
             self._held.append(line)
@@ -123,16 +126,14 @@ def _may_be_own(tail: bytes) -> bool:
 
 def attend(line: Sequence[str], environ: Mapping[str, str] | None = None) -> Ended:
     """Run a launcher until it ends. Its ranks are gone when this returns."""
-    with tempfile.TemporaryDirectory(prefix="spawnsim-") as roll:
-        given = dict(os.environ if environ is None else environ) | {TOLD: "1", ROLL: roll}
+    with tempfile.TemporaryDirectory(prefix="spawnsim-") as folder, adopted():
+        given = dict(os.environ if environ is None else environ) | {TOLD: "1", ROLL: folder}
         started = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=given,
             start_new_session=True,
         )  # fmt: skip
-        told, filters = (
-            list[int](),
-            [Filter(), Filter()],
-        )  # MPICH says on standard output that a process was killed
+        told, roll = list[int](), Roll(Path(folder))
+        filters = [Filter(), Filter()]  # MPICH says on standard output that a process was killed
         pipes = zip((started.stdout, started.stderr), (1, 2), filters, strict=True)
         readers = [threading.Thread(target=_hand_on, args=pipe, name="spawnsim-log") for pipe in pipes]
         for reader in readers:
@@ -141,9 +142,10 @@ def attend(line: Sequence[str], environ: Mapping[str, str] | None = None) -> End
             status = _wait(started, told)
         for reader in readers:
             reader.join()
-        return _ended(
-            status, told, max(filters, key=lambda each: each.signal), Path(roll), survive=SURVIVE in given
-        )
+        see_off(roll.processes)
+        if told:
+            return Ended(128 + told[0], outcome(told[0]))
+        return _death(roll, filters) or _ended(status, roll, survive=SURVIVE in given)
 
 
 def _hand_on(stream: IO[bytes] | None, to: int, filter_: Filter) -> None:
@@ -201,39 +203,25 @@ def _kill(started: subprocess.Popen[bytes]) -> int:
     return started.wait()
 
 
-def _ended(status: int, told: list[int], filter_: Filter, roll: Path, *, survive: bool) -> Ended:
-    if told:
-        return Ended(128 + told[0], outcome(told[0]))
-    if filter_.signal:
-        return Ended(128 + filter_.signal, f"{_who(filter_, roll)} was killed by {_name(filter_.signal)}")
-    if status == 0 and survive and any(roll.iterdir()) and not (roll / ENDED_WELL).exists():
+def _ended(status: int, roll: Roll, *, survive: bool) -> Ended:
+    if status == 0 and survive and not roll.ended_well:
         return Ended(NOBODY, "no rank has lived to the end")
     return Ended(status if status >= 0 else 128 - status)
 
 
-def _who(filter_: Filter, roll: Path) -> str:
-    signed = roll / str(filter_.process)
-    rank = signed.read_text() if signed.is_file() else str(filter_.rank) if filter_.rank >= 0 else ""
-    process = f"process {filter_.process} on {filter_.node}"
+def _death(roll: Roll, filters: Sequence[Filter]) -> Ended | None:
+    """Return the death that has ended the job: its keeper's word comes before the launcher's."""
+    if recorded := roll.first_death:
+        return Ended(128 + recorded[0], recorded[1])
+    if spoken := next((each.sentence for each in filters if each.sentence), ""):
+        return Ended(128 + int(spoken.rsplit("signal ")[-1].split()[0]), spoken)
+    found = max(filters, key=lambda each: each.signal)
+    if not found.signal:
+        return None
+    return Ended(128 + found.signal, f"{_who(found, roll)} was killed by {name(found.signal)}")
+
+
+def _who(found: Filter, roll: Roll) -> str:
+    rank = roll.rank_of(found.process) or (str(found.rank) if found.rank >= 0 else "")
+    process = f"process {found.process} on {found.node}"
     return f"rank {rank} ({process})" if rank else process
-
-
-def _name(number: int) -> str:
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return f"signal {number}"
-
-
-def sign_end(environ: Mapping[str, str]) -> None:
-    """Say that this rank's program has ended well: what a job that survives its ranks is asked for in the end."""
-    roll = Path(environ.get(ROLL, "/nowhere"))
-    if roll.is_dir():
-        (roll / ENDED_WELL).touch()
-
-
-def sign_roll(rank: int, environ: Mapping[str, str]) -> None:
-    """Say which process this rank is, where the launcher asked for it and its folder can be reached from here."""
-    roll = Path(environ.get(ROLL, "/nowhere"))
-    if roll.is_dir():
-        (roll / str(os.getpid())).write_text(str(rank))

@@ -1,9 +1,10 @@
-"""Stands between MPICH's launcher and one rank, so that the death of the rank is no death of the launcher's process.
+"""Stands between MPICH's launcher and a rank: knows how the rank has really ended, and says so before anybody else.
 
-`python -m spawnsim.real.launching.keeper COMMAND…` runs a command and ends with its status, or with 0 if a signal has
-killed it. MPICH's launcher lets others live when a process ends (`-disable-auto-cleanup`), but when a signal kills one,
-it stops to forward output, and the next line that anybody writes ends the job; so does the first survivor that ends.
-Knows processes and signals alone.
+When a rank dies, MPICH's launcher sees its socket closed, kills the others, and then tells of whichever process it
+looks at first. So each rank that our own launcher has started forks, before it loads anything: the child goes on as
+the rank, and its parent keeps the socket open until it has said which signal killed the rank. A job that is to survive
+its ranks needs it too: after a death by a signal the launcher would stop to forward output, so there the keeper ends
+as if all were well. Knows processes and signals alone.
 """
 
 from __future__ import annotations
@@ -11,34 +12,92 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from spawnsim.real.launching.roll import ROLL, SURVIVE, sign, sign_death
 
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent has died
+SPOKEN = "[spawnsim keeper]"  # begins what a keeper says to a launcher whose folder it cannot reach
+HANDED_ON = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
+)  # fmt: skip
 
 
-def _die_with_parent() -> None:
+def keep(rank: int, environ: Mapping[str, str]) -> None:
+    """Go on as a child whose end this process waits for, where our launcher is MPICH's and the system allows it.
+
+    To be called while the process has one thread. What a rank does in its process group is not done to its keeper, nor
+    the other way round: when a launcher kills the keeper's, the rank dies with its keeper, which has said nothing.
+    """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if ROLL not in environ or "PMI_FD" not in environ or prctl is None or _threads() != 1:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    keeper, former = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
+    if child := os.fork():
+        _wait(rank, child, environ)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != keeper:  # it died in between
+        os._exit(128 + signal.SIGKILL)
+    os.setpgid(0, 0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
-def main(command: Sequence[str]) -> int:
-    """Run a command; return its status, 0 if it was killed."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    kept = subprocess.Popen(command, close_fds=False, preexec_fn=_die_with_parent)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: kept.send_signal(number))
-    status = kept.wait()
-    if status >= 0:
-        return status
-    rank = os.environ.get("PMI_RANK", "?")
-    sys.stderr.write(
-        f"spawnsim: rank {rank} (process {kept.pid}) was killed by {signal.Signals(-status).name}\n"
-    )
-    return 0
+def _threads() -> int:
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _wait(rank: int, child: int, environ: Mapping[str, str]) -> None:
+    """Wait for the rank's end, and end likewise. Does not return."""
+    status = 1
+    try:
+        sign(rank, environ, os.getpid())
+        sign(rank, environ, child)
+        sign("", environ, os.getppid())
+        _hand_on(child, but=[signal.SIGUSR1] if SURVIVE in environ else [])
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status < 0:
+            status = _killed(rank, child, -status, environ)
+    finally:
+        os._exit(status)
+
+
+def _hand_on(child: int, *, but: list[int]) -> None:
+    """Give the signals that this process gets to the rank. MPICH's own SIGUSR1 about a death is for nobody."""
+
+    def handler(number: int, _frame: object) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in HANDED_ON:
+        signal.signal(number, signal.SIG_IGN if number in but else handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
+
+
+def _killed(rank: int, child: int, number: int, environ: Mapping[str, str]) -> int:
+    """Say who was killed by what; return the status to end with."""
+    text = f"rank {rank} (process {child} on {os.uname().nodename}) was killed by {name(number)}"
+    if SURVIVE in environ:
+        _say(f"spawnsim: {text}")
+        return 0
+    if not sign_death(number, text, environ):
+        _say(f"{SPOKEN} {text}")
+    return 128 + number
+
+
+def name(number: int) -> str:
+    """Return a signal's number, with its name if it has one."""
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # nobody listens
+        os.write(2, f"{line}\n".encode())

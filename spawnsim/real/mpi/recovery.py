@@ -24,7 +24,7 @@ from mpi4py import MPI
 
 from spawnsim.comm.recovery import Capabilities, Recovery
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout
-from spawnsim.real.launching.attending import SURVIVE, sign_end
+from spawnsim.real.launching.roll import SURVIVE, sign_end
 from spawnsim.real.mpi.agreement import FENCED, Agreement, Decision, Meeting
 from spawnsim.real.mpi.leavable import Apart
 from spawnsim.real.mpi.revoking import Revoking
