@@ -7,9 +7,11 @@ INSTALLED := $(VENV)/.installed
 # Ranks share the cores: a thread pool per process would only fight the others.
 export OMP_NUM_THREADS := 1
 export MPLBACKEND := Agg
+# Tests start hundreds of ranks: each would compile the house anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format check bench clean
+.PHONY: help install demo test lint format check check-real check-others bench clean
 
 help:
 	@echo "make demo    1,000 virtual ranks on digits under three policies, figures in demo/"
@@ -29,7 +31,9 @@ install: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/spawnsim study demo --out demo
 
-test: lint check
+# Ranks of tests/real mostly wait for each other: all else runs beside them, and two cores have work.
+test: $(INSTALLED)
+	$(MAKE) --jobs 2 lint check-real check-others
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -39,6 +43,12 @@ lint: $(INSTALLED)
 
 check: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+check-real: $(INSTALLED)
+	$(BIN)/python -m pytest tests/real
+
+check-others: $(INSTALLED)
+	$(BIN)/python -m pytest --ignore tests/real
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

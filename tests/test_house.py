@@ -130,8 +130,8 @@ def test_importing_spawnsim_is_light() -> None:
 
 
 def test_importing_spawnsim_is_quick() -> None:
-    """It takes under 0.25 s (the best of three: others may use the machine)."""
-    code = "import time; t = time.perf_counter(); import spawnsim; print(time.perf_counter() - t)"
+    """It takes under 0.25 s of a core (the best of three: others may use the machine)."""
+    code = "import time; t = time.process_time(); import spawnsim; print(time.process_time() - t)"
     assert min(float(_python(code)) for _ in range(3)) < 0.25
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -115,29 +117,38 @@ def test_events_are_ordered_by_time_and_hold_arrays() -> None:
 
 
 def test_a_row_is_quick_and_lean() -> None:
-    """Eight numbers take 84 bytes a row, and (in the best of five) under two microseconds."""
+    """Eight numbers take 84 bytes a row, and a few times as long as looking them up: two microseconds on a laptop."""
     recorder = Recorder()
     values = dict.fromkeys("abcdefgh", 0.5)
-    best_s = min(_seconds_per_row(recorder, values) for _ in range(5))
+    row_s, look_s = _seconds(
+        lambda count: recorder.row(count % 7, 0.0, values), lambda _: [values[name] for name in "abcdefgh"]
+    )
     (block,) = recorder._blocks.values()
     assert len(block.data) == 84 * recorder.rows
-    assert best_s < 4e-6  # twice the promise, since a test machine may be busy
+    assert row_s < 8 * look_s  # twice what it is
 
 
 def test_a_text_costs_little_more_than_a_number() -> None:
     """A row with a text takes under twice what one without takes: it was five times as much once."""
+    plain, mixed = Recorder(), Recorder()
     numbers = dict.fromkeys("abcdefgh", 0.5)
-    plain_s, text_s = (
-        min(_seconds_per_row(Recorder(), row) for _ in range(7)) for row in (numbers, numbers | {"h": "age"})
+    texts = numbers | {"h": "age"}
+    plain_s, text_s = _seconds(
+        lambda count: plain.row(count % 7, 0.0, numbers), lambda count: mixed.row(count % 7, 0.0, texts)
     )
     assert text_s < 2.5 * plain_s
 
 
-def _seconds_per_row(recorder: Recorder, values: dict[str, float]) -> float:
-    begin_s = time.perf_counter()
-    for count in range(2000):
-        recorder.row(count % 7, 0.0, values)
-    return (time.perf_counter() - begin_s) / 2000
+def _seconds(*calls: Callable[[int], object]) -> list[float]:
+    """Return each call's seconds of this thread, which others' load does not add to; the best of seven turns."""
+    best_s = [math.inf] * len(calls)
+    for _ in range(7):
+        for index, call in enumerate(calls):
+            begin_s = time.thread_time()
+            for count in range(2000):
+                call(count)
+            best_s[index] = min(best_s[index], (time.thread_time() - begin_s) / 2000)
+    return best_s
 
 
 names = st.sampled_from(["loss", "n", "why", "ok"])

@@ -188,9 +188,9 @@ def test_a_thousand_rows_train_at_least_twice_as_fast_together():
         action()
         times = []
         for _ in range(repeats):
-            start = time.perf_counter()
+            start = time.process_time()  # others may use the machine
             action()
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         return min(times)
 
     assert quickest(together) < quickest(alone) / 2
