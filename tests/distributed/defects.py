@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-CHECKS = "tests/distributed/test_toolkit.py::test_on_virtual_ranks[{}]"  # and test_on_mpi, test_on_torch_distributed
+CHECKS = "tests/distributed/test_toolkit.py::test_on_virtual_ranks[{}]"  # and test_on_processes
 TIMINGS = "tests/distributed/test_timings.py::{}"
 
 DEFECTS: dict[str, tuple[str, ...]] = {
@@ -20,5 +20,5 @@ DEFECTS: dict[str, tuple[str, ...]] = {
     "D11": (TIMINGS.format("test_imbalance_covers_every_step_of_every_rank"),),
     "D12": (CHECKS.format("a_job_is_divided_and_cleaned_up"),),
     "D13": (CHECKS.format("a_job_is_divided_and_cleaned_up"),),
-    "D14": ("tests/distributed/test_toolkit.py::test_on_mpi",),
+    "D14": ("tests/distributed/test_toolkit.py::test_on_processes",),
 }

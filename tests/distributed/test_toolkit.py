@@ -34,37 +34,18 @@ def test_on_virtual_ranks(check: Check) -> None:
     spawnsim.run(check, ranks=4)
 
 
-def passed(out: Path, backend: str, **parameters: str) -> Counter[str]:
-    """Run the checks on four processes; return how many ranks have passed each."""
-    settings = [f"--set={name}={value}" for name, value in parameters.items()]
-    line = ["run", str(PROGRAM), "--backend", backend, "-n", "4", "--out", str(out), *settings]
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_on_processes(backend: str, tmp_path: Path) -> None:
+    """All checks pass on four processes; where no group is given, the backend's world is meant."""
+    line = ["run", str(PROGRAM), "--backend", backend, "-n", "4", "--out", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "spawnsim", *line], capture_output=True, text=True, check=False, timeout=180
     )
     assert done.returncode == 0, done.stderr
-    return Counter(event["check"] for event in spawnsim.Run.load(out).events if event["kind"] == "checked")
-
-
-@pytest.mark.mpi
-def test_on_mpi(tmp_path: Path) -> None:
-    """All checks pass on four processes."""
-    assert passed(tmp_path, "mpi") == {check.__name__: 4 for check in CHECKS}
-
-
-WORLD = "the_world_is_meant_where_no_group_is_given"
-
-
-@pytest.mark.mpi
-def test_on_torch_distributed(tmp_path: Path) -> None:
-    """Checks that pass a group pass on four processes of gloo."""
-    others = {check.__name__: 4 for check in CHECKS if check.__name__ != WORLD}
-    assert passed(tmp_path, "torch", without=WORLD) == others
-
-
-@pytest.mark.mpi
-def test_the_world_of_torch_distributed(tmp_path: Path) -> None:
-    """Where no group is given, torch.distributed's default one is meant."""
-    assert passed(tmp_path, "torch", only=WORLD) == {WORLD: 4}
+    events = spawnsim.Run.load(tmp_path).events
+    passed = Counter(event["check"] for event in events if event["kind"] == "checked")
+    assert passed == {check.__name__: 4 for check in CHECKS}
 
 
 @pytest.mark.parametrize("name", NAMES)
