@@ -15,7 +15,7 @@ import torch
 
 from spawnsim.policies.memory import new_buffer
 
-PIECE = 1 << 16  # elements: some intermediate results of so many fit in the second cache
+PIECE = 1 << 18  # elements: an intermediate result of so many fits in the second cache
 
 
 def _piecewise(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,16 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _difference(value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     """Return value - anchor, 0 where they are equal: two infinities of a mask differ by nothing."""
-    return torch.where(value == anchor, torch.zeros((), dtype=value.dtype), value - anchor)
+    difference = value - anchor
+    if not _all_finite(difference):
+        difference.masked_fill_(value == anchor, 0)
+    return difference
+
+
+def _all_finite(difference: torch.Tensor) -> bool:
+    """Return whether all is surely finite, for the price of a sum; elsewhere than on the CPU, asking would wait."""
+    near = difference.device.type == "cpu" and not difference.is_complex()
+    return near and math.isfinite(difference.sum().item())
 
 
 def blend(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
@@ -63,17 +72,24 @@ def _blended(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.T
     drift = torch.zeros_like(base)
     for value, share in zip(values[1:], shares[1:], strict=True):
         if share:
-            drift += _difference(value.to(wide), base) * share
+            drift += _difference(value.to(wide), base).mul_(share)
     return add(values[0], drift)
 
 
 def add(anchor: torch.Tensor, drift: torch.Tensor) -> torch.Tensor:
-    """Return anchor + drift in the anchor's dtype; whole numbers and truth values round to the nearest."""
+    """Return anchor + drift in the anchor's dtype, and spoil drift; whole numbers and truth values are rounded."""
     if anchor.dtype == torch.bool:
-        return (anchor.to(drift.dtype) + drift) > 0.5
+        return drift.add_(anchor) > 0.5
     if anchor.dtype.is_floating_point or anchor.dtype.is_complex:
-        return (anchor.to(drift.dtype) + drift).to(anchor.dtype)
-    return anchor + drift.round().to(anchor.dtype)
+        return drift.add_(anchor).to(anchor.dtype)
+    return anchor + drift.round_().to(anchor.dtype)
+
+
+def _finite(drift: torch.Tensor) -> torch.Tensor:
+    """Put 0 where a drift is not finite, as it also is between two equal infinities, and return it."""
+    if drift.is_complex():
+        return torch.where(torch.isfinite(drift), drift, torch.zeros((), dtype=drift.dtype))
+    return drift.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def with_delta(mixed: torch.Tensor, now: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
@@ -86,8 +102,7 @@ def with_delta(mixed: torch.Tensor, now: torch.Tensor, then: torch.Tensor) -> to
 
 def _stepped(mixed: torch.Tensor, now: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
     wide = sum_dtype(mixed.dtype)
-    own = _difference(now.to(wide), then.to(wide))
-    return add(mixed, torch.where(torch.isfinite(own), own, torch.zeros((), dtype=wide)))
+    return add(mixed, _finite(now.to(wide) - then.to(wide)))
 
 
 def with_momentum(new: torch.Tensor, own: torch.Tensor, momentum: float) -> torch.Tensor:
@@ -99,5 +114,4 @@ def with_momentum(new: torch.Tensor, own: torch.Tensor, momentum: float) -> torc
 
 def _kept(new: torch.Tensor, own: torch.Tensor, momentum: float) -> torch.Tensor:
     wide = sum_dtype(new.dtype)
-    drift = _difference(own.to(wide), new.to(wide)) * momentum
-    return add(new, torch.where(torch.isfinite(drift), drift, torch.zeros((), dtype=wide)))
+    return add(new, _finite((own.to(wide) - new.to(wide)).mul_(momentum)))

@@ -126,7 +126,7 @@ class Vector:
 def _sum(value: torch.Tensor, drift: torch.Tensor) -> torch.Tensor:
     """Return value + drift; whole numbers round halves up."""
     if value.dtype.is_floating_point or value.dtype == torch.bool:
-        return add(value, drift)
+        return add(value, drift.clone())
     return torch.floor(value.double() + drift + HALF).to(value.dtype)
 
 
