@@ -15,7 +15,7 @@ from spawnsim.errors import ParameterError
 from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.compute import Sampler
 from spawnsim.virtual.kernel import Task
-from spawnsim.virtual.waiting import await_one
+from spawnsim.virtual.waiting import Unbroken, await_one
 from spawnsim.virtual.world import Rank, World
 
 COMPUTE, SLEEP = 4, 5  # kinds of the trace
@@ -151,8 +151,8 @@ class Background:
         return not self.alive
 
 
-class Joining:
-    """A wait for a background task of the same rank."""
+class Joining(Unbroken):
+    """A wait for a background task of the same rank, with which it dies."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -168,18 +168,6 @@ class Joining:
     def missing(self, by_s: float = math.inf) -> tuple[int, ...]:
         """Return nobody: no other rank is awaited."""
         return ()
-
-    def doomed(self, dead: Any) -> tuple[int, ...]:
-        """Return nobody: a task dies with its rank."""
-        return ()
-
-    def contexts(self) -> tuple[()]:
-        """Return nothing: no communicator carries it."""
-        return ()
-
-    def sequence(self) -> int:
-        """Return -1: the call is no collective."""
-        return -1
 
 
 class Own:

@@ -58,6 +58,24 @@ class Waiting:
         return -1
 
 
+class Unbroken:
+    """What is common to waits that neither a death nor a revocation ends."""
+
+    __slots__ = ()
+
+    def doomed(self, dead: Sequence[int]) -> Sequence[int]:
+        """Return nobody."""
+        return ()
+
+    def contexts(self) -> Sequence[Any]:
+        """Return nothing."""
+        return ()
+
+    def sequence(self) -> int:
+        """Return -1: the call is no collective."""
+        return -1
+
+
 @dataclass(frozen=True, slots=True)
 class WaitingForAny:
     """Several pending operations, any of which ends the wait."""

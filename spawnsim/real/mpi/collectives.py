@@ -77,7 +77,16 @@ class Collectives:
     rank: int
     members: tuple[int, ...]
 
-    def _watched(
+    def _watched(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the raw call while the watchdog knows of it; where arguments are GPU tensors, on main memory."""
+        stage = self._staged(operation, args, kwargs) if self._home.words.devices else None
+        if stage is None:
+            return self._called(operation, args, kwargs)
+        self._called(operation, stage.args, stage.kwargs)
+        stage.end()
+        return None
+
+    def _called(
         self,
         operation: str,
         args: tuple[Any, ...],
@@ -86,11 +95,6 @@ class Collectives:
     ) -> Any:
         """Make the raw call, or `function` of the raw communicator, while the watchdog knows of it."""
         home = self._home
-        stage = self._staged(operation, args, kwargs) if home.words.devices else None
-        if stage is not None:  # GPU tensors: the same call on main memory
-            self._watched(operation, stage.args, stage.kwargs)
-            stage.end()
-            return None
         if self._inter:
             args = tuple([peer(value) if type(value) is int else value for value in args])
             kwargs = {key: peer(value) if key == "root" else value for key, value in kwargs.items()}
@@ -135,14 +139,14 @@ class Collectives:
             stage.end()
             return
         if home.ordered and isinstance(op, Op):
-            self._watched("Allreduce", (sendbuf, recvbuf, op), {}, ordered_allreduce)
+            self._called("Allreduce", (sendbuf, recvbuf, op), {}, ordered_allreduce)
             return
         if self._shares and getattr(recvbuf, "nbytes", LARGE_NBYTES) >= LARGE_NBYTES and args[2] == MPI.SUM:
             large = arrays(*args[:2])
             if large is not None:
-                self._watched("Allreduce", args, {}, partial(self._on_node, large))
+                self._called("Allreduce", args, {}, partial(self._on_node, large))
                 return
-        self._watched("Allreduce", args, {})
+        self._called("Allreduce", args, {})
 
     def _on_node(self, large: tuple[Array, Array], raw: MPI.Intracomm, *_: Any) -> None:
         if self._node is None:

@@ -7,40 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce as fold
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spawnsim.comm.ops import SUM
 from spawnsim.errors import ParameterError
 from spawnsim.real.rank.pending import Pending
+from spawnsim.real.torch.exchanges import Exchanges
 from spawnsim.real.torch.mailbox import as_payload
 from spawnsim.real.torch.memory import OBJECT
 from spawnsim.real.torch.requests import Together
 
-if TYPE_CHECKING:
-    from spawnsim.real.torch.home import Home
-    from spawnsim.real.torch.p2p import PointToPoint
-
 Combine = Callable[[Any, Any], Any]
 
 
-class Objects:
+class Objects(Exchanges):
     """bcast, gather, allreduce and their kin."""
-
-    _home: Home
-    _inner: PointToPoint
-    rank: int
-    size: int
-
-    if TYPE_CHECKING:
-
-        def _count(self, operation: str) -> int:
-            """Count a collective and return its number."""
-
-        def _met(self, request: Together, operation: str) -> Any:
-            """Wait for an exchange."""
-
-        def _root(self, root: int, operation: str) -> None:
-            """Refuse a root that is no rank."""
 
     def _swap(self, operation: str, objects: dict[int, Any], sources: Sequence[int]) -> list[Any]:
         """Send `objects[rank]` to each rank, return what the sources sent here, in their order."""

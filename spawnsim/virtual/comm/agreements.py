@@ -15,6 +15,7 @@ from typing import Any
 from spawnsim.virtual.comm.context import Context
 from spawnsim.virtual.comm.revoking import close, family, give_up
 from spawnsim.virtual.completion import Completion
+from spawnsim.virtual.waiting import Unbroken
 
 SILENT_S = 3.0  # a paused rank is given up after this time; real ranks, which must ask, take as long
 
@@ -137,8 +138,8 @@ class Regrouping(Agreement):
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingForLiving:
-    """A wait for the living members. Neither the dead nor a revocation end it."""
+class WaitingForLiving(Unbroken):
+    """A wait for the living members: survivors of a revocation must agree."""
 
     operation: str
     comm: str
@@ -160,15 +161,3 @@ class WaitingForLiving:
     def missing(self, by_s: float = math.inf) -> list[int]:
         """Return the ranks still awaited, as ranks of the communicator."""
         return [self.agreement.context.everyone.index(rank) for rank in self.peers()]
-
-    def doomed(self, dead: Any) -> tuple[int, ...]:
-        """Return nobody."""
-        return ()
-
-    def contexts(self) -> tuple[()]:
-        """Return nothing: survivors of a revocation must agree."""
-        return ()
-
-    def sequence(self) -> int:
-        """Return -1: the call is no collective."""
-        return -1
