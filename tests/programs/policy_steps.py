@@ -98,6 +98,8 @@ def train(comm: Any, policy: str, steps: int, events: str) -> None:
             loss.backward()
             optimizer.step()
         comm.clock.sleep(0.005)
+        if iteration % 5 == 0:  # so that no rank is through before another one was given a core
+            comm.Barrier()
         model, optimizer, info = chosen(iteration, model, optimizer, -loss, group)
         comm.record(iteration=iteration, **info)
     chosen.shutdown()

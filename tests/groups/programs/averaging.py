@@ -27,6 +27,7 @@ def once(comm, rule, compression, tag):
         torch.from_numpy(np.random.default_rng(comm.Get_rank()).normal(size=1000)),
         torch.arange(5) * comm.Get_rank(),
     ]
+    comm.Barrier()  # the search has a time limit: nobody comes late to it
     averager = DecentralizedAverager(
         values, comm, prefix="p", matchmaking=RULES[rule], min_matchmaking_time=2.0 if rule == "dynamic" else 10.0,
         request_timeout=1.5, part_size_bytes=1000, compression=compression, tag=tag,
