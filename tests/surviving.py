@@ -48,9 +48,11 @@ Survive = Callable[..., Ended]
 def survive(tmp_path: Path) -> Survive:
     """Run a case on n ranks: `survive("at_once", n=4)`; a job that hangs is ended, and nothing may be left running."""
 
-    def run(case: str, at: str = "", *, n: int = 4, program: Path = PROGRAM) -> Ended:
+    def run(
+        case: str, at: str = "", *, n: int = 4, program: Path = PROGRAM, deadline_s: float = DEADLINE_S
+    ) -> Ended:
         out = tmp_path / "run"
-        given = ["--backend", "mpi", "--quiet", "--deadline", str(DEADLINE_S), "--out", str(out)]
+        given = ["--backend", "mpi", "--quiet", "--deadline", str(deadline_s), "--out", str(out)]
         chosen = ["--set", f"case={case}", *(["--set", f"at={at}"] if at else [])]
         command = [sys.executable, "-c", LAUNCH, str(program), str(n), *given, *chosen]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=_environment()) as started:

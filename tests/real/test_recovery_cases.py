@@ -51,7 +51,7 @@ def test_a_rank_that_comes_back_too_late_is_fenced(survive, wakes):
 
 def test_a_rank_that_comes_back_in_time_is_not_dead(survive):
     """Slow is not dead: below the deadline the result is right, and nobody recovers."""
-    ended = survive("naps")
+    ended = survive("naps", deadline_s=20.0)
     went_on(ended, dead=set())
     assert ended.events("recovered") == []
 
