@@ -5,10 +5,8 @@ This room knows results. It does not know how they came about.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +93,8 @@ class Run:
         return f"Run({', '.join(self._facts())})"
 
     def _repr_html_(self) -> str:
+        from html import escape  # needed here alone
+
         rows = "".join(
             f"<tr><th>{name}</th><td>{escape(shown(self.totals.get(name)))}</td></tr>" for name in TOTALS
         )
@@ -133,6 +133,8 @@ def whole_digest(trace: str, table: Table) -> str:
 
     The trace alone would not tell two runs apart that communicate alike and learn differently.
     """
+    import hashlib  # loads OpenSSL, for which a launcher would wait
+
     return hashlib.blake2b(trace.encode() + table.digest(), digest_size=16).hexdigest()
 
 

@@ -49,3 +49,15 @@ def test_a_bar_is_shown_at_once() -> None:
     """Text without a line's end is not held back, unless it may be the launcher's own."""
     assert Filter()(b"\r 50%|##  |") == b"\r 50%|##  |"
     assert Filter()(b"Abor") == b""
+
+
+@pytest.mark.parametrize("text", [b"\0", b"said\n\0", b"said\n\0" + OPEN_MPI + b"\0"])
+def test_a_launchers_nul_is_taken_out(text: bytes) -> None:
+    """Open MPI's writes one behind the last line of a job that was aborted; a program's own stay."""
+    for size in (1, 100_000):
+        found = Filter()
+        shown = b"".join(found(text[start : start + size]) for start in range(0, len(text), size))
+        assert shown + found.rest() == text[: text.index(b"\0")]
+    mine = Filter()
+    assert mine(b"a\0b\0") + mine.rest() == b"a\0b\0"
+    assert mine(b"\0mine\n") + mine.rest() == b"\0mine\n"

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,6 +26,8 @@ from spawnsim.real.rank.stopping import TOLD, outcome
 
 NOBODY = 4  # the status of a job that was to survive, and of which nobody is left
 STOP_S = 6.0  # a launcher that is told to stop gets this long for its ranks' last words before it is killed
+NUL = b"\0"  # Open MPI's launcher writes one when a rank has aborted the job, where a line begins
+LOOK_S = 0.2  # how soon at the latest a signal is acted upon
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _OWN = (
@@ -79,7 +80,7 @@ class Filter:
 
     def rest(self) -> bytes:
         """Return what was held back, at the end."""
-        return self._release() + (b"" if self._banner else self._tail)
+        return self._release() + (b"" if self._banner or not self._tail.strip(NUL) else self._tail)
 
     def _release(self) -> bytes:
         held, self._held = b"".join(self._held), []
@@ -89,16 +90,16 @@ class Filter:
         if self._begun:
             self._begun = False
             return line
-        if self._banner or _BEGINS.match(line):
+        if self._banner or _BEGINS.match(line.lstrip(NUL)):
             self._take(line)
             return b""
-        if _ALONE.match(line):
+        if _ALONE.match(line.lstrip(NUL)):
             self._learn(line)
             return b""
         if found := _SPOKEN.match(line):
             self.sentence = self.sentence or found[1].decode()
             return b""
-        if not line.strip() or _RULE.fullmatch(line):
+        if not line.strip() or _RULE.fullmatch(line.lstrip(NUL)):
             before = self._release() if len(self._held) > 1 else b""
             self._held.append(line)
             return before
@@ -121,6 +122,7 @@ class Filter:
 
 
 def _may_be_own(tail: bytes) -> bool:
+    tail = tail.lstrip(NUL)
     return any(own.startswith(tail) or tail.startswith(own) for own in _OWN)
 
 
@@ -139,7 +141,7 @@ def attend(line: Sequence[str], environ: Mapping[str, str] | None = None) -> End
         for reader in readers:
             reader.start()
         with _forwarding(started, told):
-            status = _wait(started, told)
+            status = _wait(started, told, readers)
         for reader in readers:
             reader.join()
         see_off(roll.processes)
@@ -181,16 +183,18 @@ def _forwarding(started: subprocess.Popen[bytes], told: list[int]) -> Iterator[N
             signal.signal(number, before)
 
 
-def _wait(started: subprocess.Popen[bytes], told: list[int]) -> int:
+def _wait(started: subprocess.Popen[bytes], told: list[int], readers: Sequence[threading.Thread]) -> int:
     """Wait for the end of a launcher; one that was told to stop is killed in the end."""
     try:
+        for reader in readers:  # the end of its output is seen at once, unlike that of a process
+            while reader.is_alive() and not told:
+                reader.join(LOOK_S)
         while not told:
             try:
-                return started.wait(0.2)
+                return started.wait(LOOK_S)
             except subprocess.TimeoutExpired:
                 continue
-        end = time.monotonic() + STOP_S
-        return started.wait(max(0.0, end - time.monotonic()))
+        return started.wait(STOP_S)
     except subprocess.TimeoutExpired:
         return _kill(started)
     except BaseException:

