@@ -68,21 +68,33 @@ class Node:
 
     def allreduce(self, contribution: Array, into: Array) -> None:
         """Put the sum of all ranks' contributions into `into`; both flat, of one dtype, and perhaps the same memory."""
-        step = CHUNK_NBYTES // contribution.itemsize
+        step, in_place = CHUNK_NBYTES // contribution.itemsize, contribution is into
         for start in range(0, contribution.size, step):
-            self._round(contribution[start : start + step], into[start : start + step])
+            piece = slice(start, start + step)
+            self._round(contribution[piece], into[piece], in_place=in_place)
 
-    def _round(self, contribution: Array, into: Array) -> None:
-        """One chunk. A half is written again only two rounds later, when a barrier says that all have taken it."""
+    def _round(self, contribution: Array, into: Array, *, in_place: bool) -> None:
+        """One chunk. A half is written again only two rounds later, when a barrier says that all have taken it.
+
+        The own slice stays where it is: it need not be seen by others before it is summed, nor be taken afterwards.
+        """
         self._turn ^= 1
-        length, kind = contribution.size, contribution.dtype
+        rank, length, kind = self._rank, contribution.size, contribution.dtype
+        low, high = rank * length // self._size, (rank + 1) * length // self._size
         parts = [half[self._turn, : length * kind.itemsize].view(kind) for half in self._halves]
-        parts[self._rank][:] = contribution
+        _copy_but(low, high, contribution, parts[rank])
+        if not in_place:
+            into[low:high] = contribution[low:high]
         self._meet()
-        low, high = self._rank * length // self._size, (self._rank + 1) * length // self._size
-        tree_in_place([part[low:high] for part in parts], _add)  # nobody else touches this slice
+        slices = [part[low:high] for part in parts]  # nobody else touches these
+        shared, slices[rank] = slices[-1], into[low:high]
+        total = tree_in_place(slices, _add)
+        if total is shared:
+            into[low:high] = total
+        else:
+            shared[:] = total
         self._meet()
-        into[:] = parts[-1]
+        _copy_but(low, high, parts[-1], into)
 
     def _meet(self) -> None:
         self._win.Sync()
@@ -99,6 +111,11 @@ class Node:
         self._halves = []
         self._win.Unlock_all()
         self._win.Free()
+
+
+def _copy_but(low: int, high: int, source: Array, to: Array) -> None:
+    """Copy all but what lies from `low` to `high`."""
+    to[:low], to[high:] = source[:low], source[high:]
 
 
 def _add(one: Array, other: Array) -> Array:
