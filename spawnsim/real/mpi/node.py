@@ -1,10 +1,10 @@
 """Sums of large arrays through memory that all ranks of one node share.
 
-An MPI library moves each byte of an Allreduce between two processes several times; here each rank lays its contribution
-where all see it, sums its slice of everyone's, and takes the whole: the floor is one pass to read and one to write. The
-order of the sums is the tree in which virtual ranks and MPICH sum, so the bits are the same with and without (Open MPI
-takes a ring for some sizes where the ranks are no power of two). Knows mpi4py's shared windows and barriers; knows no
-watchdog and no deadline.
+An MPI library moves each byte of an Allreduce between two processes several times; here each rank lays what others will
+sum where all see it, sums its slice of everyone's, and takes theirs: the floor is one pass to read and one to write.
+The order of the sums is the tree in which virtual ranks and MPICH sum, so the bits are the same with and without (Open
+MPI takes a ring for some sizes where the ranks are no power of two). Knows mpi4py's shared windows and barriers; knows
+no watchdog and no deadline.
 """
 
 from __future__ import annotations
