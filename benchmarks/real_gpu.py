@@ -129,8 +129,9 @@ def training_s(comm: Any, policy: Any, iterations: int = 400) -> float:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        metric = -loss.item()  # waits for the GPU, with and without a policy
         if policy is not None:
-            model, optimizer, _ = policy(iteration, model, optimizer, local_metric=-loss.item(), group=comm)
+            model, optimizer, _ = policy(iteration, model, optimizer, local_metric=metric, group=comm)
     torch.cuda.synchronize()
     return time.perf_counter() - begin
 

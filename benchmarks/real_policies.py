@@ -114,9 +114,10 @@ def training(comm: MPIComm, policy: object | None, iterations: int = 400) -> tup
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        metric = -loss.item()  # every training looks at its loss
         if policy is not None:
             called = time.perf_counter()
-            model, optimizer, _ = policy(iteration, model, optimizer, local_metric=-loss.item(), group=comm)  # type: ignore[operator]
+            model, optimizer, _ = policy(iteration, model, optimizer, local_metric=metric, group=comm)  # type: ignore[operator]
             inside += time.perf_counter() - called
     return time.perf_counter() - begin, inside
 
