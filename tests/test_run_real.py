@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from surviving import processes
 
 import spawnsim
 
@@ -182,6 +183,21 @@ def test_a_stopped_job_says_so_and_loses_nothing(
     assert err.splitlines() == [f"spawnsim: {outcome}; what was recorded until then: {place}"]
     run = spawnsim.Run.load(place)
     assert (run.outcome, run.table.rows) == (outcome, 9)
+
+
+def test_a_killed_launcher_takes_its_job_along(train: Path, tmp_path: Path) -> None:
+    """Nobody would see what the ranks say, or stop them; they keep what they have recorded."""
+    place = tmp_path / "a"
+    started = _started("run", train, "--backend", "mpi", "-n", 2, "--out", place, "--set", "wait_s=60")
+    _await_rows(place, 6)
+    started.kill()
+    started.communicate(timeout=60)
+    end_s = time.monotonic() + 30
+    while processes(str(train)):
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
+    run = spawnsim.Run.load(place)
+    assert (run.outcome, run.table.rows) == ("stopped by SIGTERM", 6)
 
 
 def _started(*arguments: object) -> subprocess.Popen[str]:

@@ -15,7 +15,7 @@ from surviving import processes
 
 from spawnsim.real.launching.launch import find_library
 from spawnsim.real.launching.orphans import adopted, see_off
-from spawnsim.real.launching.roll import Roll, sign, sign_death
+from spawnsim.real.launching.roll import FIRST_DEATH, FIRST_EXIT, Roll, sign, sign_first
 
 KEPT = """
 import os, signal, sys, time
@@ -37,7 +37,9 @@ def main(comm, how, wait_s=0.3):
         if how == "abort":
             from mpi4py import MPI
             MPI.COMM_WORLD.Abort(3)
-        os.kill(os.getpid(), signal.SIGUSR2)
+        if how == "left":
+            os._exit(7)
+        os.kill(os.getppid() if how == "keeper" else os.getpid(), signal.SIGUSR2 if how != "keeper" else 9)
     if how == "two" and comm.rank == 2:
         time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -68,8 +70,10 @@ def test_a_kept_rank_ends_with_its_own_status(tmp_path: Path, body: str, status:
     keeper = started(tmp_path, body)
     out, _ = keeper.communicate(timeout=30)
     assert (keeper.returncode, out) == (status, "True True True\n")
-    assert Roll(tmp_path).first_death is None
-    assert Roll(tmp_path).rank_of(keeper.pid) == "1"
+    left = Roll(tmp_path).first(FIRST_EXIT)
+    assert (left or (0, ""))[0] == status
+    assert Roll(tmp_path).first(FIRST_DEATH) is None
+    assert (Roll(tmp_path).rank_of(keeper.pid), Roll(tmp_path).kept) == ("1", True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGUSR1])
@@ -80,13 +84,14 @@ def test_a_death_is_told_once(tmp_path: Path, number: int) -> None:
     )
     keeper = started(tmp_path, body)
     assert (keeper.communicate(timeout=30)[1], keeper.returncode) == ("", 128 + number)
-    told = Roll(tmp_path).first_death
+    told = Roll(tmp_path).first(FIRST_DEATH)
     assert told is not None
-    assert told[0] == number
+    assert told[0] == 128 + number
     sentence = rf"rank 1 \(process \d+ on {os.uname().nodename}\) was killed by signal {number:d} \(SIG\w+\)"
     assert re.fullmatch(sentence, told[1])
-    assert not sign_death(9, "later", {}) and sign_death(9, "later", {"SPAWNSIM_ROLL": str(tmp_path)})
-    assert Roll(tmp_path).first_death == told
+    assert not sign_first(FIRST_DEATH, 9, "later", {})
+    assert sign_first(FIRST_DEATH, 9, "later", {"SPAWNSIM_ROLL": str(tmp_path)})
+    assert Roll(tmp_path).first(FIRST_DEATH) == told
     far = started(tmp_path, body, SPAWNSIM_ROLL=f"{tmp_path}/nowhere")
     assert re.fullmatch(rf"\[spawnsim keeper\] {sentence}\n", far.communicate(timeout=30)[1])
     survives = started(tmp_path, body, SPAWNSIM_SURVIVE="1")
@@ -117,7 +122,7 @@ def test_a_rank_dies_with_its_keeper_and_is_seen_off(tmp_path: Path) -> None:
         keeper.communicate(timeout=30)
         see_off([rank])
     assert not Path(f"/proc/{rank}").exists()
-    assert Roll(tmp_path).first_death is None
+    assert Roll(tmp_path).first(FIRST_DEATH) is None
 
 
 def test_what_does_not_end_by_itself_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +145,8 @@ def test_what_does_not_end_by_itself_is_killed(monkeypatch: pytest.MonkeyPatch) 
             r"spawnsim: rank [12] \(process \d+ on .*\) was killed by signal (12 \(SIGUSR2|9 \(SIGKILL)\)\n",
         ),
         ("abort", 3, ""),
+        ("left", 7, r"spawnsim: rank 1 \(process \d+ on .*\) left with status 7\n"),
+        ("keeper", 137, r"spawnsim: a rank and its keeper were killed by signal 9 \(SIGKILL\)\n"),
     ],
 )
 def test_the_first_death_is_the_one_that_is_told(tmp_path: Path, how: str, status: int, said: str) -> None:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO
 
 from spawnsim.real.launching.keeper import SPOKEN, name
-from spawnsim.real.launching.orphans import adopted, see_off
-from spawnsim.real.launching.roll import ROLL, SURVIVE, Roll
+from spawnsim.real.launching.orphans import adopted, dying_with_parent, see_off
+from spawnsim.real.launching.roll import FIRST_DEATH, FIRST_EXIT, ROLL, SURVIVE, Roll
 from spawnsim.real.rank.stopping import TOLD, outcome
 
 NOBODY = 4  # the status of a job that was to survive, and of which nobody is left
@@ -132,7 +132,7 @@ def attend(line: Sequence[str], environ: Mapping[str, str] | None = None) -> End
         given = dict(os.environ if environ is None else environ) | {TOLD: "1", ROLL: folder}
         started = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=given,
-            start_new_session=True,
+            start_new_session=True, preexec_fn=dying_with_parent(signal.SIGTERM),
         )  # fmt: skip
         told, roll = list[int](), Roll(Path(folder))
         filters = [Filter(), Filter()]  # MPICH says on standard output that a process was killed
@@ -215,13 +215,17 @@ def _ended(status: int, roll: Roll, *, survive: bool) -> Ended:
 
 def _death(roll: Roll, filters: Sequence[Filter]) -> Ended | None:
     """Return the death that has ended the job: its keeper's word comes before the launcher's."""
-    if recorded := roll.first_death:
-        return Ended(128 + recorded[0], recorded[1])
+    if recorded := roll.first(FIRST_DEATH):
+        return Ended(*recorded)
     if spoken := next((each.sentence for each in filters if each.sentence), ""):
         return Ended(128 + int(spoken.rsplit("signal ")[-1].split()[0]), spoken)
     found = max(filters, key=lambda each: each.signal)
     if not found.signal:
         return None
+    if left := roll.first(FIRST_EXIT):  # which the launcher takes for a death, and so kills the others
+        return Ended(*left)
+    if roll.kept:  # only the keeper would know which
+        return Ended(128 + found.signal, f"a rank and its keeper were killed by {name(found.signal)}")
     return Ended(128 + found.signal, f"{_who(found, roll)} was killed by {name(found.signal)}")
 
 

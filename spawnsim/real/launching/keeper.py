@@ -9,17 +9,15 @@ as if all were well. Knows processes and signals alone.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
-from spawnsim.real.launching.roll import ROLL, SURVIVE, sign, sign_death
+from spawnsim.real.launching.orphans import dying_with_parent
+from spawnsim.real.launching.roll import FIRST_DEATH, FIRST_EXIT, ROLL, SURVIVE, sign, sign_first
 
-PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent has died
 SPOKEN = "[spawnsim keeper]"  # begins what a keeper says to a launcher whose folder it cannot reach
 HANDED_ON = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
@@ -32,24 +30,19 @@ def keep(rank: int, environ: Mapping[str, str]) -> None:
     To be called while the process has one thread. What a rank does in its process group is not done to its keeper, nor
     the other way round: when a launcher kills the keeper's, the rank dies with its keeper, which has said nothing.
     """
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if ROLL not in environ or "PMI_FD" not in environ or prctl is None or _threads() != 1:
+    die_with_parent = dying_with_parent(signal.SIGKILL)
+    if ROLL not in environ or "PMI_FD" not in environ or die_with_parent is None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
     keeper, former = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
     if child := os.fork():
         _wait(rank, child, environ)
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != keeper:  # it died in between
         os._exit(128 + signal.SIGKILL)
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_SETMASK, former)
-
-
-def _threads() -> int:
-    tasks = Path("/proc/self/task")
-    return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
 
 def _wait(rank: int, child: int, environ: Mapping[str, str]) -> None:
@@ -61,8 +54,11 @@ def _wait(rank: int, child: int, environ: Mapping[str, str]) -> None:
         sign("", environ, os.getppid())
         _hand_on(child, but=[signal.SIGUSR1] if SURVIVE in environ else [])
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        who = f"rank {rank} (process {child} on {os.uname().nodename})"
+        if status > 0:
+            sign_first(FIRST_EXIT, status, f"{who} left with status {status}", environ)
         if status < 0:
-            status = _killed(rank, child, -status, environ)
+            status = _killed(who, -status, environ)
     finally:
         os._exit(status)
 
@@ -79,13 +75,13 @@ def _hand_on(child: int, *, but: list[int]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
 
 
-def _killed(rank: int, child: int, number: int, environ: Mapping[str, str]) -> int:
+def _killed(who: str, number: int, environ: Mapping[str, str]) -> int:
     """Say who was killed by what; return the status to end with."""
-    text = f"rank {rank} (process {child} on {os.uname().nodename}) was killed by {name(number)}"
+    text = f"{who} was killed by {name(number)}"
     if SURVIVE in environ:
         _say(f"spawnsim: {text}")
         return 0
-    if not sign_death(number, text, environ):
+    if not sign_first(FIRST_DEATH, 128 + number, text, environ):
         _say(f"{SPOKEN} {text}")
     return 128 + number
 

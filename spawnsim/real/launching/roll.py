@@ -16,7 +16,10 @@ ROLL = "SPAWNSIM_ROLL"
 SURVIVE = "SPAWNSIM_SURVIVE"
 """Set where the launcher lets the others live when a rank dies."""
 ENDED_WELL = "ended well"  # some rank's program has ended, and nothing is left to do
-FIRST_DEATH = "first death"  # the signal, and a sentence: a later death may be the work of the launcher
+FIRST_DEATH = (
+    "first death"  # by a signal; the job's status, and a sentence: later deaths may be the launcher's work
+)
+FIRST_EXIT = "first exit"  # likewise of a rank that has left with a status of its own, which is no death
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,17 @@ class Roll:
         return (self.folder / ENDED_WELL).exists() or not any(self.folder.iterdir())
 
     @property
-    def first_death(self) -> tuple[int, str] | None:
-        """Return which signal has killed the rank that died first, and a sentence about it."""
+    def kept(self) -> bool:
+        """Whether ranks have keepers, which sign for their launcher, and leave empty which rank it is."""
+        return any(not (self.folder / str(process)).stat().st_size for process in self.processes)
+
+    def first(self, end: str) -> tuple[int, str] | None:
+        """Return the status and the sentence of the first such end: FIRST_DEATH or FIRST_EXIT."""
         try:
-            number, _, sentence = (self.folder / FIRST_DEATH).read_text().partition(" ")
+            status, _, sentence = (self.folder / end).read_text().partition(" ")
         except FileNotFoundError:
             return None
-        return int(number), sentence
+        return int(status), sentence
 
     def rank_of(self, process: int) -> str:
         """Return the rank that a process is, or keeps; "" if that is not known."""
@@ -62,18 +69,18 @@ def sign_end(environ: Mapping[str, str]) -> None:
         (folder / ENDED_WELL).touch()
 
 
-def sign_death(number: int, sentence: str, environ: Mapping[str, str]) -> bool:
-    """Say that a signal has killed a rank, unless another was first; return whether there is a place to say so.
+def sign_first(end: str, status: int, sentence: str, environ: Mapping[str, str]) -> bool:
+    """Say how a rank has ended, unless another was first; return whether there is a place to say so.
 
     Whoever writes may be killed at any time, so the record appears whole or not at all.
     """
     folder = _folder(environ)
     if folder is None:
         return False
-    own = folder / f"death seen by {os.getpid()}"
-    own.write_text(f"{number} {sentence}")
+    own = folder / f"{end} seen by {os.getpid()}"
+    own.write_text(f"{status} {sentence}")
     with suppress(FileExistsError):
-        os.link(own, folder / FIRST_DEATH)
+        os.link(own, folder / end)
     return True
 
 
