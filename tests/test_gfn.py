@@ -15,25 +15,19 @@ STUDY = Path(__file__).parents[1] / "studies" / "gfn_hypergrid.py"
 SMALL = {"iterations": 12, "average_every": 3, "hidden": 16, "height": 8}
 
 
-def run(out: Path, *where: str, **parameters: object) -> spawnsim.Run:
-    """Run the study from the command line, as its users do."""
+def on_mpi(out: Path, **parameters: object) -> spawnsim.Run:
+    """Run the study on three processes from the command line, as its users do."""
     settings = [f"--set={name}={value}" for name, value in (SMALL | parameters).items()]
-    line = [
-        sys.executable,
-        "-m",
-        "spawnsim",
-        "run",
-        str(STUDY),
-        *where,
-        "--seed",
-        "7",
-        "--out",
-        str(out),
-        *settings,
-    ]
+    where = ["--backend", "mpi", "-n", "3", "--seed", "7", "--out", str(out)]
+    line = [sys.executable, "-m", "spawnsim", "run", str(STUDY), *where, *settings]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr
     return spawnsim.Run.load(out)
+
+
+def on_virtual(ranks: int, **parameters: object) -> spawnsim.Run:
+    """Run the study on virtual ranks."""
+    return spawnsim.run(STUDY, ranks=ranks, seed=7, compute="20 ms", parameters=SMALL | parameters)
 
 
 def test_the_package_is_the_one_that_users_have() -> None:
@@ -42,9 +36,9 @@ def test_the_package_is_the_one_that_users_have() -> None:
 
 
 @pytest.mark.parametrize("policy", ["average", "selective", "one-sided"])
-def test_torchgfn_trains_on_virtual_ranks(policy: str, tmp_path: Path) -> None:
+def test_torchgfn_trains_on_virtual_ranks(policy: str) -> None:
     """Every policy exchanges models of torchgfn, logZ included, and modes are found."""
-    found = run(tmp_path, "--ranks", "8", "--compute", "20 ms", policy=policy)
+    found = on_virtual(8, policy=policy)
     assert found.totals["iterations"] == SMALL["iterations"]
     assert found.table["averaged_this_iteration"].any()
     assert (found.totals["replacements"] > 0) == (policy != "average")
@@ -54,9 +48,8 @@ def test_torchgfn_trains_on_virtual_ranks(policy: str, tmp_path: Path) -> None:
 @pytest.mark.mpi
 def test_torchgfn_trains_the_same_on_mpi(tmp_path: Path) -> None:
     """Three processes and three virtual ranks average the same models: losses, modes and logZ are the same bits."""
-    parameters = {"policy": "average", "gradients": "true"}
-    real = run(tmp_path / "real", "--backend", "mpi", "-n", "3", **parameters)
-    virtual = run(tmp_path / "virtual", "--ranks", "3", "--compute", "20 ms", **parameters)
+    real = on_mpi(tmp_path, policy="average", gradients=True)
+    virtual = on_virtual(3, policy="average", gradients=True)
     for name in ("rank", "iteration", "loss", "logZ", "modes_found"):
         assert real.table[name].tolist() == virtual.table[name].tolist(), name
 
@@ -64,6 +57,6 @@ def test_torchgfn_trains_the_same_on_mpi(tmp_path: Path) -> None:
 @pytest.mark.mpi
 def test_torchgfn_trains_with_replacement_on_mpi(tmp_path: Path) -> None:
     """Nobody hangs, all ranks end, and ranks are replaced."""
-    found = run(tmp_path, "--backend", "mpi", "-n", "3", policy="selective", iterations=40)
+    found = on_mpi(tmp_path, policy="selective", iterations=40)
     assert found.totals["iterations"] == 40
     assert found.totals["replacements"] > 0

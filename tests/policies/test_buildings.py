@@ -17,6 +17,15 @@ import spawnsim
 pytestmark = pytest.mark.mpi
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "policy_steps.py"
+SYNCHRONOUS = ("average", "average-momentum", "average-optimizer", "average@halves")
+ASYNCHRONOUS = (
+    "mean",
+    "weighted_mean",
+    "best_only",
+    "reset_weights",
+    "windows-flat",
+    "windows-per_parameter",
+)
 DECISION = (
     "iteration",
     "round",
@@ -61,8 +70,10 @@ def parts(run: spawnsim.Run, policies: tuple[str, ...]) -> dict[str, Part]:
     return found
 
 
-def on_mpi(out: Path, policies: tuple[str, ...]) -> dict[str, Part]:
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Part]:
     """Run the program on four real ranks, one policy after the other."""
+    out, policies = tmp_path_factory.mktemp("real") / "run", SYNCHRONOUS + ASYNCHRONOUS
     line = [sys.executable, "-m", "spawnsim", "run", PROGRAM, "--backend", "mpi", "-n", "4", "--seed", "7"]
     line += ["--out", out, "--set", f"policies={','.join(policies)}"]
     done = subprocess.run(list(map(str, line)), capture_output=True, text=True, check=False, timeout=200)
@@ -76,31 +87,23 @@ def on_virtual(policies: tuple[str, ...], events: Path | str = "") -> dict[str, 
     return parts(spawnsim.run(PROGRAM, ranks=4, seed=7, parameters=given), policies)
 
 
-def test_averaging_gives_the_same_bits_on_both_buildings(tmp_path: Path) -> None:
+def test_averaging_gives_the_same_bits_on_both_buildings(real: dict[str, Part]) -> None:
     """Twenty steps end in equal parameters on every rank, for float32, bfloat16, 0-dim, frozen and buffers.
 
     With momentum, with the optimizer's state, and in two groups of two that average apart.
     """
-    policies = ("average", "average-momentum", "average-optimizer", "average@halves")
-    real, virtual = on_mpi(tmp_path, policies), on_virtual(policies)
-    for policy in policies:
+    virtual = on_virtual(SYNCHRONOUS)
+    for policy in SYNCHRONOUS:
         assert len(real[policy].digests) == 4
         assert real[policy].digests == virtual[policy].digests, policy
 
 
-def test_a_real_run_replayed_on_virtual_ranks_takes_the_same_decisions(tmp_path: Path) -> None:
+def test_a_real_run_replayed_on_virtual_ranks_takes_the_same_decisions(
+    real: dict[str, Part], tmp_path: Path
+) -> None:
     """Who, when, from whom, which version, how much: equal; and so are the parameters, bit for bit."""
-    policies = (
-        "mean",
-        "weighted_mean",
-        "best_only",
-        "reset_weights",
-        "windows-flat",
-        "windows-per_parameter",
-    )
-    real = on_mpi(tmp_path / "run", policies)
     events = tmp_path / "events.jsonl"
-    for policy in policies:
+    for policy in ASYNCHRONOUS:
         assert real[policy].decisions, policy
         events.write_text("\n".join(json.dumps(event) for event in real[policy].events))
         again = on_virtual((f"replay-{policy}",), events)[f"replay-{policy}"]
