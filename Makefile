@@ -31,9 +31,9 @@ install: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/spawnsim study demo --out demo
 
-# Ranks of tests/real mostly wait for each other: all else runs beside them, and two cores have work.
+# Beside each other: the ranks of tests/real often wait, and so do those that start more ranks.
 test: $(INSTALLED)
-	$(MAKE) --jobs 2 lint check-real check-others
+	$(MAKE) --jobs 3 lint check-real check-others
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -23,11 +23,12 @@ from pathlib import Path
 FOLDER, TESTS = Path(sys.argv[1]), int(sys.argv[2])
 
 def texts():
-    # files, since a rank that waits in MPI would keep a core busy; without the tests there is nothing to wait for
+    # files, since a rank that waits in MPI would keep a core busy
     for number in itertools.count():
         text = FOLDER / f"{{number}}.py"
         while not text.exists():
-            if (FOLDER / "over").exists() or not Path(f"/proc/{{TESTS}}").exists():
+            os.kill(TESTS, 0)  # an error when the tests are no more
+            if (FOLDER / "over").exists():
                 return
             time.sleep(0.02)
         yield text
