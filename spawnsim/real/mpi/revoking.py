@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from spawnsim.errors import Revoked
+from spawnsim.real.mpi.node import Library, Node
 
 if TYPE_CHECKING:
     from spawnsim.real.mpi.home import Home
@@ -57,7 +58,8 @@ class Revoking:
             inside = not lineage or comm.label == lineage or comm.label.startswith(f"{lineage}/")
             if inside and not comm.revoked:
                 self._take(comm, f"on {comm.label}, which was revoked: {why}")
-        for window in [window for window in home.windows if window._comm.revoked]:
+        theirs = [window for window in home.windows if not isinstance(window, Node) and window._comm.revoked]
+        for window in theirs:
             home.windows.remove(window)
             self.kept.append((window._raw, window._words))
             why_not = f"on {window.label}, whose communicator was revoked: {why}"
@@ -69,6 +71,10 @@ class Revoking:
     def _take(self, comm: Any, why: str) -> None:
         raw = comm._raw
         comm.revoked, comm._raw = why, Gone(raw, why)
+        if comm._node in self._home.windows:  # giving its memory back would need the dead
+            self._home.windows.remove(comm._node)
+            self.kept.append(comm._node)
+        comm._node = Library(comm._raw)
         for name in [name for name, value in vars(comm).items() if isinstance(value, FunctionType)]:
             del comm.__dict__[name]  # methods that were bound to the handle
         self._old.append((raw, comm.members))
