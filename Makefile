@@ -31,7 +31,9 @@ install: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/spawnsim study demo --out demo
 
-# Beside each other: the ranks of tests/real often wait, and so do those that start more ranks.
+# Half of the work: these start many processes, which often wait. All else runs beside them, on what cores are idle.
+REAL := tests/real tests/test_contract.py
+
 test: $(INSTALLED)
 	$(MAKE) --jobs 3 lint check-real check-others
 
@@ -45,10 +47,10 @@ check: $(INSTALLED)
 	$(BIN)/python -m pytest
 
 check-real: $(INSTALLED)
-	$(BIN)/python -m pytest tests/real
+	$(BIN)/python -m pytest $(REAL)
 
 check-others: $(INSTALLED)
-	$(BIN)/python -m pytest --ignore tests/real
+	$(BIN)/python -m pytest $(REAL:%=--ignore=%)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
