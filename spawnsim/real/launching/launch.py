@@ -16,7 +16,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spawnsim import installed
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
 from spawnsim.real.launching.roll import SURVIVE
 
@@ -118,7 +117,7 @@ def require_together(here: Here, size: int, library: str) -> None:
 def require_fit(here: Here, environ: Mapping[str, str] | None = None) -> None:
     """Refuse a launcher that MPICH's wheel does not understand, before MPI is loaded: it would only abort."""
     seen = os.environ if environ is None else environ
-    if "PMIX_RANK" in seen and "PMI_RANK" not in seen and _wheels() == ["mpich"]:
+    if "PMIX_RANK" in seen and "PMI_RANK" not in seen and list(_wheels()) == ["mpich"]:
         raise UsageError(
             f"{here.launcher} ({here.evidence}) speaks PMIx, which MPICH's wheel does not: {_cure(here)}"
         )
@@ -164,17 +163,24 @@ def find_library() -> Library:
     """Return the MPI that mpi4py will load here, with its launcher; `UnsupportedError` when there is none."""
     if importlib.util.find_spec("mpi4py") is None:
         raise UnsupportedError(f"--backend mpi needs mpi4py and an MPI library; {INSTALL}")
-    wheels = _wheels()
-    if len(wheels) == 1:
-        beside = Path(sys.prefix) / "bin" / "mpiexec"
-        if beside.exists():
-            version = installed.versions(wheels)[wheels[0]]
-            return Library(WHEELS[wheels[0]], str(beside), f"wheel {wheels[0]} {version}")
+    wheels, beside = _wheels(), Path(sys.prefix) / "bin" / "mpiexec"
+    if len(wheels) == 1 and beside.exists():
+        ((wheel, version),) = wheels.items()
+        return Library(WHEELS[wheel], str(beside), f"wheel {wheel} {version}")
     return _ask_mpi4py()
 
 
-def _wheels() -> list[str]:
-    return list(installed.versions(list(WHEELS)))
+def _wheels() -> dict[str, str]:
+    """Return the installed wheels of MPI with their versions."""
+    from importlib import metadata  # takes 30 ms, and a rank does not need it
+
+    found = {}
+    for wheel in WHEELS:
+        try:
+            found[wheel] = metadata.version(wheel)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def _ask_mpi4py() -> Library:
