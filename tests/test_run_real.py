@@ -21,7 +21,7 @@ pytestmark = pytest.mark.mpi
 PROGRAM = """
 import os, sys, time
 
-def main(comm, iterations=3, raise_on=-1, kill_on=-1, leave=False, wait_s=0.0, unread=0, talk=0):
+def main(comm, iterations=3, raise_on=-1, kill_on=-1, signal=9, leave=False, wait_s=0.0, unread=0, talk=0):
     rank = comm.Get_rank()
     for line in range(talk):
         print("rank", rank, "x" * 60, "line", line, "end")
@@ -35,7 +35,8 @@ def main(comm, iterations=3, raise_on=-1, kill_on=-1, leave=False, wait_s=0.0, u
     if rank == raise_on:
         raise ValueError("no such luck")
     if rank == kill_on:
-        os.kill(os.getpid(), 9)
+        os.kill(os.getpid(), signal)
+        time.sleep(60)
     if leave:
         sys.exit()
     time.sleep(wait_s)
@@ -109,12 +110,23 @@ def test_a_killed_rank_leaves_what_it_had_written(train: Path, tmp_path: Path) -
     assert not (tmp_path / "a/shards").exists()
 
 
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_a_rank_that_is_told_to_stop_is_named(train: Path, tmp_path: Path, backend: str) -> None:
+    """Somebody has sent SIGTERM to one process of the job; all rows are kept."""
+    place, told = tmp_path / "a", ("--set", "kill_on=1", "--set", "signal=15")
+    done = _spawnsim("run", train, "--backend", backend, "-n", 2, *told, "--out", place)
+    assert (done.returncode, done.stdout) == (143, "")
+    run = spawnsim.Run.load(place)
+    assert (run.outcome, run.table.rows) == ("rank 1 was told to stop (SIGTERM)", 6)
+    assert done.stderr == f"spawnsim: {run.outcome}; what was recorded until then: {place}\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (
             ("--set", "lr=1"),
-            "takes no parameter lr; its parameters: iterations, raise_on, kill_on, leave, wait",
+            "takes no parameter lr; its parameters: iterations, raise_on, kill_on, signal, leave, wait",
         ),
         (("--platform", "laptop"), "--platform describes virtual ranks"),
     ],

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from spawnsim.real.launching.roll import FIRST_DEATH, sign_first
+
 if TYPE_CHECKING:  # a launcher loads this room for its words alone
     from spawnsim.real.rank.ending import Ending
 
@@ -64,5 +66,8 @@ def _stop(number: int, ending: Ending) -> None:
     rank, name = ending.watchdog.channel.rank, signal.Signals(number).name
     everyone = "SLURM_STEP_ID" in os.environ  # Slurm tells all ranks at once: one of them says so
     known = TOLD in os.environ or (everyone and rank > 0)
-    text = "" if known else f"spawnsim: rank {rank} was told to stop ({name}); the job ends"
+    said = f"rank {rank} was told to stop ({name})"
+    if TOLD in os.environ:  # who has started the job says it, unless it was told itself
+        sign_first(FIRST_DEATH, 128 + number, said, os.environ)
+    text = "" if known else f"spawnsim: {said}; the job ends"
     ending.end(text, summary=outcome(number), status=128 + number)
