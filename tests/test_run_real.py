@@ -232,6 +232,7 @@ def test_lines_of_ranks_are_whole(train: Path, monkeypatch: pytest.MonkeyPatch, 
     done = _spawnsim("run", train, "--backend", backend, "-n", 4, "--quiet", "--set", "talk=400")
     expected = {f"rank {rank} {'x' * 60} line {line} end" for rank in range(4) for line in range(400)}
     assert sorted(done.stdout.splitlines()) == sorted(expected), done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_one_bar_of_rank_0(train: Path) -> None:

@@ -40,6 +40,7 @@ def main(comm, how, wait_s=0.3):
         if how == "left":
             os._exit(7)
         os.kill(os.getppid() if how == "keeper" else os.getpid(), signal.SIGUSR2 if how != "keeper" else 9)
+        time.sleep(60)  # the signal comes when it comes
     if how == "two" and comm.rank == 2:
         time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)

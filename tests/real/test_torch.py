@@ -310,6 +310,17 @@ def test_an_exception_ends_the_job_with_one_traceback(tmp_path):
     assert "rank 1 of 4 raised" in err
 
 
+def test_nobody_leaves_while_others_compare_notes(tmp_path):
+    """The last to tell rank 0 what it has recorded come when another has told it long ago."""
+    text = """
+    comm._home.parting.settle()
+    time.sleep(0.5 * (rank in (1, 2)))
+    assert comm.gather(rank, root=0) == ([0, 1, 2, 3] if rank == 0 else None)
+    """
+    status, _, err = run(tmp_path, text, deadline_s=3.0)
+    assert (status, err) == (0, "")
+
+
 def test_a_missing_rank_is_named(tmp_path):
     """A collective past its deadline says who is missing, and what that rank does."""
     status, _, err = run(

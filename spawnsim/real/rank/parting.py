@@ -60,7 +60,7 @@ class Parting:
             return
         home, self._settled = self._home, True
         home.ending.over = True
-        self._met(home.registry.sweep)
+        self.meet()
         cancelled = self._cancel_receives()
         limit_s = home.own.clock.limit_s()
         wait_until(self._drained, limit_s)  # sends end when their messages were taken
@@ -80,6 +80,10 @@ class Parting:
         if not self._left:
             self._left = True
             self._home.release()
+
+    def meet(self) -> None:
+        """Wait for all, while requests go on."""
+        self._met(self._home.registry.sweep)
 
     def _met(self, meanwhile: Callable[[], object]) -> None:
         """Wait for all. Silence of a rank (not slowness) ends the job loudly, or the waiting if the job survives it."""

@@ -186,6 +186,7 @@ class Home:
 
     def release(self) -> None:
         """Stop watchdog and wire, and leave torch.distributed if the run has entered it."""
+        self.parting.meet()  # who compares notes after all have settled may still wait for some of them
         self.watchdog.stop()
         self.wire.stop()
         if self.leaves_torch:
