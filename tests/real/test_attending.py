@@ -24,6 +24,16 @@ signal 9 (Killed).
 --------------------------------------------------------------------------
 """
 TORCHRUN = b"torchrun noticed that process rank 2 with PID 2449 on node here exited on signal 9\n"
+ULFM = b"""NBC_Progress: an error 75 was found during schedule 0x5630b43edbb0 at row-offset 0 - aborting the schedule
+
+--------------------------------------------------------------------------
+WARNING: The selected 'osc' module 'sm' is not tested for post-failure
+operation, yet you have requested support for fault tolerance.
+
+In this framework, the following components are tested to operate under
+failure scenarios: {}
+--------------------------------------------------------------------------
+"""
 PROGRAM = b"""first line
 
 =====
@@ -43,6 +53,16 @@ def test_a_banner_is_taken_out_and_understood(banner: bytes, size: int) -> None:
     assert shown == b"before\n" + PROGRAM
     assert (found.process, found.node, found.signal) == (2449, "here", 9)
     assert found.rank in (-1, 2)
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_what_open_mpi_says_of_a_death_that_is_survived_is_taken_out(size: int) -> None:
+    """The ranks themselves say what matters; an empty line of the program's stays."""
+    text, found = ULFM + b"mine\n\nmine\n" + ULFM, Filter()
+    chunks = [text[start : start + size] for start in range(0, len(text), size)]
+    assert b"".join(map(found, chunks)) + found.rest() == b"mine\n\nmine\n"
+    assert found.signal == 0
+    assert Filter()(b"3 more processes have sent help message help-mpi-ft.txt / module:untested\n") == b""
 
 
 def test_a_bar_is_shown_at_once() -> None:

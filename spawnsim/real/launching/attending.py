@@ -32,15 +32,19 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _OWN = (
     b"=====", b"-----", b"=   BAD", b"[mpiexec", b"[proxy", b"Abort(", b"torchrun noticed", b"prterun", b"prun",
-    b"mpirun", b"mpiexec", b"MPI_ABORT", SPOKEN.encode(),
+    b"mpirun", b"mpiexec", b"MPI_ABORT", b"NBC_Progress", b"WARNING: The selected", SPOKEN.encode(),
 )  # fmt: skip
 """How lines of a launcher's own begin."""
 _BEGINS = re.compile(
     rb"=   BAD TERMINATION|(prte?run|mpirun|mpiexec|MPI_ABORT)\b.*\b(noticed|invoked|exited|detected)"
+    rb"|WARNING: The selected '\w+' module"  # is not tested to go on after a death
 )
 _RULE = re.compile(rb"(={20,}|-{20,})\s*")
 _ENDS = re.compile(rb"Please see the FAQ page|-{20,}")
-_ALONE = re.compile(rb"\[(mpiexec|proxy)[@:]|Abort\(\d+\) on node \d+ .*MPI_Abort|torchrun noticed")
+_ALONE = re.compile(
+    rb"\[(mpiexec|proxy)[@:]|Abort\(\d+\) on node \d+ .*MPI_Abort|torchrun noticed|"
+    rb"NBC_Progress: an error|\d+ more process(es have| has) sent help message"
+)
 _PROCESS = re.compile(rb"PID\s+(\d+)\s+(?:RUNNING AT|on\s+node)\s+(\S+)")
 _RANK = re.compile(rb"process\s+rank\s+(\d+)\s+with\s+PID")
 _SPOKEN = re.compile(re.escape(SPOKEN).encode() + rb" (rank .* was killed by signal (\d+).*)\n")
@@ -68,6 +72,7 @@ class Filter:
     _begun: bool = False  # the beginning of the line was shown already
     _held: list[bytes] = field(default_factory=list)  # empty lines and a rule, which may begin a banner
     _banner: bytes = b""
+    _gap: bool = False  # an empty line that comes now is the library's
 
     def __call__(self, chunk: bytes) -> bytes:
         """Return what can be shown now."""
@@ -90,6 +95,9 @@ class Filter:
         if self._begun:
             self._begun = False
             return line
+        gap, self._gap = self._gap, line.startswith(b"NBC_Progress")
+        if gap and line == b"\n":
+            return b""
         if self._banner or _BEGINS.match(line.lstrip(NUL)):
             self._take(line)
             return b""
