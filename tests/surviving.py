@@ -18,8 +18,10 @@ from spawnsim import Run
 PROGRAM = Path(__file__).parent / "real" / "survivors.py"
 LAUNCH = """
 import sys
-from spawnsim.real.launching.launch import launch
-sys.exit(launch(sys.argv[1], int(sys.argv[2]), sys.argv[3:], survive=True))
+from spawnsim.real.launching.launch import start
+ended = start(sys.argv[1], int(sys.argv[2]), sys.argv[3:], survive=True)
+print(ended.cause, file=sys.stderr)
+sys.exit(ended.status)
 """
 DEADLINE_S = 1.5
 

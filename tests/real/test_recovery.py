@@ -10,14 +10,15 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
 TRAINING = """
 comm = world(deadline_s=2.0, options=Options(survive={survive}))
-everyone, total, step = comm, np.zeros(1), 0
+everyone, own, step = comm, np.ones({length}), 0
+total = np.zeros_like(own)
 with guarded(comm):
     while step < 20:
         if everyone.rank in {victims} and step == 5:
             os._exit(0)
         try:
             with comm.compute(): time.sleep(0.01)
-            comm.Allreduce(np.ones(1), total)
+            comm.Allreduce(own, total)
             assert comm.bcast(step, root=comm.size - 1) == step
             step += 1
         except (RankFailed, Revoked, Timeout):
@@ -34,7 +35,7 @@ def test_survivors_finish_their_steps(job, tmp_path, monkeypatch, victims):
     flag = "-disable-auto-cleanup" if find_library().name == "MPICH" else "--enable-recovery"
     monkeypatch.setenv("LEFT", str(tmp_path / "left"))
     monkeypatch.setenv("SPAWNSIM_SURVIVE", "1")
-    found = job(TRAINING.format(victims=victims, survive=True), n=5, flags=(flag,))
+    found = job(TRAINING.format(victims=victims, survive=True, length=1), n=5, flags=(flag,))
     left = {file.suffix[1:]: file.read_text() for file in tmp_path.glob("left.*")}
     alive = 5 - len(victims)
     wanted = {str(rank): f"{alive} {alive:.1f} {sorted(victims)}" for rank in range(5) if rank not in victims}
@@ -50,14 +51,17 @@ def test_capabilities_name_the_missing_flag(ranks):
     """)
 
 
+@pytest.mark.parametrize("length", [1, 100_000], ids=["by the library", "on the node"])
 @pytest.mark.parametrize("victims", [(2,), (0, 3)])
-def test_ulfm_shrinks_where_the_library_has_it(job, ranks, tmp_path, monkeypatch, victims):
+def test_ulfm_shrinks_where_the_library_has_it(job, ranks, tmp_path, monkeypatch, victims, length):
     """Blocking collectives end in RankFailed at once, and the job in status 0; MPICH's wheel says that it cannot."""
     if find_library().name != "Open MPI":
         ranks("assert not comm.capabilities().ulfm")
         return
     monkeypatch.setenv("LEFT", str(tmp_path / "left"))
-    found = job(TRAINING.format(victims=victims, survive=False), n=5, flags=("--with-ft", "ulfm"))
+    found = job(
+        TRAINING.format(victims=victims, survive=False, length=length), n=5, flags=("--with-ft", "ulfm")
+    )
     left = {file.suffix[1:]: file.read_text() for file in tmp_path.glob("left.*")}
     assert len(left) == 5 - len(victims), found.err
     assert all(text.endswith(str(sorted(victims))) for text in left.values()), left

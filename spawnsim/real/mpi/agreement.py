@@ -2,8 +2,9 @@
 
 A *lineage* is a communicator with all that recoveries made of it. Its members meet in numbered rounds. In a round each
 says that it has come, and at which step it stands; the lowest that has come waits for those who live, and decides.
-Those decided make their communicator and say so; whoever misses one of them begins the next round, to which all who
-hear of it come, also those who were through already. So no death in between leaves anybody hanging.
+Those decided say that they agree, then make their communicator and say so; whoever misses a word of one of them begins
+the next round, to which all who hear of it come, also those who were through already. So no death in between leaves
+anybody hanging, and few meet anybody in the making, where libraries bear it least.
 
 A rank that was not heard for `SILENT_S` is given up. Should it come back (it was stopped), it is told so: it is fenced.
 Without a majority rule, which would forbid to go on with one rank of two, a network that falls into halves makes two
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,8 @@ LOOK_S = 2e-3
 SILENT_S = (
     2 * GRACE_S
 )  # to give up a rank that lives is worse than to wait: on a busy machine some wait for long
+
+AGREED, MADE = "agreed", "made"  # what those who were decided say
 
 FENCED = (
     "the others have given this rank up, because it was silent for too long (stopped, or busy in code that holds the "
@@ -61,7 +64,7 @@ class Lineage:
     highest: int = 0  # the latest round that anybody is in
     came: dict[int, dict[int, int | None]] = field(default_factory=lambda: defaultdict(dict))
     decided: dict[int, Decision] = field(default_factory=dict)
-    made: dict[tuple[int, int], set[int]] = field(default_factory=lambda: defaultdict(set))
+    said: dict[tuple[str, int, int], set[int]] = field(default_factory=lambda: defaultdict(set))
     heard_s: dict[int, float] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)  # members whose program has ended: alive, and not awaited
 
@@ -76,10 +79,11 @@ class Agreement:
         self.lineages: dict[str, Lineage] = defaultdict(Lineage)
         self.lost = ending.lost  # world ranks that were given up
         self.suspects: set[int] = set()  # world ranks that did not answer when they were last asked
+        self.dead: Callable[[], Collection[int]] = tuple  # world ranks that the library knows to be dead
         self.fenced = False
         watchdog.heard |= {
             "come": self._come, "alive": self._alive, "ended": self._ended, "decided": self._decided,
-            "made": self._made, "fenced": self._fence,
+            AGREED: self._said, MADE: self._said, "fenced": self._fence,
         }  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------- hearing
@@ -120,8 +124,9 @@ class Agreement:
         if known.by != sender:  # two have decided, since one took the other for dead: once more
             state.highest = max(state.highest, number + 1)
 
-    def _made(self, sender: int, message: dict[str, Any]) -> None:
-        self._hears(sender, message).made[message["number"], message["by"]].add(sender)
+    def _said(self, sender: int, message: dict[str, Any]) -> None:
+        state = self._hears(sender, message)
+        state.said[message["kind"], message["number"], message["by"]].add(sender)
 
     def _fence(self, _sender: int, _message: dict[str, Any]) -> None:
         self.fenced = True
@@ -139,10 +144,10 @@ class Agreement:
             if number in state.decided:
                 return state.decided[number]
             beat()
+            self._watchdog.serve()
             going_on = self._settled(meeting, began_s)
             if going_on and min(going_on) == self._me:
                 return self._decide(meeting, going_on)
-            self._watchdog.serve()
             time.sleep(LOOK_S)
         return None
 
@@ -160,7 +165,7 @@ class Agreement:
         return here
 
     def _silent(self, state: Lineage, member: int, began_s: float, now_s: float) -> bool:
-        if member in self.lost:
+        if member in self.lost or member in self.dead():
             return True
         limit_s = (
             SILENT_S - GRACE_S if member in self.suspects else SILENT_S
@@ -181,35 +186,42 @@ class Agreement:
                 self._channel.send(member, message)
         return decision
 
+    def agreed(self, meeting: Meeting, decision: Decision) -> bool:
+        """Wait until all who were decided have heard so, and live."""
+        return self._all_say(AGREED, meeting, decision, lambda: True)
+
     def confirm(self, meeting: Meeting, decision: Decision, ready: Callable[[], bool]) -> bool:
         """Wait until all who were decided have made their communicator, this rank too when `ready()`."""
+        made = self._all_say(MADE, meeting, decision, ready)
+        if made:
+            self.lineages[meeting.lineage].done = meeting.number
+        return made
+
+    def _all_say(self, word: str, meeting: Meeting, decision: Decision, ready: Callable[[], bool]) -> bool:
         state, number = self.lineages[meeting.lineage], meeting.number
-        began_s, said = time.perf_counter(), False
+        began_s = time.perf_counter()
         beat = Beat(self, meeting, {"kind": "alive", "lineage": meeting.lineage})
-        made = state.made[number, decision.by]
+        said = state.said[word, number, decision.by]
         while not self.fenced and state.highest <= number:
-            if not said and ready():
-                said = True
-                made.add(self._me)
+            if self._me not in said and ready():
+                said.add(self._me)
                 self._tell(
                     decision.members,
-                    {"kind": "made", "lineage": meeting.lineage, "number": number, "by": decision.by},
+                    {"kind": word, "lineage": meeting.lineage, "number": number, "by": decision.by},
                 )
-            if made >= set(decision.members):
-                state.done = number
+            if said >= set(decision.members):
                 return True
             beat()
-            if self._missing(meeting, decision, began_s):
+            if self._missing(meeting, set(decision.members) - said - {self._me}, began_s):
                 state.highest = number + 1
             self._watchdog.serve()
             time.sleep(LOOK_S)
         return False
 
-    def _missing(self, meeting: Meeting, decision: Decision, began_s: float) -> bool:
-        """Whether one who was decided is silent, or all of it takes too long."""
+    def _missing(self, meeting: Meeting, awaited: set[int], began_s: float) -> bool:
+        """Whether one who is awaited is silent, or all of it takes too long."""
         state, now_s = self.lineages[meeting.lineage], time.perf_counter()
         late = now_s - began_s > max(meeting.limit_s, 2 * SILENT_S)
-        awaited = set(decision.members) - state.made[meeting.number, decision.by] - {self._me}
         return late or any(self._silent(state, member, began_s, now_s) for member in awaited)
 
     def _tell(self, members: tuple[int, ...], message: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from spawnsim.real.mpi import words
 from spawnsim.real.mpi.collectives import MAKERS, Collectives
 from spawnsim.real.mpi.home import Home
 from spawnsim.real.mpi.p2p import PointToPoint
-from spawnsim.real.mpi.recovery import SURVIVE, capabilities, prepare, recover, ulfm
+from spawnsim.real.mpi.recovery import SURVIVE, capabilities, prepare, recover
 from spawnsim.real.mpi.requests import MPIPersistent, MPIRequest, wrapped
 from spawnsim.real.mpi.windows import Windows
 from spawnsim.real.rank.guard import close, guarded
@@ -232,7 +232,7 @@ def world(
     require_together(recognise(), MPI.COMM_WORLD.Get_size(), MPI.get_vendor()[0])
     raw = MPI.COMM_WORLD.Dup()
     own = Own(raw.Get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
-    comm = _enter(raw, own, options or Options(survive=SURVIVE in os.environ and not ulfm()), "world")
+    comm = _enter(raw, own, options or Options(survive=SURVIVE in os.environ), "world")
     raw.Set_name("MPI_COMM_WORLD")
     MPI.COMM_WORLD.Set_attr(
         _keyval(), comm

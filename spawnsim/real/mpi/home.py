@@ -16,7 +16,7 @@ from typing import Any
 from mpi4py import MPI
 
 from spawnsim.errors import Revoked
-from spawnsim.real.mpi.words import Words, failure
+from spawnsim.real.mpi.words import Words, failure, ulfm
 from spawnsim.real.rank.ending import Ending
 from spawnsim.real.rank.options import Options
 from spawnsim.real.rank.own import Own
@@ -43,24 +43,24 @@ class ControlChannel:
         """Send without waiting; the handle is kept until the message has left. A dead rank is no error here."""
         if not self._usable:
             return
+        self._sent = [request for request in self._sent if not _over(request)]
         try:
-            self._sent = [request for request in self._sent if not request.Test()]
             self._sent.append(self._comm.isend(message, to, CONTROL_TAG))
         except MPI.Exception:  # the peer has failed: it will not answer, which is what the caller finds out
-            self._sent = []
+            return
 
     def receive(self) -> tuple[int, dict[str, Any]] | None:
         """Return the next message and who sent it, or None."""
         if not self._usable:
             return None
         status = MPI.Status()
-        try:
-            found = self._comm.improbe(MPI.ANY_SOURCE, CONTROL_TAG, status)
-            return None if found is None else (status.Get_source(), found.recv())
-        except MPI.Exception:  # a failed rank spoils ANY_SOURCE until it is acknowledged
-            if hasattr(self._comm, "Ack_failed"):
-                self._comm.Ack_failed()
-            return None
+        for _ in range(2):
+            try:
+                found = self._comm.improbe(MPI.ANY_SOURCE, CONTROL_TAG, status)
+                return None if found is None else (status.Get_source(), found.recv())
+            except MPI.Exception:  # a failed rank spoils ANY_SOURCE until it is acknowledged
+                acknowledge(self._comm)
+        return None
 
 
 class Home:
@@ -82,7 +82,7 @@ class Home:
         self.comms: list[Any] = []
         self.watchdog.note = self.parting.note
         self.watchdog.progress = self._progress
-        self._iprobe = raw.Iprobe
+        self._iprobe = polling(raw, options)
         own.on_error = self.ending.fail
         own.clock.poll = self.poll
         own.compute.poll = self.serve
@@ -98,7 +98,7 @@ class Home:
 
     def poll_by(self, comm: MPI.Comm) -> None:
         """From now on poll by this communicator: a probe on one with dead members fails."""
-        self.probe_by(comm.Iprobe)
+        self.probe_by(polling(comm, self.options))
 
     def probe_by(self, probe: Any) -> None:
         """From now on poll by this call, of source and tag."""
@@ -187,6 +187,40 @@ class Home:
         leave.daemon = True
         leave.start()
         MPI.COMM_WORLD.Abort(status)
+
+
+def polling(comm: MPI.Comm, options: Options) -> Callable[[int, int], bool]:
+    """Return the probe to poll by, of source and tag: all that matters is that the library makes progress.
+
+    Where the library tells of deaths, a rank that only sends learns of them here; not in a job that survives them,
+    since there the others tell it, and a policy may wish to go on without the dead.
+    """
+    if not ulfm():
+        return comm.Iprobe
+    if options.survive:
+        return MPI.COMM_SELF.Iprobe
+
+    def probe(source: int, tag: int) -> bool:
+        try:
+            return comm.Iprobe(source, tag)
+        except MPI.Exception as error:
+            raise failure(error, comm, "poll") from None
+
+    return probe
+
+
+def acknowledge(comm: Any) -> None:
+    """Receive from any rank again, whoever has failed."""
+    if hasattr(comm, "Ack_failed"):
+        comm.Ack_failed()
+
+
+def _over(request: MPI.Request) -> bool:
+    """Whether a request has ended, well or not."""
+    try:
+        return request.Test()
+    except MPI.Exception:
+        return True
 
 
 def _taken(raw: MPI.Comm) -> int:

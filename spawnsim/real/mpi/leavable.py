@@ -44,6 +44,7 @@ def leavable(comm: MPIComm, operation: str, args: tuple[Any, ...], kwargs: dict[
             landing.end()
             return None
     except MPI.Exception as error:
+        home.survival.kept += [request, landing]  # as below: parts of it may be under way
         what = f"rank {comm.rank} of {comm.label}: {operation} number {number}"
         raise failure(error, comm._raw, what) from None
     except Revoked:
@@ -121,6 +122,10 @@ class Apart(Generic[T]):
     def over(self) -> bool:
         """Whether it has returned or raised."""
         return self._done.is_set()
+
+    def well(self) -> bool:
+        """Whether it has returned."""
+        return self.over() and self._error is None
 
     def result(self) -> T:
         """Return what it returned, or raise what it raised."""

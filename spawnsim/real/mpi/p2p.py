@@ -194,7 +194,10 @@ class PointToPoint(Matching):
         if self._posted:
             with self._matching:
                 self._serve_posted()
-        message = getattr(self._raw, name)(words.source(source), words.tag(tag), found)
+        try:
+            message = getattr(self._raw, name)(words.source(source), words.tag(tag), found)
+        except MPI.Exception as error:
+            raise failure(error, self._raw, f"rank {self.rank} of {self.label}: probe of {source}") from None
         if message is not None:
             fill(status, found)
         return message

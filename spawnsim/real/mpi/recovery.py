@@ -1,9 +1,9 @@
 """After a death: a communicator of the survivors, on two paths of real MPI.
 
-With ULFM switched on (Open MPI under `--with-ft ulfm`) the library revokes and shrinks. Without it, watchdogs agree
-who goes on (`agreement`), and the survivors make a group of their own; for that the job must have been started to
-survive (`launch(survive=True)`), and collectives must be such that can be left (`Options(survive=True)`). Knows mpi4py
-and the rank's home.
+A job that was started to survive (`launch(survive=True)`, and collectives that can be left: `Options(survive=True)`)
+goes on by what watchdogs agree (`agreement`), on any MPI: so a rank that is stopped can be left as well as a dead one.
+Where the library tells of deaths (Open MPI under `--with-ft ulfm`) nobody waits for a silence. In a job of ULFM's that
+was not started so, the library revokes and shrinks, and a stopped rank is waited for. Knows mpi4py and the rank's home.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from spawnsim.comm.recovery import Capabilities, Recovery
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout
 from spawnsim.real.launching.roll import SURVIVE, sign_end
 from spawnsim.real.mpi.agreement import FENCED, Agreement, Decision, Meeting
+from spawnsim.real.mpi.home import polling
 from spawnsim.real.mpi.leavable import Apart
 from spawnsim.real.mpi.revoking import Revoking
-from spawnsim.real.mpi.words import failure, ulfm
+from spawnsim.real.mpi.words import failed_ranks, failure, ulfm
 
 if TYPE_CHECKING:
     from spawnsim.real.mpi.comm import MPIComm
@@ -77,7 +78,9 @@ class Survival:
     def prepare(self) -> None:
         """Make the rank fit to survive others: once MPI is up, since before it MPICH puts its own handler there."""
         raw = self._home.raw
-        self._base = raw.Dup()
+        self._base = base = raw.Dup()
+        if ulfm():
+            self.agreement.dead = partial(failed_ranks, base)
         self._places = raw.allgather((socket.gethostname(), os.getpid()))
         if MPI.get_vendor()[0] == "MPICH":
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -102,12 +105,12 @@ class Survival:
             meeting = Meeting(lineage, comm.members, max(number, state.highest), step, limit_s)
             number = meeting.number
             decision = self._watched(partial(self.agreement.meet, meeting))
-            if decision is not None:
+            if decision is not None and self._watched(partial(self.agreement.agreed, meeting, decision)):
                 made = Apart(partial(self._make, decision, lineage, number))
-                if self._watched(partial(self.agreement.confirm, meeting, decision, made.over)):
+                if self._watched(partial(self.agreement.confirm, meeting, decision, made.well)):
                     return made.result(), decision
                 self.kept.append(made)
-                number += 1
+            number += decision is not None
             self.fence()
         raise Timeout(
             (), "recover", number, f"rank {comm.rank} of {comm.label}: {ROUNDS} rounds, and no agreement"
@@ -116,8 +119,11 @@ class Survival:
     def _make(self, decision: Decision, lineage: str, number: int) -> Any:
         """Make the communicator, and one to part by; any that dies in it leaves the others there, hence `Apart`."""
         group = self._base.Get_group().Incl(list(decision.members))
-        tag = 1 + zlib.crc32(f"{lineage} {number} {decision.by}".encode()) % 2**14
-        raw = self._base.Create_group(group, tag)
+        name = f"spawnsim {lineage} {number} {decision.by}"
+        if ulfm():  # Open MPI refuses to make a group of a communicator with dead members
+            raw = MPI.Intracomm.Create_from_group(group, name, errhandler=MPI.ERRORS_RETURN)
+        else:
+            raw = self._base.Create_group(group, 1 + zlib.crc32(name.encode()) % 2**14)
         return raw, raw.Dup()
 
     def _watched(self, job: Callable[[], T]) -> T:
@@ -196,7 +202,7 @@ def recover(comm: MPIComm, step: int | None = None) -> Recovery:
     """
     home, survival = comm._home, comm._home.survival
     survival.fence()
-    if ulfm():
+    if ulfm() and not home.leavable:
         raw, farewell, agreed = _shrunk(comm, step)
         survival.revoking(
             lineage_of(comm), "it has been recovered; use the communicator that recover() returned"
@@ -209,7 +215,7 @@ def recover(comm: MPIComm, step: int | None = None) -> Recovery:
             )
         (raw, farewell), decision = survival.regroup(comm, step)
         agreed = decision.step
-        home.probe_by(survival.revoking.probe_by(raw))
+        home.probe_by(survival.revoking.probe_by(polling(raw, home.options)))
     return _recovered(comm, raw, farewell, agreed)
 
 

@@ -8,12 +8,14 @@ counted. Knows wrapped communicators, requests and windows by their handles.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
 from spawnsim.errors import Revoked
+from spawnsim.real.mpi.home import acknowledge
 from spawnsim.real.mpi.node import Library, Node
 
 if TYPE_CHECKING:
@@ -93,9 +95,8 @@ class Revoking:
             request._error, request._complete = Revoked(f"{operation} {comm.revoked}"), True
 
     # ---------------------------------------------------------------------------------------- late messages
-    def probe_by(self, comm: MPI.Comm) -> Any:
-        """Return a probe of `comm` that takes a look at one of the old communicators as well."""
-        current = comm.Iprobe
+    def probe_by(self, current: Callable[[int, int], bool]) -> Callable[[int, int], bool]:
+        """Return a probe that takes a look at one of the old communicators as well."""
 
         def probe(source: int, tag: int) -> bool:
             self._drop_one()
@@ -107,7 +108,11 @@ class Revoking:
         self._next = (self._next + 1) % len(self._old)
         raw, members = self._old[self._next]
         status = MPI.Status()
-        message = raw.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status) if raw else None
+        try:
+            message = raw.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status) if raw else None
+        except MPI.Exception:
+            acknowledge(raw)
+            return
         if self._landing:
             self._landing = [request for request in self._landing if not request.Test()]
         if message is None:

@@ -241,15 +241,23 @@ def failure(
     kind = error.Get_error_class()
     text = f"{what}: {error.Get_error_string()}"
     if kind in (_class("ERR_PROC_FAILED"), _class("ERR_PROC_FAILED_PENDING")):
-        return RankFailed(failed_ranks(comm), text)
-    if kind == _class("ERR_REVOKED"):
+        return _failed(failed_ranks(comm), text)
+    if kind == _class("ERR_REVOKED") or (kind in WORLD_CLASSES and _is_revoked(comm)):
         return Revoked(text)
     if kind == MPI.ERR_TRUNCATE:
         return failures.Truncated(failures.ERR_TRUNCATE, f"{text}: receive into a larger buffer")
     if kind in WORLD_CLASSES:
         dead = [peer] if peer >= 0 and NO_PROCESS in text else _found_dead(comm)
-        return RankFailed(dead, text) if dead else WorldError(text)
+        return _failed(dead, text) if dead else WorldError(text)
     return failures.CallError(_our_class(kind), text)
+
+
+def _failed(dead: list[int], text: str) -> RankFailed:
+    return RankFailed(dead, f"{text}; missing: rank {', '.join(map(str, dead))}" if dead else text)
+
+
+def _is_revoked(comm: Any) -> bool:
+    return ulfm() and comm is not None and bool(comm.Is_revoked())
 
 
 def _class(name: str) -> int:
