@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
 import torch
 
 from spawnsim.comm import Comm, Request
@@ -194,8 +193,7 @@ class Shelf:
         tensors: Tensors = {}
         iteration = nbytes = 0
         for key, data in slots.items():
-            iteration, text_nbytes, body_nbytes, _ = slot_of(headers[key], version).tolist()
-            digest = _digest(headers[key], version)
+            iteration, text_nbytes, body_nbytes, digest = slot_of(headers[key], version).tolist()
             if data.numel() > body_nbytes and digest not in self._layouts:
                 self._layouts[digest] = Layout.parse(data[:text_nbytes].numpy().tobytes())
             tensors |= self._laid_out(digest, data[data.numel() - body_nbytes :])
@@ -213,7 +211,7 @@ class Shelf:
 
 
 def _digest(header: Header, version: int) -> int:
-    return int(slot_of(header, version)[DIGEST : DIGEST + 1].view(np.uint64)[0])
+    return int(slot_of(header, version)[DIGEST])
 
 
 def _version(headers: Collection[Header]) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spawnsim.comm import BYTE, Comm, Request
+from spawnsim.comm import Comm, Request
 from spawnsim.policies.codecs import Codec
 from spawnsim.policies.compression import Compression
 from spawnsim.policies.memory import CPU
@@ -64,8 +64,7 @@ class Window:
         self._put_header()
 
     def _put_header(self) -> None:
-        header = self.header.view(np.uint8)
-        self.win.Put([header, header.size, BYTE], self.rank, [0, header.size, BYTE])
+        self.win.Put(self.header.view(np.uint8), self.rank, 0)
         self.win.Flush(self.rank)
 
     def publish(self, live: Tensors, version: int, iteration: int) -> int:
@@ -116,7 +115,7 @@ class Window:
         return self._get(buffer[:length], donor, at), torch.from_numpy(buffer[:length])
 
     def _get(self, into: NDArray[np.uint8], donor: int, at: int) -> Request:
-        request: Request = self.win.Rget([into, into.size, BYTE], donor, [at, into.size, BYTE])
+        request: Request = self.win.Rget(into, donor, at)
         return request
 
     def reclaim(self, *, but: Collection[int]) -> None:
