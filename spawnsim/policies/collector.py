@@ -17,44 +17,45 @@ from spawnsim.policies.state import Tensors, Travels, as_real, collect
 
 
 class Collector:
-    """Collects live tensors as real ones, and gives the same mapping again as long as they are the same memory."""
+    """Collects live tensors as real ones, and gives the same mapping again as long as they are the same memory.
+
+    What was collected keeps that memory alive, so another tensor cannot have come to lie at the same address.
+    """
 
     def __init__(self, travels: Travels) -> None:
         self._travels = travels
         self._live: Tensors = {}
-        self._places: list[dict[str, Any]] = []  # children, parameters and buffers of each module, root first
-        self._content: list[object] = []  # what is in these places
-        self._held: list[torch.Tensor] = []
+        self._root: object = None  # the dictionary of the model's own children
+        self._children: list[dict[str, Any]] = []  # of each module
+        self._modules: list[object] = []  # what is in these
+        self._tensors: list[dict[str, Any]] = []  # parameters and buffers of each module
         self._memory: tuple[Sequence[int], ...] = ()
 
     def __call__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Tensors:
         """Return what travels, by name."""
         if self._travels.with_optimizer:  # state comes and goes
             return as_real(collect(model, optimizer, self._travels))
-        if not (self._same_objects(model) and self._read() == self._memory):
+        if not (self._same_modules(model) and self._read() == self._memory):
             self._walk(model)
             self._live = as_real(collect(model, None, self._travels))
         return self._live
 
-    def _same_objects(self, model: torch.nn.Module) -> bool:
-        """Whether all places hold what they held: a module that comes or goes does so in a place that is known."""
-        if not self._places or model._modules is not self._places[0]:
+    def _same_modules(self, model: torch.nn.Module) -> bool:
+        """Whether there are the same modules: one that comes or goes does so among the children of a known one."""
+        if model._modules is not self._root or sum(map(len, self._children)) != len(self._modules):
             return False
-        content = chain.from_iterable(map(dict.values, self._places))
-        return sum(map(len, self._places)) == len(self._content) and all(map(is_, content, self._content))
+        return all(map(is_, chain.from_iterable(map(dict.values, self._children)), self._modules))
 
     def _read(self) -> tuple[Sequence[int], ...]:
-        """Return what changes when a tensor that stays the same object gets other memory."""
-        held, tensor = self._held, torch.Tensor
+        """Return where the tensors lie, and what else decides what is collected."""
+        values = chain.from_iterable(map(dict.values, self._tensors))
+        held = [each for each in values if each is not None]
         trained = [] if self._travels.frozen else [each.requires_grad for each in held]
-        return [*map(tensor.data_ptr, held)], [*map(tensor.numel, held)], trained
+        return [*map(torch.Tensor.data_ptr, held)], [*map(torch.Tensor.numel, held)], trained
 
     def _walk(self, model: torch.nn.Module) -> None:
-        self._places = [
-            place
-            for module in model.modules()
-            for place in (module._modules, module._parameters, module._buffers)
-        ]
-        self._content = [*chain.from_iterable(map(dict.values, self._places))]
-        self._held = [each for each in self._content if isinstance(each, torch.Tensor)]
+        self._root, modules = model._modules, list(model.modules())
+        self._children = [module._modules for module in modules]
+        self._modules = [*chain.from_iterable(map(dict.values, self._children))]
+        self._tensors = [place for module in modules for place in (module._parameters, module._buffers)]
         self._memory = self._read()

@@ -31,8 +31,9 @@ PIECE_ON_GPU_NBYTES = 1 << 26  # a launch costs more than a pass over memory the
 SHARE_NBYTES = 1 << 18  # of each rank in a piece: shorter messages do not fill a network
 
 
-def _allreduce(comm: Comm, tensor: torch.Tensor) -> None:
-    comm.Allreduce(IN_PLACE, tensor.numpy() if tensor.device.type == "cpu" else tensor)
+def _memory(tensor: torch.Tensor) -> Any:
+    """Return a tensor in main memory as an array: numpy begins sooner than torch, which counts for small ones."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
 class Gathered:
@@ -43,6 +44,7 @@ class Gathered:
         lengths = [entry.count for entry in entries]
         self._count = sum(lengths)
         self._flat = new_buffer(2 * self._count if self._whole else self._count, wire, device)
+        self._memory = _memory(self._flat)
         pieces = torch.split(self._flat[: self._count], lengths)
         self._views = [piece.view(entry.shape) for piece, entry in zip(pieces, entries, strict=True)]
         self.nbytes = self._flat.nbytes
@@ -56,20 +58,20 @@ class Gathered:
     def average(self, comm: Comm, live: Tensors, momentum: float) -> None:
         """Take the mean of the live tensors; `store` writes it to them, when the group has met for all there is."""
         self._bind(live)
-        size, flat = comm.Get_size(), self._flat
+        size = comm.Get_size()
         if self._arrays:
-            np.concatenate(self._arrays, out=flat.numpy())
+            np.concatenate(self._arrays, out=self._memory)
         elif self._rows:
-            torch.cat(self._rows, out=flat)
+            torch.cat(self._rows, out=self._flat)
         else:
             torch._foreach_copy_(self._views, self._own)
         if self._whole:
             self._split(size)
-        _allreduce(comm, flat)
+        comm.Allreduce(IN_PLACE, self._memory)
         if self._whole:
             self._round(size)
         else:
-            _divide(flat, size)
+            _divide(self._memory, size)
         _keep(self._own, self._views, 0.0 if self._whole else momentum)
 
     def _bind(self, live: Tensors) -> None:
@@ -132,14 +134,14 @@ class Large:
         """Do nothing: the mean is where it belongs."""
 
     def _sum(self, comm: Comm, row: torch.Tensor, momentum: float) -> None:
+        size = comm.Get_size()
         for piece in torch.split(row, self._step):
-            if row.dtype == self._wire and not momentum:
-                _allreduce(comm, piece)
-                _divide(piece, comm.Get_size())
-            else:
-                total = self._converted(piece)
-                _allreduce(comm, total)
-                _divide(total, comm.Get_size())
+            staged = row.dtype != self._wire or momentum
+            total = self._converted(piece) if staged else piece
+            memory = _memory(total)
+            comm.Allreduce(IN_PLACE, memory)
+            _divide(memory, size)
+            if staged:
                 _keep([piece], [total], momentum)
                 piece.copy_(total)
 
@@ -149,12 +151,11 @@ class Large:
         return self._scratch[: piece.numel()].copy_(piece)
 
 
-def _divide(total: torch.Tensor, size: int) -> None:
-    near = total.numpy() if total.device.type == "cpu" else total  # numpy begins sooner
+def _divide(total: Any, size: int) -> None:
     if size & (size - 1):
-        near /= size
+        total /= size
     else:  # by a power of two: the same number, at a third of the price
-        near *= 1 / size
+        total *= 1 / size
 
 
 def _keep(own: list[torch.Tensor], mean: list[torch.Tensor], momentum: float) -> None:
