@@ -34,8 +34,9 @@ demo: $(INSTALLED)
 # Half of the work: these start many processes, which often wait. All else runs beside them, on what cores are idle.
 REAL := tests/real tests/test_contract.py
 
+# What each of the three says comes in one piece, when it ends.
 test: $(INSTALLED)
-	$(MAKE) --jobs 3 lint check-real check-others
+	$(MAKE) --jobs 3 --output-sync lint check-real check-others
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
