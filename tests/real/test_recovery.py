@@ -51,6 +51,20 @@ def test_capabilities_name_the_missing_flag(ranks):
     """)
 
 
+def test_a_late_message_whose_sender_dies_harms_nobody(ranks):
+    """The library says so where it is received, which is the end of it."""
+    ranks("""
+    from mpi4py import MPI
+    class Torn:
+        def Test(self):
+            raise MPI.Exception(MPI.ERR_OTHER)
+    revoking = comm._home.survival.revoking
+    revoking._old, revoking._landing = [(comm.as_mpi_comm(), comm.members)], [Torn()]
+    assert not revoking.probe_by(lambda source, tag: False)(ANY_SOURCE, ANY_TAG)
+    assert revoking._landing == []
+    """)
+
+
 @pytest.mark.parametrize("length", [1, 100_000], ids=["by the library", "on the node"])
 @pytest.mark.parametrize("victims", [(2,), (0, 3)])
 def test_ulfm_shrinks_where_the_library_has_it(job, ranks, tmp_path, monkeypatch, victims, length):

@@ -43,7 +43,7 @@ class ControlChannel:
         """Send without waiting; the handle is kept until the message has left. A dead rank is no error here."""
         if not self._usable:
             return
-        self._sent = [request for request in self._sent if not _over(request)]
+        self._sent = [request for request in self._sent if not over(request)]
         try:
             self._sent.append(self._comm.isend(message, to, CONTROL_TAG))
         except MPI.Exception:  # the peer has failed: it will not answer, which is what the caller finds out
@@ -215,7 +215,7 @@ def acknowledge(comm: Any) -> None:
         comm.Ack_failed()
 
 
-def _over(request: MPI.Request) -> bool:
+def over(request: MPI.Request) -> bool:
     """Whether a request has ended, well or not."""
     try:
         return request.Test()

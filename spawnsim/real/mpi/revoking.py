@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from spawnsim.errors import Revoked
-from spawnsim.real.mpi.home import acknowledge
+from spawnsim.real.mpi.home import acknowledge, over
 from spawnsim.real.mpi.node import Library, Node
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Revoking:
             acknowledge(raw)
             return
         if self._landing:
-            self._landing = [request for request in self._landing if not request.Test()]
+            self._landing = [request for request in self._landing if not over(request)]
         if message is None:
             return
         nbytes, source = status.Get_count(MPI.BYTE), members[status.Get_source()]
