@@ -27,6 +27,7 @@ from spawnsim.real.launching.launch import (
     require_fit,
     require_together,
 )
+from spawnsim.real.launching.roll import ROLL
 from spawnsim.real.rank import stopping
 from spawnsim.real.torch import joining
 from spawnsim.real.torch.joining import PORTS, first_host, join, meeting_point
@@ -227,10 +228,24 @@ def test_one_rank_says_that_slurm_stopped_the_job(monkeypatch, rank, lines):
     """`scancel` and a time limit signal every rank of a step: one line is enough."""
     monkeypatch.delenv(stopping.TOLD, raising=False)
     monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert len(_said_when_stopped(rank=rank).splitlines()) == lines
+
+
+def _said_when_stopped(*, rank: int, doomed: bool = False) -> str:
     said: list[str] = []
-    ending = Mock(**{"watchdog.channel.rank": rank, "end": lambda text, **_: said.append(text)})
+    ending = Mock(
+        **{"watchdog.channel.rank": rank, "end": lambda text, **_: said.append(text)}, doomed=doomed
+    )
     stopping._stop(signal.SIGTERM, ending)
-    assert len("".join(said).splitlines()) == lines
+    return "".join(said)
+
+
+def test_a_rank_that_is_stopped_since_another_ends_the_job_says_nothing(monkeypatch, tmp_path):
+    """Open MPI's launcher stops all others when one aborts the job: that is no cause, neither in words nor on the roll."""
+    monkeypatch.setenv(stopping.TOLD, "1")
+    monkeypatch.setenv(ROLL, str(tmp_path))
+    assert _said_when_stopped(rank=0, doomed=True) == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.mpi

@@ -41,6 +41,7 @@ class Ending:
         }  # fmt: skip
         self.last_words: list[Callable[[str], object]] = []
         self.over = self.begun = False
+        self.doomed = False  # another rank has said that it ends the job
         self.lost: set[int] = set()  # ranks that the others have given up, in a job that survives them
         self.given_up: Callable[[], bool] = bool  # whether this rank is one of them
         self._abort = abort
@@ -132,6 +133,7 @@ class Ending:
         self._granted.append(message["granted"])
 
     def _words(self, sender: int, message: dict[str, Any]) -> None:
+        self.doomed = True
         self._say(message["summary"])
         self.watchdog.channel.send(sender, {"kind": "said"})
 

@@ -67,7 +67,7 @@ def _stop(number: int, ending: Ending) -> None:
     everyone = "SLURM_STEP_ID" in os.environ  # Slurm tells all ranks at once: one of them says so
     known = TOLD in os.environ or (everyone and rank > 0)
     said = f"rank {rank} was told to stop ({name})"
-    if TOLD in os.environ:  # who has started the job says it, unless it was told itself
+    if TOLD in os.environ and not ending.doomed:  # who has started the job says it, unless it was told itself
         sign_first(FIRST_DEATH, 128 + number, said, os.environ)
-    text = "" if known else f"spawnsim: {said}; the job ends"
+    text = "" if known or ending.doomed else f"spawnsim: {said}; the job ends"
     ending.end(text, summary=outcome(number), status=128 + number)
