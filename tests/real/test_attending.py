@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from spawnsim.real.launching.attending import Filter
+from spawnsim.real.launching.attending import Ended, Filter, attend
 
 MPICH = b"""
 ===================================================================================
@@ -81,3 +83,15 @@ def test_a_launchers_nul_is_taken_out(text: bytes) -> None:
     mine = Filter()
     assert mine(b"a\0b\0") + mine.rest() == b"a\0b\0"
     assert mine(b"\0mine\n") + mine.rest() == b"\0mine\n"
+
+
+def test_a_keeper_on_another_node_is_believed(capfd: pytest.CaptureFixture[str]) -> None:
+    """It cannot reach the roll, so it says which rank died; the first one counts, not what the launcher says."""
+    said = [
+        "rank 1 (process 5 on far) was killed by signal 11 (SIGSEGV)",
+        "rank 2 (process 6 on far) was killed by signal 9",
+    ]
+    lines = "".join(f"[spawnsim keeper] {each}\n" for each in said) + MPICH.decode()
+    program = f"import sys; sys.stderr.write({lines!r}); sys.exit(1)"
+    assert attend([sys.executable, "-c", program]) == Ended(139, said[0])
+    assert capfd.readouterr() == ("", "")

@@ -67,7 +67,7 @@ class Filter:
     node: str = ""
     rank: int = -1
     signal: int = 0
-    sentence: str = ""  # of the keeper that spoke first
+    spoken: Ended | None = None  # by the keeper that spoke first
     _tail: bytes = b""  # the beginning of a line that may be the launcher's own
     _begun: bool = False  # the beginning of the line was shown already
     _held: list[bytes] = field(default_factory=list)  # empty lines and a rule, which may begin a banner
@@ -98,16 +98,17 @@ class Filter:
         gap, self._gap = self._gap, line.startswith(b"NBC_Progress")
         if gap and line == b"\n":
             return b""
-        if self._banner or _BEGINS.match(line.lstrip(NUL)):
+        text = line.lstrip(NUL)
+        if self._banner or _BEGINS.match(text):
             self._take(line)
             return b""
-        if _ALONE.match(line.lstrip(NUL)):
+        if _ALONE.match(text):
             self._learn(line)
             return b""
         if found := _SPOKEN.match(line):
-            self.sentence = self.sentence or found[1].decode()
+            self.spoken = self.spoken or Ended(128 + int(found[2]), found[1].decode())
             return b""
-        if not line.strip() or _RULE.fullmatch(line.lstrip(NUL)):
+        if not line.strip() or _RULE.fullmatch(text):
             before = self._release() if len(self._held) > 1 else b""
             self._held.append(line)
             return before
@@ -225,8 +226,8 @@ def _death(roll: Roll, filters: Sequence[Filter]) -> Ended | None:
     """Return the death that has ended the job: its keeper's word comes before the launcher's."""
     if recorded := roll.first(FIRST_DEATH):
         return Ended(*recorded)
-    if spoken := next((each.sentence for each in filters if each.sentence), ""):
-        return Ended(128 + int(spoken.rsplit("signal ")[-1].split()[0]), spoken)
+    if spoken := next((each.spoken for each in filters if each.spoken), None):
+        return spoken
     found = max(filters, key=lambda each: each.signal)
     if not found.signal:
         return None

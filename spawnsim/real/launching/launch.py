@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spawnsim import installed
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
 from spawnsim.real.launching.roll import SURVIVE
 
@@ -172,15 +173,7 @@ def find_library() -> Library:
 
 def _wheels() -> dict[str, str]:
     """Return the installed wheels of MPI with their versions."""
-    from importlib import metadata  # takes 30 ms, and a rank does not need it
-
-    found = {}
-    for wheel in WHEELS:
-        try:
-            found[wheel] = metadata.version(wheel)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return installed.versions(WHEELS)
 
 
 def _ask_mpi4py() -> Library:

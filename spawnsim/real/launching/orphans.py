@@ -20,12 +20,17 @@ PATIENCE_S = 2.0  # how long one may take to end by itself
 LOOK_S = 1e-3
 
 
-def dying_with_parent(number: int) -> Callable[[], None] | None:
+def _prctl() -> Callable[..., int] | None:
+    """Return Linux's control of processes, where there is one."""
+    return getattr(ctypes.CDLL(None), "prctl", None)
+
+
+def dying_with_parent(number: int) -> Callable[[], object] | None:
     """Return what a new process calls so that it gets this signal when its parent dies.
 
     None where the system has no such thing, and in a process of several threads: a copy of it may do nearly nothing.
     """
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    prctl = _prctl()
     if prctl is None or len(os.listdir("/proc/self/task")) > 1:
         return None
     return partial(prctl, PR_SET_PDEATHSIG, int(number))
@@ -34,7 +39,7 @@ def dying_with_parent(number: int) -> Callable[[], None] | None:
 @contextmanager
 def adopted() -> Iterator[None]:
     """Make what loses its parent below this process its child while the block runs, where the system allows it."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    prctl = _prctl()
     if prctl is None:
         yield
         return

@@ -16,9 +16,7 @@ ROLL = "SPAWNSIM_ROLL"
 SURVIVE = "SPAWNSIM_SURVIVE"
 """Set where the launcher lets the others live when a rank dies."""
 ENDED_WELL = "ended well"  # some rank's program has ended, and nothing is left to do
-FIRST_DEATH = (
-    "first death"  # by a signal; the job's status, and a sentence: later deaths may be the launcher's work
-)
+FIRST_DEATH = "first death"  # by a signal: status and sentence; later deaths may be the launcher's work
 FIRST_EXIT = "first exit"  # likewise of a rank that has left with a status of its own, which is no death
 
 
