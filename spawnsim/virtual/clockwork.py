@@ -5,6 +5,7 @@ This room knows events and their order. It must not know tasks or ranks' clocks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from heapq import heappush
 from typing import Any
@@ -12,6 +13,10 @@ from typing import Any
 import simpy
 
 from spawnsim.errors import InternalError
+
+# Stands for a rank in what comes last at its time, behind all ranks: deadlines, for what comes at that very time is in
+# time, and decisions among all that the ranks do at one time.
+LATE = sys.maxsize
 
 
 class Appointment:

@@ -95,8 +95,9 @@ class Cluster:
             self.world.links = Links(self.world)
         for disturbed in plan.disturbed:
             ranks[disturbed].awake = partial(plan.awake_s, disturbed)
-        for paused in plan.paused:  # it must not run ahead of others who may go on without it meanwhile
-            ranks[paused].company = 1
+        for rank in ranks:
+            rank.company = self.world.company_of(rank.id)
+        if plan.paused:
             kernel.roused = self._rouse
         self.lives = Lives(self.world)
         kernel.owner, kernel.on_end = self.world, self._ended

@@ -17,7 +17,7 @@ class Sender(Protocol):
     """Who must hear that a message found its receive: a rendezvous or a synchronous send."""
 
     def matched(self, message: Message, posted_s: float) -> None:
-        """Take note that the receive was posted at `posted_s`."""
+        """Take note that the message has met its receive, which was posted at `posted_s`."""
         ...
 
 
@@ -31,14 +31,29 @@ class Message:
     drain_s: float = 0.0  # how long it has yet to keep the receiver's card busy
     number: int = 0
     queued: bool = False  # waits, unexpected, for its receive
-    sender: Sender | None = None
-    receive: Receive | None = None  # that is to hear of the arrival
+    sender: Sender | None = None  # that waits for the match; None: nobody does, or it has heard of it
+    receive: Receive | None = None  # with which it is paired, as long as there is something to tell it
 
     def __init__(self, source: int, tag: int, payload: Any, nbytes: int) -> None:
         self.source, self.tag, self.payload, self.nbytes = source, tag, payload, nbytes
 
+    def hold_back(self, envelope_s: float) -> None:
+        """Let it arrive at `envelope_s` at the earliest: with the one that was sent before it."""
+        self.envelope_s = envelope_s
+        if self.arrival_s is not None and self.arrival_s < envelope_s:
+            self.arrival_s = envelope_s
+
+    def meet(self) -> None:
+        """Tell a sender that waits for it that message and receive have met, if they have."""
+        sender, receive = self.sender, self.receive
+        if sender is not None and receive is not None:
+            self.sender = None
+            if self.arrival_s is not None:
+                self.receive = None
+            sender.matched(self, receive.posted_s)
+
     def land(self, arrival_s: float) -> None:
-        """Fix the arrival of the data; completes the matched receive."""
+        """Fix the arrival of the data; completes the receive with which it is paired."""
         self.arrival_s = arrival_s
         receive, self.receive = self.receive, None
         if receive is not None:
@@ -70,6 +85,12 @@ class Completion:
             for heir in self.heirs:
                 heir.part_over()
 
+    def reopen(self) -> None:
+        """Forget the end, which was not to be."""
+        self.finish_s = None
+        for heir in self.heirs or ():
+            heir.reopen()
+
 
 class Joint(Completion):
     """Over when all its parts are."""
@@ -98,14 +119,22 @@ class Joint(Completion):
 class Receive(Completion):
     """A posted receive, complete once its message's data have arrived."""
 
-    __slots__ = ("card", "message", "number", "posted_s", "source", "tag")
+    __slots__ = ("card", "message", "number", "posted_s", "source", "stays_s", "tag")
 
     def __init__(self, kernel: Kernel, source: int, tag: int, posted_s: float) -> None:
         super().__init__(kernel)
         self.source, self.tag, self.posted_s = source, tag, posted_s
+        self.stays_s = posted_s  # until then it is sure not to be withdrawn
         self.message: Message | None = None
         self.card: Card | None = None  # that must let the message in; None: it lets in all at once
         self.number = 0
+
+    @property
+    def matched_s(self) -> float:
+        """When it meets the message with which it is paired."""
+        if self.message is None:
+            return self.posted_s
+        return max(self.posted_s, self.message.envelope_s)
 
     def accepts(self, message: Message) -> bool:
         """Whether source and tag fit."""
@@ -114,14 +143,20 @@ class Receive(Completion):
         )
 
     def take(self, message: Message) -> None:
-        """Pair with a message, for good."""
+        """Pair with a message: for good, once the two have met."""
         self.message = message
-        if message.arrival_s is None:
+        if message.arrival_s is None or message.sender is not None:
             message.receive = self
-        if message.sender is not None:
-            message.sender.matched(message, self.posted_s)
         if message.arrival_s is not None:
             self.settle()
+
+    def release(self) -> Message:
+        """Undo the pair; return the message."""
+        message = self.message
+        assert message is not None
+        self.message = message.receive = None
+        self.reopen()
+        return message
 
     def settle(self) -> None:
         """Complete, now that the arrival of the data is known."""

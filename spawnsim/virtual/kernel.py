@@ -21,7 +21,7 @@ from greenlet import GreenletExit, getcurrent
 
 from spawnsim.errors import Livelock, WorldError
 from spawnsim.virtual import torchmodes
-from spawnsim.virtual.clockwork import Clockwork
+from spawnsim.virtual.clockwork import LATE, Clockwork
 from spawnsim.virtual.garbage import unhurried
 from spawnsim.virtual.tasks import RUN_AHEAD, Carrier, Task, Wait, current_task, current_world, timeout
 
@@ -182,7 +182,7 @@ class Kernel:
         """See that a timer stands at or before the deadline of the wait that begins."""
         wait, due_s = task.wait, task.clock + task.deadline_s
         if task.explicit:
-            self.env.at(max(due_s, self.env.now), task.rank, lambda: self._expire(task, wait, due_s))
+            self.env.at(max(due_s, self.env.now), LATE, lambda: self._expire(task, wait, due_s))
         elif task.timer_s == math.inf:
             self._arm_default(task, due_s)
 
@@ -190,7 +190,7 @@ class Kernel:
         # One timer a task, re-armed when it fires: SimPy cannot cancel, and a timer a call would fill the heap.
         task.timer_s = max(due_s, self.env.now)
         self._default_timers += 1
-        self.env.at(task.timer_s, task.rank, lambda: self._default_fires(task))
+        self.env.at(task.timer_s, LATE, lambda: self._default_fires(task))
 
     def _default_fires(self, task: Task) -> None:
         self._default_timers -= 1

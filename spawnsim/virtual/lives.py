@@ -85,7 +85,7 @@ class Lives:
     def _revive(self, rank: Rank, time_s: float) -> None:
         """Begin a rank's program again."""
         world = self._world
-        rank.dead, rank.company, rank.busy = False, int(rank.id in world.plan.paused), []
+        rank.dead, rank.company, rank.busy = False, world.company_of(rank.id), []
         rank.death_s = world.plan.death_s(rank.id, time_s)
         rank.nic_free_s = rank.bulk_free_s = max(time_s, 0.0)
         world.failed.pop(rank.id, None)

@@ -38,7 +38,7 @@ class Request(Several, Handle):
     _completion: Completion | None
     _deliver: Deliver
     _waiting: Any
-    _withdraw: Callable[[Request], None] | None
+    _withdraw: Callable[[Any, float], None] | None
     _world: World
 
     def __new__(cls, request: Request | None = None) -> Self:
@@ -119,8 +119,7 @@ class Request(Several, Handle):
         """Withdraw a receive that has not matched; anything else goes on."""
         self._need()
         if self._withdraw is not None:
-            look(self._world)
-            self._withdraw(self)
+            self._withdraw(self, look(self._world))
 
     cancel = Cancel
 

@@ -149,7 +149,7 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
             kernel.block(waiting)
         finally:
             completion.waiter = None
-    finish_s = completion.final()
+    finish_s = completion.finish_s if completion.finish_s > due_s else completion.final()
     if finish_s > task.clock:
         rank = world.ranks[task.rank]
         if finish_s > due_s:

@@ -10,7 +10,9 @@ This room knows ranks, messages and costs. It must not know buffers or communica
 from __future__ import annotations
 
 from enum import Enum
+from heapq import heappop, heappush
 
+from spawnsim.virtual.clockwork import LATE
 from spawnsim.virtual.completion import Completion, Message
 from spawnsim.virtual.matching import Mailbox
 from spawnsim.virtual.world import Rank, World
@@ -57,21 +59,36 @@ class Acknowledged(Transfer):
 class Rendezvous(Transfer):
     """A large send: request to send, clear to send, data."""
 
-    __slots__ = ()
+    __slots__ = ("number",)
+
+    def __init__(self, world: World, source: Rank, dest: Rank) -> None:
+        super().__init__(world, source, dest)
+        self.number = (
+            source.messages
+        )  # of the sender's messages: the order of those that may start at one time
 
     def matched(self, message: Message, posted_s: float) -> None:
         """Schedule the data: they start when the clear-to-send is back at the sender."""
         back = self.world.price(self.dest.id, self.source.id, 0)
         start_s = max(message.envelope_s, posted_s) + back[2]
-        self.kernel.env.at(start_s, self.source.id, lambda: self._start(start_s))
+        heappush(self.source.cleared, (start_s, self.number, self))
+        self.kernel.env.at(start_s, LATE, self._start_first)
+
+    def _start_first(self) -> None:
+        """Start what was cleared first; of those cleared at one time, what was sent first."""
+        start_s, _, transfer = heappop(self.source.cleared)
+        transfer._start(start_s)
 
     def _start(self, start_s: float) -> None:
         _, inject_s, flight_s, _, drain_s = self.world.price(
             self.source.id, self.dest.id, self.message.nbytes
         )
         self.message.drain_s = drain_s
-        start_s = max(start_s, self.source.bulk_free_s)
-        self.source.bulk_free_s = start_s + inject_s
+        if self.dest is not self.source:
+            start_s = max(start_s, self.source.bulk_free_s)
+            self.source.bulk_free_s = start_s + inject_s
+        if self.source.death_s < start_s + inject_s:
+            return  # its memory, from which the data come, ends before they have left
         if self.world.contention is not None:
             self.world.contention.stream(self, start_s + inject_s, start_s + flight_s)
         else:
@@ -86,13 +103,18 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     """
     kernel, dest, nbytes = world.kernel, mailbox.rank, message.nbytes
     task = kernel.current
+    if world.instant and task.clock > kernel.env.now:  # a look has just cost time
+        kernel.observe()
     source = world.ranks[task.rank]
     now_s = task.clock
     rendezvous = nbytes > world.network.eager_bytes and mode is not LOCAL
     onto_wire = 0 if rendezvous else nbytes
     send_s, inject_s, flight_s, receive_s, drain_s = world.price(task.rank, dest, onto_wire)
-    begin_s = now_s if now_s > source.nic_free_s else source.nic_free_s
-    source.nic_free_s = begin_s + inject_s
+    begin_s = now_s
+    if dest != task.rank:  # a message to oneself meets no network card
+        if source.nic_free_s > now_s:
+            begin_s = source.nic_free_s
+        source.nic_free_s = begin_s + inject_s
     message.envelope_s = begin_s + flight_s
     message.receive_s = receive_s
     message.drain_s = drain_s

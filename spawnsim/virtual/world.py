@@ -53,7 +53,10 @@ class Rank:
     ended_s: float = math.inf  # when its program came to its end
     nic_free_s: float = 0.0  # when its network card can start the next message
     bulk_free_s: float = 0.0  # likewise for rendezvous data, which do not queue behind small messages
-    company: int = 0  # background tasks and exposed windows: with company a rank does not run ahead
+    cleared: list[Any] = field(
+        default_factory=list
+    )  # a heap of rendezvous data that may start: when, number, what
+    company: int = 0  # background tasks, exposed windows, pauses: with company a rank does not run ahead
     busy: list[tuple[float, float]] = field(default_factory=list)  # computing from, to; kept while exposed
     messages: int = 0
     nbytes: int = 0
@@ -113,8 +116,15 @@ class World:
     def __post_init__(self) -> None:
         self.contention = model_of(self.kernel.env, self.network, len(self.ranks))
         self.price = self.network.price if self.contention is None else self.contention.price
+        self.instant = (
+            self.network.lookahead_s == 0.0
+        )  # a send can be seen at the time of the send: nobody runs ahead
         serial = self.network.contention == "serial"
         self.cards = {rank.id: Card() for rank in self.ranks} if serial else {}
+
+    def company_of(self, rank: int) -> int:
+        """Return what company a rank has that has just begun: a pause to come, or a network without any latency."""
+        return int(self.instant or (self.plan is not None and rank in self.plan.paused))
 
     def next_context(self) -> int:
         """Return a fresh context number."""

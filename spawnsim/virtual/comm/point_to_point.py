@@ -42,12 +42,15 @@ class Transport(Member):
         if transfer is not None:
             await_one(self._world, transfer, self._waiting(operation, dest, tag, "dest"))
 
-    def _post(self, source: int, tag: int) -> Receive:
+    def _post(self, source: int, tag: int, *, blocking: bool = False) -> Receive:
         """Post a receive that was checked. A wildcard is an observation."""
         kernel = self._world.kernel
         if source == ANY_SOURCE:
             kernel.observe()
-        receive = Receive(kernel, source, tag, kernel.current.clock)
+        task = kernel.current
+        receive = Receive(kernel, source, tag, task.clock)
+        if blocking and self._world.plan is None and not self._rank.company:  # only its deadline will end it
+            receive.stays_s = task.clock + task.deadline_s
         self._mailbox.post(receive)
         return receive
 
@@ -64,12 +67,17 @@ class Transport(Member):
 
     def _take_now(self, message: Message) -> bool:
         """Take a message whose data are on their way, without parking; False if that would pass the deadline."""
-        task, mailbox = self._world.kernel.current, self._mailbox
+        task, mailbox, arrival_s = self._world.kernel.current, self._mailbox, message.arrival_s
         now_s = task.clock
-        arrival_s = message.arrival_s if mailbox.card is None else take_in(message, mailbox.card)
-        assert arrival_s is not None, "a message without a waiting sender brings its data"
-        if arrival_s + message.receive_s > now_s + task.deadline_s:
+        assert arrival_s is not None
+        if (
+            arrival_s + message.receive_s > now_s + task.deadline_s
+        ):  # so late that its place at the card stays free
             return False
+        if mailbox.card is not None:
+            arrival_s = take_in(message, mailbox.card)
+            if arrival_s + message.receive_s > now_s + task.deadline_s:
+                return False
         mailbox.take_ready(message)
         finish_s = (arrival_s if arrival_s > now_s else now_s) + message.receive_s
         if finish_s > now_s:
@@ -81,13 +89,13 @@ class Transport(Member):
 
     def _accept_later(self, source: int, tag: int, operation: str) -> Message:
         """Receive one message that may have to be waited for."""
-        receive = self._post(source, tag)
+        receive = self._post(source, tag, blocking=True)
         try:
             await_one(self._world, receive, self._waiting(operation, source, tag))
         except WorldError:  # the program may go on: the receive must not swallow a later message
-            self._mailbox.give_up(receive)
+            self._mailbox.give_up(receive, self._world.kernel.current.clock)
             raise
-        message = receive.message
+        message, receive.message = receive.message, None
         assert message is not None
         self._rank.trace.note(
             (self._world.kernel.current.clock, 3, message.source, message.nbytes, message.tag)
@@ -114,7 +122,7 @@ class Transport(Member):
         receive = self._post(source, tag)
 
         def deliver(status: Status) -> Any:
-            message = receive.message
+            message, receive.message = receive.message, None  # the mailbox may still know of the receive
             if message is None:  # cancelled
                 status.Set_cancelled(True)
                 return None
@@ -125,9 +133,13 @@ class Transport(Member):
         request._withdraw = self._withdraw
         return request
 
-    def _withdraw(self, request: Request) -> None:
+    def _withdraw(self, request: Request, now_s: float) -> None:
         receive = request._completion
-        if isinstance(receive, Receive) and self._mailbox.cancel(receive):
+        if (
+            isinstance(receive, Receive)
+            and not (receive.message is None and receive.finish_s is not None)  # cancelled before
+            and self._mailbox.withdraw(receive, now_s)
+        ):
             receive.complete(self._world.kernel.current.clock)
 
 

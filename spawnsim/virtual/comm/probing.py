@@ -53,29 +53,34 @@ class Probes(Transport):
     iprobe, probe, improbe, mprobe = Iprobe, Probe, Improbe, Mprobe
 
     def _glance(self, source: int, tag: int, status: Status | None) -> Letter | None:
-        kernel, task = self._world.kernel, self._world.kernel.current
-        kernel.observe()
-        self._check_source(source, tag)  # as of now: it may have been revoked meanwhile
-        now_s = task.clock
-        self._rank.reach(task, now_s + self._world.network.call_overhead_s)
+        """Look once."""
         if source == PROC_NULL:
-            _fill_status(status, None)
-            return Letter(PROC_NULL, ANY_TAG, b"", 0)
-        letter = self._mailbox.find(source, tag)
-        if letter is None or letter.envelope_s > now_s:
-            return None
-        _fill_status(status, letter)
+            letter: Letter | None = Letter(PROC_NULL, ANY_TAG, b"", 0)
+            self._world.kernel.observe()
+            self._check_source(source, tag)
+        else:
+            letter = self._visible(source, tag)
+        task = self._world.kernel.current
+        self._rank.reach(task, task.clock + self._world.network.call_overhead_s)
+        if letter is not None:
+            _fill_status(status, None if source == PROC_NULL else letter)
         return letter
 
     def _stare(self, source: int, tag: int, status: Status | None, operation: str) -> Letter | None:
-        """Wait for a letter, however long that takes."""
-        while source != PROC_NULL:
-            letter = self._glance(source, tag, status)
-            if letter is not None:
-                return letter
+        """Wait for a letter, however long that takes; looking then costs what one look costs."""
+        if source == PROC_NULL:
+            _fill_status(status, None)
+            return None
+        while self._visible(source, tag) is None:
             self._await_letter(source, tag, operation)
-        _fill_status(status, None)
-        return None
+        return self._glance(source, tag, status)
+
+    def _visible(self, source: int, tag: int) -> Letter | None:
+        """Return the letter that the running task sees at its time."""
+        self._world.kernel.observe()
+        self._check_source(source, tag)  # as of now: it may have been revoked meanwhile
+        letter = self._mailbox.find(source, tag)
+        return None if letter is None or letter.envelope_s > self._world.kernel.current.clock else letter
 
     def _await_letter(self, source: int, tag: int, operation: str) -> None:
         """Wait until the first letter known to come has come, or until a new one is sent."""
@@ -185,6 +190,7 @@ class Message(Handle):
         receive = Receive(owner._world.kernel, letter.source, letter.tag, owner._world.kernel.current.clock)
         receive.card = owner._mailbox.card
         receive.take(letter)
+        letter.meet()
 
         def deliver(status: Status) -> Any:
             fill(status, letter.source, letter.tag, letter.nbytes)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from spawnsim.errors import Revoked
 from spawnsim.virtual.comm.context import Context
-from spawnsim.virtual.completion import Message, Receive
+from spawnsim.virtual.completion import Message
 from spawnsim.virtual.matching import Mailbox
 from spawnsim.virtual.world import World
 
@@ -74,14 +74,14 @@ class ClosedMailbox(Mailbox):
         left = [*self._held()]
         self.unexpected, self._flying, self._arrived = {}, None, type(self._arrived)()
         for message in sorted(left, key=lambda each: (each.envelope_s, each.source, each.number)):
-            self.deliver(message)
+            self._admit(message)
 
     def _held(self) -> Iterator[Message]:
         for queue in self.unexpected.values():
             yield from (message for message in queue if message.queued)
         yield from (entry[3] for entry in self._flying or ())
 
-    def deliver(self, message: Message) -> None:
+    def _admit(self, message: Message) -> None:
         """Drop and count a message."""
         message.queued = False
         if self._senders:
@@ -91,7 +91,5 @@ class ClosedMailbox(Mailbox):
                 self.rank, time_s, "late_message", {"source": source, "nbytes": message.nbytes}
             )
 
-    def give_up(self, receive: Receive) -> None:
-        """Withdraw a receive with what it has matched."""
-        if receive.message is None:
-            self.cancel(receive)
+    def _put_back(self, message: Message) -> None:
+        """Forget a message whose receive was given up."""

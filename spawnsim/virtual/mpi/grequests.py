@@ -42,7 +42,7 @@ class Grequest(Request):
         self = cls.start(world, completion, WaitingForAny("generalized request", ()), deliver)
         self._over = completion, held
         if cancel_fn is not None:
-            self._withdraw = lambda request: cancel_fn(completion.finish_s is not None, *more, **named)
+            self._withdraw = lambda request, now_s: cancel_fn(completion.finish_s is not None, *more, **named)
         return self
 
     def Complete(self) -> None:
