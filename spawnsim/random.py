@@ -7,11 +7,19 @@ knows numpy's `SeedSequence` and nothing of ranks' lives or clocks.
 from __future__ import annotations
 
 import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from spawnsim.errors import ParameterError
+from spawnsim.importing import after_import
+
+# The streams in which the global generators of a rank's process start.
+PYTHON, NUMPY, TORCH = "program.random", "program.numpy", "program.torch"
 
 
 def _word(purpose: str) -> int:
@@ -64,3 +72,15 @@ class Streams:
 
     def __repr__(self) -> str:
         return f"Streams(seed={self.key[0]}, rank={self.key[1]})"
+
+
+@contextmanager
+def seeded(streams: Streams) -> Iterator[None]:
+    """Start this process's global generators (`random`, `numpy.random`, torch) where a virtual rank's start.
+
+    torch's is seeded when torch is loaded, which may be in the middle of the block.
+    """
+    random.seed(streams.seed(PYTHON))
+    np.random.seed(streams.seed(NUMPY) & 0xFFFFFFFF)
+    with after_import("torch", lambda: sys.modules["torch"].manual_seed(streams.seed(TORCH))):
+        yield

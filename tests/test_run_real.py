@@ -77,6 +77,30 @@ def test_real_ranks_leave_the_same_folder_as_virtual_ones(train: Path, tmp_path:
     assert sorted(path.name for path in real.iterdir()) == ["events.jsonl", "metrics.npz", "run.json"]
 
 
+DRAWS = """
+import random
+import numpy as np
+
+def main(comm):
+    import torch
+
+    comm.record(drawn=repr([random.random(), np.random.rand(), float(torch.rand(1))]))
+    torch.manual_seed(100 + comm.rank)
+    comm.Barrier()
+    comm.record(drawn=repr([random.random(), np.random.rand(), float(torch.rand(1))]))
+"""
+
+
+def test_global_generators_start_where_virtual_ranks_start(tmp_path: Path) -> None:
+    """A program that seeds nothing, or all, draws the same numbers on real ranks and on virtual ones."""
+    program, real = tmp_path / "draws.py", tmp_path / "real"
+    program.write_text(DRAWS)
+    done = _spawnsim("run", program, "--backend", "mpi", "-n", 2, "--seed", 3, "--out", real)
+    assert done.returncode == 0, done.stderr
+    virtual = spawnsim.run(program, ranks=2, seed=3)
+    assert spawnsim.Run.load(real).table["drawn"].tolist() == virtual.table["drawn"].tolist()
+
+
 def test_totals_need_no_folder(train: Path) -> None:
     """Without --out the rows are gathered; `sys.exit()` in the program is an ordinary end."""
     done = _spawnsim("run", train, "--backend", "mpi", "-n", 2, "--json", "--set", "leave=true")

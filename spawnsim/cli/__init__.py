@@ -7,6 +7,7 @@ subcommand is called, so `spawnsim --help` is quick and needs nothing installed.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -51,7 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
     """Run this process's command line; does not return."""
+    if {"run", "study"} & set(sys.argv[1:2]) and "--backend" not in sys.argv:
+        _fix_hashing()
     sys.exit(main())
+
+
+def _fix_hashing() -> None:
+    """Begin again with hashes of text that are the same each time: the order of a set must not differ between runs."""
+    if sys.flags.hash_randomization and "PYTHONHASHSEED" not in os.environ:
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _serve(command: str, arguments: Sequence[str]) -> int:

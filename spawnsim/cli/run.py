@@ -61,6 +61,10 @@ def show(result: Run, *, as_json: bool, quiet: bool, out: Path | None) -> None:
         print(json.dumps(dict(result.totals)))
     elif not quiet:
         facts = {**result.totals} | ({} if out is None else {"folder": out})
+        if "reproducible" in result.what:
+            facts["reproducible"] = (
+                f"no: {'; '.join(result.what['leaks'])}" if result.what["leaks"] else "yes"
+            )
         print("\n".join(f"{name:16} {shown(value)}" for name, value in facts.items()))
 
 

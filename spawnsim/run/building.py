@@ -162,7 +162,7 @@ class Keeper:
     def __init__(self, what: Mapping[str, Any], out: Path | None) -> None:
         from spawnsim.record import Recorder, folder
 
-        self.what, self.out, self.recorder = what, out, Recorder()
+        self.what, self.out, self.recorder = dict(what), out, Recorder()
         self.counted: Any = None  # a dataclass, once the building has counted
         self._run: Run | None = None
         if out is not None:
@@ -178,6 +178,7 @@ class Keeper:
     def _gathered(self, outcome: str) -> Run:
         table, events = self.recorder.table(), self.recorder.events()
         counted = dataclasses.asdict(self.counted) if self.counted is not None else {}
+        self.what |= reproducible(self.what, counted.get("leaks", ()))
         totals = totals_of(table, events, {"ranks": self.what.get("ranks")} | counted)
         return Run(self.what, table, events, totals, outcome)
 
@@ -193,6 +194,13 @@ class Keeper:
         self._run.save(self.out)
         if isinstance(error, SpawnsimError):
             error.add_note(f"What was recorded until then: {self.out}")
+
+
+def reproducible(what: Mapping[str, Any], leaks: Sequence[str]) -> dict[str, Any]:
+    """Return whether a run with the same seed would be the same, as far as can be noticed, and what would not."""
+    measured = str(what.get("compute")).startswith("measured")
+    found = [*(["computing was measured"] if measured else []), *leaks]
+    return {"reproducible": not found, "leaks": found}
 
 
 def outcome_of(error: BaseException | None) -> str:

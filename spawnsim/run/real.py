@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.random import seeded
 from spawnsim.run.bar import Steps
 from spawnsim.run.building import describe
 from spawnsim.run.program import Program
@@ -53,7 +54,7 @@ def run_rank(job: Job) -> Run | None:
     room = _room(job.backend)
     journal = Journal()
     comm = room.world(recorder=journal, seed=job.seed, deadline_s=job.deadline_s)
-    with room.guarded(comm):
+    with room.guarded(comm), seeded(comm.rng):
         shards = Shards(job, comm, journal)
         comm._home.ending.last_words.append(shards.last_words)
         with Steps(journal, job.task.parameters.get("iterations"), shown=job.progress and comm.rank == 0):

@@ -41,7 +41,6 @@ class Script:
             "backend": "virtual",
         }
         what |= {name: document(value) for name, value in circumstances.items()}
-        what["reproducible"] = not str(circumstances["compute"]).startswith("measured")
         return what | {"versions": manifest.versions()}
 
 

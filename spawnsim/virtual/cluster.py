@@ -23,7 +23,9 @@ from spawnsim.virtual.comm.belongings import ProgramAbort
 from spawnsim.virtual.comm.communicators import Intracomm, enter
 from spawnsim.virtual.comm.context import Context
 from spawnsim.virtual.faults import Plan
+from spawnsim.virtual.generators import TorchStates, per_rank
 from spawnsim.virtual.kernel import Kernel, Task
+from spawnsim.virtual.leaks import noticing
 from spawnsim.virtual.links import Links
 from spawnsim.virtual.lives import Lives
 from spawnsim.virtual.own import Own
@@ -40,7 +42,7 @@ Progress = Callable[[float, int, int], None]
 @dataclass(frozen=True)
 class Totals:
     """What a run amounted to. `events` counts what ranks did (sends, receives, collectives, computing);
-    `scheduled` counts the events that SimPy had to process for it.
+    `scheduled` counts the events that SimPy had to process for it; `leaks` says what was read that no seed repeats.
     """
 
     virtual_seconds: float
@@ -50,6 +52,7 @@ class Totals:
     messages: int
     bytes: int
     digest: str
+    leaks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,12 +161,15 @@ class Cluster:
     def run(self) -> Totals:
         """Run to the end. Raises what ended the run, with the totals in its `totals`."""
         kernel, begin = self.world.kernel, time.perf_counter()
-        try:
-            kernel.run()
-            error = self._judge()
-        finally:
-            clocks = [task.clock for task in kernel.tasks if task.clock < math.inf]  # inf: paused for ever
-            kernel.close()
+        with per_rank(), TorchStates(kernel).in_place(), noticing():
+            try:
+                kernel.run()
+                error = self._judge()
+            finally:
+                clocks = [
+                    task.clock for task in kernel.tasks if task.clock < math.inf
+                ]  # inf: paused for ever
+                kernel.close()
         totals = self._totals(max(clocks, default=0.0), time.perf_counter() - begin)
         if error is not None:
             error.totals = totals  # type: ignore[attr-defined]
@@ -205,6 +211,7 @@ class Cluster:
             messages=sum(rank.messages for rank in ranks),
             bytes=sum(rank.nbytes for rank in ranks),
             digest=self.world.digest(),
+            leaks=tuple(self.world.leaks.values()),
         )
 
 

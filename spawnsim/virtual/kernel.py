@@ -43,7 +43,7 @@ class Kernel:
         self.deadline_s = deadline_s
         self.releases: list[Callable[[], None]] = []  # to be called before time moves: may make tasks ready
         self.on_end: Callable[[Task], None] = lambda task: None
-        self.entered: Callable[[Task], None] | None = None  # called when a task that had left goes on
+        self.entered: list[Callable[[Task], None]] = []  # called when a task that had left goes on
         self.roused: Callable[[Task], None] | None = None  # called when a task is to take note of an error
         self.failure: BaseException | None = None
         self.closed = False
@@ -65,8 +65,8 @@ class Kernel:
 
     def _carry(self, task: Task, program: Callable[[], Any]) -> None:
         """Run a task's program and keep its outcome: SimPy must never see a rank's exception."""
-        if self.entered is not None:
-            self.entered(task)
+        for entered in self.entered:
+            entered(task)
         try:
             program()
         except GreenletExit:
@@ -153,8 +153,8 @@ class Kernel:
             follower.carrier.switch()
         if restore is not None:
             restore()
-        if self.entered is not None:
-            self.entered(task)
+        for entered in self.entered:
+            entered(task)
         if self.closed:
             raise GreenletExit
 

@@ -65,6 +65,7 @@ class Rank:
     awake: Callable[[float], float] | None = None  # if the fault plan pauses it: when it next is awake
     given_up: bool = False  # the others have recovered without it: whatever it calls ends in Revoked
     dropped: Counter[int] = field(default_factory=Counter)  # messages that came too late, by sender
+    generators: Any = None  # `generators.Generators`, once it draws from a global generator
     attachments: dict[Any, Any] = field(default_factory=dict)  # per-rank objects of other rooms
 
     def reach(self, task: Task, time_s: float) -> None:
@@ -109,6 +110,7 @@ class World:
         default_factory=list
     )  # agreements of survivors, to be checked again
     revoked: bool = False  # whether any communicator ever was: only then need waits look
+    leaks: dict[str, str] = field(default_factory=dict)  # what no seed repeats: kind -> a sentence
     contexts: int = 0  # communicators made so far
     open_contexts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     ledger: Any = None  # told of requests and communicators as they come and go; only program runs keep one

@@ -24,7 +24,6 @@ from spawnsim.virtual.comm.payload import pickler
 from spawnsim.virtual.kernel import current_task
 from spawnsim.virtual.mpi.functions import OPTIONS
 from spawnsim.virtual.programs.clocks import virtual_time
-from spawnsim.virtual.programs.generators import Generators, per_rank
 from spawnsim.virtual.programs.imports import OwnModules
 from spawnsim.virtual.programs.ledger import Ledger
 from spawnsim.virtual.programs.output import Lines
@@ -94,9 +93,9 @@ class Carrier:
         for rank in world.ranks:
             rank.attachments["OWN"] = self.cluster.comm_world(rank.id)._own
             self.cluster.comm_self(rank.id)
-            self.processes.add(rank.id, Generators(rank.streams))
+            self.processes.add(rank.id)
             self.cluster.start(rank.id, self._program)
-        world.kernel.entered = self.processes.enter
+        world.kernel.entered.append(self.processes.enter)
         with self._surroundings():
             try:
                 return self.cluster.run()
@@ -116,7 +115,6 @@ class Carrier:
             for rank in self.cluster.world.ranks:
                 rank.attachments[OPTIONS] = options
             stack.enter_context(virtual_time(self.script.virtual_time))
-            stack.enter_context(per_rank(self.processes.generators))
             stack.enter_context(self.tolls.collected())
             stack.enter_context(self.processes.in_place())
             yield

@@ -1,4 +1,4 @@
-"""What makes a virtual rank look like a process: its own `sys.argv`, modules, streams and generators.
+"""What makes a virtual rank look like a process: its own `sys.argv`, modules and streams.
 
 A rank's things are put in place when it comes to run, and taken away when another does. This room knows Python's
 global state. It must not know messages.
@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any
 
 from spawnsim.virtual.kernel import Task, current_task
-from spawnsim.virtual.programs.generators import Generators
 from spawnsim.virtual.programs.imports import OwnModules
 
 ATTRIBUTES = (
@@ -34,7 +33,6 @@ ATTRIBUTES = (
 class Process:
     """What one rank has for itself."""
 
-    generators: Generators
     attributes: dict[str, Any]
     modules: dict[str, ModuleType] = field(default_factory=dict)
     at_exit: list[Callable[[], Any]] = field(default_factory=list)
@@ -49,7 +47,7 @@ class Processes:
         self._all: dict[int, Process] = {}
         self._here: Process | None = None
 
-    def add(self, rank: int, generators: Generators) -> None:
+    def add(self, rank: int) -> None:
         """Add a rank, at the start of its program."""
         attributes = self._attributes | {
             "argv": list(self._attributes["argv"]), "path": list(self._attributes["path"]),
@@ -58,7 +56,7 @@ class Processes:
         if rank:
             attributes["stdin"] = io.StringIO()  # as under mpiexec: rank 0 reads what is typed
         main = ModuleType("__main__")
-        self._all[rank] = Process(generators, attributes, {"__main__": main})
+        self._all[rank] = Process(attributes, {"__main__": main})
 
     def enter(self, task: Task) -> None:
         """Put the process of a task's rank in place."""
@@ -72,24 +70,17 @@ class Processes:
         for name, value in process.attributes.items():
             setattr(sys, name, value)
         sys.modules.update(process.modules)
-        process.generators.resume()
 
     def _put_away(self, process: Process) -> None:
         for name in ATTRIBUTES:
             process.attributes[name] = getattr(sys, name)
         loaded = sys.modules
         process.modules = {name: loaded.pop(name) for name in self.own.names if name in loaded}
-        process.generators.suspend()
 
     def calling(self) -> Process | None:
         """Return the process of the rank that runs."""
         task = current_task()
         return None if task is None else self._all.get(task.rank)
-
-    def generators(self) -> Generators | None:
-        """Return the generators of the rank that runs."""
-        process = self.calling()
-        return None if process is None else process.generators
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -1,0 +1,58 @@
+"""Being told when a module has been loaded, before anybody can use it.
+
+This room knows Python's import system and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+
+@contextmanager
+def after_import(name: str, then: Callable[[], None]) -> Iterator[None]:
+    """Call `then` when a module is loaded while the block runs; at once if it is loaded already."""
+    if name in sys.modules:
+        then()
+    finder = _Finder(name, then)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Finder:
+    """A finder for `sys.meta_path` that gives one module's loader somebody to tell."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec that the other finders find, with a loader that calls back."""
+        if name != self._name:
+            return None
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((each for each in found if each is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec, spec.loader, self._then)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    """Hands its module back to the loader that it stands for, and then calls back."""
+
+    def __init__(self, spec: ModuleSpec, loader: Any, then: Callable[[], None]) -> None:
+        super().__init__(spec.name, spec.origin or "")
+        self._spec, self._loader, self._then = spec, loader, then
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._spec.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._then()

@@ -1,0 +1,195 @@
+"""Every rank has the global generators that a process has; and what no seed repeats is noticed."""
+
+import random
+import subprocess
+import sys
+import threading
+from random import random as drawn_by_name
+
+import numpy as np
+import pytest
+import torch
+from numpy.random import rand as rand_by_name
+from virtual_run import run
+
+import spawnsim
+
+RANKS = 10
+
+
+def draws():
+    """Return one number of each global generator, in all the ways that a program or a library gets at it."""
+    return (
+        random.random(), drawn_by_name(), random.Random().random(), np.random.rand(), rand_by_name(),
+        np.random.mtrand._rand.rand(), np.random.default_rng().random(), np.random.RandomState().rand(),
+        np.random.Generator(np.random.PCG64()).random(), float(torch.rand(1)), float(torch.randn(1)),
+        float(torch.nn.functional.dropout(torch.arange(64.0)).sum()), float(torch.nn.Linear(3, 1).weight.detach().sum()),
+    )  # fmt: skip
+
+
+def drawn(seed, seeds=None, ranks=RANKS):
+    """Return what each rank draws, twice with a meeting between; `seeds(rank)` may seed its generators first."""
+    found = {}
+
+    def main(comm):
+        if seeds is not None:
+            for each in (random.seed, np.random.seed, torch.manual_seed):
+                each(seeds(comm.rank))
+        found[comm.rank] = draws()
+        comm.Barrier()
+        found[comm.rank] += draws()
+
+    run(main, ranks, seed=seed)
+    return found
+
+
+def test_ranks_draw_from_generators_of_their_own():
+    """Unseeded ones differ from rank to rank and from seed to seed, and are the same each time."""
+    found = drawn(7)
+    assert all(len({found[rank][i] for rank in range(RANKS)}) > RANKS // 2 for i in range(len(found[0])))
+    assert drawn(7) == found
+    assert drawn(8)[3] != found[3]
+
+
+def test_a_rank_more_changes_no_other_rank():
+    """A rank's numbers depend on the seed and on its rank alone."""
+    few, more = drawn(7, ranks=2), drawn(7, ranks=RANKS)
+    assert (few[0], few[1]) == (more[0], more[1])
+
+
+def test_a_rank_that_seeds_its_generators_draws_what_a_process_draws():
+    """However ranks take turns: torch, numpy and Python's own, dropout included."""
+    seeded = [0, 1, 3, 4, 5, 9, 10, 11]  # draws of generators that a program can seed from outside
+    found = drawn(7, seeds=lambda rank: 100 + rank)
+    for rank in (0, RANKS - 1):
+        random.seed(100 + rank)
+        np.random.seed(100 + rank)
+        torch.manual_seed(100 + rank)
+        alone = draws() + draws()
+        half = len(alone) // 2
+        for part in (0, half):
+            assert [found[rank][part + i] for i in seeded] == [alone[part + i] for i in seeded]
+
+
+def test_a_run_leaves_the_generators_as_they_were():
+    """Also where they are drawn from outside the ranks, before and after, and where a run takes place in a rank."""
+    functions = random.random, drawn_by_name, np.random.rand, np.random.mtrand._rand, random.Random.seed
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    expected = [draws()[i] for i in (0, 3, 9)]
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    inside = {}
+
+    def main(comm):
+        before = torch.rand(1)
+        drawn(3, ranks=2)
+        inside[comm.rank] = float(before), float(torch.rand(1))
+
+    run(main, 2, seed=7)
+    assert [draws()[i] for i in (0, 3, 9)] == expected
+    assert functions == (
+        random.random, drawn_by_name, np.random.rand, np.random.mtrand._rand, random.Random.seed,
+    )  # fmt: skip
+    plain = {}
+
+    def main(comm):
+        plain[comm.rank] = float(torch.rand(1)), float(torch.rand(1))
+
+    run(main, 2, seed=7)
+    assert plain == inside
+
+
+TORCH_LATE = """
+import sys
+import spawnsim
+
+def main(comm):
+    import torch
+    comm.record(x=float(torch.rand(1)))
+    comm.Barrier()
+    comm.record(x=float(torch.rand(1)))
+
+assert "torch" not in sys.modules
+run = spawnsim.run(main, ranks=3, seed=4)
+print(run.table["x"].tolist(), run.totals["digest"])
+"""
+
+
+def test_torch_may_be_loaded_by_a_rank():
+    """The rank that imports it first does not keep the generator that torch has seeded by chance."""
+    outputs = {
+        subprocess.run([sys.executable, "-c", TORCH_LATE], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    }
+    assert len(outputs) == 1
+
+
+# ------------------------------------------------------------------------------------------------------ leaks
+
+LEAKS = {
+    "clock": ("import time", "time.perf_counter()", "the wall clock was read (time.perf_counter) by rank 1"),
+    "date": ("import time", "time.strftime('%H')", "the wall clock was read (time.strftime) by rank 1"),
+    "urandom": ("import os", "os.urandom(4)", "the system's entropy was read by rank 1"),
+    "uuid": ("import uuid", "uuid.uuid4()", "the system's entropy was read by rank 1"),
+    "secrets": ("import secrets", "secrets.token_hex()", "the system's entropy was read by rank 1"),
+    "thread": (
+        "import threading", "threading.Thread(target=print).start()", "a thread was started by rank 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LEAKS)
+def test_what_no_seed_repeats_is_noticed(kind, tmp_path):
+    """The run says so, and where."""
+    load, leak, said = LEAKS[kind]
+    program = tmp_path / "train.py"
+    program.write_text(f"{load}\n\ndef main(comm):\n    if comm.rank == 1:\n        {leak}\n")
+    what = spawnsim.run(program, ranks=2).what
+    assert (what["reproducible"], what["leaks"]) == (False, [f"{said} (train.py:5)"])
+
+
+def test_what_libraries_read_is_their_business(tmp_path):
+    """Torch and spawnsim look at clocks; a program that does not is reproducible."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import torch, tempfile, random\n\ndef main(comm):\n"
+        "    with comm.compute(1.0), tempfile.TemporaryDirectory():\n"
+        "        torch.nn.Linear(3, 3)(torch.rand(3)).sum().backward()\n"
+    )
+    what = spawnsim.run(program, ranks=2, out=tmp_path / "out").what
+    assert (what["reproducible"], what["leaks"]) == (True, [])
+
+
+def test_the_command_line_fixes_the_order_of_sets(tmp_path):
+    """Two runs of a program that walks through a set of words have one digest, and say that they are reproducible."""
+    program = tmp_path / "train.py"
+    program.write_text("def main(comm):\n    comm.record(x=str({'a', 'b', 'c', 'd', 'e', 'f'}))\n")
+    environment = {"PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-m", "spawnsim", "run", str(program), "--ranks", "2"]
+    done = [
+        subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        for _ in range(3)
+    ]
+    digests = {line for text in done for line in text.splitlines() if line.startswith(("digest", "reprod"))}
+    assert len(digests) == 2
+    assert "reproducible     yes" in digests
+
+
+def test_runs_in_threads_do_not_take_each_other_s_patches_away():
+    """The last of several runs at once puts everything back."""
+    before = random.random, np.random.rand
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(run(lambda comm: comm.Barrier(), 20)[0].digest))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert (random.random, np.random.rand) == before
