@@ -87,8 +87,9 @@ class Compute:
         duration_s = self._sampler(stated_s, begin_s)
         end_s = world.plan.stretch(rank.id, begin_s, duration_s) if world.plan else begin_s + duration_s
         self.seconds = end_s - begin_s
-        rank.compute_s += self.seconds
-        rank.trace.note((begin_s, COMPUTE, -1, round(self.seconds * 1e9), 0))
+        ends = self.seconds < math.inf  # or it is paused for ever, in the middle of the block
+        rank.compute_s += self.seconds if ends else 0.0
+        rank.trace.note((begin_s, COMPUTE, -1, round(self.seconds * 1e9) if ends else -1, 0))
         world.kernel.effect()
         if rank.company:
             rank.compute_from(begin_s, end_s)

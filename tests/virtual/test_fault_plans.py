@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from virtual_run import LATENCY, run
 
-from spawnsim.errors import RankFailed, Timeout
+from spawnsim.errors import RankFailed, Revoked, Timeout
 
 
 def talk(comm):
@@ -129,3 +129,26 @@ def test_a_plan_does_not_change_what_it_does_not_touch():
     plain, faulty = (run(main, 4, faults=faults)[1].column("at") for faults in (None, "delay:0>1@0s+9s,0.3s"))
     assert plain == faulty
     assert LATENCY > 0
+
+
+@pytest.mark.parametrize("how", ["compute", "sleep", "recv"])
+def test_a_rank_may_be_paused_for_ever(how):
+    """In a block, asleep or in a call: it does nothing any more, and the others go on without it."""
+
+    def main(comm):
+        if comm.rank == 2 and how == "compute":
+            with comm.compute(1.0):
+                pass
+        elif comm.rank == 2 and how == "sleep":
+            comm.clock.sleep(1.0)
+        elif comm.rank == 2:
+            comm.recv(source=0)
+        else:
+            comm.clock.sleep(1.0)
+            comm.isend(None, 2)
+        with pytest.raises((Timeout, Revoked)):  # whoever comes late hears of the other's recovery
+            comm.Barrier()
+        comm.record(size=comm.recover().comm.size)
+
+    notes = run(main, 4, faults="pause:2@0.5s")[1]
+    assert notes.column("size") == {0: 3, 1: 3, 3: 3}

@@ -23,7 +23,8 @@ def draws():
         random.random(), drawn_by_name(), random.Random().random(), np.random.rand(), rand_by_name(),
         np.random.mtrand._rand.rand(), np.random.default_rng().random(), np.random.RandomState().rand(),
         np.random.Generator(np.random.PCG64()).random(), float(torch.rand(1)), float(torch.randn(1)),
-        float(torch.nn.functional.dropout(torch.arange(64.0)).sum()), float(torch.nn.Linear(3, 1).weight.detach().sum()),
+        float(torch.nn.functional.dropout(torch.arange(64.0)).sum()),
+        float(torch.nn.Linear(3, 1).weight.detach().sum()),
     )  # fmt: skip
 
 
