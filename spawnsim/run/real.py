@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spawnsim.errors import ParameterError, UnsupportedError
-from spawnsim.random import seeded
 from spawnsim.run.bar import Steps
 from spawnsim.run.building import describe
 from spawnsim.run.program import Program
@@ -49,6 +48,7 @@ def run_rank(job: Job) -> Run | None:
 
     An exception of the program ends the whole job and does not come back.
     """
+    from spawnsim.random import seeded
     from spawnsim.record import Journal
 
     room = _room(job.backend)
