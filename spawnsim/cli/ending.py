@@ -21,6 +21,7 @@ from spawnsim.errors import (
     UsageError,
     WorldError,
 )
+from spawnsim.run.bar import beside_the_bar
 
 OK, RAISED, USAGE, STUCK, WORLD, OURS = range(6)
 
@@ -48,13 +49,27 @@ def exit_code(error: BaseException) -> int:
 
 def report(error: SpawnsimError, *, quiet: bool = False) -> int:
     """Print an error (unless another rank does) and return its exit code."""
-    if quiet:
-        return exit_code(error)
-    lines = [f"spawnsim: {error}"]
-    if isinstance(error, RankError) and error.__cause__ is not None:
-        lines.insert(0, program_traceback(error.__cause__))
-    print("\n".join([*lines, *getattr(error, "__notes__", ())]), file=sys.stderr)
+    if not quiet:
+        tell(error)
     return exit_code(error)
+
+
+def tell(error: BaseException) -> None:
+    """Print an error with its notes; of one that was printed before, the notes that are new."""
+    notes = list(getattr(error, "__notes__", ()))
+    known: list[str] | None = error.__dict__.get("_told")
+    lines = [f"spawnsim: {error}", *notes] if known is None else [note for note in notes if note not in known]
+    if known is None and isinstance(error, RankError) and error.__cause__ is not None:
+        lines.insert(0, program_traceback(error.__cause__))
+    error.__dict__["_told"] = notes
+    if lines:
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def tell_beside_the_bar(error: BaseException) -> None:
+    """Print an error while the run's progress bar may stand on the terminal."""
+    with beside_the_bar():
+        tell(error)
 
 
 def internal(error: Exception) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spawnsim.cli.ending import tell_beside_the_bar
 from spawnsim.errors import ParameterError
 from spawnsim.run import Run, run
 from spawnsim.run.result import shown
@@ -48,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
             parameters=parameters(options.set),
             argv=script_arguments,
             options=program_options(options),
+            on_error=tell_beside_the_bar,
         )
     if not options.quiet:
         tell(result.what)

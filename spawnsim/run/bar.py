@@ -6,13 +6,21 @@ This room knows numbers and a terminal. How much there is to do is known only wh
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 FORMAT = "{percentage:3.0f}%|{bar:30}| {desc} [{elapsed}<{remaining}]"
 UNKNOWN = "{desc} [{elapsed}]"  # where nobody says how much there is to do
 TICK_S = 0.3
+
+
+def beside_the_bar() -> AbstractContextManager[Any]:
+    """Return a block in which text may be printed on standard error: a bar that stands there makes room."""
+    tqdm: Any = sys.modules.get("tqdm")
+    return nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file=sys.stderr)
 
 
 class Recorded(Protocol):

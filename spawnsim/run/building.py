@@ -19,6 +19,7 @@ from spawnsim.run.result import FINISHED, Run, totals_of
 if TYPE_CHECKING:
     from spawnsim.record import Recorder
 
+OnError = Callable[[BaseException], None]
 Progress = Callable[[float, int, int], None]
 """Called now and then with virtual seconds, ranks that have finished, and ranks."""
 
@@ -38,6 +39,7 @@ def run(
     parameters: Mapping[str, Any] | None = None,
     argv: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
+    on_error: OnError | None = None,
 ) -> Run:
     """Run `main(comm, **parameters)` on virtual ranks and return what they recorded.
 
@@ -61,6 +63,7 @@ def run(
         parameters: keyword arguments for `main`.
         argv: arguments of an unmodified program.
         options: how an unmodified program is run: see `spawnsim.virtual.programs.Script`.
+        on_error: is given the error that the run is going to raise, before the ranks' `finally` blocks run.
 
     Raises:
         ParameterError: a parameter has no meaning; nothing ran.
@@ -72,6 +75,7 @@ def run(
         return _run_whole(
             Path(main), argv, options, ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
             compute=compute, out=None if out is None else Path(out), deadline_s=deadline_s, progress=progress,
+            on_error=on_error,
         )  # fmt: skip
     task = program(main, parameters)
     deadline_s = 30.0 if deadline_s is None else deadline_s
@@ -79,11 +83,11 @@ def run(
         task, backend="virtual", ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
         compute=compute, deadline_s=deadline_s,
     )  # fmt: skip
-    keeper = Keeper(what, None if out is None else Path(out))
+    keeper = Keeper(what, None if out is None else Path(out), on_error)
     with keeper, _bar(progress, task, keeper.recorder, ranks) as told:
         keeper.counted = _simulate(
             task, ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
-            recorder=keeper.recorder, compute_s=compute, deadline_s=deadline_s, progress=told,
+            recorder=keeper.recorder, compute_s=compute, deadline_s=deadline_s, progress=told, on_error=keeper.tell,
         )  # fmt: skip
     return keeper.run
 
@@ -159,10 +163,11 @@ def describe(task: Program, *, backend: str, **circumstances: Any) -> dict[str, 
 class Keeper:
     """Keeps what a run records: writes the run folder when the `with` block ends, in whatever way it ends."""
 
-    def __init__(self, what: Mapping[str, Any], out: Path | None) -> None:
+    def __init__(self, what: Mapping[str, Any], out: Path | None, on_error: OnError | None = None) -> None:
         from spawnsim.record import Recorder, folder
 
         self.what, self.out, self.recorder = dict(what), out, Recorder()
+        self._on_error = on_error
         self.counted: Any = None  # a dataclass, once the building has counted
         self._run: Run | None = None
         if out is not None:
@@ -182,18 +187,32 @@ class Keeper:
         totals = totals_of(table, events, {"ranks": self.what.get("ranks")} | counted)
         return Run(self.what, table, events, totals, outcome)
 
+    def tell(self, error: BaseException) -> None:
+        """Save what was recorded, and pass the error on, before the ranks are ended: that may hang."""
+        if isinstance(error, SpawnsimError):
+            self._save(error)
+            if self._on_error is not None:
+                self._on_error(error)
+
     def __enter__(self) -> Keeper:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._save(error)
+
+    def _save(self, error: BaseException | None) -> None:
         if self.counted is None:
             self.counted = getattr(error, "totals", None)
         if self.out is None:
             return
+        note = f"What was recorded until then: {self.out}"
+        told = note in getattr(error, "__notes__", ())
+        if told:
+            error.__notes__.remove(note)  # type: ignore[union-attr]  # it is not part of the outcome
         self._run = self._gathered(outcome_of(error))
         self._run.save(self.out)
         if isinstance(error, SpawnsimError):
-            error.add_note(f"What was recorded until then: {self.out}")
+            error.add_note(note)
 
 
 def reproducible(what: Mapping[str, Any], leaks: Sequence[str]) -> dict[str, Any]:

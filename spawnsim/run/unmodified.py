@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim.errors import ParameterError
-from spawnsim.run.building import Keeper, Progress, aborting, listener
+from spawnsim.run.building import Keeper, OnError, Progress, aborting, listener
 from spawnsim.run.program import has_main, tree_of
 from spawnsim.run.result import Run
 
@@ -50,6 +50,7 @@ def run_unmodified(
     out: Path | None = None,
     deadline_s: float | None = None,
     progress: bool | Progress = False,
+    on_error: OnError | None = None,
     **circumstances: Any,
 ) -> Run:
     """Run an unmodified program on virtual ranks; see `spawnsim.run` for the circumstances.
@@ -61,12 +62,12 @@ def run_unmodified(
     deadline_s = math.inf if deadline_s is None else deadline_s
     what = script.describe(circumstances | {"deadline_s": None if math.isinf(deadline_s) else deadline_s})
     what |= {"notes": [NO_COST] if circumstances["compute"] in (None, "none") else [], "warnings": []}
-    keeper = Keeper(what, out)
+    keeper = Keeper(what, out, on_error)
     given = {"compute_s": circumstances.pop("compute"), "deadline_s": deadline_s, **circumstances}
     with keeper, listener(progress, keeper.recorder, given["ranks"]) as told, aborting():
         keeper.counted = run_program(
-            script.path, script.argv, recorder=keeper.recorder, progress=told, warn=what["warnings"], **given,
-            **script.options,
+            script.path, script.argv, recorder=keeper.recorder, progress=told, warn=what["warnings"],
+            on_error=keeper.tell, **given, **script.options,
         )  # fmt: skip
     return keeper.run
 

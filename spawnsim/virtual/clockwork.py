@@ -6,7 +6,7 @@ This room knows events and their order. It must not know tasks or ranks' clocks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from heapq import heappush
 from typing import Any
 
@@ -59,6 +59,10 @@ class Clockwork(simpy.Environment):
             return False
         self._now = time_s
         return True
+
+    def events(self) -> Iterator[Appointment]:
+        """Yield the events in the heap, in no order."""
+        return (entry[-1] for entry in self._queue)  # type: ignore[misc]
 
     @property
     def scheduled(self) -> int:

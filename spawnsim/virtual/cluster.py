@@ -15,7 +15,7 @@ from typing import Any
 
 from greenlet import GreenletExit
 
-from spawnsim.errors import ParameterError, RankError, RankFailed, SpawnsimError, WorldError
+from spawnsim.errors import Livelock, ParameterError, RankError, RankFailed, SpawnsimError, WorldError
 from spawnsim.random import Streams
 from spawnsim.virtual import reports
 from spawnsim.virtual.collectives import Timing
@@ -27,16 +27,19 @@ from spawnsim.virtual.generators import TorchStates, per_rank
 from spawnsim.virtual.kernel import Kernel, Task
 from spawnsim.virtual.leaks import noticing
 from spawnsim.virtual.links import Links
+from spawnsim.virtual.livelock import Watchdog
 from spawnsim.virtual.lives import Lives
 from spawnsim.virtual.own import Own
 from spawnsim.virtual.platform import load_platform
 from spawnsim.virtual.trace import Trace
+from spawnsim.virtual.undelivered import undelivered
 from spawnsim.virtual.world import Rank, Recorder, World
 
 WORLD, SELF = "MPI_COMM_WORLD", "MPI_COMM_SELF"
 
 Main = Callable[[Intracomm], Any]
 Progress = Callable[[float, int, int], None]
+OnError = Callable[[BaseException], None]
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,13 @@ class Cluster:
             kernel.roused = self._rouse
         self.lives = Lives(self.world)
         kernel.owner, kernel.on_end = self.world, self._ended
+        Watchdog(kernel, self._under_way, self._livelock)
         self._whole = Context(self.world, (tuple(range(setting.ranks)),))
         self._owns = [Own(self.world, rank, model.open(setting.seed, rank.id)) for rank in ranks]
         self._finished = 0
         self._progress = progress
+        self._counted: Totals | None = None
+        self._error: BaseException | None = None
 
     # -- building --------------------------------------------------------------------------------------------
 
@@ -145,7 +151,9 @@ class Cluster:
 
     def _ended(self, task: Task) -> None:
         rank = self.world.ranks[task.rank]
-        if task.error is not None and not self.world.kernel.closed and not self._left(rank, task):
+        if self.world.kernel.closed:  # it was ended, or left the rest undone
+            return
+        if task.error is not None and not self._left(rank, task):
             self.world.kernel.failure = task.error
             task.error.__dict__.setdefault("_task", task)
         else:
@@ -158,25 +166,32 @@ class Cluster:
             if self._progress is not None:
                 self._progress(task.clock, self._finished, len(self.world.ranks))
 
-    def run(self) -> Totals:
-        """Run to the end. Raises what ended the run, with the totals in its `totals`."""
-        kernel, begin = self.world.kernel, time.perf_counter()
-        with per_rank(), TorchStates(kernel).in_place(), noticing():
-            try:
-                kernel.run()
-                error = self._judge()
-            finally:
-                clocks = [
-                    task.clock for task in kernel.tasks if task.clock < math.inf
-                ]  # inf: paused for ever
-                kernel.close()
-        totals = self._totals(max(clocks, default=0.0), time.perf_counter() - begin)
-        if error is not None:
-            error.totals = totals  # type: ignore[attr-defined]
-            raise error
-        return totals
+    def run(self, on_error: OnError = lambda error: None) -> Totals:
+        """Run to the end. Raises what ended the run, with the totals in its `totals`.
 
-    def _judge(self) -> BaseException | None:
+        `on_error` is told of it first, while the ranks still stand where they stood: what a program does in its
+        `finally` blocks may hang.
+        """
+        kernel, self._began_s, self._on_error = self.world.kernel, time.perf_counter(), on_error
+        with per_rank(), TorchStates(kernel).in_place(), noticing():
+            kernel.run(self._judge)
+        if self._error is not None:
+            raise self._error
+        assert self._counted is not None
+        return self._counted
+
+    def _judge(self) -> None:
+        """Count, and tell what is wrong with how the run ended, if anything."""
+        clocks = [
+            task.clock for task in self.world.kernel.tasks if task.clock < math.inf
+        ]  # inf: paused for ever
+        self._counted = self._totals(max(clocks, default=0.0), time.perf_counter() - self._began_s)
+        self._error = self._wrong()
+        if self._error is not None:
+            self._error.totals = self._counted  # type: ignore[attr-defined]
+            self._on_error(self._error)
+
+    def _wrong(self) -> BaseException | None:
         """Return what is wrong with how the run ended, if anything."""
         kernel = self.world.kernel
         if kernel.failure is not None:
@@ -188,13 +203,27 @@ class Cluster:
             return reports.deadlock(waiting, ended)
         return None
 
+    def _livelock(self, polls: int, since_s: float) -> Livelock:
+        alive = [task for task in self.world.kernel.tasks if task.alive]
+        return reports.livelock(alive, polls, since_s)
+
+    def _under_way(self) -> bool:
+        """Whether a message that nobody has received is on its way."""
+        now_s = self.world.kernel.env.now
+        return any(
+            message.envelope_s > now_s
+            for context in self.world.open_contexts
+            for mailbox in context.mailboxes.values()
+            for message in undelivered(mailbox)
+        )
+
     def _explain(self, error: BaseException) -> BaseException:
         """Wrap what a rank's program raised, with its rank and time; spawnsim's own errors say it themselves."""
         task: Task = error.__dict__.pop("_task")
-        if isinstance(error, ProgramAbort) or (
+        if isinstance(error, (ProgramAbort, Livelock, KeyboardInterrupt)) or (
             isinstance(error, SpawnsimError) and not isinstance(error, RankFailed)
         ):
-            return error if isinstance(error, (RankError, ProgramAbort)) else _placed(error, task)
+            return _placed(error, task) if isinstance(error, SpawnsimError) else error
         kind = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         place = _line(error)
         wrapped = RankError(task.rank, task.clock, f"{task.name} raised {kind} at {task.clock:.6g} s{place}")
@@ -217,7 +246,7 @@ class Cluster:
 
 def _placed(error: SpawnsimError, task: Task) -> SpawnsimError:
     """Add rank, time and line to an error of a call, once."""
-    if not getattr(error, "placed", False):
+    if not getattr(error, "placed", False) and not isinstance(error, (RankError, Livelock)):
         error.add_note(f"on {task.name} at {task.clock:.6g} s{_line(error)}")
         error.placed = True  # type: ignore[attr-defined]
     return error
@@ -242,18 +271,19 @@ def simulate(
     compute_s: Any = None,
     deadline_s: float = 30.0,
     progress: Progress | None = None,
+    on_error: OnError = lambda error: None,
 ) -> Totals:
     """Run `main(comm)` on every rank of a virtual cluster.
 
     Returns the totals. Raises what ended the run otherwise (RankError, Deadlock, Timeout, …), after everything was
-    recorded; the exception's `totals` say how far it came.
+    recorded; the exception's `totals` say how far it came. `on_error` is told of it before the ranks are ended.
     """
     setting = Setting(ranks, platform, stragglers, faults, seed, compute_s, deadline_s)
     cluster = Cluster(setting, recorder, progress)
     for rank in range(ranks):
         cluster.comm_self(rank)
         cluster.start(rank, partial(_live, cluster, rank, main))
-    return cluster.run()
+    return cluster.run(on_error)
 
 
 def _live(cluster: Cluster, rank: int, main: Main) -> None:

@@ -7,19 +7,28 @@ reaches the task's own. Then every task that could act earlier has acted.
 The invariant that makes this exact: a task that may run has `clock >= env.now`. A parked task may be behind; whatever
 wakes it carries a time of at least `env.now`.
 
+*Deadlock and livelock.* If all tasks wait and no event is due but default deadlines, the run is a deadlock. It is a
+livelock if all tasks that do not wait poll, and no event is due that could let any poll succeed: for `livelock.LIMIT`
+polls in a row nothing has happened (no send, access, arrival at a collective, computing, or end of a wait, anywhere),
+and the events left are the pollers' own returns and default deadlines. The end of a sleep or of a computation of a
+rank that does not poll, a timer, a planned fault, a message on its way: each is an event that is due, however late, and
+polling goes on. Polls are counted, never seconds; sleeping and tolls between polls change nothing. See `livelock`.
+
 This room knows tasks, clocks and waiting. It must not know messages, communicators or networks.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from greenlet import GreenletExit, getcurrent
 
-from spawnsim.errors import Livelock, WorldError
+from spawnsim.errors import WorldError
 from spawnsim.virtual import torchmodes
 from spawnsim.virtual.clockwork import LATE, Clockwork
 from spawnsim.virtual.garbage import unhurried
@@ -27,7 +36,7 @@ from spawnsim.virtual.tasks import RUN_AHEAD, Carrier, Task, Wait, current_task,
 
 __all__ = ["Kernel", "Task", "Wait", "current_task", "current_world"]
 
-IDLE_LIMIT = 1_000_000  # observations in a row, by all tasks together, in which nothing happened
+PATIENCE = 32  # calls that a task may make after the end of the run before it is left where it stands
 
 
 class Kernel:
@@ -47,7 +56,8 @@ class Kernel:
         self.roused: Callable[[Task], None] | None = None  # called when a task is to take note of an error
         self.failure: BaseException | None = None
         self.closed = False
-        self.idle = 0  # observations since something last happened
+        self.idle = 0  # polls that found nothing since something last happened
+        self.fruitless: Callable[[], None] = lambda: None  # to be called by polls that found nothing
         self.steps = 0  # events taken from the heap
         self._default_timers = 0
         self._accident: Exception | None = None  # raised by an event that a task let happen
@@ -81,12 +91,8 @@ class Kernel:
     def observe(self) -> None:
         """Wait until SimPy's clock has reached the running task's: what it now sees, nobody can still change."""
         task, env = self.current, self.env
-        self.idle += 1
-        if self.idle > IDLE_LIMIT:
-            raise Livelock(
-                f"{IDLE_LIMIT:,} polls in a row saw nothing happen anywhere (last by {task.name} at "
-                f"{task.clock:.6g} s): the program polls for something that nobody will do"
-            )
+        if self.closed:
+            self._refuse(task)
         task.budget = RUN_AHEAD
         if (
             not self.ready
@@ -94,7 +100,7 @@ class Kernel:
             and (task.clock <= env.now or env.jump(task.clock, task.rank))
         ):
             return
-        env.at(task.clock, task.rank, lambda: self.ready.append(task))
+        env.at(task.clock, task.rank, partial(self.ready.append, task))
         self._leave(task)
         if task.thrown is not None:
             self._raise(task)
@@ -102,6 +108,10 @@ class Kernel:
     def effect(self) -> None:
         """Count an effect of the running task; now and then wait for the others, to bound what is queued."""
         self.idle = 0
+        self.run_ahead()
+
+    def run_ahead(self) -> None:
+        """Let the running task go on before its time, but not for ever."""
         task = self.current
         task.budget -= 1
         if task.budget <= 0:
@@ -143,7 +153,7 @@ class Kernel:
     def _leave(self, task: Task) -> None:
         """Give the processor to the next ready task, or to the hub."""
         if self.closed:
-            raise GreenletExit
+            self._refuse(task)
         restore = torchmodes.suspend()
         follower = self._follower()
         if follower is None:
@@ -158,9 +168,17 @@ class Kernel:
         if self.closed:
             raise GreenletExit
 
+    def stop(self, error: BaseException) -> NoReturn:
+        """End the run with an error, from the running task, whose program cannot catch it."""
+        error.__dict__["_task"], self.failure = self.current, error
+        self._leave(self.current)
+        raise GreenletExit
+
     def _follower(self) -> Task | None:
         """Return the next task to run, having let events happen until there is one; None if that is up to the hub."""
         ready = self.ready
+        if self.failure is not None:
+            return None
         while not ready:
             if self.releases or self.env.scheduled <= self._default_timers:
                 return None
@@ -182,7 +200,7 @@ class Kernel:
         """See that a timer stands at or before the deadline of the wait that begins."""
         wait, due_s = task.wait, task.clock + task.deadline_s
         if task.explicit:
-            self.env.at(max(due_s, self.env.now), LATE, lambda: self._expire(task, wait, due_s))
+            self.env.at(max(due_s, self.env.now), LATE, partial(self._expire, task, wait, due_s))
         elif task.timer_s == math.inf:
             self._arm_default(task, due_s)
 
@@ -190,7 +208,7 @@ class Kernel:
         # One timer a task, re-armed when it fires: SimPy cannot cancel, and a timer a call would fill the heap.
         task.timer_s = max(due_s, self.env.now)
         self._default_timers += 1
-        self.env.at(task.timer_s, LATE, lambda: self._default_fires(task))
+        self.env.at(task.timer_s, LATE, partial(self._default_fires, task))
 
     def _default_fires(self, task: Task) -> None:
         self._default_timers -= 1
@@ -202,6 +220,10 @@ class Kernel:
             else:
                 self._arm_default(task, due_s)
 
+    def ends_a_wait(self, action: partial[None]) -> bool:
+        """Whether an event's action is an explicit deadline that is still to end a wait: no default, no return."""
+        return action.func == self._expire and action.args[0].wait is action.args[1]
+
     def _expire(self, task: Task, wait: Wait | None, due_s: float) -> None:
         if task.parked and task.wait is wait and wait is not None:
             task.clock = max(task.clock, due_s)
@@ -209,17 +231,23 @@ class Kernel:
 
     # -- the loop ------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Run until no task can go on. Tasks still alive then wait for each other (or for nothing)."""
+    def run(self, judge: Callable[[], None] = lambda: None) -> None:
+        """Run until no task can go on, call `judge`, and end the tasks that are left.
+
+        Those wait for each other, or for nothing. `judge` may look at them, and tell what is wrong.
+        """
         with unhurried():
-            self._run()
+            try:
+                self._run()
+                judge()
+            finally:
+                self._close()
 
     def _run(self) -> None:
         env, ready = self.env, self.ready
         while True:
             while ready:
-                task = self.current = ready.popleft()
-                task.carrier.switch()
+                self._enter(ready.popleft())
                 if self._accident is not None:
                     raise self._accident
                 if self.failure is not None:
@@ -233,12 +261,33 @@ class Kernel:
                 return
             self._step()
 
-    def close(self) -> None:
-        """End every task that is still alive, running its `finally` blocks; their calls end at once."""
+    def _enter(self, task: Task) -> None:
+        """Let a task run, from the hub.
+
+        Whatever unwinds a task's stack (C++ does when torch raises) goes on from its beginning into the hub's, and
+        must find there what the hub was calling when the task began. So tasks are begun and continued by this one
+        call, in functions that Python runs in one frame of C; a `throw` from elsewhere ended in segmentation faults.
+        """
+        self.current = task
+        task.carrier.switch()
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """End every task that is alive where it waits: its `finally` blocks run, its further calls are refused."""
         self.closed = True
         for task in self.tasks:
-            while not task.carrier.dead:
-                if not task.carrier:  # never started
-                    break
-                self.current = task
-                task.carrier.throw(GreenletExit)
+            task.budget = 0  # so that effects, too, come to `observe`
+        for task in self.tasks:
+            if task.carrier:  # begun, and not over
+                self._enter(task)
+
+    def _refuse(self, task: Task) -> NoReturn:
+        """End a call that is made after the end of the run. A program that takes no notice is left where it stands."""
+        task.refused += 1
+        if task.refused > PATIENCE:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(task.carrier))  # collected, it would be run once more
+            torchmodes.suspend()
+            while True:
+                self.hub.switch()
+        raise GreenletExit

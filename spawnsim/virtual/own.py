@@ -32,6 +32,7 @@ class Clock:
         kernel = self._world.kernel
         if self._rank.company:
             kernel.observe()
+        kernel.current.timed = True
         return kernel.current.clock
 
     def sleep(self, seconds: float) -> None:
@@ -42,6 +43,8 @@ class Clock:
         self._rank.trace.note((task.clock, SLEEP, -1, round(seconds * 1e9), 0))
         self._rank.reach(task, task.clock + seconds)
         self._world.kernel.observe()
+        if self._rank.company:  # it may look at exposed memory next
+            self._world.kernel.fruitless()
 
     @contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
@@ -79,8 +82,8 @@ class Compute:
         if kind is None:
             self.spend(self._stated_s)
 
-    def spend(self, stated_s: float | None) -> None:
-        """Pass the time of one block, and poll."""
+    def spend(self, stated_s: float | None, *, toll: bool = False) -> None:
+        """Pass the time of one block, and poll. A `toll` is the price of a call: in itself nothing that happens."""
         world, rank = self._world, self._rank
         task = world.kernel.current
         begin_s = task.clock
@@ -90,7 +93,9 @@ class Compute:
         ends = self.seconds < math.inf  # or it is paused for ever, in the middle of the block
         rank.compute_s += self.seconds if ends else 0.0
         rank.trace.note((begin_s, COMPUTE, -1, round(self.seconds * 1e9) if ends else -1, 0))
-        world.kernel.effect()
+        if not toll:
+            world.kernel.idle = 0
+        world.kernel.run_ahead()
         if rank.company:
             rank.compute_from(begin_s, end_s)
         rank.reach(task, end_s)

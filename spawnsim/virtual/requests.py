@@ -16,8 +16,8 @@ from spawnsim.comm.handles import Handle
 from spawnsim.comm.status import Status
 from spawnsim.errors import Revoked, UnsupportedError
 from spawnsim.virtual.completion import Completion, Joint
-from spawnsim.virtual.several import Several, fill, fill_empty, look
-from spawnsim.virtual.waiting import await_one, check_revoked, finished
+from spawnsim.virtual.several import Several, done_now, fill, fill_empty, look
+from spawnsim.virtual.waiting import await_one, check_revoked
 from spawnsim.virtual.world import World
 
 PARTITIONS = "partitioned communication is not simulated: send each partition as a message of its own"
@@ -92,8 +92,7 @@ class Request(Several, Handle):
         """Return (over, object); an observation."""
         if self._completion is None:
             return True, self._collect(status)
-        now_s = look(self._world, self)
-        if not finished([self._completion], now_s):
+        if not done_now(self._world, self):
             return False, None
         return True, self._collect(status)
 
@@ -106,10 +105,10 @@ class Request(Several, Handle):
         if self._completion is None:
             fill_empty(status)
             return True
-        over = bool(finished([self._completion], look(self._world, self)))
-        if over and status is not None:
+        done = bool(done_now(self._world, self))
+        if done and status is not None:
             self._preview(status)
-        return over
+        return done
 
     def get_status(self, status: Status | None = None) -> bool:
         """Return whether the operation is over, and leave the request as it is."""

@@ -40,10 +40,8 @@ class Several:
     ) -> tuple[bool, list[Any] | None]:
         """Return (all are over, their objects)."""
         active = [request for request in requests if request._completion is not None]
-        if active:
-            now_s = look(active[0]._world, *active)
-            if len(finished([request._completion for request in active], now_s)) < len(active):
-                return False, None
+        if active and len(done_now(active[0]._world, *active, every=True)) < len(active):
+            return False, None
         return True, Several.waitall(requests, statuses)
 
     @classmethod
@@ -188,12 +186,26 @@ def look(world: World, *requests: Request) -> float:
     return now_s
 
 
+def done_now(world: World, *requests: Request, every: bool = False) -> list[int]:
+    """Observe; return the positions of the requests that are over.
+
+    The kernel is told of a look in vain: none is over (or not `every` one), and of no other the end is known.
+    """
+    now_s = look(world, *requests)
+    completions = [request._completion for request in requests if request._completion is not None]
+    done = finished([request._completion for request in requests], now_s)
+    known = sum(each.finish_s is not None for each in completions)
+    if known == len(done) < len(completions) and (every or not done):
+        world.kernel.fruitless()
+    return done
+
+
 def _look_at(requests: Sequence[Request]) -> list[int] | None:
     """Return the positions of the requests that are over; None if none is active."""
     world = next((request._world for request in requests if request._completion is not None), None)
     if world is None:
         return None
-    return finished([request._completion for request in requests], look(world, *requests))
+    return done_now(world, *requests)
 
 
 def _await_some(requests: Sequence[Request], operation: str) -> list[int]:

@@ -45,8 +45,8 @@ class Task:
     """One line of execution of a rank, with its own clock: the rank's program, or a background task beside it."""
 
     __slots__ = (
-        "budget", "carrier", "clock", "deadline_s", "error", "explicit", "kernel", "name", "parked",
-        "rank", "thrown", "timer_s", "wait",
+        "budget", "carrier", "clock", "deadline_s", "error", "explicit", "kernel", "name", "parked", "polls",
+        "rank", "refused", "thrown", "timed", "timer_s", "wait",
     )  # fmt: skip
 
     def __init__(self, kernel: Kernel, rank: int, clock: float, name: str) -> None:
@@ -59,6 +59,9 @@ class Task:
         self.budget = RUN_AHEAD
         self.deadline_s, self.explicit = kernel.deadline_s, False
         self.timer_s = math.inf  # when this task's one default timer fires; inf: none is in the heap
+        self.polls = 0  # that found nothing
+        self.timed = False  # whether it has read its clock since the watchdog last looked
+        self.refused = 0  # calls that it made after the end of the run
 
     @property
     def alive(self) -> bool:

@@ -62,7 +62,9 @@ class Probes(Transport):
             letter = self._visible(source, tag)
         task = self._world.kernel.current
         self._rank.reach(task, task.clock + self._world.network.call_overhead_s)
-        if letter is not None:
+        if letter is None:
+            self._world.kernel.fruitless()
+        else:
             _fill_status(status, None if source == PROC_NULL else letter)
         return letter
 

@@ -76,8 +76,13 @@ class Surviving(Member):
 
     def Get_failed(self) -> Group:
         """Return the group of the members known to have died."""
-        self._world.kernel.observe()
-        return Group.of(self._dead(), self._rank.id)
+        kernel = self._world.kernel
+        kernel.observe()
+        dead = self._dead()
+        self._rank.reach(kernel.current, kernel.current.clock + self._world.network.call_overhead_s)
+        if not dead:
+            kernel.fruitless()
+        return Group.of(dead, self._rank.id)
 
     def Ack_failed(self, num_to_ack: int | None = None) -> int:
         """Acknowledge failures: receives from anybody go on without these dead. Return how many are acknowledged."""

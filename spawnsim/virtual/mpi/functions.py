@@ -111,6 +111,7 @@ def Wtime() -> float:
     if looks:
         rank.reach(task, task.clock + (TICK_S if looks < PATIENCE else SPIN_S))
     rank.attachments[LOOKS] = task.clock, looks
+    task.timed = True
     return task.clock
 
 

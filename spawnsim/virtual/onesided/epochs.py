@@ -132,9 +132,12 @@ class Epochs(Attributes):
         self.Flush_all()
 
     def Sync(self) -> None:
-        """Make own and others' stores see each other: they do."""
+        """Make own and others' stores see each other: they do. It costs the call overhead, as every look does."""
         self._need()
-        self._windows.world.kernel.observe()
+        world, rank = self._windows.world, self._comm._rank
+        world.kernel.observe()
+        rank.reach(world.kernel.current, world.kernel.current.clock + world.network.call_overhead_s)
+        world.kernel.fruitless()
 
     def _flush(self, rank: int, operation: str) -> None:
         for completion, deliver in self._under_way.pop(rank, ()):

@@ -18,7 +18,7 @@ from typing import Any
 from greenlet import GreenletExit
 
 from spawnsim.errors import Deadlock, ParameterError, RankError
-from spawnsim.virtual.cluster import Cluster, Progress, Setting, Totals
+from spawnsim.virtual.cluster import Cluster, OnError, Progress, Setting, Totals
 from spawnsim.virtual.comm.calling import COMM_WORLD
 from spawnsim.virtual.comm.payload import pickler
 from spawnsim.virtual.kernel import current_task
@@ -73,7 +73,10 @@ class Carrier:
         self.code = _compiled(script.path)
         self.cluster = Cluster(setting, recorder, how.get("progress"))
         self.outcome, self.tolls, self.ledger = Outcome(), Tolls(self.cost), Ledger()
-        self.out, self.err = (Lines(stream, _rank, script.prefix) for stream in (sys.stdout, sys.stderr))
+        self.on_error: OnError = how.get("on_error") or (lambda error: None)
+        self.out, self.err = (
+            Lines(stream, _rank, script.prefix, _heard) for stream in (sys.stdout, sys.stderr)
+        )
         own = OwnModules(script.path.resolve().parent, script.private)
         self.processes = Processes(own, self._attributes())
 
@@ -97,11 +100,7 @@ class Carrier:
             self.cluster.start(rank.id, self._program)
         world.kernel.entered.append(self.processes.enter)
         with self._surroundings():
-            try:
-                return self.cluster.run()
-            except BaseException as error:
-                self._tell_more(error)
-                raise
+            return self.cluster.run(self._tell)
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -162,19 +161,31 @@ class Carrier:
         while process is not None and process.at_exit:
             process.at_exit.pop()()
 
-    def _tell_more(self, error: BaseException) -> None:
-        """Say which ranks had left by `sys.exit`, and which messages lay there, when the others could not go on."""
+    def _tell(self, error: BaseException) -> None:
+        """Say which ranks had left by `sys.exit`, and which messages lay there, when the others could not go on.
+
+        What ranks have printed comes before; what they print when they are ended, and take no notice of it, is dropped.
+        """
         if isinstance(error, Deadlock):
             for sentence in self.ledger.left_messages():
                 error.add_note(sentence)
         left = [f"rank {rank} (status {status})" for rank, status in sorted(self.outcome.statuses.items())]
         if left and hasattr(error, "add_note"):
             error.add_note(f"sys.exit was called by {', '.join(left[:8])}")
+        self.out.finish()
+        self.err.finish()
+        self.on_error(error)
 
 
 def _rank() -> int | None:
     task = current_task()
     return None if task is None else task.rank
+
+
+def _heard() -> bool:
+    """Whether the caller is to be heard: no rank that goes on after it was told to end, twice."""
+    task = current_task()
+    return task is None or not task.refused
 
 
 def _compiled(path: Path) -> Any:
@@ -216,6 +227,7 @@ def run_program(
     deadline_s: float = math.inf,
     progress: Progress | None = None,
     warn: list[str] | None = None,
+    on_error: OnError | None = None,
     **options: Any,
 ) -> Totals:
     """Run an unmodified mpi4py program on every rank of a virtual cluster.
@@ -234,13 +246,14 @@ def run_program(
             times two; two runs then differ), or {"file.py:12": seconds} for single calls.
         deadline_s: virtual seconds that one call may wait; programs may wait long, so there is no limit.
         warn: gets a line for each kind of thing that the program left open.
+        on_error: is told what ended the run, before the ranks' programs are ended.
         options: see `Script`.
 
     Raises what ended the run otherwise; a `RankError` whose cause is SystemExit for a status other than 0.
     """
     script = Script(Path(path), tuple(map(str, argv)), **options)
     setting = Setting(ranks, platform, stragglers, faults, seed, 0.0, deadline_s)
-    carrier = Carrier(script, setting, recorder, cost=compute_s, progress=progress)
+    carrier = Carrier(script, setting, recorder, cost=compute_s, progress=progress, on_error=on_error)
     totals = carrier.run()
     if warn is not None:
         warn.extend(carrier.ledger.warnings(carrier.cluster.world))

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from spawnsim.virtual.undelivered import undelivered
 from spawnsim.virtual.world import World
 
 SHOWN = 4
@@ -62,7 +63,7 @@ class Ledger:
             for context in self._contexts
             if len(context.sides) == 1
             for rank, mailbox in sorted(context.mailboxes.items())
-            for message in _left(mailbox)
+            for message in undelivered(mailbox)
         )
         if left:
             shown = [
@@ -76,13 +77,6 @@ class Ledger:
         left = [context for context in own if not context.inner and context not in self._freed]
         if left:
             yield f"{_count(len(left), 'communicator')} never freed"
-
-
-def _left(mailbox: Any) -> Iterator[Any]:
-    """Yield the messages that a mailbox still holds, arrived or not."""
-    for queue in mailbox.unexpected.values():
-        yield from (message for message in queue if message.queued)
-    yield from (entry[3] for entry in mailbox._flying or ())
 
 
 def _left_windows(world: World) -> Iterator[str]:

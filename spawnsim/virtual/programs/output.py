@@ -15,8 +15,10 @@ Who = Callable[[], int | None]  # the rank that runs, or None outside of ranks
 class Lines(io.TextIOBase):
     """A text stream for all ranks: keeps each rank's unfinished line until it is whole, so that none is torn."""
 
-    def __init__(self, target: TextIO, who: Who, prefix: bool = True) -> None:
-        self._target, self._who, self._prefix = target, who, prefix
+    def __init__(
+        self, target: TextIO, who: Who, prefix: bool = True, heard: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._target, self._who, self._prefix, self._heard = target, who, prefix, heard
         self._unfinished: dict[int, str] = {}
         self._bytes = RawLines(self)
 
@@ -52,6 +54,8 @@ class Lines(io.TextIOBase):
         rank = self._who()
         if rank is None:
             return self._target.write(text)
+        if not self._heard():
+            return len(text)
         lines = (self._unfinished.pop(rank, "") + text).split("\n")
         if lines[-1]:
             self._unfinished[rank] = lines[-1]

@@ -129,7 +129,7 @@ class Tolls:
         else:
             seconds = cost.call_s + (cost.sites.get(_site(), 0.0) if cost.sites else 0.0)
         if seconds > 0:
-            held("OWN").compute.spend(seconds)
+            held("OWN").compute.spend(seconds, toll=True)
 
     @contextmanager
     def collected(self) -> Iterator[None]:
