@@ -6,10 +6,11 @@ This room knows numbers and a terminal. How much there is to do is known only wh
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 FORMAT = "{percentage:3.0f}%|{bar:30}| {desc} [{elapsed}<{remaining}]"
@@ -21,6 +22,18 @@ def beside_the_bar() -> AbstractContextManager[Any]:
     """Return a block in which text may be printed on standard error: a bar that stands there makes room."""
     tqdm: Any = sys.modules.get("tqdm")
     return nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file=sys.stderr)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let Python's collector not begin in this thread: it would run finalizers of ranks, which live in another."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 class Recorded(Protocol):
@@ -85,7 +98,8 @@ class Bar:
 
     def _watch(self) -> None:
         while not self._over.wait(TICK_S):
-            self.look()
+            with _no_collection():
+                self.look()
 
 
 class Steps(Bar):

@@ -1,17 +1,19 @@
-"""Python's collector of cycles, told that a thousand ranks are no garbage.
+"""Python's collector of cycles, told that a thousand ranks are no garbage, and watched while it works.
 
 Its defaults look through all young objects after every 700 new ones, and a collective of 1,000 ranks makes ten times as
 many that all live on: a third of the time would go into looking. So what is there before a run is frozen, and looks are
 rare. But what was frozen counts as old for good, and a run that is over is a cycle: before the next run starts, all is
 collected if there is half as much again as after the last time.
 
-This room knows the collector and nothing else.
+All ranks have one collector. It begins wherever an object is made, and runs the finalizers of any rank's garbage there:
+in another rank, or in the middle of one of our own calls. This room knows the collector and nothing else.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 YOUNG = 20_000  # new objects between two looks
@@ -20,8 +22,27 @@ _after = [0]  # how many objects were there after the last whole collection: a f
 
 
 @contextmanager
-def unhurried() -> Iterator[None]:
-    """Let the collector look less often within the block, and leave alone what was there before."""
+def unhurried(collecting: Callable[[bool], None]) -> Iterator[None]:
+    """Let the collector look less often within the block, and leave alone what was there before.
+
+    `collecting` is told when it begins (True) and when it is done (False) in the thread of the block.
+    """
+    thread = threading.get_ident()
+
+    def tell(phase: str, _counts: dict[str, int]) -> None:
+        if threading.get_ident() == thread:
+            collecting(phase == "start")
+
+    gc.callbacks.append(tell)
+    try:
+        with _seldom():
+            yield
+    finally:
+        gc.callbacks.remove(tell)
+
+
+@contextmanager
+def _seldom() -> Iterator[None]:
     before, frozen = gc.get_threshold(), gc.get_freeze_count() > 0  # somebody else's are not ours to thaw
     if not frozen:
         _freeze(collects=before[0] > 0)

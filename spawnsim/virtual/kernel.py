@@ -32,11 +32,26 @@ from spawnsim.errors import WorldError
 from spawnsim.virtual import torchmodes
 from spawnsim.virtual.clockwork import LATE, Clockwork
 from spawnsim.virtual.garbage import unhurried
-from spawnsim.virtual.tasks import RUN_AHEAD, Carrier, Task, Wait, current_task, current_world, timeout
+from spawnsim.virtual.tasks import (
+    RUN_AHEAD,
+    Carrier,
+    Nobody,
+    Task,
+    Wait,
+    current_task,
+    current_world,
+    timeout,
+)
 
 __all__ = ["Kernel", "Task", "Wait", "current_task", "current_world"]
 
 PATIENCE = 32  # calls that a task may make after the end of the run before it is left where it stands
+
+FINALIZER: Any = Nobody(
+    "a finalizer that Python's garbage collector runs cannot communicate: it runs in whichever rank comes along. Free "
+    "windows and end communication yourself, or break the cycle of references"
+)
+AFTERWARDS: Any = Nobody("a communication call outside a run: its ranks have ended, or have not begun")
 
 
 class Kernel:
@@ -48,7 +63,7 @@ class Kernel:
         self.tasks: list[Task] = []
         self.hub = getcurrent()
         self.owner: Any = None  # whoever runs this kernel: opaque here
-        self.current: Task
+        self.current: Task = AFTERWARDS
         self.deadline_s = deadline_s
         self.releases: list[Callable[[], None]] = []  # to be called before time moves: may make tasks ready
         self.on_end: Callable[[Task], None] = lambda task: None
@@ -236,12 +251,20 @@ class Kernel:
 
         Those wait for each other, or for nothing. `judge` may look at them, and tell what is wrong.
         """
-        with unhurried():
+        with unhurried(self._collecting):
             try:
                 self._run()
                 judge()
             finally:
                 self._close()
+                self.current = AFTERWARDS
+
+    def _collecting(self, begins: bool) -> None:
+        """Take note of Python's collector: what its finalizers call is called by no rank, whoever runs now."""
+        if begins:
+            self._interrupted, self.current = self.current, FINALIZER
+        else:
+            self.current = self._interrupted
 
     def _run(self) -> None:
         env, ready = self.env, self.ready

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from greenlet import getcurrent, greenlet
 
@@ -70,6 +70,16 @@ class Task:
 
     def __repr__(self) -> str:
         return f"Task({self.name}, clock={self.clock:.6g})"
+
+
+class Nobody:
+    """Stands in for the running task where no rank may call anything: each call asks for its task, and is refused."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UsageError(self._reason)
 
 
 class Carrier(greenlet):  # type: ignore[misc]  # greenlet has no types

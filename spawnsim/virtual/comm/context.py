@@ -13,7 +13,7 @@ from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL, TAG_UB_VALUE
 from spawnsim.comm.failures import ERR_COMM, ERR_RANK, ERR_ROOT, ERR_TAG, CallError
 from spawnsim.comm.handles import Attributed
 from spawnsim.comm.info import Info
-from spawnsim.errors import Revoked
+from spawnsim.errors import Revoked, UsageError
 from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.matching import Mailbox
 from spawnsim.virtual.meeting import Call, Meeting, WaitingForMeeting
@@ -207,6 +207,11 @@ class Member(Attributed):
         """Arrive at a collective without waiting for its end."""
         self._need()
         rank, task = self._rank, self._world.kernel.current
+        if task.rank != rank.id:
+            raise UsageError(
+                f"{call.describe()}: {task.name} has got hold of rank {self._me}'s handle of {self._label}; each rank "
+                "must use its own"
+            )
         rank.trace.note((task.clock, 2, call.root, int(_total(call.nbytes)), len(call.name)))
         waiting = self._context.meet(rank.id, self._label, call)
         completion = waiting.meeting.gone[waiting.me]

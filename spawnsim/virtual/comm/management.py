@@ -225,23 +225,37 @@ class Management(Belongings):
             )
 
     def Free(self) -> None:
-        """Give up the communicator; all members call. One that was revoked is given up without the others."""
-        if self._identity is not None and self._why_revoked():
-            self._identity = None
-            return
-        self._need()
+        """Give up the communicator. All members do, each when it likes: messages on their way still arrive.
+
+        MPI calls this collective, and says that implementations are expected to make it local; programs rely on that.
+        It asks for no time and no rank, so that finalizers may call it wherever they run.
+        """
+        self._check_freed("freed")
+        self.delete_attributes()
+        self._let_go()
+
+    def Disconnect(self) -> None:
+        """Wait until all members have called, and give up the communicator. Of a revoked one nobody is awaited."""
+        self._check_freed("disconnected")
+        if not self._why_revoked():
+            self._meet(Call("Disconnect", "barrier"))
+        self.delete_attributes()
+        self._let_go()
+
+    def _check_freed(self, what: str) -> None:
+        """Refuse to give up a null communicator, or one that MPI has made."""
+        if self._identity is None:
+            self._need()
         if self._context.number <= len(self._world.ranks) + 1 and self._name in (
             "MPI_COMM_WORLD",
             "MPI_COMM_SELF",
         ):
-            raise CallError(ERR_COMM, f"{self._name} cannot be freed")
-        self.delete_attributes()
-        self._meet(Call("Free", "barrier"))
+            raise CallError(ERR_COMM, f"{self._name} cannot be {what}")
+
+    def _let_go(self) -> None:
         if self._world.ledger is not None:
             self._world.ledger.freed(self._context)
         self._identity = None
-
-    Disconnect = Free
 
     def Get_topology(self) -> int:
         """Return CART, GRAPH, DIST_GRAPH or UNDEFINED."""

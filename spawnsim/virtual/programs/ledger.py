@@ -21,7 +21,7 @@ class Ledger:
     def __init__(self) -> None:
         self._requests: dict[Any, tuple[int, Any]] = {}
         self._contexts: list[Any] = []
-        self._freed: set[Any] = set()
+        self._freed: Counter[Any] = Counter()  # how many members have
 
     def opened(self, completion: Any, rank: int, waiting: Any) -> None:
         """Note a request."""
@@ -36,8 +36,8 @@ class Ledger:
         self._contexts.append(context)
 
     def freed(self, context: Any) -> None:
-        """Note that a communicator was freed."""
-        self._freed.add(context)
+        """Note that one more member has freed a communicator."""
+        self._freed[context] += 1
 
     def warnings(self, world: World) -> list[str]:
         """Return what was left open, a line for each kind."""
@@ -74,9 +74,13 @@ class Ledger:
 
     def _left_communicators(self, world: World) -> Iterator[str]:
         own = self._contexts[len(world.ranks) + 1 :]  # without COMM_WORLD and COMM_SELF
-        left = [context for context in own if not context.inner and context not in self._freed]
+        outer = [context for context in own if not context.inner]
+        left = [context for context in outer if not self._freed[context]]
+        partly = [context for context in outer if 0 < self._freed[context] < len(context.everyone)]
         if left:
             yield f"{_count(len(left), 'communicator')} never freed"
+        if partly:
+            yield f"{_count(len(partly), 'communicator')} freed by some of the members only"
 
 
 def _left_windows(world: World) -> Iterator[str]:
