@@ -8,11 +8,11 @@ The invariant that makes this exact: a task that may run has `clock >= env.now`.
 wakes it carries a time of at least `env.now`.
 
 *Deadlock and livelock.* If all tasks wait and no event is due but default deadlines, the run is a deadlock. It is a
-livelock if all tasks that do not wait poll, and no event is due that could let any poll succeed: for `livelock.LIMIT`
-polls in a row nothing has happened (no send, access, arrival at a collective, computing, or end of a wait, anywhere),
-and the events left are the pollers' own returns and default deadlines. The end of a sleep or of a computation of a
-rank that does not poll, a timer, a planned fault, a message on its way: each is an event that is due, however late, and
-polling goes on. Polls are counted, never seconds; sleeping and tolls between polls change nothing. See `livelock`.
+livelock if all tasks that do not wait poll, for `livelock.LIMIT` polls in a row nothing has happened anywhere (no send,
+access, arrival at a collective, computing, end of a wait), and no event is due that could let a poll succeed: only the
+pollers' own returns and default deadlines are left. What others sleep or compute, a timer, a planned fault, a message
+on its way: each is due, however late, and polling goes on. Polls count, never seconds; sleeps and tolls between polls
+change nothing.
 
 This room knows tasks, clocks and waiting. It must not know messages, communicators or networks.
 """
@@ -30,35 +30,29 @@ from greenlet import GreenletExit, getcurrent
 
 from spawnsim.errors import WorldError
 from spawnsim.virtual import torchmodes
-from spawnsim.virtual.clockwork import LATE, Clockwork
 from spawnsim.virtual.garbage import unhurried
 from spawnsim.virtual.tasks import (
+    AFTERWARDS,
+    FINALIZER,
     RUN_AHEAD,
     Carrier,
-    Nobody,
     Task,
     Wait,
     current_task,
     current_world,
-    timeout,
 )
+from spawnsim.virtual.timers import Timers
 
 __all__ = ["Kernel", "Task", "Wait", "current_task", "current_world"]
 
 PATIENCE = 32  # calls that a task may make after the end of the run before it is left where it stands
 
-FINALIZER: Any = Nobody(
-    "a finalizer that Python's garbage collector runs cannot communicate: it runs in whichever rank comes along. Free "
-    "windows and end communication yourself, or break the cycle of references"
-)
-AFTERWARDS: Any = Nobody("a communication call outside a run: its ranks have ended, or have not begun")
 
-
-class Kernel:
+class Kernel(Timers):
     """Runs tasks: first all that are ready, then the next event of SimPy's heap."""
 
     def __init__(self, deadline_s: float = math.inf) -> None:
-        self.env = Clockwork()
+        super().__init__()
         self.ready: deque[Task] = deque()
         self.tasks: list[Task] = []
         self.hub = getcurrent()
@@ -74,7 +68,6 @@ class Kernel:
         self.idle = 0  # polls that found nothing since something last happened
         self.fruitless: Callable[[], None] = lambda: None  # to be called by polls that found nothing
         self.steps = 0  # events taken from the heap
-        self._default_timers = 0
         self._accident: Exception | None = None  # raised by an event that a task let happen
 
     # -- tasks ---------------------------------------------------------------------------------------------
@@ -208,41 +201,6 @@ class Kernel:
     def _step(self) -> None:
         self.steps += 1
         self.env.step()
-
-    # -- deadlines -----------------------------------------------------------------------------------------
-
-    def _arm(self, task: Task) -> None:
-        """See that a timer stands at or before the deadline of the wait that begins."""
-        wait, due_s = task.wait, task.clock + task.deadline_s
-        if task.explicit:
-            self.env.at(max(due_s, self.env.now), LATE, partial(self._expire, task, wait, due_s))
-        elif task.timer_s == math.inf:
-            self._arm_default(task, due_s)
-
-    def _arm_default(self, task: Task, due_s: float) -> None:
-        # One timer a task, re-armed when it fires: SimPy cannot cancel, and a timer a call would fill the heap.
-        task.timer_s = max(due_s, self.env.now)
-        self._default_timers += 1
-        self.env.at(task.timer_s, LATE, partial(self._default_fires, task))
-
-    def _default_fires(self, task: Task) -> None:
-        self._default_timers -= 1
-        task.timer_s = math.inf
-        if task.parked and not task.explicit:
-            due_s = task.clock + task.deadline_s
-            if due_s <= self.env.now:
-                self._expire(task, task.wait, due_s)
-            else:
-                self._arm_default(task, due_s)
-
-    def ends_a_wait(self, action: partial[None]) -> bool:
-        """Whether an event's action is an explicit deadline that is still to end a wait: no default, no return."""
-        return action.func == self._expire and action.args[0].wait is action.args[1]
-
-    def _expire(self, task: Task, wait: Wait | None, due_s: float) -> None:
-        if task.parked and task.wait is wait and wait is not None:
-            task.clock = max(task.clock, due_s)
-            self.resume(task, timeout(task, wait))
 
     # -- the loop ------------------------------------------------------------------------------------------
 

@@ -82,6 +82,13 @@ class Nobody:
         raise UsageError(self._reason)
 
 
+FINALIZER: Any = Nobody(
+    "a finalizer that Python's garbage collector runs cannot communicate: it runs in whichever rank comes along. Free "
+    "windows and end communication yourself, or break the cycle of references"
+)
+AFTERWARDS: Any = Nobody("a communication call outside a run: its ranks have ended, or have not begun")
+
+
 class Carrier(greenlet):  # type: ignore[misc]  # greenlet has no types
     """A greenlet that knows its task, so that code run by a task can find it without global state."""
 
