@@ -6,6 +6,7 @@ that, its child class knows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -14,6 +15,7 @@ import numpy as np
 from spawnsim.comm import constants as c
 from spawnsim.comm.failures import ERR_ARG, ERR_COUNT, CallError
 from spawnsim.comm.handles import Attributed
+from spawnsim.comm.integers import AINT, each_integer, integer
 from spawnsim.comm.layouts import Layout, integers, place, repeat
 from spawnsim.comm.recipes import Recipe, darray_displacements, subarray_layout
 
@@ -40,21 +42,24 @@ class Constructors(Attributed):
 
     def Create_contiguous(self, count: int) -> Self:
         """Return `count` elements in a row."""
-        return self._derive(place([(self.live(), _count(count), 0)]), "CONTIGUOUS", count=count)
+        count = _count(count)
+        return self._derive(place([(self.live(), count, 0)]), "CONTIGUOUS", count=count)
 
     def Create_vector(self, count: int, blocklength: int, stride: int) -> Self:
         """Return `count` blocks of `blocklength` elements whose starts are `stride` elements apart."""
+        count, blocklength, stride = _count(count), _count(blocklength), integer(stride, AINT)
         layout = self._strided(count, blocklength, stride * self.live().extent)
         return self._derive(layout, "VECTOR", count=count, blocklength=blocklength, stride=stride)
 
     def Create_hvector(self, count: int, blocklength: int, stride: int) -> Self:
         """Return `count` blocks of `blocklength` elements whose starts are `stride` bytes apart."""
+        count, blocklength, stride = _count(count), _count(blocklength), integer(stride, AINT)
         layout = self._strided(count, blocklength, stride)
         return self._derive(layout, "HVECTOR", count=count, blocklength=blocklength, stride=stride)
 
     def _strided(self, count: int, blocklength: int, stride_nbytes: int) -> Layout:
-        starts = np.arange(_count(count), dtype=np.int64) * stride_nbytes
-        return repeat(self.live(), np.full(count, _count(blocklength), np.int64), starts)
+        starts = np.arange(count, dtype=np.int64) * stride_nbytes
+        return repeat(self.live(), np.full(count, blocklength, np.int64), starts)
 
     def _blocks(self, blocklengths: Any, displacements: Any, unit_nbytes: int) -> Layout:
         lengths, starts = integers(blocklengths), integers(displacements)
@@ -66,23 +71,27 @@ class Constructors(Attributed):
 
     def Create_indexed(self, blocklengths: Sequence[int], displacements: Sequence[int]) -> Self:
         """Return blocks of given lengths at displacements counted in elements."""
-        layout = self._blocks(blocklengths, displacements, self.live().extent)
-        return self._derive(layout, "INDEXED", blocklengths=[*blocklengths], displacements=[*displacements])
+        lengths, starts = _list(blocklengths), _list(displacements)
+        layout = self._blocks(lengths, starts, self.live().extent)
+        return self._derive(layout, "INDEXED", blocklengths=lengths, displacements=starts)
 
     def Create_hindexed(self, blocklengths: Sequence[int], displacements: Sequence[int]) -> Self:
         """Return blocks of given lengths at displacements counted in bytes."""
-        layout = self._blocks(blocklengths, displacements, 1)
-        return self._derive(layout, "HINDEXED", blocklengths=[*blocklengths], displacements=[*displacements])
+        lengths, starts = _list(blocklengths), _list(displacements)
+        layout = self._blocks(lengths, starts, 1)
+        return self._derive(layout, "HINDEXED", blocklengths=lengths, displacements=starts)
 
     def Create_indexed_block(self, blocklength: int, displacements: Sequence[int]) -> Self:
         """Return blocks of one length at displacements counted in elements."""
-        layout = self._blocks([_count(blocklength)] * len(displacements), displacements, self.live().extent)
-        return self._derive(layout, "INDEXED_BLOCK", blocklength=blocklength, displacements=[*displacements])
+        length, starts = _count(blocklength), _list(displacements)
+        layout = self._blocks([length] * len(starts), starts, self.live().extent)
+        return self._derive(layout, "INDEXED_BLOCK", blocklength=length, displacements=starts)
 
     def Create_hindexed_block(self, blocklength: int, displacements: Sequence[int]) -> Self:
         """Return blocks of one length at displacements counted in bytes."""
-        layout = self._blocks([_count(blocklength)] * len(displacements), displacements, 1)
-        return self._derive(layout, "HINDEXED_BLOCK", blocklength=blocklength, displacements=[*displacements])
+        length, starts = _count(blocklength), _list(displacements)
+        layout = self._blocks([length] * len(starts), starts, 1)
+        return self._derive(layout, "HINDEXED_BLOCK", blocklength=length, displacements=starts)
 
     @classmethod
     def Create_struct(
@@ -92,12 +101,13 @@ class Constructors(Attributed):
         if not len(blocklengths) == len(displacements) == len(datatypes):
             raise CallError(ERR_ARG, "blocklengths, displacements and datatypes differ in length")
         layouts = [datatype.live() for datatype in datatypes]
-        parts = zip(layouts, map(_count, blocklengths), map(int, displacements), strict=True)
+        lengths, starts = _list(blocklengths), _list(displacements)
+        parts = zip(layouts, map(_count, lengths), starts, strict=True)
         layout = place(list(parts))
         padded = -(-layout.extent // layout.align) * layout.align
         types = {
-            "blocklengths": [*blocklengths],
-            "displacements": [*displacements],
+            "blocklengths": lengths,
+            "displacements": starts,
             "datatypes": [*datatypes],
         }
         return cls.of(layout.resized(layout.lb, padded), Recipe("STRUCT", None, types))
@@ -106,6 +116,7 @@ class Constructors(Attributed):
         self, sizes: Sequence[int], subsizes: Sequence[int], starts: Sequence[int], order: int = c.ORDER_C
     ) -> Self:
         """Return a box of an n-dimensional array of these elements."""
+        sizes, subsizes, starts = _list(sizes), _list(subsizes), _list(starts)
         layout = subarray_layout(self.live(), (sizes, subsizes, starts), order)
         boxes = {"sizes": [*sizes], "subsizes": [*subsizes], "starts": [*starts], "order": order}
         return self._derive(layout, "SUBARRAY", **boxes)
@@ -115,15 +126,23 @@ class Constructors(Attributed):
         psizes: Sequence[int], order: int = c.ORDER_C,
     ) -> Self:  # fmt: skip
         """Return one rank's part of an n-dimensional array that is spread over a grid of ranks."""
-        parameters = {"size": size, "rank": rank, "gsizes": [*gsizes], "distribs": [*distribs]}
-        parameters |= {"dargs": [*dargs], "psizes": [*psizes], "order": order}
+        parameters: dict[str, Any] = {"size": integer(size), "rank": integer(rank), "gsizes": _list(gsizes)}
+        parameters |= {
+            "distribs": _list(distribs),
+            "dargs": _list(dargs),
+            "psizes": _list(psizes),
+            "order": order,
+        }
         base = self.live()
         at = darray_displacements(parameters) * base.extent
         part = repeat(base, np.ones(len(at), np.int64), at)
-        return self._derive(part.resized(0, int(np.prod(gsizes)) * base.extent), "DARRAY", **parameters)
+        return self._derive(
+            part.resized(0, math.prod(parameters["gsizes"]) * base.extent), "DARRAY", **parameters
+        )
 
     def Create_resized(self, lb: int, extent: int) -> Self:
         """Return the same data with other bounds: the next element starts `extent` bytes later."""
+        lb, extent = integer(lb, AINT), integer(extent, AINT)
         return self._derive(self.live().resized(lb, extent), "RESIZED", lb=lb, extent=extent)
 
     Resized = Create_resized
@@ -165,10 +184,19 @@ class Constructors(Attributed):
         return found
 
 
+def _list(values: Any) -> list[int]:
+    """Return numbers as plain `int`s; an array's without asking each."""
+    if isinstance(values, np.ndarray) and values.dtype.kind in "iu":
+        numbers: list[int] = values.reshape(-1).tolist()
+        return numbers
+    return each_integer(values, AINT)
+
+
 def _count(count: int) -> int:
+    count = integer(count, AINT)
     if count < 0:
         raise CallError(ERR_COUNT, f"negative count {count}")
-    return int(count)
+    return count
 
 
 def tables() -> Any:

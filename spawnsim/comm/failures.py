@@ -166,7 +166,7 @@ def Get_error_string(errorcode: int) -> str:
     """Return the text of an error code."""
     if isinstance(errorcode, ErrorCode):
         return errorcode.text
-    return TEXTS.get(errorcode, TEXTS[ERR_UNKNOWN])
+    return TEXTS.get(int(errorcode), TEXTS[ERR_UNKNOWN])
 
 
 class MPIException(RuntimeError):
@@ -244,6 +244,10 @@ class Truncated(TruncationError, CallError):
 
 class SpecTypeError(UsageError, TypeError):
     """An argument is of a type that no buffer specification has."""
+
+
+class TooLarge(UsageError, OverflowError):
+    """A number that does not fit the integers of MPI's calls."""
 
 
 class SpecBufferError(UsageError, BufferError):

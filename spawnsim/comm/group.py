@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 from spawnsim.comm.constants import IDENT, PROC_NULL, SIMILAR, UNDEFINED, UNEQUAL
 from spawnsim.comm.failures import ERR_ARG, ERR_GROUP, ERR_RANK, CallError
 from spawnsim.comm.handles import Handle
+from spawnsim.comm.integers import each_integer
 
 
 class Group(Handle):
@@ -79,7 +80,7 @@ class Group(Handle):
         return [PROC_NULL if r == PROC_NULL else places.get(members[r], UNDEFINED) for r in wanted]
 
     def _ranks(self, ranks: Iterable[int], null: bool = False) -> list[int]:
-        size, wanted = len(self.live()), [int(rank) for rank in ranks]
+        size, wanted = len(self.live()), each_integer(ranks)
         for rank in wanted:
             if not (0 <= rank < size or (null and rank == PROC_NULL)):
                 raise CallError(ERR_RANK, f"rank {rank} in a group of {size}")
@@ -142,7 +143,7 @@ class Group(Handle):
     def _range(self, triplets: Sequence[tuple[int, int, int]]) -> list[int]:
         size = len(self.live())
         found: list[int] = []
-        for first, last, stride in triplets:
+        for first, last, stride in map(each_integer, triplets):
             if stride == 0:
                 raise CallError(ERR_ARG, f"stride 0 in the range ({first}, {last}, {stride})")
             ranks = range(first, last + (1 if stride > 0 else -1), stride)

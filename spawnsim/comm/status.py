@@ -10,6 +10,7 @@ from typing import Any, Self
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_ARG, SUCCESS, CallError
+from spawnsim.comm.integers import integer
 from spawnsim.comm.predefined import BYTE
 
 
@@ -60,7 +61,7 @@ class Status:
 
     def Set_source(self, source: int) -> None:
         """Set the sender's rank."""
-        self.source = source
+        self.source = integer(source)
 
     def Get_tag(self) -> int:
         """Return the tag."""
@@ -68,7 +69,7 @@ class Status:
 
     def Set_tag(self, tag: int) -> None:
         """Set the tag."""
-        self.tag = tag
+        self.tag = integer(tag)
 
     def Get_error(self) -> int:
         """Return the error code."""
@@ -76,7 +77,7 @@ class Status:
 
     def Set_error(self, error: int) -> None:
         """Set the error code."""
-        self.error = error
+        self.error = integer(error)
 
     def Get_count(self, datatype: Datatype = BYTE) -> int:
         """Return how many elements of a datatype were received; `UNDEFINED` when the last one is not whole."""

@@ -23,6 +23,7 @@ from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import Errhandler
 from spawnsim.comm.info import Info
+from spawnsim.comm.integers import integer
 from spawnsim.comm.ops import Op
 from spawnsim.comm.predefined import BY_NAME, NAMED
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, WorldError
@@ -34,17 +35,13 @@ if TYPE_CHECKING:
 DETECTED_S = 0.5  # from an error to the news of a death: 10 ms were measured
 NO_PROCESS = f"(errno {errno.ESRCH})"
 WORLD_CLASSES = (
-    MPI.ERR_OTHER,
-    MPI.ERR_INTERN,
-    MPI.ERR_UNKNOWN,
-    MPI.ERR_NO_MEM,
-    MPI.ERR_IN_STATUS,
-    MPI.ERR_PENDING,
-)
+    MPI.ERR_OTHER, MPI.ERR_INTERN, MPI.ERR_UNKNOWN, MPI.ERR_NO_MEM, MPI.ERR_IN_STATUS, MPI.ERR_PENDING,
+)  # fmt: skip
 
 
 def source(rank: int) -> int:
     """Return a receive's source in mpi4py's numbers."""
+    rank = integer(rank)
     if rank >= 0:
         return rank
     return MPI.ANY_SOURCE if rank == ours.ANY_SOURCE else peer(rank)
@@ -52,6 +49,7 @@ def source(rank: int) -> int:
 
 def peer(rank: int) -> int:
     """Return a destination, target or root in mpi4py's numbers."""
+    rank = integer(rank)
     if rank == ours.PROC_NULL:
         return MPI.PROC_NULL
     return MPI.ROOT if rank == ours.ROOT else rank if rank >= 0 else -(2**20)
@@ -59,6 +57,7 @@ def peer(rank: int) -> int:
 
 def tag(value: int) -> int:
     """Return a receive's tag in mpi4py's numbers."""
+    value = integer(value)
     return MPI.ANY_TAG if value == ours.ANY_TAG else value
 
 

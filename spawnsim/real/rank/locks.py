@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from spawnsim.comm.constants import LOCK_EXCLUSIVE, LOCK_SHARED
+from spawnsim.comm.integers import integer
 from spawnsim.errors import ParameterError, Timeout, UsageError
 
 
@@ -31,6 +32,7 @@ class Locks:
         raise NotImplementedError
 
     def Lock(self, rank: int, lock_type: int = LOCK_EXCLUSIVE, assertion: int = 0) -> None:
+        rank = integer(rank)
         if lock_type not in (LOCK_EXCLUSIVE, LOCK_SHARED):
             raise ParameterError(f"lock_type={lock_type}: give LOCK_SHARED or LOCK_EXCLUSIVE")
         if rank in self._held:
@@ -44,6 +46,7 @@ class Locks:
         self._held[rank] = lock_type
 
     def Unlock(self, rank: int) -> None:
+        rank = integer(rank)
         if rank not in self._held:
             raise UsageError(
                 f"rank {self._comm.rank}: Unlock of rank {rank}, which it has not locked; call Lock first"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from spawnsim.comm.integers import integer
 from spawnsim.errors import UnsupportedError
 from spawnsim.virtual.comm.context import Member
 from spawnsim.virtual.named import Named
@@ -27,7 +28,7 @@ class Belongings(Member, Named):
 
     def Abort(self, errorcode: int = 0) -> NoReturn:
         """End the whole run, with this exit status."""
-        raise ProgramAbort(errorcode, self._rank.id, self._world.kernel.current.clock)
+        raise ProgramAbort(integer(errorcode), self._rank.id, self._world.kernel.current.clock)
 
     def _abort(self, errorcode: int) -> NoReturn:
         self.Abort(errorcode)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.integers import each_integer, integer
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.virtual.comm import plans
 from spawnsim.virtual.comm.context import Member
@@ -26,13 +27,14 @@ class Plans(Member):
         return self._me, len(self._peers)
 
     def _root(self, root: int) -> int:
+        root = integer(root)
         self._check_root(root)
         return root
 
     def _counts(self, recvbuf: Any, counts: Sequence[int] | None) -> Sequence[int] | None:
         """Return the elements per rank; not given, each rank tells how many it receives."""
         if counts is not None:
-            return counts
+            return each_integer(counts)
         return self._meet(plans.counts(as_buffer(recvbuf).count))  # type: ignore[no-any-return]
 
     def _run(self, plan: Plan) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 from spawnsim.comm.constants import PROC_NULL
 from spawnsim.comm.failures import ERR_ARG, ERR_DIMS, ERR_RANK, CallError
+from spawnsim.comm.integers import each_integer, integer
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Cartesian:
 
     def coords(self, rank: int) -> list[int]:
         """Return the coordinates of a rank."""
+        rank = integer(rank)
         if not 0 <= rank < self.size:
             raise CallError(ERR_RANK, f"rank {rank} is not in a grid of {self.size} ranks")
         found = []
@@ -40,7 +43,7 @@ class Cartesian:
         if len(coords) != len(self.dims):
             raise CallError(ERR_ARG, f"{len(coords)} coordinates for a grid of {len(self.dims)} dimensions")
         rank = 0
-        for place, dim, period in zip(coords, self.dims, self.periods, strict=True):
+        for place, dim, period in zip(each_integer(coords), self.dims, self.periods, strict=True):
             if not period and not 0 <= place < dim:
                 raise CallError(ERR_ARG, f"coordinate {place} is outside an open dimension of {dim}")
             rank = rank * dim + place % dim
@@ -48,6 +51,7 @@ class Cartesian:
 
     def shift(self, rank: int, direction: int, disp: int) -> tuple[int, int]:
         """Return (source, dest) for a shift along a dimension; PROC_NULL beyond an open edge."""
+        direction, disp = integer(direction), integer(disp)
         if not 0 <= direction < len(self.dims):
             raise CallError(ERR_DIMS, f"direction {direction} of a grid of {len(self.dims)} dimensions")
         return self._step(rank, direction, -disp), self._step(rank, direction, disp)
@@ -80,6 +84,7 @@ class Graph:
 
     def sources(self, rank: int) -> list[int]:
         """Return the neighbours of a rank."""
+        rank = integer(rank)
         if not 0 <= rank < self.size:
             raise CallError(ERR_RANK, f"rank {rank} is not in a graph of {self.size} nodes")
         return list(self.edges[self.index[rank - 1] if rank else 0 : self.index[rank]])
@@ -108,7 +113,7 @@ def compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
 
     As MPI_Dims_create: those set freely come in descending order.
     """
-    wanted = [0] * dims if isinstance(dims, int) else list(dims)
+    nnodes, wanted = integer(nnodes), [0] * index(dims) if hasattr(dims, "__index__") else each_integer(dims)
     if any(dim < 0 for dim in wanted) or nnodes < 1:
         raise CallError(ERR_DIMS, f"Compute_dims({nnodes}, {wanted}): give positive numbers")
     fixed = math.prod(dim for dim in wanted if dim > 0)

@@ -15,6 +15,7 @@ from spawnsim.comm.constants import PROC_NULL, ROOT
 from spawnsim.comm.failures import ERR_COMM, CallError
 from spawnsim.comm.group import Group
 from spawnsim.comm.info import INFO_NULL, Info
+from spawnsim.comm.integers import integer
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.errors import UnsupportedError
 from spawnsim.virtual.comm import plans
@@ -77,9 +78,11 @@ class Intercomm(Comm):
 
     # -- collectives -------------------------------------------------------------------------------------------
 
-    def _check_root(self, root: int) -> None:
+    def _root(self, root: int) -> int:
+        root = integer(root)
         if root not in (ROOT, PROC_NULL):
-            super()._check_root(root)
+            self._check_root(root)
+        return root
 
     # Rooted collectives: ROOT at the root, PROC_NULL beside it, the root's rank in the other group.
 
@@ -116,7 +119,7 @@ class Intercomm(Comm):
         self._to_root("Reduce", sendbuf, root, collect)
 
     def _rooted(self, name: str, part: Any, root: int, receive: Any) -> None:
-        self._check_root(root)
+        root = self._root(root)
         received = self._meet(
             Call(name, "allgather", part, 0 if part is None else part.nbytes, outcome=_theirs)
         )
@@ -124,7 +127,7 @@ class Intercomm(Comm):
             receive(received[root])
 
     def _to_root(self, name: str, sendbuf: Any, root: int, collect: Callable[[], Any]) -> None:
-        self._check_root(root)
+        root = self._root(root)
         part = as_buffer(sendbuf).pack() if root >= 0 else None
         received = self._meet(
             Call(name, "allgather", part, 0 if part is None else part.nbytes, outcome=_theirs)
@@ -133,11 +136,10 @@ class Intercomm(Comm):
             collect()(received)
 
     def _from_root(self, sendbuf: Any, recvbuf: Any, root: int, vector: bool) -> None:
-        blocks = None
+        blocks, root = None, self._root(root)
         if root == ROOT:
             blocks = [block.pack() for block in as_buffer(sendbuf, vector=vector, blocks=len(self._peers))]
         nbytes = sum(block.nbytes for block in blocks or ())
-        self._check_root(root)
         received = self._meet(Call("Scatter", "allgather", blocks, nbytes, outcome=_theirs))
         if root >= 0:
             as_buffer(recvbuf, writable=True).unpack(received[root][self._me])
@@ -149,19 +151,19 @@ class Intercomm(Comm):
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """Return the root's object in the other group, None in its own."""
-        self._check_root(root)
+        root = self._root(root)
         received = self._objects("bcast", dumps(obj) if root == ROOT else None)
         return loads(received[root]) if root >= 0 else None
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """Return the other group's objects at the root."""
-        self._check_root(root)
+        root = self._root(root)
         received = self._objects("gather", dumps(sendobj) if root >= 0 else None)
         return [loads(part) for part in received] if root == ROOT else None
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
         """Return this rank's item of the root's sequence."""
-        self._check_root(root)
+        root = self._root(root)
         received = self._objects("scatter", self._one_each(sendobj) if root == ROOT else None)
         return loads(received[root][self._me]) if root >= 0 else None
 
@@ -175,7 +177,7 @@ class Intercomm(Comm):
 
     def reduce(self, sendobj: Any, op: Op = SUM, root: int = 0) -> Any:
         """Return the combination of the other group's objects at the root."""
-        self._check_root(root)
+        root = self._root(root)
         received = self._objects("reduce", dumps(sendobj) if root >= 0 else None)
         return reductions.binomial([loads(part) for part in received], op) if root == ROOT else None
 
@@ -189,6 +191,7 @@ def create_intercomm(
 ) -> Intercomm:
     """Join this communicator's group with another one; the leaders meet on `peer_comm`."""
     self._need()
+    local_leader, remote_leader, tag = integer(local_leader), integer(remote_leader), integer(tag)
     key, context = ("intercomm", tag), None
     if self._me == local_leader:
         theirs = peer_comm.sendrecv(self._members, remote_leader, tag, None, remote_leader, tag)

@@ -27,6 +27,7 @@ from spawnsim.comm.constants import (
 from spawnsim.comm.failures import ERR_ARG, ERR_COMM, ERR_GROUP, ERR_LASTCODE, CallError
 from spawnsim.comm.group import Group
 from spawnsim.comm.info import INFO_NULL, Info
+from spawnsim.comm.integers import integer
 from spawnsim.virtual.comm.belongings import Belongings
 from spawnsim.virtual.comm.context import Context, Member
 from spawnsim.virtual.meeting import Call
@@ -170,6 +171,7 @@ class Management(Belongings):
 
     def Split(self, color: int = 0, key: int = 0) -> Any:
         """Return a communicator with the ranks of this color, in the order of their keys (ties: of their ranks)."""
+        color, key = integer(color), integer(key)
         if color != UNDEFINED and color < 0:
             raise CallError(ERR_ARG, f"color {color}: give a number of at least 0, or UNDEFINED")
         return self._split("Split", color, key)
@@ -198,6 +200,7 @@ class Management(Belongings):
         """Return a communicator with the ranks that share something: for COMM_TYPE_SHARED, a node's memory."""
         import numpy as np
 
+        split_type, key = integer(split_type), integer(key)
         if split_type == UNDEFINED:
             return self._split("Split_type", UNDEFINED, key)
         if split_type != COMM_TYPE_SHARED:  # the virtual hardware has no parts that a program could name

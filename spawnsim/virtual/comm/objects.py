@@ -31,24 +31,23 @@ class ObjectCollectives(Plans):
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """Return the root's object."""
-        part = dumps(obj) if self._me == self._root(root) else b""
+        root = self._root(root)
+        part = dumps(obj) if self._me == root else b""
         outcome = lambda m, rank: m.calls[root].part  # noqa: E731
         received = self._meet(Call("bcast", "bcast", part, len(part), root, sizes="root", outcome=outcome))
         return obj if self._me == root else loads(received)
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """Return all ranks' objects at the root, None elsewhere."""
-        part = dumps(sendobj)
+        part, root = dumps(sendobj), self._root(root)
         outcome = lambda m, rank: m.parts(rank) if rank == root else None  # noqa: E731
-        parts = self._meet(
-            Call("gather", "gather", part, len(part), self._root(root), sizes="each", outcome=outcome)
-        )
+        parts = self._meet(Call("gather", "gather", part, len(part), root, sizes="each", outcome=outcome))
         return None if parts is None else [loads(each) for each in parts]
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
         """Return this rank's item of the root's sequence."""
-        size, parts = len(self._peers), None
-        if self._me == self._root(root):
+        size, parts, root = len(self._peers), None, self._root(root)
+        if self._me == root:
             parts = self._one_each(sendobj)
         nbytes = np.array([len(part) for part in parts]) if parts else np.zeros(size, np.int64)
         outcome = lambda m, rank: m.calls[root].part[rank]  # noqa: E731
@@ -74,12 +73,12 @@ class ObjectCollectives(Plans):
 
     def reduce(self, sendobj: Any, op: Op = SUM, root: int = 0) -> Any:
         """Return the combination of all ranks' objects at the root, None elsewhere."""
-        part = dumps(sendobj)
+        part, root = dumps(sendobj), self._root(root)
 
         def outcome(meeting: Meeting, rank: int) -> Any:
             return reductions.binomial(meeting.parts(rank), _folded(op)) if rank == root else None
 
-        combined = self._meet(Call("reduce", "reduce", part, len(part), self._root(root), outcome=outcome))
+        combined = self._meet(Call("reduce", "reduce", part, len(part), root, outcome=outcome))
         return None if combined is None else loads(combined)
 
     def allreduce(self, sendobj: Any, op: Op = SUM) -> Any:

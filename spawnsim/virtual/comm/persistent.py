@@ -7,6 +7,7 @@ from typing import Any
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.comm.info import INFO_NULL, Info
+from spawnsim.comm.integers import integer
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.virtual.comm.buffering import BufferedSends
 from spawnsim.virtual.comm.nonblocking import NonblockingCollectives, NonblockingIntraCollectives
@@ -21,22 +22,27 @@ class PersistentMessages(BufferedSends, Buffers):
 
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
         """Prepare Isend."""
+        dest, tag = integer(dest), integer(tag)
         return Prequest.prepare(lambda: self.Isend(buf, dest, tag))
 
     def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
         """Prepare Ibsend."""
+        dest, tag = integer(dest), integer(tag)
         return Prequest.prepare(lambda: self.Ibsend(buf, dest, tag))
 
     def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
         """Prepare Issend."""
+        dest, tag = integer(dest), integer(tag)
         return Prequest.prepare(lambda: self.Issend(buf, dest, tag))
 
     def Rsend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
         """Prepare Irsend."""
+        dest, tag = integer(dest), integer(tag)
         return Prequest.prepare(lambda: self.Irsend(buf, dest, tag))
 
     def Recv_init(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prequest:
         """Prepare Irecv."""
+        source, tag = integer(source), integer(tag)
         return Prequest.prepare(lambda: self.Irecv(buf, source, tag))
 
 
@@ -51,22 +57,27 @@ class PersistentCollectives(NonblockingCollectives):
 
     def Bcast_init(self, buf: Any, root: int = 0, info: Info = INFO_NULL) -> Prequest:
         """Prepare Bcast."""
+        root = integer(root)
         return Prequest.prepare(lambda: self.Ibcast(buf, root))
 
     def Gather_init(self, sendbuf: Any, recvbuf: Any, root: int = 0, info: Info = INFO_NULL) -> Prequest:
         """Prepare Gather."""
+        root = integer(root)
         return Prequest.prepare(lambda: self.Igather(sendbuf, recvbuf, root))
 
     def Gatherv_init(self, sendbuf: Any, recvbuf: Any, root: int = 0, info: Info = INFO_NULL) -> Prequest:
         """Prepare Gatherv."""
+        root = integer(root)
         return Prequest.prepare(lambda: self.Igatherv(sendbuf, recvbuf, root))
 
     def Scatter_init(self, sendbuf: Any, recvbuf: Any, root: int = 0, info: Info = INFO_NULL) -> Prequest:
         """Prepare Scatter."""
+        root = integer(root)
         return Prequest.prepare(lambda: self.Iscatter(sendbuf, recvbuf, root))
 
     def Scatterv_init(self, sendbuf: Any, recvbuf: Any, root: int = 0, info: Info = INFO_NULL) -> Prequest:
         """Prepare Scatterv."""
+        root = integer(root)
         return Prequest.prepare(lambda: self.Iscatterv(sendbuf, recvbuf, root))
 
     def Allgather_init(self, sendbuf: Any, recvbuf: Any, info: Info = INFO_NULL) -> Prequest:
@@ -93,6 +104,7 @@ class PersistentCollectives(NonblockingCollectives):
         self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0, info: Info = INFO_NULL
     ) -> Prequest:
         """Prepare Reduce."""
+        root = integer(root)
         return Prequest.prepare(lambda: self.Ireduce(sendbuf, recvbuf, op, root))
 
     def Allreduce_init(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, info: Info = INFO_NULL) -> Prequest:

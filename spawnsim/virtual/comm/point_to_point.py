@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL
+from spawnsim.comm.integers import integer
 from spawnsim.comm.status import Status
 from spawnsim.errors import WorldError
 from spawnsim.virtual.comm.context import Member
@@ -38,6 +39,8 @@ class Transport(Member):
 
     def _deliver(self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str) -> None:
         """Send and wait until the program may go on."""
+        if type(dest) is not int or type(tag) is not int:
+            dest, tag = integer(dest), integer(tag)
         transfer = self._dispatch(payload, dest, tag, mode)
         if transfer is not None:
             await_one(self._world, transfer, self._waiting(operation, dest, tag, "dest"))
@@ -55,7 +58,7 @@ class Transport(Member):
         return receive
 
     def _accept(self, source: int, tag: int, operation: str) -> Message:
-        """Receive one message, blocking."""
+        """Receive one message, blocking. `source` and `tag` are plain integers."""
         if source >= 0:
             self._check_peer(source, tag if tag != ANY_TAG else 0)
             message = self._mailbox.ready(source, tag)
@@ -108,6 +111,7 @@ class Transport(Member):
         return Waiting(operation, self._label, self._peers, peer, tag, keyword, acknowledged, context)
 
     def _isend(self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str) -> Request:
+        dest, tag = integer(dest), integer(tag)
         transfer = self._dispatch(payload, dest, tag, mode)
         if transfer is None:
             return Request.over(self._world)
@@ -115,6 +119,7 @@ class Transport(Member):
 
     def _irecv(self, source: int, tag: int, operation: str, collect: Any) -> Request:
         """Post a receive; `collect(message)` makes the request's result."""
+        source, tag = integer(source), integer(tag)
         if source == PROC_NULL:
             self._need()
             return Request.over(self._world, receive_nothing)
@@ -181,6 +186,8 @@ class Objects(Transport):
         self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Any:
         """Receive an object. `buf` is accepted as mpi4py accepts it, and not needed."""
+        if type(source) is not int or type(tag) is not int:
+            source, tag = integer(source), integer(tag)
         if source == PROC_NULL:
             self._need()
             if status is not None:
@@ -200,6 +207,7 @@ class Objects(Transport):
         recvtag: int = ANY_TAG, status: Status | None = None,
     ) -> Any:  # fmt: skip
         """Send one object and receive another, without deadlock."""
+        dest, sendtag = integer(dest), integer(sendtag)
         transfer = self._dispatch(dumps(sendobj), dest, sendtag, STANDARD)
         received = self.recv(recvbuf, source, recvtag, status)
         if transfer is not None:
@@ -240,6 +248,8 @@ class Buffers(Transport):
         self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> None:
         """Receive into a buffer, which must be long enough."""
+        if type(source) is not int or type(tag) is not int:
+            source, tag = integer(source), integer(tag)
         if source == PROC_NULL:
             self._need()
             if status is not None:
@@ -257,6 +267,7 @@ class Buffers(Transport):
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Start to receive into a buffer, which is filled when the request is collected."""
+        source = integer(source)
         check_target(buf, source)
         write = receiver(buf)
         return self._irecv(source, tag, "Irecv", lambda message, status: write(message.payload))
@@ -266,6 +277,7 @@ class Buffers(Transport):
         recvtag: int = ANY_TAG, status: Status | None = None,
     ) -> None:  # fmt: skip
         """Send one buffer and receive into another, without deadlock."""
+        dest, sendtag, source, recvtag = integer(dest), integer(sendtag), integer(source), integer(recvtag)
         check_target(recvbuf, source)
         transfer = self._dispatch(pack(sendbuf, dest), dest, sendtag, STANDARD)
         if source == PROC_NULL:
@@ -287,6 +299,7 @@ class Buffers(Transport):
         recvtag: int = ANY_TAG,
     ) -> Request:  # fmt: skip
         """Start to send one buffer and to receive into another."""
+        dest, source = integer(dest), integer(source)
         check_target(recvbuf, source)
         outgoing = self._isend(pack(sendbuf, dest), dest, sendtag, STANDARD, operation="Isendrecv")
         incoming = self.Irecv(recvbuf, source, recvtag)

@@ -7,6 +7,7 @@ from typing import Any, Self
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL
 from spawnsim.comm.failures import ERR_REQUEST, CallError
 from spawnsim.comm.handles import Handle
+from spawnsim.comm.integers import integer
 from spawnsim.comm.status import Status
 from spawnsim.virtual.comm.payload import loads, receiver
 from spawnsim.virtual.comm.point_to_point import Transport, receive_nothing
@@ -36,14 +37,14 @@ class Probes(Transport):
         self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Message | None:
         """Return a message that fits and has arrived, out of reach of any other receive; or None."""
-        if source == PROC_NULL:
+        if integer(source) == PROC_NULL:
             return Message.of_nobody()
         letter = self._glance(source, tag, status)
         return None if letter is None else self._hold(letter)
 
     def Mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message:
         """Wait for a message that fits; return it, out of reach of any other receive."""
-        if source == PROC_NULL:
+        if integer(source) == PROC_NULL:
             _fill_status(status, None)
             return Message.of_nobody()
         letter = self._stare(source, tag, status, "Mprobe")
@@ -54,6 +55,8 @@ class Probes(Transport):
 
     def _glance(self, source: int, tag: int, status: Status | None) -> Letter | None:
         """Look once."""
+        if type(source) is not int or type(tag) is not int:
+            source, tag = integer(source), integer(tag)
         if source == PROC_NULL:
             letter: Letter | None = Letter(PROC_NULL, ANY_TAG, b"", 0)
             self._world.kernel.observe()
@@ -70,6 +73,7 @@ class Probes(Transport):
 
     def _stare(self, source: int, tag: int, status: Status | None, operation: str) -> Letter | None:
         """Wait for a letter, however long that takes; looking then costs what one look costs."""
+        source, tag = integer(source), integer(tag)
         if source == PROC_NULL:
             _fill_status(status, None)
             return None

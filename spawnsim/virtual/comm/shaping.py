@@ -11,6 +11,7 @@ from typing import Any
 
 from spawnsim.comm.constants import CART, DIST_GRAPH, GRAPH, UNDEFINED
 from spawnsim.comm.failures import ERR_ARG, ERR_DIMS, CallError
+from spawnsim.comm.integers import each_integer
 from spawnsim.virtual.comm.communicators import COMM_NULL, Intracomm
 from spawnsim.virtual.comm.context import Context
 from spawnsim.virtual.comm.grids import Cartesian, DistGraph, Graph
@@ -34,9 +35,9 @@ def create_cart(
     self: Intracomm, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
 ) -> Any:
     """Return a grid of the first ranks; those left over get COMM_NULL."""
-    sizes = tuple(int(dim) for dim in ([dims] if isinstance(dims, int) else dims))
+    sizes = tuple(each_integer([dims] if isinstance(dims, int) else dims))
     rings = [bool(periods)] * len(sizes) if periods is None or isinstance(periods, (bool, int)) else periods
-    shape = Cartesian(sizes, tuple(bool(ring) for ring in rings))
+    shape = Cartesian(sizes, tuple(map(bool, each_integer(rings))))
     if len(shape.periods) != len(sizes) or any(dim < 1 for dim in sizes):
         raise CallError(
             ERR_DIMS,
@@ -47,7 +48,7 @@ def create_cart(
 
 def create_graph(self: Intracomm, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> Any:
     """Return a graph of the first ranks; those left over get COMM_NULL."""
-    ends = tuple(index)
+    ends, edges = tuple(each_integer(index)), each_integer(edges)
     if len(ends) > 1 and ends[0] == 0 and ends[-1] == len(edges):  # mpi4py takes an adjacency array, too
         ends = ends[1:]
     shape = Graph(ends, tuple(edges))
@@ -70,7 +71,8 @@ def create_dist_graph_adjacent(
     weights: tuple[Sequence[int] | None, Sequence[int] | None],
 ) -> Distgraphcomm:  # fmt: skip
     """Return a graph of which each rank tells its own edges."""
-    part = (list(sources or ()), _weights(weights[0]), list(destinations or ()), _weights(weights[1]))
+    edges = each_integer(sources or ()), each_integer(destinations or ())
+    part = (edges[0], _weights(weights[0]), edges[1], _weights(weights[1]))
 
     def make(parts: list[Any]) -> Context:
         incoming = {rank: (each[0], each[1]) for rank, each in enumerate(parts)}
@@ -86,6 +88,7 @@ def create_dist_graph(
 ) -> Distgraphcomm:  # fmt: skip
     """Return a graph of which each rank tells any edges: `degrees[i]` of them leave `sources[i]`."""
     given = _weights(weights)
+    sources, degrees, destinations = each_integer(sources), each_integer(degrees), each_integer(destinations)
     ends = iter(zip(destinations, given or [0] * len(destinations), strict=True))
     edges = [
         (source, *next(ends)) for source, degree in zip(sources, degrees, strict=True) for _ in range(degree)
@@ -117,7 +120,7 @@ def _by_rank(edges: dict[int, list[tuple[int, int]]], size: int, weighted: bool)
 
 def _weights(weights: Any) -> list[int] | None:
     """Return weights as a list; None, or MPI's UNWEIGHTED, is none."""
-    return None if weights is None or isinstance(weights, int) else list(weights)
+    return None if weights is None or isinstance(weights, int) else each_integer(weights)
 
 
 def self_enter(comm: Intracomm, context: Context) -> Distgraphcomm:
@@ -135,7 +138,7 @@ def topology(comm: Intracomm) -> int:
 
 def mapped(comm: Any, dims: Sequence[int]) -> int:
     """Return the rank that a communicator's rank would have among `dims` places, or UNDEFINED."""
-    size = Cartesian(tuple(dims), (False,) * len(dims)).size
+    size = Cartesian(tuple(each_integer(dims)), (False,) * len(dims)).size
     if size > comm.Get_size():
         raise CallError(ERR_DIMS, f"{size} places for {comm.Get_size()} ranks")
     return int(comm._me) if comm._me < size else UNDEFINED

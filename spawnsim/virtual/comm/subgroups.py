@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spawnsim.comm.group import Group
+from spawnsim.comm.integers import integer
 from spawnsim.virtual.comm.communicators import COMM_NULL, Intracomm
 
 
@@ -13,6 +14,7 @@ def create_group(comm: Any, group: Group, tag: int) -> Any:
 
     The first member to call opens a context for the meeting; the meeting itself then takes place on it.
     """
+    tag = integer(tag)
     comm._check_group(group)
     if comm._rank.id not in group.members:
         return COMM_NULL

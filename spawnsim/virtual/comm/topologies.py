@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spawnsim.comm.failures import ERR_DIMS, CallError
+from spawnsim.comm.integers import each_integer
 from spawnsim.virtual.comm.communicators import Intracomm
 from spawnsim.virtual.comm.grids import Cartesian, DistGraph, Graph
 from spawnsim.virtual.comm.neighbours import Neighbours
@@ -86,7 +87,7 @@ class Cartcomm(Topocomm):
         if len(remain_dims) != len(grid.dims):
             raise CallError(ERR_DIMS, f"{len(remain_dims)} flags for a grid of {len(grid.dims)} dimensions")
         coords = grid.coords(self._me)
-        kept = [place for place, keep in enumerate(remain_dims) if keep]
+        kept = [place for place, keep in enumerate(each_integer(remain_dims)) if keep]
         color = [place for where, place in enumerate(coords) if where not in kept]
         flat = self._split("Sub", tuple(color), self._me)
         shape = Cartesian(tuple(grid.dims[p] for p in kept), tuple(grid.periods[p] for p in kept))

@@ -15,6 +15,7 @@ import numpy as np
 from spawnsim.comm import constants
 from spawnsim.comm.failures import ERR_OTHER, CallError
 from spawnsim.comm.info import INFO_NULL, Info
+from spawnsim.comm.integers import AINT, integer
 from spawnsim.comm.memory import address, buffer
 from spawnsim.virtual.comm import buffering, grids
 from spawnsim.virtual.kernel import current_task, current_world
@@ -140,7 +141,7 @@ def Aint_diff(addr1: int, addr2: int) -> int:
 
 def Alloc_mem(size: int, info: Info = INFO_NULL) -> buffer:
     """Return fresh memory of `size` bytes."""
-    return buffer.allocate(size)
+    return buffer.allocate(integer(size, AINT))
 
 
 def Free_mem(mem: buffer) -> None:

@@ -13,6 +13,7 @@ from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import PROC_NULL
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_COUNT, ERR_RMA_RANGE, ArgumentError, CallError
+from spawnsim.comm.integers import AINT, integer
 from spawnsim.comm.memory import address
 from spawnsim.comm.ops import NO_OP, REPLACE, SUM, Op
 from spawnsim.comm.regions import Buffer
@@ -71,13 +72,16 @@ class Accesses(Epochs):
     ) -> None:
         """Combine one element and return what was there, atomically."""
         _check_single("Fetch_and_op", result, *([] if op == NO_OP else [origin]))
-        self._later(self._swap(origin, result, target_rank, [target_disp, 1], op=op), target_rank)
+        self._later(
+            self._swap(origin, result, target_rank, [integer(target_disp, AINT), 1], op=op), target_rank
+        )
 
     def Compare_and_swap(
         self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
     ) -> None:
         """Replace one element if it equals `compare`, and return what was there, atomically."""
         _check_single("Compare_and_swap", result, origin, compare)
+        target_rank, target_disp = integer(target_rank), integer(target_disp, AINT)
         if target_rank == PROC_NULL:
             return
         new, expected = as_buffer(origin).pack()[:1], as_buffer(compare).pack()[:1]
@@ -96,6 +100,7 @@ class Accesses(Epochs):
     # -- how they are made -----------------------------------------------------------------------------------
 
     def _put(self, origin: Any, rank: int, target: Any, op: Op) -> Any:
+        rank = integer(rank)
         if rank == PROC_NULL:
             return None
         own = as_buffer(origin)
@@ -105,6 +110,7 @@ class Accesses(Epochs):
         return completion, lambda: None
 
     def _get(self, origin: Any, rank: int, target: Any) -> Any:
+        rank = integer(rank)
         if rank == PROC_NULL:
             return None
         own = as_buffer(origin, writable=True)
@@ -114,6 +120,7 @@ class Accesses(Epochs):
         return completion, lambda: own.unpack(held[0])
 
     def _swap(self, origin: Any, result: Any, rank: int, target: Any, *, op: Op) -> Any:
+        rank = integer(rank)
         if rank == PROC_NULL:
             return None
         found = as_buffer(result, writable=True)
@@ -145,14 +152,16 @@ class Accesses(Epochs):
 
     def _later(self, access: Any, rank: int) -> None:
         if access is not None:
-            self._under_way.setdefault(rank, []).append(access)
+            self._under_way.setdefault(integer(rank), []).append(access)
 
     def _request(self, operation: str, access: Any, rank: int) -> Request:
         world = self._windows.world
         if access is None:
             return Request.over(world)
         completion, deliver = access
-        return Request.start(world, completion, self._waiting(operation, rank), lambda status: deliver())
+        return Request.start(
+            world, completion, self._waiting(operation, integer(rank)), lambda status: deliver()
+        )
 
 
 def _check_op(op: Op, own: Buffer) -> None:

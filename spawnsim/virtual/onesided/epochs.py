@@ -14,6 +14,7 @@ from spawnsim.comm.failures import ERR_RANK, ERR_RMA_SYNC, ERR_WIN, CallError
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import Attributes
 from spawnsim.comm.info import Info
+from spawnsim.comm.integers import integer
 from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.meeting import Call
 from spawnsim.virtual.onesided.service import Windows
@@ -74,6 +75,7 @@ class Epochs(Attributes):
     def Lock(self, rank: int, lock_type: int = LOCK_EXCLUSIVE, assertion: int = 0) -> None:
         """Begin to access one rank's part. A contended lock costs the time until it is granted."""
         self._need()
+        rank = integer(rank)
         if rank == PROC_NULL:
             return
         if rank in self._locked:
@@ -89,6 +91,7 @@ class Epochs(Attributes):
     def Unlock(self, rank: int) -> None:
         """End the access: all calls to that rank are then complete there."""
         self._need()
+        rank = integer(rank)
         if rank == PROC_NULL:
             return
         if rank not in self._locked:
@@ -115,6 +118,7 @@ class Epochs(Attributes):
 
     def Flush(self, rank: int) -> None:
         """Complete all calls to one rank."""
+        rank = integer(rank)
         self._check(rank, "Flush")
         self._flush(rank, "Flush")
 

@@ -14,6 +14,7 @@ from spawnsim.comm.constants import BOTTOM, PROC_NULL
 from spawnsim.comm.failures import ERR_DISP, CallError
 from spawnsim.comm.group import Group
 from spawnsim.comm.info import INFO_NULL, Info
+from spawnsim.comm.integers import AINT, integer
 from spawnsim.comm.memory import address, as_bytes, buffer, flat
 from spawnsim.virtual.comm.belongings import ProgramAbort
 from spawnsim.virtual.comm.calling import COMM_SELF
@@ -68,7 +69,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
     @classmethod
     def Allocate(cls, size: int, disp_unit: int = 1, info: Info = INFO_NULL, comm: Any = COMM_SELF) -> Self:
         """Open a window on fresh memory of `size` bytes; collective."""
-        own = np.zeros(size, np.uint8)
+        own = np.zeros(integer(size, AINT), np.uint8)
         return cls._open(
             "Win.Allocate", (own, disp_unit, None), constants.WIN_FLAVOR_ALLOCATE, comm=comm, info=info
         )
@@ -79,7 +80,11 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
     ) -> Self:
         """Open a window on one piece of memory that all members can load and store; collective."""
         return cls._open(
-            "Win.Allocate_shared", (None, disp_unit, size), constants.WIN_FLAVOR_SHARED, comm=comm, info=info
+            "Win.Allocate_shared",
+            (None, disp_unit, integer(size, AINT)),
+            constants.WIN_FLAVOR_SHARED,
+            comm=comm,
+            info=info,
         )
 
     @classmethod
@@ -95,6 +100,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
         cls, name: str, part: tuple[Any, int, int | None], flavor: int, *, comm: Member, info: Info
     ) -> Self:
         comm._need()
+        part = part[0], integer(part[1]), part[2]
         if part[1] <= 0:
             raise CallError(ERR_DISP, f"{name}: disp_unit {part[1]} must be above 0")
         context, windows = comm._agree(name, part, lambda parts: _build(comm, parts, flavor))
@@ -144,6 +150,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
     def Shared_query(self, rank: int) -> tuple[buffer, int]:
         """Return another rank's part of shared memory, and its displacement unit."""
         self._need()
+        rank = integer(rank)
         if rank == PROC_NULL:
             rank = next((place for place, part in enumerate(self._windows.targets) if part.memory.nbytes), 0)
         part = self._windows.targets[rank]
