@@ -8,6 +8,7 @@ the same raised by spawnsim for a call that cannot be, so that both `except MPI.
 from __future__ import annotations
 
 import itertools
+import pickle
 from typing import Final
 
 from spawnsim.errors import ParameterError, TruncationError, UsageError
@@ -240,6 +241,10 @@ class Truncated(TruncationError, CallError):
 
     def __init__(self, ierr: int = ERR_TRUNCATE, message: str = "") -> None:
         super().__init__(ierr, message)
+
+
+class Unreadable(UsageError, pickle.UnpicklingError):
+    """A message that is no pickled object."""
 
 
 class SpecTypeError(UsageError, TypeError):

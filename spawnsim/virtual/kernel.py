@@ -178,9 +178,14 @@ class Kernel(Timers):
 
     def stop(self, error: BaseException) -> NoReturn:
         """End the run with an error, from the running task, whose program cannot catch it."""
-        error.__dict__["_task"], self.failure = self.current, error
+        self.fail(error, self.current)
         self._leave(self.current)
         raise GreenletExit
+
+    def fail(self, error: BaseException, task: Task) -> None:
+        """Note that a task's error ends the run, as soon as it is the hub's turn."""
+        if self.failure is None:
+            error.__dict__["_task"], self.failure = task, error
 
     def _follower(self) -> Task | None:
         """Return the next task to run, having let events happen until there is one; None if that is up to the hub."""

@@ -17,6 +17,7 @@ from spawnsim.comm.status import Status
 from spawnsim.errors import Revoked, UnsupportedError
 from spawnsim.virtual.completion import Completion, Joint
 from spawnsim.virtual.several import Several, done_now, fill, fill_empty, look
+from spawnsim.virtual.unattended import Unattended
 from spawnsim.virtual.waiting import await_one, check_revoked
 from spawnsim.virtual.world import World
 
@@ -28,15 +29,28 @@ def _nothing(status: Status) -> None:
     """Deliver nothing: a send, or a barrier."""
 
 
+class Delivered:
+    """What was delivered to memory when a program learnt that a request is over, for when it is collected."""
+
+    def __init__(self, deliver: Deliver) -> None:
+        self.status = Status()
+        self._outcome = deliver(self.status)
+
+    def __call__(self, status: Status) -> Any:
+        status.copy_from(self.status)
+        return self._outcome
+
+
 class Request(Several, Handle):
     """A pending operation of one rank. Null (false) once it is over and collected.
 
     The lower-case calls return the received object, the upper-case ones fill the buffer given at the start.
     """
 
-    __slots__ = ("_completion", "_deliver", "_waiting", "_withdraw", "_world")
+    __slots__ = ("_completion", "_deliver", "_waiting", "_withdraw", "_world", "_writes")
     _completion: Completion | None
     _deliver: Deliver
+    _writes: bool  # to memory of the program: what is delivered is there although nobody collects it
     _waiting: Any
     _withdraw: Callable[[Any, float], None] | None
     _world: World
@@ -47,15 +61,26 @@ class Request(Several, Handle):
         self._identity = self._completion = self._withdraw = None
         if request is not None:
             self._identity = request._identity
-            for name in ("_completion", "_deliver", "_waiting", "_withdraw", "_world"):
+            for name in Request.__slots__:
                 setattr(self, name, getattr(request, name, None))
         return self
 
     @classmethod
-    def start(cls, world: World, completion: Completion, waiting: Any, deliver: Deliver = _nothing) -> Self:
-        """Return a request over a completion; `deliver(status)` runs when it is collected."""
+    def start(
+        cls,
+        world: World,
+        completion: Completion,
+        waiting: Any,
+        deliver: Deliver = _nothing,
+        *,
+        writes: bool = True,
+    ) -> Self:
+        """Return a request over a completion. `deliver(status)` runs when it is collected, or known to be over.
+
+        `writes`: it fills a buffer, and runs also if the request is freed; else it makes the object of the request.
+        """
         self = super().__new__(cls)
-        self._identity, self._withdraw = object(), None
+        self._identity, self._withdraw, self._writes = object(), None, writes and deliver is not _nothing
         self._world, self._completion, self._waiting, self._deliver = world, completion, waiting, deliver
         if world.ledger is not None:
             world.ledger.opened(completion, world.kernel.current.rank, waiting)
@@ -106,6 +131,8 @@ class Request(Several, Handle):
             fill_empty(status)
             return True
         done = bool(done_now(self._world, self))
+        if done and self._writes and not isinstance(self._deliver, Delivered):
+            self._deliver = Delivered(self._deliver)
         if done and status is not None:
             self._preview(status)
         return done
@@ -123,10 +150,12 @@ class Request(Several, Handle):
     cancel = Cancel
 
     def Free(self) -> None:
-        """Let go of the request; the operation goes on and its buffer stays its own until it is over."""
+        """Let go of the request; the operation goes on, and its buffer is filled when it is over."""
         self._need()
         self._close()
-        self._identity = self._completion = None
+        completion, self._identity, self._completion = self._completion, None, None
+        if completion is not None and self._writes and not isinstance(self._deliver, Delivered):
+            Unattended(self._world, completion, self._deliver)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self._identity is not None:
@@ -171,7 +200,9 @@ class Request(Several, Handle):
 
     def _preview(self, status: Status) -> None:
         message = getattr(self._completion, "message", None)
-        if message is not None:
+        if isinstance(self._deliver, Delivered):
+            status.copy_from(self._deliver.status)
+        elif message is not None:
             fill(status, message.source, message.tag, message.nbytes)
 
     def _collect(self, status: Status | None) -> Any:
@@ -212,7 +243,7 @@ class Prequest(Request):
                 ERR_REQUEST, "Start of a persistent request that is still active: wait for it first"
             )
         active = self._begin()
-        for name in ("_completion", "_deliver", "_waiting", "_withdraw", "_world"):
+        for name in Request.__slots__:
             setattr(self, name, getattr(active, name))
 
     @classmethod

@@ -132,7 +132,11 @@ class Several:
         cls, requests: Sequence[Request], statuses: list[Status] | None = None
     ) -> list[int] | None:
         """Return the positions of all that are over, and leave them as they are."""
-        return _look_at(requests)
+        over = _look_at(requests)
+        lent = zip(over or (), _lend(statuses, len(over or ())), strict=False)
+        for index, status in lent:
+            requests[index].Get_status(status)
+        return over
 
     Get_status_all, Get_status_any, Get_status_some = get_status_all, get_status_any, get_status_some
 

@@ -220,3 +220,51 @@ def a_failed_request_in_waitall(MPI: Any, comm: Any) -> None:
     )
     MPI.Request.Waitall(receiving + sending)
     same(targets[1], np.ones(4))
+
+
+@needs(2)
+def a_receive_that_is_known_to_be_over_has_its_data(MPI: Any, comm: Any) -> None:
+    """Get_status leaves the request alone, but the buffer is full; Wait then gives the same status."""
+    rank, _, left, right = ring(comm)
+    target, status = np.zeros(3), MPI.Status()
+    request = comm.Irecv(target, left, 7)
+    comm.Send(np.full(2, rank + 1.0), right, 7)
+    poll(request.Get_status)
+    same(target, [left + 1.0, left + 1.0, 0.0])
+    target[0] = -1.0
+    claim(request != MPI.REQUEST_NULL, "the request is still there")
+    for look in (request.Get_status, request.Wait):
+        look(status)
+        same((status.source, status.tag, status.Get_count(MPI.DOUBLE)), (left, 7, 2))
+    same(target[0], -1.0)
+
+
+def a_collective_that_is_known_to_be_over_has_its_data(MPI: Any, comm: Any) -> None:
+    """Get_status of a collective in progress, too."""
+    target = np.zeros(1)
+    request = comm.Iallreduce(np.ones(1), target)
+    poll(request.Get_status)
+    same(target[0], comm.Get_size())
+    request.Wait()
+    same(target[0], comm.Get_size())
+
+
+@needs(2)
+def freed_receives_go_on(MPI: Any, comm: Any) -> None:
+    """A request that is freed is null; its buffer is filled when the message comes."""
+    rank, _, left, right = ring(comm)
+    before, after, waiting = np.zeros(2), np.zeros(2), np.zeros(2)
+    comm.Send(np.full(2, rank + 1.0), right, 1) if rank % 2 else None
+    requests = [comm.Irecv(before, left, 1), comm.Irecv(after, left, 2), comm.Recv_init(waiting, left, 3)]
+    requests[2].Start()
+    for request in requests:
+        request.Free()
+        same(request, MPI.REQUEST_NULL)
+    None if rank % 2 else comm.Send(np.full(2, rank + 1.0), right, 1)
+    comm.Send(np.full(2, rank + 2.0), right, 2)
+    comm.Send(np.full(2, rank + 3.0), right, 3)
+    comm.Send(np.zeros(0), right, 4)
+    comm.Recv(np.zeros(0), left, 4)
+    comm.Barrier()
+    poll(lambda: comm.Iprobe() or waiting[0])
+    same((before[1], after[1], waiting[1]), (left + 1.0, left + 2.0, left + 3.0))

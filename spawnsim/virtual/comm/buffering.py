@@ -10,7 +10,7 @@ from typing import Any
 from spawnsim.comm.constants import BSEND_OVERHEAD, BUFFER_AUTOMATIC
 from spawnsim.comm.failures import ERR_BUFFER, CallError
 from spawnsim.virtual.comm.payload import dumps, pack
-from spawnsim.virtual.comm.point_to_point import Transport
+from spawnsim.virtual.comm.transport import Transport
 from spawnsim.virtual.requests import Request
 from spawnsim.virtual.wire import LOCAL
 

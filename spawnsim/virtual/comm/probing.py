@@ -10,7 +10,7 @@ from spawnsim.comm.handles import Handle
 from spawnsim.comm.integers import integer
 from spawnsim.comm.status import Status
 from spawnsim.virtual.comm.payload import loads, receiver
-from spawnsim.virtual.comm.point_to_point import Transport, receive_nothing
+from spawnsim.virtual.comm.transport import Transport, receive_nothing
 from spawnsim.virtual.completion import Completion, Receive
 from spawnsim.virtual.completion import Message as Letter
 from spawnsim.virtual.kernel import current_world
@@ -177,14 +177,13 @@ class Message(Handle):
 
     def Irecv(self, buf: Any) -> Request:
         """Start to receive the message into a buffer."""
-        write = receiver(buf)
-        return self._receive(lambda letter: write(letter.payload))
+        return self._receive(receiver(buf))
 
     def irecv(self) -> Request:
         """Start to receive the message's object."""
-        return self._receive(lambda letter: loads(letter.payload))
+        return self._receive(loads, writes=False)
 
-    def _receive(self, collect: Any) -> Request:
+    def _receive(self, collect: Any, *, writes: bool = True) -> Request:
         letter, owner = self._letter, self._owner
         if self._identity is NOBODY:
             if self is not MESSAGE_NO_PROC:
@@ -200,10 +199,10 @@ class Message(Handle):
 
         def deliver(status: Status) -> Any:
             fill(status, letter.source, letter.tag, letter.nbytes)
-            return collect(letter)
+            return owner._taken(letter, collect)
 
         waiting = owner._waiting("Mrecv", letter.source, letter.tag)
-        return Request.start(owner._world, receive, waiting, deliver)
+        return Request.start(owner._world, receive, waiting, deliver, writes=writes)
 
 
 MESSAGE_NULL = Message()

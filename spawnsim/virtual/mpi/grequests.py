@@ -39,7 +39,7 @@ class Grequest(Request):
                 free_fn(*more, **named)
             return held[0]
 
-        self = cls.start(world, completion, WaitingForAny("generalized request", ()), deliver)
+        self = cls.start(world, completion, WaitingForAny("generalized request", ()), deliver, writes=False)
         self._over = completion, held
         if cancel_fn is not None:
             self._withdraw = lambda request, now_s: cancel_fn(completion.finish_s is not None, *more, **named)

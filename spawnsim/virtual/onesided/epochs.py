@@ -205,5 +205,5 @@ class Epochs(Attributes):
         return [self._comm._members.index(rank) for rank in group.live()]
 
 
-def _nothing(message: Any, status: Any) -> None:
+def _nothing(payload: Any) -> None:
     """Take a token."""

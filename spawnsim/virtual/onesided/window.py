@@ -19,7 +19,7 @@ from spawnsim.comm.memory import address, as_bytes, buffer, flat
 from spawnsim.virtual.comm.belongings import ProgramAbort
 from spawnsim.virtual.comm.calling import COMM_SELF
 from spawnsim.virtual.comm.context import Context, Member
-from spawnsim.virtual.comm.point_to_point import Transport
+from spawnsim.virtual.comm.transport import Transport
 from spawnsim.virtual.meeting import Call
 from spawnsim.virtual.named import Named
 from spawnsim.virtual.onesided.accesses import Accesses
