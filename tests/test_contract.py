@@ -15,7 +15,7 @@ OPTIONAL = {"persistent.partitioned_messages"}
 """Calls that a building may refuse by name."""
 NOT_YET: dict[str, set[str]] = {
     "virtual": set(),
-    "real": set(),
+    "real": {"atomics.accumulating_through_a_derived_type"},
     "torch": {
         f"integers.{name}"
         for name in ("messages", "roots", "colors_and_keys", "lists", "one_sided", "what_is_no_number")

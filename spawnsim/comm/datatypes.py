@@ -143,6 +143,15 @@ class Datatype(Constructors):
 
     # How it was made
 
+    @property
+    def basic(self) -> Datatype | None:
+        """The predefined type of which all elements are; None if there are several."""
+        if self.recipe.name == "NAMED":
+            return self
+        parts = self.recipe.contents()[3] if self.recipe.base is None else [self.recipe.base]
+        found = [part.basic for part in parts]
+        return found[0] if found and all(each is found[0] for each in found) else None
+
     def Get_envelope(self) -> tuple[int, int, int, int, int]:
         """Return (integers, addresses, large counts, datatypes, combiner): how much `Get_contents` returns."""
         self.live()

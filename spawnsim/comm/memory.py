@@ -13,12 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.comm.datatypes import BF16
+from spawnsim.comm.dlpack import borrow
 from spawnsim.comm.failures import SpecBufferError, SpecTypeError
 from spawnsim.comm.layouts import Bytes
 
 
 class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  # mpi4py's name
     """Raw memory: len, item and slice access as integers and buffers, and the buffer protocol."""
+
+    place: int | None = None  # where it starts, if it was made of an address
 
     def __new__(cls, buf: Any = None, /) -> Self:
         """Return a view of an object's memory; of nothing, an empty one."""
@@ -37,8 +40,12 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  # mpi4py's nam
 
     @classmethod
     def fromaddress(cls, address: int, nbytes: int, readonly: bool = False) -> Self:
-        """Return a view of memory at an address; it must stay valid while the view is used."""
+        """Return a view of memory at an address; it must stay valid while the view is used.
+
+        A count and a datatype may reach beyond `nbytes`, as with mpi4py: the address is the caller's word.
+        """
         view = at_address(address, nbytes).view(cls)
+        view.place = address
         return view.toreadonly() if readonly else view
 
     def __getitem__(self, item: Any, /) -> Any:
@@ -75,6 +82,7 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  # mpi4py's nam
         """Return a view that cannot be written."""
         view = self.view()
         view.flags.writeable = False
+        view.place = self.place
         return view
 
     def release(self) -> None:
@@ -118,6 +126,19 @@ def at_address(address: int, nbytes: int, owner: Any = None) -> Bytes:
     return np.asarray(_Foreign(owner, address, nbytes))
 
 
+class Unbounded(np.ndarray[Any, np.dtype[Any]]):
+    """Memory of which only the start is known for sure."""
+
+    place: int
+
+    def reaching(self, low: int, high: int) -> Bytes:
+        """Return the bytes from `low` to `high`, relative to the start."""
+        found = at_address(self.place + low, high - low)
+        if not self.flags.writeable:
+            found.flags.writeable = False
+        return found
+
+
 def flat(obj: Any) -> NDArray[Any]:
     """Return a 1-D array over an object's memory, in memory order.
 
@@ -125,6 +146,8 @@ def flat(obj: Any) -> NDArray[Any]:
     DLPack. Raises `SpecBufferError` when the memory is not contiguous, of foreign byte order or on another device.
     """
     if isinstance(obj, np.ndarray):
+        if type(obj) is buffer and obj.place is not None:
+            return _unbounded(obj)
         return _flatten(np.asarray(obj))
     if hasattr(obj, "data_ptr"):
         return _torch(obj)
@@ -138,6 +161,13 @@ def flat(obj: Any) -> NDArray[Any]:
         return _dlpack(obj)
     except ValueError:
         return _flatten(np.asarray(memoryview(obj).cast("B")))
+
+
+def _unbounded(given: buffer) -> Unbounded:
+    found = np.asarray(given).view(Unbounded)
+    assert given.place is not None
+    found.place = given.place
+    return found
 
 
 def _flatten(array: NDArray[Any]) -> NDArray[Any]:
@@ -167,27 +197,13 @@ def _torch(tensor: Any) -> NDArray[Any]:
     return at_address(tensor.data_ptr(), 2 * tensor.numel(), tensor).view(BF16)
 
 
-class _Capsule:
-    """Hands a capsule on that its maker would let go too early."""
-
-    def __init__(self, capsule: Any, device: Any) -> None:
-        self._capsule, self._device = capsule, device
-
-    def __dlpack__(self, **_wishes: Any) -> Any:
-        return self._capsule
-
-    def __dlpack_device__(self) -> Any:
-        return self._device
-
-
 def _dlpack(obj: Any) -> NDArray[Any]:
-    """Return the memory behind `__dlpack__`. The capsule outlives the array over it, whatever its maker thinks."""
-    capsule = obj.__dlpack__()
-    array: NDArray[Any] = _flatten(np.from_dlpack(_Capsule(capsule, obj.__dlpack_device__())))
-    held = (capsule, array)  # a tuple lets go of its last item first
-    found = at_address(array.ctypes.data, array.nbytes, held).view(array.dtype)
-    del array
-    return found
+    """Return the memory behind `__dlpack__`. The array keeps the capsule alive, and its exporter even longer."""
+    lent = borrow(obj, BF16)
+    found = at_address(lent.place, lent.count * lent.dtype.itemsize, lent.owner)
+    if lent.readonly:
+        found.flags.writeable = False
+    return found.view(lent.dtype)
 
 
 def as_bytes(array: NDArray[Any]) -> Bytes:

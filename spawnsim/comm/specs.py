@@ -14,7 +14,7 @@ import numpy as np
 from spawnsim.comm.constants import BOTTOM
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_TYPE, CallError, SpecBufferError, SpecTypeError, UnknownTypeError
-from spawnsim.comm.memory import as_bytes, at_address, flat
+from spawnsim.comm.memory import Unbounded, as_bytes, at_address, flat
 from spawnsim.comm.predefined import BY_DTYPE, BYTE, DATATYPE_NULL, fromcode
 from spawnsim.comm.regions import Array, Buffer
 from spawnsim.errors import ParameterError
@@ -114,7 +114,7 @@ def _start(displacement: Any, datatype: Datatype, nbytes: int) -> int:
     if elements < 0:
         raise ParameterError(f"negative displacement {elements}")
     start = elements * datatype.Get_extent()[1] if elements else 0
-    if start > nbytes:
+    if start > nbytes and datatype.size:
         raise ParameterError(f"displacement {elements} is out of bounds: the buffer has {nbytes} bytes")
     return start
 
@@ -142,9 +142,13 @@ def locate(memory: Array, datatype: Datatype, start: int, shape: tuple[int, int]
     if not total:
         return Buffer(memory[:0] if datatype.dtype == memory.dtype else _empty(datatype), datatype, 0, blocks)
     layout = datatype.live()
+    if not layout.size:  # it touches nothing, wherever it lies
+        return Buffer(_empty(datatype), datatype, count, blocks)
     low, high = layout.span(total)
     if datatype.is_predefined:
         high = total * layout.extent
+    if isinstance(memory, Unbounded):
+        memory, start = memory.reaching(start + low, start + high), -low
     if start + low < 0 or start + high > memory.nbytes:
         raise ParameterError(
             f"{total} elements of {datatype.Get_name() or 'a derived type'} span bytes {start + low} to "

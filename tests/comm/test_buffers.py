@@ -236,3 +236,84 @@ def test_the_short_way_is_short():
     """A plain array becomes a buffer in under a microsecond (measured 0.5; twice that allowed for a busy machine)."""
     best = min(timeit.repeat(lambda: comm.as_buffer(DATA), number=2000, repeat=7)) / 2000
     assert best < 2e-6
+
+
+@pytest.mark.parametrize("memory", [np.zeros(0), np.zeros(2), None])
+def test_types_of_no_size_touch_no_memory(memory):
+    """Wherever they lie: a rank whose part of something is empty passes displacements beyond its memory."""
+    empty = comm.DOUBLE.Create_vector(0, 1, 1).Commit()
+    given = np.zeros(0) if memory is None else memory
+    one = comm.as_buffer([given, (5, 0), empty])
+    assert (one.count, one.nbytes, one.pack().nbytes) == (5, 0, 0)
+    many = comm.as_buffer([given, ([1, 1], [800, 1600]), [empty] * 2], vector=True, blocks=2, types=True)
+    assert [block.pack().nbytes for block in many] == [0, 0]
+    for block in many:
+        block.unpack(np.zeros(0, np.uint8))
+    with pytest.raises(ValueError, match="but the buffer has"):
+        comm.as_buffer([given, 5, comm.DOUBLE])
+
+
+def test_memory_by_address_is_as_long_as_the_message():
+    """The length that comes with an address is no bound: a derived type reaches as far as it says, as with mpi4py."""
+    array = np.arange(8.0)
+    column = comm.DOUBLE.Create_vector(4, 1, 2).Commit()
+    for nbytes in (0, 32, 64):
+        given = comm.buffer.fromaddress(array.ctypes.data, nbytes)
+        assert comm.as_buffer([given, 1, column]).pack().view(float).tolist() == [0, 2, 4, 6]
+        assert comm.as_buffer([given, 8, comm.DOUBLE]).pack().tolist() == array.tolist()
+        vector = comm.as_buffer([given, ([1, 2], [6, 2]), comm.DOUBLE], vector=True, blocks=2)
+        assert [block.pack().tolist() for block in vector] == [[6], [2, 3]]
+    comm.as_buffer([comm.buffer.fromaddress(array.ctypes.data, 0), 1, column]).unpack(np.full(4, -1.0))
+    assert array.tolist() == [-1, 1, -1, 3, -1, 5, -1, 7]
+    frozen = comm.buffer.fromaddress(array.ctypes.data, 0, readonly=True)
+    with pytest.raises(BufferError, match="read-only"):
+        comm.as_buffer([frozen, 1, column], writable=True)
+    with pytest.raises(ValueError, match="but the buffer has"):
+        comm.as_buffer([array[:4], 1, column])
+
+
+class Exporter:
+    """Lends memory by DLPack, and has it taken away when it goes: nobody else owns it."""
+
+    def __init__(self, array, gone):
+        self.array, self.gone = array, gone
+
+    def __dlpack__(self):
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def __del__(self):
+        self.gone.append(1)
+
+
+def test_an_exporter_by_dlpack_lives_as_long_as_its_memory_is_used():
+    """The capsule is borrowed, not taken over; it and its exporter go with the buffer, and not before."""
+    gone, array = [], np.arange(4.0)
+    message = comm.as_buffer(Exporter(array, gone))
+    assert not gone
+    message.unpack(message.pack() + 1)
+    assert array.tolist() == [1, 2, 3, 4]
+    del message
+    assert gone == [1]
+
+
+@pytest.mark.parametrize("dtype", ["?", "b", "H", "i", "Q", "e", "f", "d", "F", "D"])
+@pytest.mark.parametrize("version", [0, 1])
+def test_types_of_dlpack(dtype, version):
+    """Whatever numpy exports comes with its type, by the old protocol and by the one with versions."""
+
+    class New(Exporter):
+        def __dlpack__(self, max_version=None, copy=None):
+            return self.array.__dlpack__(max_version=max_version, copy=copy)
+
+    array = np.ones((2, 3), dtype, order="F")
+    message = comm.as_buffer((New if version else Exporter)(array, []))
+    assert (message.dtype, message.count) == (array.dtype, 6)
+    with pytest.raises(BufferError, match="not contiguous"):
+        comm.as_buffer((New if version else Exporter)(np.ones((4, 4), dtype)[:, ::2], []))
+    if version:
+        array.flags.writeable = False
+        with pytest.raises(BufferError, match="read-only"):
+            comm.as_buffer(New(array, []), writable=True)

@@ -117,3 +117,40 @@ def single_elements_only(MPI: Any, comm: Any) -> None:
     win.Unlock_all()
     del memory
     closed(comm, win)
+
+
+def accumulating_through_a_derived_type(MPI: Any, comm: Any) -> None:
+    """A target of derived type takes a predefined operation element by element; so do origin and result."""
+    size, numbers = comm.Get_size(), 12
+    win = MPI.Win.Allocate(8 * numbers, 8, MPI.INFO_NULL, comm)
+    memory = np.frombuffer(win.tomemory(), np.float64)
+    memory[:] = np.arange(numbers)
+    every_other = MPI.DOUBLE.Create_vector(3, 1, 2).Commit()
+    pairs = every_other.Create_resized(0, 8).Commit()
+    comm.Barrier()
+    win.Fence()
+    win.Accumulate([np.full(3, 10.0), 3, MPI.DOUBLE], 0, [1, 1, every_other], MPI.SUM)
+    win.Fence()
+    if comm.Get_rank() == 0:
+        wanted = np.arange(numbers, dtype=float)
+        wanted[1:7:2] += 10.0 * size
+        same(memory, wanted)
+        win.Accumulate([np.arange(5.0), 1, every_other], 0, [7, 1, pairs], MPI.REPLACE)
+    win.Fence()
+    if comm.Get_rank() == 0:
+        same(memory[7:12:2], [0.0, 2.0, 4.0])
+    comm.Barrier()
+    if comm.Get_rank() == 0:
+        result = np.zeros(5)
+        win.Lock(0)
+        win.Get_accumulate(
+            [np.full(5, 3.0), 1, every_other], [result, 1, every_other], 0, [7, 1, pairs], MPI.MAX
+        )
+        win.Flush(0)
+        win.Unlock(0)
+        same(result, [0.0, 0.0, 2.0, 0.0, 4.0])
+        same(memory[7:12:2], [3.0, 3.0, 4.0])
+    every_other.Free()
+    pairs.Free()
+    del memory
+    closed(comm, win)

@@ -5,13 +5,14 @@ This room knows communicators and datatypes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from threading import RLock
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from spawnsim.comm.datatypes import Datatype
+from spawnsim.errors import UnsupportedError
 from spawnsim.virtual.comm.communicators import Intracomm
 from spawnsim.virtual.comm.intercomm import Intercomm
 
@@ -73,14 +74,15 @@ def _datatype_create(
     return made
 
 
-def _sizeof(arg: Any) -> int:
-    """Return the size of an MPI handle in bytes."""
-    return 8
+def _refused(name: str) -> Callable[[Any], NoReturn]:
+    def refuse(arg: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"MPI.{name}: a virtual rank has no MPI library and no handles that C could be given; call from Python"
+        )
+
+    refuse.__module__, refuse.__name__ = __name__, name
+    refuse.__doc__ = "Refuse: there are no handles of C."
+    return refuse
 
 
-def _addressof(arg: Any) -> int:
-    """Return the number of a handle."""
-    return int(getattr(arg, "handle", id(arg)))
-
-
-_handleof = _addressof
+_sizeof, _addressof, _handleof = _refused("_sizeof"), _refused("_addressof"), _refused("_handleof")

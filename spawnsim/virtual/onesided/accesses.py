@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from spawnsim.comm import constants
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import PROC_NULL
 from spawnsim.comm.datatypes import Datatype
-from spawnsim.comm.failures import ERR_COUNT, ERR_RMA_RANGE, ArgumentError, CallError
+from spawnsim.comm.failures import ERR_COUNT, ERR_RMA_RANGE, ERR_TYPE, ArgumentError, CallError
 from spawnsim.comm.integers import AINT, integer
-from spawnsim.comm.memory import address
+from spawnsim.comm.memory import address, as_bytes
 from spawnsim.comm.ops import NO_OP, REPLACE, SUM, Op
 from spawnsim.comm.regions import Buffer
 from spawnsim.comm.specs import locate
@@ -104,8 +106,8 @@ class Accesses(Epochs):
         if rank == PROC_NULL:
             return None
         own = as_buffer(origin)
-        _check_op(op, own)
         part, data = self._part(rank, target, own, "Put"), own.pack()
+        _check_op(op, own, part)
         completion = self._send(rank, (own.nbytes, 0), lambda: _apply(op, part, data))
         return completion, lambda: None
 
@@ -125,8 +127,8 @@ class Accesses(Epochs):
             return None
         found = as_buffer(result, writable=True)
         data = None if op == NO_OP else as_buffer(origin).pack()
-        _check_op(op, found)
         part = self._part(rank, target, found, "Get_accumulate")
+        _check_op(op, found, part)
         held: list[Any] = []
 
         def serve() -> None:
@@ -164,10 +166,18 @@ class Accesses(Epochs):
         )
 
 
-def _check_op(op: Op, own: Buffer) -> None:
-    """Refuse an operation that does not take a type, at the call and not when the target serves it."""
-    if own.nbytes and op not in (REPLACE, NO_OP):
-        op.check(own.datatype)
+def _check_op(op: Op, own: Buffer, part: Buffer) -> None:
+    """Refuse an operation that does not take the types, at the call and not when the target serves it.
+
+    Derived types are combined element by element: all must be of one predefined type, the same at both ends.
+    """
+    if not own.nbytes or op in (REPLACE, NO_OP):
+        return
+    ours, theirs = own.datatype.basic, part.datatype.basic
+    if ours is None or theirs is None or ours.dtype != theirs.dtype:
+        kinds = " and ".join(kind.Get_name() if kind else "a mixed type" for kind in (ours, theirs))
+        raise CallError(ERR_TYPE, f"{op.name or 'an operation'} needs elements of one type: got {kinds}")
+    op.check(ours)
 
 
 def _check_single(call: str, result: Any, *others: Any) -> None:
@@ -183,8 +193,22 @@ def _apply(op: Op, part: Buffer, data: Any) -> None:
     """Combine data with a target's memory."""
     if not part.nbytes:
         return
-    op.check(part.datatype, one_sided=True)
-    part.unpack(data if op == REPLACE else op.reduce(data, part.pack(), part.datatype))
+    basic = part.datatype.basic
+    if op == REPLACE or basic is None:
+        part.unpack(data)
+    else:
+        part.unpack(op.reduce(_elements(data, basic), _elements(part.pack(), basic), basic))
+
+
+def _elements(data: Any, basic: Datatype) -> Any:
+    """Return what travels as an array of elements of a predefined type."""
+    if data.dtype == basic.dtype:
+        return data
+    if basic.dense:
+        return data.view(basic.dtype)
+    found = np.zeros(len(data) // basic.size, basic.dtype)  # a pair travels without its padding
+    basic.layout.scatter(as_bytes(found), data)
+    return found
 
 
 def _located(memory: Any, datatype: Datatype, start: int, count: int, *, what: str) -> Buffer:
