@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
+from spawnsim.comm.failures import SpecTypeError
 from spawnsim.comm.status import Status
 from spawnsim.virtual.instatus import collect_all
 from spawnsim.virtual.waiting import WaitingForAny, await_any, finished
@@ -26,6 +27,7 @@ class Several:
     @classmethod
     def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
         """Wait until all are over; return their objects."""
+        _check(requests)
         return collect_all(requests, _lend(statuses, len(requests)), _finish)
 
     @classmethod
@@ -39,6 +41,7 @@ class Several:
         cls, requests: Sequence[Request], statuses: list[Status] | None = None
     ) -> tuple[bool, list[Any] | None]:
         """Return (all are over, their objects)."""
+        _check(requests)
         active = [request for request in requests if request._completion is not None]
         if active and len(done_now(active[0]._world, *active, every=True)) < len(active):
             return False, None
@@ -141,6 +144,15 @@ class Several:
     Get_status_all, Get_status_any, Get_status_some = get_status_all, get_status_any, get_status_some
 
 
+def _check(requests: Sequence[Request]) -> None:
+    """Refuse what is no list of requests, before anything is done to one of them."""
+    for place, request in enumerate(requests):
+        if not isinstance(request, Several):
+            raise SpecTypeError(
+                f"item {place} of the requests is of type {type(request).__name__}: no request"
+            )
+
+
 def _take(request: Request, status: Status | None) -> Any:
     """Collect one that is over."""
     return request._collect(status)
@@ -206,6 +218,7 @@ def done_now(world: World, *requests: Request, every: bool = False) -> list[int]
 
 def _look_at(requests: Sequence[Request]) -> list[int] | None:
     """Return the positions of the requests that are over; None if none is active."""
+    _check(requests)
     world = next((request._world for request in requests if request._completion is not None), None)
     if world is None:
         return None
@@ -213,6 +226,7 @@ def _look_at(requests: Sequence[Request]) -> list[int] | None:
 
 
 def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
+    _check(requests)
     active = [request for request in requests if request._completion is not None]
     if not active:
         return []

@@ -32,9 +32,17 @@ class Waiting:
 
     def describe(self) -> str:
         """Return the call with its peer and tag."""
-        peer = "ANY_SOURCE" if self.peer == ANY_SOURCE else self.peer
-        tag = "ANY_TAG" if self.tag == ANY_TAG else self.tag
-        return f"{self.operation}({self.keyword}={peer}, tag={tag}) on {self.comm}"
+        asked = f"{self.keyword}={self._who()}"
+        if self.keyword != "target":  # an access to a window has no tag
+            asked += f", tag={'ANY_TAG' if self.tag == ANY_TAG else self.tag}"
+        return f"{self.operation}({asked}) on {self.comm}"
+
+    def _who(self) -> str:
+        """Return the peer's rank, and that in the world if it is another."""
+        if self.peer == ANY_SOURCE:
+            return "ANY_SOURCE"
+        world = self.members[self.peer]
+        return str(self.peer) if world == self.peer else f"{self.peer} (rank {world} of the world)"
 
     def peers(self) -> Sequence[int]:
         """Return the world ranks any of which could end the wait."""

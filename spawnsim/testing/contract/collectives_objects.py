@@ -170,3 +170,23 @@ def operations_of_the_program_on_objects(MPI: Any, comm: Any) -> None:
     if size > 1:
         same(found[1], None)
     op.Free()
+
+
+def the_roots_own_object_is_a_copy(MPI: Any, comm: Any) -> None:
+    """What a collective returns is never the object that was passed, on no rank: all get copies."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    own = [rank, [rank]]
+    several = [[rank, other] for other in range(size)]
+    found = [
+        comm.bcast(own, 0), comm.scatter(several, 0), comm.allgather(own)[rank], comm.alltoall(several)[rank],
+        comm.sendrecv(own, rank, source=rank),
+    ]  # fmt: skip
+    gathered = comm.gather(own, 0)
+    found += [] if gathered is None else gathered
+    passed = [own, own[1], *several]
+    claim(not any(each is old for each in found for old in passed), "what comes is a copy")
+    claim(found[0][1] is not own[1], "also inside")
+    received = comm.bcast([rank], 0)
+    received.append(rank)
+    comm.Barrier()
+    same(received, [0, rank])

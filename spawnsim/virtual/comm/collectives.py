@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.failures import Truncated
 from spawnsim.comm.integers import each_integer, integer
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.virtual.comm import plans
@@ -38,7 +39,15 @@ class Plans(Member):
         return self._meet(plans.counts(as_buffer(recvbuf).count))  # type: ignore[no-any-return]
 
     def _run(self, plan: Plan) -> None:
-        plan.collect(self._meet(plan.call))
+        self._take(plan, self._meet(plan.call))
+
+    def _take(self, plan: Plan, outcome: Any) -> None:
+        """Put the outcome where it belongs; what does not fit is named."""
+        try:
+            plan.collect(outcome)
+        except Truncated as error:
+            text = f"{error.message}; it is from {plan.call.describe()} on {self._label}"
+            raise Truncated(message=text) from None
 
 
 class Collectives(Plans):

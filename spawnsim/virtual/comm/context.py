@@ -41,6 +41,7 @@ class Context:
     notes: dict[Any, Any] = field(default_factory=dict)  # agreements of the members, made in collectives
     revoked_s: float | None = None  # inf: only for members that were given up
     inner: bool = False  # not of the program's making: a window's
+    name: str = ""  # if MPI or a member has given it one
 
     def __post_init__(self) -> None:
         self.number = self.world.next_context()
@@ -49,6 +50,11 @@ class Context:
             self.world.ledger.made(self)
         self.everyone = tuple(rank for side in self.sides for rank in side)
         self.places = [{rank: place for place, rank in enumerate(side)} for side in self.sides]
+
+    @property
+    def label(self) -> str:
+        """The name, or the number: the same on all members."""
+        return self.name or f"communicator {self.number}"
 
     def derive(self, *sides: tuple[int, ...], topology: Any = None, inner: bool = False) -> Context:
         """Return a new context that is made of this one, and ends with it."""
@@ -139,6 +145,8 @@ class Member(Attributed):
         self._mailbox = context.mailbox(rank)
         self._attributes, self._name, self._errhandler, self._info = {}, name, None, None
         self._own = None
+        if name:
+            context.name = name
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -149,7 +157,7 @@ class Member(Attributed):
 
     @property
     def _label(self) -> str:
-        return self._name or f"communicator {self._context.number}"
+        return self._name or self._context.label
 
     @property
     def _members(self) -> tuple[int, ...]:

@@ -39,6 +39,13 @@ class Management(Belongings):
 
     __slots__ = ()
 
+    def Set_name(self, name: str) -> None:
+        """Set the name, which errors tell from then on."""
+        super().Set_name(name)
+        self._context.name = name
+
+    name = property(Belongings.Get_name, Set_name)
+
     def Get_rank(self) -> int:
         """Return this rank."""
         if self._identity is None:

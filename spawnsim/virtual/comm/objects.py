@@ -15,6 +15,11 @@ from spawnsim.virtual.comm.payload import dumps, loads
 from spawnsim.virtual.meeting import Call, Meeting
 
 
+def _agreed(op: Op) -> tuple[tuple[str, str], ...]:
+    """Return what all ranks of a reduction must have in common."""
+    return (("op", getattr(op, "name", "") or "user-defined"),)
+
+
 def _folded(op: Op) -> Callable[[bytes, bytes], bytes]:
     """Return `combine` for pickles."""
     return lambda a, b: dumps(op(loads(a), loads(b)))
@@ -30,12 +35,12 @@ class ObjectCollectives(Plans):
         self._meet(Call("Barrier", "barrier"))
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
-        """Return the root's object."""
+        """Return the root's object: a copy on every rank, the root included, as mpi4py does it."""
         root = self._root(root)
         part = dumps(obj) if self._me == root else b""
         outcome = lambda m, rank: m.calls[root].part  # noqa: E731
         received = self._meet(Call("bcast", "bcast", part, len(part), root, sizes="root", outcome=outcome))
-        return obj if self._me == root else loads(received)
+        return loads(received)
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """Return all ranks' objects at the root, None elsewhere."""
@@ -78,7 +83,9 @@ class ObjectCollectives(Plans):
         def outcome(meeting: Meeting, rank: int) -> Any:
             return reductions.binomial(meeting.parts(rank), _folded(op)) if rank == root else None
 
-        combined = self._meet(Call("reduce", "reduce", part, len(part), root, outcome=outcome))
+        combined = self._meet(
+            Call("reduce", "reduce", part, len(part), root, agree=_agreed(op), outcome=outcome)
+        )
         return None if combined is None else loads(combined)
 
     def allreduce(self, sendobj: Any, op: Op = SUM) -> Any:
@@ -88,7 +95,8 @@ class ObjectCollectives(Plans):
         def outcome(meeting: Meeting, rank: int) -> Any:
             return meeting.shared(rank, lambda: reductions.binomial(meeting.parts(rank), _folded(op)))
 
-        return loads(self._meet(Call("allreduce", "allreduce", part, len(part), outcome=outcome)))
+        call = Call("allreduce", "allreduce", part, len(part), agree=_agreed(op), outcome=outcome)
+        return loads(self._meet(call))
 
     def _one_each(self, sendobj: Sequence[Any] | None) -> list[bytes]:
         size = len(self._peers)
@@ -120,5 +128,5 @@ class ObjectIntraCollectives(Plans):
             parts = meeting.parts(rank)[: rank + own]
             return reductions.ordered(parts, _folded(op)) if parts else None
 
-        combined = self._meet(Call(name, name, part, len(part), outcome=outcome))
+        combined = self._meet(Call(name, name, part, len(part), agree=_agreed(op), outcome=outcome))
         return None if combined is None else loads(combined)

@@ -59,16 +59,17 @@ class Ledger:
     def left_messages(self) -> Iterator[str]:
         """Yield a sentence about messages that nobody has received, if there are any."""
         left = Counter(
-            (context.everyone[message.source], rank, message.tag)
+            (context.number, message.source, context.places[0][rank], message.tag)
             for context in self._contexts
             if len(context.sides) == 1
             for rank, mailbox in sorted(context.mailboxes.items())
             for message in undelivered(mailbox)
         )
         if left:
+            named = {context.number: context for context in self._contexts}
             shown = [
-                f"{_times(count)}rank {source} to rank {dest}, tag {tag}"
-                for (source, dest, tag), count in sorted(left.items())
+                f"{_times(count)}rank {source} to rank {dest}, tag {tag}, on {_where(named[number], source, dest)}"
+                for (number, source, dest, tag), count in sorted(left.items())
             ]
             yield f"{_count(left.total(), 'message')} never received: {_list(shown)}"
 
@@ -81,6 +82,14 @@ class Ledger:
             yield f"{_count(len(left), 'communicator')} never freed"
         if partly:
             yield f"{_count(len(partly), 'communicator')} freed by some of the members only"
+
+
+def _where(context: Any, *ranks: int) -> str:
+    """Return the name of a communicator, and what its ranks are in the world if that differs."""
+    world = [context.everyone[rank] for rank in ranks]
+    if world == [*ranks]:
+        return str(context.label)
+    return f"{context.label} (ranks {' and '.join(map(str, world))} of the world)"
 
 
 def _left_windows(world: World) -> Iterator[str]:
