@@ -76,7 +76,8 @@ class Objects(Transport):
         recvtag: int = ANY_TAG, status: Status | None = None,
     ) -> Any:  # fmt: skip
         """Send one object and receive another, without deadlock."""
-        dest, sendtag = integer(dest), integer(sendtag)
+        if type(dest) is not int or type(sendtag) is not int:
+            dest, sendtag = integer(dest), integer(sendtag)
         transfer = self._dispatch(dumps(sendobj), dest, sendtag, STANDARD)
         received = self.recv(recvbuf, source, recvtag, status)
         if transfer is not None:
@@ -139,7 +140,8 @@ class Buffers(Transport):
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Start to receive into a buffer, which is filled when the request is collected."""
-        source = integer(source)
+        if type(source) is not int:
+            source = integer(source)
         check_target(buf, source)
         return self._irecv(source, tag, "Irecv", receiver(buf))
 
@@ -148,7 +150,13 @@ class Buffers(Transport):
         recvtag: int = ANY_TAG, status: Status | None = None,
     ) -> None:  # fmt: skip
         """Send one buffer and receive into another, without deadlock."""
-        dest, sendtag, source, recvtag = integer(dest), integer(sendtag), integer(source), integer(recvtag)
+        if not type(dest) is type(sendtag) is type(source) is type(recvtag) is int:
+            dest, sendtag, source, recvtag = (
+                integer(dest),
+                integer(sendtag),
+                integer(source),
+                integer(recvtag),
+            )
         check_target(recvbuf, source)
         transfer = self._dispatch(pack(sendbuf, dest), dest, sendtag, STANDARD)
         if source == PROC_NULL:

@@ -112,7 +112,8 @@ class Transport(Member):
         return Waiting(operation, self._label, self._peers, peer, tag, keyword, acknowledged, context)
 
     def _isend(self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str) -> Request:
-        dest, tag = integer(dest), integer(tag)
+        if type(dest) is not int or type(tag) is not int:
+            dest, tag = integer(dest), integer(tag)
         transfer = self._dispatch(payload, dest, tag, mode)
         if transfer is None:
             return Request.over(self._world)
@@ -120,7 +121,8 @@ class Transport(Member):
 
     def _irecv(self, source: int, tag: int, operation: str, collect: Any, *, writes: bool = True) -> Request:
         """Post a receive; `collect(payload)` makes the request's result, or `writes` it to memory."""
-        source, tag = integer(source), integer(tag)
+        if type(source) is not int or type(tag) is not int:
+            source, tag = integer(source), integer(tag)
         if source == PROC_NULL:
             self._need()
             return Request.over(self._world, receive_nothing)
