@@ -44,7 +44,10 @@ def exit_code(error: BaseException) -> int:
             return exit_code(cause)
         status = cause.code if isinstance(cause, SystemExit) else status  # sys.exit(3), comm.Abort(3)
         return status if isinstance(status, int) and 0 < status < 256 else RAISED
-    return next((code for family, code in _CODES if isinstance(error, family)), RAISED)
+    code = next((code for family, code in _CODES if isinstance(error, family)), RAISED)
+    return (
+        RAISED if code == USAGE and getattr(error, "placed", False) else code
+    )  # a rank's call, no option of ours
 
 
 def report(error: SpawnsimError, *, quiet: bool = False) -> int:
