@@ -66,7 +66,7 @@ B3  average_all whole_numbers_are_averaged_exactly
 B4  average_all one_collective_per_dtype_however_many_parameters
 B4  average_all optimizer_state_is_averaged_or_reset_on_demand
 B5  average_all info_has_the_same_keys_in_every_call
-B5  average_all iteration_0_is_left_out_unless_every_iteration_counts
+B5  average_all iteration_0_averages_too_so_that_ranks_begin_together
 B6  average_all all_ranks_end_with_the_mean
 C1  one_sided   the_worst_rank_takes_the_mean_of_its_donors
 C2  one_sided   a_read_that_was_overtaken_is_repeated

@@ -12,11 +12,15 @@ from spawnsim.policies.flat import GroupMean
 from spawnsim.policies.state import Tensors, Travels, as_real, collect
 
 
-def average_gradients(model: torch.nn.Module, group: Group = None, *, backend: str = default_backend) -> None:
+def average_gradients(
+    model: torch.nn.Module, group: Group = None, *, backend: str = default_backend, guard: bool = True
+) -> None:
     """Replace each gradient by its mean over the group, in place.
 
     A rank without a gradient (`grad is None`) counts as zero and gets the mean; where no rank has one it stays None.
-    All ranks must call. Raises `MismatchError` on every rank if the models differ.
+    With `guard`, numbers that are not finite are left out, as in `policies.AverageAllPolicy`; a loss scaler that looks
+    for overflows after this wants them in: guard=False. All ranks must call.
+    Raises `MismatchError` on every rank if the models differ.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
@@ -26,7 +30,7 @@ def average_gradients(model: torch.nn.Module, group: Group = None, *, backend: s
     live: Tensors = {f"gradient/{number}": gradient for number, gradient in enumerate(gradients)}
     live = as_real({**live, "held": held})
     comm = comm_of(group, backend)
-    GroupMean(comm, live)(comm, live)
+    GroupMean(comm, live, guard=guard)(comm, live)
     for parameter, gradient, share in zip(trained, gradients, held.tolist(), strict=True):
         parameter.grad = gradient if share > 0 else None
 
@@ -44,13 +48,15 @@ def average_models(
     *,
     travels: Travels | None = None,
     backend: str = default_backend,
+    guard: bool = True,
 ) -> None:
     """Replace parameters and buffers by their mean over the group, in place: optimizers keep pointing at them.
 
-    The mean of equal models is that model, in a part of the world too. `travels` leaves out buffers or frozen
-    parameters. Raises `MismatchError` on every rank if the models differ.
+    The mean of equal models is that model, to the bit, in a part of the world too. `travels` leaves out buffers or
+    frozen parameters; with `guard`, numbers that are not finite are left out, as in `policies.AverageAllPolicy`.
+    Raises `MismatchError` on every rank if the models differ.
     """
     comm = comm_of(training_group, backend)
     live = as_real(collect(model, None, travels or Travels()))
     if live:
-        GroupMean(comm, live)(comm, live)
+        GroupMean(comm, live, guard=guard)(comm, live)

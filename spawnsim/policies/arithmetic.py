@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from spawnsim.policies.finite import surely_finite
 from spawnsim.policies.memory import new_buffer
 
 PIECE = 1 << 18  # elements: an intermediate result of so many fits in the second cache
@@ -42,15 +43,10 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def _difference(value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     """Return value - anchor, 0 where they are equal: two infinities of a mask differ by nothing."""
     difference = value - anchor
-    if not _all_finite(difference):
+    near = difference.device.type == "cpu"  # elsewhere asking would wait
+    if not (near and surely_finite(difference)):
         difference.masked_fill_(value == anchor, 0)
     return difference
-
-
-def _all_finite(difference: torch.Tensor) -> bool:
-    """Return whether all is surely finite, for the price of a sum; elsewhere than on the CPU, asking would wait."""
-    near = difference.device.type == "cpu" and not difference.is_complex()
-    return near and math.isfinite(difference.sum().item())
 
 
 def blend(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:

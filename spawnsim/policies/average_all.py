@@ -11,12 +11,12 @@ import torch
 
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError, UsageError
-from spawnsim.policies.cadence import Cadence
+from spawnsim.policies.cadence import Cadence, Every
 from spawnsim.policies.collector import Collector
 from spawnsim.policies.flat import GroupMean
 from spawnsim.policies.mixing import check_momentum
 from spawnsim.policies.policy import Info, Result, SpawnPolicy, as_metric, blank_info
-from spawnsim.policies.state import Tensors, Travels, assign_optimizer, reset_optimizer
+from spawnsim.policies.state import Tensors, Travels, assign_optimizer, reset_if_not_finite, reset_optimizer
 
 
 class AverageAllPolicy(SpawnPolicy):
@@ -24,7 +24,13 @@ class AverageAllPolicy(SpawnPolicy):
 
     Parameters and buffers are averaged, in any dtype; `travels` adds or leaves out parts. `momentum` m keeps a
     part of the own weights: θ ← m·θ_own + (1 - m)·mean. A model of many small tensors is averaged at half the price
-    after `spawnsim.policies.one_storage(model)`.
+    after `spawnsim.policies.one_storage(model)`. Iteration 0 averages too, as in the original: ranks that were built
+    apart begin together (another `cadence` does otherwise). The mean of equal models is that model, to the bit.
+
+    `guard`: a float that is not finite (NaN, infinite) counts for nothing: the mean is taken over the ranks that have
+    a finite one there, and all ranks get it, the others' included; where no rank has one, each keeps its own. A rank
+    that was healed so forgets its optimizer's state if that is not finite either, and records an event "healed" and a
+    warning. All ranks of a group must give the same. Without it one rank's NaN reaches all of them.
 
     Raises:
         MismatchError: at the first averaging, on every rank, if the models of the group differ in name, dtype or shape.
@@ -40,8 +46,12 @@ class AverageAllPolicy(SpawnPolicy):
         travels: Travels | None = None,
         cadence: Cadence | None = None,
         timing: dict[str, list[float]] | None = None,
+        guard: bool = True,
     ) -> None:
-        super().__init__(average_every, cadence=cadence)
+        super().__init__(
+            average_every, cadence=cadence if cadence is not None else Every(average_every, at_zero=True)
+        )
+        self.guard = bool(guard)
         self.travels = travels or Travels()
         if self.travels.optimizer_state == "copy":
             raise ParameterError(
@@ -49,7 +59,7 @@ class AverageAllPolicy(SpawnPolicy):
             )
         self.momentum = check_momentum(momentum)
         self.timing = timing if timing is not None else {}
-        self.num_averagings = 0
+        self.num_averagings = self.num_healed = 0
         self._bound: tuple[object, Comm] | None = None
         self._mean: GroupMean | None = None
         self._collect, self._live = Collector(self.travels), dict[str, torch.Tensor]()
@@ -82,8 +92,9 @@ class AverageAllPolicy(SpawnPolicy):
         began_s = comm.clock.now()
         live = self._collect(model, optimizer)
         mean = self._checked(comm, live)
-        if comm.Get_size() > 1:
-            mean(comm, live, self.momentum)
+        if comm.Get_size() > 1 and mean(comm, live, self.momentum).numbers:
+            self.num_healed += 1
+            reset_if_not_finite(optimizer)
         if self.travels.optimizer_state == "reset":
             reset_optimizer(optimizer)
         elif self.travels.optimizer_state == "average":
@@ -99,7 +110,7 @@ class AverageAllPolicy(SpawnPolicy):
 
     def _checked(self, comm: Comm, live: Tensors) -> GroupMean:
         if self._mean is None:
-            self._mean = GroupMean(comm, live)
+            self._mean = GroupMean(comm, live, guard=self.guard)
         elif live is not self._live and not self._mean.layout.matches(live):
             raise UsageError(
                 f"rank {comm.Get_rank()}: the model has changed since the group first averaged "
@@ -110,8 +121,8 @@ class AverageAllPolicy(SpawnPolicy):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Averagings so far."""
-        return {"num_averagings": self.num_averagings}
+        """Averagings so far, and those in which this rank was healed."""
+        return {"num_averagings": self.num_averagings, "num_healed": self.num_healed}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters."""

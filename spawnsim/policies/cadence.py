@@ -25,16 +25,20 @@ class Cadence(Protocol):
 class Every:
     """Act at the multiples of `period`, from `start` on.
 
-    Iteration 0 is left out unless `period` is 1: after a single step there is nothing to exchange yet.
+    Iteration 0 is left out unless `period` is 1, as after a single step there are no metrics worth comparing, or
+    `at_zero` says otherwise.
 
     >>> [i for i in range(12) if Every(5).due(i)]
     [5, 10]
+    >>> [i for i in range(12) if Every(5, at_zero=True).due(i)]
+    [0, 5, 10]
     >>> [i for i in range(3) if Every(1).due(i)]
     [0, 1, 2]
     """
 
     period: int
     start: int = 0
+    at_zero: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.period, bool) or int(self.period) != self.period or self.period < 1:
@@ -46,9 +50,9 @@ class Every:
 
     def due(self, iteration: int) -> bool:
         """Return whether `iteration` is a multiple of the period, not before `start`."""
-        return (
-            iteration % self.period == 0 and iteration >= self.start and (iteration > 0 or self.period == 1)
-        )
+        if iteration % self.period or iteration < self.start:
+            return False
+        return iteration > 0 or self.period == 1 or self.at_zero
 
 
 @dataclass(frozen=True, slots=True)

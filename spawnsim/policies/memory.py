@@ -6,6 +6,7 @@ This room knows torch's storages and numpy's; it knows no model, no communicator
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,11 @@ def new_buffer(count: int, dtype: torch.dtype, device: torch.device) -> torch.Te
     if device.type == "cpu":
         return torch.from_numpy(np.empty(count * dtype.itemsize, np.uint8)).view(dtype)
     return torch.empty(count, dtype=dtype, device=device)
+
+
+def as_memory(tensor: torch.Tensor) -> Any:
+    """Return a tensor in main memory as an array: numpy begins sooner than torch, which counts for small ones."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
 def one_run(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

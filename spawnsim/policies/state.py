@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 
 from spawnsim.errors import ParameterError, UsageError
+from spawnsim.policies.finite import all_finite
 
 Tensors = dict[str, torch.Tensor]
 OptimizerState = Literal["copy", "average", "reset", "keep"]
@@ -128,6 +129,17 @@ def _put(state: dict[str, object], key: str, value: torch.Tensor, parameter: tor
 def reset_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Forget all state of an optimizer (moments, step counts); its settings stay."""
     optimizer.state.clear()
+
+
+def reset_if_not_finite(optimizer: torch.optim.Optimizer) -> None:
+    """Forget an optimizer's state if any of it is not finite: the next step would undo what has healed the weights."""
+    held = [value for state in optimizer.state.values() for value in state.values()]
+    floats = [value for value in held if isinstance(value, torch.Tensor) and not value.dtype.is_complex]
+    floats += [
+        torch.view_as_real(value) for value in held if isinstance(value, torch.Tensor) and value.is_complex()
+    ]
+    if not all(all_finite(value) for value in floats if value.is_floating_point()):
+        reset_optimizer(optimizer)
 
 
 @dataclass(frozen=True, slots=True)

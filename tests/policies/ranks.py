@@ -10,11 +10,13 @@ import torch
 import spawnsim
 from spawnsim.policies import SpawnPolicy
 
+WIDE = 30_000  # numbers in a model by default: 120 kB, more than any platform sends eagerly
+
 
 class Line(torch.nn.Module):
     """A model whose every number is the same: what a mixture did to it can be read off."""
 
-    def __init__(self, value: float, width: int = 3, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, value: float, width: int = WIDE, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.full((width,), value, dtype=dtype))
         self.logZ = torch.nn.Parameter(torch.tensor(value, dtype=dtype))
@@ -22,7 +24,7 @@ class Line(torch.nn.Module):
 
 
 def line(
-    value: float, width: int = 3, dtype: torch.dtype = torch.float32
+    value: float, width: int = WIDE, dtype: torch.dtype = torch.float32
 ) -> tuple[Line, torch.optim.Optimizer]:
     """Return such a model and a plain optimizer."""
     model = Line(value, width, dtype)
@@ -31,7 +33,7 @@ def line(
 
 def numbers(model: torch.nn.Module) -> set[float]:
     """Return the distinct numbers in a model."""
-    return {float(number) for tensor in model.state_dict().values() for number in tensor.double().reshape(-1)}
+    return {number for tensor in model.state_dict().values() for number in tensor.double().unique().tolist()}
 
 
 class Steps:

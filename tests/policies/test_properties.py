@@ -50,17 +50,16 @@ def test_a_mixture_stays_in_the_hull(values: list[float], data: st.DataObject) -
 
 
 @few
-@given(st.integers(1, 6), st.floats(-1e6, 1e6, width=32, allow_subnormal=False), st.floats(0, 1))
+@given(st.integers(1, 12), st.floats(-1e6, 1e6, width=32), st.floats(0, 1))
 def test_averaging_at_consensus_changes_nothing(size: int, value: float, momentum: float) -> None:
-    """Equal models stay equal everywhere, and what they are: to the bit where the size is a power of two, else to
-    the rounding of a sum and a quotient.
-    """
+    """Equal models stay equal everywhere, and what they are, to the bit, whatever the size of the group."""
     found = walk(
-        lambda _: AverageAllPolicy(1, momentum=momentum), ranks=size, steps=1, start=lambda _: line(value)
+        lambda _: AverageAllPolicy(1, momentum=momentum),
+        ranks=size,
+        steps=1,
+        start=lambda _: line(value, width=9),
     )
-    (after,) = {frozenset(numbers(model)) for model in found.models.values()}
-    exact = size & (size - 1) == 0
-    assert after == {value} if exact else list(after) == pytest.approx([value] * len(after), rel=3e-7)
+    assert {frozenset(numbers(model)) for model in found.models.values()} == {frozenset([value])}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:3])
