@@ -2,8 +2,8 @@
 
 MPI does not allow messages that nobody receives (MPICH kills such a job when it finalizes). So all ranks add up what
 each has sent to each, after which none sends any more, and each stays until it has received its share. The leader goes
-on deciding for those who still train, until all others have said goodbye. All waits are bounded by
-`shutdown_timeout_s`; a rank that is known to be dead ends them.
+on deciding for those who still train, until all others have said goodbye or are known to be dead. All waits together
+are bounded by `shutdown_timeout_s`, whatever was lost; the dead end those that hang on them.
 
 This room knows an exchange and a communicator's clock and one collective; it decides nothing.
 """
@@ -37,12 +37,20 @@ class Leaving:
         try:
             exchange.tell_leader(Message(Kind.LEAVE, self._latest[0], self._latest[0]))
             self._finish(min(end_s, self._clock.now() + PATIENCE_CALLS * exchange.call_s))
-            while exchange.coordinator and not exchange.coordinator.alone and self._clock.now() < end_s:
+            while exchange.coordinator and not self._alone() and self._clock.now() < end_s:
                 self._rest()
             exchange.coordinator, exchange.leaving = None, True
-            return self._receive(self._expected(end_s))
+            return self._receive(self._expected(end_s), end_s)
         except (RankFailed, Revoked, Timeout):
             return False
+
+    def _alone(self) -> bool:
+        """Whether all others have said goodbye to this coordinating rank, or have died."""
+        coordinator = self.exchange.coordinator
+        assert coordinator is not None
+        for rank in () if coordinator.alone else self.exchange.mailbox.dead():
+            coordinator.leave(rank)
+        return coordinator.alone
 
     def _rest(self) -> None:
         self.exchange.serve(*self._latest)
@@ -62,14 +70,16 @@ class Leaving:
             self.exchange.comm.Iallreduce(sent, total).Wait()
         return int(total[self.exchange.comm.Get_rank()])
 
-    def _receive(self, expected: int) -> bool:
-        """Receive what is still missing; what does not come while nothing moves is lost."""
+    def _receive(self, expected: int, end_s: float) -> bool:
+        """Receive what is still missing; what does not come while nothing moves, or in all the time left, is lost."""
         box, patience_s = self.exchange.mailbox, PATIENCE_POLLS * self._wiring.poll_interval_s
         moved_s, before = self._clock.now(), -1
+        end_s = max(end_s, moved_s + patience_s)
         while not (box.reap() and box.received >= expected and not box.unfinished):
+            now_s = self._clock.now()
             if box.received != before:
-                moved_s, before = self._clock.now(), box.received
-            elif self._clock.now() > moved_s + patience_s and not box.unfinished:
+                moved_s, before = now_s, box.received
+            elif now_s > end_s or (now_s > moved_s + patience_s and not box.unfinished):
                 return False
             self._rest()
         return True

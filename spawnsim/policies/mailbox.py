@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -116,6 +116,13 @@ class Mailbox:
         except RankFailed:  # nobody will take it any more
             self.counts["peer failed"] += 1
             return True
+
+    def dead(self) -> list[int]:
+        """Return the ranks of the group that are known to have died; none where the job ends with the first."""
+        if not self.comm.capabilities().survives:
+            return []
+        failed = cast("Any", self.comm).Get_failed()
+        return [rank for rank in failed.Translate_ranks(None, self.comm.Get_group()) if rank >= 0]
 
     @property
     def unfinished(self) -> int:

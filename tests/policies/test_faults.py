@@ -10,14 +10,14 @@ from policies.ranks import numbers, walk
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, Wiring
 from spawnsim.virtual.faults import Swarm
 
-RANKS, STEPS, HORIZON_S = 6, 60, 0.3
+RANKS, STEPS, HORIZON_S = 10, 60, 0.3
 KINDS = ("crash", "pause", "slow", "down", "drop", "delay", "duplicate", "corrupt", "partition")
 
 
 def policy(comm: Any) -> AsyncSelectiveAveragingPolicy:
     """Return a policy with a short deadline that checks every byte."""
     wiring = Wiring(deadline=0.05, checksum=True, shutdown_timeout_s=0.1)
-    return AsyncSelectiveAveragingPolicy(None, 2, 0.3, cooldown=0, rule="replace", wiring=wiring)
+    return AsyncSelectiveAveragingPolicy(None, 2, 0.3, cooldown=0, wiring=wiring)
 
 
 @pytest.mark.parametrize("seed", range(25))
