@@ -1,6 +1,6 @@
 """The account of one replacement: what `info` and events.jsonl say of it.
 
-This room knows the facts of a replacement and how they are told; it decides and sends nothing.
+This room knows the facts of a replacement and how they are told, and what of it is worth a warning; it sends nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from spawnsim.comm import Comm
 from spawnsim.policies.policy import Info
-from spawnsim.policies.renewal import Gift, Renewal
+from spawnsim.policies.renewal import Gift, Renewal, shared, unsound
+from spawnsim.policies.state import collect
 
 Served = Literal["before", "after"]
+Whose = tuple[torch.nn.Module, torch.optim.Optimizer]
 
 logger = logging.getLogger(__name__)
 
@@ -73,3 +77,16 @@ class Replacement:
             logger.warning(
                 "rank %d: %d tensors without a match at the donors stay: %s", comm.rank, count, shown
             )
+
+
+def sound(comm: Comm, gifts: Sequence[Gift], whose: Whose, renewal: Renewal) -> list[Gift]:
+    """Return the gifts that hold no NaN and no strange infinity, with weights that sum to 1.
+
+    Donors that are left out are told of: an event "left_out", and a warning.
+    """
+    out = unsound(gifts, collect(*whose, renewal.travels))
+    if out:
+        world = comm.Get_group().members
+        comm.record.event("left_out", donors=[world[donor] for donor in out])
+        logger.warning("rank %d: what donors %s gave is not finite: left out", comm.rank, out)
+    return shared([gift for gift in gifts if gift.donor not in out])

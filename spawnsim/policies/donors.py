@@ -16,6 +16,8 @@ from spawnsim.errors import ParameterError
 from spawnsim.policies.mixing import softmax_weights
 from spawnsim.policies.selection import Mode, Report, check_mode, worst_first
 
+MOST = 8  # donors of one replaced rank by default, where averaging takes several: see `usual`
+
 DonorRule = Callable[[int, Sequence[Report], np.random.Generator], Sequence[int]]
 Count = int | float | None  # so many; that share of the candidates; all
 
@@ -113,3 +115,14 @@ class Neighbours:
         if not close:
             return Best(1, self.mode)(rank, candidates, rng)
         return Uniform(self.count)(rank, close, rng)
+
+
+def usual(strategy: str, mode: Mode, most: int | None) -> DonorRule:
+    """Return the donors that a strategy has where none are named: for "best_only" the best alone, else `most`.
+
+    "best_only" means the best of all, so one rank gives to all that are replaced in a round: it packs its model once,
+    and its network card sends it as often as there are replaced ranks. A number of donors with "best_only" takes the
+    best of so many drawn at random, which spreads that load. `most` drawn at random (None: all candidates) keeps the
+    traffic of a round, and the memory of a replaced rank, from growing with the square of the group.
+    """
+    return Best(1, mode) if strategy == "best_only" else Uniform(most)

@@ -16,6 +16,7 @@ import torch
 
 from spawnsim.errors import ParameterError
 from spawnsim.policies.arithmetic import blend, with_delta, with_momentum
+from spawnsim.policies.finite import all_finite
 from spawnsim.policies.mixing import check_momentum, check_strategy
 from spawnsim.policies.state import (
     Tensors,
@@ -47,6 +48,20 @@ def shared(gifts: Sequence[Gift]) -> list[Gift]:
     return [replace(gift, weight=gift.weight / total) for gift in gifts] if total > 0 else list(gifts)
 
 
+def unsound(gifts: Sequence[Gift], own: Tensors) -> list[int]:
+    """Return the donors whose state holds a NaN, or an infinity where this rank has none (masks may hold some)."""
+    return [gift.donor for gift in gifts if not all(_sound(t, own.get(n)) for n, t in gift.tensors.items())]
+
+
+def _sound(value: torch.Tensor, own: torch.Tensor | None) -> bool:
+    if not (value.is_floating_point() or value.is_complex()) or all_finite(value):
+        return True
+    if own is None or own.shape != value.shape:
+        return False
+    places = ~torch.isfinite(value)
+    return bool((value[places] == own[places]).all())
+
+
 @dataclass(frozen=True, slots=True)
 class Renewed:
     """The model and optimizer to go on with; `unmatched` names tensors that no donor had."""
@@ -60,14 +75,14 @@ class Renewed:
 class Renewal:
     """How a replacement is carried out.
 
-    θ_new = Σ w_k θ_k over the donors, plus, by the `delta` rule, the rank's own steps since it asked for them; then
-    θ ← m·θ_own + (1 - m)·θ_new with m = `momentum`. `explore(model, optimizer, rng)` is called last.
+    θ_new = Σ w_k θ_k over the donors (`rule` "replace"), plus the rank's own steps since it asked for them ("delta");
+    then θ ← m·θ_own + (1 - m)·θ_new with m = `momentum`. `explore(model, optimizer, rng)` is called last.
     """
 
     builder: ModelBuilder | None = None
     strategy: str = "mean"
     momentum: float = 0.0
-    rule: Rule = "delta"
+    rule: Rule = "replace"
     travels: Travels = field(default_factory=lambda: Travels(optimizer_state="reset"))
     explore: Explore | None = None
 

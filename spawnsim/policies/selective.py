@@ -7,17 +7,17 @@ This room puts a cadence, rules (selection, donors, mixing), a renewal and an ex
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from spawnsim.errors import ParameterError
-from spawnsim.policies.account import Replacement
+from spawnsim.policies.account import Replacement, Whose, sound
 from spawnsim.policies.cadence import Cadence
 from spawnsim.policies.codecs import Codec
 from spawnsim.policies.compression import Compression
 from spawnsim.policies.deciding import Rules
-from spawnsim.policies.donors import Count, DonorRule, Uniform
+from spawnsim.policies.donors import MOST, Count, DonorRule, Uniform, usual
 from spawnsim.policies.exchange import Exchange
 from spawnsim.policies.intake import Outcome
 from spawnsim.policies.leaving import Leaving
@@ -44,7 +44,13 @@ logger = logging.getLogger(__name__)
 
 ReplacementMode = Literal["worst_ratio", "threshold", "age"]
 REPLACEMENT_MODES: tuple[str, ...] = ("worst_ratio", "threshold", "age")
-MOST_DONORS = 8
+
+
+class _WithThreshold(int):
+    """A cooldown that holds only where a threshold is given, as in the original; a plain number always holds."""
+
+
+COOLDOWN = _WithThreshold(200)
 
 
 def selection_for(replacement_mode: str, *, ratio: float, threshold: float | None, mode: Mode) -> Selection:
@@ -78,37 +84,47 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         model_builder: makes the fresh (model, optimizer) that a replaced rank goes on with; None overwrites its own.
         average_every: iterations between reports.
         replacement_ratio: share of the ranks replaced per round in mode "worst_ratio"; 0 replaces none.
-        averaging_strategy: "mean", "weighted_mean" (better donors weigh more), "best_only", or "reset_weights".
-        momentum: m in θ ← m·θ_own + (1 - m)·θ_new.
+        averaging_strategy: "mean", "weighted_mean" (better donors weigh more), "best_only" (the best of all survivors,
+            unless you name `donors`), or "reset_weights".
+        momentum: m in θ ← m·θ_own + (1 - m)·θ_new; so much of a rank that runs away stays, too.
         poll_interval_s: seconds between polls while `shutdown` waits.
         threshold: in mode "worst_ratio", replace only if some rank is worse than this (None: always; infinite: never);
             in mode "threshold", replace exactly the ranks that are worse.
-        cooldown: iterations after a round with replacements in which no other is decided.
+        cooldown: iterations after a round with replacements in which no other is decided. The default holds where a
+            threshold is given; without one every round replaces, as in the original. A number of your own holds always.
         timing: a dictionary to fill with durations in seconds, by step.
         replacement_mode: "worst_ratio", "threshold" or "age" (lives of `age_range` calls, both ends included,
             end at the next report).
-        donors: a donor rule, or a number of donors drawn uniformly from the survivors (share if float). By default
-            all survivors, but 8 at most, so that traffic grows with the group and not with its square.
+        donors: a donor rule, or a number of donors drawn uniformly from the survivors (share if float; 1.0: all). By
+            default the best alone for "best_only", which then gives to all replaced ranks; else all survivors, but 8 at
+            most, so that traffic and memory grow with the group and not with its square (`spawnsim.spawn_policy` takes
+            all, as the original does).
         selection, mixing, cadence: your own objects in place of the named ones.
-        rule: "delta" keeps the steps that the replaced rank took since it asked; "replace" drops them.
+        rule: "replace": the replaced rank takes the donors' weights as they are, which heals it whatever became of its
+            own. It loses the steps that it took since it asked, one or two as a rule. "delta" adds these, so a rank
+            that runs away brings its explosion back (steps that are not finite are dropped).
         travels: which parts of the state are exchanged, and what becomes of the optimizer's.
         explore: called as `explore(model, optimizer, rng)` after each replacement of this rank.
         mode: "max" if higher metrics are better, else "min". nan_policy: "worst", "exclude" or "raise".
         wiring: quorum, deadlines, coordinator, tag.
         compression: None; "float16" or "bfloat16": float32 and float64 parameters and buffers travel in that type
             (out of its range: as they are); or another codec's name, or a codec. Sums stay in the models' types.
+        guard: leave out donors whose state holds a NaN, or an infinity that the replaced rank has not in that place,
+            with an event "left_out" and a warning; if none is left, the rank goes on with its own weights.
     """
+
+    most_donors: ClassVar[int | None] = MOST
 
     # fmt: off
     def __init__(
         self, model_builder: ModelBuilder | None, average_every: int, replacement_ratio: float = 0.2,
         averaging_strategy: str = "mean", momentum: float = 0.0, poll_interval_s: float = 0.01,
-        threshold: float | None = None, cooldown: int = 200, timing: dict[str, list[float]] | None = None, *,
+        threshold: float | None = None, cooldown: int = COOLDOWN, timing: dict[str, list[float]] | None = None, *,
         replacement_mode: str = "worst_ratio", age_range: tuple[int, int] = (50, 150),
-        donors: DonorRule | Count = MOST_DONORS, selection: Selection | None = None, mixing: Mixing | None = None,
-        cadence: Cadence | None = None, rule: Rule = "delta", travels: Travels | None = None,
+        donors: DonorRule | Count = None, selection: Selection | None = None, mixing: Mixing | None = None,
+        cadence: Cadence | None = None, rule: Rule = "replace", travels: Travels | None = None,
         explore: Explore | None = None, mode: Mode = "max", nan_policy: NanPolicy = "worst",
-        wiring: Wiring | None = None, compression: str | Codec | None = None,
+        wiring: Wiring | None = None, compression: str | Codec | None = None, guard: bool = True,
     ) -> None:
         # fmt: on
         super().__init__(average_every, cadence=cadence)
@@ -116,16 +132,17 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         check_nan_policy(nan_policy)
         named = selection_for(replacement_mode, ratio=replacement_ratio, threshold=threshold, mode=mode)
         self.rules = Rules(
-            selection if selection is not None else named,
-            donors if callable(donors) else Uniform(donors),
+            selection if selection is not None else named, self._donors(donors, averaging_strategy, mode),
             averaging_strategy, mixing, mode, nan_policy,
         )  # fmt: skip
         travels = travels if travels is not None else Travels(optimizer_state="reset")
         self.renewal = Renewal(model_builder, averaging_strategy, momentum, rule, travels, explore)
         Compression(compression)  # refuses what it does not know
-        self.compression = compression
+        self.compression, self.guard = compression, bool(guard)
         self.wiring = wiring if wiring is not None else Wiring(poll_interval_s=poll_interval_s)
+        self.poll_interval_s = self.wiring.poll_interval_s
         self.cooldown, self.replacement_mode = check_cooldown(cooldown), replacement_mode
+        self._cooldown = 0 if isinstance(cooldown, _WithThreshold) and threshold is None else self.cooldown
         self.replacement_ratio, self.threshold = float(replacement_ratio), threshold
         self.averaging_strategy, self.momentum, self.mode = averaging_strategy, float(momentum), mode
         self.age_range = check_age_range(age_range)
@@ -165,17 +182,22 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             model, optimizer = self._take_over(exchange, outcome, info)
         return model, optimizer, info
 
+    def _donors(self, donors: DonorRule | Count, strategy: str, mode: Mode) -> DonorRule:
+        if donors is None:
+            return usual(strategy, mode, self.most_donors)
+        return donors if callable(donors) else Uniform(donors)
+
     def _join(self, group: Any) -> Exchange:
         """Begin on a communicator; another one than before (after a recovery) begins anew."""
         comm = self.comm_of(group)
         travels, resume = self.renewal.travels, self._resume
         exchange = Exchange(
-            comm, self.rules, self.wiring, travels=travels, cooldown=self.cooldown,
+            comm, self.rules, self.wiring, travels=travels, cooldown=self._cooldown,
             compression=Compression(self.compression),
         )  # fmt: skip
         exchange.intake.settled = resume.get("settled", -1)
         if exchange.coordinator is not None:
-            exchange.coordinator.last_trigger = resume.get("last_trigger", -self.cooldown)
+            exchange.coordinator.last_trigger = resume.get("last_trigger", -self._cooldown)
         if self.replacement_mode == "age" and self._age is None:
             self._age = Age(self.age_range, comm.rng("age"))
             self._age.age, self._age.max_age = resume.get("age", (0, self._age.max_age))
@@ -187,7 +209,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         assert self._latest is not None
         iteration, model, optimizer = self._latest
-        gifts = self._gifts(exchange, outcome, model_device(model))
+        gifts = self._gifts(exchange, outcome, (model, optimizer))
         if not (gifts or outcome.fresh_start):
             return model, optimizer
         asked, reference = self._reference
@@ -209,12 +231,13 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._latest = (iteration, new.model, new.optimizer)
         return new.model, new.optimizer
 
-    def _gifts(self, exchange: Exchange, outcome: Outcome, device: torch.device) -> list[Gift]:
+    def _gifts(self, exchange: Exchange, outcome: Outcome, whose: Whose) -> list[Gift]:
         weights = dict(zip(outcome.assignment.donors, outcome.assignment.weights, strict=True))
-        return shared([
+        gifts = [
             Gift(donor, outcome.given[donor][0].iteration, weights[donor], tensors)
-            for donor, tensors in exchange.unpack(outcome, device).items()
-        ])
+            for donor, tensors in exchange.unpack(outcome, model_device(whose[0])).items()
+        ]
+        return sound(exchange.comm, gifts, whose, self.renewal) if self.guard else shared(gifts)
 
     def shutdown(self) -> None:
         """Serve what was promised, for `wiring.shutdown_timeout_s` at most. Not collective; may be called twice."""

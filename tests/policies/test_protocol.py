@@ -105,6 +105,17 @@ def test_cooldown_holds_with_and_without_threshold(threshold: float | None) -> N
     assert found == [(0, [0]), (10, []), (20, [0]), (30, []), (40, [0]), (50, [])]
 
 
+def test_a_successor_keeps_its_predecessors_cooldown() -> None:
+    """A new coordinator learns of the rounds before its time from what the ranks have settled."""
+    books = coordinator(cooldown=20)
+    found = []
+    for round_, settled in ((20, 10), (30, 10), (40, 30)):
+        tell(books, round_, [0, 1, 2], settled=-1)
+        tell(books, round_, [3], settled=settled)
+        found += replaced(books.due(0.0))
+    assert found == [(20, []), (30, [0]), (40, [])]
+
+
 def test_a_rank_under_replacement_neither_gives_nor_goes_again() -> None:
     """Until it says that it has settled, an assigned rank is left alone, and nobody goes in its place."""
     books = coordinator()

@@ -17,7 +17,7 @@ from spawnsim.policies import AsyncSelectiveAveragingPolicy, Best, Travels, Wiri
 
 def selective(comm: Any, strategy: str = "mean", every: int = 3, **how: Any) -> AsyncSelectiveAveragingPolicy:
     """Return a policy that replaces one of four ranks every third iteration, in place unless told otherwise."""
-    how = {"cooldown": 0, "rule": "replace", **how}
+    how = {"cooldown": 0, **how}
     return AsyncSelectiveAveragingPolicy(how.pop("builder", None), every, 0.25, strategy, **how)
 
 
@@ -29,7 +29,7 @@ def replacements(found: Steps) -> list[tuple[int, list[int]]]:
 # --------------------------------------------------------------------------------------------- strategies
 def test_mean_takes_the_mean_of_all_survivors() -> None:
     """Rank 0 is worst of four: it becomes the mean of 1, 2 and 3, buffers and 0-dim parameters included."""
-    found = walk(selective, steps=8)
+    found = walk(selective, steps=12)
     assert replacements(found)[0] == (0, [1, 2, 3])
     assert numbers(found.models[0]) == {2.0}
     assert [numbers(found.models[rank]) for rank in (1, 2, 3)] == [{1.0}, {2.0}, {3.0}]
@@ -37,20 +37,65 @@ def test_mean_takes_the_mean_of_all_survivors() -> None:
 
 def test_best_only_copies_the_best() -> None:
     """One donor, exactly its weights."""
-    found = walk(lambda comm: selective(comm, "best_only"), steps=8)
+    found = walk(lambda comm: selective(comm, "best_only"), steps=12)
     assert replacements(found)[0] == (0, [3])
     assert numbers(found.models[0]) == {3.0}
 
 
+@pytest.mark.parametrize(("donors", "given"), [(None, {(31,)}), (3, None)])
+def test_best_only_copies_the_best_of_any_number(
+    donors: int | None, given: set[tuple[int, ...]] | None
+) -> None:
+    """By default the best of all gives to all that are replaced; a number of donors draws that many first."""
+    found = walk(lambda comm: selective(comm, "best_only", donors=donors), ranks=32, steps=12)
+    taken = [(replaced, tuple(each)) for replaced, each in replacements(found)]
+    assert {replaced for replaced, _ in taken} == set(range(8))
+    assert all(len(each) == 1 for _, each in taken)
+    assert given is None or {each for _, each in taken} == given
+    assert given is not None or len({each for _, each in taken}) > 1
+
+
+def test_the_mean_of_eight_by_default_and_of_all_on_demand() -> None:
+    """A share of 1.0 is all survivors, as in the original."""
+    for donors, count in ((None, 8), (1.0, 9)):
+        found = walk(lambda comm, donors=donors: selective(comm, donors=donors), ranks=12, steps=12)
+        assert {len(each) for _, each in replacements(found)} == {count}
+        if count == 9:
+            assert {frozenset(numbers(found.models[rank])) for rank in range(3)} == {frozenset({7.0})}
+
+
+def test_a_rank_that_runs_away_is_healed() -> None:
+    """Its weights grow tenfold a step: by default it takes over what the donors gave, and nothing of its own steps."""
+    seen: dict[str, list[float]] = {}
+
+    def main(comm: Any, rule: dict[str, Any], name: str) -> None:
+        policy = selective(comm, builder=lambda: line(0.0), **rule)
+        model, optimizer = line(1.0)
+        for iteration in range(24):
+            with comm.compute(0.01), torch.no_grad():
+                if comm.Get_rank() == 0:
+                    model.weight.mul_(10.0)
+            metric = -float(model.weight.detach().abs().max())
+            model, optimizer, info = policy(iteration, model, optimizer, metric, comm)
+            if info["is_replaced"]:
+                seen.setdefault(name, []).append(float(model.weight.detach().abs().max()))
+        policy.shutdown()
+
+    for name, rule in (("default", {}), ("delta", {"rule": "delta"})):
+        spawnsim.run(lambda comm, rule=rule, name=name: main(comm, rule, name), ranks=10)
+    assert set(seen["default"]) == {1.0}
+    assert max(seen["delta"]) > 1e6  # what "delta" means: the steps since it asked come back
+
+
 def test_weighted_mean_leans_to_the_better_donors() -> None:
     """Between the plain mean and the best."""
-    (value,) = numbers(walk(lambda comm: selective(comm, "weighted_mean"), steps=8).models[0])
+    (value,) = numbers(walk(lambda comm: selective(comm, "weighted_mean"), steps=12).models[0])
     assert 2.0 < value < 3.0
 
 
 def test_reset_weights_starts_afresh() -> None:
     """The builder's own values, a fresh optimizer, and no donors."""
-    found = walk(lambda comm: selective(comm, "reset_weights", builder=lambda: line(42.0)), steps=8)
+    found = walk(lambda comm: selective(comm, "reset_weights", builder=lambda: line(42.0)), steps=12)
     assert replacements(found)[0] == (0, [])
     assert numbers(found.models[0]) == {42.0}
 
@@ -58,7 +103,7 @@ def test_reset_weights_starts_afresh() -> None:
 @pytest.mark.parametrize(("mode", "worst"), [("max", 0), ("min", 3)])
 def test_mode_says_which_end_is_worst(mode: str, worst: int) -> None:
     """Higher is better, or lower is."""
-    assert replacements(walk(lambda comm: selective(comm, mode=mode), steps=8))[0][0] == worst
+    assert replacements(walk(lambda comm: selective(comm, mode=mode), steps=12))[0][0] == worst
 
 
 @pytest.mark.parametrize("replacement_mode", ["worst_ratio", "threshold", "age"])
@@ -126,18 +171,47 @@ def test_a_slow_rank_is_dropped_from_rounds_not_waited_for() -> None:
 
 def test_rank_0_is_an_ordinary_participant() -> None:
     """The coordinating rank is replaced like any other, and any rank may coordinate."""
-    assert replacements(walk(selective, steps=8))[0][0] == 0
-    found = walk(lambda comm: selective(comm, wiring=Wiring(coordinator=2)), steps=8)
+    assert replacements(walk(selective, steps=12))[0][0] == 0
+    found = walk(lambda comm: selective(comm, wiring=Wiring(coordinator=2)), steps=12)
     assert replacements(found)[0] == (0, [1, 2, 3])
 
 
 def test_counts_and_ranks_come_from_the_group() -> None:
     """Two groups of four each replace one of theirs; events name ranks of the whole run."""
-    found = walk(selective, ranks=8, steps=8, group=lambda comm: comm.Split(comm.Get_rank() // 4, 0))
+    found = walk(selective, ranks=8, steps=12, group=lambda comm: comm.Split(comm.Get_rank() // 4, 0))
     assert sorted(replacements(found))[:1] + sorted(replacements(found))[-1:] == [
         (0, [1, 2, 3]),
         (4, [5, 6, 7]),
     ]
+
+
+@pytest.mark.parametrize("strategy", ["mean", "best_only"])
+def test_a_poisoned_donor_is_left_out(strategy: str) -> None:
+    """The best rank's weights are NaN, though its metric is not: nobody takes them, and an event says so.
+
+    An infinity that all ranks have in one place, as in a mask, does no harm. With guard=False the NaN spreads.
+    """
+
+    def start(rank: int) -> tuple[Line, torch.optim.Optimizer]:
+        model, optimizer = line(float(rank))
+        model.register_buffer("mask", torch.tensor([-math.inf, 0.0]))
+        if rank == 11:
+            model.weight.data[7] = math.nan
+        return model, optimizer
+
+    def poisoned(guard: bool) -> tuple[set[int], Steps]:
+        found = walk(
+            lambda comm: selective(comm, strategy, donors=None if strategy == "best_only" else 1.0, guard=guard),
+            ranks=12, steps=16, start=start,
+        )  # fmt: skip
+        return {r for r, model in found.models.items() if not torch.isfinite(model.weight).all()}, found
+
+    bad, found = poisoned(guard=True)
+    assert bad == {11}
+    assert all(event["donors"] == [11] for event in found.events("left_out"))
+    assert all(11 not in donors for _, donors in replacements(found))
+    assert bool(replacements(found)) == (strategy == "mean")
+    assert poisoned(guard=False)[0] > {11}
 
 
 def test_a_nan_rank_is_replaced_and_never_gives() -> None:
@@ -158,22 +232,33 @@ def test_ratio_0_and_an_infinite_threshold_replace_nobody() -> None:
 
 def test_ratio_1_leaves_a_survivor() -> None:
     """The best rank stays and gives to all others."""
-    found = walk(
-        lambda comm: AsyncSelectiveAveragingPolicy(None, 3, 1.0, cooldown=0, rule="replace"), steps=8
-    )
+    found = walk(lambda comm: AsyncSelectiveAveragingPolicy(None, 3, 1.0, cooldown=0), steps=12)
     assert {replaced for replaced, _ in replacements(found)} == {0, 1, 2}
     assert all(donors == [3] for _, donors in replacements(found))
 
 
 def test_a_single_rank_goes_on_alone() -> None:
     """A group of one replaces nobody and fails nowhere."""
-    assert not replacements(walk(selective, ranks=1, steps=8))
+    assert not replacements(walk(selective, ranks=1, steps=12))
+
+
+def rounds_that_replace(**how: Any) -> list[int]:
+    """Return the rounds in which somebody is replaced, of those at 10, 20, …, 220."""
+    found = walk(lambda comm: AsyncSelectiveAveragingPolicy(None, 10, **how), steps=225, ranks=2)
+    return [event["round"] for event in found.events("decision") if event["replaced"]]
 
 
 def test_default_cooldown_is_that_of_the_seeds() -> None:
-    """200 iterations between rounds that replace, with or without a threshold."""
-    found = walk(lambda comm: AsyncSelectiveAveragingPolicy(None, 10), steps=220, ranks=2)
-    assert [event["round"] for event in found.events("decision") if event["replaced"]] == [10, 210]
+    """200 iterations between rounds that replace where a threshold is given; without one, every round replaces."""
+    assert rounds_that_replace(threshold=9.0) == [10, 210]
+    assert rounds_that_replace() == list(range(10, 221, 10))
+
+
+def test_a_cooldown_that_is_given_holds_with_and_without_threshold() -> None:
+    """Also if it is the default's number."""
+    for threshold in (None, 9.0):
+        assert rounds_that_replace(threshold=threshold, cooldown=80) == [10, 90, 170]
+    assert rounds_that_replace(cooldown=200) == [10, 210]
 
 
 def test_donors_give_their_current_model_also_after_a_rebuild() -> None:
@@ -193,7 +278,7 @@ def test_the_delta_rule_keeps_steps_taken_meanwhile() -> None:
     taken: list[tuple[float, float, int]] = []
 
     def main(comm: Any) -> None:
-        policy = AsyncSelectiveAveragingPolicy(None, 3, 0.25, "best_only", cooldown=0)
+        policy = AsyncSelectiveAveragingPolicy(None, 3, 0.25, "best_only", cooldown=0, rule="delta")
         model, optimizer = line(10.0 * comm.Get_rank())
         for iteration in range(8):
             with comm.compute(0.01), torch.no_grad():
@@ -213,7 +298,7 @@ def test_the_delta_rule_keeps_steps_taken_meanwhile() -> None:
 
 def test_large_models_travel_in_parts() -> None:
     """Small parts give the same result as one message."""
-    found = walk(lambda comm: selective(comm, wiring=Wiring(part_nbytes=16)), steps=8)
+    found = walk(lambda comm: selective(comm, wiring=Wiring(part_nbytes=16)), steps=12)
     assert numbers(found.models[0]) == {2.0}
 
 
@@ -221,7 +306,7 @@ def test_models_of_different_shapes_are_matched_by_name() -> None:
     """What fits is taken, what does not stays, and is named."""
     found = walk(
         lambda comm: selective(comm, "best_only"),
-        steps=8,
+        steps=12,
         start=lambda rank: line(float(rank), width=3 + rank),
     )
     assert found.models[0].logZ.item() == 3
@@ -231,7 +316,7 @@ def test_models_of_different_shapes_are_matched_by_name() -> None:
 
 def test_no_rank_shares_memory_with_another() -> None:
     """A replaced rank has its own copy of what its donors gave."""
-    found = walk(lambda comm: selective(comm, "best_only", builder=lambda: line(0.0)), steps=8)
+    found = walk(lambda comm: selective(comm, "best_only", builder=lambda: line(0.0)), steps=12)
     addresses = [
         tensor.data_ptr() for model in found.models.values() for tensor in model.state_dict().values()
     ]
@@ -251,14 +336,14 @@ def test_explore_makes_population_based_training() -> None:
         seen.append(optimizer)
         return model, optimizer
 
-    walk(lambda comm: selective(comm, explore=explore), steps=8, start=start)
+    walk(lambda comm: selective(comm, explore=explore), steps=12, start=start)
     assert [o.param_groups[0]["lr"] in (0.08, 0.12) for o in seen] == [True, False, False, False]
 
 
 def test_users_own_selection_and_donors() -> None:
     """Any function of the reports selects; any rule names donors."""
     found = walk(
-        lambda comm: selective(comm, selection=lambda reports: frozenset({1}), donors=Best(2)), steps=8
+        lambda comm: selective(comm, selection=lambda reports: frozenset({1}), donors=Best(2)), steps=12
     )
     assert replacements(found)[0] == (1, [2, 3])
 
@@ -266,7 +351,7 @@ def test_users_own_selection_and_donors() -> None:
 def test_without_a_metric_a_rank_takes_no_part() -> None:
     """It is neither replaced nor a donor."""
     found = walk(
-        lambda comm: selective(comm, wiring=Wiring(deadline=0.02)), steps=12,
+        lambda comm: selective(comm, wiring=Wiring(deadline=0.06)), steps=24,
         metric=lambda rank, _: None if rank == 0 else float(rank),
     )  # fmt: skip
     assert replacements(found)
@@ -275,14 +360,14 @@ def test_without_a_metric_a_rank_takes_no_part() -> None:
 
 def test_a_metric_may_be_a_tensor_with_a_gradient() -> None:
     """The example's `-loss` needs no detach."""
-    found = walk(selective, steps=8, metric=lambda rank, _: torch.tensor(float(rank), requires_grad=True))
+    found = walk(selective, steps=12, metric=lambda rank, _: torch.tensor(float(rank), requires_grad=True))
     assert replacements(found)
 
 
 # --------------------------------------------------------------------------------------------- record, end
 def test_info_tells_what_happened() -> None:
     """Donors, staleness, bytes, wait and the metrics' range, in the call of the replacement and there alone."""
-    found = walk(selective, steps=8)
+    found = walk(selective, steps=12)
     ((_, info),) = [(key, info) for key, info in found.infos.items() if info["is_replaced"]]
     assert (info["donors"], info["global_min_metric"], info["global_max_metric"]) == (3, 0.0, 3.0)
     assert info["bytes"] > 3 * 24
@@ -294,13 +379,53 @@ def test_info_tells_what_happened() -> None:
 def test_shutdown_may_come_first_twice_and_early() -> None:
     """Before any call, with a replacement open, and again."""
     selective(None).shutdown()
-    found = walk(selective, steps=4)
+    found = walk(selective, steps=6)
     assert found.run.totals["virtual_seconds"] < 0.2
+
+
+def leaving_s(**how: Any) -> dict[int, float]:
+    """Return the virtual seconds that each surviving rank spends in `shutdown`."""
+    spent: dict[int, float] = {}
+
+    def main(comm: Any) -> None:
+        wiring = Wiring(**{"deadline": 0.05, **how.get("wiring", {})})
+        policy = AsyncSelectiveAveragingPolicy(None, 2, 0.3, cooldown=0, wiring=wiring)
+        model, optimizer = line(float(comm.Get_rank()))
+        for iteration in range(20):
+            with comm.compute(0.01):
+                pass
+            metric = float((comm.Get_rank() * 7 + iteration) % 5)
+            model, optimizer, _ = policy(iteration, model, optimizer, metric, comm)
+        began_s = comm.clock.now()
+        policy.shutdown()
+        spent[comm.Get_rank()] = comm.clock.now() - began_s
+
+    spawnsim.run(main, ranks=how.get("ranks", 10), faults=how["faults"], seed=how.get("seed", 3))
+    return spent
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_shutdown_ends_in_time_whatever_was_lost(seed: int) -> None:
+    """Half of all messages vanish, large ones too, whose senders and receivers would wait for ever."""
+    spent = leaving_s(faults="drop:*>*@0s+0.15s,0.5", wiring={"shutdown_timeout_s": 0.3}, seed=seed)
+    assert len(spent) == 10
+    assert max(spent.values()) < 0.6
+
+
+@pytest.mark.parametrize("dead", [0, 3])
+@pytest.mark.parametrize("at_s", [0.0, 0.1, 0.199])
+def test_a_known_death_costs_no_shutdown_its_time(dead: int, at_s: float) -> None:
+    """The coordinating rank or another, at the start, in the middle or near the end: not the 30 s of the default."""
+    spent = leaving_s(faults=f"crash:{dead}@{at_s}s")
+    assert sorted(spent) == sorted(set(range(10)) - {dead})
+    assert max(spent.values()) < 0.2
 
 
 def test_a_checkpoint_keeps_counts_cooldown_and_age() -> None:
     """A resumed coordinator does not replace within the old cooldown."""
-    found = walk(lambda comm: selective(comm, cooldown=50, replacement_mode="age", age_range=(1, 1)), steps=8)
+    found = walk(
+        lambda comm: selective(comm, cooldown=50, replacement_mode="age", age_range=(1, 1)), steps=12
+    )
     state = found.policies[0].state_dict()
     assert state["last_trigger"] == 3
     again = selective(None, cooldown=50)
@@ -374,7 +499,7 @@ def test_optimizer_state_can_be_copied_from_the_donor() -> None:
     kept: list[tuple[Line, torch.optim.Optimizer]] = []
     walk(
         lambda comm: selective(comm, "best_only", travels=Travels(optimizer_state="copy")),
-        steps=8,
+        steps=12,
         start=start,
     )
     (mine, own), (theirs, other) = kept[0], kept[3]
@@ -384,5 +509,5 @@ def test_optimizer_state_can_be_copied_from_the_donor() -> None:
 def test_timing_is_filled() -> None:
     """The dictionary that the caller gave holds durations in seconds by step."""
     timing: dict[str, list[float]] = {}
-    walk(lambda comm: selective(comm, timing=timing if comm.Get_rank() == 0 else None), steps=8)
+    walk(lambda comm: selective(comm, timing=timing if comm.Get_rank() == 0 else None), steps=12)
     assert timing["wait"][0] > 0

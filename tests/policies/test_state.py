@@ -213,7 +213,7 @@ def test_models_of_different_shapes_are_matched_by_name() -> None:
 def test_momentum_and_delta_enter_a_renewal() -> None:
     """θ ← m·own + (1 - m)·(donor + own steps since asked)."""
     whose, donor = pair(), pair()
-    renewal = Renewal(momentum=0.25)
+    renewal = Renewal(momentum=0.25, rule="delta")
     with torch.no_grad():
         whose[0].logZ.fill_(1.0)
         reference = renewal.reference(whose[0])
@@ -226,7 +226,7 @@ def test_momentum_and_delta_enter_a_renewal() -> None:
 def test_a_nan_model_is_healed_by_its_donor() -> None:
     """A diverged rank takes the donor's weights, whatever momentum and delta say."""
     whose, donor = pair(), pair()
-    renewal = Renewal(momentum=0.5)
+    renewal = Renewal(momentum=0.5, rule="delta")
     reference = renewal.reference(whose[0])
     with torch.no_grad():
         whose[0].wide.weight.fill_(math.nan)

@@ -13,7 +13,7 @@ import torch
 from policies.ranks import line, numbers, walk
 
 import spawnsim
-from spawnsim.policies import AsyncSelectiveAveragingPolicy
+from spawnsim.policies import AsyncSelectiveAveragingPolicy, Wiring
 from spawnsim.policies.compression import Compression
 from spawnsim.policies.messages import checksum, decode
 from spawnsim.policies.snapshot import Packer, laid_out, lay_out, model_device, room_for
@@ -80,6 +80,20 @@ def test_a_donor_that_gives_often_never_overwrites_what_is_on_the_way() -> None:
     run = spawnsim.run(main, ranks=4, platform="gigabit")
     assert run.table["replaced"].sum() > 20
     assert torn == []
+
+
+def test_a_donor_answers_each_who_asks_with_its_model_of_now() -> None:
+    """Two are replaced in one round, and the slow one asks later: it gets a later snapshot, not a copy of the first."""
+    found = walk(
+        lambda _: AsyncSelectiveAveragingPolicy(None, 10, 0.5, "best_only", wiring=Wiring(deadline=2.0)), steps=70,
+        pace=lambda rank: 0.05 if rank == 1 else 0.01,
+    )  # fmt: skip
+    first = {event["replaced"]: event for event in found.events("replacement") if event["round"] == 10}
+    assert first[0]["donors"] == first[1]["donors"] == [3]
+    (quick,), (slow,) = first[0]["versions"], first[1]["versions"]
+    asked_s = first[1]["time_s"] - first[1]["wait_s"]
+    assert slow > quick + 2
+    assert 0.01 * (slow + 2) > asked_s
 
 
 def test_checksums_notice_a_changed_bit_wherever_it_is() -> None:
