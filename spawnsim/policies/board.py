@@ -1,10 +1,13 @@
 """A board of metrics in one rank's window: each rank writes its line, any rank reads them all, nobody waits.
 
+A line holds its rank's last reports, so that ranks can be compared at one iteration (`comparison.py`): 16 in small
+groups, fewer in large ones, so that a look at the board stays below 40 kB up to 1,000 ranks.
+
 If the holder of the board does not answer in time, the next rank's board takes its place, and then the one's after it.
 Who moves says so in its line of the board that it leaves, so that nobody stays behind with old lines when a holder was
 only slow. When no deputy is left the board reads as empty: its loss costs the metrics, not the training.
 
-This room knows a window and reports; it knows no model.
+This room knows a window and lines; it knows no model.
 """
 
 from __future__ import annotations
@@ -17,12 +20,17 @@ from numpy.typing import NDArray
 
 from spawnsim.comm import BYTE, Comm, Request
 from spawnsim.errors import RankFailed, Timeout
-from spawnsim.policies.selection import Report
+from spawnsim.policies.comparison import NEVER, Lines
 
-LINE_NBYTES = 32
-METRIC, ITERATION, BUSY, WRITTEN = range(4)
+BUSY, WRITTEN, REPORTS = (
+    0,
+    1,
+    2,
+)  # of a line: two numbers, then pairs of an iteration + 1 (0: none) and its metric
 HERE, MOVED = 1.0, 2.0  # what WRITTEN says, of a line that is not blank
 DEPUTIES = 2
+MOST_REPORTS, ALL_REPORTS = 16, 2048  # of a line; of a board
+PATIENCE = 4  # own reports after which a line that has not changed is taken for that of a dead rank
 
 
 class Board:
@@ -37,46 +45,78 @@ class Board:
         self._size, me = comm.Get_size(), comm.Get_rank()
         self._deputies = [(holder + step) % self._size for step in range(1, min(DEPUTIES + 1, self._size))]
         holding = me == holder or me in self._deputies
-        nbytes = self._size * LINE_NBYTES + 8 if holding else 0  # the lines, and the verdict
+        self._kept = max(2, min(MOST_REPORTS, ALL_REPORTS // self._size))
+        self._mine = np.zeros(REPORTS + 2 * self._kept)
+        self.reports = 0  # of this rank
+        self._lines = np.zeros((self._size, self._mine.size))
+        self._known = self._lines.copy()
+        self._newest = np.full(
+            self._size, NEVER
+        )  # as of the latest look, and how many own reports ago it changed
+        self._since = np.zeros(self._size, np.int64)
+        nbytes = self._lines.nbytes + 8 if holding else 0  # the lines, and the verdict
         self._win: Any = cast("Any", comm).Win.Allocate(nbytes, 1, comm=comm)
         self._win.Lock_all()
         self._sent: Request | None = None
-        self._line = np.asarray([np.nan, 0, 0, 0])
-        self._lines = np.zeros((self._size, 4))
         if me == holder:
-            self._put(np.zeros(4 * self._size + 1), 0)
+            self._put(np.zeros(self._lines.size + 1), 0)
             self._win.Flush(holder)
         elif holding:
             np.frombuffer(self._win.tomemory(), np.uint8)[:] = 0
             self._win.Sync()
         comm.Barrier()
 
-    def write(self, metric: float, iteration: int, *, busy: bool = False) -> None:
-        """Write the own line; it is on its way when this returns."""
-        self._line = np.asarray([metric, iteration, busy, HERE])
-        self._try(self._write)
+    def report(self, metric: float, iteration: int) -> None:
+        """Write a report to the own line, over the oldest; it is on its way when this returns.
 
-    def read(self) -> dict[int, tuple[Report, bool]]:
-        """Return each rank's report, and whether it is being replaced; only ranks that have written."""
+        Only what has changed is written, a few bytes in a row, so that nobody reads half of it.
+        """
+        place = REPORTS + 2 * (self.reports % self._kept)
+        self._mine[place : place + 2] = iteration + 1, metric
+        self._mine[WRITTEN] = HERE
+        if not self.reports:
+            self._write(0, self._mine.size)
+        else:
+            self._write(place, place + 2)
+        self.reports += 1
+
+    def mark(self, *, busy: bool) -> None:
+        """Say on the own line that this rank is being replaced, or no longer; without a report there is no line."""
+        self._mine[BUSY] = busy
+        if self.reports:
+            self._write(0, REPORTS)
+
+    def read(self) -> Lines:
+        """Return the lines of the ranks that have written one; the own as it is here."""
         while self._try(self._read) and (self._lines[:, WRITTEN] == MOVED).any():
             self._move()
+        lines = self._known
         if self.lost:
-            return {}
-        return {
-            rank: (Report(rank, float(line[METRIC])), bool(line[BUSY]))
-            for rank, line in enumerate(self._lines)
-            if line[WRITTEN]
-        }
+            lines[:] = 0
+        else:  # on a deputy's board, some have not written theirs yet
+            there = self._lines[:, WRITTEN] > 0
+            lines[there] = self._lines[there]
+            if self.reports:
+                lines[self.comm.Get_rank()] = self._mine
+        iterations, metrics = _newest_first(lines[:, REPORTS:].reshape(self._size, self._kept, 2))
+        changed = iterations[:, 0] != self._newest
+        self._newest = iterations[:, 0].copy()
+        self._since[changed] = self.reports
+        alive = self.reports - self._since < PATIENCE
+        every = Lines(np.arange(self._size), iterations, metrics, lines[:, BUSY] > 0, alive)
+        return every.of(lines[:, WRITTEN] > 0)
 
     def agree(self, verdict: int) -> int:
         """Return the verdict (not 0) of the rank that gave one first: all ranks get the same."""
         first, none, mine = (np.asarray([number], np.int64) for number in (0, 0, verdict))
-        self._win.Compare_and_swap(mine, none, first, self.holder, self._size * LINE_NBYTES)
+        self._win.Compare_and_swap(mine, none, first, self.holder, self._lines.nbytes)
         self._win.Flush(self.holder)
         return int(first[0]) or verdict
 
-    def _write(self) -> None:
-        self._put(self._line, self.comm.Get_rank() * LINE_NBYTES)
+    def _write(self, first: int, last: int) -> None:
+        """Write numbers of the own line."""
+        at = self.comm.Get_rank() * self._mine.nbytes + first * self._mine.itemsize
+        self._try(lambda: self._put(self._mine[first:last].copy(), at))
 
     def _put(self, line: NDArray[np.float64], at: int) -> None:
         if self._sent is not None:
@@ -85,7 +125,7 @@ class Board:
         self._sent = self._win.Rput([line.view(np.uint8), line.nbytes, BYTE], self.holder, target)
 
     def _read(self) -> None:
-        lines = self._lines = np.zeros((self._size, 4))  # not the last ones: a late answer goes there
+        lines = self._lines = np.zeros_like(self._lines)  # not the last ones: a late answer goes there
         target = [0, lines.nbytes, BYTE]
         self._win.Rget([lines.view(np.uint8), lines.nbytes, BYTE], self.holder, target).Wait()
 
@@ -103,21 +143,28 @@ class Board:
 
     def _move(self) -> None:
         """Leave this board, which others learn when its holder comes back, and write the own line to the next."""
-        gone = self._line.copy()
+        gone = self._mine.copy()
         gone[WRITTEN] = MOVED
         try:
             self._sent = None  # what is under way there may take for ever
-            self._put(gone, self.comm.Get_rank() * LINE_NBYTES)
+            self._put(gone, self.comm.Get_rank() * gone.nbytes)
         except RankFailed:
             pass
         self._sent = None
         self.moved, self.lost = True, not self._deputies
         if not self.lost:
             self.holder = self._deputies.pop(0)
-            if self._line[WRITTEN]:
-                self._try(self._write)
+            if self.reports:
+                self._write(0, self._mine.size)
 
     def free(self) -> None:
         """Give the window up; collective."""
         self._win.Unlock_all()
         self._win.Free()
+
+
+def _newest_first(pairs: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return iterations and metrics of pairs, shape (ranks, reports, 2), each row from its newest report on."""
+    order = np.argsort(-pairs[:, :, 0], axis=1, kind="stable")
+    iterations, metrics = (np.take_along_axis(pairs[:, :, column], order, axis=1) for column in (0, 1))
+    return iterations.astype(np.int64) - 1, metrics

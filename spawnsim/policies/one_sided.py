@@ -10,16 +10,18 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from spawnsim.policies.account import Replacement
+from spawnsim.errors import ParameterError
+from spawnsim.policies.account import Replacement, Whose, sound
 from spawnsim.policies.cadence import Cadence, Every
 from spawnsim.policies.codecs import Codec
+from spawnsim.policies.comparison import Lines, Rounds
 from spawnsim.policies.compression import Compression
 from spawnsim.policies.deciding import Rules, gifts_for
-from spawnsim.policies.donors import Count, DonorRule, Uniform
+from spawnsim.policies.donors import MOST, Count, DonorRule, Uniform, usual
 from spawnsim.policies.mixing import Mixing
 from spawnsim.policies.policy import Info, Result, SpawnPolicy, as_metric, blank_info
 from spawnsim.policies.renewal import Explore, Gift, ModelBuilder, Renewal, shared
@@ -34,7 +36,7 @@ from spawnsim.policies.selection import (
     check_age_range,
     spare_the_best,
 )
-from spawnsim.policies.selective import MOST_DONORS, check_cooldown, selection_for
+from spawnsim.policies.selective import check_cooldown, selection_for
 from spawnsim.policies.snapshot import model_device
 from spawnsim.policies.state import Travels, collect
 from spawnsim.policies.windows import Opened, Windows, span
@@ -48,7 +50,10 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
     Args:
         model_builder: makes the fresh (model, optimizer) of a replaced rank; None overwrites its own in place.
         model: with `group`, lets the constructor make the windows; else the first call does. Both are collective.
-        average_every: iterations between reports to the board, snapshots, and checks in mode "worst_ratio".
+        average_every: iterations between reports to the board, between snapshots, and in mode "worst_ratio" between
+            checks: half a period after each report a rank compares it with what the others reported at the same
+            iteration, later if the verdict hangs on ranks that have not come there yet (`comparison.py`). A report
+            that was made before a replacement is not judged after it.
         threshold_metric: in mode "threshold", a rank that is worse is replaced; infinite means never.
         replacement_ratio: in mode "worst_ratio", the share that is replaced, of those on the board.
         averaging_strategy, momentum: as in `AsyncSelectiveAveragingPolicy`.
@@ -56,12 +61,15 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         replacement_mode: "age" (checked at every call), "threshold" (likewise) or "worst_ratio".
         group: spawnsim's, mpi4py's or torch's communicator.
         cooldown: iterations for which a replaced rank is not replaced again by metric (None: `average_every`).
-        donors: a donor rule, or a number or share of the candidates, drawn uniformly. By default half the group,
-            8 at most. Candidates have laid out a snapshot, have a finite metric and are not being replaced.
-        selection: your own rule over the board's reports, checked at the cadence.
+        donors: a donor rule, or a number or share of the candidates, drawn uniformly. By default the best alone for
+            "best_only", which then serves all replaced ranks; else half the group, 8 at most. Candidates have laid out
+            a snapshot, have a finite metric and, but in mode "age", are not being replaced.
+        selection: your own rule over the board's reports, checked as in mode "worst_ratio".
         windows: layout, how often to publish, deadlines.
         The rest is as in `AsyncSelectiveAveragingPolicy`.
     """
+
+    most_donors: ClassVar[int | None] = MOST
 
     # fmt: off
     def __init__(
@@ -72,7 +80,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         selection: Selection | None = None, mixing: Mixing | None = None, cadence: Cadence | None = None,
         travels: Travels | None = None, explore: Explore | None = None, mode: Mode = "max",
         nan_policy: NanPolicy = "worst", windows: Windows | None = None,
-        compression: str | Codec | None = None, timing: dict[str, list[float]] | None = None,
+        compression: str | Codec | None = None, timing: dict[str, list[float]] | None = None, guard: bool = True,
     ) -> None:
         # fmt: on
         super().__init__(average_every, cadence=cadence)
@@ -86,7 +94,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         travels = travels if travels is not None else Travels(optimizer_state="reset")
         self.renewal = Renewal(model_builder, averaging_strategy, momentum, "replace", travels, explore)
         Compression(compression)  # refuses what it does not know
-        self.compression = compression
+        self.compression, self.guard = compression, bool(guard)
         self.windows = windows if windows is not None else Windows()
         self.publishing = Every(self.windows.publish_every or self.average_every)
         self.cooldown = check_cooldown(self.average_every if cooldown is None else cooldown)
@@ -102,6 +110,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self._life: Age | None = None
         self._resume: dict[str, Any] = {}
         self._last_replaced = -math.inf
+        self._rounds = Rounds(self.average_every)
         self._idle = blank_info(replacement_mode, self.average_every if self._by_board else 1)
         if group is not None and model is not None:
             self.setup(group, model)
@@ -110,12 +119,14 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         """Make the windows; collective over the group. The constructor or the first call does it if you do not."""
         comm = self.comm_of(group)
         if self._donors is None:
-            half = min(max(1, comm.Get_size() // 2), MOST_DONORS)
-            self.rules = replace(self.rules, donors=Uniform(half))
+            half = max(1, comm.Get_size() // 2)
+            most = half if self.most_donors is None else min(half, self.most_donors)
+            self.rules = replace(self.rules, donors=usual(self.averaging_strategy, self.mode, most))
         self._life = Age(self.age_range, comm.rng("age"))
         self._life.age, self._life.max_age = self._resume.get("age", (0, self._life.max_age))
         opened = self.windows.open(comm, collect(model, optimizer, self.renewal.travels), self.compression)
         self._group, self._opened = group, opened
+        self._rounds.close()
         return opened
 
     def __call__(
@@ -136,31 +147,49 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         metric = 0.0 if local_metric is None else as_metric(local_metric)
         if local_metric is not None:
             info["local_metric"] = metric
-        first = not self.total_iterations
         self.total_iterations += 1
+        first = not opened.board.reports
         due = first or self.cadence.due(iteration)
-        if due:
-            opened.board.write(metric, iteration)
-        if self._is_dying(opened, iteration, metric, due=due):
-            model, optimizer = self._replace(opened, iteration, (model, optimizer), info)
+        if first or (due and not self._by_board):
+            self._report(opened, iteration, metric, judged=self.cadence.due(iteration))
+        seen = self._dying(opened, iteration, metric, due=due)
+        if seen is not None:
+            model, optimizer = self._replace(opened, iteration, (model, optimizer), info, *seen)
+        if due and self._by_board and not first:  # after a replacement it is of weights that are gone
+            self._report(opened, iteration, metric, judged=not info["is_replaced"])
         if expose_params and (first or info["is_replaced"] or self.publishing.due(iteration)):
             info["bytes"] += opened.shelf.publish(collect(model, optimizer, self.renewal.travels), iteration)
         return model, optimizer, info
 
     # ------------------------------------------------------------------------------------------------ deciding
-    def _is_dying(self, opened: Opened, iteration: int, metric: float, *, due: bool) -> bool:
-        if self.replacement_mode == "age" and not self._by_board:
-            return self._life is not None and self._life.tick()
-        if iteration - self._last_replaced < self.cooldown:
-            return False
-        if not self._by_board:
-            return self.is_agent_dying(metric, self.threshold_metric)
-        return due and opened.comm.Get_rank() in self._doomed(opened.reports(metric)[0])
+    def _report(self, opened: Opened, iteration: int, metric: float, *, judged: bool) -> None:
+        opened.board.report(metric, iteration)
+        self._rounds.reported(iteration, judged=judged and self._by_board)
+
+    def _dying(self, opened: Opened, iteration: int, metric: float, *, due: bool) -> tuple[Lines, int] | None:
+        """Return the board's lines, and at which iteration to compare, if this rank is to be replaced."""
+        rested = iteration - self._last_replaced >= self.cooldown
+        if self._by_board:
+            if not self._rounds.due(iteration, last=due):
+                return None
+            lines, me = opened.board.read(), opened.comm.Get_rank()
+            while verdict := self._rounds.judge(lines, lambda reports: me in self._doomed(reports)):
+                compared, replaced = verdict
+                if replaced and rested:
+                    return lines, compared
+            return None
+        if self.replacement_mode == "age":
+            dying = self._life is not None and self._life.tick()
+        else:
+            dying = rested and self.is_agent_dying(metric, self.threshold_metric)
+        return (lines := opened.board.read(), lines.shared()) if dying else None
 
     def is_agent_dying(self, local_metric: float, threshold_metric: float, check_policy: int = 0) -> bool:
         """Return whether this rank is to be replaced: `check_policy` 0 by metric (worse than threshold), 1 by age."""
+        if check_policy not in (0, 1):
+            raise ParameterError(f"check_policy={check_policy!r}: give 0 (by metric) or 1 (by age)")
         if check_policy:
-            return self.age >= self.max_age
+            return self._life is not None and self.age >= self.max_age
         return behind(float(local_metric), float(threshold_metric), self.mode)
 
     def _doomed(self, reports: list[Report]) -> frozenset[int]:
@@ -170,25 +199,25 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
 
     # --------------------------------------------------------------------------------------------- replacing
     def _replace(
-        self, opened: Opened, iteration: int, whose: tuple[torch.nn.Module, torch.optim.Optimizer], info: Info
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        comm, metric = opened.comm, info["local_metric"]
-        began_s = comm.clock.now()
-        opened.board.write(metric, iteration, busy=True)
-        reports, busy = opened.reports(metric)
-        gifts, nbytes = self._take(opened, (reports, busy), model_device(whose[0]))
+        self, opened: Opened, iteration: int, whose: Whose, info: Info, lines: Lines, compared: int
+    ) -> Whose:
+        comm, began_s = opened.comm, opened.comm.clock.now()
+        opened.board.mark(busy=True)
+        reports = lines.of_alive().near(compared) if lines.alive.sum() > 1 else lines.near(compared)
+        gifts, nbytes = self._take(opened, whose, lines, reports)
         if gifts or self.averaging_strategy == "reset_weights":
             new = self.renewal(*whose, gifts, reference={}, rng=comm.rng("explore"))
             whose, self.unmatched = (new.model, new.optimizer), new.unmatched
-            wait_s = comm.clock.now() - began_s
-            low, high = span(reports)
+            wait_s, (low, high) = comm.clock.now() - began_s, span(reports)
             account = Replacement(
-                iteration, iteration, iteration, metric, gifts, low, high, nbytes, wait_s, new.unmatched
+                iteration, compared if self._by_board else iteration, iteration, info["local_metric"], gifts, low, high,
+                nbytes, wait_s, new.unmatched,
             )
             self._count(iteration, wait_s)
+            self._rounds.close()
             account.tell(info, self.num_replacements)
             account.record(comm, self.renewal, served="after")
-        opened.board.write(metric, iteration)
+        opened.board.mark(busy=False)
         return whose
 
     def _count(self, iteration: int, wait_s: float) -> None:
@@ -199,19 +228,24 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self.note("replace", wait_s)
 
     def _take(
-        self, opened: Opened, board: tuple[list[Report], set[int]], device: torch.device
+        self, opened: Opened, whose: Whose, lines: Lines, reports: list[Report]
     ) -> tuple[list[Gift], int]:
-        """Return the gifts of this rank's donors and their bytes; donors are finite, and not being replaced."""
-        me, (reports, busy) = opened.comm.Get_rank(), board
-        out = busy.union(self._doomed(reports), [me])
+        """Return the gifts of this rank's donors and their bytes; donors have finite metrics.
+
+        Nor are they being replaced, but by age they may be: it says nothing of a model, and all may be of one age.
+        """
+        me, out = opened.comm.Get_rank(), {opened.comm.Get_rank()}
+        if self._by_board or self.replacement_mode != "age":
+            out |= self._doomed(reports).union(lines.ranks[lines.busy].tolist())
         givers = [report for report in reports if report.rank not in out and math.isfinite(report.metric)]
         if not givers or self.averaging_strategy == "reset_weights":
             return [], 0
         donors, weights = gifts_for(me, givers, self.rules, opened.comm.rng("donors"))
-        taken = opened.shelf.take(donors, device)
+        taken = opened.shelf.take(donors, model_device(whose[0]))
         share = dict(zip(donors, weights, strict=True))
         gifts = [Gift(donor, got.iteration, share[donor], got.tensors) for donor, got in taken.items()]
-        return shared(gifts), sum(got.nbytes for got in taken.values())
+        kept = sound(opened.comm, gifts, whose, self.renewal) if self.guard else shared(gifts)
+        return kept, sum(got.nbytes for got in taken.values())
 
     # ------------------------------------------------------------------------------------------------ looking
     @property

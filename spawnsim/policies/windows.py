@@ -78,13 +78,6 @@ class Opened:
     shelf: Shelf
     board: Board
 
-    def reports(self, metric: float) -> tuple[list[Report], set[int]]:
-        """Return what the board says, with the own metric as it is now, and which ranks are being replaced."""
-        me, lines = self.comm.Get_rank(), self.board.read()
-        others = [report for rank, (report, _) in lines.items() if rank != me]
-        reports = sorted([*others, Report(me, metric)], key=lambda report: report.rank)
-        return reports, {rank for rank, (_, busy) in lines.items() if busy}
-
     def _all_come(self, timeout_s: float) -> bool:
         try:
             with self.comm.clock.deadline(timeout_s):

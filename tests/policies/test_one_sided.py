@@ -60,16 +60,74 @@ def test_every_strategy_works_in_every_layout(strategy: str, low: float, high: f
         lambda comm: windows(
             comm, layout=layout, donors=3, averaging_strategy=strategy, builder=lambda: line(42.0)
         ),
-        steps=4,
+        steps=8,
     )
     (value,) = numbers(found.models[0])
     assert low <= value <= high
 
 
 def test_a_life_lasts_one_call_more_than_max_age() -> None:
-    """Oracle: with age_range (5, 5) a rank is replaced in calls 6, 12, 18 and so on."""
-    found = walk(lambda comm: windows(comm, "age", age_range=(5, 5), donors=1), steps=30)
-    assert [iteration for iteration, rank, _ in replacements(found) if rank == 0][:3] == [5, 11, 17]
+    """Oracle: with age_range (5, 5) every rank is replaced in calls 6, 12, 18 and so on, though all die at once."""
+    found = walk(lambda comm: windows(comm, "age", age_range=(5, 5), donors=1), ranks=10, steps=30)
+    for rank in range(10):
+        assert [iteration for iteration, who, _ in replacements(found) if who == rank][:4] == [5, 11, 17, 23]
+
+
+NOISE = np.random.default_rng(5).normal(size=(12, 81))
+
+
+@pytest.mark.parametrize("slope", [-0.5, 0.0, 0.5])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_ranks_are_judged_at_one_iteration(slope: float, noisy: bool) -> None:
+    """Metrics that rise or fall for all, or only scatter: who is replaced was among the worst of its round, always.
+
+    At first, in lockstep, these are all the worst. Ranks that are replaced fall behind, as reading waits for polls.
+    """
+    metrics = slope * np.arange(81) + (NOISE if noisy else 0.02 * np.arange(12)[:, None])
+    found = walk(
+        lambda comm: windows(comm, every=8, donors=2),
+        ranks=12,
+        steps=81,
+        metric=lambda rank, i: metrics[rank, i],
+    )
+    rounds: dict[int, set[int]] = {}
+    for event in found.events("replacement"):
+        rounds.setdefault(event["round"], set()).add(event["replaced"])
+    worst = {at: set(np.argsort(metrics[:, at])[:3].tolist()) for at in range(8, 81, 8)}
+    assert all(replaced <= worst[at] for at, replaced in rounds.items())
+    assert [rounds[at] for at in (8, 16)] == [worst[at] for at in (8, 16)]
+    assert sum(map(len, rounds.values())) >= 18
+
+
+def test_best_only_takes_the_best_of_all() -> None:
+    """Not the best of a few that were drawn."""
+    found = walk(
+        lambda comm: windows(comm, averaging_strategy="best_only", threshold_metric=0.5), ranks=12, steps=12,
+        metric=lambda rank, step: rank + 0.5 * step,
+    )  # fmt: skip
+    assert {tuple(donors) for *_, donors in replacements(found)} == {(11,)}
+
+
+@pytest.mark.parametrize("mode", ["threshold", "age"])
+def test_a_poisoned_donor_is_left_out(mode: str) -> None:
+    """One donor's weights are NaN though its metric is fine: the others give, and the event names it."""
+
+    def start(rank: int) -> tuple[Line, torch.optim.Optimizer]:
+        model, optimizer = line(float(rank))
+        model.register_buffer(
+            "mask", torch.tensor([-math.inf, 0.0])
+        )  # an infinity that all have does no harm
+        if rank == 3:
+            model.weight.data[7] = math.nan
+        return model, optimizer
+
+    found = walk(
+        lambda comm: windows(comm, mode, donors=1.0, age_range=(5, 5)), ranks=10, steps=7, start=start
+    )
+    assert {rank for rank, model in found.models.items() if not torch.isfinite(model.weight).all()} <= {3}
+    assert found.events("left_out")
+    assert all(event["donors"] == [3] for event in found.events("left_out"))
+    assert all(3 not in donors for *_, donors in replacements(found))
 
 
 def test_ages_differ_between_ranks_and_repeat_with_the_seed() -> None:
@@ -97,7 +155,7 @@ def test_counts_come_from_the_group() -> None:
     found = walk(
         lambda comm: windows(comm, donors=3),
         ranks=8,
-        steps=4,
+        steps=8,
         group=lambda comm: comm.Split(comm.Get_rank() // 4, 0),
     )
     assert {(rank, tuple(donors)) for _, rank, donors in replacements(found)} >= {
@@ -159,7 +217,7 @@ def test_models_of_different_shapes_are_matched_by_name(layout: str) -> None:
             model.extra = torch.nn.Parameter(torch.ones(4))
         return model, optimizer
 
-    found = walk(lambda comm: windows(comm, layout=layout, donors=3), steps=4, start=start)
+    found = walk(lambda comm: windows(comm, layout=layout, donors=3), steps=8, start=start)
     assert found.models[0].logZ.item() == 2
     assert found.models[0].weight.tolist() == [0, 0, 0]
     assert found.policies[0].unmatched == ("parameter/weight",)
@@ -170,7 +228,7 @@ def test_models_of_different_shapes_are_matched_by_name(layout: str) -> None:
 def test_every_dtype_is_read_as_it_was_written(dtype: torch.dtype, layout: str) -> None:
     """Bytes, not floats: no garbage, also for odd numbers of half-precision values beside float32 buffers."""
     found = walk(
-        lambda comm: windows(comm, layout=layout, donors=3), steps=4,
+        lambda comm: windows(comm, layout=layout, donors=3), steps=8,
         start=lambda rank: line(float(rank), width=3, dtype=dtype),
     )  # fmt: skip
     assert found.models[0].weight.dtype == dtype
@@ -190,7 +248,7 @@ def test_expose_params_false_keeps_a_model_back() -> None:
     def main(comm: Any) -> None:
         policy = windows(comm, donors=3)
         model, optimizer = line(float(comm.Get_rank()))
-        for iteration in range(4):
+        for iteration in range(8):
             with comm.compute(0.01):
                 pass
             model, optimizer, _ = policy(
@@ -205,7 +263,7 @@ def test_expose_params_false_keeps_a_model_back() -> None:
 def test_a_donor_that_does_not_answer_costs_a_deadline_not_the_run() -> None:
     """Readers go on with those that do; the stopped rank comes back later."""
     found = walk(
-        lambda comm: windows(comm, donors=3, shelf={"deadline": 0.05, "shutdown_timeout_s": 0.2}), steps=20,
+        lambda comm: windows(comm, donors=3, shelf={"deadline": 0.05, "shutdown_timeout_s": 0.2}), steps=40,
         faults="pause:3@0.05s+9s",
     )  # fmt: skip
     late = [
@@ -393,3 +451,6 @@ def test_the_originals_counters_mean_something() -> None:
     assert (policy.max_age, policy.total_iterations) == (3, 12)
     assert policy.is_agent_dying(0.0, 0.5)
     assert not policy.is_agent_dying(1.0, 0.5)
+    assert not windows(None, "age").is_agent_dying(1.0, 0.5, 1)  # no life has begun
+    with pytest.raises(ParameterError, match="check_policy"):
+        policy.is_agent_dying(1.0, 0.5, 2)
