@@ -2,6 +2,12 @@
 
 Every name here is one of `spawnsim.policies`; see there for what else they can do. `group` may be a spawnsim `Comm`, a
 raw `mpi4py.MPI.Comm` or a `torch.distributed` group; left out, it is the world of the job, as in the originals.
+
+Three defaults are the originals' where `spawnsim.policies` has others, for the sake of large groups and models:
+"mean" and "weighted_mean" average all survivors (there: 8 at most), so that a round's traffic, and the snapshots that a
+replaced rank holds at once, grow with the group: give `donors=8` from some dozens of ranks on. The one-sided policies
+take half of the group (there: 8 at most), and lay their model out in every call (there: at the cadence): a pass over
+the model each time; `windows=Windows("flat", publish_every=10)` lays it out in every tenth.
 """
 
 from __future__ import annotations
@@ -44,9 +50,33 @@ class AverageAllPolicympi4py(AverageAllPolicy):
 class AsyncSelectiveAveragingPolicy(_OnTheWorld, policies.AsyncSelectiveAveragingPolicy):
     """Asynchronous selective averaging by messages; see `spawnsim.policies.AsyncSelectiveAveragingPolicy`."""
 
+    most_donors = None
+
 
 class _OneSided(_OnTheWorld, policies.OneSidedSelectiveAveragingPolicy):
-    """The call of the originals, in which `expose_params` stands before `group`."""
+    """The call of the originals, in which `expose_params` stands before `group`, and their attributes.
+
+    `debug_mode`: log each replacement of this rank, with its donors and how old their snapshots were.
+    """
+
+    most_donors = None
+    debug_mode = False
+    averaging_ranks = 0  # donors of the latest replacement
+
+    @property
+    def train_comm_group(self) -> Any:
+        """The group, as it was given."""
+        return self._group
+
+    @property
+    def myrank(self) -> int:
+        """This rank's number in the group."""
+        return self.comm_of(self._group).Get_rank()
+
+    @property
+    def comm_size(self) -> int:
+        """The number of ranks in the group."""
+        return self.comm_of(self._group).Get_size()
 
     def __call__(  # type: ignore[override]
         self,
@@ -58,7 +88,29 @@ class _OneSided(_OnTheWorld, policies.OneSidedSelectiveAveragingPolicy):
         group: Any = None,
     ) -> Result:
         """Take over from others if this rank's time has come; `expose_params=False` keeps the own model back."""
-        return super().__call__(iteration, model, optimizer, local_metric, group, expose_params=expose_params)
+        exposed = {"expose_params": expose_params}
+        model, optimizer, info = super().__call__(iteration, model, optimizer, local_metric, group, **exposed)
+        if info["is_replaced"]:
+            self.averaging_ranks = info["donors"]
+            if self.debug_mode:
+                told = (self.myrank, iteration, info["donors"], info["staleness"])
+                logger.info(
+                    "rank %d, iteration %d: replaced by the models of %d, %d iterations old at most", *told
+                )
+        return model, optimizer, info
+
+    def is_agent_dying(
+        self,
+        local_metric: float,
+        threshold_metric: float,
+        check_policy: int = 0,
+        *,
+        check_agent: int | None = None,
+    ) -> bool:
+        """Return whether this rank is to be replaced; `check_agent` is the other name of `check_policy`."""
+        return super().is_agent_dying(
+            local_metric, threshold_metric, check_policy if check_agent is None else check_agent
+        )
 
 
 class AsyncSelectiveAveragingPolicympi4pyFast(_OneSided):
@@ -74,7 +126,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_OneSided):
         # fmt: on
         super().__init__(
             model_builder, model, average_every, threshold_metric, replacement_ratio, averaging_strategy, momentum,
-            age_range, replacement_mode, group, **{"windows": Windows("flat"), **more},
+            age_range, replacement_mode, group, **{"windows": Windows("flat", publish_every=1), **more},
         )  # fmt: skip
 
 
@@ -91,7 +143,7 @@ class AsyncSelectiveAveragingPolicympi4pyGeneral(_OneSided):
         # fmt: on
         super().__init__(
             model_builder, model, average_every, threshold_metric, replacement_ratio, averaging_strategy, momentum,
-            age_range, replacement_mode, group, **{"windows": Windows("per_parameter"), **more},
+            age_range, replacement_mode, group, **{"windows": Windows("per_parameter", publish_every=1), **more},
         )  # fmt: skip
         self.poll_interval_s = float(poll_interval_s)  # one-sided access polls nothing
 

@@ -17,7 +17,17 @@ import spawnsim
 pytestmark = pytest.mark.mpi
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "policy_steps.py"
-SYNCHRONOUS = ("average", "average-momentum", "average-optimizer", "average@halves")
+SYNCHRONOUS = (
+    "average",
+    "average-momentum",
+    "average-optimizer",
+    "average@halves",
+    "average@three",
+    "average-poisoned",
+    "average-poisoned-momentum-optimizer@three",
+    "average-equal@three",
+)
+JUDGED = ("worst-rising", "worst-falling")
 ASYNCHRONOUS = (
     "mean",
     "weighted_mean",
@@ -73,10 +83,10 @@ def parts(run: spawnsim.Run, policies: tuple[str, ...]) -> dict[str, Part]:
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Part]:
     """Run the program on four real ranks, one policy after the other."""
-    out, policies = tmp_path_factory.mktemp("real") / "run", SYNCHRONOUS + ASYNCHRONOUS
+    out, policies = tmp_path_factory.mktemp("real") / "run", SYNCHRONOUS + ASYNCHRONOUS + JUDGED
     line = [sys.executable, "-m", "spawnsim", "run", PROGRAM, "--backend", "mpi", "-n", "4", "--seed", "7"]
     line += ["--out", out, "--set", f"policies={','.join(policies)}"]
-    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr
     return parts(spawnsim.Run.load(out), policies)
 
@@ -88,14 +98,29 @@ def on_virtual(policies: tuple[str, ...], events: Path | str = "") -> dict[str, 
 
 
 def test_averaging_gives_the_same_bits_on_both_buildings(real: dict[str, Part]) -> None:
-    """Twenty steps end in equal parameters on every rank, for float32, bfloat16, 0-dim, frozen and buffers.
+    """Twenty steps end in equal parameters on every rank, for float32, bfloat16, 0-dim, frozen, large and buffers.
 
-    With momentum, with the optimizer's state, and in two groups of two that average apart.
+    With momentum, with the optimizer's state, in groups of two and of three that average apart, and where one rank's
+    weights turn into NaN, large tensors included, which real ranks sum where they lie: nobody ends with one.
     """
     virtual = on_virtual(SYNCHRONOUS)
     for policy in SYNCHRONOUS:
         assert len(real[policy].digests) == 4
         assert real[policy].digests == virtual[policy].digests, policy
+        assert all(event["finite"] for event in real[policy].events if event["kind"] == "end")
+
+
+def test_equal_models_stay_what_they_are_on_real_ranks(real: dict[str, Part]) -> None:
+    """In a group of three, where sums are rounded."""
+    events = real["average-equal@three"].events
+    assert len({event["digest"] for event in events if event["kind"] in ("start", "end")}) == 1
+
+
+def test_real_ranks_are_judged_at_one_iteration(real: dict[str, Part]) -> None:
+    """Whether metrics rise or fall for all: rank 0 is the worst in every round, and nobody else is replaced."""
+    for policy in JUDGED:
+        replaced = [event["replaced"] for event in real[policy].events if event["kind"] == "replacement"]
+        assert set(replaced) == {0}, policy
 
 
 def test_a_real_run_replayed_on_virtual_ranks_takes_the_same_decisions(

@@ -89,6 +89,65 @@ def test_the_one_sided_pair_runs_as_the_originals_are_called(name: str) -> None:
     assert [numbers(models[rank]) for rank in (1, 2)] == [{1.0}, {2.0}]
 
 
+@pytest.mark.parametrize("name", ["Fast", "General"])
+def test_the_one_sided_pair_has_the_originals_attributes(name: str) -> None:
+    """Who and how many, in which group, from how many; nothing that is only stored."""
+    kind = getattr(spawn_policy, f"AsyncSelectiveAveragingPolicympi4py{name}")
+
+    def main(comm: Any) -> None:
+        half = comm.Split(comm.Get_rank() % 2, 0)
+        model, optimizer = line(float(comm.Get_rank()))
+        policy = kind(lambda: line(9.0), model, 3, age_range=(2, 2), group=half)
+        assert (policy.myrank, policy.comm_size, policy.train_comm_group) == (half.Get_rank(), 12, half)
+        assert (policy.debug_mode, policy.averaging_ranks, policy.agents_killed) == (False, 0, 0)
+        assert not policy.is_agent_dying(1.0, 0.0, check_agent=0)
+        assert policy.is_agent_dying(-1.0, 0.0, check_policy=0)
+        for iteration in range(3):
+            with comm.compute(0.01):
+                pass
+            model, optimizer, _ = policy(iteration, model, optimizer, float(comm.Get_rank()), group=half)
+        assert policy.averaging_ranks == 6  # half of the group
+        assert policy.is_agent_dying(1.0, 0.0, check_agent=1) == (policy.age >= policy.max_age)
+        policy.shutdown()
+
+    spawnsim.run(main, ranks=24)
+
+
+def test_models_are_laid_out_in_every_call_as_in_the_originals() -> None:
+    """So snapshots are about as old as a read takes; `expose_params=False` leaves a call out."""
+
+    def main(comm: Any) -> None:
+        model, optimizer = line(float(comm.Get_rank()))
+        policy = spawn_policy.AsyncSelectiveAveragingPolicympi4pyFast(None, None, 100, age_range=(900, 900))
+        written = []
+        for iteration in range(4):
+            *_, info = policy(iteration, model, optimizer, 1.0, iteration != 2, comm)
+            written.append(info["bytes"] > 0)
+        assert written == [True, True, False, True]
+        policy.shutdown()
+
+    spawnsim.run(main, ranks=2)
+
+
+def test_the_mean_is_that_of_all_survivors_as_in_the_original() -> None:
+    """Also where there are more than eight."""
+    values: dict[int, set[float]] = {}
+
+    def main(comm: Any) -> None:
+        policy = spawn_policy.AsyncSelectiveAveragingPolicy(lambda: line(9.0), 3, 0.2, cooldown=100)
+        assert (policy.poll_interval_s, policy.cooldown, policy.threshold) == (0.01, 100, None)
+        model, optimizer = line(float(comm.Get_rank()))
+        for iteration in range(12):
+            with comm.compute(0.01):
+                pass
+            model, optimizer, _ = policy(iteration, model, optimizer, float(comm.Get_rank()), comm)
+        values[comm.Get_rank()] = numbers(model)
+        policy.shutdown()
+
+    spawnsim.run(main, ranks=12)
+    assert [values[rank] for rank in (0, 1, 2)] == [{6.5}, {6.5}, {2.0}]
+
+
 def test_print_time_and_print_stats_return_what_they_print(capsys: pytest.CaptureFixture[str]) -> None:
     """A table for people, the data for programs."""
     policy = spawn_policy.AverageAllPolicy(5)
