@@ -1,66 +1,30 @@
 """`AsyncModelAveragePolicy`: average by the clock, not by the iteration, while training goes on.
 
-Warm-up is one collective a step; after it all is messages (`groups.swaps`, `groups.tide`), and nobody waits for
-anybody. This room knows models, the communicator's clock, and when averaging is wanted; who averages with whom is its
-machines' business.
+Warm-up is one collective a step; after it all is messages (`groups.swaps`, `groups.tree_average`), and nobody waits for
+anybody. This module knows models, the communicator's clock, and when averaging is wanted; who averages with whom, and
+how messages get there, is the business of its engine (`groups.progress`).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from spawnsim.comm import Comm, Task, as_comm
-from spawnsim.errors import ParameterError, UsageError
+from spawnsim.errors import ParameterError, UsageError, WorldError
 from spawnsim.policies.groups.parts import Vector
 from spawnsim.policies.groups.peers import Mode, check_mode
-from spawnsim.policies.groups.post import Post
+from spawnsim.policies.groups.progress import POLL_S, Exchanges, ProgressEngine
 from spawnsim.policies.groups.swaps import Pace, Swaps
-from spawnsim.policies.groups.tide import Tide
+from spawnsim.policies.groups.tree_average import TreeAverage
 from spawnsim.policies.groups.warmup import WarmUp
-from spawnsim.policies.groups.words import Word
 from spawnsim.policies.policy import Result, SpawnPolicy, blank_info
 from spawnsim.policies.state import Travels, collect
-
-POLL_S = 1e-3  # between two looks at weights that another holds
-
-
-class Exchanges(Protocol):
-    """What `Swaps` and `Tide` have in common."""
-
-    out: Any
-    counts: Any
-    rounds: int
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing is under way that counts on this rank."""
-
-    def set_active(self, active: bool, now_s: float) -> None:
-        """Take part from now on, or not."""
-
-    def handle(self, source: int, word: Word, now_s: float, vector: Vector) -> bool:
-        """Take a word; return whether the weights have changed."""
-
-    def tick(self, now_s: float, vector: Vector) -> Any:
-        """Do what is due."""
-
-    def lost(self, rank: int) -> None:
-        """Note that a rank is dead."""
-
-    def forget(self) -> None:
-        """Give up what is under way."""
-
-    def leave(self) -> None:
-        """Hand over what others rely on."""
-
-    def wake_s(self) -> float:
-        """Return when `tick` is next needed."""
 
 
 class AsyncModelAveragePolicy(SpawnPolicy):
@@ -77,8 +41,14 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         warmup_steps: steps with gradients averaged over the whole group (call `attach` before training so that the
             first step's are as well; else the first call averages the weights: the same for SGD and momentum).
         background: make progress beside the training loop, which then holds `weights()` while it changes the model.
-        patience_s: seconds after which a silent peer is not waited for, and `abort` gives up negotiating.
+        patience_s: seconds after which a silent peer is not waited for, and `abort` gives up negotiating. Give more
+            than a few training steps take, for a rank answers only between them.
         tag: of the policy's messages; two policies at once need two.
+
+    Averaging goes on among those that are left when ranks die, at the same pace: at once where deaths are told (virtual
+    ranks, ULFM), else when `patience_s` has passed. After `comm.recover()` call the policy with the new communicator as
+    `group`; what made progress in the background goes on there. A damaged message is dropped, counted ("unreadable" in
+    `stats`) and recorded as an event ("refused_messages").
 
     `abort()` and `resume()` may be called by any rank at any time, warm-up included, any number of times: the last
     call counts. After `abort()` the weights of this rank are neither used nor changed; it returns when no round counts
@@ -106,17 +76,14 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         self._warm_up, self._started = WarmUp(self.warmup_steps, self.travels), False
         self.pace = Pace(sync_interval_ms / 1000, patience_s)
         self.timing = timing if timing is not None else {}
-        self.num_averagings = 0
+        self._averagings = 0  # on communicators of before
         self._wanted = True
         self._background = background
         self._group: object = None
-        self._comm: Comm | None = None
-        self._post: Post | None = None
-        self._exchanges: Exchanges | None = None
-        self._vector: Vector | None = None
+        self._engine: ProgressEngine | None = None
         self._model: torch.nn.Module | None = None
-        self._weights, self._stopping = Lock(), False
-        self._task: Task | None = None
+        self._weights = Lock()
+        self._before: Counter[str] = Counter()  # what the exchanges met on communicators of before
         self._idle = blank_info("none", 1)
 
     # ---------------------------------------------------------------------------------------------------- calls
@@ -128,9 +95,10 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         info = self._idle.copy()
         if local_metric is not None:
             info["local_metric"] = float(local_metric)
-        comm = self._comm if self._comm is not None and group is self._group else self._join(group, model)
-        if model is not self._model:
-            self._bind(model)
+        engine = self._engine if self._engine is not None and group is self._group else self._join(group)
+        comm = engine.comm
+        if model is not self._model or engine.vector is None:
+            self._bind(engine, model)
         if model.training and not self._warm_up.over:
             began_s = comm.clock.now()
             self._warm_up.attach(comm, model, optimizer)  # if that was not done before: averages the first step
@@ -138,42 +106,52 @@ class AsyncModelAveragePolicy(SpawnPolicy):
             wait_s = comm.clock.now() - began_s
             info.update(averaged_this_iteration=True, donors=comm.Get_size() - 1, wait_s=wait_s)
         if self._warm_up.over and not self._started:
-            self._start(comm)
-        before, sent = self.num_averagings, self._sent()
-        self._progress()
-        info["averaged_this_iteration"] |= self.num_averagings > before
-        info["bytes"] += self._sent() - sent
+            self._start(engine)
+        before, sent = engine.averagings, engine.post.counts["bytes_sent"]
+        engine.progress()
+        info["averaged_this_iteration"] |= engine.averagings > before
+        info["bytes"] += engine.post.counts["bytes_sent"] - sent
         return model, optimizer, info
 
-    def _join(self, group: Any, model: torch.nn.Module) -> Comm:
-        comm = self._comm = as_comm(group)
-        self._group, self._post = group, Post(comm, self.tag)
+    def _join(self, group: Any) -> ProgressEngine:
+        """Begin to average over a communicator: the first one, or that of the survivors."""
+        comm = self.comm_of(group)
+        if self._engine is not None:
+            self._end(self._engine)
+            self._warm_up.regroup(comm)
         ranks = (comm.Get_rank(), comm.Get_size())
-        self._exchanges = (
-            Tide(ranks, self.pace) if self.mode == "all" else Swaps(self.mode, ranks, self.pace, comm.rng("peers"))
+        exchanges: Exchanges = (
+            TreeAverage(ranks, self.pace)
+            if self.mode == "all"
+            else Swaps(self.mode, ranks, self.pace, comm.rng("peers"))
         )
-        self._bind(model)
+        engine = self._engine = ProgressEngine(comm, self.tag, exchanges, self._weights)
+        self._group, self._started = group, False
         if self._background:
-            self._stopping, self._task = False, comm.background(self._go_on)
-        return comm
+            engine.run_in_background()
+        return engine
 
-    def _bind(self, model: torch.nn.Module) -> None:
+    def _end(self, engine: ProgressEngine) -> None:
+        """Give up what is under way on a communicator that has ended."""
+        engine.stop()
+        self._averagings += engine.averagings
+        self._before += engine.counts
+
+    def _bind(self, engine: ProgressEngine, model: torch.nn.Module) -> None:
         self._model = model
-        self._vector = Vector(list(collect(model, None, self.travels).values()))
-
-    def _sent(self) -> int:
-        return self._post.counts["bytes_sent"] if self._post is not None else 0
+        engine.vector = Vector(list(collect(model, None, self.travels).values()))
 
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, group: Any) -> None:
         """Average gradients from the first step on, until warm-up is over. Before training; collective."""
-        comm = self._comm if self._comm is not None and group is self._group else self._join(group, model)
-        self._warm_up.attach(comm, model, optimizer)
+        engine = self._engine if self._engine is not None and group is self._group else self._join(group)
+        self._bind(engine, model)
+        self._warm_up.attach(engine.comm, model, optimizer)
 
-    def _start(self, comm: Comm) -> None:
+    def _start(self, engine: ProgressEngine) -> None:
         """Begin to average by the clock, if that is wanted."""
         self._started = True
-        if self._wanted and self._exchanges is not None:
-            self._exchanges.set_active(True, comm.clock.now())
+        if self._wanted:
+            engine.exchanges.set_active(True, engine.comm.clock.now())
 
     # ------------------------------------------------------------------------------------------- abort, resume
     @property
@@ -183,104 +161,71 @@ class AsyncModelAveragePolicy(SpawnPolicy):
             return "stopped"
         return "averaging" if self._started else "warming up"
 
-    def abort(self) -> bool:
+    def abort(self, model: torch.nn.Module | None = None) -> bool:
         """Stop averaging on this rank; return whether what was under way ended in time (else it is given up)."""
         was, self._wanted = self._wanted, False
-        comm, exchanges = self._comm, self._exchanges
-        if comm is None or exchanges is None or not (was and self._started):
+        if self._engine is None or not (was and self._started):
             return True
-        exchanges.set_active(False, comm.clock.now())
-        end_s = comm.clock.now() + self.pace.patience_s
-        while True:
-            self._progress()
-            if exchanges.settled:
-                return True
-            left_s = end_s - comm.clock.now()
-            if left_s <= 0:
-                exchanges.forget()
-                return False
-            self._wait(min(left_s, 0.05 if self._task is not None else left_s))
+        return self._leave(self._engine)
 
-    def resume(self) -> None:
+    def _leave(self, engine: ProgressEngine, *, for_good: bool = False) -> bool:
+        """Wait until nothing counts on this rank any more, and hand over what others rely on."""
+        exchanges, comm = engine.exchanges, engine.comm
+        try:
+            exchanges.set_active(False, comm.clock.now(), for_good=for_good)
+            settled = engine.drive(lambda: exchanges.settled, self.pace.patience_s)
+            if not settled:
+                exchanges.forget()
+            # Others may be about to leave as well: then there is nothing to hand over.
+            engine.drive(lambda: not exchanges.relied_on, min(2 * self.pace.interval_s, self.pace.patience_s))
+            exchanges.leave()
+            engine.progress()
+        except WorldError:  # the communicator has ended, and with it all that was under way
+            exchanges.forget()
+            return False
+        return settled
+
+    def resume(self, model: torch.nn.Module | None = None) -> None:
         """Average on this rank (again); in warm-up, from its end on."""
         was, self._wanted = self._wanted, True
-        if self._comm is not None and self._exchanges is not None and self._started and not was:
-            self._exchanges.set_active(True, self._comm.clock.now())
-            self._progress()
+        if self._engine is not None and self._started and not was:
+            self._engine.exchanges.set_active(True, self._engine.comm.clock.now())
+            self._engine.progress()
 
-    # ------------------------------------------------------------------------------------------------ progress
     @contextmanager
     def weights(self) -> Iterator[None]:
         """Hold the weights: inside the block, averaging in the background neither reads nor changes them."""
         while not self._weights.acquire(blocking=False):
-            if self._comm is None:
+            if self._engine is None:
                 raise UsageError("weights() inside weights(): the weights are held already")
-            self._comm.clock.sleep(POLL_S)
+            self._engine.comm.clock.sleep(POLL_S)
         try:
             yield
         finally:
             self._weights.release()
 
-    def _progress(self) -> bool:
-        """Handle all that has arrived and is due; false if the weights are held."""
-        post, exchanges, vector = self._post, self._exchanges, self._vector
-        if post is None or exchanges is None or vector is None or not self._weights.acquire(blocking=False):
-            return False
-        try:
-            failed = len(post.failed)
-            arrived = post.poll()
-            now_s = post.comm.clock.now()
-            for rank in sorted(post.failed) if len(post.failed) > failed else ():
-                exchanges.lost(rank)
-            before = exchanges.counts["exchanges"]
-            for source, word in arrived:
-                exchanges.handle(source, word, now_s, vector)
-            exchanges.tick(now_s, vector)
-            self.num_averagings += exchanges.counts["exchanges"] - before
-            while exchanges.out:
-                post.send(*exchanges.out.popleft())
-        finally:
-            self._weights.release()
-        return True
-
-    def _wait(self, seconds: float) -> None:
-        if self._post is not None and self._task is None:
-            due_s = self._exchanges.wake_s() - self._post.comm.clock.now() if self._exchanges is not None else seconds
-            self._post.wait(min(max(due_s, 1e-4), seconds))
-        elif self._comm is not None:
-            self._comm.clock.sleep(min(seconds, POLL_S))
-
-    def _go_on(self) -> None:
-        post, exchanges = self._post, self._exchanges
-        assert post is not None
-        assert exchanges is not None
-        while not self._stopping:
-            if self._progress():
-                due_s = exchanges.wake_s() - post.comm.clock.now()
-                post.wait(min(max(due_s, POLL_S), self.pace.interval_s, 0.25))
-            else:
-                post.comm.clock.sleep(POLL_S)
-
     def shutdown(self) -> None:
         """Stop averaging and hand over what others rely on. Not collective; may be called twice."""
-        if self._comm is None or self._exchanges is None or self._post is None:
+        engine, self._wanted = self._engine, False
+        if engine is None:
             return
-        self.abort()
-        self._exchanges.leave()
-        self._progress()
-        self._stopping = True
-        if self._task is not None:
-            self._task.join(self.pace.patience_s)
+        if self._started:
+            self._leave(engine, for_good=True)
+        engine.stop(self.pace.patience_s)
+        self._end(engine)
         self._warm_up.detach()
-        self._comm = self._exchanges = None
+        self._engine = None
+
+    @property
+    def num_averagings(self) -> int:
+        """How often this rank's weights were averaged by the clock."""
+        return self._averagings + (self._engine.averagings if self._engine is not None else 0)
 
     @property
     def stats(self) -> dict[str, float]:
         """Averagings, and what the exchanges met."""
-        stats: dict[str, float] = {"num_averagings": self.num_averagings}
-        if self._exchanges is not None:
-            stats |= self._exchanges.counts
-        return stats
+        met = self._before + (self._engine.counts if self._engine is not None else Counter())
+        return {"num_averagings": self.num_averagings, **met}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters and whether averaging is wanted."""
@@ -289,4 +234,4 @@ class AsyncModelAveragePolicy(SpawnPolicy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a checkpoint; call it before the first call of the policy."""
         super().load_state_dict(state)
-        self.num_averagings, self._wanted = int(state["num_averagings"]), bool(state["wanted"])
+        self._averagings, self._wanted = int(state["num_averagings"]), bool(state["wanted"])

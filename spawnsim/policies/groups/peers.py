@@ -6,7 +6,6 @@ and `gain` how far both go towards each other: x ← x + gain·(other − x).
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Literal, get_args
 
 import numpy as np
@@ -24,14 +23,11 @@ def check_mode(mode: str) -> Mode:
     return mode  # type: ignore[return-value]
 
 
-def partner(
-    mode: Mode, rank: int, size: int, *, round_: int, rng: np.random.Generator, absent: Collection[int] = ()
-) -> int | None:
+def partner(mode: Mode, rank: int, size: int, *, round_: int, rng: np.random.Generator) -> int | None:
     """Return the rank to ask in this round, or None.
 
     ring: the successor (every edge is used once when all have asked). shift_one: the lower half asks the upper one,
-    shifted by one each round (an odd number of ranks takes turns in sitting out). random: anyone who is not known to
-    be absent.
+    shifted by one each round (an odd number of ranks takes turns in sitting out). random: anyone.
     """
     if mode == "ring":
         peer = (rank + 1) % size
@@ -40,7 +36,7 @@ def partner(
         half, shift = size // 2, round_ if size % 2 else 0
         place = (rank + shift) % size
         return (half + (round_ + place) % half - shift) % size if place < half else None
-    others = [other for other in range(size) if other != rank and other not in absent]
+    others = [other for other in range(size) if other != rank]
     return int(others[rng.integers(len(others))]) if others else None
 
 

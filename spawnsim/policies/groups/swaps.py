@@ -2,8 +2,9 @@
 
 The asker sends its weights; the partner goes `gain` of the way towards them and returns its own as they were; the
 asker does the same when they come, as a delta, so that steps taken meanwhile survive. The sum over both ranks is
-kept. Nobody ever waits for a partner: an answer that does not come is forgotten. This room knows flat arrays and no
-communicator.
+kept. Nobody ever waits for a partner: an answer that does not come is forgotten, and who gave none is left out for a
+while, longer each time. Partners are drawn among the others: a ring closes over those that are left out. This module
+knows flat arrays and no communicator.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy as np
 from spawnsim.policies.groups.parts import Values, Vector, difference
 from spawnsim.policies.groups.peers import GAIN, Mode, partner
 from spawnsim.policies.groups.words import Bytes, Kind, Outgoing, Word
+
+DOUBLINGS = 4  # how often the time for which a silent rank is left out doubles
 
 
 class Pace(NamedTuple):
@@ -67,10 +70,11 @@ class Swaps:
         self._rng = rng
         self._asked: _Asked | None = None
         self._absent: dict[int, float] = {}  # rank → until when it is not asked
+        self._silences: Counter[int] = Counter()  # in a row, by rank
         self._askers: set[int] = set()
         self._due_s = math.inf
 
-    def set_active(self, active: bool, now_s: float) -> None:
+    def set_active(self, active: bool, now_s: float, *, for_good: bool = False) -> None:
         """Begin or cease to ask and to answer."""
         self.active = active
         self._due_s = now_s + self.pace.interval_s if active else math.inf
@@ -80,6 +84,11 @@ class Swaps:
         """Whether nothing is under way."""
         return self._asked is None
 
+    @property
+    def relied_on(self) -> bool:
+        """Whether others rely on this rank: none does."""
+        return False
+
     def forget(self) -> None:
         """Take no answer any more."""
         self._asked = None
@@ -88,27 +97,29 @@ class Swaps:
         """Ask the next partner if it is time."""
         if self._asked is not None and now_s >= self._asked.until_s:
             self.counts["silent peers"] += 1
+            self._silences[self._asked.peer] += 1
             self._leave_out(self._asked.peer, now_s)
             self._asked = None
         if now_s < self._due_s or self._asked is not None:
             return
         self._due_s = now_s + self.pace.interval_s
         self._absent = {rank: until_s for rank, until_s in self._absent.items() if until_s > now_s}
-        peer = partner(
-            self.mode, self.rank, self.size, round_=self.rounds, rng=self._rng, absent=self._absent
-        )
+        there = [rank for rank in range(self.size) if rank not in self._absent]
+        place = partner(self.mode, there.index(self.rank), len(there), round_=self.rounds, rng=self._rng)
         self.rounds += 1
-        if peer is None or peer in self._absent:
+        if place is None:
             return
+        peer = there[place]
         sent = vector.read()
         number = int(self._rng.integers(1, 2**62))
         self._asked = _Asked(peer, number, sent, now_s + self.pace.patience_s)
         self.out.append((peer, Word(Kind.SWAP, number, value=GAIN[self.mode], body=as_body(sent))))
 
     def _leave_out(self, peer: int, now_s: float) -> None:
-        self._absent[peer] = now_s + max(4 * self.pace.interval_s, self.pace.patience_s)
+        doubled = 2 ** min(self._silences[peer], DOUBLINGS)
+        self._absent[peer] = now_s + doubled * max(4 * self.pace.interval_s, self.pace.patience_s)
 
-    def lost(self, rank: int) -> None:
+    def lost(self, rank: int, now_s: float) -> None:
         """Note that a rank is dead."""
         self._absent[rank] = math.inf
         if self._asked is not None and self._asked.peer == rank:
@@ -116,12 +127,13 @@ class Swaps:
 
     def handle(self, source: int, word: Word, now_s: float, vector: Vector) -> bool:
         """Take a word; return whether the weights have changed."""
+        self._silences[source] = 0
         if word.kind is Kind.SWAP:
             self._absent.pop(source, None)
             self._askers.add(source)
             return self._swap(source, word, vector)
         if word.kind is Kind.DECLINED and word.part:  # it has left for good
-            self.lost(source)
+            self.lost(source, now_s)
             return False
         asked = self._asked
         if asked is None or (source, word.number) != (asked.peer, asked.number):

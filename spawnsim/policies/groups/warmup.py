@@ -1,24 +1,30 @@
 """Warm-up: gradients averaged over the whole group, before each of the optimizer's first steps.
 
-This room knows models, optimizers and a communicator's collectives; it knows nothing of what comes after warm-up.
+This module knows models, optimizers and a communicator's collectives; it knows nothing of what comes after warm-up.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
-from spawnsim.comm import Comm
+from spawnsim.comm import MAX, Comm
+from spawnsim.errors import WorldError
 from spawnsim.policies.flat import GroupMean
 from spawnsim.policies.state import Tensors, Travels, as_real, collect
 
 
 class WarmUp:
-    """Counts the steps of warm-up, and averages gradients in a hook of the optimizer until they are over."""
+    """Counts the steps of warm-up, and averages gradients in a hook of the optimizer until they are over.
+
+    A hook whose group has lost a rank takes itself away before it raises: the survivors' group attaches it anew, with
+    the mean of their weights.
+    """
 
     def __init__(self, steps: int, travels: Travels) -> None:
-        self.left, self.travels = steps, travels
+        self.steps, self.left, self.travels = steps, steps, travels
         self._mean: GroupMean | None = None
         self._hook: Any = None
 
@@ -26,6 +32,17 @@ class WarmUp:
     def over(self) -> bool:
         """Whether all steps have been counted."""
         return self.left <= 0
+
+    def regroup(self, comm: Comm) -> None:
+        """Go on with the survivors, for as many steps as the one that has most left: a death finds them at two steps.
+
+        Collective, where there is a warm-up at all.
+        """
+        self.detach()
+        if self.steps:
+            own, most = np.array([self.left]), np.zeros(1, np.int64)
+            comm.Allreduce(own, most, MAX)
+            self.left = int(most[0])
 
     def attach(self, comm: Comm, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Let all ranks begin with the mean of their weights, and average gradients from the next step on."""
@@ -41,9 +58,13 @@ class WarmUp:
                 if parameter.grad is None:  # another rank may have one
                     parameter.grad = torch.zeros_like(parameter)
                 live[f"gradient/{name}"] = parameter.grad
-        if self._mean is None:
-            self._mean = GroupMean(comm, as_real(live))
-        self._mean(comm, as_real(live))
+        try:
+            if self._mean is None:
+                self._mean = GroupMean(comm, as_real(live))
+            self._mean(comm, as_real(live))
+        except WorldError:
+            self.detach()
+            raise
 
     def count(self) -> None:
         """Count one step."""
@@ -53,6 +74,7 @@ class WarmUp:
 
     def detach(self) -> None:
         """Take the hook away."""
+        self._mean = None
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -1,0 +1,336 @@
+"""Averaging over all by the clock: one rank's side, a state machine driven by messages and time.
+
+The coordinator (`leadership`) keeps who averages and opens a round when the interval is over: means rise through a tree
+of the members, whose root it is, and the mean of all comes down it. Each member adds (mean − what it had sent), so that
+steps taken meanwhile survive. A later round replaces an earlier one that is still under way: so a round that a death
+has cut is opened anew at once, without the dead. To leave is negotiated: the coordinator answers with the last round
+that counts on the leaver, who sees that one through. A branch that is silent is left out after a while, and its rank is
+not counted on again before it has said that it is there. This module knows flat arrays and no communicator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from spawnsim.policies.groups.leadership import Leadership, Roster, epoch_of, first_of, is_no_round
+from spawnsim.policies.groups.parts import Values, Vector, average, difference
+from spawnsim.policies.groups.peers import tree
+from spawnsim.policies.groups.swaps import Pace, as_body, from_body
+from spawnsim.policies.groups.words import Kind, Outgoing, Word
+
+FANOUT = 4
+LEAVES, STANDS_BY, AVERAGES = -1, 0, 1  # what a rank says of itself
+
+
+@dataclass(slots=True)
+class _Branch:
+    """This rank's place in the round under way."""
+
+    number: int
+    parent: int | None
+    children: tuple[int, ...]
+    until_s: float
+    sent: list[Values]
+    awaited: set[int]
+    silent: set[int] = field(default_factory=set)
+    means: dict[int, tuple[list[Values], float]] = field(default_factory=dict)
+    risen: bool = False
+
+
+class TreeAverage:
+    """One rank's part in the mode "all"; on the coordinator, the coordinator's as well."""
+
+    def __init__(self, ranks: tuple[int, int], pace: Pace) -> None:
+        (self.rank, self.size), self.pace = ranks, pace
+        self.out: deque[Outgoing] = deque()
+        self.counts: Counter[str] = Counter()
+        self.rounds = 0  # the last one that is over here
+        self._standing = STANDS_BY
+        self._leaving = False
+        self._last_round: int | None = None  # that counts on this rank, once the coordinator has said so
+        self._leadership = Leadership(*ranks, pace)
+        self._roster = Roster(0, pace) if self._leadership.coordinator == self.rank else None
+        self._hand_over_s = math.inf  # when a coordinator that does not average itself leaves that to another
+        self._branch: _Branch | None = None
+
+    @property
+    def _takes_part(self) -> bool:
+        return self._standing == AVERAGES or self._leaving
+
+    # ------------------------------------------------------------------------------------------- coming, going
+    def set_active(self, active: bool, now_s: float, *, for_good: bool = False) -> None:
+        """Take part from now on, or negotiate to leave."""
+        self._standing = AVERAGES if active else LEAVES if for_good else STANDS_BY
+        self._leaving = not active
+        self._tell(now_s)
+
+    def _tell(self, now_s: float) -> None:
+        """Tell the coordinator where this rank stands; it answers."""
+        self._last_round = None
+        word = Word(Kind.PRESENT, first_of(self._leadership.epoch), self._standing)
+        self.out.append((self._leadership.coordinator, word))
+        self._leadership.asked(now_s)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no round counts on this rank any more (after it has left)."""
+        if not self._leaving:
+            return True
+        last = self._last_round
+        return self._branch is None and last is not None and (is_no_round(last) or last <= self.rounds)
+
+    @property
+    def relied_on(self) -> bool:
+        """Whether others rely on this rank, which coordinates."""
+        return self._roster is not None and bool(self._roster.members or self._heirs(self._roster))
+
+    def _heirs(self, roster: Roster) -> set[int]:
+        """Return those of whom one should coordinate when this rank averages no more."""
+        present, idle = roster.present - {self.rank}, roster.idle - {self.rank}
+        return present or (idle if self._standing == LEAVES else set())
+
+    def forget(self) -> None:
+        """Take part in nothing that is under way."""
+        self._branch, self._leaving = None, False
+        if self._roster is not None:
+            self._roster.members = ()
+
+    def leave(self) -> None:
+        """Hand the coordinator's work over, if it is this rank's and there is an heir."""
+        roster = self._roster
+        if roster is None or not (heirs := self._heirs(roster)):
+            return
+        self._roster, self._leadership.epoch = None, min(map(self._leadership.epoch_led_by, heirs))
+        self._leadership.expects_nothing()
+        told = sorted((roster.present | roster.idle) - {self.rank})
+        lists = tuple(map(sorted, (roster.present - {self.rank}, roster.idle, roster.gone)))
+        word = Word(Kind.HANDOVER, first_of(self._leadership.epoch), meta=lists)
+        self.out.extend((rank, word) for rank in told)
+
+    # ------------------------------------------------------------------------------------------------- epochs
+    def _adopt(self, epoch: int, now_s: float) -> None:
+        """Go over to a later epoch."""
+        deposed, self._roster = self._roster, None
+        self._leadership.epoch = epoch
+        self._leadership.expects_nothing()
+        if self._branch is not None:
+            self.counts["rounds given up"] += 1
+            self._branch = None
+        if deposed is not None:
+            self.out.extend((rank, self._news()) for rank in sorted(deposed.present - {self.rank}))
+        if self._leadership.coordinator == self.rank:  # a first reminder asks all others where they stand
+            self._roster = Roster(first_of(epoch), self.pace, now_s + self.pace.interval_s, remind_s=now_s)
+            self._roster.note(self.rank, self._standing, now_s)
+            self._last_round = first_of(epoch)
+        elif self._takes_part:
+            self._tell(now_s)
+
+    def _news(self) -> Word:
+        """Return the word that tells of the epoch, and of who has left for good."""
+        gone = sorted(self._roster.gone) if self._roster is not None else []
+        return Word(Kind.HANDOVER, first_of(self._leadership.epoch), meta=([], [], gone))
+
+    def _inherit(self, source: int, word: Word, now_s: float) -> None:
+        """Take note of an epoch's beginning, or of the coordinator's reminder: it does not know of this rank."""
+        present, idle, gone = word.meta
+        self._leadership.away.update(gone)
+        if self._roster is not None:
+            self._roster.present.update(present)
+            self._roster.idle.update(idle)
+            self._roster.gone.update(gone)
+            self._roster.note(self.rank, self._standing, now_s)
+        elif source == self._leadership.coordinator:
+            self._tell(now_s)
+
+    def _suspect(self, now_s: float) -> None:
+        """Ask a silent coordinator, and turn to the next one if it does not answer."""
+        if self._leadership.has_failed(now_s):
+            self.counts["silent coordinators"] += 1
+            self._adopt(self._leadership.next_epoch(), now_s)
+        elif self._leadership.should_ask(now_s):
+            self._tell(now_s)
+
+    # --------------------------------------------------------------------------------------------- coordinating
+    def _coordinate(self, roster: Roster, now_s: float, vector: Vector) -> None:
+        if self._standing != AVERAGES:
+            self._stand_by(roster, now_s)
+            return
+        self._hand_over_s = math.inf
+        if not roster.members and now_s >= roster.due_s and len(roster.present) > 1:
+            roster.number += 1
+            roster.members = (self.rank, *sorted(roster.present - {self.rank}))
+            self._opened(Word(Kind.OPEN, roster.number, meta=roster.members), now_s, vector)
+        if now_s >= roster.remind_s:
+            missing = roster.missing(self.size, self._leadership.away)
+            self.out.extend((rank, self._news()) for rank in missing)
+            roster.reminded(now_s)
+
+    def _stand_by(self, roster: Roster, now_s: float) -> None:
+        """Leave the coordination to a rank that averages. Not at once: it may be about to stop as well."""
+        if roster.members or not self._heirs(roster):
+            return
+        if self._hand_over_s == math.inf:
+            self._hand_over_s = now_s + self.pace.interval_s
+        elif now_s >= self._hand_over_s:
+            self.leave()
+
+    def _presence(self, source: int, word: Word, now_s: float) -> None:
+        roster = self._roster
+        if roster is None or word.part not in (LEAVES, STANDS_BY, AVERAGES):
+            self.counts["late"] += 1
+            return
+        self._leadership.away.discard(source)
+        roster.note(source, word.part, now_s)
+        last = roster.number if source in roster.members else first_of(self._leadership.epoch)
+        self.out.append((source, Word(Kind.SETTLED, last, word.part)))
+
+    def _open_anew(self, roster: Roster, now_s: float) -> None:
+        """Give up a round that a death has cut; the next one opens at once."""
+        self.counts["rounds given up"] += 1
+        left = set(roster.members) - roster.present - self._leadership.away
+        self.out.extend((rank, Word(Kind.SETTLED, first_of(self._leadership.epoch))) for rank in sorted(left))
+        roster.members, roster.due_s, self._branch = (), now_s, None
+
+    # ------------------------------------------------------------------------------------------------- a round
+    def _opened(self, word: Word, now_s: float, vector: Vector) -> None:
+        members, branch = word.meta, self._branch
+        known = max(self.rounds, branch.number if branch is not None else 0)
+        if word.number <= known or self.rank not in members:
+            self.counts["late"] += 1
+            return
+        if not self._takes_part:  # it left without waiting for the negotiation
+            self._tell(now_s)
+            return
+        self.counts["rounds given up"] += branch is not None
+        parent, children = tree(members, self.rank, FANOUT)
+        share = _height(len(members), members.index(self.rank)) / max(_height(len(members), 0), 1)
+        until_s = now_s + self.pace.patience_s * share
+        self._branch = _Branch(word.number, parent, children, until_s, vector.read(), set(children))
+        self.out.extend((child, word) for child in children)
+        self._rise(now_s, vector)
+
+    def _rise(self, now_s: float, vector: Vector) -> bool:
+        """Pass the branch's mean on once all (or all but the silent) children have given theirs."""
+        branch = self._branch
+        if branch is None or branch.risen or (branch.awaited and now_s < branch.until_s):
+            return False
+        self.counts["silent branches"] += len(branch.awaited)
+        branch.risen, silent = True, branch.silent | branch.awaited
+        means_below = [branch.means[child] for child in branch.children if child in branch.means]
+        given = [(branch.sent, 1.0), *means_below]
+        weights = [weight for _, weight in given]
+        columns = zip(*(values for values, _ in given), strict=True)
+        means = [average(parts, weights)[0] for parts in columns]
+        if self._roster is not None:
+            self._roster.strike(silent, now_s)
+            return self._fall(means, sum(weights), now_s, vector)
+        assert branch.parent is not None
+        up = Word(Kind.UP, branch.number, value=sum(weights), meta=sorted(silent), body=as_body(means))
+        self.out.append((branch.parent, up))
+        branch.until_s = now_s + 2 * self.pace.patience_s
+        return False
+
+    def _fall(self, means: list[Values], weight: float, now_s: float, vector: Vector) -> bool:
+        """Take the mean of all, and pass it on."""
+        branch, self._branch = self._branch, None
+        assert branch is not None
+        self.rounds = branch.number
+        if self._roster is not None:
+            self._roster.close(now_s)
+        if not weight > 1:  # nobody else's weights are in it
+            return False
+        down = Word(Kind.DOWN, branch.number, value=weight, body=as_body(means))
+        self.out.extend((child, down) for child in branch.children if child in branch.means)
+        vector.add([difference(mean, own) for mean, own in zip(means, branch.sent, strict=True)])
+        self.counts["exchanges"] += 1
+        return True
+
+    def handle(self, source: int, word: Word, now_s: float, vector: Vector) -> bool:
+        """Take a word; return whether the weights have changed."""
+        epoch = epoch_of(word.number)
+        if epoch < self._leadership.epoch:
+            self.counts["late"] += 1
+            if word.kind in (Kind.PRESENT, Kind.OPEN, Kind.HANDOVER):  # its sender has missed an epoch
+                self.out.append((source, self._news()))
+            return False
+        if epoch > self._leadership.epoch:
+            self._adopt(epoch, now_s)
+        if source == self._leadership.coordinator or word.kind in (Kind.OPEN, Kind.DOWN):
+            self._leadership.heard(now_s)
+        if word.kind is Kind.PRESENT:
+            self._presence(source, word, now_s)
+        elif word.kind is Kind.SETTLED:
+            self._settle(word.number)
+        elif word.kind is Kind.OPEN:
+            self._opened(word, now_s, vector)
+        elif word.kind is Kind.HANDOVER:
+            self._inherit(source, word, now_s)
+        else:
+            return self._take(source, word, now_s, vector)
+        return False
+
+    def _take(self, source: int, word: Word, now_s: float, vector: Vector) -> bool:
+        """Take the mean of a branch, or of all."""
+        branch = self._branch if self._branch is not None and self._branch.number == word.number else None
+        values = from_body(word.body, vector)
+        self.counts["other shapes"] += values is None  # a damaged body has no length
+        if branch is None:
+            self.counts["late"] += 1
+        elif word.kind is Kind.UP and source in branch.awaited and not branch.risen:
+            branch.awaited.discard(source)
+            branch.silent.update(word.meta)
+            if values is not None:
+                branch.means[source] = (values, word.value)
+            return self._rise(now_s, vector)
+        elif word.kind is Kind.DOWN and source == branch.parent and values is not None:
+            return self._fall(values, word.value, now_s, vector)
+        return False
+
+    def _settle(self, last_round: int) -> None:
+        self._last_round = last_round
+        if self._leaving and self._branch is not None and self._branch.number > last_round:
+            self._branch = None
+
+    # --------------------------------------------------------------------------------------------------- time
+    def tick(self, now_s: float, vector: Vector) -> bool:
+        """Do what is due; return whether the weights have changed."""
+        if self._roster is not None:
+            self._coordinate(self._roster, now_s, vector)
+        elif self._takes_part:
+            self._suspect(now_s)
+        branch = self._branch
+        if branch is not None and branch.risen and now_s >= branch.until_s:
+            self.counts["rounds without answer"] += 1
+            self.rounds, self._branch = branch.number, None
+        return self._rise(now_s, vector)
+
+    def lost(self, rank: int, now_s: float) -> None:
+        """Note that a rank is dead."""
+        self._leadership.away.add(rank)
+        if self._branch is not None:
+            self._branch.awaited.discard(rank)
+        if self._roster is not None:
+            self._roster.forget(rank)
+            if rank in self._roster.members:
+                self._open_anew(self._roster, now_s)
+        elif rank == self._leadership.coordinator:
+            self._adopt(self._leadership.next_epoch(), now_s)
+
+    def wake_s(self) -> float:
+        """Return when `tick` is next needed."""
+        times = [self._branch.until_s] if self._branch is not None else []
+        if self._roster is not None:
+            times += [self._roster.wake_s(), self._hand_over_s]
+        elif self._takes_part:
+            times.append(self._leadership.wake_s())
+        return min((time_s for time_s in times if time_s != -math.inf), default=math.inf)
+
+
+def _height(count: int, place: int) -> int:
+    """Return how many levels lie below a place of a tree of `count` members."""
+    height, first = 0, place * FANOUT + 1
+    while first < count:
+        height, first = height + 1, first * FANOUT + 1
+    return height
