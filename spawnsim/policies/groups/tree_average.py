@@ -1,42 +1,25 @@
 """Averaging over all by the clock: one rank's side, a state machine driven by messages and time.
 
-The coordinator (`leadership`) keeps who averages and opens a round when the interval is over: means rise through a tree
-of the members, whose root it is, and the mean of all comes down it. Each member adds (mean − what it had sent), so that
-steps taken meanwhile survive. A later round replaces an earlier one that is still under way: so a round that a death
-has cut is opened anew at once, without the dead. To leave is negotiated: the coordinator answers with the last round
-that counts on the leaver, who sees that one through. A branch that is silent is left out after a while, and its rank is
-not counted on again before it has said that it is there. This module knows flat arrays and no communicator.
+The coordinator (`leadership`) keeps who averages and opens a round (`tree_round`) when the interval is over; it is the
+root of the round's tree. Each member adds (mean − what it had sent), so that steps taken meanwhile survive. A later
+round replaces an earlier one that is still under way: so a round that a death has cut is opened anew at once, without
+the dead. To leave is negotiated: the coordinator answers with the last round that counts on the leaver, who sees that
+one through. A branch that is silent is left out after a while, and its rank is not counted on again before it has said
+that it is there. This module knows flat arrays and no communicator.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from dataclasses import dataclass, field
 
 from spawnsim.policies.groups.leadership import Leadership, Roster, epoch_of, first_of, is_no_round
-from spawnsim.policies.groups.parts import Values, Vector, average, difference
-from spawnsim.policies.groups.peers import tree
-from spawnsim.policies.groups.swaps import Pace, as_body, from_body
+from spawnsim.policies.groups.parts import Vector
+from spawnsim.policies.groups.swaps import Pace, from_body
+from spawnsim.policies.groups.tree_round import Mean, TreeRound
 from spawnsim.policies.groups.words import Kind, Outgoing, Word
 
-FANOUT = 4
 LEAVES, STANDS_BY, AVERAGES = -1, 0, 1  # what a rank says of itself
-
-
-@dataclass(slots=True)
-class _Branch:
-    """This rank's place in the round under way."""
-
-    number: int
-    parent: int | None
-    children: tuple[int, ...]
-    until_s: float
-    sent: list[Values]
-    awaited: set[int]
-    silent: set[int] = field(default_factory=set)
-    means: dict[int, tuple[list[Values], float]] = field(default_factory=dict)
-    risen: bool = False
 
 
 class TreeAverage:
@@ -53,7 +36,7 @@ class TreeAverage:
         self._leadership = Leadership(*ranks, pace)
         self._roster = Roster(0, pace) if self._leadership.coordinator == self.rank else None
         self._hand_over_s = math.inf  # when a coordinator that does not average itself leaves that to another
-        self._branch: _Branch | None = None
+        self._round: TreeRound | None = None
 
     @property
     def _takes_part(self) -> bool:
@@ -79,7 +62,12 @@ class TreeAverage:
         if not self._leaving:
             return True
         last = self._last_round
-        return self._branch is None and last is not None and (is_no_round(last) or last <= self.rounds)
+        return self._round is None and last is not None and (is_no_round(last) or last <= self.rounds)
+
+    def _settle(self, last_round: int) -> None:
+        self._last_round = last_round
+        if self._leaving and self._round is not None and self._round.number > last_round:
+            self._round = None
 
     @property
     def relied_on(self) -> bool:
@@ -93,7 +81,7 @@ class TreeAverage:
 
     def forget(self) -> None:
         """Take part in nothing that is under way."""
-        self._branch, self._leaving = None, False
+        self._round, self._leaving = None, False
         if self._roster is not None:
             self._roster.members = ()
 
@@ -115,9 +103,7 @@ class TreeAverage:
         deposed, self._roster = self._roster, None
         self._leadership.epoch = epoch
         self._leadership.expects_nothing()
-        if self._branch is not None:
-            self.counts["rounds given up"] += 1
-            self._branch = None
+        self._give_up_round()
         if deposed is not None:
             self.out.extend((rank, self._news()) for rank in sorted(deposed.present - {self.rank}))
         if self._leadership.coordinator == self.rank:  # a first reminder asks all others where they stand
@@ -126,6 +112,10 @@ class TreeAverage:
             self._last_round = first_of(epoch)
         elif self._takes_part:
             self._tell(now_s)
+
+    def _give_up_round(self) -> None:
+        self.counts["rounds given up"] += self._round is not None
+        self._round = None
 
     def _news(self) -> Word:
         """Return the word that tells of the epoch, and of who has left for good."""
@@ -188,65 +178,67 @@ class TreeAverage:
 
     def _open_anew(self, roster: Roster, now_s: float) -> None:
         """Give up a round that a death has cut; the next one opens at once."""
-        self.counts["rounds given up"] += 1
+        self._give_up_round()
         left = set(roster.members) - roster.present - self._leadership.away
         self.out.extend((rank, Word(Kind.SETTLED, first_of(self._leadership.epoch))) for rank in sorted(left))
-        roster.members, roster.due_s, self._branch = (), now_s, None
+        roster.members, roster.due_s = (), now_s
 
     # ------------------------------------------------------------------------------------------------- a round
     def _opened(self, word: Word, now_s: float, vector: Vector) -> None:
-        members, branch = word.meta, self._branch
-        known = max(self.rounds, branch.number if branch is not None else 0)
-        if word.number <= known or self.rank not in members:
+        known = max(self.rounds, self._round.number if self._round is not None else 0)
+        if word.number <= known or self.rank not in word.meta:
             self.counts["late"] += 1
             return
         if not self._takes_part:  # it left without waiting for the negotiation
             self._tell(now_s)
             return
-        self.counts["rounds given up"] += branch is not None
-        parent, children = tree(members, self.rank, FANOUT)
-        share = _height(len(members), members.index(self.rank)) / max(_height(len(members), 0), 1)
-        until_s = now_s + self.pace.patience_s * share
-        self._branch = _Branch(word.number, parent, children, until_s, vector.read(), set(children))
-        self.out.extend((child, word) for child in children)
+        self._give_up_round()
+        self._round = TreeRound(word, self.rank, self.pace, now_s, vector.read())
+        self.out.extend(self._round.opening())
         self._rise(now_s, vector)
 
     def _rise(self, now_s: float, vector: Vector) -> bool:
-        """Pass the branch's mean on once all (or all but the silent) children have given theirs."""
-        branch = self._branch
-        if branch is None or branch.risen or (branch.awaited and now_s < branch.until_s):
+        """Pass the branch's mean on, if it is time."""
+        here = self._round
+        if here is None or not here.is_ready(now_s):
             return False
-        self.counts["silent branches"] += len(branch.awaited)
-        branch.risen, silent = True, branch.silent | branch.awaited
-        means_below = [branch.means[child] for child in branch.children if child in branch.means]
-        given = [(branch.sent, 1.0), *means_below]
-        weights = [weight for _, weight in given]
-        columns = zip(*(values for values, _ in given), strict=True)
-        means = [average(parts, weights)[0] for parts in columns]
-        if self._roster is not None:
-            self._roster.strike(silent, now_s)
-            return self._fall(means, sum(weights), now_s, vector)
-        assert branch.parent is not None
-        up = Word(Kind.UP, branch.number, value=sum(weights), meta=sorted(silent), body=as_body(means))
-        self.out.append((branch.parent, up))
-        branch.until_s = now_s + 2 * self.pace.patience_s
-        return False
+        self.counts["silent branches"] += len(here.awaited)
+        mean = here.rise(now_s)
+        if self._roster is None:
+            assert here.parent is not None
+            self.out.append((here.parent, here.rising(mean)))
+            return False
+        self._roster.strike(here.silent, now_s)
+        self._roster.close(now_s)
+        return self._fall(mean, vector)
 
-    def _fall(self, means: list[Values], weight: float, now_s: float, vector: Vector) -> bool:
+    def _fall(self, mean: Mean, vector: Vector) -> bool:
         """Take the mean of all, and pass it on."""
-        branch, self._branch = self._branch, None
-        assert branch is not None
-        self.rounds = branch.number
-        if self._roster is not None:
-            self._roster.close(now_s)
-        if not weight > 1:  # nobody else's weights are in it
+        here, self._round = self._round, None
+        assert here is not None
+        self.rounds = here.number
+        if not mean[1] > 1:  # nobody else's weights are in it
             return False
-        down = Word(Kind.DOWN, branch.number, value=weight, body=as_body(means))
-        self.out.extend((child, down) for child in branch.children if child in branch.means)
-        vector.add([difference(mean, own) for mean, own in zip(means, branch.sent, strict=True)])
+        self.out.extend(here.falling(mean))
+        here.apply(mean, vector)
         self.counts["exchanges"] += 1
         return True
 
+    def _take(self, source: int, word: Word, now_s: float, vector: Vector) -> bool:
+        """Take the mean of a branch, or of all."""
+        here = self._round
+        values = from_body(word.body, vector)
+        self.counts["other shapes"] += values is None  # a damaged body has no length
+        if here is None or here.number != word.number:
+            self.counts["late"] += 1
+        elif word.kind is Kind.UP and source in here.awaited and not here.risen:
+            here.give(source, word, values)
+            return self._rise(now_s, vector)
+        elif word.kind is Kind.DOWN and source == here.parent and values is not None:
+            return self._fall((values, word.value), vector)
+        return False
+
+    # ------------------------------------------------------------------------------------------ messages, time
     def handle(self, source: int, word: Word, now_s: float, vector: Vector) -> bool:
         """Take a word; return whether the weights have changed."""
         epoch = epoch_of(word.number)
@@ -271,46 +263,23 @@ class TreeAverage:
             return self._take(source, word, now_s, vector)
         return False
 
-    def _take(self, source: int, word: Word, now_s: float, vector: Vector) -> bool:
-        """Take the mean of a branch, or of all."""
-        branch = self._branch if self._branch is not None and self._branch.number == word.number else None
-        values = from_body(word.body, vector)
-        self.counts["other shapes"] += values is None  # a damaged body has no length
-        if branch is None:
-            self.counts["late"] += 1
-        elif word.kind is Kind.UP and source in branch.awaited and not branch.risen:
-            branch.awaited.discard(source)
-            branch.silent.update(word.meta)
-            if values is not None:
-                branch.means[source] = (values, word.value)
-            return self._rise(now_s, vector)
-        elif word.kind is Kind.DOWN and source == branch.parent and values is not None:
-            return self._fall(values, word.value, now_s, vector)
-        return False
-
-    def _settle(self, last_round: int) -> None:
-        self._last_round = last_round
-        if self._leaving and self._branch is not None and self._branch.number > last_round:
-            self._branch = None
-
-    # --------------------------------------------------------------------------------------------------- time
     def tick(self, now_s: float, vector: Vector) -> bool:
         """Do what is due; return whether the weights have changed."""
         if self._roster is not None:
             self._coordinate(self._roster, now_s, vector)
         elif self._takes_part:
             self._suspect(now_s)
-        branch = self._branch
-        if branch is not None and branch.risen and now_s >= branch.until_s:
+        here = self._round
+        if here is not None and here.risen and now_s >= here.until_s:
             self.counts["rounds without answer"] += 1
-            self.rounds, self._branch = branch.number, None
+            self.rounds, self._round = here.number, None
         return self._rise(now_s, vector)
 
     def lost(self, rank: int, now_s: float) -> None:
         """Note that a rank is dead."""
         self._leadership.away.add(rank)
-        if self._branch is not None:
-            self._branch.awaited.discard(rank)
+        if self._round is not None:
+            self._round.awaited.discard(rank)
         if self._roster is not None:
             self._roster.forget(rank)
             if rank in self._roster.members:
@@ -320,17 +289,9 @@ class TreeAverage:
 
     def wake_s(self) -> float:
         """Return when `tick` is next needed."""
-        times = [self._branch.until_s] if self._branch is not None else []
+        times = [self._round.until_s] if self._round is not None else []
         if self._roster is not None:
             times += [self._roster.wake_s(), self._hand_over_s]
         elif self._takes_part:
             times.append(self._leadership.wake_s())
         return min((time_s for time_s in times if time_s != -math.inf), default=math.inf)
-
-
-def _height(count: int, place: int) -> int:
-    """Return how many levels lie below a place of a tree of `count` members."""
-    height, first = 0, place * FANOUT + 1
-    while first < count:
-        height, first = height + 1, first * FANOUT + 1
-    return height
