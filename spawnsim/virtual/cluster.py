@@ -17,7 +17,7 @@ from greenlet import GreenletExit
 
 from spawnsim.errors import Livelock, ParameterError, RankError, RankFailed, SpawnsimError, WorldError
 from spawnsim.random import Streams
-from spawnsim.virtual import reports
+from spawnsim.virtual import reports, torch_distributed
 from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.comm.belongings import ProgramAbort
 from spawnsim.virtual.comm.communicators import Intracomm, enter
@@ -173,7 +173,7 @@ class Cluster:
         `finally` blocks may hang.
         """
         kernel, self._began_s, self._on_error = self.world.kernel, time.perf_counter(), on_error
-        with per_rank(), TorchStates(kernel).in_place(), noticing():
+        with per_rank(), TorchStates(kernel).in_place(), noticing(), torch_distributed.refused():
             kernel.run(self._judge)
         if self._error is not None:
             raise self._error

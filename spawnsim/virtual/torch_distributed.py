@@ -1,0 +1,158 @@
+"""torch.distributed on virtual ranks: refused by name, since it would wait for other processes and freeze this one.
+
+During a run, three things that all of torch.distributed goes through end in one error: asking for the default group,
+meeting others, and making a store. A group of the process around the run is not seen. Other threads, and everything
+outside virtual ranks, go on as before; after the run torch.distributed is as it was. This module knows names of torch's
+internals, and never imports torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from threading import RLock
+from types import ModuleType
+from typing import Any
+
+from spawnsim.errors import UnsupportedError
+from spawnsim.virtual.tasks import Task, current_task
+
+C10D, RENDEZVOUS = "torch.distributed.distributed_c10d", "torch.distributed.rendezvous"
+NATIVE = "torch._C._distributed_c10d"
+STORES = ("TCPStore", "FileStore")
+ASKING = ("_get_default_group", "init_process_group")  # who asks for the default group cannot do without one
+_OWN_FOLDERS = ("torch.distributed", "torch.nn.parallel")
+
+
+class NotOnVirtualRanks(UnsupportedError, ValueError):
+    """torch.distributed was called on a virtual rank. Also the `ValueError` that torch raises without a group."""
+
+    placed = False  # whether the message says where
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """Refuse torch.distributed on the virtual ranks that run within the block, also where it is imported there."""
+    _GUARD.enter()
+    try:
+        yield
+    finally:
+        _GUARD.leave()
+
+
+class _Guard:
+    """What was replaced in torch, and a finder that replaces it as soon as torch has been loaded.
+
+    There is one, as there is one torch: runs may be nested, or be in several threads.
+    """
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._runs, self._lock = 0, RLock()
+
+    def enter(self) -> None:
+        """Begin a run."""
+        with self._lock:
+            self._runs += 1
+            if self._runs == 1:
+                self.install()
+                sys.meta_path.insert(0, self)
+
+    def leave(self) -> None:
+        """End a run; after the last one put everything back."""
+        with self._lock:
+            self._runs -= 1
+            if self._runs == 0:
+                sys.meta_path.remove(self)
+                while self._replaced:
+                    holder, name, before = self._replaced.pop()
+                    setattr(holder, name, before)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Find nothing. A module of torch that is asked for after `C10D` shows that this one is loaded."""
+        if name.startswith("torch.") and not self._replaced:
+            with self._lock:
+                self.install()
+
+    def install(self) -> None:
+        """Replace the ways in, if they are loaded."""
+        modules: dict[str, Any] = {name: sys.modules.get(name) for name in (C10D, RENDEZVOUS, NATIVE)}
+        if not all(map(_is_loaded, modules.values())):
+            return
+        self._replace(getattr(modules[C10D], "_World", None), "default_pg", _unseen)
+        self._replace(modules[RENDEZVOUS], "_rendezvous_helper", partial(_refusing, "rendezvous"))
+        for store in STORES:
+            self._replace(getattr(modules[NATIVE], store, None), "__init__", partial(_refusing, store))
+
+    def _replace(self, holder: Any, name: str, by: Callable[[Any], Any]) -> None:
+        if holder is not None and hasattr(holder, name):
+            before = vars(holder)[name] if name in vars(holder) else getattr(holder, name)
+            self._replaced.append((holder, name, before))
+            setattr(holder, name, by(before))
+
+
+_GUARD = _Guard()
+
+
+def _is_loaded(module: ModuleType | None) -> bool:
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
+
+
+def _refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        task = current_task()
+        if task is None:
+            return function(*args, **kwargs)
+        raise _refusal(task, name)
+
+    return call
+
+
+def _unseen(default: property) -> property:
+    """Return torch's property of the default group, of which virtual ranks see nothing."""
+    get: Any = default.fget
+
+    def look(world: Any) -> Any:
+        task = current_task()
+        if task is None:
+            return get(world)
+        asking: Any = sys._getframe(1)
+        while asking is not None and asking.f_globals.get("__name__") == C10D:
+            if asking.f_code.co_name in ASKING:
+                raise _refusal(task, asking.f_code.co_name)
+            asking = asking.f_back
+        return None
+
+    return property(look, default.fset)
+
+
+def _refusal(task: Task, name: str) -> NotOnVirtualRanks:
+    called, line = _called(name)
+    error = NotOnVirtualRanks(
+        f"{task.name} called {called} at {task.clock:.6g} s{line}: virtual ranks share one process, which "
+        "torch.distributed would stop for ever. Use the communicator (`comm` in main(comm), MPI.COMM_WORLD in an "
+        "mpi4py program), or real ranks (torchrun … -m spawnsim run FILE --backend torch)"
+    )
+    error.placed = True  # the message has rank, time and line
+    return error
+
+
+def _called(name: str) -> tuple[str, str]:
+    """Return which function of torch the program has called, and in which of its lines: torch's outermost frame."""
+    called, line = f"torch.distributed.{name}", ""
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_OWN_FOLDERS):
+            if frame.f_code.co_name != "wrapper":  # torch's own logging of calls
+                package = "torch.nn.parallel" if module.startswith("torch.nn") else "torch.distributed"
+                called = f"{package}.{frame.f_code.co_qualname.removesuffix('.__init__')}"
+            line = ""
+        elif not line and module != __name__:
+            line = f" ({frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno})"
+        frame = frame.f_back
+    return called, line
