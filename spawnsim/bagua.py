@@ -1,0 +1,149 @@
+"""The names of bagua's asynchronous model averaging: `bagua.torch_api.algorithms.async_model_average`.
+
+    algorithm = AsyncModelAverageAlgorithm(sync_interval_ms=100, warmup_steps=10)
+    model = with_bagua(model, [optimizer], algorithm)          # bagua: model.with_bagua([optimizer], algorithm)
+    ...                                                        # train: nothing else changes
+    model.bagua_algorithm.abort(model)
+    ...                                                        # evaluate
+    model.bagua_algorithm.resume(model)
+
+The work is done by `spawnsim.policies.AsyncModelAveragePolicy`; see there for what it promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from spawnsim.comm import Comm, as_comm
+from spawnsim.comm.job import world
+from spawnsim.distributed import broadcast
+from spawnsim.errors import UsageError
+from spawnsim.policies import AsyncModelAveragePolicy
+from spawnsim.policies.state import collect
+
+if TYPE_CHECKING:
+    import torch
+
+
+class AsyncModelAverageAlgorithm:
+    """How models are averaged; `with_bagua` makes it work for one model.
+
+    Training is an endless stream: ranks step at their own pace, and their numbers of iterations differ.
+
+    Args:
+        peer_selection_mode: "all", or one of spawnsim's own: "ring", "shift_one", "random".
+        sync_interval_ms: milliseconds between averagings.
+        warmup_steps: steps with gradients averaged over the group, before averaging by the clock begins.
+        more: further arguments of `AsyncModelAveragePolicy`, such as `patience_s`.
+    """
+
+    def __init__(
+        self,
+        peer_selection_mode: str = "all",
+        sync_interval_ms: float = 500,
+        warmup_steps: int = 0,
+        **more: Any,
+    ) -> None:
+        self.peer_selection_mode, self.sync_interval_ms = peer_selection_mode, sync_interval_ms
+        self.warmup_steps, self.more = warmup_steps, more
+        AsyncModelAveragePolicy(
+            peer_selection_mode, sync_interval_ms, warmup_steps, **more
+        )  # checks its arguments
+
+    def reify(self, process_group: Any = None) -> AsyncModelAverageAlgorithmImpl:
+        """Return what does this over a group."""
+        return AsyncModelAverageAlgorithmImpl(
+            process_group, self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps, **self.more
+        )
+
+
+class AsyncModelAverageAlgorithmImpl:
+    """The algorithm at work on one rank, for one model.
+
+    `process_group` is a spawnsim `Comm`, an mpi4py communicator, a group of torch.distributed, or None for the world of
+    the job. After `comm.recover()` set it to the survivors' communicator. The other arguments are those of
+    `AsyncModelAverageAlgorithm`. A copy of the model, or a pickle, is not averaged: None stands in its place there.
+    """
+
+    # fmt: off
+    def __init__(
+        self, process_group: Any, peer_selection_mode: str = "all", sync_interval_ms: float = 500,
+        warmup_steps: int = 0, **more: Any,
+    ) -> None:
+        # fmt: on
+        self.peer_selection_mode, self.sync_interval_ms = peer_selection_mode, sync_interval_ms
+        self.warmup_steps = warmup_steps
+        self.policy = AsyncModelAveragePolicy(peer_selection_mode, sync_interval_ms, warmup_steps, **more)
+        self.process_group: Comm = world() if process_group is None else as_comm(process_group)
+        self._module: torch.nn.Module | None = None
+        self._optimizer: Any = None
+        self._steps = 0
+
+    def attach(self, bagua_module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Average this model from now on, whenever the last of its optimizers has stepped. Collective."""
+        if self._module is not None or not optimizers:
+            raise UsageError("give an algorithm that is at work for no other model yet, and at least one optimizer")
+        self._module, self._optimizer = bagua_module, optimizers[0]
+        for tensor in collect(bagua_module, None, self.policy.travels).values():
+            broadcast(tensor, 0, group=self.process_group)
+        self.policy.attach(bagua_module, optimizers[0], self.process_group)
+        optimizers[-1].register_step_post_hook(lambda *_: self._stepped())
+
+    def _stepped(self) -> None:
+        assert self._module is not None
+        self.policy(self._steps, self._module, self._optimizer, group=self.process_group)
+        self._steps += 1
+
+    def abort(self, bagua_module: torch.nn.Module) -> bool:
+        """Stop averaging this rank's model: it is neither used nor changed until `resume`.
+
+        bagua wants all ranks to call it. Here they may, and any rank may alone: the others go on, and wait for nobody.
+        Returns whether what was under way ended within the policy's patience.
+        """
+        self._check(bagua_module)
+        return self.policy.abort()
+
+    def resume(self, bagua_module: torch.nn.Module) -> None:
+        """Average again; on all ranks, or on this one alone."""
+        self._check(bagua_module)
+        self.policy.resume()
+
+    def shutdown(self) -> None:
+        """Leave for good, and hand over what others rely on. After an `abort` on all ranks it is not needed."""
+        self.policy.shutdown()
+
+    def _check(self, bagua_module: torch.nn.Module) -> None:
+        if bagua_module is not self._module:
+            raise UsageError("this algorithm is at work for another model: pass the one that with_bagua returned")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def with_bagua(
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    algorithm: AsyncModelAverageAlgorithm,
+    process_group: Any = None,
+) -> torch.nn.Module:
+    """Average a model while it is trained, and return it; `model.bagua_algorithm` is what `abort` and `resume` are of.
+
+    Collective: as in bagua all ranks begin with the parameters and buffers of rank 0. Averaging is done between the
+    steps of `optimizers`, so the training loop stays as it is.
+
+    Args:
+        model: the same on all ranks, but for its values.
+        optimizers: those that train it, in the order in which they step.
+        algorithm: how to average.
+        process_group: among whom; None: all ranks of the job. (bagua has it as a method's argument.)
+    """
+    if getattr(model, "bagua_algorithm", None) is not None:
+        raise UsageError("with_bagua: the model has been given an algorithm already")
+    implementation = algorithm.reify(process_group)
+    implementation.attach(model, optimizers)
+    model.bagua_algorithm = implementation  # type: ignore[assignment]  # a module's attributes may be anything
+    return model
+
+
+__all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "with_bagua"]
