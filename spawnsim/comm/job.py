@@ -43,7 +43,7 @@ def virtual_world() -> Comm | None:
 
 
 def _real_group(kind: str) -> Any:
-    default = _default_group()
+    default = default_group()
     if kind == "mpi":
         mpi = importlib.import_module("spawnsim.real.mpi.comm").MPI.COMM_WORLD
         return mpi if default is None or mpi.Get_size() > 1 or default.size() == 1 else default
@@ -54,7 +54,8 @@ def _real_group(kind: str) -> Any:
     return default
 
 
-def _default_group() -> Any:
+def default_group() -> Any:
+    """Return torch.distributed's default group, None if there is none."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None

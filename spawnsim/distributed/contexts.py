@@ -1,16 +1,17 @@
 """What a rank knows of its place in the job: its part, its groups, and whom it works with.
 
-This room knows layouts and communicators that were made for them; it makes none.
+This module knows layouts and communicators that were made for them; it makes none but torch's twins of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 
 from spawnsim.comm import Comm
 from spawnsim.distributed.layouts import RankLayout
-from spawnsim.errors import ParameterError
+from spawnsim.distributed.worlds import Group
+from spawnsim.errors import ParameterError, UnsupportedError
 
 
 @dataclass
@@ -60,8 +61,8 @@ class DistributedContextMPI4Py:
     def cleanup(self) -> None:
         """Free the groups that were made for this rank, and forget all groups. A second call does nothing.
 
-        Collective over the members of each group; ranks outside have nothing to free. The world, MPI and
-        torch.distributed stay as they are: whoever started them ends them.
+        Collective over the members of each group; ranks outside have nothing to free. The world and MPI stay as they
+        are: whoever started them ends them.
         """
         made, self._made = self._made, []
         self.agent_groups = self.train_global_group = self.buffer_group = None
@@ -73,32 +74,70 @@ class DistributedContextMPI4Py:
 class DistributedContext(DistributedContextMPI4Py):
     """A rank's place, as `initialize_distributed_compute` gives it. See `DistributedContextMPI4Py` for the fields.
 
-    `dc_mpi4py` is the same place for programs that ask for the mpi4py one; its groups are the same communicators.
+    Over torch.distributed the groups are torch's own (`ProcessGroup`), for its calls and for those of this toolkit
+    alike; over MPI and on virtual ranks they are communicators. `dc_mpi4py` is the same place with communicators, which
+    have mpi4py's names everywhere.
     """
 
+    agent_groups: list[Group] | None = None
+    train_global_group: Group = None
+    buffer_group: Group = None
     dc_mpi4py: DistributedContextMPI4Py | None = None
+    _end: Callable[[], None] | None = field(default=None, repr=False)
 
-    def get_train_group(self, backend: str = "mpi") -> Comm | None:
-        """Return the group of all training ranks, None on other ranks; both backends' groups carry the same calls."""
+    def get_train_group(self, backend: str = "mpi") -> Group:
+        """Return the group of all training ranks, None on other ranks.
+
+        Args:
+            backend: "mpi" for the communicator, "torch" for the group of torch.distributed.
+
+        Raises:
+            UnsupportedError: "torch" in a job that was divided over MPI: torch.distributed has no group there.
+        """
         if backend not in ("mpi", "torch"):
             raise ParameterError(f"backend={backend!r}: choose mpi or torch")
-        if backend == "mpi" and self.dc_mpi4py is not None:
-            return self.dc_mpi4py.train_global_group
+        comm = self.dc_mpi4py.train_global_group if self.dc_mpi4py is not None else None
+        if backend == "mpi":
+            return comm
+        if comm is not None and comm.capabilities().backend == "mpi":
+            raise UnsupportedError(
+                f"rank {self.my_rank}: the groups of this job are MPI's, and torch.distributed has none of them: "
+                "initialize_distributed_compute('gloo', …) makes both"
+            )
         return self.train_global_group
 
     def cleanup(self) -> None:
-        """Free the groups; see `DistributedContextMPI4Py.cleanup`."""
+        """Free all groups, and leave torch.distributed if `initialize_distributed_compute` has entered it.
+
+        Collective; a second call does nothing.
+        """
         super().cleanup()
         if self.dc_mpi4py is not None:
             self.dc_mpi4py.cleanup()
+        end, self._end = self._end, None
+        if end is not None:
+            end()
 
 
-def with_both_faces(place: DistributedContextMPI4Py) -> DistributedContext:
-    """Return a context over the same groups; it frees them, the one inside only forgets them."""
-    shared = {each.name: getattr(place, each.name) for each in fields(place)}
-    context = DistributedContext(**shared, dc_mpi4py=place)
-    place._made = []
-    return context
+def with_both_faces(
+    place: DistributedContextMPI4Py, end: Callable[[], None] | None = None
+) -> DistributedContext:
+    """Return a context over the same ranks, with torch's groups where torch.distributed carries the communicators.
+
+    Collective among the members of each group. `end` is called once all groups have been freed.
+    """
+    shared = {each.name: getattr(place, each.name) for each in fields(place) if each.name != "_made"}
+    shared |= {
+        "agent_groups": [_as_torch_has_it(comm) for comm in place.agent_groups or ()],
+        "train_global_group": _as_torch_has_it(place.train_global_group),
+        "buffer_group": _as_torch_has_it(place.buffer_group),
+    }
+    return DistributedContext(**shared, dc_mpi4py=place, _end=end)
+
+
+def _as_torch_has_it(comm: Comm | None) -> Group:
+    make = getattr(comm, "as_process_group", None)
+    return comm if make is None else make()
 
 
 def members_only(comms: Iterable[Comm | None]) -> list[Comm]:

@@ -1,15 +1,19 @@
 """Dividing a job into training, buffer and coordinator ranks: collective calls that end in a context on every rank.
 
-This room knows the world, layouts and how groups are made. It starts neither MPI nor torch.distributed, and needs
-torch.distributed only where the caller asks for its groups.
+This module knows the world, layouts and how groups are made. torch.distributed is entered where the caller asks for its
+groups and nobody has done so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 from spawnsim.comm import UNDEFINED, Comm
+from spawnsim.comm.job import default_group, virtual_world
 from spawnsim.distributed.contexts import (
     DistributedContext,
     DistributedContextMPI4Py,
@@ -32,11 +36,15 @@ def initialize_distributed_compute(
     comm: Group = None,
     hosts: Sequence[str] | None = None,
 ) -> DistributedContext:
-    """Divide the job's ranks among training, buffers and a coordinator. Collective over the world.
+    """Start torch.distributed if need be, and divide the job's ranks among training, buffers and a coordinator.
+
+    Collective over the world. Ranks may have been started by mpiexec, srun, torchrun or `spawnsim run`. Where
+    torch.distributed is wanted and has no default group, it gets one, from what the launcher has told; `cleanup()` of
+    the context ends what was begun here.
 
     Args:
-        dist_backend: "mpi" for groups over MPI; "gloo", "nccl" or "ccl" for groups over torch.distributed, whose
-            default group must exist. Virtual ranks take any of them and have one kind of group.
+        dist_backend: "gloo", "nccl", "xccl" or "ccl" for groups of torch.distributed over that backend; "mpi" for MPI's
+            own communicators, whatever torch was built with. Virtual ranks take any of them and have one kind of group.
         num_remote_buffers: ranks that keep replay buffers instead of training; each serves a chunk of ranks.
         num_agent_groups: groups of training ranks, all of one size.
         use_coordinator: whether the last rank does nothing but coordinate.
@@ -45,11 +53,22 @@ def initialize_distributed_compute(
 
     Raises:
         ParameterError: numbers that do not fit together, or another backend.
+        UnsupportedError: a backend that this build of torch has not.
     """
     if dist_backend not in BACKENDS:
         raise ParameterError(f"dist_backend={dist_backend!r}: choose one of {', '.join(BACKENDS)}")
-    world = comm_of(comm, BACKENDS[dist_backend])
-    return with_both_faces(_divide(world, num_remote_buffers, num_agent_groups, int(use_coordinator), hosts))
+    kind, end = BACKENDS[dist_backend], None
+    if comm is None and kind == "torch" and virtual_world() is None and default_group() is None:
+        comm, end = _entered(dist_backend)
+    place = _divide(comm_of(comm, kind), num_remote_buffers, num_agent_groups, int(use_coordinator), hosts)
+    return with_both_faces(place, end)
+
+
+def _entered(backend: str) -> tuple[Comm, Callable[[], None]]:
+    """Enter torch.distributed; return the world, and what leaves again."""
+    building = import_module("spawnsim.real.torch")
+    world: Comm = building.world(backend=backend)
+    return world, partial(building.close, world)
 
 
 def initialize_distributed_compute_mpi4py(
@@ -70,7 +89,7 @@ def _divide(
     size = world.Get_size()
     if size == 1:  # one process plays all parts: it trains, and keeps its buffer itself
         return _place(world, host_layout(["here"]), (world, world, None), made=[])
-    names = list(hosts) if hosts is not None else world.allgather(_get_MPI().Get_processor_name())
+    names = list(hosts) if hosts is not None else world.allgather(_host())
     if len(names) != size:
         raise ParameterError(f"hosts has {len(names)} names for {size} ranks: give one for each")
     layout = host_layout(names, buffers, agent_groups, coordinators)
@@ -79,6 +98,11 @@ def _divide(
     colours = (mine, None if mine is None else 0, 0 if role == "buffer" else None)
     groups = tuple(_split(world, colour) for colour in colours)
     return _place(world, layout, groups, made=members_only(groups))
+
+
+def _host() -> str:
+    """Return where this rank runs; MPI need not be there."""
+    return socket.gethostname() if virtual_world() is None else str(_get_MPI().Get_processor_name())
 
 
 def _split(world: Comm, colour: int | None) -> Comm | None:

@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from spawnsim import distributed as toolkit
 from spawnsim.comm import BYTE, Status
-from spawnsim.errors import MismatchError
+from spawnsim.errors import MismatchError, UnsupportedError
 
 Check = Callable[[Any], None]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -289,7 +290,9 @@ def a_job_is_divided_and_cleaned_up(comm: Any) -> None:
         if rank < 2:
             tensor = torch.ones(1)
             toolkit.all_reduce(tensor, group=place.train_global_group)
-            assert tensor.item() == place.agent_groups[place.agent_group_id].Get_size() == 2
+            assert (
+                tensor.item() == toolkit.get_world_size(group=place.agent_groups[place.agent_group_id]) == 2
+            )
         place.cleanup()
         place.cleanup()
         assert place.train_global_group is None
@@ -301,8 +304,47 @@ def hosts_are_asked_where_none_are_given(comm: Any) -> None:
     place = toolkit.initialize_distributed_compute("mpi", 0, 2, comm=comm)
     assert place.agent_group_size == 2
     assert [group is not None for group in place.agent_groups].count(True) == 1
-    assert place.get_train_group().Get_size() == place.get_train_group("torch").Get_size() == 4
+    assert place.get_train_group().Get_size() == 4
+    if comm.capabilities().backend == "mpi":
+        with pytest.raises(UnsupportedError, match="'gloo'"):
+            place.get_train_group("torch")
+    else:
+        assert toolkit.get_world_size("torch", place.get_train_group("torch")) == 4
     place.cleanup()
+
+
+def torch_takes_its_groups_and_so_do_we(comm: Any) -> None:
+    """F9: on real ranks they are torch's own, which is entered if need be; what was made is ended, twice the same."""
+    if comm.capabilities().backend == "virtual":
+        return
+    import torch.distributed as dist
+
+    before = dist.is_initialized()
+    for _ in range(2):
+        place = toolkit.initialize_distributed_compute("gloo", 1, 1, use_coordinator=True)
+        groups = place.agent_groups, place.train_global_group, place.buffer_group
+        rank = place.my_rank
+        for group in [each for each in (*groups[0], *groups[1:]) if each is not None]:
+            assert isinstance(group, dist.ProcessGroup)
+            theirs, ours = torch.full((40_000,), float(rank)), torch.full((40_000,), float(rank))
+            dist.all_reduce(theirs, group=group)
+            toolkit.all_reduce(ours, group=group)
+            assert torch.equal(theirs, ours)
+            assert theirs[0].item() == sum(dist.get_process_group_ranks(group))
+            assert toolkit.get_rank("torch", group) == dist.get_rank(group)
+        if rank < 2:
+            assert place.get_train_group("torch") is place.train_global_group
+            assert place.get_train_group().allgather(rank) == [0, 1]
+            model = Pair(float(rank))
+            toolkit.average_models(model, place.train_global_group)
+            assert model.used[0].item() == 0.5
+        everyone = torch.ones(1)
+        dist.all_reduce(everyone)
+        toolkit.barrier("torch")
+        assert everyone.item() == 4
+        place.cleanup()
+        place.cleanup()
+        assert dist.is_initialized() == before
 
 
 CHECKS: tuple[Check, ...] = (
@@ -324,6 +366,7 @@ CHECKS: tuple[Check, ...] = (
     rows_that_do_not_fit_are_refused_everywhere,
     a_job_is_divided_and_cleaned_up,
     hosts_are_asked_where_none_are_given,
+    torch_takes_its_groups_and_so_do_we,
 )
 
 

@@ -1,4 +1,4 @@
-"""Averaging by the clock on ranks that die or stop, for real and on virtual ranks alike: `main(comm, case=…, at=victim)`.
+"""Averaging by the clock on ranks that die or stop, real and virtual ones alike: `main(comm, case=…, at=victim)`.
 
 Rank r's first model is r in every number, so any mixture lies between 0 and the number of ranks.
 """

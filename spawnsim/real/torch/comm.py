@@ -31,6 +31,7 @@ from spawnsim.real.rank.options import Options
 from spawnsim.real.rank.own import Own, Recorder, Task
 from spawnsim.real.torch.cards import beneath, card, verdict
 from spawnsim.real.torch.collectives import Native
+from spawnsim.real.torch.groups import make_group
 from spawnsim.real.torch.home import Home
 from spawnsim.real.torch.joining import join
 from spawnsim.real.torch.lacking import SURVIVAL, namespace, refusal
@@ -61,6 +62,7 @@ class TorchComm(PointToPoint, Native, Objects):
         own_gloo = beneath(home.group, "cpu") if label == "world" else None
         self._gloo = own_gloo if own_gloo and own_gloo.name() == "gloo" else home.gloo(label, members)
         self._nccl: Any = None
+        self._process_group: Any = None
         self._named = "MPI_COMM_WORLD" if label == "world" else label
         self._freed, self._active = False, home.watchdog.active
         own = home.own
@@ -191,12 +193,22 @@ class TorchComm(PointToPoint, Native, Objects):
         """Refuse: attributes are Python's business here."""
         raise UnsupportedError("Create_keyval: not over torch.distributed; keep a dict by communicator")
 
+    def as_process_group(self) -> Any:
+        """Return torch's own group of these ranks, which `wrap` gives back as this. Collective on the first call."""
+        self._live()
+        if self._process_group is None:
+            self._process_group = make_group(self)
+            _WRAPPED[self._process_group] = self
+        return self._process_group
+
     def Free(self) -> None:
         """Give up the communicator."""
         self._live()
         if self.label == "world":
             raise CallError(ERR_COMM, "the world cannot be freed: close() ends it")
         self._freed, self._nccl = True, None
+        if self._process_group is not None:
+            dist.destroy_process_group(self._process_group)
 
     def Abort(self, errorcode: int = 0) -> None:
         """End all ranks at once."""
@@ -227,11 +239,15 @@ def world(
     seed: int = 0,
     deadline_s: float = 30.0,
     options: Options | None = None,
+    backend: str = "",
 ) -> TorchComm:
-    """Return the communicator of all ranks of this job. Collective; the clock starts when all have met."""
+    """Return the communicator of all ranks of this job. Collective; the clock starts when all have met.
+
+    Where torch.distributed has no default group yet, it gets one, of torch's `backend` (see `join`).
+    """
     entered = not dist.is_initialized()
     if entered:
-        join(recognise())
+        join(recognise(), backend)
     own = Own(dist.get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
     comm = _enter(dist.group.WORLD, own, options or Options())
     comm._home.leaves_torch = entered

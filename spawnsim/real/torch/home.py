@@ -88,9 +88,8 @@ class Home:
         rank, size = group.rank(), group.size()
         everyone, self._rank = tuple(range(size)), rank
         self._store = PrefixStore(group.group_name, _get_default_store())
-        self._run = self._store.add(
-            f"spawnsim/runs/{rank}", 1
-        )  # the same on all ranks, which all enter each run
+        # the same on all ranks, which all enter each run
+        self.run_name = f"spawnsim/{self._store.add(f'spawnsim/runs/{rank}', 1)}"
         self.own, self.clock, self.options = own, own.clock, options
         self.fingerprints, self.ordered = options.fingerprints, options.reduction == "ordered"
         self.registry, self.pickle = Registry(), Pickle()
@@ -114,12 +113,12 @@ class Home:
 
         Made without torch's registry of groups: that one numbers groups by calls that all ranks must make.
         """
-        store = PrefixStore(f"spawnsim/{self._run}/{label}", self._store)
+        store = PrefixStore(f"{self.run_name}/{label}", self._store)
         return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), FOREVER)
 
     def nccl(self, label: str, members: tuple[int, ...]) -> Any:
         """Return an NCCL group of some of the ranks, likewise; they meet when they first use it."""
-        store = PrefixStore(f"spawnsim/{self._run}/nccl/{label}", self._store)
+        store = PrefixStore(f"{self.run_name}/nccl/{label}", self._store)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER
         return dist.ProcessGroupNCCL(store, members.index(self._rank), len(members), options)

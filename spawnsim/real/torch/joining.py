@@ -6,12 +6,16 @@ Knows launchers' variables and torch's ways to meet; knows no communicator.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -19,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from spawnsim.errors import ParameterError, Timeout, WorldError
+from spawnsim.errors import ParameterError, Timeout, UnsupportedError, WorldError
 from spawnsim.real.launching.gpus import gpu_of_rank
 from spawnsim.real.launching.launch import Here
 from spawnsim.real.torch.home import FOREVER
@@ -28,32 +32,67 @@ MEET_S = 300.0  # torch's own patience: at the start of a job, nodes read Python
 PORTS = range(20000, 32000)  # below those that systems give to outgoing connections
 USUAL_PORT = 29500  # torch's, for jobs that have no name
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
+_ENTRIES = (
+    itertools.count()
+)  # into torch.distributed, by this process: what is left of one must not meet the next
+PACKAGES = {"ccl": "oneccl_bindings_for_pytorch"}
 PROXIES = ("hydra", "mpiexec", "mpirun", "prte", "orted")
 
 
-def join(here: Here) -> None:
+def join(here: Here, backend: str = "") -> None:
     """Enter torch.distributed the way that the launcher asks for. Collective.
 
-    A rank that does not come within `MEET_S` is a `Timeout` that names it; an address that does not exist or a port
-    that is taken is a `WorldError`.
+    `backend` is torch's name of one; "" is gloo, with NCCL beside it if all ranks have GPUs. One that this build has
+    not is an `UnsupportedError`. A rank that does not come within `MEET_S` is a `Timeout` that names it; an address
+    that does not exist or a port that is taken is a `WorldError`. A process may enter again after it has left.
     """
-    store = PrefixStore("spawnsim", _store(here))
+    _require(backend)
+    store = PrefixStore(f"spawnsim/{next(_ENTRIES)}", _store(here))
     gpus = _exchanged(here, store, _take_gpu())
-    backend = "cpu:gloo,cuda:nccl" if all(gpus) else "gloo"
+    backend = backend or ("cpu:gloo,cuda:nccl" if all(gpus) else "gloo")
     dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.size, timeout=FOREVER)
     store.set_timeout(FOREVER)
 
 
+def _require(backend: str) -> None:
+    """Refuse a backend that is not here. Some come with a package of their own, which must be imported first."""
+    with suppress(ImportError):
+        if backend in PACKAGES:
+            import_module(PACKAGES[backend])
+    if backend and not dist.is_backend_available(backend):
+        have = ", ".join(
+            name for name in ("gloo", "mpi", "nccl", "ucc", "xccl") if dist.is_backend_available(name)
+        )
+        package = f" (it comes with {PACKAGES[backend]})" if backend in PACKAGES else ""
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no backend {backend!r} here{package}, but {have}: give one of these, or "
+            "install what has it"
+        )
+
+
 def _store(here: Here) -> Store:
     if here.launcher == "torchrun":
-        store: Store = next(rendezvous("env://", timeout=timedelta(seconds=MEET_S)))[0]
-        return store
+        return _torchruns()
     if here.size == 1:
         return HashStore()
     point = meeting_point(here)
     _require_host(here, point)
+    served = _served(here, point)
+    return PrefixStore(point.job, served)  # another job that took the same port would not mix with this one
+
+
+@cache
+def _torchruns() -> Store:
+    """Return the store of torchrun, or of whoever has set its variables."""
+    store: Store = next(rendezvous("env://", timeout=timedelta(seconds=MEET_S)))[0]
+    return store
+
+
+@cache
+def _served(here: Here, point: MeetingPoint) -> Store:
+    """Return the store that rank 0 serves until its process ends."""
     try:
-        served = TCPStore(
+        return TCPStore(
             point.host, point.port, is_master=here.rank == 0, wait_for_workers=False,
             timeout=timedelta(seconds=MEET_S),
         )  # fmt: skip
@@ -63,7 +102,6 @@ def _store(here: Here) -> Store:
             f"rank {here.rank} of {here.size} cannot {verb} {point.host}:{point.port} ({_first_line(error)}): set "
             "MASTER_ADDR to rank 0's host and MASTER_PORT to a free port"
         ) from error
-    return PrefixStore(point.job, served)  # another job that took the same port would not mix with this one
 
 
 def _first_line(error: BaseException) -> str:
