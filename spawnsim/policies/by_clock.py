@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any
 
@@ -190,7 +190,8 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         was, self._wanted = self._wanted, True
         if self._engine is not None and self._started and not was:
             self._engine.exchanges.set_active(True, self._engine.comm.clock.now())
-            self._engine.progress()
+            with suppress(WorldError):  # the communicator has ended: the next call of the policy says so
+                self._engine.progress()
 
     @contextmanager
     def weights(self) -> Iterator[None]:

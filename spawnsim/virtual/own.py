@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from spawnsim.errors import ParameterError
+from spawnsim.errors import ParameterError, Timeout
 from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.compute import Sampler
 from spawnsim.virtual.kernel import Task
@@ -147,14 +147,17 @@ class Background:
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait for the end, at most `timeout` seconds; return whether it has come."""
-        clock = Clock(self._world, self._rank)
-        if timeout is None:
-            await_one(self._world, self._over, Joining(self._task))
-            return True
-        end_s = self._world.kernel.current.clock + timeout
-        while self.alive and self._world.kernel.current.clock < end_s:
-            clock.sleep(min(timeout / 16, end_s - self._world.kernel.current.clock))
-        return not self.alive
+        if timeout is not None and not timeout > 0:
+            return not self.alive
+        bound = nullcontext() if timeout is None else Clock(self._world, self._rank).deadline(timeout)
+        try:
+            with bound:
+                await_one(self._world, self._over, Joining(self._task))
+        except Timeout:
+            if timeout is None:
+                raise
+            return False
+        return True
 
 
 class Joining(Unbroken):
