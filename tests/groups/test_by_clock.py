@@ -141,6 +141,23 @@ def test_local_steps_survive() -> None:
     assert sum(returned.values()) == pytest.approx(400.0)
 
 
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_whole_numbers_keep_their_sum(mode: str) -> None:
+    """Pairs used to round halves up on both sides: counters such as batch norm's rose above those of all ranks."""
+
+    def main(comm: Any) -> int:
+        model = torch.nn.BatchNorm1d(2)
+        model.num_batches_tracked.fill_(7 * comm.rank % 5)
+        policy = AsyncModelAveragePolicy(mode, sync_interval_ms=30)
+        train(comm, policy, model, 100)
+        policy.shutdown()
+        return int(model.num_batches_tracked)
+
+    found = world(main, 8, stragglers="lognormal:0.3")
+    assert sum(found.values()) == sum(7 * rank % 5 for rank in range(8))
+    assert max(found.values()) - min(found.values()) <= 2
+
+
 def test_warm_up_averages_gradients() -> None:
     """Adam on ranks with different data steps as one rank on all data would, until warm-up ends; then by the clock."""
     batches = torch.randn(6, 4, 8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

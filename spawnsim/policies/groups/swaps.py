@@ -14,6 +14,7 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from spawnsim.policies.groups.parts import Values, Vector, difference
 from spawnsim.policies.groups.peers import GAIN, Mode, partner
@@ -46,9 +47,15 @@ def from_body(body: Bytes, vector: Vector) -> list[Values] | None:
     ]
 
 
-def scaled(deltas: list[Values], factor: float) -> list[Values]:
-    """Return each delta times a factor, in its type."""
-    return [delta * delta.dtype.type(factor) for delta in deltas]
+def scaled(deltas: list[Values], factor: float, vector: Vector) -> list[Values]:
+    """Return each delta times a factor, in its type.
+
+    Those of whole numbers are rounded, to the same size on both sides: halves rounded up would let them grow for ever.
+    """
+    dtypes = dict.fromkeys(torch.view_as_real(t).dtype if t.is_complex() else t.dtype for t in vector.tensors)
+    whole = [not (dtype.is_floating_point or dtype == torch.bool) for dtype in dtypes]
+    moves = [delta * delta.dtype.type(factor) for delta in deltas]
+    return [np.rint(move) if rounded else move for move, rounded in zip(moves, whole, strict=True)]
 
 
 class _Asked(NamedTuple):
@@ -164,7 +171,7 @@ class Swaps:
             self.counts["other shapes"] += 1
             return False
         deltas = [difference(there, here) for there, here in zip(theirs, own, strict=True)]
-        vector.add(scaled(deltas, gain))
+        vector.add(scaled(deltas, gain, vector))
         self.counts["exchanges"] += 1
         return True
 
