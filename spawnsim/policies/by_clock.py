@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
@@ -41,8 +42,8 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         warmup_steps: steps with gradients averaged over the whole group (call `attach` before training so that the
             first step's are as well; else the first call averages the weights: the same for SGD and momentum).
         background: make progress beside the training loop, which then holds `weights()` while it changes the model.
-        patience_s: seconds after which a silent peer is not waited for, and `abort` gives up negotiating. Give more
-            than a few training steps take, for a rank answers only between them.
+        patience_s: seconds after which a silent peer is not waited for, and `abort` gives up negotiating; more where
+            training steps take more than a fraction of that, for a rank answers only between its steps.
         tag: of the policy's messages; two policies at once need two.
 
     Averaging goes on among those that are left when ranks die, at the same pace: at once where deaths are told (virtual
@@ -120,10 +121,11 @@ class AsyncModelAveragePolicy(SpawnPolicy):
             self._end(self._engine)
             self._warm_up.regroup(comm)
         ranks = (comm.Get_rank(), comm.Get_size())
+        pace = replace(self.pace)
         exchanges: Exchanges = (
-            TreeAverage(ranks, self.pace)
+            TreeAverage(ranks, pace)
             if self.mode == "all"
-            else Swaps(self.mode, ranks, self.pace, comm.rng("peers"))
+            else Swaps(self.mode, ranks, pace, comm.rng("peers"))
         )
         engine = self._engine = ProgressEngine(comm, self.tag, exchanges, self._weights)
         self._group, self._started = group, False
@@ -173,7 +175,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         exchanges, comm = engine.exchanges, engine.comm
         try:
             exchanges.set_active(False, comm.clock.now(), for_good=for_good)
-            settled = engine.drive(lambda: exchanges.settled, self.pace.patience_s)
+            settled = engine.drive(lambda: exchanges.settled, exchanges.pace.patience_s)
             if not settled:
                 exchanges.forget()
             # Others may be about to leave as well: then there is nothing to hand over.

@@ -8,8 +8,9 @@ module knows a communicator, the post, and what all kinds of exchanges have in c
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from statistics import median
 from threading import Lock
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from spawnsim.policies.groups.words import Word
 POLL_S = 1e-3  # between two looks at weights that another holds
 NAP_S = 0.25  # the longest wait of the background task
 REFUSED = ("unreadable", "damaged")  # counts of the post
+GAPS = 5
 LOOKS = 8  # for deaths, in an interval
 
 
@@ -50,6 +52,9 @@ class Exchanges(Protocol):
     def tick(self, now_s: float, vector: Vector) -> Any:
         """Do what is due."""
 
+    def note_step(self, step_s: float) -> None:
+        """Note how long this rank usually does not look at its messages."""
+
     def lost(self, rank: int, now_s: float) -> None:
         """Note that a rank is dead."""
 
@@ -75,6 +80,10 @@ class ProgressEngine:
         self._dead: set[int] = set()
         self._look_s = -math.inf
         self._refused = 0
+        self._looked_s = comm.clock.now()
+        self._gaps: deque[float] = deque(
+            maxlen=GAPS
+        )  # between the last looks; one that is longer for once is no rule
         self._task: Task | None = None
         self._stopping = False
 
@@ -97,6 +106,9 @@ class ProgressEngine:
         try:
             arrived = self.post.poll()
             now_s = self.comm.clock.now()
+            self._gaps.append(now_s - self._looked_s)
+            self._looked_s = now_s
+            self.exchanges.note_step(median(self._gaps))
             for rank in self._deaths(now_s):
                 self.exchanges.lost(rank, now_s)
             for source, word in arrived:

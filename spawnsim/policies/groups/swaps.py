@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,14 +21,30 @@ from spawnsim.policies.groups.parts import Values, Vector, difference
 from spawnsim.policies.groups.peers import GAIN, Mode, partner
 from spawnsim.policies.groups.words import Bytes, Kind, Outgoing, Word
 
+STEPS = 4  # a message may wait for a step of its receiver, and so may the answer; steps are not equally long
 DOUBLINGS = 4  # how often the time for which a silent rank is left out doubles
 
 
-class Pace(NamedTuple):
-    """Seconds from one exchange to the next, and seconds after which a peer that is silent is not waited for."""
+@dataclass
+class Pace:
+    """Seconds from one exchange to the next, and seconds after which a peer that is silent is not waited for.
+
+    A rank that trains answers only between its steps, so nobody is silent before several of them are over: `step_s` is
+    how long ranks are usually busy between two looks at their messages, as far as this one knows.
+    """
 
     interval_s: float
-    patience_s: float
+    stated_s: float
+    step_s: float = 0.0
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds to wait for an answer."""
+        return self.patience_for(1)
+
+    def patience_for(self, levels: int) -> float:
+        """Return the seconds to wait for what comes over several ranks, one after the other."""
+        return max(self.stated_s, STEPS * self.step_s * levels)
 
 
 def as_body(values: list[Values]) -> Bytes:
@@ -85,6 +102,10 @@ class Swaps:
         """Begin or cease to ask and to answer."""
         self.active = active
         self._due_s = now_s + self.pace.interval_s if active else math.inf
+
+    def note_step(self, step_s: float) -> None:
+        """Note how long this rank usually does not look at its messages."""
+        self.pace.step_s = step_s
 
     @property
     def settled(self) -> bool:

@@ -35,6 +35,7 @@ class TreeAverage:
         self._last_round: int | None = None  # that counts on this rank, once the coordinator has said so
         self._leadership = Leadership(*ranks, pace)
         self._roster = Roster(0, pace) if self._leadership.coordinator == self.rank else None
+        self._step_s = 0.0  # this rank's own; what others have told is in `pace`
         self._hand_over_s = math.inf  # when a coordinator that does not average itself leaves that to another
         self._round: TreeRound | None = None
 
@@ -52,9 +53,13 @@ class TreeAverage:
     def _tell(self, now_s: float) -> None:
         """Tell the coordinator where this rank stands; it answers."""
         self._last_round = None
-        word = Word(Kind.PRESENT, first_of(self._leadership.epoch), self._standing)
+        word = Word(Kind.PRESENT, first_of(self._leadership.epoch), self._standing, self._step_s)
         self.out.append((self._leadership.coordinator, word))
         self._leadership.asked(now_s)
+
+    def note_step(self, step_s: float) -> None:
+        """Note how long this rank usually does not look at its messages."""
+        self._step_s, self.pace.step_s = step_s, max(self.pace.step_s, step_s)
 
     @property
     def settled(self) -> bool:
@@ -151,7 +156,8 @@ class TreeAverage:
         if not roster.members and now_s >= roster.due_s and len(roster.present) > 1:
             roster.number += 1
             roster.members = (self.rank, *sorted(roster.present - {self.rank}))
-            self._opened(Word(Kind.OPEN, roster.number, meta=roster.members), now_s, vector)
+            word = Word(Kind.OPEN, roster.number, value=self.pace.step_s, meta=roster.members)
+            self._opened(word, now_s, vector)
         if now_s >= roster.remind_s:
             missing = roster.missing(self.size, self._leadership.away)
             self.out.extend((rank, self._news()) for rank in missing)
@@ -172,6 +178,7 @@ class TreeAverage:
             self.counts["late"] += 1
             return
         self._leadership.away.discard(source)
+        self.pace.step_s = max(self.pace.step_s, word.value)
         roster.note(source, word.part, now_s)
         last = roster.number if source in roster.members else first_of(self._leadership.epoch)
         self.out.append((source, Word(Kind.SETTLED, last, word.part)))
@@ -193,6 +200,7 @@ class TreeAverage:
             self._tell(now_s)
             return
         self._give_up_round()
+        self.pace.step_s = max(word.value, self._step_s)
         self._round = TreeRound(word, self.rank, self.pace, now_s, vector.read())
         self.out.extend(self._round.opening())
         self._rise(now_s, vector)
@@ -206,8 +214,9 @@ class TreeAverage:
         mean = here.rise(now_s)
         if self._roster is None:
             assert here.parent is not None
-            self.out.append((here.parent, here.rising(mean)))
+            self.out.append((here.parent, here.rising(mean, self._step_s)))
             return False
+        self.pace.step_s = max(self._step_s, here.step_s)
         self._roster.strike(here.silent, now_s)
         self._roster.close(now_s)
         return self._fall(mean, vector)

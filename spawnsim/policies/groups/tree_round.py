@@ -28,9 +28,10 @@ class TreeRound:
         self.parent, self.children = tree(members, rank, FANOUT)
         self.awaited, self.silent = set(self.children), set[int]()
         # Whoever is nearer to the leaves gives a silent rank up earlier: it is told upwards in time.
-        share = _height(len(members), members.index(rank)) / max(_height(len(members), 0), 1)
-        self.until_s = began_s + pace.patience_s * share
+        self._levels, below = _height(len(members), 0), _height(len(members), members.index(rank))
+        self.until_s = began_s + pace.patience_for(self._levels) * below / max(self._levels, 1)
         self.risen = False
+        self.step_s = 0.0  # the longest that ranks below have told
         self._means: dict[int, Mean] = {}
 
     def opening(self) -> Iterator[Outgoing]:
@@ -40,7 +41,9 @@ class TreeRound:
     def give(self, child: int, word: Word, values: list[Values] | None) -> None:
         """Take what a child's branch has given; nothing, if it came damaged."""
         self.awaited.discard(child)
-        self.silent.update(word.meta)
+        silent, step_s = word.meta
+        self.silent.update(silent)
+        self.step_s = max(self.step_s, step_s)
         if values is not None:
             self._means[child] = (values, word.value)
 
@@ -50,19 +53,17 @@ class TreeRound:
 
     def rise(self, now_s: float) -> Mean:
         """Return the mean of the branch. From now on the mean of all is awaited."""
-        self.risen, self.silent, self.until_s = (
-            True,
-            self.silent | self.awaited,
-            now_s + 2 * self.pace.patience_s,
-        )
+        self.risen, self.silent = True, self.silent | self.awaited
+        self.until_s = now_s + 2 * self.pace.patience_for(self._levels)
         given = [(self.sent, 1.0), *(self._means[child] for child in self.children if child in self._means)]
         weights = [weight for _, weight in given]
         columns = zip(*(values for values, _ in given), strict=True)
         return [average(parts, weights)[0] for parts in columns], sum(weights)
 
-    def rising(self, mean: Mean) -> Word:
+    def rising(self, mean: Mean, own_step_s: float) -> Word:
         """Return the word that takes the branch's mean to the parent."""
-        return Word(Kind.UP, self.number, value=mean[1], meta=sorted(self.silent), body=as_body(mean[0]))
+        told = sorted(self.silent), max(self.step_s, own_step_s)
+        return Word(Kind.UP, self.number, value=mean[1], meta=told, body=as_body(mean[0]))
 
     def falling(self, mean: Mean) -> Iterator[Outgoing]:
         """Return the words that take the mean of all to those children whose own is in it."""
