@@ -71,14 +71,14 @@ def test_it_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["native", "mpi4py"])
 def test_a_program_that_imports_torch_by_itself(kind: str, tmp_path: Path) -> None:
-    """Torch is not there when the run begins: it is refused all the same, with status 2 and one line."""
+    """Torch is not there when the run begins: it is refused all the same, with status 1 and one line."""
     native = "def main(comm):\n    from torch.distributed import init_process_group\n    init_process_group('gloo')\n"
     whole = "from mpi4py import MPI\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
     file = tmp_path / "program.py"
     file.write_text(native if kind == "native" else whole)
     line = [sys.executable, "-m", "spawnsim", "run", str(file), "--ranks", "2", "--quiet"]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 1, done.stderr
     assert "rank 0 called torch.distributed.init_process_group at 0 s (program.py:3)" in done.stderr
     assert "Traceback" not in done.stderr
 
