@@ -89,5 +89,9 @@ class RankError(SpawnsimError):
         return str(self.args[2])
 
 
+class ProgramError(SpawnsimError):
+    """The program's file raised while it was loaded, before any rank ran. The original exception is the `__cause__`."""
+
+
 class InternalError(SpawnsimError):
     """A promise that spawnsim makes to itself was broken: please report it with the seed and the command."""

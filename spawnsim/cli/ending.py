@@ -16,6 +16,7 @@ from spawnsim.errors import (
     Deadlock,
     InternalError,
     Livelock,
+    ProgramError,
     RankError,
     SpawnsimError,
     UsageError,
@@ -33,12 +34,13 @@ _CODES: tuple[tuple[type[SpawnsimError], int], ...] = (
     (InternalError, OURS),
 )
 
+RAISERS = (RankError, ProgramError)  # their cause is an exception of the program's own
 _HOUSE = str(Path(spawnsim.__file__).parent)
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of an error; that of a rank's program is decided by what it raised."""
-    if isinstance(error, RankError):
+    """Return the exit code of an error; that of the program is decided by what it raised."""
+    if isinstance(error, RAISERS):
         cause, status = error.__cause__, getattr(error, "status", None)
         if isinstance(cause, SpawnsimError):
             return exit_code(cause)
@@ -62,7 +64,7 @@ def tell(error: BaseException) -> None:
     notes = list(getattr(error, "__notes__", ()))
     known: list[str] | None = error.__dict__.get("_told")
     lines = [f"spawnsim: {error}", *notes] if known is None else [note for note in notes if note not in known]
-    if known is None and isinstance(error, RankError) and error.__cause__ is not None:
+    if known is None and isinstance(error, RAISERS) and error.__cause__ is not None:
         lines.insert(0, program_traceback(error.__cause__))
     error.__dict__["_told"] = notes
     if lines:
@@ -92,4 +94,4 @@ def program_traceback(error: BaseException) -> str:
 
 
 def _is_ours(trace: TracebackType) -> bool:
-    return trace.tb_frame.f_code.co_filename.startswith(_HOUSE)
+    return trace.tb_frame.f_code.co_filename.startswith((_HOUSE, "<frozen importlib"))

@@ -10,11 +10,12 @@ import contextlib
 import io
 import os
 import sys
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from spawnsim.cli.ending import report
-from spawnsim.errors import ParameterError, SpawnsimError, UsageError
+from spawnsim.cli.ending import exit_code, report
+from spawnsim.errors import ParameterError, SpawnsimError
 from spawnsim.run.program import program, require_main
 from spawnsim.run.real import Job, run_rank, tidy
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from spawnsim.real.launching.launch import Here
 
 VIRTUAL_ONLY = ("platform", "straggler", "faults", "compute")
+TURN_S = 0.5  # how long ranks other than 0 leave it to rank 0 to speak
 
 
 def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
@@ -33,6 +35,8 @@ def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
         raise ParameterError(
             f"--{unfit[0]} describes virtual ranks; --backend {options.backend} takes real time"
         )
+    if options.survive and options.backend != "mpi":
+        raise ParameterError("--survive: torch.distributed outlives no rank; take --backend mpi")
     here = recognise()
     if here.may_start and options.ranks not in (None, 1):
         return _start(options, parameters)
@@ -54,7 +58,7 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
         *(["--progress"] if _wants_bar(options) else []),
         *(["--out", str(options.out)] if options.out is not None else []),
     ]  # fmt: skip
-    ended = start(options.file, options.ranks, arguments)
+    ended = start(options.file, options.ranks, arguments, survive=options.survive)
     kept = ""
     if options.out is not None and tidy(options.out, ended.status, ended.cause):
         kept = f"; what was recorded until then: {options.out}"
@@ -67,31 +71,47 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
     from spawnsim.cli.run import show
     from spawnsim.real.launching.keeper import keep
     from spawnsim.real.launching.launch import require_fit
-    from spawnsim.real.launching.roll import sign
+    from spawnsim.real.launching.roll import ENDED, SURVIVE, scratch, sign, sign_stage
 
     keep(here.rank, os.environ)  # from here on this is the rank, and its parent its keeper
     sign(here.rank, os.environ, os.getpid())
+    if options.survive:
+        os.environ[SURVIVE] = "1"
     write_whole_lines(sys.stdout, sys.stderr)
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
         try:
             if options.backend == "mpi":
                 require_fit(here)
-            task = program(options.file, parameters)
-        except SpawnsimError as error:  # all ranks find the same fault before they meet: one of them says so
-            return report(error, quiet=here.rank != 0)
-        job = Job(
-            task, options.backend, out=options.out, seed=options.seed, deadline_s=options.deadline,
-            progress=_wants_bar(options),
-        )  # fmt: skip
-        try:
+            job = Job(
+                program(options.file, parameters), options.backend, out=options.out or scratch(os.environ),
+                seed=options.seed, deadline_s=options.deadline, progress=_wants_bar(options),
+            )  # fmt: skip
             result = run_rank(job)
         except (
-            UsageError
-        ) as error:  # likewise; one of the program itself ends the job, and does not come here
-            return report(error, quiet=here.rank != 0)
+            SpawnsimError
+        ) as error:  # before its program began; one of the program itself does not come here
+            return _never_began(error, here)
     if result is not None:
         show(result, as_json=options.json, quiet=options.quiet, out=options.out)
+    sign_stage(ENDED, here.rank, os.environ)
     return 0
+
+
+def _never_began(error: SpawnsimError, here: Here) -> int:
+    """Say why this rank cannot begin, if no other has said so, and let no other wait for it. Return the status."""
+    from spawnsim.real.launching.launch import end_job
+    from spawnsim.real.launching.roll import sign_first_end
+
+    status = exit_code(error)
+    first = sign_first_end(status, "", os.environ)
+    if first is None:  # nobody of ours has started the job
+        time.sleep(0.0 if here.rank == 0 else TURN_S)  # mostly all ranks find the same fault
+    if first is not False:
+        error.add_note(f"spawnsim: rank {here.rank} of {here.size} has not begun; the job ends")
+        report(error)
+        if first is None:
+            end_job(here, status)
+    return status
 
 
 def write_whole_lines(*streams: Any) -> None:

@@ -32,6 +32,8 @@ def main(argv: Sequence[str]) -> int:
         refuse_arguments(script_arguments)
         options.deadline = 30.0 if options.deadline is None else options.deadline
         return run_real(options, parameters(options.set))
+    if options.survive:
+        raise ParameterError("--survive is for --backend mpi: virtual ranks survive others as they are")
     if options.ranks is None:
         raise ParameterError("how many virtual ranks? Give --ranks N")
     with _stdout_for_the_totals(options.json):
@@ -167,6 +169,12 @@ def parser() -> argparse.ArgumentParser:
         help="a keyword argument of main; repeatable",
     )
     _add_program_options(parser)
+    add(
+        "--survive",
+        action="store_true",
+        help="of --backend mpi: the job goes on when ranks die, if its program catches RankFailed, Revoked and Timeout "
+        "and calls comm.recover(); virtual ranks always do",
+    )
     add("--out", type=Path, metavar="DIR", help="run folder to write: run.json, metrics.npz, events.jsonl")
     add("--json", action="store_true", help="print the totals as one JSON object, and nothing else")
     add("--quiet", action="store_true", help="no progress bar, no totals")

@@ -18,13 +18,13 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from spawnsim.record.recorder import Portion, Recorder
 
-FOLDER = "shards"
+FOLDER, OLD = "shards", ".shards"
 FLUSH_S = 0.5  # a killed rank loses at most this much
 
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (float, int, bool, str, type(None))}
@@ -159,9 +159,17 @@ def merge_frames(parts: list[list[bytes]]) -> Merged:
     )
 
 
+def present(folder: Path) -> bool:
+    """Whether a run folder holds shards."""
+    return any((folder / FOLDER).glob("rank-*"))
+
+
 def discard(folder: Path) -> None:
-    """Remove the shards, once what they hold is in the run folder's own files."""
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    """Remove the shards, once what they hold is in the run folder's own files: all at once, whoever dies meanwhile."""
+    shutil.rmtree(folder / OLD, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        (folder / FOLDER).rename(folder / OLD)
+    shutil.rmtree(folder / OLD, ignore_errors=True)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spawnsim.errors import ParameterError
+from spawnsim.errors import ParameterError, ProgramError, SpawnsimError
 
 MODULE = "__program__"  # never "__main__": a file's own `if __name__ == "__main__"` must not start it
 
@@ -90,6 +90,9 @@ def load(path: Path) -> Main:
     """Run a Python file as a module, once for all virtual ranks, and return its `main`.
 
     The file's folder goes first on `sys.path`, as Python itself does for a script.
+
+    Raises:
+        ProgramError: the file raised, or called `sys.exit()`.
     """
     require_main(path)
     spec = importlib.util.spec_from_file_location(MODULE, path)
@@ -99,7 +102,12 @@ def load(path: Path) -> Main:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     module = sys.modules[MODULE] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SpawnsimError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ProgramError(f"{path} raised {type(error).__name__} while it was loaded") from error
     main: Main = module.main
     return main
 

@@ -1,11 +1,11 @@
 """Run a program as one rank of a real job, and keep what all ranks recorded.
 
-Each rank writes its own shard of the run folder while it runs, its counts with it. At the end rank 0 merges the
-shards; when the job ends early, each rank that still can does so after its last words, and the launcher does it once
-more.
+Each rank writes its own shard of the run folder while it runs, its counts with it. At the end the lowest rank that
+lives merges the shards; when the job ends early, each rank that still can does so after its last words, and the
+launcher does it once more.
 
-This room knows two functions of a real building, `world` and `guarded`, a home's parting and tally, and the run folder.
-It does not know which library moves the bytes.
+This room knows two functions of a real building, `world` and `guarded`, what a home says at its end, and the run
+folder. It does not know which library moves the bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.errors import ParameterError, UnsupportedError, WorldError
 from spawnsim.run.bar import Steps
 from spawnsim.run.building import describe
 from spawnsim.run.program import Program
@@ -44,11 +44,12 @@ class Job:
 
 
 def run_rank(job: Job) -> Run | None:
-    """Run the program as this process's rank. Collective; returns the run on rank 0, and None on the others.
+    """Run the program as this process's rank. Collective; returns the run on the lowest rank, and None on the others.
 
     An exception of the program ends the whole job and does not come back.
     """
     from spawnsim.random import seeded
+    from spawnsim.real.launching.roll import BEGUN, sign_stage
     from spawnsim.record import Journal
 
     room = _room(job.backend)
@@ -57,6 +58,7 @@ def run_rank(job: Job) -> Run | None:
     with room.guarded(comm), seeded(comm.rng):
         shards = Shards(job, comm, journal)
         comm._home.ending.last_words.append(shards.last_words)
+        sign_stage(BEGUN, comm.rank, os.environ)
         with Steps(journal, job.task.parameters.get("iterations"), shown=job.progress and comm.rank == 0):
             job.task(comm)
             comm._home.parting.settle()
@@ -102,25 +104,29 @@ class Shards:
         from spawnsim.record import journal as shards
 
         self._journal.close()
-        comm = self._survivors()
-        comm.Barrier()
+        self._comm._home.parting.meet()
         if self._out is None:
-            parts = comm.gather(self._journal.frames, root=0)
+            parts = self._gathered()
             if parts is None:
                 return None
             return _result(
                 shards.merge_frames(parts), what=self.what, counted=self._known(), outcome=FINISHED
             )
-        if comm.Get_rank() != 0:
+        if self._comm.Get_rank() != self._comm._home.lowest():
             return None
         run = collect(self._out, what=self.what, counted=self._known(), outcome=FINISHED)
         shards.discard(self._out)
         return run
 
-    def _survivors(self) -> Any:
-        """Return the communicator of all who live: a job may outlive some of its ranks."""
-        survival = getattr(self._comm._home, "survival", None)
-        return self._comm if survival is None or survival.everyone is None else survival.everyone
+    def _gathered(self) -> list[list[bytes]] | None:
+        """Return what all ranks have recorded, on rank 0."""
+        try:
+            found: list[list[bytes]] | None = self._comm.gather(self._journal.frames, root=0)
+        except WorldError:
+            if not self._comm.capabilities().survives:
+                raise
+            return None  # without a folder that outlives them, the totals are lost with a rank
+        return found
 
     def last_words(self, summary: str) -> None:
         """Keep what was recorded, as the job ends early. Each rank does; the last one to do so sees it all."""
@@ -142,6 +148,8 @@ def collect(out: Path, *, what: Mapping[str, Any], counted: Mapping[str, Any], o
     from spawnsim.record import journal as shards
 
     with shards.alone(out):
+        if not shards.present(out):  # another has done so, and has taken this one for dead
+            return Run.load(out)
         run = _result(shards.merge(out), what=what, counted=counted, outcome=outcome)
         run.save(out)
     return run
@@ -164,15 +172,18 @@ def tidy(out: Path, status: int, cause: str = "") -> bool:
     from spawnsim.record import folder
     from spawnsim.record import journal as shards
 
-    if not (out / shards.FOLDER).is_dir():
+    if not shards.present(out):
+        shards.discard(out)
         return False
     try:
         manifest = folder.read_manifest(out)
     except ParameterError:  # it ended before rank 0 wrote one: there is nothing to merge either
         return False
     outcome = manifest["outcome"]
-    if outcome == folder.RUNNING or cause:
-        outcome = cause or f"the job ended with status {status}, and no rank could say why"
+    if outcome == folder.RUNNING or cause:  # the rank that would have merged them may have died at last
+        outcome = cause or (
+            f"the job ended with status {status}, and no rank could say why" if status else FINISHED
+        )
     collect(
         out,
         what=manifest["what"],

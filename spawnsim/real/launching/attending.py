@@ -2,7 +2,8 @@
 
 mpiexec and its kin say in ten lines that a process was killed, and in none which rank it was. So their own words are
 taken out of what comes from standard error. Which rank died is known from the roll that ranks and their keepers sign;
-only where nobody has, from those words. Knows what launchers print and signals; loads neither MPI nor torch.
+only where nobody has, from those words. Where a launcher does not end a job that has lost a rank, it is ended here.
+Knows what launchers print and signals; loads neither MPI nor torch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,12 +22,16 @@ from pathlib import Path
 from typing import IO
 
 from spawnsim.real.launching.keeper import SPOKEN, name
-from spawnsim.real.launching.orphans import adopted, dying_with_parent, see_off
-from spawnsim.real.launching.roll import FIRST_DEATH, FIRST_EXIT, ROLL, SURVIVE, Roll
+from spawnsim.real.launching.orphans import adopted, children, dying_with_parent, see_off
+from spawnsim.real.launching.roll import ROLL, SURVIVE, WORLD, Roll
+from spawnsim.real.launching.sweeping import swept
 from spawnsim.real.rank.stopping import TOLD, outcome
 
-NOBODY = 4  # the status of a job that was to survive, and of which nobody is left
 STOP_S = 6.0  # a launcher that is told to stop gets this long for its ranks' last words before it is killed
+LAST_WORDS_S = (
+    6.0  # likewise one whose job has lost a rank, before it is told to stop: most end the job themselves
+)
+NO_WORDS_S = 1.0  # where not all programs have begun, nobody has recorded anything
 NUL = b"\0"  # Open MPI's launcher writes one when a rank has aborted the job, where a line begins
 LOOK_S = 0.2  # how soon at the latest a signal is acted upon
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -47,7 +53,7 @@ _ALONE = re.compile(
 )
 _PROCESS = re.compile(rb"PID\s+(\d+)\s+(?:RUNNING AT|on\s+node)\s+(\S+)")
 _RANK = re.compile(rb"process\s+rank\s+(\d+)\s+with\s+PID")
-_SPOKEN = re.compile(re.escape(SPOKEN).encode() + rb" (rank .* was killed by signal (\d+).*)\n")
+_SPOKEN = re.compile(re.escape(SPOKEN).encode() + rb" (\d+) (.*)\n")
 _SIGNAL = re.compile(rb"\(signal (\d+)\)|exited\s+on\s+signal\s+(\d+)")
 
 
@@ -106,7 +112,7 @@ class Filter:
             self._learn(line)
             return b""
         if found := _SPOKEN.match(line):
-            self.spoken = self.spoken or Ended(128 + int(found[2]), found[1].decode())
+            self.spoken = self.spoken or Ended(int(found[1]), found[2].decode())
             return b""
         if not line.strip() or _RULE.fullmatch(text):
             before = self._release() if len(self._held) > 1 else b""
@@ -135,28 +141,89 @@ def _may_be_own(tail: bytes) -> bool:
     return any(own.startswith(tail) or tail.startswith(own) for own in _OWN)
 
 
-def attend(line: Sequence[str], environ: Mapping[str, str] | None = None) -> Ended:
-    """Run a launcher until it ends. Its ranks are gone when this returns."""
-    with tempfile.TemporaryDirectory(prefix="spawnsim-") as folder, adopted():
+def attend(line: Sequence[str], environ: Mapping[str, str] | None = None, *, ranks: int = 0) -> Ended:
+    """Run a launcher until it ends. Its ranks are gone when this returns.
+
+    `ranks`: how many it starts on this node, if all are here.
+    """
+    with tempfile.TemporaryDirectory(prefix="spawnsim-") as folder, adopted(), swept():
         given = dict(os.environ if environ is None else environ) | {TOLD: "1", ROLL: folder}
         started = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=given,
             start_new_session=True, preexec_fn=dying_with_parent(signal.SIGTERM),
         )  # fmt: skip
-        told, roll = list[int](), Roll(Path(folder))
-        filters = [Filter(), Filter()]  # MPICH says on standard output that a process was killed
-        pipes = zip((started.stdout, started.stderr), (1, 2), filters, strict=True)
-        readers = [threading.Thread(target=_hand_on, args=pipe, name="spawnsim-log") for pipe in pipes]
+        told, job = list[int](), Job(Roll(Path(folder)), ranks, survive=SURVIVE in given)
+        pipes = zip((started.stdout, started.stderr), (1, 2), job.filters, strict=True)
+        readers = [
+            threading.Thread(target=_hand_on, args=pipe, name="spawnsim-log", daemon=True) for pipe in pipes
+        ]
         for reader in readers:
             reader.start()
         with _forwarding(started, told):
-            status = _wait(started, told, readers)
+            status = _wait(started, told, readers, job)
+        see_off(job.roll.processes)  # before all is read: they may hold the pipes open
         for reader in readers:
-            reader.join()
-        see_off(roll.processes)
-        if told:
-            return Ended(128 + told[0], outcome(told[0]))
-        return _death(roll, filters) or _ended(status, roll, survive=SURVIVE in given)
+            reader.join(STOP_S)
+        return Ended(128 + told[0], outcome(told[0])) if told else job.ended(status)
+
+
+@dataclass
+class Job:
+    """What is known of a job's ranks while it runs. `ranks`: how many are on this node, 0 if that is not known."""
+
+    roll: Roll
+    ranks: int
+    survive: bool
+    filters: tuple[Filter, Filter] = field(default_factory=lambda: (Filter(), Filter()))  # of both streams
+    _lost_s: float = 0.0  # since when it is known that the job must end
+    _unkept: Ended | None = None
+
+    def doomed(self) -> bool:
+        """Whether the job has lost a rank, and its launcher has had the time to end it."""
+        now_s = time.monotonic()
+        if not self._lost_s and self._first() is not None:
+            self._lost_s = now_s
+        patience_s = LAST_WORDS_S if len(self.roll.begun) >= self.ranks else NO_WORDS_S
+        return self._lost_s > 0.0 and now_s - self._lost_s > patience_s
+
+    def ended(self, status: int) -> Ended:
+        """Return how the job has ended, whose launcher has left with a status. The first end is the one that counts."""
+        if first := self._first():
+            return first
+        found = max(self.filters, key=lambda each: each.signal)
+        if found.signal:
+            return Ended(128 + found.signal, f"{self._who(found)} was killed by {name(found.signal)}")
+        if status == 0 and self.survive and not self.roll.ended_well:
+            return Ended(WORLD, "no rank has lived to the end")
+        cause = (
+            "" if status == 0 else f"the launcher has ended with status {status}, and no rank has said why"
+        )
+        return Ended(status if status >= 0 else 128 - status, cause)
+
+    def _first(self) -> Ended | None:
+        if recorded := self.roll.first_end():
+            return Ended(*recorded)
+        return next((each.spoken for each in self.filters if each.spoken), None) or self._unkept_death()
+
+    def _unkept_death(self) -> Ended | None:
+        """Return the death of a rank that had no keeper yet: nobody else sees it in a job that is to survive deaths."""
+        launchers = self.roll.launchers
+        if self.survive and self._unkept is None and len(launchers) == 1 and not self.roll.begun:
+            left, kept = len(children(launchers[0])), self.roll.ranks
+            if len(kept) == left < self.ranks:  # all others have one by now
+                lost = ", ".join(map(str, sorted(set(range(self.ranks)) - kept)))
+                self._unkept = Ended(WORLD, f"rank {lost} has died at its start, which no job survives")
+        return self._unkept
+
+    def _who(self, found: Filter) -> str:
+        rank = self.roll.rank_of(found.process) or (str(found.rank) if found.rank >= 0 else "")
+        missing = set(range(self.ranks)) - self.roll.ranks
+        if not rank and len(missing) == 1:  # it had no keeper yet
+            rank = str(*missing)
+        process = f"process {found.process} on {found.node}"
+        if rank:
+            return f"rank {rank} ({process})"
+        return "a rank and its keeper" if self.roll.ranks else process
 
 
 def _hand_on(stream: IO[bytes] | None, to: int, filter_: Filter) -> None:
@@ -192,17 +259,16 @@ def _forwarding(started: subprocess.Popen[bytes], told: list[int]) -> Iterator[N
             signal.signal(number, before)
 
 
-def _wait(started: subprocess.Popen[bytes], told: list[int], readers: Sequence[threading.Thread]) -> int:
-    """Wait for the end of a launcher; one that was told to stop is killed in the end."""
+def _wait(
+    started: subprocess.Popen[bytes], told: list[int], readers: Sequence[threading.Thread], job: Job
+) -> int:
+    """Wait for the end of a launcher; one that was told to stop, or whose job is doomed, is killed in the end."""
     try:
-        for reader in readers:  # the end of its output is seen at once, unlike that of a process
-            while reader.is_alive() and not told:
-                reader.join(LOOK_S)
-        while not told:
-            try:
-                return started.wait(LOOK_S)
-            except subprocess.TimeoutExpired:
-                continue
+        while started.poll() is None and not told:
+            if job.doomed():
+                started.send_signal(signal.SIGTERM)
+                break
+            _look(started, readers)
         return started.wait(STOP_S)
     except subprocess.TimeoutExpired:
         return _kill(started)
@@ -211,34 +277,16 @@ def _wait(started: subprocess.Popen[bytes], told: list[int], readers: Sequence[t
         raise
 
 
+def _look(started: subprocess.Popen[bytes], readers: Sequence[threading.Thread]) -> None:
+    """Wait for a moment: the end of a launcher's output is seen at once, unlike that of a process."""
+    reading = next((reader for reader in readers if reader.is_alive()), None)
+    if reading is not None:
+        reading.join(LOOK_S)
+        return
+    with suppress(subprocess.TimeoutExpired):
+        started.wait(LOOK_S)
+
+
 def _kill(started: subprocess.Popen[bytes]) -> int:
     started.kill()
     return started.wait()
-
-
-def _ended(status: int, roll: Roll, *, survive: bool) -> Ended:
-    if status == 0 and survive and not roll.ended_well:
-        return Ended(NOBODY, "no rank has lived to the end")
-    return Ended(status if status >= 0 else 128 - status)
-
-
-def _death(roll: Roll, filters: Sequence[Filter]) -> Ended | None:
-    """Return the death that has ended the job: its keeper's word comes before the launcher's."""
-    if recorded := roll.first(FIRST_DEATH):
-        return Ended(*recorded)
-    if spoken := next((each.spoken for each in filters if each.spoken), None):
-        return spoken
-    found = max(filters, key=lambda each: each.signal)
-    if not found.signal:
-        return None
-    if left := roll.first(FIRST_EXIT):  # which the launcher takes for a death, and so kills the others
-        return Ended(*left)
-    if roll.kept:  # only the keeper would know which
-        return Ended(128 + found.signal, f"a rank and its keeper were killed by {name(found.signal)}")
-    return Ended(128 + found.signal, f"{_who(found, roll)} was killed by {name(found.signal)}")
-
-
-def _who(found: Filter, roll: Roll) -> str:
-    rank = roll.rank_of(found.process) or (str(found.rank) if found.rank >= 0 else "")
-    process = f"process {found.process} on {found.node}"
-    return f"rank {rank} ({process})" if rank else process

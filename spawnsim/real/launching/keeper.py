@@ -1,10 +1,10 @@
-"""Stands between MPICH's launcher and a rank: knows how the rank has really ended, and says so before anybody else.
+"""Stands between a launcher and a rank: knows how the rank has really ended, and says so before anybody else.
 
-When a rank dies, MPICH's launcher sees its socket closed, kills the others, and then tells of whichever process it
-looks at first. So each rank that our own launcher has started forks, before it loads anything: the child goes on as
-the rank, and its parent keeps the socket open until it has said which signal killed the rank. A job that is to survive
-its ranks needs it too: after a death by a signal the launcher would stop to forward output, so there the keeper ends
-as if all were well. Knows processes and signals alone.
+When a rank dies, launchers stop the others, and then tell of whichever process they look at first; one that ends before
+MPI is up MPICH's does not even notice. So each rank that our own launcher has started forks, before it loads anything:
+the child goes on as the rank, and its parent waits for it and signs the roll. There the launcher sees that the job must
+end, and survivors see who has died. In a job that survives a death the keeper ends as if all were well, because MPICH's
+launcher would stop to forward output. Knows processes and signals alone.
 """
 
 from __future__ import annotations
@@ -14,30 +14,47 @@ import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 from spawnsim.real.launching.orphans import dying_with_parent
-from spawnsim.real.launching.roll import FIRST_DEATH, FIRST_EXIT, ROLL, SURVIVE, sign, sign_first
+from spawnsim.real.launching.roll import (
+    BEGUN,
+    DEAD,
+    ENDED,
+    ROLL,
+    SURVIVE,
+    WORLD,
+    first_end,
+    reached,
+    sign,
+    sign_first_end,
+    sign_stage,
+)
 
 SPOKEN = "[spawnsim keeper]"  # begins what a keeper says to a launcher whose folder it cannot reach
+ORPHANED = (
+    signal.SIGALRM
+)  # what the system sends when a thread of the launcher has ended that had started the keeper
 HANDED_ON = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
 )  # fmt: skip
 
 
 def keep(rank: int, environ: Mapping[str, str]) -> None:
-    """Go on as a child whose end this process waits for, where our launcher is MPICH's and the system allows it.
+    """Go on as a child whose end this process waits for, where our launcher has started it and the system allows it.
 
     To be called while the process has one thread. What a rank does in its process group is not done to its keeper, nor
     the other way round: when a launcher kills the keeper's, the rank dies with its keeper, which has said nothing.
     """
-    die_with_parent = dying_with_parent(signal.SIGKILL)
-    if ROLL not in environ or "PMI_FD" not in environ or die_with_parent is None:
+    die_with_parent, tell_of_parent = dying_with_parent(signal.SIGKILL), dying_with_parent(ORPHANED)
+    if ROLL not in environ or die_with_parent is None or tell_of_parent is None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    keeper, former = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
+    keeper, former = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, (*HANDED_ON, ORPHANED))
     if child := os.fork():
-        _wait(rank, child, environ)
+        tell_of_parent()
+        Keeper(rank, child, environ).wait()
     die_with_parent()
     if os.getppid() != keeper:  # it died in between
         os._exit(128 + signal.SIGKILL)
@@ -45,45 +62,76 @@ def keep(rank: int, environ: Mapping[str, str]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
-def _wait(rank: int, child: int, environ: Mapping[str, str]) -> None:
-    """Wait for the rank's end, and end likewise. Does not return."""
-    status = 1
-    try:
-        sign(rank, environ, os.getpid())
-        sign(rank, environ, child)
-        sign("", environ, os.getppid())
-        _hand_on(child, but=[signal.SIGUSR1] if SURVIVE in environ else [])
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        who = f"rank {rank} (process {child} on {os.uname().nodename})"
-        if status > 0:
-            sign_first(FIRST_EXIT, status, f"{who} left with status {status}", environ)
-        if status < 0:
-            status = _killed(who, -status, environ)
-    finally:
-        os._exit(status)
+@dataclass
+class Keeper:
+    """The parent of a rank's process, which is its `child`. `stopping`: somebody has told the rank to stop."""
+
+    rank: int
+    child: int
+    environ: Mapping[str, str]
+    stopping: bool = False
+
+    def wait(self) -> None:
+        """Wait for the rank's end, and end likewise. Does not return."""
+        status = 1
+        try:
+            for process in (os.getpid(), self.child):
+                sign(self.rank, self.environ, process)
+            sign("", self.environ, os.getppid())
+            self._listen(os.getppid())
+            end = os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
+            status = self._tell(end) if end or not self._has(ENDED) else 0
+        finally:
+            os._exit(status)
+
+    def _has(self, stage: str) -> bool:
+        """Whether the rank has come to a stage. On other nodes the roll is out of reach: it counts as if it had."""
+        ranks = reached(stage, self.environ)
+        return ranks is None or self.rank in ranks
+
+    def _listen(self, launcher: int) -> None:
+        """Give the signals that this process gets to the rank. MPICH's own SIGUSR1 about a death is for nobody."""
+
+        def hand_on(number: int, _frame: object = None) -> None:
+            self.stopping |= number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            with suppress(ProcessLookupError):
+                os.kill(self.child, number)
+                if self.stopping:  # one that is stopped would never hear it
+                    os.kill(self.child, signal.SIGCONT)
+
+        def orphaned(_number: int, _frame: object) -> None:
+            if os.getppid() != launcher:  # else only a thread of it has ended
+                text = f"the launcher's process {launcher}, which had started rank {self.rank}, has died"
+                sign_first_end(WORLD, text, self.environ)
+                hand_on(signal.SIGTERM)
+
+        for number in HANDED_ON:
+            unheard = number == signal.SIGUSR1 and SURVIVE in self.environ
+            signal.signal(number, signal.SIG_IGN if unheard else hand_on)
+        signal.signal(ORPHANED, orphaned)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*HANDED_ON, ORPHANED))
+
+    def _tell(self, end: int) -> int:
+        """Say how the rank has ended, if the job goes on or nobody was first; return the status to end with."""
+        status = 128 - end if end < 0 else end
+        text = f"rank {self.rank} (process {self.child} on {os.uname().nodename}) {_how(end)}"
+        sign_stage(DEAD, self.rank, self.environ)
+        if SURVIVE in self.environ and self._has(BEGUN):
+            if first_end(self.environ) or self.stopping:
+                return status
+            _say(f"spawnsim: {text}")
+            return 0
+        if SURVIVE in self.environ:
+            text += ", before all programs had begun: no job survives that"
+        if sign_first_end(status or WORLD, text, self.environ) is None:
+            _say(f"{SPOKEN} {status or WORLD} {text}")
+        return status
 
 
-def _hand_on(child: int, *, but: list[int]) -> None:
-    """Give the signals that this process gets to the rank. MPICH's own SIGUSR1 about a death is for nobody."""
-
-    def handler(number: int, _frame: object) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(child, number)
-
-    for number in HANDED_ON:
-        signal.signal(number, signal.SIG_IGN if number in but else handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
-
-
-def _killed(who: str, number: int, environ: Mapping[str, str]) -> int:
-    """Say who was killed by what; return the status to end with."""
-    text = f"{who} was killed by {name(number)}"
-    if SURVIVE in environ:
-        _say(f"spawnsim: {text}")
-        return 0
-    if not sign_first(FIRST_DEATH, 128 + number, text, environ):
-        _say(f"{SPOKEN} {text}")
-    return 128 + number
+def _how(end: int) -> str:
+    if end < 0:
+        return f"was killed by {name(-end)}"
+    return f"left with status {end}" if end else "left before its program had ended"
 
 
 def name(number: int) -> str:

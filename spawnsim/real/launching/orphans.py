@@ -11,8 +11,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent has died
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # Linux: orphans become children of this process
@@ -72,3 +73,13 @@ def _seen_off(process: int) -> bool:
     except ChildProcessError:
         return False
     return True
+
+
+def children(process: int) -> list[int]:
+    """Return the processes that a process has started and not yet seen off."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == process:
+                found.append(int(entry.name))
+    return found

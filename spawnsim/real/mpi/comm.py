@@ -29,6 +29,7 @@ from spawnsim.real.mpi.p2p import PointToPoint
 from spawnsim.real.mpi.recovery import SURVIVE, capabilities, prepare, recover
 from spawnsim.real.mpi.requests import MPIPersistent, MPIRequest, wrapped
 from spawnsim.real.mpi.windows import Windows
+from spawnsim.real.mpi.words import ulfm
 from spawnsim.real.rank.guard import close, guarded
 from spawnsim.real.rank.namespace import KINDS
 from spawnsim.real.rank.namespace import namespace as names
@@ -76,6 +77,18 @@ class MPIComm(PointToPoint, Collectives):
     def recover(self, step: int | None = None) -> Recovery:
         """Return a communicator of the survivors, after `RankFailed`, `Revoked` or `Timeout`; all of them must call."""
         return recover(self, step)
+
+    def Get_failed(self) -> Group:
+        """Return the group of the members that are known to have died, or were given up."""
+        dead = self._home.survival.failed(self)
+        return Group.of(tuple(self.members[rank] for rank in dead), self._home.own.rank)
+
+    def Ack_failed(self, num_to_ack: int | None = None) -> int:
+        """Acknowledge failures: receives from anybody go on without these dead. Return how many are acknowledged."""
+        if ulfm() and not self.revoked:
+            self._raw.Ack_failed()
+        count: int = self._home.survival.acknowledge(self, num_to_ack)
+        return count
 
     def as_native(self) -> MPI.Comm:
         """Return what mpi4py takes for this argument."""

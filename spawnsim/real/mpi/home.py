@@ -43,11 +43,16 @@ class ControlChannel:
         """Send without waiting; the handle is kept until the message has left. A dead rank is no error here."""
         if not self._usable:
             return
-        self._sent = [request for request in self._sent if not over(request)]
+        self.sent()
         try:
             self._sent.append(self._comm.isend(message, to, CONTROL_TAG))
         except MPI.Exception:  # the peer has failed: it will not answer, which is what the caller finds out
             return
+
+    def sent(self) -> bool:
+        """Whether all messages have left."""
+        self._sent = [request for request in self._sent if not over(request)]
+        return not self._sent
 
     def receive(self) -> tuple[int, dict[str, Any]] | None:
         """Return the next message and who sent it, or None."""
@@ -76,7 +81,8 @@ class Home:
         self.words = Words(raw.Get_group())
         self._control = raw.Dup()
         self.farewell = raw.Dup()
-        self.ending = Ending(ControlChannel(self._control), self._abort)
+        self.channel = ControlChannel(self._control)
+        self.ending = Ending(self.channel, self._abort)
         self.watchdog = self.ending.watchdog
         self.parting, self.tally = Parting(self), Tally()
         self.comms: list[Any] = []
@@ -112,8 +118,18 @@ class Home:
             for _ in range(SERVING_POLLS):
                 probe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
-    def wait(self, done: Callable[[], bool], limit_s: float, call: tuple[str, int, Any]) -> bool:
-        """Wait for `done`, at most `limit_s`; a wait that is not over at once is known to the watchdog."""
+    def wait(
+        self,
+        done: Callable[[], bool],
+        limit_s: float,
+        call: tuple[str, int, Any],
+        peer: int | None = None,
+    ) -> bool:
+        """Wait for `done`, at most `limit_s`; a wait that is not over at once is known to the watchdog.
+
+        `peer`: the rank of the communicator that it waits for, ANY_SOURCE for any; a collective waits for all. If that
+        one is known to have died, the wait ends in `RankFailed`.
+        """
         for _ in range(SPINS):
             if done():
                 return True
@@ -124,7 +140,11 @@ class Home:
                 registry.sweep()
             if call[2].revoked:
                 raise Revoked(f"{call[0]} {call[2].revoked}")
-            return done()
+            if done():
+                return True
+            if self.leavable:
+                self.survival.require(call, peer)
+            return False
 
         active, thread = self.watchdog.active, get_ident()
         active[thread] = entry = (*call, time.perf_counter(), float("inf"))
@@ -146,7 +166,10 @@ class Home:
         self.parting.leave()
 
     def meet(self) -> Callable[[], bool]:
-        """Begin to wait for all ranks."""
+        """Begin to wait for all ranks; in a job that survives some, for those who live."""
+        if self.survival.farewell is not None:
+            here: Callable[[], bool] = self.survival.farewell.meet()
+            return here
         request = self.farewell.Ibarrier()
 
         def all_here() -> bool:
@@ -157,17 +180,21 @@ class Home:
 
         return all_here
 
+    def lowest(self) -> int:
+        """Return the lowest rank that has come to the last meeting."""
+        found: int = 0 if self.survival.farewell is None else self.survival.farewell.lowest()
+        return found
+
     def take_leftovers(self) -> int:
         """Take messages that nobody received from the library, on all communicators of the house."""
-        if self.epoch:  # after a death: this rank leaves without the library's own end
-            return 0
         return sum(_taken(comm._raw) for comm in self.comms if comm._raw)
 
     def release(self) -> None:
         """Free windows, and stop the watchdog."""
-        if not self.survival.alone:
+        if self.survival.farewell is None:
             self._release_windows()
-        self.survival.end()
+        else:
+            self.survival.end()
         self.watchdog.stop()
 
     def _release_windows(self) -> None:

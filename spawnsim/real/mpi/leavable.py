@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from spawnsim.comm.ops import SUM
-from spawnsim.errors import Revoked, Timeout, UnsupportedError
+from spawnsim.errors import RankFailed, Revoked, Timeout, UnsupportedError
 from spawnsim.real.mpi.words import failure
 from spawnsim.real.rank.watchdog import verdict
 
@@ -47,7 +47,7 @@ def leavable(comm: MPIComm, operation: str, args: tuple[Any, ...], kwargs: dict[
         home.survival.kept += [request, landing]  # as below: parts of it may be under way
         what = f"rank {comm.rank} of {comm.label}: {operation} number {number}"
         raise failure(error, comm._raw, what) from None
-    except Revoked:
+    except (Revoked, RankFailed):
         home.survival.kept += [request, landing]  # it may still write to its buffers
         raise
     late = _late(comm, (operation, number, comm, began_s, limit_s))
@@ -81,7 +81,7 @@ def leaving(
     home, began_s, limit_s = comm._home, perf_counter(), comm._home.clock.limit_s()
     number = comm._sequence if awaited is None else -1
     apart = Apart(function)
-    if not home.wait(apart.over, limit_s, (operation, number, comm)):
+    if not home.wait(apart.over, limit_s, (operation, number, comm), awaited[0] if awaited else None):
         text = f"rank {comm.rank} of {comm.label}: {operation} met its deadline of {limit_s:g} s"
         late: Exception = Timeout(awaited or (), operation, -1, text)
         if awaited is None:

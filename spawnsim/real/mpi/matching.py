@@ -146,7 +146,7 @@ class Matching:
             return message is not None
 
         limit_s = home.clock.limit_s()
-        if not home.wait(look, limit_s, (what[0], -1, self)):
+        if not home.wait(look, limit_s, (what[0], -1, self), what[1]):
             raise self._late(what[0], what[1], limit_s, "from")
         return got[0]
 

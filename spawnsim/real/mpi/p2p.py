@@ -12,7 +12,7 @@ from mpi4py import MPI
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.comm.memory import as_bytes
-from spawnsim.errors import Revoked
+from spawnsim.errors import RankFailed, Revoked
 from spawnsim.real.mpi import words
 from spawnsim.real.mpi.matching import Matching, posted, take_object
 from spawnsim.real.mpi.requests import MPIRequest, fill, land
@@ -30,14 +30,14 @@ class PointToPoint(Matching):
         """Complete a send that was just started."""
         home = self._home
         try:
-            if not raw.Test() and not home.wait(raw.Test, home.clock.limit_s(), (operation, -1, self)):
+            if not raw.Test() and not home.wait(raw.Test, home.clock.limit_s(), (operation, -1, self), dest):
                 MPIRequest.of(raw, home, (operation, dest, self))  # the registry keeps the buffer
                 raise self._late(operation, dest, home.clock.limit_s(), "to")
         except MPI.Exception as error:
             raise failure(
                 error, self._raw, f"rank {self.rank} of {self.label}: {operation} to {dest}", dest
             ) from None
-        except Revoked:
+        except (Revoked, RankFailed):
             home.survival.kept.append(raw)
             raise
         home.poll()
@@ -107,13 +107,13 @@ class PointToPoint(Matching):
             return raw.Test(found)
 
         try:
-            if not home.wait(done, home.clock.limit_s(), ("Recv", -1, self)):
+            if not home.wait(done, home.clock.limit_s(), ("Recv", -1, self), source):
                 self._give_up(raw, found, source)
         except MPI.Exception as error:
             raise failure(
                 error, self._raw, f"rank {self.rank} of {self.label}: Recv from {source}", source
             ) from None
-        except Revoked:
+        except (Revoked, RankFailed):
             raw.Cancel()
             home.survival.kept.append((raw, buf))
             raise
@@ -177,7 +177,7 @@ class PointToPoint(Matching):
     def Probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> bool:
         home = self._home
         limit_s = home.clock.limit_s()
-        if not home.wait(lambda: self.Iprobe(source, tag, status), limit_s, ("Probe", -1, self)):
+        if not home.wait(lambda: self.Iprobe(source, tag, status), limit_s, ("Probe", -1, self), source):
             raise self._late("Probe", source, limit_s, "from")
         return True
 

@@ -22,14 +22,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
+from spawnsim.comm.constants import ANY_SOURCE
 from spawnsim.comm.recovery import Capabilities, Recovery
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout
-from spawnsim.real.launching.roll import SURVIVE, sign_end
+from spawnsim.real.launching.roll import SURVIVE, Deaths
 from spawnsim.real.mpi.agreement import FENCED, Agreement, Decision, Meeting
+from spawnsim.real.mpi.farewell import Farewell
 from spawnsim.real.mpi.home import polling
 from spawnsim.real.mpi.leavable import Apart
 from spawnsim.real.mpi.revoking import Revoking
 from spawnsim.real.mpi.words import failed_ranks, failure, ulfm
+from spawnsim.real.rank.ending import refuse_recovery
+from spawnsim.real.rank.waiting import wait_until
 
 if TYPE_CHECKING:
     from spawnsim.real.mpi.comm import MPIComm
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ROUNDS = 16  # deaths during one recovery, before it is given up
+LEFT_S = 1.0  # how long a last message may take to leave
 NOWHERE = np.iinfo(np.int64).max  # the step of a rank that gives none
 
 
@@ -45,7 +50,7 @@ def capabilities(home: Home) -> Capabilities:
     vendor, version = MPI.get_vendor()
     survives = ulfm() or (home.options.survive and SURVIVE in os.environ)
     flag = "mpiexec --with-ft ulfm" if vendor == "Open MPI" else "mpiexec -disable-auto-cleanup"
-    advice = f"to survive a rank's death start with launch(survive=True), or {flag} by hand"
+    advice = f"to survive a rank's death start with spawnsim run --survive, or {flag} by hand"
     return Capabilities(
         backend="mpi",
         library=f"{vendor} {'.'.join(map(str, version))}",
@@ -65,25 +70,66 @@ class Survival:
         self._home = home
         self.revoking = Revoking(home)
         self.kept = self.revoking.kept
-        self._parting = False  # at the end of its program, but not of the job
-        self.agreement = Agreement(home.ending, self._revoke, lambda: home.ending.over and not self._parting)
+        self.agreement = Agreement(home.ending, self._revoke, lambda: home.ending.over)
         home.ending.given_up = lambda: self.agreement.fenced
-        if home.leavable or ulfm():
-            home.parting.go_on = self._go_on
-        self.everyone: MPIComm | None = None  # all survivors of the world
-        self.alone = False  # this rank will not end together with all others
+        self.farewell: Farewell | None = None  # where ranks part without the library
+        self.acknowledged: dict[str, set[int]] = {}  # world ranks, by communicator
+        self._alone = False
         self._places: list[tuple[str, int]] = []
         self._base: Any = None
+        self._recorded = Deaths(os.environ)
 
     def prepare(self) -> None:
         """Make the rank fit to survive others: once MPI is up, since before it MPICH puts its own handler there."""
-        raw = self._home.raw
-        self._base = base = raw.Dup()
-        if ulfm():
-            self.agreement.dead = partial(failed_ranks, base)
+        home = self._home
+        raw = home.raw
+        self._base = raw.Dup()
+        self.agreement.dead = home.ending.dead = self.dead
         self._places = raw.allgather((socket.gethostname(), os.getpid()))
-        if MPI.get_vendor()[0] == "MPICH":
+        home.parting.give_up = self.give_up
+        self.farewell = Farewell(home.ending, lambda: self.agreement.lost | self.dead(), self.fence)
+        if home.options.survive and MPI.get_vendor()[0] == "MPICH":
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    # ------------------------------------------------------------------------------------------- who is no more
+    def dead(self) -> set[int]:
+        """Return the world ranks that are known to have died: from the library, or from their keepers."""
+        library = failed_ranks(self._base) if ulfm() else ()
+        return {*library, *self._recorded()}
+
+    def failed(self, comm: MPIComm) -> list[int]:
+        """Return the ranks of a communicator that have died or were given up."""
+        gone = self.dead() | self.agreement.lost
+        return [rank for rank, member in enumerate(comm.members) if member in gone]
+
+    def acknowledge(self, comm: MPIComm, number: int | None) -> int:
+        """Let receives from anybody go on without the dead; return how many are acknowledged."""
+        dead = [comm.members[rank] for rank in self.failed(comm)][:number]
+        self.acknowledged[comm.label] = set(dead)
+        return len(dead)
+
+    def require(self, call: tuple[str, int, Any], peer: int | None) -> None:
+        """Raise `RankFailed` if a call waits for the dead; see `Home.wait`."""
+        operation, number, comm = call
+        dead = self._recorded()
+        if not dead or comm._inter or (number < 0 and peer is None):
+            return
+        if number >= 0:
+            awaited = set(comm.members)
+        elif peer == ANY_SOURCE:
+            awaited = set(comm.members) - self.acknowledged.get(comm.label, set())
+        else:
+            awaited = {comm.members[peer]} if peer in range(comm.size) else set()
+        if awaited & dead:
+            ranks = [comm.members.index(member) for member in sorted(awaited & dead)]
+            who = ", ".join(map(str, ranks))
+            text = f"rank {comm.rank} of {comm.label}: {operation} waits for the dead; missing: rank {who}"
+            raise RankFailed(ranks, text)
+
+    def give_up(self, ranks: set[int]) -> None:
+        """Go on to part without ranks that are silent."""
+        self.fence()
+        self.agreement.lost |= ranks
 
     def _revoke(self, lineage: str) -> None:
         self.revoking(
@@ -117,14 +163,12 @@ class Survival:
         )
 
     def _make(self, decision: Decision, lineage: str, number: int) -> Any:
-        """Make the communicator, and one to part by; any that dies in it leaves the others there, hence `Apart`."""
+        """Make the communicator; any that dies in it leaves the others there, hence `Apart`."""
         group = self._base.Get_group().Incl(list(decision.members))
         name = f"spawnsim {lineage} {number} {decision.by}"
         if ulfm():  # Open MPI refuses to make a group of a communicator with dead members
-            raw = MPI.Intracomm.Create_from_group(group, name, errhandler=MPI.ERRORS_RETURN)
-        else:
-            raw = self._base.Create_group(group, 1 + zlib.crc32(name.encode()) % 2**14)
-        return raw, raw.Dup()
+            return MPI.Intracomm.Create_from_group(group, name, errhandler=MPI.ERRORS_RETURN)
+        return self._base.Create_group(group, 1 + zlib.crc32(name.encode()) % 2**14)
 
     def _watched(self, job: Callable[[], T]) -> T:
         """Run a part of the agreement in the watchdog's thread, which owns the channel."""
@@ -142,24 +186,17 @@ class Survival:
             raise error
         return result  # type: ignore[no-any-return]
 
-    def _go_on(self) -> None:
-        """Let those who have all come to their ends go on to part without the silent."""
-        self.fence()
-        self._parting = True
-        recover(self.everyone or self._home.comms[0])
-        self._parting = False
-
     def leave_alone(self) -> None:
         """From now on this rank ends for itself: MPI's own end would wait for the dead."""
-        if not self.alone:
-            self.alone = True
+        if not self._alone:
+            self._alone = True
             atexit.register(self._leave)
 
     def end(self) -> None:
-        """The last word of a program that has ended well."""
-        self.agreement.tell_lost()
-        if SURVIVE in os.environ:
-            sign_end(os.environ)
+        """The last words of a program that has ended well: once they have left, nobody needs this rank any more."""
+        self._watched(self.agreement.tell_lost)
+        self._watched(partial(wait_until, self._home.channel.sent, LEFT_S))
+        self.leave_alone()
 
     def _leave(self) -> None:
         """Leave without MPI's own end. Those who were given up and are only stopped are woken, to leave as well."""
@@ -188,7 +225,7 @@ def lineage_of(comm: MPIComm) -> str:
 def prepare(home: Home) -> None:
     """Called once MPI is up, on all ranks."""
     home.survival = Survival(home)
-    if home.options.survive:
+    if home.options.survive or ulfm():
         home.survival.prepare()
 
 
@@ -203,23 +240,21 @@ def recover(comm: MPIComm, step: int | None = None) -> Recovery:
     home, survival = comm._home, comm._home.survival
     survival.fence()
     if ulfm() and not home.leavable:
-        raw, farewell, agreed = _shrunk(comm, step)
+        raw, agreed = _shrunk(comm, step)
         survival.revoking(
             lineage_of(comm), "it has been recovered; use the communicator that recover() returned"
         )
         home.poll_by(raw)
     else:
         if not home.options.survive:
-            raise RankFailed(
-                (), f"rank {comm.rank}: recover() needs Options(survive=True), and launch(survive=True)"
-            )
-        (raw, farewell), decision = survival.regroup(comm, step)
+            refuse_recovery("recover() needs a job that was started by spawnsim run --survive")
+        raw, decision = survival.regroup(comm, step)
         agreed = decision.step
         home.probe_by(survival.revoking.probe_by(polling(raw, home.options)))
-    return _recovered(comm, raw, farewell, agreed)
+    return _recovered(comm, raw, agreed)
 
 
-def _recovered(comm: MPIComm, raw: Any, farewell: Any, step: int | None) -> Recovery:
+def _recovered(comm: MPIComm, raw: Any, step: int | None) -> Recovery:
     home, survival, lineage = comm._home, comm._home.survival, lineage_of(comm)
     home.epoch += 1
     label = f"{lineage}/recovered{survival.agreement.lineages[lineage].done or home.epoch}"
@@ -229,8 +264,6 @@ def _recovered(comm: MPIComm, raw: Any, farewell: Any, step: int | None) -> Reco
     survival.agreement.lost |= {comm.members[rank] for rank in dead} - survival.agreement.lineages[
         lineage
     ].ended
-    if lineage == "world":
-        survival.everyone, home.farewell = survivors, farewell
     if dead:
         survival.leave_alone()
     state = survival.agreement.lineages[lineage]
@@ -240,7 +273,7 @@ def _recovered(comm: MPIComm, raw: Any, farewell: Any, step: int | None) -> Reco
     return Recovery(survivors, old, step, dead)
 
 
-def _shrunk(comm: MPIComm, step: int | None) -> tuple[Any, Any, int | None]:
+def _shrunk(comm: MPIComm, step: int | None) -> tuple[Any, int | None]:
     """ULFM's way: revoke, so that all come here, and shrink, until nobody dies meanwhile."""
     raw: Any = comm._raw
     error: SpawnsimError | None = None
@@ -249,14 +282,13 @@ def _shrunk(comm: MPIComm, step: int | None) -> tuple[Any, Any, int | None]:
             raw.Revoke()
         raw = raw.Shrink()
         agreed = np.array([NOWHERE if step is None else step], np.int64)
-        whole, farewell = 1, None
+        whole = 1
         try:
             raw.Allreduce(MPI.IN_PLACE, agreed, MPI.MIN)
-            farewell = raw.Dup()
         except MPI.Exception as found:
             whole, error = 0, failure(found, raw, f"rank {comm.rank} of {comm.label}: recover")
         if _all(raw, whole):
-            return raw, farewell, None if agreed[0] == NOWHERE else int(agreed[0])
+            return raw, None if agreed[0] == NOWHERE else int(agreed[0])
     raise error or Timeout(
         (), "recover", -1, f"rank {comm.rank} of {comm.label}: {ROUNDS} rounds, and no agreement"
     )

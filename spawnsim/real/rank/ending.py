@@ -2,7 +2,8 @@
 
 A rank that raises, exits early or waits past a deadline must not leave the others hanging. The lowest rank's watchdog
 grants the floor to one speaker; every rank says its last words (the recorder saves what it has), then the speaker
-aborts the job. Knows the watchdog and an abort function; knows neither MPI nor torch.
+aborts the job. A rank that only finds others missing does not speak where the launcher knows which has died. Knows the
+watchdog, the roll and an abort function; knows neither MPI nor torch.
 """
 
 from __future__ import annotations
@@ -13,21 +14,32 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from spawnsim.errors import Deadlock, InternalError, Livelock, Timeout, UsageError, WorldError
+from spawnsim.errors import (
+    Deadlock,
+    InternalError,
+    Livelock,
+    Timeout,
+    UnsupportedError,
+    UsageError,
+    WorldError,
+)
+from spawnsim.real.launching.roll import ROLL, WORLD, Deaths, first_end, sign_first_end
 from spawnsim.real.rank.watchdog import Call, Channel, Watchdog, Where, verdict
 
 HOUSE = str(Path(__file__).parents[2]) + os.sep  # where files of this package lie
 FLOOR_S = 1.0  # how long rank 0 may take to grant the floor
 LAST_WORDS_S = 3.0  # how long all ranks together may take to save what they have
 SILENT_S = 8.0  # a rank that may not speak leaves by itself after this long
+KNOWN_S = 0.5  # how much later than its peers a keeper may learn of a rank's death
 
 
 def status_of(error: BaseException) -> int:
     """Return the exit status for an error that ends the job; the command line documents these numbers."""
-    table = ((Deadlock, 3), (Livelock, 3), (UsageError, 2), (WorldError, 4), (InternalError, 5))
+    table = ((Deadlock, 3), (Livelock, 3), (UsageError, 2), (WorldError, WORLD), (InternalError, 5))
     return next((status for family, status in table if isinstance(error, family)), 1)
 
 
@@ -44,6 +56,7 @@ class Ending:
         self.doomed = False  # another rank has said that it ends the job
         self.lost: set[int] = set()  # ranks that the others have given up, in a job that survives them
         self.given_up: Callable[[], bool] = bool  # whether this rank is one of them
+        self.dead: Callable[[], AbstractSet[int]] = Deaths(os.environ)  # ranks that are known to have died
         self._abort = abort
         self._lock = threading.Lock()
         self._speaker = -1  # the lowest rank keeps who has the floor
@@ -73,7 +86,7 @@ class Ending:
             time.sleep(FLOOR_S + LAST_WORDS_S + SILENT_S)
         else:
             self._speak(text, summary or text)
-        self._abort(status)
+        self._leave(status)
 
     def hold(self) -> None:
         """Keep the program's thread here if another one is ending the job: it must not part from the others now."""
@@ -92,19 +105,40 @@ class Ending:
 
     def _end(self, text: str, summary: str, status: int) -> None:
         self._granted, self.begun = [], True
-        channel = self.watchdog.channel
-        chair = min(rank for rank in range(channel.size) if rank not in self.lost)
+        known = status == WORLD and ROLL in os.environ and self.watchdog.serve_until(_known, KNOWN_S)
+        if not known:
+            self._take_floor()
+        self._speak("" if known else text, summary)
+        self.watchdog.tell_all({"kind": "words", "summary": summary})
+        limit_s = FLOOR_S if known else LAST_WORDS_S
+        self.watchdog.serve_until(lambda: self._present() <= self._quiet, limit_s)
+        self._leave(status)
+
+    def _take_floor(self) -> None:
+        """Ask to be the one who speaks; if another rank is, help it to end, or go on if it cannot."""
+        channel, chair = self.watchdog.channel, self.chair
         if channel.rank == chair:
             self._claimed(chair, {})
         else:
             channel.send(chair, {"kind": "claim"})
         self.watchdog.serve_until(lambda: bool(self._granted), FLOOR_S)
-        if self._granted == [False]:  # another rank has the floor: help it to end, or leave if it cannot
+        if self._granted == [False]:
             self.watchdog.serve_until(lambda: False, SILENT_S)
-        self._speak(text, summary)
-        self.watchdog.tell_all({"kind": "words", "summary": summary})
-        self.watchdog.serve_until(lambda: len(self._quiet) >= channel.size - 1 - len(self.lost), LAST_WORDS_S)
+
+    def _leave(self, status: int) -> None:
+        sign_first_end(status, "", os.environ)  # all is said
         self._abort(status)
+
+    @property
+    def chair(self) -> int:
+        """The lowest rank that lives, as far as this one knows."""
+        return min({self.watchdog.channel.rank, *self._present()})
+
+    def _present(self) -> set[int]:
+        """Return the other ranks that can be expected to answer."""
+        channel = self.watchdog.channel
+        absent = self.lost | self.watchdog.silent | {channel.rank, *self.dead()}
+        return set(range(channel.size)) - absent
 
     def _speak(self, text: str, summary: str) -> None:
         if text:
@@ -139,6 +173,20 @@ class Ending:
 
     def _said(self, sender: int, _message: dict[str, Any]) -> None:
         self._quiet.add(sender)
+
+
+def _known() -> bool:
+    """Whether the launcher knows by which rank the job ends."""
+    return first_end(os.environ) is not None
+
+
+def refuse_recovery(why: str) -> NoReturn:
+    """Refuse `recover()` where no job survives: what the program wanted to recover from goes on."""
+    failed = sys.exc_info()[1]
+    if not isinstance(failed, WorldError):
+        raise UnsupportedError(why)
+    failed.add_note(why)
+    raise failed
 
 
 def _told(error: BaseException) -> str:

@@ -2,7 +2,9 @@
 
 Both buildings part alike. First all meet: then no program sends any more, so a receive that is still open will stay
 so, and is cancelled; messages that nobody received are taken from the library, counted and dropped, because one MPI
-aborts at its end when it still holds some. Knows a rank's home by what `Leaving` names; knows neither MPI nor torch.
+aborts at its end when it still holds some. A job that survives its ranks does not come to the library's end, where it
+would wait for the dead: it drops all that is open. Knows a rank's home by what `Leaving` names; knows neither MPI nor
+torch.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from spawnsim.errors import RankFailed, WorldError
 from spawnsim.real.rank.ending import Ending
 from spawnsim.real.rank.own import Own
 from spawnsim.real.rank.several import Registry
@@ -43,8 +44,8 @@ class Parting:
 
     def __init__(self, home: Leaving) -> None:
         self._home, self._settled, self._left = home, False, False
-        # Lets those who are here go on without the silent; None in a job that ends with any of its ranks.
-        self.go_on: Callable[[], object] | None = None
+        # Gives up ranks that are silent, so that the others part without them; None in a job that ends with any rank.
+        self.give_up: Callable[[set[int]], object] | None = None
         self._leftovers = 0
 
     def note(self) -> str:
@@ -62,17 +63,20 @@ class Parting:
         home.ending.over = True
         self.meet()
         cancelled = self._cancel_receives()
-        limit_s = home.own.clock.limit_s()
-        wait_until(self._drained, limit_s)  # sends end when their messages were taken
-        self._met(self._drained)
-        for _ in range(LAST_LOOKS):
-            self._drained()
+        if self.give_up is None:
+            self._drain()
         for kind, count in (
             ("leftover_requests", cancelled + len(home.registry)),
             ("leftover_messages", self._leftovers),
         ):
             if count:
                 home.own.record.event(kind, count=count)
+
+    def _drain(self) -> None:
+        wait_until(self._drained, self._home.own.clock.limit_s())  # sends end when their messages were taken
+        self._met(self._drained)
+        for _ in range(LAST_LOOKS):
+            self._drained()
 
     def leave(self) -> None:
         """Part from the others."""
@@ -94,24 +98,19 @@ class Parting:
             meanwhile()
             return all_here()
 
-        try:
-            self._wait(look, all_here)
-        except WorldError:  # the library knows who has died
-            if self.go_on is None:
-                raise
-            self.go_on()
-            self._met(meanwhile)
-
-    def _wait(self, look: Callable[[], bool], all_here: Callable[[], bool]) -> None:
-        home = self._home
         while not wait_until(look, max(home.own.clock.limit_s(), 1.0)):
-            everyone, lost = home.ending.watchdog.ask_all(), home.ending.lost
-            silent = [where for where in everyone if not where.answered and where.rank not in lost]
-            if self.go_on is not None and (silent or home.ending.given_up()):
-                raise RankFailed([where.rank for where in silent])
-            if silent and not all_here():
+            silent = [where for where in home.ending.watchdog.ask_all() if not where.answered]
+            if self.give_up is not None:
+                self.give_up(self._still({where.rank for where in silent}))
+            elif silent and not all_here():
                 table = "\n".join(f"  {where}" for where in silent)
                 home.ending.end(f"spawnsim: the job cannot end\n{table}")
+
+    def _still(self, silent: set[int]) -> set[int]:
+        """Return which of those who were silent are so when they are asked again."""
+        if not silent - self._home.ending.lost:
+            return set()
+        return {where.rank for where in self._home.ending.watchdog.ask_all() if not where.answered} & silent
 
     def _cancel_receives(self) -> int:
         """Cancel the receives that are open; return how many there were. Nobody will send to them."""

@@ -101,7 +101,7 @@ class Pending:
         if self.advance():
             return
         limit_s = self._home.clock.limit_s() if limit_s is None else limit_s
-        if not self._home.wait(self.advance, limit_s, (self._what[0], -1, self._what[2])):
+        if not self._home.wait(self.advance, limit_s, (self._what[0], -1, self._what[2]), self._what[1]):
             raise self._timeout(operation, limit_s)
 
     def _timeout(self, operation: str, limit_s: float) -> Timeout:

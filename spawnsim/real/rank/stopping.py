@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from spawnsim.real.launching.roll import FIRST_DEATH, sign_first
+from spawnsim.real.launching.roll import sign_first_end
 
 if TYPE_CHECKING:  # a launcher loads this room for its words alone
     from spawnsim.real.rank.ending import Ending
@@ -68,6 +68,6 @@ def _stop(number: int, ending: Ending) -> None:
     known = TOLD in os.environ or (everyone and rank > 0)
     said = f"rank {rank} was told to stop ({name})"
     if TOLD in os.environ and not ending.doomed:  # who has started the job says it, unless it was told itself
-        sign_first(FIRST_DEATH, 128 + number, said, os.environ)
+        sign_first_end(128 + number, said, os.environ)
     text = "" if known or ending.doomed else f"spawnsim: {said}; the job ends"
     ending.end(text, summary=outcome(number), status=128 + number)

@@ -85,6 +85,7 @@ class Watchdog(threading.Thread):
             "ask": self._answer,
             "here": self._note_answer,
         }
+        self.silent: set[int] = set()  # ranks that did not answer when they were last asked
         self._expired = expired
         self._answers: dict[int, Where] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -151,6 +152,7 @@ class Watchdog(threading.Thread):
             if rank != self.channel.rank:
                 self.channel.send(rank, {"kind": "ask"})
         self.serve_until(lambda: len(self._answers) >= len(wanted) or not still_wanted(), GRACE_S)
+        self.silent = set(wanted) - set(self._answers)
         return [self._answers.get(rank, Where(rank)) for rank in wanted]
 
     def here(self) -> Where:

@@ -26,6 +26,7 @@ from spawnsim.comm.group import Group
 from spawnsim.comm.recovery import Capabilities
 from spawnsim.errors import UnsupportedError, UsageError
 from spawnsim.real.launching.launch import recognise
+from spawnsim.real.rank.ending import refuse_recovery
 from spawnsim.real.rank.guard import close, guarded
 from spawnsim.real.rank.options import Options
 from spawnsim.real.rank.own import Own, Recorder, Task
@@ -100,9 +101,7 @@ class TorchComm(PointToPoint, Native, Objects):
 
     def recover(self, step: int | None = None) -> Any:
         """Refuse: a group of torch is of no use after a death."""
-        raise UnsupportedError(
-            "recover: not over torch.distributed; torchrun --max-restarts, or --backend mpi"
-        )
+        refuse_recovery(f"recover: not over torch.distributed; {SURVIVAL}")
 
     # -------------------------------------------------------------------------------------- about the communicator
     def Get_rank(self) -> int:
@@ -215,9 +214,7 @@ class TorchComm(PointToPoint, Native, Objects):
         self._home._abort(errorcode)
 
     def __getattr__(self, name: str) -> Any:
-        if name[:1].isupper():
-            raise refusal(name)
-        raise AttributeError(name)
+        raise refusal(name) if name[:1].isupper() else AttributeError(name)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (self._freed and not other)

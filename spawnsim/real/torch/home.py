@@ -135,8 +135,17 @@ class Home:
         with self.condition:
             self.condition.notify_all()
 
-    def wait(self, done: Callable[[], bool], limit_s: float, call: tuple[str, int, Any]) -> bool:
-        """Wait for `done`, at most `limit_s`; a wait that is not over at once is known to the watchdog."""
+    def wait(
+        self,
+        done: Callable[[], bool],
+        limit_s: float,
+        call: tuple[str, int, Any],
+        peer: int | None = None,
+    ) -> bool:
+        """Wait for `done`, at most `limit_s`; a wait that is not over at once is known to the watchdog.
+
+        `peer`: whom it waits for, which makes no difference here.
+        """
         if done():
             return True
         active, thread, began = self.watchdog.active, get_ident(), time.perf_counter()
@@ -178,6 +187,10 @@ class Home:
             return group is not None  # the group lives as long as somebody asks
 
         return met
+
+    def lowest(self) -> int:
+        """Return the lowest rank that has come to the last meeting: nobody ends without any."""
+        return 0
 
     def take_leftovers(self) -> int:
         """Drop letters that nobody claimed."""

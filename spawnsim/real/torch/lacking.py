@@ -14,14 +14,18 @@ INSTEAD = {
     "Create_cart": "Split and rank arithmetic", "Create_graph": "Split", "Create_dist_graph": "Split",
     "Create_intercomm": "Split of one communicator",
 }  # fmt: skip
-SURVIVAL = "to survive a rank's death use torchrun --max-restarts, or --backend mpi"
+SURVIVAL = "to survive a rank's death use torchrun --max-restarts, or --backend mpi --survive"
 
 
-def refusal(name: str) -> UnsupportedError:
+class Missing(UnsupportedError, AttributeError):
+    """A name that is not here, so that `hasattr` says False."""
+
+
+def refusal(name: str) -> Missing:
     """Return the error for one of mpi4py's methods that is not here."""
     if name in INSTEAD:
-        return UnsupportedError(f"{name}: not over torch.distributed; use {INSTEAD[name]}, or --backend mpi")
-    return UnsupportedError(f"{name}: not over torch.distributed; --backend mpi has all of mpi4py's calls")
+        return Missing(f"{name}: not over torch.distributed; use {INSTEAD[name]}, or --backend mpi")
+    return Missing(f"{name}: not over torch.distributed; --backend mpi has all of mpi4py's calls")
 
 
 def namespace(comm: Any) -> SimpleNamespace:
@@ -34,6 +38,4 @@ class Lacking(SimpleNamespace):
     """A namespace that says what is missing, and what to do."""
 
     def __getattr__(self, name: str) -> Any:
-        raise UnsupportedError(
-            f"MPI.{name}: not over torch.distributed; --backend mpi has all of mpi4py's names"
-        )
+        raise Missing(f"MPI.{name}: not over torch.distributed; --backend mpi has all of mpi4py's names")
