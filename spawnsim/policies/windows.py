@@ -97,10 +97,10 @@ class Opened:
                 return False
             if self.board.agree(FREE if self._all_come(timeout_s) else KEEP) != FREE:
                 return False
-        except (Timeout, RankFailed, Revoked):
+            self.shelf.free()
+            self.board.free()
+        except (Timeout, RankFailed, Revoked):  # also of a rank that dies while all free
             return False
-        self.shelf.free()
-        self.board.free()
         return True
 
 

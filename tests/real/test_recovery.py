@@ -47,7 +47,7 @@ def test_capabilities_name_the_missing_flag(ranks):
     ranks("""
     can = comm.capabilities()
     assert (can.backend, can.survives, can.ulfm, can.threads) == ("mpi", False, False, "multiple"), can
-    assert "launch(survive=True)" in can.missing[0]
+    assert "spawnsim run --survive" in can.missing[0]
     """)
 
 

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,8 @@ LAST_WORDS_S = (
     6.0  # likewise one whose job has lost a rank, before it is told to stop: most end the job themselves
 )
 NO_WORDS_S = 1.0  # where not all programs have begun, nobody has recorded anything
-NUL = b"\0"  # Open MPI's launcher writes one when a rank has aborted the job, where a line begins
+NUL = b"\0"  # Open MPI's launcher writes one when a rank has died or has aborted the job, where a line begins
+OURS = b"spawnsim: "
 LOOK_S = 0.2  # how soon at the latest a signal is acted upon
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -105,6 +106,8 @@ class Filter:
         if gap and line == b"\n":
             return b""
         text = line.lstrip(NUL)
+        if text.startswith(OURS):
+            line = text
         if self._banner or _BEGINS.match(text):
             self._take(line)
             return b""
@@ -150,7 +153,7 @@ def attend(line: Sequence[str], environ: Mapping[str, str] | None = None, *, ran
         given = dict(os.environ if environ is None else environ) | {TOLD: "1", ROLL: folder}
         started = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=given,
-            start_new_session=True, preexec_fn=dying_with_parent(signal.SIGTERM),
+            start_new_session=True, preexec_fn=_prepared(survive=SURVIVE in given),
         )  # fmt: skip
         told, job = list[int](), Job(Roll(Path(folder)), ranks, survive=SURVIVE in given)
         pipes = zip((started.stdout, started.stderr), (1, 2), job.filters, strict=True)
@@ -195,10 +198,13 @@ class Job:
             return Ended(128 + found.signal, f"{self._who(found)} was killed by {name(found.signal)}")
         if status == 0 and self.survive and not self.roll.ended_well:
             return Ended(WORLD, "no rank has lived to the end")
-        cause = (
-            "" if status == 0 else f"the launcher has ended with status {status}, and no rank has said why"
+        if status == 0:
+            return Ended(0)
+        unkept = self._unkept_ranks()
+        why = f"one of {_ranks(unkept)} died at its start" if unkept else "no rank has said why"
+        return Ended(
+            status if status > 0 else 128 - status, f"the launcher has ended with status {status}: {why}"
         )
-        return Ended(status if status >= 0 else 128 - status, cause)
 
     def _first(self) -> Ended | None:
         if recorded := self.roll.first_end():
@@ -206,24 +212,51 @@ class Job:
         return next((each.spoken for each in self.filters if each.spoken), None) or self._unkept_death()
 
     def _unkept_death(self) -> Ended | None:
-        """Return the death of a rank that had no keeper yet: nobody else sees it in a job that is to survive deaths."""
+        """Return the death of a rank that had no keeper yet, which nobody else may see: all others have one by now."""
         launchers = self.roll.launchers
-        if self.survive and self._unkept is None and len(launchers) == 1 and not self.roll.begun:
-            left, kept = len(children(launchers[0])), self.roll.ranks
-            if len(kept) == left < self.ranks:  # all others have one by now
-                lost = ", ".join(map(str, sorted(set(range(self.ranks)) - kept)))
-                self._unkept = Ended(WORLD, f"rank {lost} has died at its start, which no job survives")
+        if self._unkept is None and len(launchers) == 1 and not self.roll.begun:
+            left, unkept = len(children(launchers[0])), self._unkept_ranks()
+            if len(unkept) == self.ranks - left > 0:
+                which = ": no job survives that" if self.survive else ""
+                self._unkept = Ended(WORLD, f"{_ranks(unkept)} died at its start{which}")
         return self._unkept
 
+    def _unkept_ranks(self) -> list[int]:
+        return sorted(set(range(self.ranks)) - self.roll.ranks)
+
     def _who(self, found: Filter) -> str:
-        rank = self.roll.rank_of(found.process) or (str(found.rank) if found.rank >= 0 else "")
-        missing = set(range(self.ranks)) - self.roll.ranks
-        if not rank and len(missing) == 1:  # it had no keeper yet
-            rank = str(*missing)
+        rank, unkept = self.roll.rank_of(found.process), self._unkept_ranks()
+        if not rank and found.rank >= 0:
+            rank = str(found.rank)
+        if not rank and len(unkept) == 1:
+            rank = str(unkept[0])
         process = f"process {found.process} on {found.node}"
         if rank:
             return f"rank {rank} ({process})"
-        return "a rank and its keeper" if self.roll.ranks else process
+        if unkept:
+            return f"one of {_ranks(unkept)} ({process}), at its start,"
+        return "a rank and its keeper" if self.ranks else process
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def _prepared(*, survive: bool) -> Callable[[], None] | None:
+    """Return what a launcher's process does before it becomes that."""
+    die_with_parent = dying_with_parent(signal.SIGTERM)
+    if die_with_parent is None:
+        return None
+
+    def prepare() -> None:
+        die_with_parent()
+        if (
+            survive
+        ):  # by which MPICH tells all ranks of a death, also those that do not ignore it by themselves yet
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    return prepare
 
 
 def _hand_on(stream: IO[bytes] | None, to: int, filter_: Filter) -> None:

@@ -116,13 +116,15 @@ class Keeper:
         status = 128 - end if end < 0 else end
         text = f"rank {self.rank} (process {self.child} on {os.uname().nodename}) {_how(end)}"
         sign_stage(DEAD, self.rank, self.environ)
+        if self.stopping and end < 0:  # whoever has told it to stop knows why
+            return status
         if SURVIVE in self.environ and self._has(BEGUN):
-            if first_end(self.environ) or self.stopping:
+            if first_end(self.environ):
                 return status
             _say(f"spawnsim: {text}")
             return 0
         if SURVIVE in self.environ:
-            text += ", before all programs had begun: no job survives that"
+            text += " before its program had begun: no job survives that"
         if sign_first_end(status or WORLD, text, self.environ) is None:
             _say(f"{SPOKEN} {status or WORLD} {text}")
         return status

@@ -101,6 +101,8 @@ def sign_first_end(status: int, sentence: str, environ: Mapping[str, str]) -> bo
         os.link(own, folder / FIRST_END)
     except FileExistsError:
         return False
+    finally:
+        own.unlink()  # else what this process writes next would be the record
     return True
 
 

@@ -208,7 +208,10 @@ class MPIWin(LockWords, Epochs):
     def Free(self) -> None:
         self._home.windows.remove(self)
         self._comm.Barrier()
-        self.release()
+        if self._home.leavable:
+            leaving(self._comm, "Win.Free", self.release)
+        else:
+            self.release()
 
     def release(self) -> None:
         """Give the memory back; collective, and works when the communicator is gone already."""

@@ -1,0 +1,105 @@
+"""The program that `real_kills.py` kills: it trains a small model under a policy, and recovers from deaths if it may.
+
+Each rank leaves a file for every stage that it comes to: its name says which, its content is the process id.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+RANKS = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "RANK",
+)  # the innermost launcher first, as mpiexec inherits torchrun's
+RANK = next((os.environ[name] for name in RANKS if name in os.environ), "0")
+MARKS = os.environ.get("MORTAL_MARKS", "")
+
+
+def reach(stage: str) -> None:
+    """Say that this rank has come to a stage."""
+    if MARKS:
+        draft = Path(MARKS) / f".{stage}-{RANK}"
+        draft.write_text(str(os.getpid()))
+        draft.rename(Path(MARKS) / f"{stage}-{RANK}")
+
+
+reach("import")
+faulthandler.register(signal.SIGUSR2, all_threads=True)  # for whoever asks where a rank hangs
+
+import torch  # noqa: E402
+
+from spawnsim.errors import RankFailed, Revoked, Timeout  # noqa: E402
+from spawnsim.policies import (  # noqa: E402
+    AsyncModelAveragePolicy,
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    DecentralizedAveragingPolicy,
+    OneSidedSelectiveAveragingPolicy,
+    Windows,
+    Wiring,
+)
+
+POLICIES = {
+    "average_all": lambda: AverageAllPolicy(2),
+    "selective": lambda: AsyncSelectiveAveragingPolicy(
+        None, 2, 0.3, cooldown=0, wiring=Wiring(deadline=1.0, shutdown_timeout_s=2.0)
+    ),
+    "one_sided": lambda: OneSidedSelectiveAveragingPolicy(
+        None, None, 2, replacement_mode="worst_ratio", replacement_ratio=0.3, cooldown=0,
+        windows=Windows(deadline=1.0, board_timeout_s=1.0, shutdown_timeout_s=2.0),
+    ),
+    "groups": lambda: DecentralizedAveragingPolicy(
+        2, target_group_size=2, min_matchmaking_time=0.3, request_timeout=0.1, allreduce_timeout=1.0,
+        step_timeout=1.0, shutdown_timeout=1.0,
+    ),
+    "by_clock": lambda: AsyncModelAveragePolicy("all", 100, 0, patience_s=1.0),
+}  # fmt: skip
+FAILED = (RankFailed, Revoked, Timeout)
+
+
+class Plain(torch.nn.Module):
+    """Three tensors of two dtypes, one of them above any eager threshold."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((60_000,), float(value)))
+        self.bias = torch.nn.Parameter(torch.full((7,), float(value)))
+        self.register_buffer("seen", torch.full((3,), value))
+
+
+def main(comm, policy="average_all", iterations=30, meet=4):
+    reach("begin")
+    comm.Barrier()
+    averager, model = POLICIES[policy](), Plain(comm.rank)
+    optimizer = SimpleNamespace(param_groups=[{"params": list(model.parameters())}], state={})
+    group, iteration = comm, 0
+    while iteration < iterations:
+        try:
+            if iteration == iterations // 3:
+                reach("loop")
+            with comm.compute(0.02):
+                time.sleep(0.02)
+            metric = float((comm.rank * 7 + iteration) % 5)
+            model, optimizer, _ = averager(iteration, model, optimizer, local_metric=metric, group=group)
+            if iteration % meet == 0:
+                group.Barrier()
+            comm.record(iteration=iteration, size=group.size)
+            iteration += 1
+        except FAILED:
+            reach("recovery")
+            found = group.recover(iteration)
+            group, iteration = found.comm, found.step
+    reach("shutdown")
+    averager.shutdown()
+    numbers = torch.cat([each.detach().double().reshape(-1) for each in model.state_dict().values()])
+    comm.record.event("done", whole=bool((numbers >= -1e-6).all() and (numbers <= comm.size).all()))
+    reach("end")
+
+
+reach("join")

