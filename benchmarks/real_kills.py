@@ -184,9 +184,13 @@ class Trial:
 
     def _at_its_start(self) -> bool:
         """Whether one of several ranks is said to have died at its start, among them the victim."""
-        if self.stage != "start" or self.found["status"] == 0 or "at its start" not in self.found["err"]:
+        if (
+            self.stage != "start"
+            or self.found["status"] == 0
+            or not re.search(r"at (its|their) start", self.found["err"])
+        ):
             return False
-        return str(self.victims[0]) in re.findall(r"\d+", self.found["err"].partition("ranks")[2])
+        return str(self.victims[0]) in re.findall(r"\d+", self.found["err"].partition("rank")[2])
 
     def _lacking(self) -> list[str]:
         """Return what the survivors have not recorded."""

@@ -99,7 +99,7 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
 
 def _never_began(error: SpawnsimError, here: Here) -> int:
     """Say why this rank cannot begin, if no other has said so, and let no other wait for it. Return the status."""
-    from spawnsim.real.launching.launch import end_job
+    from spawnsim.real.launching.keeper import end_job
     from spawnsim.real.launching.roll import sign_first_end
 
     status = exit_code(error)
@@ -110,7 +110,7 @@ def _never_began(error: SpawnsimError, here: Here) -> int:
         error.add_note(f"spawnsim: rank {here.rank} of {here.size} has not begun; the job ends")
         report(error)
         if first is None:
-            end_job(here, status)
+            end_job(status, os.environ)
     return status
 
 

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from spawnsim.real.launching.attending import Ended, Filter, attend
+from spawnsim.real.launching.attending import attend
+from spawnsim.real.launching.filtering import Ended, Filter
 
 MPICH = b"""
 ===================================================================================

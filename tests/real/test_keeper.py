@@ -14,17 +14,19 @@ import pytest
 from surviving import processes
 
 from spawnsim.real.launching.launch import find_library
-from spawnsim.real.launching.orphans import adopted, see_off
-from spawnsim.real.launching.roll import FIRST_DEATH, FIRST_EXIT, Roll, sign, sign_first
+from spawnsim.real.launching.orphans import adopted, children, see_off
+from spawnsim.real.launching.roll import BEGUN, DEAD, ENDED, Deaths, Roll, reached, sign, sign_first_end
 
 KEPT = """
 import os, signal, sys, time
 from spawnsim.real.launching.keeper import keep
+from spawnsim.real.launching.roll import BEGUN, ENDED, sign_stage
 started = os.getpid()
 keep(1, os.environ)
 print(os.getpid() != started, os.getppid() == started, os.getpgid(0) == os.getpid(), flush=True)
 {body}
 """
+NO_CORE = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "
 TRAIN = """
 import os, signal, sys, time
 
@@ -49,55 +51,81 @@ def main(comm, how, wait_s=0.3):
 
 
 def started(tmp_path: Path, body: str, **environ: str) -> subprocess.Popen[str]:
-    """Start a program that is kept, as MPICH's launcher would."""
-    given = os.environ | {"SPAWNSIM_ROLL": str(tmp_path), "PMI_FD": "9"} | environ
+    """Start a program that is kept, as a launcher would."""
+    given = os.environ | {"SPAWNSIM_ROLL": str(tmp_path)} | environ
     line = [sys.executable, "-c", KEPT.format(body=body), str(tmp_path)]
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=given)
 
 
 @pytest.mark.parametrize(
-    ("body", "status"),
+    ("body", "status", "said"),
     [
-        ("", 0),
-        ("sys.exit(7)", 7),
-        ("sys.exit('no')", 1),
-        ("os._exit(9)", 9),
-        ("1 / 0", 1),
-        ("sys.stdout.close()", 0),
+        ("sign_stage(ENDED, 1, os.environ)", 0, None),
+        ("", 0, "left before its program had ended"),
+        ("sys.exit(7)", 7, "left with status 7"),
+        ("sign_stage(ENDED, 1, os.environ); sys.exit('no')", 1, "left with status 1"),
+        ("os._exit(9)", 9, "left with status 9"),
+        ("1 / 0", 1, "left with status 1"),
     ],
 )
-def test_a_kept_rank_ends_with_its_own_status(tmp_path: Path, body: str, status: int) -> None:
-    """The rank is a child in a process group of its own, and its keeper ends as it does."""
+def test_a_kept_rank_ends_with_its_own_status(
+    tmp_path: Path, body: str, status: int, said: str | None
+) -> None:
+    """It is a child in a process group of its own; its keeper ends as it does, and tells of any end but a good one."""
     keeper = started(tmp_path, body)
     out, _ = keeper.communicate(timeout=30)
     assert (keeper.returncode, out) == (status, "True True True\n")
-    left = Roll(tmp_path).first(FIRST_EXIT)
-    assert (left or (0, ""))[0] == status
-    assert Roll(tmp_path).first(FIRST_DEATH) is None
-    assert (Roll(tmp_path).rank_of(keeper.pid), Roll(tmp_path).kept) == ("1", True)
+    roll, environ = Roll(tmp_path), {"SPAWNSIM_ROLL": str(tmp_path)}
+    found = roll.first_end()
+    assert (found and found[0], found and found[1].partition(") ")[2]) == (said and (status or 4), said)
+    assert reached(DEAD, environ) == Deaths(environ)() == ({1} if said else set())
+    assert (roll.rank_of(keeper.pid), roll.ranks, roll.launchers) == ("1", {1}, [os.getpid()])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGUSR1])
 def test_a_death_is_told_once(tmp_path: Path, number: int) -> None:
-    """The record names rank, process, node and signal; where ranks survive each other, a line does, and all is well."""
-    body = (
-        f"import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); os.kill(os.getpid(), {number:d})"
-    )
+    """The record names rank, process, node and signal; on a node that cannot reach it, a line does."""
+    body = f"{NO_CORE}os.kill(os.getpid(), {number:d})"
     keeper = started(tmp_path, body)
     assert (keeper.communicate(timeout=30)[1], keeper.returncode) == ("", 128 + number)
-    told = Roll(tmp_path).first(FIRST_DEATH)
+    told = Roll(tmp_path).first_end()
     assert told is not None
     assert told[0] == 128 + number
     sentence = rf"rank 1 \(process \d+ on {os.uname().nodename}\) was killed by signal {number:d} \(SIG\w+\)"
     assert re.fullmatch(sentence, told[1])
-    assert not sign_first(FIRST_DEATH, 9, "later", {})
-    assert sign_first(FIRST_DEATH, 9, "later", {"SPAWNSIM_ROLL": str(tmp_path)})
-    assert Roll(tmp_path).first(FIRST_DEATH) == told
+    assert sign_first_end(9, "later", {}) is None
+    assert sign_first_end(9, "later", {"SPAWNSIM_ROLL": str(tmp_path)}) is False
+    assert Roll(tmp_path).first_end() == told
     far = started(tmp_path, body, SPAWNSIM_ROLL=f"{tmp_path}/nowhere")
-    assert re.fullmatch(rf"\[spawnsim keeper\] {sentence}\n", far.communicate(timeout=30)[1])
-    survives = started(tmp_path, body, SPAWNSIM_SURVIVE="1")
-    assert re.fullmatch(rf"spawnsim: {sentence}\n", survives.communicate(timeout=30)[1])
-    assert (far.returncode, survives.returncode) == (128 + number, 0)
+    spoken = rf"\[spawnsim keeper\] {128 + number} {sentence}\n"
+    assert re.fullmatch(spoken, far.communicate(timeout=30)[1])
+    assert far.returncode == 128 + number
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_death_ends_a_job_that_survives_if_the_program_had_not_begun(tmp_path: Path, begun: bool) -> None:
+    """Else a line tells of it, survivors can read who it was, and the launcher sees nothing amiss."""
+    stage = "sign_stage(BEGUN, 1, os.environ); " if begun else ""
+    keeper = started(tmp_path, f"{stage}os.kill(os.getpid(), 9)", SPAWNSIM_SURVIVE="1")
+    said, found = keeper.communicate(timeout=30)[1], Roll(tmp_path).first_end()
+    assert reached(DEAD, {"SPAWNSIM_ROLL": str(tmp_path)}) == {1}
+    if begun:
+        assert (said.count("spawnsim: rank 1"), keeper.returncode, found) == (1, 0, None)
+    else:
+        assert (said, keeper.returncode, found and found[0]) == ("", 137, 137)
+        assert "before its program had begun: no job survives that" in (found or (0, ""))[1]
+
+
+def test_who_writes_the_record_again_does_not_change_it(tmp_path: Path) -> None:
+    """Nor does it look like a first one."""
+    environ = {"SPAWNSIM_ROLL": str(tmp_path)}
+    assert [sign_first_end(status, f"at {status}", environ) for status in (3, 5, 7)] == [True, False, False]
+    assert Roll(tmp_path).first_end() == (3, "at 3")
+    assert not Roll(tmp_path).ranks
+    assert not Roll(tmp_path).ended_well
+    (tmp_path / f"{ENDED} 2").touch()
+    (tmp_path / f"{BEGUN} 12").touch()
+    assert (Roll(tmp_path).ended_well, Roll(tmp_path).begun) == (True, {12})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -112,6 +140,43 @@ def test_signals_reach_the_rank(tmp_path: Path, number: int) -> None:
     keeper.communicate()
 
 
+def test_a_rank_that_is_stopped_hears_that_it_is_told_to_stop(tmp_path: Path) -> None:
+    """And whoever dies because it was told so is no first death."""
+    keeper = started(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)")
+    assert keeper.stdout is not None
+    assert keeper.stdout.readline()
+    (rank,) = children(keeper.pid)
+    end_s = time.monotonic() + 20
+    while " T " not in Path(f"/proc/{rank}/stat").read_text() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    keeper.send_signal(signal.SIGTERM)
+    assert keeper.wait(timeout=30) == 143
+    keeper.communicate()
+    assert Roll(tmp_path).first_end() is None
+
+
+def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
+    """Whatever part of the launcher had started the keeper: without it nobody else would end the rank."""
+    given = os.environ | {"SPAWNSIM_ROLL": str(tmp_path)}
+    body = KEPT.format(
+        body="signal.signal(signal.SIGTERM, lambda *_: sys.exit(6)); print('up', flush=True); time.sleep(60)"
+    )
+    start = (
+        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); time.sleep(60)"
+    )
+    with adopted():
+        line = [sys.executable, "-c", start, body]
+        launcher = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=given)
+        assert launcher.stdout is not None
+        assert [launcher.stdout.readline() for _ in range(2)][1] == "up\n"
+        launcher.kill()
+        launcher.wait()
+        see_off(Roll(tmp_path).processes)
+    launcher.stdout.close()
+    text = f"the launcher's process {launcher.pid}, which had started rank 1, has died"
+    assert Roll(tmp_path).first_end() == (4, text)
+
+
 def test_a_rank_dies_with_its_keeper_and_is_seen_off(tmp_path: Path) -> None:
     """A launcher that kills the keeper has killed the rank; whoever adopts orphans leaves no zombie."""
     with adopted():
@@ -123,7 +188,7 @@ def test_a_rank_dies_with_its_keeper_and_is_seen_off(tmp_path: Path) -> None:
         keeper.communicate(timeout=30)
         see_off([rank])
     assert not Path(f"/proc/{rank}").exists()
-    assert Roll(tmp_path).first(FIRST_DEATH) is None
+    assert Roll(tmp_path).first_end() is None
 
 
 def test_what_does_not_end_by_itself_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,15 +210,20 @@ def test_what_does_not_end_by_itself_is_killed(monkeypatch: pytest.MonkeyPatch) 
             0,
             r"spawnsim: rank [12] \(process \d+ on .*\) was killed by signal (12 \(SIGUSR2|9 \(SIGKILL)\)\n",
         ),
-        ("abort", 3, ""),
+        ("abort", 3, r"spawnsim: (rank 1 .* left with status 3|the launcher has ended with status 3: .*)\n"),
         ("left", 7, r"spawnsim: rank 1 \(process \d+ on .*\) left with status 7\n"),
-        ("keeper", 137, r"spawnsim: a rank and its keeper were killed by signal 9 \(SIGKILL\)\n"),
+        (
+            "keeper",
+            137,
+            r"spawnsim: (a rank's keeper|rank 1 .*) was killed by signal 9 \(SIGKILL\)\n",
+        ),
     ],
 )
 def test_the_first_death_is_the_one_that_is_told(tmp_path: Path, how: str, status: int, said: str) -> None:
     """Not the ones that MPICH's launcher brings about, and these leave nobody behind either."""
-    if find_library().name != "MPICH":
-        pytest.skip("Open MPI's launcher names the rank itself")
+    if how == "socket" and find_library().name != "MPICH":
+        how = "two"  # Open MPI's ranks have no such socket
+        status = 0
     file = tmp_path / "train.py"
     file.write_text(TRAIN)
     line = [

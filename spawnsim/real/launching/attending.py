@@ -9,139 +9,25 @@ Knows what launchers print and signals; loads neither MPI nor torch.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from spawnsim.real.launching.keeper import SPOKEN, name
-from spawnsim.real.launching.orphans import adopted, children, dying_with_parent, see_off
-from spawnsim.real.launching.roll import ROLL, SURVIVE, WORLD, Roll
+from spawnsim.real.launching.filtering import Ended, Filter
+from spawnsim.real.launching.job import Job
+from spawnsim.real.launching.orphans import adopted, dying_with_parent, see_off
+from spawnsim.real.launching.roll import ROLL, SURVIVE, Roll
 from spawnsim.real.launching.sweeping import swept
 from spawnsim.real.rank.stopping import TOLD, outcome
 
 STOP_S = 6.0  # a launcher that is told to stop gets this long for its ranks' last words before it is killed
-LAST_WORDS_S = (
-    6.0  # likewise one whose job has lost a rank, before it is told to stop: most end the job themselves
-)
-NO_WORDS_S = 1.0  # where not all programs have begun, nobody has recorded anything
-NUL = b"\0"  # Open MPI's launcher writes one when a rank has died or has aborted the job, where a line begins
-OURS = b"spawnsim: "
 LOOK_S = 0.2  # how soon at the latest a signal is acted upon
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-_OWN = (
-    b"=====", b"-----", b"=   BAD", b"[mpiexec", b"[proxy", b"Abort(", b"torchrun noticed", b"prterun", b"prun",
-    b"mpirun", b"mpiexec", b"MPI_ABORT", b"NBC_Progress", b"WARNING: The selected", SPOKEN.encode(),
-)  # fmt: skip
-"""How lines of a launcher's own begin."""
-_BEGINS = re.compile(
-    rb"=   BAD TERMINATION|(prte?run|mpirun|mpiexec|MPI_ABORT)\b.*\b(noticed|invoked|exited|detected)"
-    rb"|WARNING: The selected '\w+' module"  # is not tested to go on after a death
-)
-_RULE = re.compile(rb"(={20,}|-{20,})\s*")
-_ENDS = re.compile(rb"Please see the FAQ page|-{20,}")
-_ALONE = re.compile(
-    rb"\[(mpiexec|proxy)[@:]|Abort\(\d+\) on node \d+ .*MPI_Abort|torchrun noticed|"
-    rb"NBC_Progress: an error|\d+ more process(es have| has) sent help message"
-)
-_PROCESS = re.compile(rb"PID\s+(\d+)\s+(?:RUNNING AT|on\s+node)\s+(\S+)")
-_RANK = re.compile(rb"process\s+rank\s+(\d+)\s+with\s+PID")
-_SPOKEN = re.compile(re.escape(SPOKEN).encode() + rb" (\d+) (.*)\n")
-_SIGNAL = re.compile(rb"\(signal (\d+)\)|exited\s+on\s+signal\s+(\d+)")
-
-
-@dataclass
-class Ended:
-    """How a job ended. `cause` is a sentence, where the ranks themselves could not say it."""
-
-    status: int
-    cause: str = ""
-
-
-@dataclass
-class Filter:
-    """Takes what comes out of a launcher, gives back what the ranks said, and keeps who was killed by what."""
-
-    process: int = -1
-    node: str = ""
-    rank: int = -1
-    signal: int = 0
-    spoken: Ended | None = None  # by the keeper that spoke first
-    _tail: bytes = b""  # the beginning of a line that may be the launcher's own
-    _begun: bool = False  # the beginning of the line was shown already
-    _held: list[bytes] = field(default_factory=list)  # empty lines and a rule, which may begin a banner
-    _banner: bytes = b""
-    _gap: bool = False  # an empty line that comes now is the library's
-
-    def __call__(self, chunk: bytes) -> bytes:
-        """Return what can be shown now."""
-        *lines, tail = (self._tail + chunk).split(b"\n")
-        shown = b"".join(self._line(line + b"\n") for line in lines)
-        if tail and (self._begun or not (self._banner or _may_be_own(tail))):
-            shown, self._begun, tail = shown + self._release() + tail, True, b""
-        self._tail = tail
-        return shown
-
-    def rest(self) -> bytes:
-        """Return what was held back, at the end."""
-        return self._release() + (b"" if self._banner or not self._tail.strip(NUL) else self._tail)
-
-    def _release(self) -> bytes:
-        held, self._held = b"".join(self._held), []
-        return held
-
-    def _line(self, line: bytes) -> bytes:
-        if self._begun:
-            self._begun = False
-            return line
-        gap, self._gap = self._gap, line.startswith(b"NBC_Progress")
-        if gap and line == b"\n":
-            return b""
-        text = line.lstrip(NUL)
-        if text.startswith(OURS):
-            line = text
-        if self._banner or _BEGINS.match(text):
-            self._take(line)
-            return b""
-        if _ALONE.match(text):
-            self._learn(line)
-            return b""
-        if found := _SPOKEN.match(line):
-            self.spoken = self.spoken or Ended(int(found[1]), found[2].decode())
-            return b""
-        if not line.strip() or _RULE.fullmatch(text):
-            before = self._release() if len(self._held) > 1 else b""
-            self._held.append(line)
-            return before
-        return self._release() + line
-
-    def _take(self, line: bytes) -> None:
-        """Add a line to the banner, up to its last one."""
-        self._held, self._banner = [], self._banner + line
-        if _ENDS.match(line):
-            self._learn(self._banner)
-            self._banner = b""
-
-    def _learn(self, text: bytes) -> None:
-        if found := _PROCESS.search(text):
-            self.process, self.node = int(found[1]), found[2].decode()
-        if found := _RANK.search(text):
-            self.rank = int(found[1])
-        if found := _SIGNAL.search(text):
-            self.signal = int(found[1] or found[2])
-
-
-def _may_be_own(tail: bytes) -> bool:
-    tail = tail.lstrip(NUL)
-    return any(own.startswith(tail) or tail.startswith(own) for own in _OWN)
 
 
 def attend(line: Sequence[str], environ: Mapping[str, str] | None = None, *, ranks: int = 0) -> Ended:
@@ -168,79 +54,6 @@ def attend(line: Sequence[str], environ: Mapping[str, str] | None = None, *, ran
         for reader in readers:
             reader.join(STOP_S)
         return Ended(128 + told[0], outcome(told[0])) if told else job.ended(status)
-
-
-@dataclass
-class Job:
-    """What is known of a job's ranks while it runs. `ranks`: how many are on this node, 0 if that is not known."""
-
-    roll: Roll
-    ranks: int
-    survive: bool
-    filters: tuple[Filter, Filter] = field(default_factory=lambda: (Filter(), Filter()))  # of both streams
-    _lost_s: float = 0.0  # since when it is known that the job must end
-    _unkept: Ended | None = None
-
-    def doomed(self) -> bool:
-        """Whether the job has lost a rank, and its launcher has had the time to end it."""
-        now_s = time.monotonic()
-        if not self._lost_s and self._first() is not None:
-            self._lost_s = now_s
-        patience_s = LAST_WORDS_S if len(self.roll.begun) >= self.ranks else NO_WORDS_S
-        return self._lost_s > 0.0 and now_s - self._lost_s > patience_s
-
-    def ended(self, status: int) -> Ended:
-        """Return how the job has ended, whose launcher has left with a status. The first end is the one that counts."""
-        if first := self._first():
-            return first
-        found = max(self.filters, key=lambda each: each.signal)
-        if found.signal:
-            return Ended(128 + found.signal, f"{self._who(found)} was killed by {name(found.signal)}")
-        if status == 0 and self.survive and not self.roll.ended_well:
-            return Ended(WORLD, "no rank has lived to the end")
-        if status == 0:
-            return Ended(0)
-        unkept = self._unkept_ranks()
-        why = f"one of {_ranks(unkept)} died at its start" if unkept else "no rank has said why"
-        return Ended(
-            status if status > 0 else 128 - status, f"the launcher has ended with status {status}: {why}"
-        )
-
-    def _first(self) -> Ended | None:
-        if recorded := self.roll.first_end():
-            return Ended(*recorded)
-        return next((each.spoken for each in self.filters if each.spoken), None) or self._unkept_death()
-
-    def _unkept_death(self) -> Ended | None:
-        """Return the death of a rank that had no keeper yet, which nobody else may see: all others have one by now."""
-        launchers = self.roll.launchers
-        if self._unkept is None and len(launchers) == 1 and not self.roll.begun:
-            left, unkept = len(children(launchers[0])), self._unkept_ranks()
-            if len(unkept) == self.ranks - left > 0:
-                which = ": no job survives that" if self.survive else ""
-                self._unkept = Ended(WORLD, f"{_ranks(unkept)} died at its start{which}")
-        return self._unkept
-
-    def _unkept_ranks(self) -> list[int]:
-        return sorted(set(range(self.ranks)) - self.roll.ranks)
-
-    def _who(self, found: Filter) -> str:
-        rank, unkept = self.roll.rank_of(found.process), self._unkept_ranks()
-        if not rank and found.rank >= 0:
-            rank = str(found.rank)
-        if not rank and len(unkept) == 1:
-            rank = str(unkept[0])
-        process = f"process {found.process} on {found.node}"
-        if rank:
-            return f"rank {rank} ({process})"
-        if unkept:
-            return f"one of {_ranks(unkept)} ({process}), at its start,"
-        return "a rank and its keeper" if self.ranks else process
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    *first, last = map(str, ranks)
-    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
 def _prepared(*, survive: bool) -> Callable[[], None] | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ SPOKEN = "[spawnsim keeper]"  # begins what a keeper says to a launcher whose fo
 ORPHANED = (
     signal.SIGALRM
 )  # what the system sends when a thread of the launcher has ended that had started the keeper
+STOP_S = 2  # for the last words of a rank whose launcher has died
+HEARD_S = 0.2  # from what a rank says to what the launcher has heard
 HANDED_ON = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
 )  # fmt: skip
@@ -51,10 +54,11 @@ def keep(rank: int, environ: Mapping[str, str]) -> None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    keeper, former = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, (*HANDED_ON, ORPHANED))
+    keeper, launcher = os.getpid(), os.getppid()
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, (*HANDED_ON, ORPHANED))
     if child := os.fork():
         tell_of_parent()
-        Keeper(rank, child, environ).wait()
+        Keeper(rank, child, launcher, environ).wait()
     die_with_parent()
     if os.getppid() != keeper:  # it died in between
         os._exit(128 + signal.SIGKILL)
@@ -68,6 +72,7 @@ class Keeper:
 
     rank: int
     child: int
+    launcher: int
     environ: Mapping[str, str]
     stopping: bool = False
 
@@ -77,8 +82,8 @@ class Keeper:
         try:
             for process in (os.getpid(), self.child):
                 sign(self.rank, self.environ, process)
-            sign("", self.environ, os.getppid())
-            self._listen(os.getppid())
+            sign("", self.environ, self.launcher)
+            self._listen()
             end = os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
             status = self._tell(end) if end or not self._has(ENDED) else 0
         finally:
@@ -89,27 +94,29 @@ class Keeper:
         ranks = reached(stage, self.environ)
         return ranks is None or self.rank in ranks
 
-    def _listen(self, launcher: int) -> None:
+    def _listen(self) -> None:
         """Give the signals that this process gets to the rank. MPICH's own SIGUSR1 about a death is for nobody."""
-
-        def hand_on(number: int, _frame: object = None) -> None:
-            self.stopping |= number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-            with suppress(ProcessLookupError):
-                os.kill(self.child, number)
-                if self.stopping:  # one that is stopped would never hear it
-                    os.kill(self.child, signal.SIGCONT)
-
-        def orphaned(_number: int, _frame: object) -> None:
-            if os.getppid() != launcher:  # else only a thread of it has ended
-                text = f"the launcher's process {launcher}, which had started rank {self.rank}, has died"
-                sign_first_end(WORLD, text, self.environ)
-                hand_on(signal.SIGTERM)
-
         for number in HANDED_ON:
             unheard = number == signal.SIGUSR1 and SURVIVE in self.environ
-            signal.signal(number, signal.SIG_IGN if unheard else hand_on)
-        signal.signal(ORPHANED, orphaned)
+            signal.signal(number, signal.SIG_IGN if unheard else self._hand_on)
+        signal.signal(ORPHANED, self._orphaned)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*HANDED_ON, ORPHANED))
+        self._orphaned()  # unless it was too early for the signal
+
+    def _hand_on(self, number: int, _frame: object = None) -> None:
+        self.stopping |= number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        with suppress(ProcessLookupError):
+            os.kill(self.child, number)
+            if self.stopping:  # one that is stopped would never hear it
+                os.kill(self.child, signal.SIGCONT)
+
+    def _orphaned(self, *_: object) -> None:
+        if os.getppid() == self.launcher:  # only a thread of it has ended
+            return
+        text = f"the launcher's process {self.launcher}, which had started rank {self.rank}, has died"
+        sign_first_end(WORLD, text, self.environ)
+        self._hand_on(signal.SIGKILL if self.stopping else signal.SIGTERM)
+        signal.alarm(STOP_S)  # and again
 
     def _tell(self, end: int) -> int:
         """Say how the rank has ended, if the job goes on or nobody was first; return the status to end with."""
@@ -128,6 +135,19 @@ class Keeper:
         if sign_first_end(status or WORLD, text, self.environ) is None:
             _say(f"{SPOKEN} {status or WORLD} {text}")
         return status
+
+
+def end_job(status: int, environ: Mapping[str, str]) -> None:
+    """End the job of a rank that nobody keeps, before its MPI is up: MPICH's mpiexec does not notice that it leaves.
+
+    By the word of MPICH's launcher that its library would say. Other launchers see that a rank has left with a status,
+    and end the job themselves; srun does so with --kill-on-bad-exit.
+    """
+    if "PMI_FD" in environ and "MPI_LOCALRANKID" in environ:  # Slurm speaks another language there
+        sys.stderr.flush()
+        time.sleep(HEARD_S)
+        os.write(int(environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % status)
+        time.sleep(HEARD_S)
 
 
 def _how(end: int) -> str:

