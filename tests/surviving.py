@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,6 @@ import pytest
 from spawnsim import Run
 
 PROGRAM = Path(__file__).parent / "real" / "survivors.py"
-LAUNCH = """
-import sys
-from spawnsim.real.launching.launch import start
-ended = start(sys.argv[1], int(sys.argv[2]), sys.argv[3:], survive=True)
-print(ended.cause, file=sys.stderr)
-sys.exit(ended.status)
-"""
 DEADLINE_S = 1.5
 
 
@@ -33,6 +27,7 @@ class Ended:
     status: int
     err: str
     run: Run
+    shared: set[str]
 
     def column(self, name: str) -> dict[int, Any]:
         """Return what each rank recorded last under a name."""
@@ -51,22 +46,48 @@ def survive(tmp_path: Path) -> Survive:
     """Run a case on n ranks: `survive("at_once", n=4)`; a job that hangs is ended, and nothing may be left running."""
 
     def run(
-        case: str, at: str = "", *, n: int = 4, program: Path = PROGRAM, deadline_s: float = DEADLINE_S
-    ) -> Ended:
+        case: str = "", at: str = "", *, n: int = 4, program: Path = PROGRAM, deadline_s: float = DEADLINE_S,
+        given: Mapping[str, object] | None = None,
+    ) -> Ended:  # fmt: skip
         out = tmp_path / "run"
-        given = ["--backend", "mpi", "--quiet", "--deadline", str(deadline_s), "--out", str(out)]
-        chosen = ["--set", f"case={case}", *(["--set", f"at={at}"] if at else [])]
-        command = [sys.executable, "-c", LAUNCH, str(program), str(n), *given, *chosen]
+        chosen = {"case": case, "at": at} | dict(given or {})
+        command = [
+            sys.executable, "-m", "spawnsim", "run", str(program), "--backend", "mpi", "-n", str(n), "--survive",
+            "--quiet", "--deadline", str(deadline_s), "--out", str(out), *_settings(chosen),
+        ]  # fmt: skip
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=_environment()) as started:
-            try:
-                err = started.communicate(timeout=100)[1]
-            except subprocess.TimeoutExpired:
-                started.send_signal(signal.SIGTERM)
-                pytest.fail(f"the job hung\n{started.communicate()[1]}")
+            shared = set[str]()
+            err = _watched(started, str(out), shared)
         assert processes(str(out)) == []
-        return Ended(started.returncode, err, Run.load(out))
+        return Ended(started.returncode, err, Run.load(out), {name for name in shared if Path(name).exists()})
 
     return run
+
+
+def _settings(chosen: Mapping[str, object]) -> list[str]:
+    return [word for name, value in chosen.items() if value != "" for word in ("--set", f"{name}={value}")]
+
+
+def _watched(started: subprocess.Popen[str], word: str, shared: set[str]) -> str:
+    """Return what a job has said on standard error; note the shared memory that its processes have names for."""
+    end_s = time.monotonic() + 100
+    while time.monotonic() < end_s:
+        for process in processes(word):
+            shared |= _mapped(process)
+        try:
+            return started.communicate(timeout=0.2)[1]
+        except subprocess.TimeoutExpired:
+            continue
+    started.send_signal(signal.SIGTERM)
+    pytest.fail(f"the job hung\n{started.communicate()[1]}")
+
+
+def _mapped(process: int) -> set[str]:
+    try:
+        lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+    except OSError:  # it has just ended
+        return set()
+    return {line.split()[-1] for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
 
 
 def _environment() -> dict[str, str]:

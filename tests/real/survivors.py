@@ -301,6 +301,27 @@ def flush(comm):
     new.Barrier()
 
 
+def noticed(comm):
+    """Each call that needs the dead ends at once: a collective, a receive from it, and one from anybody, once."""
+    comm.Barrier()
+    if comm.rank == 3:
+        die(comm)
+    if comm.rank == 2:
+        first = _ends(lambda: comm.recv(tag=5))
+        known = comm.Get_failed().Get_size(), comm.Ack_failed()
+        comm.send(None, dest=0, tag=6)
+        text = f"{first} {known} {comm.recv(tag=5)}"
+    elif comm.rank == 1:
+        text = _ends(lambda: comm.recv(source=3, tag=5))
+    else:
+        comm.recv(source=2, tag=6)
+        comm.send("heard", dest=2, tag=5)
+        text = _ends(comm.Barrier)
+    new = comm.recover().comm
+    new.record(size=new.size, text=text)
+    new.Barrier()
+
+
 def buffers(comm):
     """A sum that was left is not given to the program later, when the stopped rank goes on."""
     pids, total = comm.allgather(os.getpid()), np.full(1000, -1.0)
@@ -319,7 +340,7 @@ CASES = {
     each.__name__: each
     for each in (
         at_once, one_by_one, inside, deserts, fenced, naps, never_called, all_die, uncaught, raises, open_requests,
-        background, parts, windows, flush, buffers,
+        background, parts, windows, flush, buffers, noticed,
     )
 }  # fmt: skip
 

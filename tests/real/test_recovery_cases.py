@@ -5,6 +5,9 @@ Each case is one program of `survivors.py`, started by `launch(survive=True)`; c
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from surviving import went_on
 
@@ -104,6 +107,33 @@ def test_a_flush_towards_a_dead_rank_ends(survive):
     ended = survive("flush")
     went_on(ended, dead={1})
     assert all(ended.column("ended").values())
+
+
+def test_a_death_is_noticed_at_once(survive):
+    """Nobody waits for a deadline: a keeper has told of the death, or the library. Who acknowledges it hears others."""
+    ended = survive("noticed", deadline_s=90.0)
+    went_on(ended, dead={3})
+    text = ended.column("text")
+    assert (text[0], text[1]) == ("RankFailed", "RankFailed"), text
+    assert text[2] == "RankFailed (1, 1) heard", text
+
+
+@pytest.mark.parametrize(
+    ("at", "victim"),
+    [("waiting", 1), ("settled", 0), ("settled", 2), ("merging", 0), ("merged", 0), ("released", 1)],
+)
+def test_a_death_at_the_end_takes_nothing_back(survive, at, victim):
+    """Nobody waits for the dead in the library's own end, and the run is whole, whoever was to write it."""
+    ended = survive(at=at, program=Path(__file__).with_name("last_moments.py"), given={"victim": victim})
+    assert (ended.status, ended.run.outcome) == (0, "finished"), ended.err
+    kept = set(range(4)) - (
+        {victim} if at in ("waiting", "settled") else set()
+    )  # those have not closed their journals
+    assert set(ended.column("size")) >= kept
+    assert re.fullmatch(
+        rf"\s*spawnsim: rank {victim} \(process \d+ on .*\) was killed by signal 9 .*\s*", ended.err
+    )
+    assert not ended.shared
 
 
 def test_a_death_that_nobody_noticed_is_no_failure(survive):

@@ -21,8 +21,9 @@ import numpy as np
 from mpi4py import MPI
 
 from spawnsim.comm.ops import SUM
-from spawnsim.errors import RankFailed, Revoked, Timeout, UnsupportedError
-from spawnsim.real.mpi.words import failure
+from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout, UnsupportedError, WorldError
+from spawnsim.real.mpi.words import DETECTED_S, failure
+from spawnsim.real.rank.waiting import wait_until
 from spawnsim.real.rank.watchdog import verdict
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ def leavable(comm: MPIComm, operation: str, args: tuple[Any, ...], kwargs: dict[
             return None
     except MPI.Exception as error:
         home.survival.kept += [request, landing]  # as below: parts of it may be under way
-        what = f"rank {comm.rank} of {comm.label}: {operation} number {number}"
-        raise failure(error, comm._raw, what) from None
+        raise _failure(error, comm, f"{operation} number {number}") from None
     except (Revoked, RankFailed):
         home.survival.kept += [request, landing]  # it may still write to its buffers
         raise
@@ -91,7 +91,17 @@ def leaving(
     try:
         return apart.result()
     except MPI.Exception as error:
-        raise failure(error, comm._raw, f"rank {comm.rank} of {comm.label}: {operation}") from None
+        raise _failure(error, comm, operation) from None
+
+
+def _failure(error: MPI.Exception, comm: MPIComm, what: str) -> SpawnsimError:
+    """Return the error of a call. What it is called is no evidence: where a member dies meanwhile, it may be any."""
+    found = failure(error, comm._raw, f"rank {comm.rank} of {comm.label}: {what}")
+    survival = comm._home.survival
+    if isinstance(found, WorldError) or not wait_until(lambda: survival.failed(comm), DETECTED_S):
+        return found
+    dead = survival.failed(comm)
+    return RankFailed(dead, f"{found}; missing: rank {', '.join(map(str, dead))}")
 
 
 def together(comm: MPIComm, make: Callable[..., T], *args: Any) -> T:

@@ -1,0 +1,44 @@
+"""A program of which one rank dies when all is done: `main(comm, victim=…, at=…)`, in a job that survives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+from spawnsim.run import real
+
+
+def die(*_args, **_named):
+    """End here, without a word."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def then_dies(function):
+    """Return a function that does the same, and is its process's last one."""
+
+    def instead(*args, **named):
+        function(*args, **named)
+        die()
+
+    return instead
+
+
+def main(comm, victim=1, at="settled"):
+    """Come to the end of the program; the victim dies while the job ends."""
+    comm.Barrier()
+    home = comm._home
+    comm.record(size=comm.size)
+    if comm.rank == victim:
+        if at == "waiting":
+            threading.Timer(0.3, die).start()
+        if at == "settled":
+            home.parting.settle = then_dies(home.parting.settle)
+        if at == "merging":
+            real.collect = die
+        if at == "merged":
+            real.collect = then_dies(real.collect)
+        if at == "released":
+            home.release = then_dies(home.release)
+    elif at == "waiting":
+        comm.clock.sleep(0.8)

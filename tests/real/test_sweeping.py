@@ -1,0 +1,58 @@
+"""Shared memory that a job has left is removed; nobody else's is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spawnsim.real.launching import sweeping
+from spawnsim.real.launching.sweeping import swept
+
+HOLDING = """
+import mmap, sys, time
+with open(sys.argv[1], "r+b") as file:
+    memory = mmap.mmap(file.fileno(), 0)
+print("mapped", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder in the place of the system's."""
+    monkeypatch.setattr(sweeping, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def test_what_nobody_uses_is_removed(folder: Path) -> None:
+    """Whatever library has named it; also when the block raises."""
+    with pytest.raises(KeyError), swept():
+        for name in ("mpich_shm_1a_0", "sm_segment.here.0.1", "osc_rdma.here.1", "torch_7"):
+            (folder / name).write_bytes(bytes(100))
+        raise KeyError
+    assert [file.name for file in folder.iterdir()] == ["torch_7"]
+
+
+def test_another_jobs_is_left_alone(folder: Path) -> None:
+    """One that a process has mapped; one that was there before; one of another user."""
+    used, older, foreign = (folder / f"mpich_shm_{name}_0" for name in "abc")
+    older.write_bytes(bytes(100))
+    time.sleep(sweeping.CLOCK_S + 0.1)
+    with swept():
+        used.write_bytes(bytes(100))
+        foreign.write_bytes(bytes(100))
+        if os.getuid() == 0:
+            os.chown(foreign, 12345, 12345)
+        line = [sys.executable, "-c", HOLDING, str(used)]
+        holder = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "mapped\n"
+    left = {file for file in (used, older, foreign) if file.exists()}
+    holder.kill()
+    holder.communicate()
+    assert left == ({used, older, foreign} if os.getuid() == 0 else {used, older})
