@@ -242,6 +242,28 @@ def test_a_raising_program_shows_its_own_traceback_once(
     assert "What was recorded until then" in err
 
 
+@pytest.mark.parametrize(
+    ("line", "code", "last"),
+    [
+        ("import no_such_module", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("raise OSError('stale')", 1, "OSError: stale"),
+        ("import sys; sys.exit(3)", 3, "SystemExit: 3"),
+        ("import sys; sys.exit()", 1, "SystemExit"),
+    ],
+)
+def test_a_file_that_raises_while_it_is_loaded_is_its_users_fault(
+    tmp_path: Path, line: str, code: int, last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The traceback begins in the file, and nobody asks for a report."""
+    file = tmp_path / "train.py"
+    file.write_text(f"{line}\ndef main(comm): ...\n")
+    assert cli.main(["run", str(file), "-n", "2"]) == code
+    said = capsys.readouterr().err.splitlines()
+    assert said[:2] == ["Traceback (most recent call last):", f'  File "{file}", line 1, in <module>']
+    kind = last.partition(":")[0]
+    assert said[-2:] == [last, f"spawnsim: {file} raised {kind} while it was loaded"]
+
+
 def _from_rank(cause: BaseException) -> RankError:
     error = RankError(3, 0.5, "rank 3 raised")
     error.__cause__ = cause
@@ -304,6 +326,13 @@ def test_run_without_ranks_says_what_to_give(train: Path, capsys: pytest.Capture
     """Virtual ranks have no default number."""
     assert cli.main(["run", str(train)]) == 2
     assert "--ranks N" in capsys.readouterr().err
+
+
+def test_virtual_ranks_need_no_option_to_survive(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same of torch's, which cannot."""
+    for backend, reason in (("virtual", "virtual ranks survive"), ("torch", "outlives no rank")):
+        assert cli.main(["run", str(train), "-n", "2", "--survive", "--backend", backend]) == 2
+        assert reason in capsys.readouterr().err
 
 
 def test_help_lists_commands_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

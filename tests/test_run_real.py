@@ -21,7 +21,7 @@ pytestmark = pytest.mark.mpi
 PROGRAM = """
 import os, sys, time
 
-def main(comm, iterations=3, raise_on=-1, kill_on=-1, signal=9, leave=False, wait_s=0.0, unread=0, talk=0):
+def main(comm, iterations=3, raise_on=-1, kill_on=-1, signal=9, leave=False, wait_s=0.0, unread=0, talk=0, meet=True):
     rank = comm.Get_rank()
     for line in range(talk):
         print("rank", rank, "x" * 60, "line", line, "end")
@@ -40,7 +40,8 @@ def main(comm, iterations=3, raise_on=-1, kill_on=-1, signal=9, leave=False, wai
     if leave:
         sys.exit()
     time.sleep(wait_s)
-    comm.Barrier()
+    if meet:
+        comm.Barrier()
 """
 
 
@@ -120,10 +121,12 @@ def test_a_raising_rank_ends_the_job_and_the_folder_is_kept(train: Path, tmp_pat
     assert run.table.of_rank(1)["total"].tolist() == [3, 3, 3]
 
 
-def test_a_killed_rank_leaves_what_it_had_written(train: Path, tmp_path: Path) -> None:
-    """Nobody has last words: the launcher merges the shards, and says in one line who died of what."""
-    done = _spawnsim("run", train, "--backend", "mpi", "-n", 3, "--set", "kill_on=1", "--out", tmp_path / "a")
-    assert done.returncode != 0
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_a_killed_rank_leaves_what_it_had_written(train: Path, tmp_path: Path, backend: str) -> None:
+    """Nobody speaks but the launcher, which merges the shards, and says in one line who died of what."""
+    done = _spawnsim(
+        "run", train, "--backend", backend, "-n", 3, "--set", "kill_on=1", "--out", tmp_path / "a"
+    )
     run = spawnsim.Run.load(tmp_path / "a")
     said = done.stderr.splitlines()
     assert said == [f"spawnsim: {run.outcome}; what was recorded until then: {tmp_path / 'a'}"]
@@ -132,6 +135,15 @@ def test_a_killed_rank_leaves_what_it_had_written(train: Path, tmp_path: Path) -
     assert run.totals["ranks"] == 3
     assert run.table.of_rank(1)["total"].tolist() == [3, 3, 3]
     assert not (tmp_path / "a/shards").exists()
+
+
+def test_a_job_that_survives_its_ranks_needs_no_folder(train: Path) -> None:
+    """Its totals are printed once, by the lowest rank that lives, and count the dead one's rows."""
+    given = ("--survive", "--json", "--set", "kill_on=0", "--set", "meet=false")
+    done = _spawnsim("run", train, "--backend", "mpi", "-n", 3, *given)
+    assert (done.returncode, json.loads(done.stdout)["ranks"]) == (0, 3), done.stderr
+    line = r"\s*spawnsim: rank 0 \(process \d+ on .*\) was killed by signal 9 \(SIGKILL\)\s*"
+    assert re.fullmatch(line, done.stderr)
 
 
 @pytest.mark.parametrize("backend", ["mpi", "torch"])

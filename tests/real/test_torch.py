@@ -296,10 +296,35 @@ def test_what_is_not_offered_names_the_alternative(tmp_path):
                 assert instead in str(error), error
             else:
                 raise AssertionError(instead)
+        assert not any(hasattr(comm, name) for name in ("Revoke", "Shrink", "Get_failed", "Create_cart"))
         """,
         n=1,
     )
     assert status == 0, err
+
+
+def test_a_rank_that_is_stopped_is_named_also_by_who_would_recover(tmp_path):
+    """Nobody can: what the program wanted to recover from ends the job, in these words."""
+    text = """
+    comm.Barrier()
+    if rank == 1: import signal; os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        comm.Barrier()
+    except Timeout:
+        comm.recover()
+    """
+    status, _, err = run(tmp_path, text, deadline_s=1.5)
+    assert status == 4
+    assert err.count("met its deadline") == 1, err
+    assert "missing: rank 1\n  rank 1: no answer" in err
+    assert "recover: not over torch.distributed; to survive a rank's death use" in err
+
+
+def test_recovering_from_nothing_is_refused(tmp_path):
+    """The error names the alternative."""
+    status, _, err = run(tmp_path, "comm.recover()", n=1)
+    assert status == 2
+    assert "UnsupportedError: recover: not over torch.distributed" in err
 
 
 def test_an_exception_ends_the_job_with_one_traceback(tmp_path):
