@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from functools import reduce as fold
 from itertools import accumulate
+from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -61,7 +62,10 @@ def leavable(comm: MPIComm, operation: str, args: tuple[Any, ...], kwargs: dict[
 def _late(comm: MPIComm, call: tuple[str, int, MPIComm, float, float]) -> Exception:
     """Return the error of a call past its deadline: who is missing, as the watchdogs of all say."""
     home, key = comm._home, -abs(id(call))
-    home.watchdog.active[key] = call
+    home.watchdog.active[key] = (
+        *call[:4],
+        inf,
+    )  # for others to see; this rank's own watchdog would end the job
     everyone = home.watchdog.ask_all()
     home.watchdog.active.pop(key, None)
     if comm.revoked:  # meanwhile the others have begun to recover, or have given this rank up
