@@ -68,6 +68,15 @@ def test_what_open_mpi_says_of_a_death_that_is_survived_is_taken_out(size: int) 
     assert Filter()(b"3 more processes have sent help message help-mpi-ft.txt / module:untested\n") == b""
 
 
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_a_line_of_ours_begins_with_nothing_else(size: int) -> None:
+    """Open MPI's launcher puts a NUL before what is said of a death; its library's error about it is taken out."""
+    lost = b"[here:12] PMIX ERROR: PMIX_ERR_UNREACH in file /a/b.c at line 121\n" if size > 1000 else b""
+    text, found = lost + b"\0spawnsim: rank 0 was killed\n" + lost, Filter()
+    chunks = [text[start : start + size] for start in range(0, len(text), size)]
+    assert b"".join(map(found, chunks)) + found.rest() == b"spawnsim: rank 0 was killed\n"
+
+
 def test_a_bar_is_shown_at_once() -> None:
     """Text without a line's end is not held back, unless it may be the launcher's own."""
     assert Filter()(b"\r 50%|##  |") == b"\r 50%|##  |"

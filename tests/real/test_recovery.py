@@ -65,6 +65,27 @@ def test_a_late_message_whose_sender_dies_harms_nobody(ranks):
     """)
 
 
+def test_a_call_that_was_left_does_not_end_the_job(ranks):
+    """While the others are asked about it the watchdog looks: such a call has met its deadline, but is not hanging."""
+    ranks(
+        """
+    from spawnsim.real.mpi.leavable import _late
+    dog = comm._home.watchdog
+    ask_all = dog.ask_all
+
+    def looking():
+        dog.do(dog._look)
+        return ask_all()
+
+    dog.ask_all = looking
+    late = _late(comm, ("Barrier", 5, comm, time.perf_counter() - 9, 1.0))
+    assert isinstance(late, Timeout), late
+    dog.ask_all = ask_all
+    """,
+        options="Options(survive=True)",
+    )
+
+
 @pytest.mark.parametrize("length", [1, 100_000], ids=["by the library", "on the node"])
 @pytest.mark.parametrize("victims", [(2,), (0, 3)])
 def test_ulfm_shrinks_where_the_library_has_it(job, ranks, tmp_path, monkeypatch, victims, length):
