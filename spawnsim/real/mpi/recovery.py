@@ -1,6 +1,6 @@
 """After a death: a communicator of the survivors, on two paths of real MPI.
 
-A job that was started to survive (`launch(survive=True)`, and collectives that can be left: `Options(survive=True)`)
+A job that was started to survive (`spawnsim run --survive`, and collectives that can be left: `Options(survive=True)`)
 goes on by what watchdogs agree (`agreement`), on any MPI: so a rank that is stopped can be left as well as a dead one.
 Where the library tells of deaths (Open MPI under `--with-ft ulfm`) nobody waits for a silence. In a job of ULFM's that
 was not started so, the library revokes and shrinks, and a stopped rank is waited for. Knows mpi4py and the rank's home.
