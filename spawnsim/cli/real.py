@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from spawnsim.cli.ending import exit_code, report
+from spawnsim.cli.ending import OURS, exit_code, internal, report
 from spawnsim.errors import ParameterError, SpawnsimError
 from spawnsim.run.program import program, require_main
 from spawnsim.run.real import Job, run_rank, tidy
@@ -97,18 +97,18 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
     return 0
 
 
-def _never_began(error: SpawnsimError, here: Here) -> int:
+def _never_began(error: Exception, here: Here) -> int:
     """Say why this rank cannot begin, if no other has said so, and let no other wait for it. Return the status."""
     from spawnsim.real.launching.keeper import end_job
     from spawnsim.real.launching.roll import sign_first_end
 
-    status = exit_code(error)
+    status = exit_code(error) if isinstance(error, SpawnsimError) else OURS
     first = sign_first_end(status, "", os.environ)
     if first is None:  # nobody of ours has started the job
         time.sleep(0.0 if here.rank == 0 else TURN_S)  # mostly all ranks find the same fault
     if first is not False:
         error.add_note(f"spawnsim: rank {here.rank} of {here.size} has not begun; the job ends")
-        report(error)
+        report(error) if isinstance(error, SpawnsimError) else internal(error)
         if first is None:
             end_job(status, os.environ)
     return status

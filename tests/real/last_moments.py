@@ -40,5 +40,10 @@ def main(comm, victim=1, at="settled"):
             real.collect = then_dies(real.collect)
         if at == "released":
             home.release = then_dies(home.release)
+        if at == "before":
+            die()
     elif at == "waiting":
         comm.clock.sleep(0.8)
+    elif at == "before" and comm.rank == 0:
+        comm.clock.sleep(7.0)  # as one that waits for others in shutdown(): longer than anybody may be silent
+        comm.record(size=comm.size, slow=True)

@@ -136,6 +136,14 @@ def test_a_death_at_the_end_takes_nothing_back(survive, at, victim):
     assert not ended.shared
 
 
+def test_who_is_slow_at_the_end_is_not_given_up(survive):
+    """The others wait for a rank that still runs its program, though they know that another one has died."""
+    ended = survive(at="before", program=Path(__file__).with_name("last_moments.py"))
+    assert (ended.status, ended.run.outcome) == (0, "finished"), ended.err
+    assert ended.run.table.of_rank(0)["slow"].tolist()[-1] == 1.0
+    assert ended.err.count("spawnsim") == 1
+
+
 def test_a_death_that_nobody_noticed_is_no_failure(survive):
     """The others have finished; they part without the dead."""
     ended = survive("never_called")
