@@ -116,10 +116,6 @@ class MPIComm(PointToPoint, Collectives):
         remote: Any = self._raw
         return Group.of(self._in_world(remote.Get_remote_group()), self._home.own.rank)
 
-    def Get_failed(self) -> Group:
-        """Return the group of the members known to have died; empty where the library does not tell (MPICH)."""
-        return Group.of(self._in_world(self._raw.Get_failed()), self._home.own.rank)
-
     def Get_attr(self, keyval: int) -> Any:
         """Return an attribute; spawnsim's numbers of the predefined ones are translated."""
         return self._raw.Get_attr(words.keyval(keyval))
