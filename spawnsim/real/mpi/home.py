@@ -191,10 +191,8 @@ class Home:
 
     def release(self) -> None:
         """Free windows, and stop the watchdog."""
-        if self.survival.farewell is None:
+        if self.survival.farewell is None or not self.survival.end():
             self._release_windows()
-        else:
-            self.survival.end()
         self.watchdog.stop()
 
     def _release_windows(self) -> None:

@@ -192,11 +192,17 @@ class Survival:
             self._alone = True
             atexit.register(self._leave)
 
-    def end(self) -> None:
-        """The last words of a program that has ended well: once they have left, nobody needs this rank any more."""
+    def end(self) -> bool:
+        """Say the last words of a program that has ended well. Return whether this rank ends without the library.
+
+        It does where the launcher lets it. Others (a plain mpiexec) take that for a failure and kill the rest: there
+        ranks end together, unless one of them has died.
+        """
         self._watched(self.agreement.tell_lost)
         self._watched(partial(wait_until, self._home.channel.sent, LEFT_S))
-        self.leave_alone()
+        if ulfm() or SURVIVE in os.environ or self.agreement.lost or self.dead():
+            self.leave_alone()
+        return self._alone
 
     def _leave(self) -> None:
         """Leave without MPI's own end. Those who were given up and are only stopped are woken, to leave as well."""
