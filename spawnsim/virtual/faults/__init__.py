@@ -17,13 +17,13 @@ from spawnsim.virtual.faults.events import (
     Pause,
     Restart,
     SlowDown,
-    Verdict,
 )
 from spawnsim.virtual.faults.plan import Plan
 from spawnsim.virtual.faults.swarm import Swarm
+from spawnsim.virtual.faults.verdict import DELIVERED, Verdict
 
 __all__ = [
-    "Plan", "Swarm", "Fault", "LinkFault", "Verdict", "KINDS",
+    "Plan", "Swarm", "Fault", "LinkFault", "Verdict", "DELIVERED", "KINDS",
     "Crash", "Restart", "Pause", "SlowDown",
     "LinkDown", "Drop", "Duplicate", "Corrupt", "Delay", "Partition",
 ]  # fmt: skip

@@ -8,34 +8,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
+from spawnsim.virtual.faults.verdict import DELIVERED, LOST, Verdict
 
-
-class Verdict(NamedTuple):
-    """What becomes of one message."""
-
-    lost: bool = False
-    delay_s: float = 0.0
-    """Added to the time of arrival."""
-    copies: int = 1
-    """How often it is delivered; 1 is normal."""
-    corrupt: bool = False
-    """Whether its payload is damaged on the way."""
-
-    def then(self, other: Verdict) -> Verdict:
-        """Return both verdicts in one: any loss loses, delays add, copies multiply."""
-        return Verdict(
-            self.lost or other.lost,
-            self.delay_s + other.delay_s,
-            self.copies * other.copies,
-            self.corrupt or other.corrupt,
-        )
-
-
-DELIVERED = Verdict()
-LOST = Verdict(lost=True)
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -130,7 +112,7 @@ class SlowDown(Fault):
 
 @dataclass(frozen=True)
 class LinkFault(Fault):
-    """A fault of the messages from `source` to `dest` (None: any rank) sent from `at_s` for `for_s` seconds."""
+    """A fault of what goes from `source` to `dest` (None: any rank), sent from `at_s` for `for_s` seconds."""
 
     source: int | None
     dest: int | None
@@ -139,14 +121,25 @@ class LinkFault(Fault):
 
     def __post_init__(self) -> None:
         self.check_window(self.at_s, self.for_s)
+        if self.source is not None and self.source == self.dest:
+            raise self.refuse("a rank has no link to itself: its messages to itself never leave its memory")
 
     def covers(self, source: int, dest: int, sent_s: float) -> bool:
         """Whether a message sent at `sent_s` meets this fault."""
         return (
             self.source in (None, source)
             and self.dest in (None, dest)
+            and source != dest
             and self.at_s <= sent_s < self.at_s + self.for_s
         )
+
+    def touches(self, source: Ints, dest: Ints) -> Bools:
+        """Return which of many links are its own, whenever they are used."""
+        ours = np.ones(len(source), bool)
+        for own, ends in ((self.source, source), (self.dest, dest)):
+            if own is not None:
+                ours &= ends == own
+        return ours
 
     @abstractmethod
     def verdict(self, sent_s: float, chance: float) -> Verdict:
@@ -254,6 +247,11 @@ class Partition(Fault):
         """Whether a message sent at `sent_s` meets this fault."""
         apart = (source in self.members) != (dest in self.members)
         return apart and self.at_s <= sent_s < self.at_s + self.for_s
+
+    def touches(self, source: Ints, dest: Ints) -> Bools:
+        """Return which of many links it cuts, whenever they are used."""
+        ours, theirs = np.isin(source, self.members), np.isin(dest, self.members)
+        return np.not_equal(ours, theirs)
 
     def verdict(self, sent_s: float, chance: float) -> Verdict:
         """Return what becomes of a message that meets this fault."""

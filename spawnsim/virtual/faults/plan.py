@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from spawnsim.virtual.faults import text
 from spawnsim.virtual.faults.events import (
-    DELIVERED,
     Crash,
     Fault,
     LinkFault,
@@ -24,8 +26,14 @@ from spawnsim.virtual.faults.events import (
     Pause,
     Restart,
     SlowDown,
-    Verdict,
 )
+from spawnsim.virtual.faults.verdict import DELIVERED, LOST, Verdict
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+RETRANSMIT_S = 0.2  # until data are sent again that were lost (TCP_RTO_MIN); twice as long each further time,
+RETRANSMIT_MOST_S = 120.0  # but no longer than this (TCP_RTO_MAX)
+TRIES = 16  # before a connection is given up (net.ipv4.tcp_retries2 = 15 retransmissions)
 
 _Speeds = tuple[list[float], list[float]]  # ascending times, and the speed from each of them on
 
@@ -82,6 +90,10 @@ class Plan:
             beyond = [rank for rank in fault.ranks if rank >= ranks]
             if beyond:
                 raise fault.refuse(f"the run has ranks 0 to {ranks - 1}, and no rank {beyond[0]}")
+            if isinstance(fault, Partition) and len(fault.members) == ranks:
+                raise fault.refuse(
+                    f"all {ranks} ranks are on one side, so nobody is cut off: leave some out of members"
+                )
 
     # ------------------------------------------------------------------------------------------- ranks
 
@@ -164,14 +176,42 @@ class Plan:
             (i, fault) for i, fault in enumerate(self.faults) if isinstance(fault, (LinkFault, Partition))
         )
 
-    def message(self, source: int, dest: int, sent_s: float, sequence: int) -> Verdict:
+    def message(self, source: int, dest: int, sent_s: float, *sequence: int) -> Verdict:
         """Return what becomes of message number `sequence` from `source` to `dest`, sent at `sent_s`."""
         verdict = DELIVERED
         for number, fault in self.links:
             if fault.covers(source, dest, sent_s):
-                chance = _chance(self.seed, number, source, dest, sequence)
+                chance = _chance(self.seed, number, source, dest, *sequence)
                 verdict = verdict.then(fault.verdict(sent_s, chance))
         return verdict
+
+    def carried(self, source: int, dest: int, sent_s: float, *key: int) -> Verdict:
+        """Return what becomes of data on a reliable connection: lost is what was lost at every try.
+
+        `key` tells these data from all others between the two. The times of the tries are those of TCP on Linux.
+        """
+        try_s, wait_s = sent_s, RETRANSMIT_S
+        for resent in range(TRIES):
+            verdict = self.message(source, dest, try_s, *key, resent)
+            if not verdict.lost:
+                return verdict._replace(delay_s=verdict.delay_s + (try_s - sent_s), resent=resent)
+            try_s, wait_s = try_s + wait_s, min(2 * wait_s, RETRANSMIT_MOST_S)
+        return LOST
+
+    def covered(self, source: Ints, dest: Ints, sent_s: Floats) -> Ints:
+        """Return the indices of those messages, of many, that meet any fault; NaN is never sent."""
+        met = np.zeros(len(source), bool)
+        for _, fault in self.links:
+            met |= fault.touches(source, dest) & (fault.at_s <= sent_s) & (sent_s < fault.at_s + fault.for_s)
+        return np.flatnonzero(met & (source != dest))
+
+    def chance(self, *key: int) -> float:
+        """Return a uniform number from [0, 1) that is a function of the plan's seed and the key."""
+        return _chance(self.seed, *key)
+
+    def quiet(self, begin_s: float, end_s: float) -> bool:
+        """Whether no link has a fault from one time to another."""
+        return all(fault.at_s > end_s or fault.at_s + fault.for_s <= begin_s for _, fault in self.links)
 
 
 def _speeds(faults: list[Pause | SlowDown]) -> _Speeds:

@@ -58,7 +58,7 @@ class Swarm:
         stream = random.generator(seed, -1, "faults.swarm")
         faults: list[Fault] = []
         for kind in (kind for kind in KINDS if kind in self.kinds):
-            if stream.random() < 0.5:
+            if stream.random() < 0.5 and (kind != "partition" or self.ranks > 1):
                 faults += [_DRAWS[kind](self, stream) for _ in range(int(stream.integers(1, self.most + 1)))]
         return Plan(tuple(_survivable(faults, self.ranks)), seed)
 
@@ -74,6 +74,8 @@ class Swarm:
     def link(self, stream: np.random.Generator) -> tuple[int | None, int | None]:
         """Draw a link; each end is any rank in one case of four."""
         ends = [None if stream.random() < 0.25 else self.rank(stream) for _ in range(2)]
+        if ends[0] is not None and ends[0] == ends[1]:  # there is no such link
+            ends[1] = None
         return ends[0], ends[1]
 
 
