@@ -64,6 +64,7 @@ class Completion:
     """Something that ends at a time that may not be known yet: the kernel side of every request."""
 
     __slots__ = ("finish_s", "heirs", "kernel", "waiter")
+    lost: bool = False  # whether it is known that only a deadline ends a wait for it
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -90,6 +91,22 @@ class Completion:
         self.finish_s = None
         for heir in self.heirs or ():
             heir.reopen()
+
+
+class Uncertain(Completion):
+    """What faults of links may keep from ever being over."""
+
+    __slots__ = ("lost",)
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__(kernel)
+        self.lost = False
+
+    def lose(self) -> None:
+        """Take note that something is lost on which it depends: only the deadline ends a wait for it."""
+        self.lost = True
+        if self.waiter is not None:
+            self.kernel.bound(self.waiter)
 
 
 class Joint(Completion):

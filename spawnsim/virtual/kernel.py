@@ -125,10 +125,15 @@ class Kernel(Timers):
         if task.budget <= 0:
             self.observe()
 
-    def block(self, wait: Wait) -> None:
-        """Park the running task until `resume`. Raises what the task is resumed with."""
+    def block(self, wait: Wait, *, lost: bool = False) -> None:
+        """Park the running task until `resume`, or if all is `lost` until its deadline.
+
+        Raises what the task is resumed with.
+        """
         task = self.current
         task.wait, task.parked = wait, True
+        if lost:
+            self.bound(task)
         if task.deadline_s != math.inf and (task.explicit or task.timer_s == math.inf):
             self._arm(task)
         self._leave(task)

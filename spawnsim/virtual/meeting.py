@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,8 @@ import numpy as np
 from spawnsim.errors import MismatchError
 from spawnsim.virtual.collectives import Edges, Finish, Plan
 from spawnsim.virtual.completion import Completion
+from spawnsim.virtual.departures import Departure
+from spawnsim.virtual.strikes import Strikes
 from spawnsim.virtual.world import World
 
 EARLY = {"bcast", "reduce", "gather", "scatter", "scan", "exscan"}  # some ranks may leave before all arrive
@@ -34,8 +37,8 @@ class Call:
 
     `agree` are the (name, value) pairs that must be equal on all ranks. `nbytes` is what this rank contributes: a
     number, or an array with a size per destination. `sizes` says how the ranks' `nbytes` are put together for the
-    cost model: "root", "all" (the largest), "each" (an array by rank), "matrix" (rows by rank), "edges" (each rank
-    tells its neighbours and their sizes).
+    cost model: "root", "all" (the largest), "same" (all bring the same), "each" (an array by rank), "matrix" (rows by
+    rank), "edges" (each rank tells its neighbours and their sizes).
     """
 
     name: str
@@ -68,7 +71,9 @@ class Meeting:
     context: Any = None  # that ends all waits for it when it is revoked
     calls: list[Call | None] = field(init=False)
     arrivals: np.ndarray[Any, np.dtype[np.float64]] = field(init=False)
-    gone: list[Completion | None] = field(init=False)
+    gone: list[Departure | None] = field(init=False)
+    strikes: Strikes | None = field(init=False, default=None)  # if links have faults
+    busy: dict[int, float] = field(default_factory=dict)  # whose cards were busy as they came, until when
     here: int = 0
     opening: int = -1  # who came first
     _shared: dict[bool, Any] = field(default_factory=dict)  # by group
@@ -78,6 +83,13 @@ class Meeting:
         size = len(self.members)
         self.calls, self.gone = [None] * size, [None] * size
         self.arrivals = np.full(size, math.nan)
+        if self.world.links is not None:
+            self._open_to_faults()
+
+    def _open_to_faults(self) -> None:
+        number = -1 if self.context is None else self.context.number
+        fields = {"comm": self.comm, "number": self.number}
+        self.strikes = Strikes(self.world, self.members, (number, self.number), fields)
 
     # -- arriving --------------------------------------------------------------------------------------------
 
@@ -90,7 +102,10 @@ class Meeting:
         else:
             self._compare(me, call)
         self.calls[me], self.arrivals[me] = call, task.clock
-        completion = self.gone[me] = Completion(self.world.kernel)
+        rank = self.world.ranks[task.rank]
+        if rank.nic_free_s > task.clock:
+            self.busy[me] = rank.nic_free_s
+        completion = self.gone[me] = Departure(self.world.kernel, rank)
         self.here += 1
         if self.here == len(self.members):
             self._end()
@@ -148,9 +163,19 @@ class Meeting:
         sender = self.world.ranks[self.members[0]]
         sender.messages += finish.messages
         sender.nbytes += finish.nbytes
-        for completion, time_s in zip(self.gone, finish.times.tolist(), strict=True):
-            if completion is not None and completion.finish_s is None:
-                completion.complete(time_s)
+        self._book(finish)
+        for departure, time_s in zip(self.gone, finish.times.tolist(), strict=True):
+            if departure is not None and departure.finish_s is None:
+                departure.leave(time_s)
+
+    def _book(self, finish: Finish) -> None:
+        """Tell those who leave before their cards have sent all that is theirs until when that takes."""
+        if not self.busy:
+            return  # nobody leaves before its card is idle
+        for me in np.flatnonzero(finish.out_free > finish.times).tolist():
+            departure = self.gone[me]
+            if departure is not None and departure.finish_s is None:
+                departure.nic_free_s = float(finish.out_free[me])
 
     def _first(self) -> Call:
         call = self.calls[self.opening]
@@ -160,9 +185,24 @@ class Meeting:
     def _finish(self) -> Finish:
         first, timing = self._first(), self.world.timing
         members = np.asarray(self.members)
-        return timing.finish(
-            first.timing, self.arrivals, self._sizes(first), max(first.root, 0), ranks=members
-        )
+        root, out_free, sizes = max(first.root, 0), self._out_free(), self._sizes(first)
+        found = timing.finish(first.timing, self.arrivals, sizes, root, ranks=members, out_free=out_free)
+        if self.strikes is None or self.world.plan.quiet(self.arrivals.min(), found.times.max()):
+            return found
+        return self._struck(timing.plan(first.timing, len(members), sizes, root, ranks=members), out_free)
+
+    def _struck(self, plan: Plan, out_free: Any) -> Finish:
+        """Return when all leave whom faults of links let go."""
+        assert self.strikes is not None
+        return self.strikes.finish(plan, self.arrivals, out_free, self.calls)
+
+    def _out_free(self) -> Any:
+        """Return when each card can begin to inject; None if all were idle as their ranks came."""
+        if not self.busy:
+            return None
+        out_free = np.full(len(self.members), -math.inf)
+        out_free[list(self.busy)] = list(self.busy.values())
+        return out_free
 
     def _sizes(self, first: Call) -> Any:
         """Put the ranks' sizes together. Those not here yet are taken to contribute as much as the largest here."""
@@ -172,6 +212,8 @@ class Meeting:
         here = [call.nbytes for call in self.calls if call is not None]
         if first.sizes == "all":
             return max(here)
+        if first.sizes == "same":
+            return first.nbytes
         if first.sizes == "edges":
             return self._edges()
         if first.sizes == "each":
@@ -188,6 +230,21 @@ class Meeting:
         source = np.concatenate([np.full(len(dests), rank) for rank, dests, _ in here]).astype(np.int64)
         dest = np.concatenate([np.asarray(dests, np.int64) for _, dests, _ in here])
         return Edges(source, dest, np.concatenate([np.asarray(sizes, np.int64) for _, _, sizes in here]))
+
+    def outcome(self, me: int) -> Any:
+        """Return what member `me` gets, now that it leaves."""
+        heard = self if self.strikes is None else self._heard_by(me, self.strikes)
+        return self.calls[me].outcome(heard, me)  # type: ignore[union-attr]
+
+    def _heard_by(self, me: int, strikes: Strikes) -> Meeting:
+        """Return the meeting as member `me` hears it: over damaged links, contributions are not what they were."""
+        strikes.note(me)
+        calls = strikes.heard_by(me, self.calls)
+        if calls is None:
+            return self
+        heard = copy(self)
+        heard.calls, heard._shared = calls, {}
+        return heard
 
     # -- leaving early -----------------------------------------------------------------------------------------
 
@@ -212,9 +269,14 @@ class Meeting:
             if _waits(completion) and self._heard(plan, rank)
         ]
         if free:
-            times = plan.finish(self.arrivals, self.world.network, members).times
+            out_free = self._out_free()
+            if self.strikes is None:
+                found = plan.finish(self.arrivals, self.world.network, members, out_free=out_free)
+            else:
+                found = self._struck(plan, out_free)
+            self._book(found)
             for rank in free:
-                self.gone[rank].complete(float(times[rank]))  # type: ignore[union-attr]
+                self.gone[rank].leave(float(found.times[rank]))  # type: ignore[union-attr]
 
     def _heard(self, plan: Plan, rank: int) -> bool:
         """Whether all have arrived on whom the leaving of `rank` depends."""
@@ -225,39 +287,3 @@ class Meeting:
 
 def _waits(completion: Completion | None) -> bool:
     return completion is not None and completion.finish_s is None
-
-
-@dataclass(slots=True)
-class WaitingForMeeting:
-    """A rank that waits for a collective to end."""
-
-    meeting: Meeting
-    me: int
-
-    def describe(self) -> str:
-        """Return the call, its number and its communicator."""
-        call = self.meeting.calls[self.me]
-        name = call.describe() if call is not None else "collective"
-        return f"{name}, number {self.meeting.number} on {self.meeting.comm}"
-
-    def missing(self, by_s: float = math.inf) -> Sequence[int]:
-        """Return the ranks that had not arrived by a time."""
-        return [
-            rank for rank, arrival_s in enumerate(self.meeting.arrivals.tolist()) if not arrival_s <= by_s
-        ]
-
-    def peers(self) -> Sequence[int]:
-        """Return the world ranks that have not arrived."""
-        return [self.meeting.members[rank] for rank in self.missing()]
-
-    def doomed(self, dead: Sequence[int]) -> Sequence[int]:
-        """Return the dead who will never arrive."""
-        return [rank for rank in self.missing() if self.meeting.members[rank] in dead]
-
-    def contexts(self) -> Sequence[Any]:
-        """Return what ends the wait when it is revoked."""
-        return (self.meeting.context,)
-
-    def sequence(self) -> int:
-        """Return the number of the collective on its communicator."""
-        return self.meeting.number

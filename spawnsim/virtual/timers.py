@@ -24,13 +24,21 @@ class Timers:
         """Make a parked task ready; `error` is raised where it waits."""
         raise NotImplementedError
 
+    def bound(self, task: Task) -> None:
+        """Make an event of the default deadline of a parked task: nothing else is going to end its wait."""
+        if task.parked and task.deadline_s != math.inf and not task.explicit:
+            self._arm_explicit(task)
+
     def _arm(self, task: Task) -> None:
         """See that a timer stands at or before the deadline of the wait that begins."""
-        wait, due_s = task.wait, task.clock + task.deadline_s
         if task.explicit:
-            self.env.at(max(due_s, self.env.now), LATE, partial(self._expire, task, wait, due_s))
+            self._arm_explicit(task)
         elif task.timer_s == math.inf:
-            self._arm_default(task, due_s)
+            self._arm_default(task, task.clock + task.deadline_s)
+
+    def _arm_explicit(self, task: Task) -> None:
+        wait, due_s = task.wait, task.clock + task.deadline_s
+        self.env.at(max(due_s, self.env.now), LATE, partial(self._expire, task, wait, due_s))
 
     def _arm_default(self, task: Task, due_s: float) -> None:
         task.timer_s = max(due_s, self.env.now)

@@ -154,7 +154,7 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
         check_alive(world, waiting)
         completion.waiter = task
         try:
-            kernel.block(waiting)
+            kernel.block(waiting, lost=completion.lost)
         finally:
             completion.waiter = None
     finish_s = completion.finish_s if completion.finish_s > due_s else completion.final()
@@ -210,7 +210,7 @@ def _park_until_any(
     for each in pending:
         each.waiter = task
     try:
-        kernel.block(waiting)
+        kernel.block(waiting, lost=any(each.lost for each in pending))
     finally:
         for each in pending:
             each.waiter = None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 
 import numpy as np
 import pytest
 from collective_plans import calls, switch
+from collective_programs import MessageRun, Program, Run, fault_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,10 +21,14 @@ from spawnsim.virtual.network import Network
 from spawnsim.virtual.platform.model import Platform
 
 
-def interpret(one: Plan, network: Network, arrivals, ranks):
-    """Run a plan message by message, each rank as far as it gets, and return when each leaves."""
+def interpret(one: Plan, network: Network, arrivals, ranks, free=None):
+    """Run a plan message by message, each rank as far as it gets.
+
+    Returns when each leaves, and when its card has sent its last message.
+    """
     size = len(arrivals)
     clock, out_free, in_free = list(map(float, arrivals)), [-np.inf] * size, [-np.inf] * size
+    out_free, stays = out_free if free is None else list(map(float, free)), [-np.inf] * size
     queues: dict[tuple[int, int], deque] = {}
 
     def program(rank):
@@ -33,6 +38,8 @@ def interpret(one: Plan, network: Network, arrivals, ranks):
                 send_s, inject_s, flight_s, receive_s = network.cost(me, int(ranks[dest]), nbytes)
                 begin = max(clock[rank], out_free[rank])
                 out_free[rank] = begin + inject_s
+                alone = max(clock[rank], stays[rank]) + inject_s
+                stays[rank] = out_free[rank] if nbytes > network.eager_bytes else alone
                 queues.setdefault((rank, dest), deque()).append((begin + flight_s, receive_s, nbytes))
                 clock[rank] += send_s
             for source, nbytes, reduced in step.receives:
@@ -51,16 +58,32 @@ def interpret(one: Plan, network: Network, arrivals, ranks):
         assert len(still) < len(going) or any(queues.values()), "stuck"
         going = still
     assert not any(queues.values()), "a message that nobody takes"
-    return np.maximum(clock, out_free)
+    return np.maximum(clock, stays), np.array(out_free)
 
 
-@settings(max_examples=400, deadline=None)
-@given(calls())
-def test_dataflow_equals_messages(call):
-    """The vectorised times are those of a plain message-by-message run, for skewed arrivals on any network."""
+@st.composite
+def busy_cards(draw, arrivals):
+    """Draw when each rank's card is free: idle, or busy with what was sent before for longer or shorter."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    late = rng.choice([0.0, 1e-5, 1e-3]) * rng.random(len(arrivals))
+    return np.where(
+        rng.random(len(arrivals)) < draw(st.sampled_from([0.0, 0.3, 1.0])), arrivals + late, -np.inf
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(calls(), st.data())
+def test_dataflow_equals_messages(call, data):
+    """The vectorised times are those of a plain message-by-message run, for skewed arrivals on any network.
+
+    So are the times at which cards are free again; some are busy at the beginning.
+    """
     one, network, arrivals, ranks = call
-    expected = interpret(one, network, arrivals, ranks)
-    assert one.finish(arrivals, network, ranks).times == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    free = data.draw(busy_cards(arrivals))
+    times, left = interpret(one, network, arrivals, ranks, free)
+    found = one.finish(arrivals, network, ranks, out_free=free)
+    assert found.times == pytest.approx(times, rel=1e-9, abs=1e-15)
+    assert found.out_free == pytest.approx(left, rel=1e-9, abs=1e-15)
 
 
 @settings(max_examples=200, deadline=None)
@@ -113,9 +136,64 @@ def test_dataflow_equals_the_kernel(call, factor):
     """Performed by virtual ranks on the kernel's wire, a collective takes what its dataflow says."""
     one, network, _, ranks = call
     arrivals = 1e-4 * factor * np.random.default_rng(factor).random(len(ranks))
-    times, messages, nbytes = one.finish(arrivals, network, ranks)
+    times, messages, nbytes, _ = one.finish(arrivals, network, ranks)
     left, totals = on_the_wire(one, network, arrivals, ranks.tolist())
     whole = one.amounts.each is None or float(one.amounts.each).is_integer()
     assert left == pytest.approx(times, rel=1e-9 if whole else 1e-3, abs=1e-15)
     assert totals.messages == messages
     assert totals.bytes == nbytes or not whole
+
+
+def same(first: Run, second: Run) -> bool:
+    """Run both; return whether all ranks came equally far, at the same times."""
+    pairs = list(zip(first.run(), second.run(), strict=True))
+    assert first.stopped == second.stopped
+    return all(len(a) == len(b) and a == pytest.approx(b, rel=1e-9, abs=1e-13) for a, b in pairs)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_programs_equal_those_of_messages_alone(seed):
+    """Collectives in a row, computing, and messages that keep the cards busy: all clocks are those of bare messages."""
+    program = Program.draw(seed)
+    assert same(Run(program), MessageRun(program))
+
+
+def over_faulty_links_equal(program: Program, seed: int) -> None:
+    """Assert that both ways tell the same under faults: who is late, by how much, who never gets on; and the events."""
+    faults = fault_plan(seed, program.size)
+    first, second = Run(program, faults, seed), MessageRun(program, faults, seed)
+    assert same(first, second)
+    if not first.stopped:
+        assert first.told() == second.told()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_programs_over_faulty_links_equal_those_of_messages_alone(seed):
+    """Where receivers take in anything at once; else a late message also holds up those of the next collective."""
+    program = Program.draw(seed)
+    over_faulty_links_equal(program.without_drains(), seed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_a_collective_over_faulty_links_equals_its_messages(seed):
+    """On any network, behind messages that keep cards busy."""
+    over_faulty_links_equal(Program.draw(seed).of_one_call(), seed)
+
+
+def test_programs_meet_what_they_are_to_test():
+    """Among the first programs are many whose collectives find busy cards, and many that each kind of fault strikes."""
+    struck = Counter()
+    busy = stopped = 0
+    for seed in range(60):
+        program = Program.draw(seed)
+        run = Run(program, fault_plan(seed, program.size), seed)
+        run.run()
+        struck.update(word for _, _, what, _ in run.told(whole=True) for word in what.split("+"))
+        stopped += bool(run.stopped)
+        busy += run.busy
+    assert busy > 20
+    assert stopped > 1
+    assert set(struck) == {"lost", "resent", "corrupt", "delayed", "doubled"}

@@ -5,9 +5,12 @@ This room knows schedules, networks' costs and clocks as numbers. It must not kn
 
 from spawnsim.virtual.collectives.catalogue import ALGORITHMS, names
 from spawnsim.virtual.collectives.dataflow import Finish
+from spawnsim.virtual.collectives.faulty import Damage, Strike, Struck
+from spawnsim.virtual.collectives.plan import Plan, Step
 from spawnsim.virtual.collectives.selection import Selection
-from spawnsim.virtual.collectives.timing import Edges, Plan, Planner, Step, Timing, depends, finish
+from spawnsim.virtual.collectives.timing import Edges, Planner, Timing, depends, finish
 
 __all__ = [
-    "ALGORITHMS", "Edges", "Finish", "Plan", "Planner", "Selection", "Step", "Timing", "depends", "finish", "names",
+    "ALGORITHMS", "Damage", "Edges", "Finish", "Plan", "Planner", "Selection", "Step", "Strike", "Struck", "Timing",
+    "depends", "finish", "names",
 ]  # fmt: skip

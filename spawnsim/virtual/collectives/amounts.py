@@ -41,6 +41,7 @@ class Amounts:
         self.each: float | None
         self._ends: Ints | None = None
         self._pairs: Ints | None = None
+        self._count = schedule.parts if schedule.cut == "vector" else schedule.size
         if schedule.cut == "vector":
             self._vector(sizes, schedule.parts)
         else:
@@ -86,3 +87,10 @@ class Amounts:
             )
         unequal: Ints = self._pairs[lane.pattern.source, lane.pattern.dest]
         return unequal
+
+    def share(self, block: int, place: float) -> float:
+        """Return where in the whole, from 0 to 1, a place in a block lies. The blocks are of one size, or of any."""
+        if self._ends is None:
+            return (block + place) / self._count
+        begin, end, count = self._ends[block], self._ends[block + 1], (len(self._ends) - 1) // 2
+        return float((begin + place * (end - begin)) / max(self._ends[count], 1))

@@ -18,14 +18,21 @@ from spawnsim.virtual.network.cost import Costs, Floats, Ints, Network
 
 
 class Finish(NamedTuple):
-    """When a collective is over for each rank, and what it sent in all.
+    """When a collective is over for each rank, what it sent in all, and until when it keeps the cards busy.
 
-    `times` is float64 (P,), seconds; NaN for a rank that waits for one that has not arrived.
+    `times` is float64 (P,), seconds; NaN for a rank that waits for one that has not arrived. `out_free` is float64
+    (P,), seconds: when each card has injected the rank's last message; -inf if it was idle before and sends none. It
+    lies after `times` only where a card was busy at the beginning: see `run`.
     """
 
     times: Floats
     messages: int
     nbytes: int
+    out_free: Floats
+
+    def later(self, by_s: float) -> Finish:
+        """Return the same collective, begun so much later."""
+        return self._replace(times=self.times + by_s, out_free=self.out_free + by_s)
 
 
 def _some(seconds: Floats | float) -> bool:
@@ -33,13 +40,18 @@ def _some(seconds: Floats | float) -> bool:
     return isinstance(seconds, np.ndarray) or seconds != 0.0
 
 
-class _Fold:
+class Fold:
     """The vectors of one collective while its rounds go by."""
 
-    def __init__(self, arrivals: Floats, network: Network, ranks: Ints | None) -> None:
+    def __init__(
+        self, arrivals: Floats, network: Network, ranks: Ints | None, out_free: Floats | None
+    ) -> None:
         self.clock = arrivals.copy()
-        self.out_free = np.full(len(arrivals), -np.inf)
+        self.out_free = np.full(len(arrivals), -np.inf) if out_free is None else out_free.copy()
+        # Until when ranks stay: see `run`. Where all cards were idle, until they are idle again.
+        self.stays = self.out_free if out_free is None else np.full(len(arrivals), -np.inf)
         self.in_free = np.full(len(arrivals), -np.inf)
+        self.eager_bytes = network.eager_bytes
         self.network, self.ranks = network, ranks
         self.gamma = network.gamma_s_per_B
         self.known: dict[tuple[Pattern, float], Costs] = {}
@@ -62,11 +74,14 @@ class _Fold:
             return self.network.costs(pattern.source, pattern.dest, nbytes)
         return self.network.costs(self.ranks[pattern.source], self.ranks[pattern.dest], nbytes)
 
-    def send(self, pattern: Pattern, costs: Costs) -> Floats:
+    def send(self, pattern: Pattern, costs: Costs, nbytes: Lengths) -> Floats:
         """Let all ranks of a lane send. Returns when their messages arrive."""
         who = pattern.senders
         begin: Floats = np.maximum(self.clock[who], self.out_free[who])
-        self.out_free[who] = begin + costs.inject_s
+        left = self.out_free[who] = begin + costs.inject_s
+        if self.stays is not self.out_free:
+            alone = np.maximum(self.clock[who], self.stays[who]) + costs.inject_s
+            self.stays[who] = np.where(np.asarray(nbytes) > self.eager_bytes, left, alone)
         if _some(costs.send_s):
             self.clock[who] += costs.send_s
         return begin + costs.flight_s
@@ -90,17 +105,22 @@ class _Fold:
                 self.in_free[who] = arrival = drained
         self.clock[who] = np.maximum(self.clock[who], arrival) + busy_s
 
-    def fan_out(self, pattern: Pattern, costs: Costs) -> Floats:
+    def fan_out(self, pattern: Pattern, costs: Costs, nbytes: Lengths) -> Floats:
         """Let one rank send all messages of a star, in order. Returns when they arrive."""
         hub, count = pattern.source[0], len(pattern.source)
         inject_s, send_s = (np.broadcast_to(cost, count) for cost in (costs.inject_s, costs.send_s))
         before = np.cumsum(inject_s) - inject_s
         ready = self.clock[hub] + np.cumsum(send_s) - send_s
-        ready[0] = np.maximum(ready[0], self.out_free[hub])
+        idle, ready[0] = ready.tolist(), np.maximum(ready[0], self.out_free[hub])
         begin: Floats = before + np.maximum.accumulate(
             ready - before
         )  # each after the last: max(own, last + inject)
-        self.out_free[hub] = begin[-1] + inject_s[-1]
+        left = begin + inject_s
+        self.out_free[hub] = left[-1]
+        if self.stays is not self.out_free:
+            long = np.broadcast_to(np.asarray(nbytes) > self.eager_bytes, count)
+            for ready_s, inject, left_s, stay in zip(idle, inject_s, left, long, strict=True):
+                self.stays[hub] = left_s if stay else max(ready_s, self.stays[hub]) + inject
         self.clock[hub] += send_s.sum()
         return begin + costs.flight_s
 
@@ -121,9 +141,9 @@ class _Fold:
         pattern, nbytes = star.pattern, amounts.of(star)
         costs, work_s = self.costs(pattern, nbytes), np.multiply(nbytes, gamma)
         if pattern.source[0] == pattern.source[-1]:
-            self.take(pattern, costs, self.fan_out(pattern, costs), work_s)
+            self.take(pattern, costs, self.fan_out(pattern, costs, nbytes), work_s)
         else:
-            self.fan_in(pattern, costs, self.send(pattern, costs), work_s)
+            self.fan_in(pattern, costs, self.send(pattern, costs, nbytes), work_s)
 
     def round(self, lanes: tuple[Lane, ...], amounts: Amounts, gamma: float) -> None:
         """Let one round go by."""
@@ -131,17 +151,31 @@ class _Fold:
         for lane in lanes:
             nbytes = amounts.of(lane)
             costs = self.costs(lane.pattern, nbytes)
-            flying.append((lane.pattern, costs, self.send(lane.pattern, costs), np.multiply(nbytes, gamma)))
+            arrival = self.send(lane.pattern, costs, nbytes)
+            flying.append((lane.pattern, costs, arrival, np.multiply(nbytes, gamma)))
         for pattern, costs, arrival, work_s in flying:
             self.take(pattern, costs, arrival, work_s)
 
+    def finish(self) -> Finish:
+        """Return how it ended, when all rounds have gone by."""
+        times = np.maximum(self.clock, self.stays)
+        return Finish(times, self.messages, round(self.nbytes), self.out_free)
+
 
 def run(
-    schedule: Schedule, amounts: Amounts, arrivals: Floats, network: Network, *, ranks: Ints | None
+    schedule: Schedule,
+    amounts: Amounts,
+    arrivals: Floats,
+    network: Network,
+    *,
+    ranks: Ints | None,
+    out_free: Floats | None = None,
 ) -> Finish:
     """Return when each rank leaves. Ranks are relative to the root.
 
-    A rank's part is over when it has taken its last message and its card has injected its own last one.
+    A rank's part is over when it has taken its last message and its card has injected its own last one. If a card was
+    busy at the beginning, its rank does not stay for what it sent before: its messages up to the eager threshold are
+    buffered, and count as if the card had been idle; longer ones must have left.
 
     Args:
         schedule: What is sent.
@@ -149,12 +183,13 @@ def run(
         arrivals: When each rank enters, float64 (P,), seconds; NaN for one that has not.
         network: What a message costs.
         ranks: The world ranks of the members, int (P,); None if they are 0 to P-1.
+        out_free: When each card can begin to inject, float64 (P,), seconds; None: all are idle.
     """
-    fold = _Fold(arrivals, network, ranks)
+    fold = Fold(arrivals, network, ranks, out_free)
     for each in schedule.rounds:
         gamma = fold.gamma if each.reduces else 0.0
         if each.star is not None:
             fold.star(each.star, amounts, gamma)
         else:
             fold.round(each.lanes, amounts, gamma)
-    return Finish(np.maximum(fold.clock, fold.out_free), fold.messages, round(fold.nbytes))
+    return fold.finish()

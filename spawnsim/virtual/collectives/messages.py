@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from spawnsim.virtual import wire
-from spawnsim.virtual.collectives.timing import Plan, Step
+from spawnsim.virtual.collectives.plan import Plan, Step
 from spawnsim.virtual.completion import Message, Receive
 from spawnsim.virtual.matching import Mailbox
 from spawnsim.virtual.waiting import Waiting, await_one
@@ -39,6 +39,14 @@ class Group(Protocol):
         ...
 
 
+class Part(Message):
+    """One message of a collective. `key` tells it from all others, for the draws of faults; None: by its number."""
+
+    def __init__(self, source: int, tag: int, nbytes: int, key: tuple[int, ...] | None) -> None:
+        super().__init__(source, tag, None, nbytes)
+        self.key = key
+
+
 class Performer:
     """One rank's part in collectives that are sent message by message.
 
@@ -50,23 +58,29 @@ class Performer:
         self.group, self.me = group, me
         self.world = group.world
         self.rank = self.world.ranks[group.everyone[me]]
-        self._in_free_s = -math.inf
+        self._in_free_s = self._stay_s = -math.inf
 
-    def perform(self, plan: Plan, tag: int = 0) -> None:
+    def perform(self, plan: Plan, tag: int = 0, key: tuple[int, ...] | None = None) -> None:
         """Do this rank's part of a plan, on the running task; its clock ends when the rank leaves."""
-        self._in_free_s = -math.inf
+        self._in_free_s = self._stay_s = -math.inf
         for step in plan.rounds_of(self.me):
-            self._send(step, tag)
+            self._send(step, tag, key)
             for source, nbytes, reduced in step.receives:
                 self._take(source, round(nbytes), tag)
                 self._spend(reduced * self.world.network.gamma_s_per_B)
-        self.rank.reach(self.world.kernel.current, self.rank.nic_free_s)
+        self.rank.reach(self.world.kernel.current, self._stay_s)
 
-    def _send(self, step: Step, tag: int) -> None:
+    def _send(self, step: Step, tag: int, key: tuple[int, ...] | None) -> None:
         members = self.group.everyone
-        for dest, nbytes in step.sends:
-            message = Message(self.me, tag, None, round(nbytes))
+        for (dest, nbytes), number in zip(step.sends, step.numbers, strict=True):
+            message = Part(self.me, tag, round(nbytes), None if key is None else (*key, number))
+            now_s = self.world.kernel.current.clock
             wire.send(self.world, self.group.mailbox(members[dest]), message, wire.LOCAL)
+            if nbytes > self.world.network.eager_bytes:
+                self._stay_s = self.rank.nic_free_s
+            else:  # as if the card had been idle: see `dataflow.run`
+                inject_s = self.world.price(self.rank.id, members[dest], round(nbytes))[1]
+                self._stay_s = max(now_s, self._stay_s) + inject_s
 
     def _take(self, source: int, nbytes: int, tag: int) -> None:
         kernel, members = self.world.kernel, self.group.everyone

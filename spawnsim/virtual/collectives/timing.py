@@ -5,16 +5,15 @@ This room knows operations' names, arrival times and networks. It must not know 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from spawnsim.errors import ParameterError
 from spawnsim.virtual.collectives import catalogue
-from spawnsim.virtual.collectives.amounts import Amounts, Lengths, Sizes
-from spawnsim.virtual.collectives.dataflow import Finish, run
+from spawnsim.virtual.collectives.amounts import Amounts, Sizes
+from spawnsim.virtual.collectives.dataflow import Finish
+from spawnsim.virtual.collectives.plan import Plan, heard
 from spawnsim.virtual.collectives.schedule import Schedule
 from spawnsim.virtual.collectives.selection import Call, Selection
 from spawnsim.virtual.network.cost import Floats, Ints, Network
@@ -26,13 +25,6 @@ class Edges(NamedTuple):
     source: Ints
     dest: Ints
     nbytes: Ints | int
-
-
-class Step(NamedTuple):
-    """One round of one rank: it sends (dest, nbytes) in this order, then takes (source, nbytes, reduced bytes)."""
-
-    sends: tuple[tuple[int, float], ...]
-    receives: tuple[tuple[int, float, float], ...]
 
 
 _BLOCKED = {"gather", "scatter", "allgather", "alltoall", "reduce_scatter"}
@@ -68,68 +60,6 @@ def _call(operation: str, size: int, sizes: Sizes | Edges) -> Call:
     if not isinstance(sizes, np.ndarray):
         return Call(size, int(sizes))
     return Call(size, int(sizes.mean()) if sizes.size else 0, equal=bool((sizes == sizes.flat[:1]).all()))
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """One collective of a group: an algorithm, its schedule, the lengths of its messages, its root.
-
-    Attributes:
-        operation: "allreduce" and so on.
-        algorithm: "ring" and so on.
-        schedule: Its rounds, in ranks relative to the root.
-        amounts: The lengths of its messages.
-        root: The root's rank in the group; 0 where there is none.
-    """
-
-    operation: str
-    algorithm: str
-    schedule: Schedule
-    amounts: Amounts
-    root: int = 0
-
-    def depends(self, rank: int) -> frozenset[int] | None:
-        """Return the ranks on whose arrival the leaving of `rank` depends; None stands for all."""
-        return _heard(self.operation, self.schedule, self.root, rank)
-
-    def finish(self, arrivals: Floats, network: Network, ranks: Ints | None = None) -> Finish:
-        """Return when each rank leaves; a rank that has not arrived is NaN (see `finish`)."""
-        if not self.root:
-            return run(self.schedule, self.amounts, arrivals, network, ranks=ranks)
-        world = np.arange(self.schedule.size) if ranks is None else ranks
-        turned, world = np.roll(arrivals, -self.root), np.roll(world, -self.root)
-        found = run(self.schedule, self.amounts, turned, network, ranks=world)
-        return found._replace(times=np.roll(found.times, self.root))
-
-    def rounds_of(self, rank: int) -> Iterator[Step]:
-        """Yield the rounds in which one rank has a part, with absolute ranks of the group."""
-        own, size = (rank - self.root) % self.schedule.size, self.schedule.size
-        for each in self.schedule.rounds:
-            sends, receives = [], []
-            for lane in each.lanes:
-                pattern, nbytes = lane.pattern, self.amounts.of(lane)
-                sent, taken = pattern.message_from.get(own), pattern.message_to.get(own)
-                if sent is not None:
-                    dest = (int(pattern.dest[sent]) + self.root) % size
-                    sends.append((dest, _length(nbytes, sent)))
-                if taken is not None:
-                    source, length = (int(pattern.source[taken]) + self.root) % size, _length(nbytes, taken)
-                    receives.append((source, length, length * each.reduces))
-            if sends or receives:
-                yield Step(tuple(sends), tuple(receives))
-
-
-def _length(nbytes: Lengths, message: int) -> float:
-    return nbytes[message].item() if isinstance(nbytes, np.ndarray) else nbytes
-
-
-def _heard(operation: str, schedule: Schedule, root: int, rank: int) -> frozenset[int] | None:
-    if operation in catalogue.SYNCHRONISING:
-        return None
-    heard = schedule.heard((rank - root) % schedule.size)
-    if heard is None or not root:
-        return heard
-    return frozenset((other + root) % schedule.size for other in heard)
 
 
 class Planner:
@@ -201,18 +131,21 @@ class Timing(Planner):
         root: int = 0,
         *,
         ranks: Ints | None = None,
+        out_free: Floats | None = None,
     ) -> Finish:
         """Return when each rank leaves: see the function `finish`."""
         size, sizes = len(arrivals), _even(sizes)
-        if not size or isinstance(sizes, (np.ndarray, Edges)) or not (arrivals == arrivals[0]).all():
-            return self.plan(operation, size, sizes, root, ranks=ranks).finish(arrivals, self.network, ranks)
-        key = (operation, size, int(sizes), root, b"" if ranks is None else ranks.tobytes())
-        together = self._known.get(key)
-        if together is None:
+        together = out_free is None and size and (arrivals == arrivals[0]).all()
+        if not together or isinstance(sizes, (np.ndarray, Edges)):
             plan = self.plan(operation, size, sizes, root, ranks=ranks)
-            together = plan.finish(np.zeros(size), self.network, ranks)
-            self._remember(key, together)
-        return together._replace(times=together.times + arrivals[0])
+            return plan.finish(arrivals, self.network, ranks, out_free=out_free)
+        key = (operation, size, int(sizes), root, b"" if ranks is None else ranks.tobytes())
+        found = self._known.get(key)
+        if found is None:
+            plan = self.plan(operation, size, sizes, root, ranks=ranks)
+            found = plan.finish(np.zeros(size), self.network, ranks)
+            self._remember(key, found)
+        return found.later(arrivals[0])
 
     def _remember(self, key: tuple[str, int, int, int, bytes], together: Finish) -> None:
         if len(self._known) >= self._ROOM:
@@ -229,6 +162,7 @@ def finish(
     network: Network,
     ranks: Ints | None = None,
     selection: Selection | None = None,
+    out_free: Floats | None = None,
 ) -> Finish:
     """Return when a collective is over for each rank.
 
@@ -242,15 +176,17 @@ def finish(
         network: What a message costs.
         ranks: World ranks of the members, int (P,); None if they are 0 to P-1.
         selection: Which algorithm runs; as MPICH chooses, if None.
+        out_free: When each rank's card can begin to inject, float64 (P,), seconds; None: all are idle.
 
     Raises:
         ParameterError: An unknown operation, or sizes that do not fit it.
     """
-    return Timing(network, selection).finish(operation, arrivals, sizes, root, ranks=ranks)
+    timing = Timing(network, selection)
+    return timing.finish(operation, arrivals, sizes, root, ranks=ranks, out_free=out_free)
 
 
 def depends(operation: str, algorithm: str, size: int, root: int = 0, *, rank: int) -> frozenset[int] | None:
     """Return the ranks on whose arrival the leaving of `rank` depends; None stands for all."""
     name = base_name(operation)
     schedule = catalogue.chain(size, 1) if algorithm == "chain" else catalogue.schedule(name, algorithm, size)
-    return _heard(name, schedule, root, rank)
+    return heard(name, schedule, root, rank)

@@ -15,8 +15,9 @@ from spawnsim.comm.handles import Attributed
 from spawnsim.comm.info import Info
 from spawnsim.errors import Revoked, UsageError
 from spawnsim.virtual.completion import Completion
+from spawnsim.virtual.departures import WaitingForMeeting
 from spawnsim.virtual.matching import Mailbox
-from spawnsim.virtual.meeting import Call, Meeting, WaitingForMeeting
+from spawnsim.virtual.meeting import Call, Meeting
 from spawnsim.virtual.waiting import await_one
 from spawnsim.virtual.world import Rank, World
 
@@ -79,6 +80,8 @@ class Context:
         mailbox = self.mailboxes.get(rank)
         if mailbox is None:
             mailbox = self.mailboxes[rank] = Mailbox(self.world.kernel, rank, self.world.cards.get(rank))
+            if self.inner and self.world.links is not None:
+                self.world.links.make_reliable(mailbox)
         return mailbox
 
     def meet(self, rank: int, name: str, call: Call) -> WaitingForMeeting:
@@ -234,7 +237,7 @@ class Member(Attributed):
         except BaseException:
             waiting.meeting.keep(waiting.me)
             raise
-        return call.outcome(waiting.meeting, waiting.me)
+        return waiting.meeting.outcome(waiting.me)
 
 
 def _total(nbytes: Any) -> int:

@@ -21,7 +21,7 @@ class Starts(Plans):
         completion, waiting = self._join(plan.call)
 
         def deliver(_: Any) -> None:
-            self._take(plan, plan.call.outcome(waiting.meeting, waiting.me))
+            self._take(plan, waiting.meeting.outcome(waiting.me))
 
         return Request.start(self._world, completion, waiting, deliver)
 

@@ -259,6 +259,7 @@ def reduce_scatter(
         return whole[ends[place] - counts[place] : ends[place]]
 
     call.outcome = outcome
+    call.nbytes, call.sizes = np.array(counts, np.int64) * (own.nbytes // max(elements, 1)), "same"
     return Plan(call, as_buffer(recvbuf, writable=True).unpack)
 
 
