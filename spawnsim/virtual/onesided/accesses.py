@@ -5,7 +5,7 @@ This room knows buffers at both ends. It must not know locks or times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,8 @@ from spawnsim.comm.specs import locate
 from spawnsim.comm.vectors import as_target
 from spawnsim.errors import ParameterError
 from spawnsim.virtual.comm.plans import agree
-from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.onesided.epochs import Epochs
+from spawnsim.virtual.onesided.service import Access, Serve
 from spawnsim.virtual.requests import Request
 
 
@@ -89,15 +89,16 @@ class Accesses(Epochs):
         new, expected = as_buffer(origin).pack()[:1], as_buffer(compare).pack()[:1]
         found = as_buffer(result, writable=True)
         part = self._part(target_rank, [target_disp, 1], found, "Compare_and_swap")
-        held: list[Any] = []
 
-        def serve() -> None:
-            held.append(part.pack())
-            if held[0].tobytes() == expected.tobytes():
-                part.unpack(new)
+        def serve(data: Any) -> Any:
+            there = part.pack()
+            if there.tobytes() == data[1].tobytes():
+                part.unpack(data[0])
+            return there
 
         sizes = new.nbytes + expected.nbytes, new.nbytes
-        self._later((self._send(target_rank, sizes, serve), lambda: found.unpack(held[0])), target_rank)
+        access = self._access("Compare_and_swap", sizes, serve, [new, expected])
+        self._later((self._send(target_rank, access), found.unpack), target_rank)
 
     # -- how they are made -----------------------------------------------------------------------------------
 
@@ -106,10 +107,11 @@ class Accesses(Epochs):
         if rank == PROC_NULL:
             return None
         own = as_buffer(origin)
-        part, data = self._part(rank, target, own, "Put"), own.pack()
+        part = self._part(rank, target, own, "Put")
         _check_op(op, own, part)
-        completion = self._send(rank, (own.nbytes, 0), lambda: _apply(op, part, data))
-        return completion, lambda: None
+        call = "Put" if op == REPLACE else "Accumulate"
+        access = self._access(call, (own.nbytes, 0), lambda data: _apply(op, part, data), own.pack())
+        return self._send(rank, access), _nothing
 
     def _get(self, origin: Any, rank: int, target: Any) -> Any:
         rank = integer(rank)
@@ -117,9 +119,8 @@ class Accesses(Epochs):
             return None
         own = as_buffer(origin, writable=True)
         part = self._part(rank, target, own, "Get")
-        held: list[Any] = []
-        completion = self._send(rank, (0, part.nbytes), lambda: held.append(part.pack()))
-        return completion, lambda: own.unpack(held[0])
+        access = self._access("Get", (0, part.nbytes), lambda data: part.pack())
+        return self._send(rank, access), own.unpack
 
     def _swap(self, origin: Any, result: Any, rank: int, target: Any, *, op: Op) -> Any:
         rank = integer(rank)
@@ -129,15 +130,16 @@ class Accesses(Epochs):
         data = None if op == NO_OP else as_buffer(origin).pack()
         part = self._part(rank, target, found, "Get_accumulate")
         _check_op(op, found, part)
-        held: list[Any] = []
 
-        def serve() -> None:
-            held.append(part.pack())
+        def serve(data: Any) -> Any:
+            there = part.pack()
             if data is not None:
                 _apply(op, part, data)
+            return there
 
         sizes = 0 if data is None else data.nbytes, found.nbytes
-        return self._send(rank, sizes, serve), lambda: found.unpack(held[0])
+        access = self._access("Get_accumulate", sizes, serve, data)
+        return self._send(rank, access), found.unpack
 
     def _part(self, rank: int, target: Any, own: Buffer, operation: str) -> Buffer:
         """Return the buffer in the target's memory that an access means."""
@@ -149,8 +151,11 @@ class Accesses(Epochs):
             memory, start = _region(part.regions, displacement)
         return _located(memory, datatype, start, count, what=f"{operation} to rank {rank} of {self._label}")
 
-    def _send(self, rank: int, nbytes: tuple[int, int], serve: Callable[[], None]) -> Completion:
-        return self._windows.request(self._comm._rank, rank, nbytes, serve)
+    def _access(self, call: str, nbytes: tuple[int, int], serve: Serve, data: Any = None) -> Access:
+        return Access(self._windows.world, call, nbytes, serve, data=data)
+
+    def _send(self, rank: int, access: Access) -> Access:
+        return self._windows.request(self._comm._rank, rank, access)
 
     def _later(self, access: Any, rank: int) -> None:
         if access is not None:
@@ -160,10 +165,13 @@ class Accesses(Epochs):
         world = self._windows.world
         if access is None:
             return Request.over(world)
-        completion, deliver = access
-        return Request.start(
-            world, completion, self._waiting(operation, integer(rank)), lambda status: deliver()
-        )
+        sent, deliver = access
+        waiting = self._waiting(operation, integer(rank))
+        return Request.start(world, sent, waiting, lambda status: deliver(sent.answer))
+
+
+def _nothing(answer: Any) -> None:
+    """Deliver nothing."""
 
 
 def _check_op(op: Op, own: Buffer, part: Buffer) -> None:

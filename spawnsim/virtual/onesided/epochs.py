@@ -17,7 +17,7 @@ from spawnsim.comm.info import Info
 from spawnsim.comm.integers import integer
 from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.meeting import Call
-from spawnsim.virtual.onesided.service import Windows
+from spawnsim.virtual.onesided.service import Access, Windows
 from spawnsim.virtual.requests import Request
 from spawnsim.virtual.waiting import Waiting, await_one
 from spawnsim.virtual.wire import STANDARD
@@ -36,7 +36,7 @@ class Epochs(Attributes):
     _started: set[int]
     _locked_all: bool
     _fenced: bool
-    _under_way: dict[int, list[tuple[Completion, Callable[[], Any]]]]
+    _under_way: dict[int, list[tuple[Access, Callable[[Any], Any]]]]
     _tokens: list[Request]
     _exposed: list[int]
     _errhandler: Any
@@ -84,8 +84,8 @@ class Epochs(Attributes):
             raise CallError(ERR_RANK, f"Lock: rank {rank} is not in {self._label}")
         windows, origin = self._windows, self._comm._rank
         windows.world.kernel.observe()
-        granted = windows.request(origin, rank, (0, 0), lambda: None, lock=lock_type, keep=True)
-        self._wait(granted, "Lock", rank)
+        access = Access(windows.world, "Lock", (0, 0), lambda data: None, lock=lock_type)
+        self._wait(windows.request(origin, rank, access), "Lock", rank)
         self._locked.add(rank)
 
     def Unlock(self, rank: int) -> None:
@@ -144,9 +144,9 @@ class Epochs(Attributes):
         world.kernel.fruitless()
 
     def _flush(self, rank: int, operation: str) -> None:
-        for completion, deliver in self._under_way.pop(rank, ()):
-            self._wait(completion, operation, rank)
-            deliver()
+        for access, deliver in self._under_way.pop(rank, ()):
+            self._wait(access, operation, rank)
+            deliver(access.answer)
 
     def _flush_all(self, operation: str) -> None:
         for rank in list(self._under_way):

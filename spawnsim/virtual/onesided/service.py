@@ -15,11 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spawnsim.comm.constants import LOCK_EXCLUSIVE
-from spawnsim.virtual.completion import Completion
+from spawnsim.virtual.damage import can_be_damaged, damaged
+from spawnsim.virtual.faults import DELIVERED, Verdict
+from spawnsim.virtual.links import ANSWER, REQUEST
+from spawnsim.virtual.onesided.transfers import Answered, Connection, Request, answer
 from spawnsim.virtual.world import Rank, World
 
 FIRST = -1  # the "rank" of a service in the order of ties: before the target's own next step
-Serve = Callable[[], None]
+Then = Callable[[], None]
+Serve = Callable[[Any], Any]  # from the data that came to those of the answer
 
 
 @dataclass(eq=False)
@@ -32,7 +36,7 @@ class Target:
     regions: list[Any] = field(default_factory=list)  # attached memory of a dynamic window
     exclusive: int | None = None  # who holds the lock alone, as a world rank
     sharers: set[int] = field(default_factory=set)
-    queue: deque[tuple[int, bool, bool, Serve]] = field(default_factory=deque)  # (who, alone, keep, then)
+    queue: deque[tuple[int, bool, bool, Then]] = field(default_factory=deque)  # (who, alone, keep, then)
 
     def free_for(self, who: int, alone: bool) -> bool:
         """Whether an access of `who` can be served now."""
@@ -40,14 +44,14 @@ class Target:
             return self.exclusive == who
         return not (alone and self.sharers - {who})
 
-    def acquire(self, who: int, alone: bool, keep: bool, then: Serve) -> None:
+    def acquire(self, who: int, alone: bool, keep: bool, then: Then) -> None:
         """Serve `then` as soon as the lock lets `who` in, first come, first served; `keep` holds the lock after it."""
         if self.free_for(who, alone) and (not self.queue or who in self.sharers or who == self.exclusive):
             self._admit(who, alone, keep, then)
         else:
             self.queue.append((who, alone, keep, then))
 
-    def _admit(self, who: int, alone: bool, keep: bool, then: Serve) -> None:
+    def _admit(self, who: int, alone: bool, keep: bool, then: Then) -> None:
         if keep and alone:
             self.exclusive = who
         elif keep:
@@ -63,6 +67,28 @@ class Target:
             self._admit(*self.queue.popleft())
 
 
+class Access(Answered):
+    """One access under way; over when its answer is back at the origin."""
+
+    __slots__ = ("answer", "call", "data", "lock", "nbytes", "number", "serve", "target")
+
+    def __init__(
+        self,
+        world: World,
+        call: str,
+        nbytes: tuple[int, int],
+        serve: Serve,
+        *,
+        data: Any = None,
+        lock: int = 0,
+    ) -> None:
+        """Prepare an access of so many bytes (there, back); `serve(data)` returns the answer's payload."""
+        super().__init__(world.kernel)
+        self.call, self.nbytes, self.serve, self.data, self.lock = call, nbytes, serve, data, lock
+        self.number, self.answer = 0, None
+        self.target: Target
+
+
 @dataclass(eq=False)
 class Windows:
     """What all members of a window share. `targets` are in the order of the communicator."""
@@ -70,7 +96,9 @@ class Windows:
     world: World
     targets: list[Target]
     flavor: int
+    number: int  # of the window's context
     shared: Any = None  # the memory of Allocate_shared
+    _connections: dict[tuple[int, int], Connection] = field(default_factory=dict)  # by origin and place
 
     def answers_at(self, target: Target, time_s: float) -> float:
         """Return when a target serves what reaches it at `time_s`."""
@@ -78,57 +106,82 @@ class Windows:
             return target.rank.answers_at(time_s)
         return time_s
 
-    def request(
-        self, origin: Rank, place: int, nbytes: tuple[int, int], serve: Serve, **how: Any
-    ) -> Completion:
-        """Send an access from the running task. `nbytes` are those there and back.
-
-        `serve` runs at the target's time of service; the completion is over when its answer is back at the origin.
-        """
-        world, target, task = self.world, self.targets[place], self.world.kernel.current
-        there, back = nbytes
-        send_s, inject_s, flight_s, _ = world.network.cost(origin.id, target.rank.id, there)
-        begin_s = max(task.clock, origin.nic_free_s)
-        origin.nic_free_s = begin_s + inject_s
+    def request(self, origin: Rank, place: int, access: Access) -> Access:
+        """Send an access from the running task. It is over when its answer is back at the origin."""
+        world, task = self.world, self.world.kernel.current
+        access.target = self.targets[place]
+        there, back = access.nbytes
         origin.messages += 1
         origin.nbytes += there + back
-        origin.trace.note((task.clock, 6, target.rank.id, there + back, 0))
-        completion = Completion(world.kernel)
-        self._on_arrival(
-            begin_s + flight_s,
-            target,
-            lambda: self._serve(origin, target, back, serve, completion=completion, **how),
-        )
+        origin.trace.note((task.clock, 6, access.target.rank.id, there + back, 0))
+        send_s = self._send(origin, place, access, lambda: self._arrived(origin, access))
         world.kernel.effect()
         origin.reach(task, task.clock + send_s)
-        return completion
-
-    def _on_arrival(self, time_s: float, target: Target, then: Serve) -> None:
-        """Call `then` when the target serves what reaches it at `time_s`."""
-        env = self.world.kernel.env
-
-        def arrive() -> None:
-            serve_s = self.answers_at(target, time_s)
-            if serve_s > env.now:
-                env.at(serve_s, FIRST, then)
-            else:
-                then()
-
-        env.at(max(time_s, env.now), target.rank.id, arrive)
-
-    def _serve(
-        self, origin: Rank, target: Target, back: int, serve: Serve,
-        *, completion: Completion, lock: int = 0, keep: bool = False,
-    ) -> None:  # fmt: skip
-        def go() -> None:
-            serve()
-            flight_s = self.world.network.cost(target.rank.id, origin.id, back)[2]
-            completion.complete(self.world.kernel.env.now + flight_s)
-
-        target.acquire(origin.id, lock == LOCK_EXCLUSIVE and keep, keep, go)
+        return access
 
     def release(self, origin: Rank, place: int) -> None:
         """Send the end of a lock."""
-        target, task = self.targets[place], self.world.kernel.current
-        flight_s = self.world.network.cost(origin.id, target.rank.id, 0)[2]
-        self._on_arrival(task.clock + flight_s, target, lambda: target.release(origin.id))
+        target = self.targets[place]
+        end = Access(self.world, "Unlock", (0, 0), lambda data: None)
+        self._send(origin, place, end, lambda: self._soon(target, lambda: target.release(origin.id)))
+
+    def _send(self, origin: Rank, place: int, access: Access, then: Then) -> float:
+        """Send a request; return how long that occupies the sender's processor."""
+        connection = self._connections.get((origin.id, place))
+        if connection is None:
+            connection = Connection(self.world, origin, self.targets[place].rank)
+            self._connections[origin.id, place] = connection
+        access.number = connection.sent
+        verdict = DELIVERED
+        if self.world.links is not None:
+            now_s = self.world.kernel.current.clock
+            verdict = self._judge((origin, connection.target), now_s, access, REQUEST)
+        request = Request(then, lost=verdict.lost)
+        passage = connection.send(request, access.nbytes[0], delay_s=verdict.delay_s)
+        if request.lost:
+            access.lose()
+        return passage.send_s
+
+    def _judge(self, link: tuple[Rank, Rank], now_s: float, access: Access, kind: int) -> Verdict:
+        """Return what the link makes of one direction of an access; what it carries may be damaged."""
+        links, (source, dest) = self.world.links, (link[0].id, link[1].id)
+        key = kind, self.number, access.number
+        verdict: Verdict = links.judge(source, dest, now_s, *key)
+        payload = access.data if kind == REQUEST else access.answer
+        if verdict.corrupt and can_be_damaged(payload):
+            payload = damaged(payload, self.world.plan.chance(*key, source, dest))
+        else:
+            verdict = verdict._replace(corrupt=False)
+        if kind == REQUEST:
+            access.data = payload
+        else:
+            access.answer = payload
+        links.tell(verdict, source, dest, now_s, call=access.call, number=access.number)
+        return verdict
+
+    def _arrived(self, origin: Rank, access: Access) -> None:
+        target, alone = access.target, access.lock == LOCK_EXCLUSIVE
+        self._soon(
+            target,
+            lambda: target.acquire(
+                origin.id, alone, access.lock != 0, lambda: self._serve(target.rank, origin, access)
+            ),
+        )
+
+    def _serve(self, target: Rank, origin: Rank, access: Access) -> None:
+        access.answer, verdict = access.serve(access.data), DELIVERED
+        if self.world.links is not None:
+            verdict = self._judge((target, origin), self.world.kernel.env.now, access, ANSWER)
+        if verdict.lost:
+            access.lose()
+        else:
+            answer(self.world, target, origin, access.nbytes[1], delay_s=verdict.delay_s, to=access)
+
+    def _soon(self, target: Target, then: Then) -> None:
+        """Call `then` when the target serves what has reached it now."""
+        env = self.world.kernel.env
+        serve_s = self.answers_at(target, env.now)
+        if serve_s > env.now:
+            env.at(serve_s, FIRST, then)
+        else:
+            then()

@@ -233,4 +233,5 @@ def _build(comm: Member, parts: list[tuple[Any, int, int | None]], flavor: int) 
         Target(world.ranks[rank], memory, unit)
         for rank, memory, (_, unit, _) in zip(members, memories, parts, strict=True)
     ]
-    return comm._context.derive(tuple(members), inner=True), Windows(world, targets, flavor, shared)
+    context = comm._context.derive(tuple(members), inner=True)
+    return context, Windows(world, targets, flavor, context.number, shared)
