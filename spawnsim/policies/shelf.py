@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -51,7 +52,9 @@ class Shelf:
         self, comm: Comm, live: Tensors, deadline: Deadline, *, per_parameter: bool = False,
         compression: str | Codec | None = None,
     ) -> None:  # fmt: skip
-        self.comm, self.deadline = comm, deadline
+        self.comm = comm
+        # Headers come in microseconds, and must not teach patience with models, which wait for each other on the wire.
+        self._headers_in, self._slots_in = deadline, deepcopy(deadline)
         self._compression = Compression(compression)
         self.counts: Counter[str] = Counter()
         self.version = 0
@@ -143,7 +146,7 @@ class Shelf:
 
         return {
             donor: {key: header for key, header in headers.items() if header[BEGUN] != ABSENT}
-            for donor, headers in self._arrived(self._asked(donors, ask)).items()
+            for donor, headers in self._arrived(self._asked(donors, ask), self._headers_in).items()
         }
 
     def _slots(
@@ -158,7 +161,7 @@ class Shelf:
                 for key, header in heads[donor].items()
             }
 
-        return self._arrived(self._asked(heads, ask))
+        return self._arrived(self._asked(heads, ask), self._slots_in)
 
     def _asked(self, donors: Iterable[int], ask: Callable[[int], T]) -> dict[int, T]:
         """Ask all donors at once; those that are known to be dead are left out."""
@@ -170,13 +173,15 @@ class Shelf:
                 self.counts["missing"] += 1
         return asked
 
-    def _arrived(self, asked: dict[int, dict[str, tuple[Request, T]]]) -> dict[int, dict[str, T]]:
+    def _arrived(
+        self, asked: dict[int, dict[str, tuple[Request, T]]], deadline: Deadline
+    ) -> dict[int, dict[str, T]]:
         """Wait for what was asked of each donor; return what those have answered that did so in time."""
         clock = self.comm.clock
         began_s = clock.now()
         arrived: dict[int, dict[str, T]] = {}
         for donor, requests in asked.items():
-            left_s = self.deadline.limit_s(len(arrived) / len(asked)) - (clock.now() - began_s)
+            left_s = deadline.limit_s(len(arrived) / len(asked)) - (clock.now() - began_s)
             try:
                 with clock.deadline(max(left_s, 1e-6)):
                     for request, _ in requests.values():
@@ -186,7 +191,7 @@ class Shelf:
                 self._late.add(donor)
             else:
                 arrived[donor] = {key: data for key, (_, data) in requests.items()}
-                self.deadline.observe(clock.now() - began_s)
+                deadline.observe(clock.now() - began_s)
         return arrived
 
     def _unpacked(self, headers: dict[str, Header], version: int, slots: dict[str, torch.Tensor]) -> Taken:
