@@ -31,6 +31,9 @@ class Clock(Protocol):
     def deadline(self, seconds: float) -> AbstractContextManager[Any]:
         """Bound each blocking call inside to `seconds` (default outside: 30); it then raises `errors.Timeout`."""
 
+    def limit_s(self) -> float:
+        """Return how many seconds a blocking call may take here."""
+
 
 class Task(Protocol):
     """Work beside the rank's main program."""

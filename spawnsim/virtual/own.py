@@ -59,6 +59,10 @@ class Clock:
         finally:
             task.deadline_s, task.explicit = before
 
+    def limit_s(self) -> float:
+        """Return how many seconds a blocking call may take now."""
+        return self._world.kernel.current.deadline_s
+
 
 class Compute:
     """`comm.compute(...)`: a block whose duration the compute model gives, or the program states."""

@@ -231,9 +231,7 @@ def test_cancelling(size: int | None) -> None:
             averager.serve(1.0)
             return 0
         averager.serve(0.1)
-        gathered = averager.step(timeout=2.0)
-        assert averager.step(timeout=0.1, allow_retries=False) is None or size == 2
-        return len(gathered)
+        return len(averager.step(timeout=2.0))
 
     returned, _ = world(main, 4)
     assert returned == {0: 2, 1: 2, 2: 0, 3: 0}
@@ -250,8 +248,6 @@ def test_too_few_peers() -> None:
         control = averager.step(timeout=2.0, allow_retries=False, wait=False)
         with pytest.raises(Timeout):
             control.result(timeout=0.1)
-        with pytest.raises(UsageError, match="under way"):
-            averager.step()
         with pytest.raises(AveragingFailed, match="too few peers"):
             control.result()
         return retried_s, comm.clock.now() - began_s - retried_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from spawnsim.policies.codecs import NAMED, Codec
 from spawnsim.policies.groups.butterfly import Butterfly, Group, Limits, Member, Role
 from spawnsim.policies.groups.parts import Vector, average
+from spawnsim.policies.groups.words import Kind
 
 SHAPES = ((33,), (5, 3), (), (2, 2, 2))
 
@@ -29,15 +31,14 @@ class Ring:
 
     def __init__(
         self, vectors: list[Vector], *, roles: dict[int, Role] | None = None, weights: list[float] | None = None,
-        codec: Codec = NAMED["none"], limits: Limits | None = None, bandwidths: list[float | None] | None = None,
-        residuals: list | None = None,
+        limits: Limits | None = None, bandwidths: list[float | None] | None = None, residuals: list | None = None,
     ) -> None:  # fmt: skip
         count = len(vectors)
         roles, rates = roles or {}, bandwidths or [None] * count
         group = Group(1, tuple(Member(r, roles.get(r, Role.NODE), rates[r]) for r in range(count)))
         self.members = [
             Butterfly(
-                r, group, vectors[r], weight=weights[r] if weights else 1.0, codec=codec,
+                r, group, vectors[r], weight=weights[r] if weights else 1.0,
                 limits=limits or Limits(part_size_bytes=64), now_s=0.0,
                 residuals=residuals[r] if residuals else None,
             )
@@ -58,15 +59,22 @@ class Ring:
                         self.members[dest].handle(rank, word, self.now_s)
 
     def run(self) -> None:
-        """Let everyone send everything, and apply what comes."""
-        for member in self.members:
-            member.send_some(10**6, 0.0)
-            member.send_some(1, 0.0)
+        """Let everyone send all that it may, and deliver it, until nobody sends any more."""
         self.deliver()
+        while any(member.sending.can_send for member in self.members):
+            for member in self.members:
+                member.send_some(10**6, self.now_s)
+            self.deliver()
 
     def apply(self) -> None:
         for member, vector in zip(self.members, self.vectors, strict=True):
             vector.add(member.deltas)
+
+
+def vector_of(seed: int, codec: Codec, dtype: torch.dtype = torch.float32) -> Vector:
+    """Return a vector of `tensors` that are all compressed alike."""
+    values = tensors(seed, dtype)
+    return Vector(values, [codec] * len(values))
 
 
 def flat(vector: Vector) -> np.ndarray:
@@ -98,9 +106,9 @@ def test_the_weighted_mean(nodes: int, clients: int, auxiliaries: int, weighted:
 @pytest.mark.parametrize("name", NAMED)
 def test_equal_inputs_stay_bit_for_bit(name: str) -> None:
     """Deltas of equal values are zero, however much the compression loses."""
-    vectors = [Vector(tensors(5)) for _ in range(5)]
+    vectors = [vector_of(5, NAMED[name]) for _ in range(5)]
     before = flat(vectors[0])
-    ring = Ring(vectors, codec=NAMED[name])
+    ring = Ring(vectors)
     ring.run()
     ring.apply()
     assert all((flat(vector) == before).all() for vector in vectors)
@@ -109,9 +117,9 @@ def test_equal_inputs_stay_bit_for_bit(name: str) -> None:
 @pytest.mark.parametrize(("name", "bound"), [("float16", 1e-5), ("uniform8", 1e-2), ("blockwise8", 1e-2)])
 def test_compression_errors(name: str, bound: float) -> None:
     """Mean squared error of the average under lossy compression."""
-    vectors = [Vector(tensors(rank)) for rank in range(4)]
+    vectors = [vector_of(rank, NAMED[name]) for rank in range(4)]
     expected = np.mean([flat(vector) for vector in vectors], axis=0)
-    ring = Ring(vectors, codec=NAMED[name])
+    ring = Ring(vectors)
     ring.run()
     ring.apply()
     assert np.mean([(flat(vector) - expected) ** 2 for vector in vectors]) <= bound
@@ -124,8 +132,8 @@ def test_error_feedback_makes_up_for_what_was_lost() -> None:
         residuals = [Vector(tensors(rank)).zeros() for rank in range(3)] if feedback else None
         deltas = []
         for _ in range(30):
-            vectors = [Vector(tensors(rank)) for rank in range(3)]
-            ring = Ring(vectors, codec=NAMED["blockwise8"], residuals=residuals)
+            vectors = [vector_of(rank, NAMED["blockwise8"]) for rank in range(3)]
+            ring = Ring(vectors, residuals=residuals)
             expected = np.mean([flat(vector) for vector in vectors], axis=0)
             ring.run()
             ring.apply()
@@ -206,10 +214,77 @@ def test_strangers_and_rubbish_are_refused() -> None:
     """They are counted and change nothing."""
     ring = Ring([Vector(tensors(rank)) for rank in range(2)])
     member = ring.members[0]
-    word = member._word(member.vector.read(), member.parts[1][0], 0)
+    word = member._word(member.parts[1][0], 0)
     member.handle(7, word, 0.0)
     member.handle(1, replace(word, part=5), 0.0)
     ring.run()
     member.handle(1, word, 0.0)
     assert (member.counts["strangers"], member.counts["refused parts"]) == (1, 2)
     assert member.finished
+
+
+def test_who_was_not_averaged_is_told_to_all() -> None:
+    """A part that was damaged on its way to one reducer: its sender keeps local values there, and everybody knows."""
+    vectors = [Vector(tensors(rank, torch.float64)) for rank in range(4)]
+    before = [flat(vector) for vector in vectors]
+    ring = Ring(vectors)
+    damaged = 0
+    for member in ring.members:
+        member.send_some(10**6, 0.0)
+    for dest, word in ring.members[3].out:
+        if dest == 1 and not damaged:
+            damaged = ring.members[1].reducer.parts[word.part].stop - ring.members[1].reducer.parts[word.part].start
+            ring.members[1].handle(3, replace(word, body=word.body[:0], damaged=True), 0.0)
+    ring.members[3].out = deque(item for item in ring.members[3].out if not (item[0] == 1 and item[1].part == 0))
+    ring.run()
+    ring.apply()
+    share = damaged / vectors[0].count
+    assert share > 0
+    assert all(member.finished for member in ring.members)
+    assert [member.received for member in ring.members] == [1.0, 1.0, 1.0, pytest.approx(1 - share)]
+    assert [member.missing() for member in ring.members] == [{3: pytest.approx(share)}] * 3 + [{}]
+    everyone, without = np.mean(before, axis=0), np.mean(before[:3], axis=0)
+    for rank in range(3):
+        after = flat(vectors[rank])
+        of_all, of_rest = np.isclose(after, everyone), np.isclose(after, without)
+        assert (of_all | of_rest).all()
+        assert (~of_all).mean() == pytest.approx(share)
+    assert (flat(vectors[3]) == before[3]).mean() == pytest.approx(share)
+
+
+def test_a_lost_answer_leaves_local_values() -> None:
+    """The next answer shows that one was lost: nobody waits for it."""
+    vectors = [Vector(tensors(rank, torch.float64)) for rank in range(2)]
+    ring = Ring(vectors, limits=Limits(16))
+    for member in ring.members:
+        member.send_some(10**6, 0.0)
+    ring.members[0].handle(1, ring.members[1].out.popleft()[1], 0.0)
+    lost = ring.members[0].out.pop()
+    assert lost[1].kind is Kind.DELTA
+    ring.run()
+    assert all(member.finished for member in ring.members)
+    size = 2 / vectors[0].count
+    assert [member.received for member in ring.members] == [1.0, pytest.approx(1 - size)]
+
+
+def test_a_banned_sender_learns_it_at_once() -> None:
+    """It gets an answer to each part, also to those that it has not sent: it never waits for who does not for it."""
+    vectors = [Vector([torch.arange(64.0) + rank]) for rank in range(3)]
+    ring = Ring(vectors, limits=Limits(32, sender_timeout_s=1.0, reducer_timeout_s=9.0))
+    asleep = ring.members[2]
+    for member in ring.members[:2]:
+        member.send_some(100, 0.0)
+    ring.deliver()
+    assert not any(member.finished for member in ring.members)
+    for member in ring.members[:2]:
+        member.tick(1.0)
+    ring.deliver()
+    assert [member.counts["banned"] for member in ring.members] == [1, 1, 0]
+    assert asleep.sending.finished or asleep.sending.can_send  # nothing but its own range is left to it
+    asleep.send_some(100, 1.0)
+    ring.deliver()
+    assert all(member.finished for member in ring.members)
+    ring.apply()
+    own = ring.members[2].parts[2]
+    assert asleep.received == pytest.approx(sum(part.stop - part.start for part in own) / 64)
+    assert [set(member.missing()) for member in ring.members] == [{2}, {2}, set()]

@@ -155,12 +155,13 @@ def test_replies(word: Word, reply: Reply) -> None:
 
 
 def test_more_replies() -> None:
-    """Twice the same; a follower redirects; a full group and an ended search say so; a client never leads."""
+    """Who asks twice is accepted twice, as one follower (its answer was lost); a follower redirects; a full group and an ended search say so; a client never leads."""
     net = Net({0: 5.0, 1: 5.0, 9: math.inf}, size=3)
     zero, one, client = net.searches.values()
     zero.handle(5, request(), 0.0)
     zero.handle(5, request(), 0.0)
-    assert zero.out.pop()[1].part == Reply.DUPLICATE_PEER_ID
+    assert zero.out.pop()[1].part == Reply.ACCEPTED
+    assert list(zero.followers) == [5]
     one.offer([(5.0, 0)], 0.0)
     one.handle(5, request(), 0.0)
     net.run()

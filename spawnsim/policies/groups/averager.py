@@ -1,69 +1,81 @@
 """`DecentralizedAverager`: averages tensors with small groups of peers, over any communicator.
 
 This room ties the state machines (directory, search, all-reduce, state sharing) to a communicator's messages and
-clock. Nothing here waits without bound. Progress is made inside every call; `run_in_background` makes it between
-calls as well.
+clock. Nothing here waits without bound: what has no time-out of its own has the communicator's deadline. Progress is
+made inside every call; `run_in_background` makes it between calls as well.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from threading import Lock
 from typing import Any
 
 import torch
 
-from spawnsim.comm import Comm, as_comm
-from spawnsim.errors import ParameterError, UsageError
-from spawnsim.policies.codecs import Codec
-from spawnsim.policies.groups.butterfly import Group, Member
+from spawnsim.comm import as_comm
+from spawnsim.errors import ParameterError, Timeout, UsageError
+from spawnsim.policies.groups.compression import Choices, CompressionInfo
 from spawnsim.policies.groups.control import AveragingFailed, Cancelled, StepControl, check_weight
-from spawnsim.policies.groups.desk import Desk
-from spawnsim.policies.groups.keys import check_bits, next_bits
-from spawnsim.policies.groups.loading import Donor, Loading
-from spawnsim.policies.groups.parts import Values, Vector
-from spawnsim.policies.groups.rounds import Round, Wish
+from spawnsim.policies.groups.keys import check_bits
+from spawnsim.policies.groups.loading import Loading
+from spawnsim.policies.groups.peer import Peer
+from spawnsim.policies.groups.results import Averaged
+from spawnsim.policies.groups.rounds import Wish
 from spawnsim.policies.groups.settings import Settings
-from spawnsim.policies.groups.sharing import Download, State, state_key
+from spawnsim.policies.groups.sharing import Download, Loaded
 from spawnsim.policies.groups.static import Matchmaking
-from spawnsim.policies.groups.steps import Steps
-from spawnsim.policies.groups.words import Kind, Word
 
 
-class DecentralizedAverager:
+class DecentralizedAverager(Peer):
     """Averages `averaged_tensors`, in place, with groups of peers found among the ranks of a communicator.
 
     `step()` looks for a group and averages once with it. Groups come from a protocol (ranks that look for a group at
     the same time and under the same key find each other, and stragglers are left out), or from a static
     `matchmaking` (`Grid`, `RandomGroups`, `Pairs`, `Exponential`, `Everyone`).
 
+    Times are seconds of `comm.clock`. Where a time-out is not given, no message is awaited for longer than the
+    communicator lets a call wait (`comm.clock.deadline`, 30 s by default); an all-reduce as a whole has no limit.
+
     Args:
         averaged_tensors: tensors of any dtype and shape, the same on all ranks; they are changed in place.
         comm: a `spawnsim.Comm`, or what `as_comm` can wrap. Every rank that has an averager keeps a share of the
             directory, so it should make progress now and then.
         start: whether to make progress in the background from now on.
-        prefix: shared by all averagers that may meet.
+        prefix: shared by all averagers that may meet. A rank may have averagers of several prefixes on one
+            communicator; of one prefix it has one at a time.
         target_group_size: members at most (a power of two is best). min_group_size: members at least.
         initial_group_bits: the first group key, such as "0110"; its length stays.
         min_matchmaking_time: seconds that a leader waits for followers. request_timeout: seconds that a follower
             waits for a leader's answer; must be smaller.
         averaging_alpha: the share of the way towards the average that the tensors go.
-        part_size_bytes: tensors travel in parts of at most so many bytes.
-        allreduce_timeout, next_chunk_timeout, sender_timeout, reducer_timeout: see `butterfly`; senders default to
-            `next_chunk_timeout`, reducers to twice the senders'.
-        compression, state_compression: "none", "float16", "scaled16", "uniform8", "quantile8", "blockwise8", or a
-            codec. error_feedback: add what compression lost to what is sent next time.
+        part_size_bytes: tensors travel in parts of at most so many bytes, counted as compressed.
+        allreduce_timeout: seconds that an all-reduce may take once the group is formed; what has come by then counts.
+        next_chunk_timeout: seconds that a peer may be silent in an all-reduce or download before the others go on
+            without it. sender_timeout: likewise for what a sender sends (default: `next_chunk_timeout`).
+            reducer_timeout: likewise for what a reducer returns (default: twice the senders'; must be larger).
+        compression, state_compression: of all-reduces and of downloads: "none", "float16", "scaled16", "uniform8",
+            "quantile8", "blockwise8", a codec, a list or mapping of these, one for each tensor, or
+            `SizeAdaptiveCompression`, `RoleAdaptiveCompression`, `PerTensorCompression`.
+        tensor_infos: a `CompressionInfo` for each tensor (key, shape, dtype, role), for compression by key or role.
         bandwidth: bytes a second of this rank; None: as the others on average; 0: others reduce.
         min_vector_size: reducers with fewer elements than this get none.
         auxiliary: only reduce for others. client_mode: only send; join groups that others lead.
         allow_state_sharing: whether newcomers may download this rank's state; by default if neither of these.
         declare_state_period: seconds between declarations as a donor.
-        step_timeout: seconds that a step may take if `step(timeout=...)` does not say.
+        shutdown_timeout: seconds that `shutdown` waits for the background at most.
+        step_timeout: seconds for finding a group if `step(timeout=...)` does not say (default: the deadline).
+        error_feedback: add what compression lost to what is sent next time.
+        matchmaking: a rule that says who averages with whom in each round, instead of the protocol.
+        burst: parts sent between two looks at what has arrived.
+        tag: of all messages; by default the prefix's own, from 16384 to 32767.
 
     Raises:
         ParameterError: a parameter is out of range, or two contradict each other.
+        UsageError: this rank has an averager of this prefix on this communicator that was not shut down, or one of
+            another prefix with the same tag.
     """
 
     # fmt: off
@@ -73,31 +85,24 @@ class DecentralizedAverager:
         min_matchmaking_time: float = 5.0, request_timeout: float = 3.0, averaging_alpha: float = 1.0,
         part_size_bytes: int = 2**19, allreduce_timeout: float | None = None, next_chunk_timeout: float | None = None,
         sender_timeout: float | None = None, reducer_timeout: float | None = None,
-        compression: str | Codec | None = None, state_compression: str | Codec | None = None,
+        compression: Choices = None, state_compression: Choices = None,
+        tensor_infos: Sequence[CompressionInfo] | None = None,
         bandwidth: float | None = None, min_vector_size: int = 0, auxiliary: bool = False,
-        allow_state_sharing: bool | None = None, declare_state_period: float = 30.0, client_mode: bool = False,
-        shutdown_timeout: float = 5.0, step_timeout: float = 60.0, error_feedback: bool = False,
-        matchmaking: Matchmaking | None = None, burst: int = 64, tag: int = 7101,
+        allow_state_sharing: bool | None = None, declare_state_period: float = 30.0, client_mode: bool | None = None,
+        shutdown_timeout: float = 5.0, step_timeout: float | None = None, error_feedback: bool = False,
+        matchmaking: Matchmaking | None = None, burst: int = 64, tag: int | None = None,
     ) -> None:
-        self.settings = Settings(
+        client_mode = bool(client_mode)
+        settings = Settings(
             prefix, target_group_size, min_group_size, min_matchmaking_time, request_timeout, averaging_alpha,
             part_size_bytes, allreduce_timeout, next_chunk_timeout, sender_timeout, reducer_timeout, compression,
             state_compression, bandwidth, min_vector_size, auxiliary, client_mode, declare_state_period,
             shutdown_timeout, step_timeout, error_feedback, matchmaking, burst, tag=tag,
         )
         # fmt: on
-        self.comm: Comm = as_comm(comm)
-        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        self.vector = Vector(averaged_tensors)
-        self.residuals: list[Values] | None = self.vector.zeros() if error_feedback else None
-        self.bits, self.round = check_bits(initial_group_bits), 0
-        self.desk = Desk(self.comm, self.settings, self)
-        self.asker = self.desk.asker
         shares = not (client_mode or auxiliary) if allow_state_sharing is None else bool(allow_state_sharing)
-        self.donor = Donor(self.desk, sharing=shares)
-        self.steps = Steps(self, self.desk)
-        self._loading: Loading | None = None
-        self._tensors = Lock()
+        super().__init__(averaged_tensors, as_comm(comm), settings, tensor_infos, shares=shares)
+        self.bits = check_bits(initial_group_bits)
         self._closed = False
         if start:
             self.run_in_background()
@@ -106,31 +111,40 @@ class DecentralizedAverager:
     def step(
         self, gather: Any = None, scheduled_time: float | None = None, weight: float | None = None,
         timeout: float | None = None, allow_retries: bool = True, require_trigger: bool = False, wait: bool = True,
-    ) -> dict[int, Any] | StepControl | None:  # fmt: skip
-        """Look for a group and average with it once.
+    ) -> Averaged | StepControl | None:  # fmt: skip
+        """Look for a group and average with it once. Several steps are carried out one after the other.
 
         Args:
-            gather: any small object; the result holds those of all members.
+            gather: any small object; the result holds those of all averaged ranks.
             scheduled_time: when the all-reduce is expected to begin (default: `min_matchmaking_time` from now).
             weight: this rank's weight in the average, above 0 (default 1).
-            timeout: seconds for the whole step.
+            timeout: seconds for finding a group (default: `step_timeout`). An all-reduce that has begun goes on.
             allow_retries: look again after a failure while they last.
-            require_trigger: begin the all-reduce only after `StepControl.allow_allreduce()`.
+            require_trigger: begin the all-reduce only after `StepControl.allow_allreduce()`; needs `wait=False`.
             wait: if false, return a `StepControl`; it goes on with every call (and in the background).
 
         Returns:
-            What the members gave to `gather`, by rank; None if no average came about.
+            What the averaged ranks gave to `gather`, by rank. Its `complete` says whether all of the group were
+            averaged in all elements, `received` and `missing` what is lacking. None if no average came about.
         """
         if self._closed:
             raise UsageError(f"rank {self.rank}: step() after shutdown()")
-        self.steps.check_free()
-        now_s = self.comm.clock.now()
-        deadline_s = now_s + (self.settings.step_timeout if timeout is None else timeout)
+        if wait and require_trigger:
+            raise UsageError(
+                f"rank {self.rank}: step(wait=True, require_trigger=True) would wait for a trigger that nobody can "
+                "give: use wait=False and StepControl.allow_allreduce()"
+            )
         control = StepControl(
             self.desk.drive, weight=1.0 if weight is None else check_weight(weight),
             scheduled_s=-math.inf if scheduled_time is None else scheduled_time, triggered=not require_trigger,
         )  # fmt: skip
-        self.steps.begin(Round(self, control, Wish(gather, deadline_s, allow_retries), now_s), now_s)
+        patience_s = self.comm.clock.limit_s()
+        deadline_s = self.comm.clock.now() + self.search_s(timeout)
+        if control.scheduled_time >= deadline_s:
+            raise ParameterError(
+                f"scheduled_time={scheduled_time} s does not lie before the end of the search at {deadline_s:.6g} s"
+            )
+        self.steps.ask(control, Wish(gather, deadline_s, allow_retries, patience_s))
         if not wait:
             self.progress()
             return control
@@ -138,6 +152,11 @@ class DecentralizedAverager:
             return control.result()
         except (AveragingFailed, Cancelled):
             return None
+
+    def search_s(self, timeout: float | None = None) -> float:
+        """Return how long a search may take."""
+        given = self.settings.step_timeout if timeout is None else timeout
+        return self.comm.clock.limit_s() if given is None else given
 
     @contextmanager
     def get_tensors(self) -> Iterator[list[torch.Tensor]]:
@@ -149,31 +168,30 @@ class DecentralizedAverager:
         finally:
             self.hand_back()
 
-    def borrow(self) -> bool:
-        """Take the tensors if nobody else has them."""
-        return self._tensors.acquire(blocking=False)
-
-    def hand_back(self) -> None:
-        """Give the tensors back."""
-        self._tensors.release()
-
     # ------------------------------------------------------------------------------------------ state sharing
-    def get_current_state(self) -> State:
-        """Return (small metadata, tensors) for newcomers. Meant to be overridden."""
-        return None, self.vector.tensors
-
-    def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> State | Loading | None:
+    def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Loaded | Loading | None:
         """Download the state of the donor with the highest priority, or of the next one if it fails.
 
-        Returns (metadata, tensors), or None if no donor gave its state within `timeout` seconds (`step_timeout` by
-        default). With `wait=False`, a `Loading` that has `done()` and `result()`.
+        Who gives its state, and with which priority, is asked anew each time.
+
+        Args:
+            wait: if false, return a `Loading` that has `done()` and `result()`.
+            timeout: seconds in which to look again as long as nobody gives a state. By default each donor of one
+                list is asked once.
+
+        Returns:
+            (metadata, tensors), or None if no donor gave its state.
         """
-        now_s = self.comm.clock.now()
-        until_s = now_s + (self.settings.step_timeout if timeout is None else timeout)
-        order = self.comm.rng("groups.donors")
-        self._loading = Loading(self.desk, Download(self.number(), self.settings.chunk_timeout_s, order), until_s)
+        now_s, chunk_s = self.comm.clock.now(), self.settings.next_chunk_timeout
+        if chunk_s is None:
+            chunk_s = min(self.comm.clock.limit_s(), math.inf if timeout is None else timeout / 2)
+        rng, until_s = self.comm.rng("groups.donors"), None if timeout is None else now_s + timeout
+        with self.desk.hold():
+            self.loading = Loading(
+                self.desk, Download(self.number(), chunk_s, rng), self.number, until_s
+            )
         self.progress()
-        return self._loading.result() if wait else self._loading
+        return self.loading.result() if wait else self.loading
 
     @property
     def allow_state_sharing(self) -> bool:
@@ -204,76 +222,29 @@ class DecentralizedAverager:
         """Make progress for so many seconds: what an auxiliary, or a rank that has nothing else to do, is for."""
         self.desk.drive(lambda: False, seconds)
 
-    def run_in_background(self) -> None:
-        """Make progress beside the rank's program, until `shutdown`."""
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        """Make progress beside the rank's program, until `shutdown`.
+
+        Args:
+            await_ready: wait until this rank answers others.
+            timeout: seconds to wait at most (default: the communicator's deadline).
+
+        Raises:
+            Timeout: it was not ready in time.
+        """
         self.desk.run_in_background()
-
-    def handle(self, source: int, word: Word, now_s: float) -> None:
-        """Take a word. The desk calls this."""
-        if word.kind is Kind.FETCH:
-            self.donor.asked(source, word)
-        elif word.kind is Kind.STATE:
-            if self._loading is not None:
-                self._loading.download.handle(source, word, now_s)
-        else:
-            self.steps.handle(source, word, now_s)
-
-    def listed(self, key: str, now_s: float) -> None:
-        """Take note that the directory has answered. The desk calls this."""
-        step = self.steps.current
-        if step is not None and step.seeking is not None and key == step.seeking.key:
-            step.seeking.listed(now_s)
-        if self._loading is not None and key == state_key(self.settings.prefix):
-            self._loading.listed(now_s)
-
-    def tick(self, now_s: float, dead: set[int], changed: set[str]) -> None:
-        """Do what is due. The desk calls this."""
-        self.steps.tick(now_s, dead, changed)
-        if self._loading is not None and not self._loading.done():
-            self._loading.tick(now_s, dead)
-        self.donor.declare(now_s)
-        if self.donor.waiting and self.borrow():
-            try:
-                self.donor.answer(self.get_current_state)
-            finally:
-                self.hand_back()
-
-    def wake_s(self) -> float:
-        """Return when `tick` is next needed."""
-        times = [self.donor.wake_s(), self.steps.wake_s()]
-        if self._loading is not None and not self._loading.done():
-            times.append(self._loading.wake_s())
-        return min(times)
-
-    def early(self, number: int) -> list[tuple[int, Word]]:
-        """Return the words of a group that came before the group was known here."""
-        return self.steps.early(number)
-
-    def formed(self, group: Group, led: bool) -> None:
-        """Take note of a formed group: the members scatter over the keys of the next round."""
-        index, size = group.ranks.index(self.rank), len(group.members)
-        target = self.settings.target_group_size
-        self.bits = next_bits(self.bits, group.number, index=index, group_size=size, target=target)
-        if led:
-            self.comm.record.event("group", key=group.key, members=list(group.ranks), size=size, round=self.round)
-
-    def number(self) -> int:
-        """Draw a number that nobody else draws."""
-        return int(self.comm.rng("groups.number").integers(1, 2**62))
-
-    def shuffled(self, members: list[Member]) -> list[Member]:
-        """Return the members in a random order."""
-        order = self.comm.rng("groups.order").permutation(len(members))
-        return [members[index] for index in order]
+        if await_ready and not self.desk.await_ready(self.comm.clock.limit_s() if timeout is None else timeout):
+            raise Timeout((), "run_in_background", -1, f"rank {self.rank}: the background was not ready in time")
 
     # ------------------------------------------------------------------------------------------------ the rest
-    def get_group_bits(self) -> str:
-        """Return the bits of this rank's group key."""
-        return self.bits
+    def get_group_bits(self, wait: bool = True) -> str | Future[str]:
+        """Return the bits of this rank's group key; with `wait=False` a future of them."""
+        return self.bits if wait else _future(self.bits)
 
-    def set_group_bits(self, group_bits: str) -> None:
-        """Set the bits of this rank's group key, from the next search on."""
+    def set_group_bits(self, group_bits: str, wait: bool = True) -> Future[None] | None:
+        """Set the bits of this rank's group key, from the next search on; with `wait=False` return a future."""
         self.bits = check_bits(group_bits)
+        return None if wait else _future(None)
 
     @property
     def stats(self) -> dict[str, float]:
@@ -286,10 +257,19 @@ class DecentralizedAverager:
 
         Not collective; may be called twice. Waits `timeout` seconds (default `shutdown_timeout`) at most.
         """
-        step = self.steps.current
-        if step is not None:
-            step.control.cancel()
         if not self._closed:
             self._closed = True
-            self.donor.retire()
+            self.deregister()
+            with self.desk.hold():
+                self.steps.cancel_all()
+            self.progress()
+            with self.desk.hold():
+                self.donor.retire()
         return self.desk.stop(self.settings.shutdown_timeout if timeout is None else timeout)
+
+
+def _future(value: Any) -> Future[Any]:
+    """Return a future that is done."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

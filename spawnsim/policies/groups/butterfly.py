@@ -5,9 +5,10 @@ in the members' order, and returns to each sender the average minus what that se
 equal inputs stay bit for bit as they were under any compression. This room knows no communicator and no tensor: flat
 arrays go in, deltas come out.
 
-Failures. A sender that is silent for `sender_timeout_s` is banned: what it has sent counts, what comes later does not.
-A reducer that is silent for `reducer_timeout_s` has failed: its range keeps local values. Each divides by the weights
-that arrived.
+Failures. A sender that is awaited and silent for `sender_timeout_s` is banned: what it has sent counts, what comes
+later does not. A reducer that is silent for `reducer_timeout_s` has failed: its range keeps local values. A part that
+was lost or damaged is averaged without its sender, who keeps its local values there. Each average divides by the
+weights that arrived, and every member is told who is not in it.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from spawnsim.policies.codecs import Codec, pack, unpack
+from spawnsim.policies.codecs import pack
 from spawnsim.policies.groups.balance import counts
-from spawnsim.policies.groups.parts import Part, Values, Vector, average, difference
+from spawnsim.policies.groups.parts import Part, Values, Vector, difference
+from spawnsim.policies.groups.reducing import Reduced, Reducer
+from spawnsim.policies.groups.sending import Sending
 from spawnsim.policies.groups.words import Kind, Outgoing, Word
 
 
@@ -59,7 +61,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How an all-reduce is cut and how long it waits; None waits as long as the all-reduce may last."""
+    """How an all-reduce is cut, and how long it waits: for a message of a member, and altogether."""
 
     part_size_bytes: int = 2**19
     min_vector_size: int = 0
@@ -76,122 +78,68 @@ def shares(group: Group, length: int, min_size: int) -> list[int]:
     return counts(length, rates, min_size) if any(rates) or None in rates else [0] * len(rates)
 
 
-class Reducer:
-    """The range that this member averages: what has come from whom."""
-
-    def __init__(self, senders: Sequence[int], parts: Sequence[Part]) -> None:
-        self.parts, self.done = parts, 0
-        self.live = set(senders)
-        self._order = list(senders)
-        self._came: list[dict[int, tuple[Values, float]]] = [{} for _ in parts]
-        self.progress = dict.fromkeys(senders, 0)
-
-    @property
-    def finished(self) -> bool:
-        """Whether all parts are averaged."""
-        return self.done == len(self.parts)
-
-    def take(self, sender: int, index: int, values: Values, weight: float) -> bool:
-        """Keep one part; parts of one sender come in order, others (and those of the banned) are refused."""
-        if sender not in self.live or index != self.progress[sender]:
-            return False
-        self._came[index][sender] = (values, weight)
-        self.progress[sender] += 1
-        return True
-
-    def ready(self) -> Iterator[tuple[int, dict[int, Values]]]:
-        """Yield (part, delta of each sender that gave it) for the parts that nobody is awaited for any more."""
-        while not self.finished and all(self.progress[sender] > self.done for sender in self.live):
-            came = {
-                sender: self._came[self.done][sender]
-                for sender in self._order
-                if sender in self._came[self.done]
-            }
-            self._came[self.done] = {}
-            self.done += 1
-            if came:
-                mean, total = average(
-                    [values for values, _ in came.values()], [weight for _, weight in came.values()]
-                )
-                yield (
-                    self.done - 1,
-                    {
-                        s: difference(mean, values) if total else np.zeros_like(values)
-                        for s, (values, _) in came.items()
-                    },
-                )
-
-
 class Butterfly:
     """One member's part in one all-reduce. Feed it words and time, send what is in `out`, until `finished`."""
 
     def __init__(
-        self, rank: int, group: Group, vector: Vector, *, weight: float, codec: Codec, limits: Limits, now_s: float,
+        self, rank: int, group: Group, vector: Vector, *, weight: float, limits: Limits, now_s: float,
         residuals: list[Values] | None = None,
     ) -> None:  # fmt: skip
-        self.rank, self.group, self.vector, self.limits, self.codec = rank, group, vector, limits, codec
+        self.rank, self.group, self.vector, self.limits = rank, group, vector, limits
         self.weight, self.began_s, self.residuals = weight, now_s, residuals
         self.out: deque[Outgoing] = deque()
         self.counts: Counter[str] = Counter()
         self.deltas = vector.zeros()
-        members = group.members
         own = shares(group, vector.count, limits.min_vector_size)
-        cuts = vector.cut(own, codec, limits.part_size_bytes)
-        self.parts = {member.rank: cut for member, cut in zip(members, cuts, strict=True)}
-        senders = [member.rank for member in members if member.role is not Role.AUX]
+        cuts = vector.cut(own, limits.part_size_bytes)
+        self.parts = {member.rank: cut for member, cut in zip(group.members, cuts, strict=True)}
+        senders = [member.rank for member in group.members if member.role is not Role.AUX]
         self.sends = rank in senders
         self.reducer = Reducer(senders, self.parts[rank])
-        self.owed = {r: deque(parts) for r, parts in self.parts.items() if parts and self.sends}
-        self.failed: set[int] = set()
-        self._total = sum(map(len, self.owed.values()))
-        self._heard = dict.fromkeys(group.ranks, now_s)
-        self._unsent = self._outgoing(vector.read()) if self.sends else iter(())
-        self.sent_all = not self.sends
-        self._reduce()  # without senders there is nothing to wait for
+        at = group.ranks.index(rank) + 1
+        order = group.ranks[at:] + group.ranks[:at] if self.sends else ()
+        self.sending = Sending(order, {each: len(parts) for each, parts in self.parts.items()})
+        self._values = vector.read() if self.sends else []
+        self._lost: set[int] = set()
+        self._heard_s = dict.fromkeys(group.ranks, now_s)
+        self._reduced_s = now_s  # when the last part was averaged
+        self._returned, self._lacking = (
+            0,
+            Counter[int](),
+        )  # elements that came back, and those without a sender
+        self._reduce(now_s)  # without senders there is nothing to wait for
 
     # ------------------------------------------------------------------------------------------------ sending
-    def _outgoing(self, values: list[Values]) -> Iterator[Outgoing]:
-        """Yield the parts, to all reducers in turn, each member beginning with its successor."""
-        start = self.group.ranks.index(self.rank) + 1
-        order = self.group.ranks[start:] + self.group.ranks[:start]
-        for index in range(max((len(self.parts[rank]) for rank in order), default=0)):
-            for rank in order:
-                if index < len(self.parts[rank]):
-                    yield rank, self._word(values, self.parts[rank][index], index)
+    def send_some(self, limit: int, now_s: float) -> None:
+        """Put up to `limit` more parts into `out`; those for the own range are taken at once."""
+        for _ in range(limit):
+            found = self.sending.next()
+            if found is None:
+                return
+            rank, index = found
+            word = self._word(self.parts[rank][index], index)
+            if rank == self.rank:
+                self.handle(rank, word, now_s)
+            else:
+                self.out.append((rank, word))
+                self._heard_s[rank] = max(self._heard_s[rank], now_s)
 
-    def _word(self, values: list[Values], part: Part, index: int) -> Word:
-        codec = self.vector.codec(part.segment, self.codec)
-        piece = values[part.segment][part.start : part.stop]
+    def _word(self, part: Part, index: int) -> Word:
+        codec = self.vector.segments[part.segment].codec
+        piece = self._values[part.segment][part.start : part.stop]
         if self.residuals is None:
             raw, body = pack(codec, piece)
         else:
             kept = self.residuals[part.segment][part.start : part.stop]
             piece = piece + kept
             raw, body = pack(codec, piece)
-            kept[:] = difference(piece, self._values(part, raw, body))
+            kept[:] = difference(piece, self.vector.unpacked(part, raw, body))
         return Word(Kind.PART, self.group.number, index, self.weight, raw, None, body)
-
-    def _values(self, part: Part, raw: bool, body: Any) -> Values:
-        codec, segment = self.vector.codec(part.segment, self.codec), self.vector.segments[part.segment]
-        return unpack(codec, body, raw=raw, dtype=segment.wide, count=part.stop - part.start)
-
-    def send_some(self, limit: int, now_s: float) -> None:
-        """Put up to `limit` more parts into `out`; those for the own range are taken at once."""
-        for _ in range(limit):
-            item = next(self._unsent, None)
-            if item is None:
-                self.sent_all = True
-                return
-            if item[0] == self.rank:
-                self.handle(self.rank, item[1], now_s)
-            elif item[0] not in self.failed:
-                self.out.append(item)
-                self._heard[item[0]] = max(self._heard[item[0]], now_s)
 
     # ---------------------------------------------------------------------------------------------- receiving
     def handle(self, source: int, word: Word, now_s: float) -> None:
         """Take a PART, DELTA or ABSENT of this group."""
-        if source not in self._heard:
+        if source not in self._heard_s:
             self.counts["strangers"] += 1
         elif word.kind is Kind.ABSENT:
             self.lost(source, now_s)
@@ -200,81 +148,99 @@ class Butterfly:
         elif word.kind is Kind.DELTA:
             self._delta(source, word, now_s)
 
+    def _unpacked(self, part: Part, word: Word) -> Values | None:
+        """Return the values in a word, None if it holds none, or was damaged."""
+        if not word.damaged:
+            with suppress(ValueError):
+                return self.vector.unpacked(part, word.raw, word.body)
+        self.counts["damaged parts"] += 1
+        return None
+
     def _part(self, source: int, word: Word, now_s: float) -> None:
-        parts = self.reducer.parts
-        try:
-            known = 0 <= word.part < len(parts) and word.value >= 0 and math.isfinite(word.value)
-            values = self._values(parts[word.part], word.raw, word.body) if known else None
-        except ValueError:
-            values = None
-        if values is None or not self.reducer.take(source, word.part, values, word.value):
+        parts, weight = self.reducer.parts, word.value
+        known = 0 <= word.part < len(parts) and weight >= 0 and math.isfinite(weight)
+        values = self._unpacked(parts[word.part], word) if known else None
+        if not (known and self.reducer.take(source, word.part, values, weight)):
             self.counts["refused parts"] += 1
             return
-        self._heard[source] = now_s
-        self._reduce()
+        self._heard_s[source] = now_s
+        self._reduce(now_s)
 
-    def _reduce(self) -> None:
-        for index, deltas in self.reducer.ready():
-            part = self.reducer.parts[index]
-            codec = self.vector.codec(part.segment, self.codec)
-            for sender, delta in deltas.items():
+    def _reduce(self, now_s: float) -> None:
+        """Average what is complete; each sender gets its delta, or learns that its part was not averaged."""
+        for reduced in self.reducer.ready():
+            self._reduced_s = now_s
+            for sender in self.reducer.senders:
+                delta = reduced.deltas.get(sender)
                 if sender == self.rank:
-                    self._accept(self.rank, part, delta)
-                else:
-                    raw, body = pack(codec, delta)
-                    self.out.append(
-                        (sender, Word(Kind.DELTA, self.group.number, index, 0.0, raw, None, body))
-                    )
+                    self._answered(self.rank, reduced.part, delta, reduced.missing)
+                elif sender not in self._lost:
+                    self.out.append((sender, self._answer(reduced, delta)))
+            if not self.sends:
+                self._count(self.reducer.parts[reduced.part], reduced.missing)
+
+    def _answer(self, reduced: Reduced, delta: Values | None) -> Word:
+        number, index, missing = self.group.number, reduced.part, reduced.missing or None
+        if delta is None:
+            return Word(Kind.DELTA, number, index, 0.0, meta=missing)
+        raw, body = pack(self.vector.segments[self.reducer.parts[index].segment].codec, delta)
+        return Word(Kind.DELTA, number, index, reduced.weight, raw, missing, body)
 
     def _delta(self, source: int, word: Word, now_s: float) -> None:
-        owed = self.owed.get(source)
-        if not owed or source in self.failed or word.part != len(self.parts[source]) - len(owed):
+        parts, index = self.parts[source], word.part
+        known = self.sends and 0 <= index < len(parts)
+        delta = self._unpacked(parts[index], word) if known and word.value > 0 else None
+        if known and self._answered(source, index, delta, word.meta or ()):
+            self._heard_s[source] = now_s
+        else:
             self.counts["refused deltas"] += 1
-            return
-        try:
-            delta = self._values(owed[0], word.raw, word.body)
-        except ValueError:
-            self.counts["refused deltas"] += 1
-            return
-        self._heard[source] = now_s
-        self._accept(source, owed[0], delta)
 
-    def _accept(self, reducer: int, part: Part, delta: Values) -> None:
-        self.deltas[part.segment][part.start : part.stop] = delta
-        self.owed[reducer].popleft()
+    def _answered(self, reducer: int, index: int, delta: Values | None, missing: Sequence[int]) -> bool:
+        """Take a reducer's answer; without a delta, or if none is awaited, the local values stay."""
+        if not self.sending.answered(reducer, index):
+            return False
+        if delta is not None:
+            part = self.parts[reducer][index]
+            self.deltas[part.segment][part.start : part.stop] = delta
+            self._count(part, missing)
+        return True
+
+    def _count(self, part: Part, missing: Sequence[int]) -> None:
+        self._returned += part.stop - part.start
+        for sender in missing:
+            self._lacking[sender] += part.stop - part.start
 
     # ----------------------------------------------------------------------------------------------- failures
     def lost(self, rank: int, now_s: float) -> None:
         """Note that a member takes no part any more: it is banned as a sender and has failed as a reducer."""
-        self._ban(rank)
+        self._lost.add(rank)
+        self._ban(rank, now_s)
         self._fail(rank)
 
-    def _ban(self, rank: int) -> None:
+    def _ban(self, rank: int, now_s: float) -> None:
         if rank in self.reducer.live:
-            self.reducer.live.discard(rank)
             self.counts["banned"] += not self.reducer.finished
-            self._reduce()
+            self.reducer.ban(rank)
+            self._reduce(now_s)
 
     def _fail(self, rank: int) -> None:
-        if rank not in self.failed and self.owed.get(rank):
-            self.counts["failed reducers"] += 1
-            self.failed.add(rank)
+        self.counts["failed reducers"] += self.sending.fail(rank)
 
     def _late(self) -> Iterator[tuple[float, bool, int]]:
         """Yield (due, whether as sender, rank) for each member that is awaited."""
         limits, end_s = self.limits, self.began_s + self.limits.allreduce_timeout_s
-        for rank in self.reducer.live if not self.reducer.finished else ():
-            if self.reducer.progress[rank] <= self.reducer.done and rank != self.rank:
-                yield min(self._heard[rank] + limits.sender_timeout_s, end_s), True, rank
-        for rank, owed in self.owed.items():
-            if owed and rank not in self.failed and rank != self.rank:
-                yield min(self._heard[rank] + limits.reducer_timeout_s, end_s), False, rank
+        for rank in self.group.ranks:
+            if rank != self.rank and self.reducer.awaits(rank):
+                since_s = max(self._heard_s[rank], self._reduced_s)
+                yield min(since_s + limits.sender_timeout_s, end_s), True, rank
+            if rank != self.rank and self.sending.awaits(rank):
+                yield min(self._heard_s[rank] + limits.reducer_timeout_s, end_s), False, rank
 
     def tick(self, now_s: float) -> None:
         """Ban and give up whom the time-outs say."""
         for due_s, as_sender, rank in list(self._late()):
             if due_s <= now_s:
-                (self._ban if as_sender else self._fail)(rank)
+                self._ban(rank, now_s) if as_sender else self._fail(rank)
 
     def wake_s(self) -> float:
         """Return when `tick` is next needed."""
@@ -284,11 +250,18 @@ class Butterfly:
     @property
     def finished(self) -> bool:
         """Whether this member has all it can get and has given all it owes."""
-        settled = all(not owed or rank in self.failed for rank, owed in self.owed.items())
-        return self.sent_all and settled and self.reducer.finished
+        return self.sending.finished and self.reducer.finished
 
     @property
     def received(self) -> float:
-        """The share of the own parts that came back averaged; 1 for an auxiliary."""
-        left = sum(map(len, self.owed.values()))
-        return 1.0 - left / self._total if self._total else float(not self.sends)
+        """The share of the own elements that came back averaged; 1 for an auxiliary."""
+        return self._returned / self.vector.count if self.sends and self.vector.count else 1.0
+
+    def missing(self) -> dict[int, float]:
+        """Return, for each member whose values are not in all that came back, the share in which they are not.
+
+        An auxiliary knows it of the parts that it has averaged itself.
+        """
+        return {
+            rank: self._lacking[rank] / self._returned for rank in self.group.ranks if self._lacking[rank]
+        }

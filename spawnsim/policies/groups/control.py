@@ -1,4 +1,4 @@
-"""One averaging step under way, as its caller sees it.
+"""One averaging step as its caller sees it: while it is under way, and what has come of it.
 
 This room knows stages and results; what drives the step is handed in as functions.
 """
@@ -9,9 +9,9 @@ import math
 import warnings
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
 
 from spawnsim.errors import ParameterError, Timeout, UsageError, WorldError
+from spawnsim.policies.groups.results import Averaged
 
 
 class AveragingFailed(WorldError):
@@ -45,7 +45,7 @@ Drive = Callable[[Callable[[], bool], float], bool]
 class StepControl:
     """Handle of a step: look at its stage, change its weight, trigger it, cancel it, wait for its result.
 
-    `result()` returns what the members of the group gave to `gather`, by rank.
+    `result()` returns what the averaged ranks gave to `gather`, by rank, and says how whole the average is.
     """
 
     def __init__(self, drive: Drive, *, weight: float, scheduled_s: float, triggered: bool) -> None:
@@ -54,11 +54,30 @@ class StepControl:
         self.began_allreduce = False
         self.cancel_requested = False
         self.rank_count = 0  # members of the group, once formed
-        self.received = 0.0  # share of the vector that came back averaged
         self._drive = drive
         self._weight, self._scheduled_s = weight, scheduled_s
-        self._result: dict[int, Any] | None = None
+        self._result: Averaged | None = None
         self._error: BaseException | None = None
+
+    @property
+    def averaged(self) -> Averaged | None:
+        """The result, if there is one yet."""
+        return self._result
+
+    @property
+    def received(self) -> float:
+        """The share of this rank's elements that came back averaged; 0 as long as there is no result."""
+        return self._result.received if self._result is not None else 0.0
+
+    @property
+    def missing(self) -> dict[int, float]:
+        """Ranks whose values are not in all that came back, with the share in which they are not."""
+        return self._result.missing if self._result is not None else {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is an average of all of the group, in all elements."""
+        return self._result is not None and self._result.complete
 
     @property
     def weight(self) -> float:
@@ -110,8 +129,8 @@ class StepControl:
         """Return what ended the step, if it failed."""
         return self._error
 
-    def result(self, timeout: float | None = None) -> dict[int, Any]:
-        """Wait for the end (at most `timeout` seconds; the step has a deadline of its own) and return the result.
+    def result(self, timeout: float | None = None) -> Averaged:
+        """Wait for the end, at most `timeout` seconds, and return the result.
 
         Raises:
             AveragingFailed: no average came about.
@@ -128,7 +147,7 @@ class StepControl:
             raise UsageError("the averaging step has no result: it was never started")
         return self._result
 
-    def finish(self, result: dict[int, Any] | None = None, error: BaseException | None = None) -> None:
+    def finish(self, result: Averaged | None = None, error: BaseException | None = None) -> None:
         """End the step. The averager calls this."""
         self._result, self._error, self.stage = result, error, Stage.FINISHED
 

@@ -6,7 +6,8 @@ mean, and what is due when, is its owner's business. Nothing here waits without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from threading import Lock
 from typing import Protocol
 
@@ -40,13 +41,13 @@ class Desk:
 
     def __init__(self, comm: Comm, settings: Settings, owner: Owner) -> None:
         self.comm, self.settings, self.owner = comm, settings, owner
-        self.post = Post(comm, settings.tag, settings.poll_interval_s)
+        self.post = Post(comm, settings.tag_or_default, settings.poll_interval_s, settings.channel)
         self.asker = Asker(comm.Get_rank(), comm.Get_size(), settings.request_timeout)
         self.shard = Shard()
         self._known_dead: set[int] = set()
         self._busy = Lock()
         self._task: Task | None = None
-        self._stopping = False
+        self._stopping, self._began = False, False
 
     def send(self, words: Iterable[Outgoing]) -> None:
         """Send words."""
@@ -58,20 +59,33 @@ class Desk:
         if not self._busy.acquire(blocking=False):
             return False
         try:
-            arrived = self.post.poll()
-            now_s = self.comm.clock.now()
-            for source, word in arrived:
-                self._route(source, word, now_s)
-            dead, self._known_dead = self.post.failed - self._known_dead, set(self.post.failed)
-            self.owner.tick(now_s, dead, self.asker.tick(now_s))
+            self._progress()
         finally:
             self._busy.release()
         return True
 
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep progress from being made elsewhere: what the background uses may be changed inside the block."""
+        while not self._busy.acquire(blocking=False):
+            self.comm.clock.sleep(self.settings.poll_interval_s)
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _progress(self) -> None:
+        arrived = self.post.poll()
+        now_s = self.comm.clock.now()
+        for source, word in arrived:
+            self._route(source, word, now_s)
+        dead, self._known_dead = self.post.failed - self._known_dead, set(self.post.failed)
+        self.owner.tick(now_s, dead, self.asker.tick(now_s))
+
     def _route(self, source: int, word: Word, now_s: float) -> None:
         if word.kind is Kind.DECLARE:
             self.send(self.shard.handle(source, word, now_s))
-        elif word.kind is Kind.LISTED:
+        elif word.kind is Kind.LISTED and not word.number:  # a number names a question of the owner's own
             key = self.asker.handle(source, word)
             if key is not None:
                 self.owner.listed(key, now_s)
@@ -107,12 +121,20 @@ class Desk:
     def run_in_background(self) -> None:
         """Make progress beside the rank's program until `stop`. Doing it twice does no harm."""
         if self._task is None or not self._task.alive:
-            self._stopping = False
+            self._stopping, self._began = False, False
             self._task = self.comm.background(self._go_on)
+
+    def await_ready(self, timeout_s: float) -> bool:
+        """Wait until the background has made progress once, at most `timeout_s`; return whether it has."""
+        end_s = self.comm.clock.now() + timeout_s
+        while not self._began and (left_s := end_s - self.comm.clock.now()) > 0:
+            self.comm.clock.sleep(min(self.settings.poll_interval_s, left_s))
+        return self._began
 
     def _go_on(self) -> None:
         while not self._stopping:
             if self.progress():
+                self._began = True
                 self._nap(self.comm.clock.now(), self.settings.poll_interval_s * 10)
             else:
                 self.comm.clock.sleep(self.settings.poll_interval_s)

@@ -79,12 +79,18 @@ class Asker:
 
     def ask(self, key: str, now_s: float, declaration: Entry | None = None) -> list[Outgoing]:
         """Declare under a key (or only ask) and ask for all entries; return the words to send."""
-        ranks = keepers(key, self.size, self._distrusted(now_s))
+        ranks = self.keepers(key, now_s)
         for keeper in ranks:
             self._asked.setdefault((key, keeper), now_s + self.request_timeout_s)
         if declaration is not None:
             self._told[key] = ranks
         return [(keeper, Word(Kind.DECLARE, 0, 1, meta=(key, declaration))) for keeper in ranks]
+
+    def renew(self, key: str, declaration: Entry) -> list[Outgoing]:
+        """Return the words that tell the keepers of a declaration that it has changed; they do not answer."""
+        return [
+            (keeper, Word(Kind.DECLARE, 0, 0, meta=(key, declaration))) for keeper in self._told.get(key, [])
+        ]
 
     def take_back(self, key: str) -> list[Outgoing]:
         """Return the words that withdraw this rank's declaration."""
@@ -117,14 +123,68 @@ class Asker:
         late = [pair for pair, due_s in self._asked.items() if due_s <= now_s]
         for pair in late:
             del self._asked[pair]
-            self.counts["silent keepers"] += 1
-            self.suspects[pair[1]] = now_s + SUSPICION * self.request_timeout_s
+            self.suspect(pair[1], now_s)
         return {key for key, _ in late}
 
     def wake_s(self) -> float:
         """Return when `tick` is next needed."""
         return min(self._asked.values(), default=float("inf"))
 
+    def keepers(self, key: str, now_s: float) -> list[int]:
+        """Return the ranks that keep a key, without those that have been silent lately."""
+        return keepers(key, self.size, self._distrusted(now_s))
+
+    def suspect(self, rank: int, now_s: float) -> None:
+        """Leave a keeper out for a while: it did not answer."""
+        self.counts["silent keepers"] += 1
+        self.suspects[rank] = now_s + SUSPICION * self.request_timeout_s
+
     def _distrusted(self, now_s: float) -> set[int]:
         self.suspects = {rank: until_s for rank, until_s in self.suspects.items() if until_s > now_s}
         return set(self.suspects)
+
+
+class Question:
+    """One question to the keepers of a key: what is declared now. Their answers name its number."""
+
+    def __init__(self, asker: Asker, key: str, number: int, now_s: float) -> None:
+        self.asker, self.key, self.number = asker, key, number
+        self.due_s = now_s + asker.request_timeout_s
+        self.awaited = set(asker.keepers(key, now_s))
+        self.heard = False  # whether any keeper has answered
+        self._entries: dict[int, Entry] = {}
+
+    def words(self) -> list[Outgoing]:
+        """Return the words that ask."""
+        return [
+            (keeper, Word(Kind.DECLARE, self.number, 1, meta=(self.key, None)))
+            for keeper in sorted(self.awaited)
+        ]
+
+    def handle(self, source: int, word: Word) -> None:
+        """Take a LISTED; of two declarations of one rank the later one holds."""
+        if word.number != self.number or source not in self.awaited:
+            return
+        self.awaited.discard(source)
+        self.asker.suspects.pop(source, None)
+        self.heard = True
+        for entry in word.meta[1]:
+            known = self._entries.get(entry.rank)
+            if known is None or known.until_s < entry.until_s:
+                self._entries[entry.rank] = entry
+
+    def over(self, now_s: float) -> bool:
+        """Whether all have answered; those that have not in time are suspected."""
+        if self.awaited and now_s >= self.due_s:
+            for keeper in sorted(self.awaited):
+                self.asker.suspect(keeper, now_s)
+            self.awaited.clear()
+        return not self.awaited
+
+    def entries(self, now_s: float) -> list[Entry]:
+        """Return what was declared by others and has not run out."""
+        return [
+            entry
+            for rank, entry in sorted(self._entries.items())
+            if entry.until_s > now_s and rank != self.asker.rank
+        ]

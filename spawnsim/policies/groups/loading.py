@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from spawnsim.policies.codecs import as_codec
 from spawnsim.policies.groups.desk import Desk
-from spawnsim.policies.groups.directory import Entry
-from spawnsim.policies.groups.sharing import Download, State, chunks, rebuild, state_key
+from spawnsim.policies.groups.directory import Entry, Question
+from spawnsim.policies.groups.keys import KEEPERS
+from spawnsim.policies.groups.sharing import Download, Loaded, State, chunks, rebuild, state_key
 from spawnsim.policies.groups.words import Kind, Word
 
 
@@ -21,7 +21,7 @@ class Donor:
     def __init__(self, desk: Desk, *, sharing: bool) -> None:
         self.desk, self.sharing, self.priority, self.given = desk, sharing, 0.0, 0
         self._key = state_key(desk.settings.prefix)
-        self._declare_s = -math.inf
+        self._declare_s, self._declared = -math.inf, 0.0
         self._fetches: list[tuple[int, Word]] = []
 
     def change(self, *, sharing: bool | None = None, priority: float | None = None) -> None:
@@ -43,13 +43,21 @@ class Donor:
         """Renew the declaration if that is due."""
         if now_s < self._declare_s:
             return
-        period_s = self.desk.settings.declare_state_period
         if self.sharing:
-            entry = Entry(self.desk.post.rank, -self.priority, now_s + 2 * period_s, self.priority)
-            self.desk.send(self.desk.asker.ask(self._key, now_s, entry))
+            self.desk.send(self.desk.asker.ask(self._key, now_s, self._entry(now_s)))
         else:
             self.desk.send(self.desk.asker.take_back(self._key))
-        self._declare_s = now_s + period_s
+        self._declare_s = now_s + self.desk.settings.declare_state_period
+
+    def _entry(self, now_s: float) -> Entry:
+        self._declared = self.priority
+        until_s = now_s + 2 * self.desk.settings.declare_state_period
+        return Entry(self.desk.post.rank, -self.priority, until_s, self.priority)
+
+    def renew(self, now_s: float) -> None:
+        """Tell the keepers if the priority is not what they were told: after an average, others may look for it."""
+        if self.sharing and self.priority != self._declared and now_s < self._declare_s:
+            self.desk.send(self.desk.asker.renew(self._key, self._entry(now_s)))
 
     def retire(self) -> None:
         """Give nothing any more."""
@@ -62,13 +70,12 @@ class Donor:
         """Send the state to those who asked; who may not have it is told so."""
         fetches, self._fetches = self._fetches, []
         settings = self.desk.settings
-        codec = as_codec(settings.state_compression)
         state = state_of() if self.sharing and fetches else None
         for source, word in fetches:
             if state is None:
                 self.desk.send([(source, Word(Kind.STATE, word.number, value=-1.0))])
             else:
-                packed = chunks(word.number, state, codec, settings.part_size_bytes)
+                packed = chunks(word.number, state, settings.state_compression, settings.part_size_bytes)
                 self.desk.send((source, chunk) for chunk in packed)
                 self.given += 1
 
@@ -78,48 +85,70 @@ class Donor:
 
 
 class Loading:
-    """A download of state under way: `done()`, `result()`."""
+    """A download of state under way: `done()`, `result()`. Donors are those that declare themselves now."""
 
-    def __init__(self, desk: Desk, download: Download, until_s: float) -> None:
-        self.desk, self.download, self.until_s = desk, download, until_s
+    def __init__(
+        self, desk: Desk, download: Download, numbers: Callable[[], int], until_s: float | None
+    ) -> None:
+        self.desk, self.download, self._number = desk, download, numbers
+        self._until_s = math.inf if until_s is None else until_s
+        self._retry = until_s is not None
         self._key = state_key(desk.settings.prefix)
-        self._ask_s = -math.inf
+        self._question: Question | None = None
+        self._unheard, self._ask_s = 0, -math.inf
         self._over = False
 
     def done(self) -> bool:
         """Whether the state is here, or will not come."""
         return self.download.complete or self._over
 
-    def result(self) -> State | None:
+    def result(self) -> Loaded | None:
         """Wait for the end; return (metadata, tensors), or None if nobody gave a state in time."""
         self.desk.drive(self.done, math.inf)
-        words = self.download.words
-        if words is None or len(words) == 0 or not self.download.complete:
-            return None
-        settings = self.desk.settings
-        ordered = [words[index] for index in sorted(words)]
-        return rebuild(ordered, as_codec(settings.state_compression), settings.part_size_bytes)
+        return rebuild(self.download.words) if self.download.complete else None
+
+    def handle(self, source: int, word: Word, now_s: float) -> None:
+        """Take a STATE, or the LISTED that answers this download's question."""
+        if word.kind is Kind.STATE:
+            self.download.handle(source, word, now_s)
+        elif self._question is not None:
+            self._question.handle(source, word)
 
     def tick(self, now_s: float, dead: set[int]) -> None:
-        """Go on to the next donor, or ask the directory again."""
+        """Ask who gives its state, then go from donor to donor."""
         for rank in dead:
-            self.download.lost(rank)
+            self.download.lost(rank, now_s)
         self.download.tick(now_s)
-        if now_s >= self.until_s:
+        if self._question is not None:
+            self._listed(self._question, now_s)
+        if now_s >= self._until_s:
             self._over = True
-        elif not self.download.asking():
-            self.listed(now_s)
-            if now_s >= self._ask_s and self.download.donor is None:
-                self.download.tried.clear()
-                self.desk.send(self.desk.asker.ask(self._key, now_s))
-                self._ask_s = now_s + self.desk.settings.request_timeout
+        elif self._question is None and self.download.donor is None:
+            self._ask(now_s)
         self.desk.send(self.download.out)
         self.download.out.clear()
 
-    def listed(self, now_s: float) -> None:
-        """Take up the donors that the directory knows."""
-        self.download.offer(self.desk.asker.known(self._key, now_s), now_s)
+    def _ask(self, now_s: float) -> None:
+        """Ask for the donors again; without a time limit one list of donors is enough."""
+        if self._ask_s > -math.inf and not self._retry:
+            self._over = True
+        elif now_s >= self._ask_s:
+            question = self._question = Question(self.desk.asker, self._key, self._number(), now_s)
+            question.due_s = min(question.due_s, (now_s + self._until_s) / 2)
+            self._ask_s = now_s + self.desk.settings.request_timeout
+            self.desk.send(question.words())
+
+    def _listed(self, question: Question, now_s: float) -> None:
+        if not question.over(now_s):
+            return
+        self._question = None
+        if question.heard:
+            self.download.offer(question.entries(now_s), now_s)
+        elif self._unheard < KEEPERS:  # all its keepers are silent: others keep the key now
+            self._unheard, self._ask_s = self._unheard + 1, -math.inf
 
     def wake_s(self) -> float:
         """Return when `tick` is next needed."""
-        return min(self.until_s, self.download.wake_s(), math.inf if self.download.asking() else self._ask_s)
+        if self._question is not None:
+            return min(self._until_s, self._question.due_s)
+        return min(self._until_s, self.download.wake_s() if self.download.donor is not None else self._ask_s)

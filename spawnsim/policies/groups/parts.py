@@ -1,14 +1,14 @@
 """One flat vector of all averaged tensors, and how it is cut into parts.
 
-This room knows tensors and numbers; no rank's clock, no communicator. Tensors of one dtype lie end to end in one
-segment. Halves travel and sum in float32, whole numbers and truth values in float64 (then rounded), complex numbers
-as pairs. Positions count elements over all segments.
+This room knows tensors and numbers; no rank's clock, no communicator. Tensors of one dtype and codec lie end to end
+in one segment. Halves travel and sum in float32, whole numbers and truth values in float64 (then rounded), complex
+numbers as pairs. Positions count elements over all segments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
 from spawnsim.policies.arithmetic import add, sum_dtype
-from spawnsim.policies.codecs import Codec, NoCompression
+from spawnsim.policies.codecs import Codec, NoCompression, unpack
 from spawnsim.policies.groups.keys import digest
+from spawnsim.policies.messages import Bytes
 
 Values = NDArray[Any]
 HALF = (
@@ -28,12 +29,17 @@ HALF = (
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """All tensors of one dtype: where they begin in the vector, how many elements, summed in which type."""
+    """All tensors of one dtype and codec: where they begin in the vector, how many elements, summed in which type."""
 
     start: int
     count: int
     wide: np.dtype[Any]
-    compressible: bool
+    codec: Codec
+
+    @property
+    def nbytes_per_value(self) -> float:
+        """Size on the wire of one element, about."""
+        return self.wide.itemsize if isinstance(self.codec, NoCompression) else self.codec.nbytes_per_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,30 +52,34 @@ class Part:
 
 
 class Vector:
-    """The averaged tensors of one rank, live: read as flat arrays, changed by adding deltas."""
+    """The averaged tensors of one rank, live: read as flat arrays, changed by adding deltas.
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    `codecs`: one for each tensor, by default none is compressed; tensors of whole numbers never are.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], codecs: Sequence[Codec] | None = None) -> None:
         if not tensors:
             raise ParameterError("averaged_tensors is empty: give at least one tensor")
         self.tensors = [t.detach() for t in tensors]
-        real = [torch.view_as_real(t) if t.is_complex() else t for t in self.tensors]
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in real:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        self._groups = list(by_dtype.values())
+        self._groups: list[list[torch.Tensor]] = []
+        kinds: list[tuple[torch.dtype, Codec]] = []
+        codecs = codecs or [NoCompression()] * len(tensors)
+        for tensor, codec in zip(self.tensors, codecs, strict=True):
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            kind = real.dtype, codec if real.dtype.is_floating_point else NoCompression()
+            if kind not in kinds:
+                kinds.append(kind)
+                self._groups.append([])
+            self._groups[kinds.index(kind)].append(real)
         self.segments: list[Segment] = []
-        for group in self._groups:
-            wide = sum_dtype(group[0].dtype)
-            self.segments.append(
-                Segment(
-                    self.count,
-                    sum(tensor.numel() for tensor in group),
-                    np.dtype("float64" if wide == torch.float64 else "float32"),
-                    group[0].dtype.is_floating_point,
-                )
-            )
-        shapes = [(str(t.dtype), tuple(t.shape)) for t in self.tensors]
-        self.schema = digest(repr(shapes))
+        for (dtype, codec), group in zip(kinds, self._groups, strict=True):
+            wide = np.dtype("float64" if sum_dtype(dtype) == torch.float64 else "float32")
+            self.segments.append(Segment(self.count, sum(each.numel() for each in group), wide, codec))
+        layout = [
+            (str(t.dtype), tuple(t.shape), _name(codec))
+            for t, codec in zip(self.tensors, codecs, strict=True)
+        ]
+        self.schema = digest(repr(layout))
 
     @property
     def count(self) -> int:
@@ -101,26 +111,31 @@ class Vector:
         """Return zeros of the segments' shapes."""
         return [np.zeros(segment.count, segment.wide) for segment in self.segments]
 
-    def codec(self, segment: int, codec: Codec) -> Codec:
-        """Return the codec for a segment: whole numbers are not compressed."""
-        return codec if self.segments[segment].compressible else NoCompression()
+    def unpacked(self, part: Part, raw: bool, body: Bytes) -> Values:
+        """Return the values of a part that was packed with its segment's codec; ValueError if the body is too short."""
+        segment = self.segments[part.segment]
+        return unpack(segment.codec, body, raw=raw, dtype=segment.wide, count=part.stop - part.start)
 
-    def cut(self, counts: Sequence[int], codec: Codec, part_size_bytes: int) -> list[list[Part]]:
+    def cut(self, counts: Sequence[int], part_size_bytes: int) -> list[list[Part]]:
         """Return each reducer's parts: reducer i has `counts[i]` elements, in order, none in two segments."""
         cuts, begin = [], 0
         for count in counts:
-            cuts.append(self._range(begin, begin + count, codec, part_size_bytes))
+            cuts.append(self._range(begin, begin + count, part_size_bytes))
             begin += count
         return cuts
 
-    def _range(self, begin: int, end: int, codec: Codec, part_size_bytes: int) -> list[Part]:
+    def _range(self, begin: int, end: int, part_size_bytes: int) -> list[Part]:
         parts = []
         for index, segment in enumerate(self.segments):
             low, high = max(begin - segment.start, 0), min(end - segment.start, segment.count)
-            plain = isinstance(codec, NoCompression) or not segment.compressible
-            step = max(int(part_size_bytes / (segment.wide.itemsize if plain else codec.nbytes_per_value)), 1)
+            step = max(int(part_size_bytes / segment.nbytes_per_value), 1)
             parts += [Part(index, at, min(at + step, high)) for at in range(low, high, step)]
         return parts
+
+
+def _name(codec: object) -> str:
+    """Return a text that is the same on all ranks with the same codec."""
+    return repr(codec) if is_dataclass(codec) else f"{type(codec).__module__}.{type(codec).__qualname__}"
 
 
 def _sum(value: torch.Tensor, drift: torch.Tensor) -> torch.Tensor:

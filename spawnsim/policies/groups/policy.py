@@ -5,6 +5,8 @@ This room knows models (through `state`) and one averager; how groups form and a
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,11 +16,35 @@ from spawnsim.comm import Comm, as_comm
 from spawnsim.errors import ParameterError, UsageError, WorldError
 from spawnsim.policies.cadence import Cadence
 from spawnsim.policies.groups.averager import DecentralizedAverager
+from spawnsim.policies.groups.compression import (
+    Choices,
+    Compression,
+    CompressionInfo,
+    RoleAdaptiveCompression,
+    TensorRole,
+)
 from spawnsim.policies.groups.control import StepControl
 from spawnsim.policies.groups.parts import Vector
 from spawnsim.policies.groups.sharing import State
 from spawnsim.policies.policy import Info, Result, SpawnPolicy, blank_info
 from spawnsim.policies.state import Tensors, Travels, assign, assign_optimizer, collect
+
+ROLES = {"parameter": TensorRole.PARAMETER, "optimizer": TensorRole.OPTIMIZER}
+
+
+def described(tensors: Tensors) -> list[CompressionInfo]:
+    """Return what compression may depend on: name, shape, dtype and role of each tensor of a model's state."""
+    return [
+        CompressionInfo.from_tensor(tensor, name, ROLES.get(name.partition("/")[0], TensorRole.UNSPECIFIED))
+        for name, tensor in tensors.items()
+    ]
+
+
+def _gentle(compression: Choices) -> Choices:
+    """Return the compression without that of optimizer state, unless it chooses tensor by tensor itself."""
+    if compression is None or isinstance(compression, (list, tuple, Mapping, Compression)):
+        return compression
+    return RoleAdaptiveCompression(optimizer="none", default=compression)  # type: ignore[arg-type]
 
 
 class _ModelAverager(DecentralizedAverager):
@@ -38,13 +64,21 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
 
     Args:
         average_every: iterations between averagings.
+        prefix: of the averager; two policies on one group need two.
         asynchronous: if true, a call begins a step and returns; the average is applied at the later call in which it
             is there, as a delta, so that the training steps taken meanwhile survive. If false, a call waits for the
-            step (for `step_timeout` at most) and goes on without an average if none came about.
+            step, and goes on without an average if no group was found within `step_timeout`.
         load_state: a rank that calls for the first time after iteration 0 downloads model and optimizer from the
             best donor, and returns them with "loaded_from_peer" in `info`.
         travels: which parts of the state are averaged.
         weight: this rank's weight.
+        compression: of `DecentralizedAverager`. A name or codec leaves the optimizer's state as it is: a second moment
+            that is rounded makes steps of any size. Tensors have their names as keys, and roles.
+
+    `info` says besides the usual: "group_size", ranks that were averaged, this one included; "complete", whether all
+    of the group were, in all elements; "received", the share of this rank's elements that came back averaged;
+    "missing", ranks whose values are not in all of them, with the share in which they are not. "donors" are those that
+    are in all of them.
     """
 
     # fmt: off
@@ -62,13 +96,14 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
             )
         self.asynchronous, self.load_state, self.weight = asynchronous, load_state, weight
         self.timing = timing if timing is not None else {}
-        self.num_averagings = 0
+        self.num_averagings = self.num_partial = 0
         self.averager: _ModelAverager | None = None
-        self._parameters = {"prefix": prefix, **averager}
+        self._parameters = {"prefix": prefix, **averager, "compression": _gentle(averager.get("compression"))}
         self._group: object = None
         self._control: tuple[StepControl, float, int] | None = None  # step, when it began, bytes sent before
         self._latest: tuple[int, torch.nn.Module, torch.optim.Optimizer] | None = None
-        self._idle = blank_info("none", self.average_every) | {"group_size": 0, "received": 0.0}
+        nothing = {"group_size": 0, "received": 0.0, "complete": False, "missing": {}}
+        self._idle = blank_info("none", self.average_every) | nothing
 
     def __call__(
         self,
@@ -92,7 +127,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         if self._control is None and self.cadence.due(iteration):
             self._start(averager, iteration)
             if not self.asynchronous:
-                averager.desk.drive(self._arrived, averager.settings.step_timeout * 2)
+                averager.desk.drive(self._arrived, math.inf)
             self._finish(averager, info)
         return model, optimizer, info
 
@@ -105,7 +140,9 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         comm: Comm = as_comm(group)
         self._latest, self._group = whose, group
         live = collect(whose[1], whose[2], self.travels)
-        self.averager = _ModelAverager(list(live.values()), comm, **self._parameters)
+        self.averager = _ModelAverager(
+            list(live.values()), comm, **{"tensor_infos": described(live), **self._parameters}
+        )
         self.averager.policy = self
         self._control = None
         if self.load_state and whose[0] > 0:
@@ -116,7 +153,8 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
     ) -> None:
         """Follow the caller to another model object, if it has the same tensors."""
         if self._latest is not None and model is not self._latest[1]:
-            vector = Vector(list(collect(model, optimizer, self.travels).values()))
+            tensors = list(collect(model, optimizer, self.travels).values())
+            vector = Vector(tensors, averager.codecs(tensors))
             if vector.schema != averager.vector.schema:
                 raise UsageError(f"rank {averager.rank}: the model has other tensors than before; make a new policy")
             averager.vector = vector
@@ -125,7 +163,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
 
     def _load(self, averager: DecentralizedAverager, live: Tensors) -> bool:
         assert self._latest is not None
-        state = averager.load_state_from_peers()
+        state = averager.load_state_from_peers(timeout=averager.search_s())
         if not isinstance(state, tuple):
             return False
         (_, names), tensors = state
@@ -138,15 +176,16 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         return True
 
     def state_for_newcomers(self) -> State:
-        """Return ((iteration, names), tensors) of model and optimizer."""
+        """Return ((iteration, names), tensors, their descriptions) of model and optimizer."""
         assert self._latest is not None
         iteration, model, optimizer = self._latest
         tensors = collect(model, optimizer, Travels(optimizer_state="copy"))
-        return (iteration, list(tensors)), list(tensors.values())
+        return (iteration, list(tensors)), list(tensors.values()), described(tensors)
 
     def _start(self, averager: DecentralizedAverager, iteration: int) -> None:
         if averager.settings.matchmaking is not None:
-            averager.round = iteration // self.average_every  # ranks that skipped a round meet again
+            # Ranks that skipped a round meet again; one that came too late has been told a later one.
+            averager.round = max(iteration // self.average_every, averager.round)
         began_s = averager.comm.clock.now()
         sent = averager.desk.post.counts["bytes_sent"]
         control = averager.step(wait=False, weight=self.weight)
@@ -163,13 +202,20 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         (control, began_s, sent), self._control = self._control, None
         wait_s = averager.comm.clock.now() - began_s
         self.note("average", wait_s)
-        done = control.exception() is None
-        self.num_averagings += done
+        result = control.averaged
+        if result is not None:
+            own = averager.rank
+            self.num_averagings += 1
+            self.num_partial += not result.complete
+            info.update(
+                averaged_this_iteration=True,
+                donors=sum(rank != own and rank not in result.missing for rank in result),
+                group_size=len(result),
+                received=result.received,
+                complete=result.complete,
+                missing=result.missing,
+            )
         info.update(
-            averaged_this_iteration=done,
-            donors=control.rank_count - 1 if done else 0,
-            group_size=control.rank_count if done else 0,
-            received=control.received,
             bytes=averager.desk.post.counts["bytes_sent"] - sent,
             wait_s=wait_s,
         )
@@ -183,7 +229,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
     @property
     def stats(self) -> dict[str, float]:
         """Averagings, and what the averager did and met."""
-        own: dict[str, float] = {"num_averagings": self.num_averagings}
+        own: dict[str, float] = {"num_averagings": self.num_averagings, "num_partial": self.num_partial}
         return own | (self.averager.stats if self.averager is not None else {})
 
     def state_dict(self) -> dict[str, Any]:

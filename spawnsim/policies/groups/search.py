@@ -4,41 +4,21 @@ Every seeker has a place (a number, then its rank) that stays the same during a 
 leads. A seeker asks the better-placed candidates one at a time, from the earliest on, and meanwhile accepts whoever
 asks it. A request from a better-placed rank is refused, so "follows" always points to an earlier place and no circle
 of followers can close; every request is answered at once, so nobody waits for an answer that waits for his own.
-This room knows no communicator and no directory: candidates are handed in.
+A search may know whom it expects (a static matchmaking's group): it is complete when all of them have joined or are
+known not to come, and it ends at once when a group of its round has been formed without this rank. This room knows no
+communicator and no directory: candidates are handed in.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from spawnsim.policies.groups.butterfly import Group, Member
+from spawnsim.policies.groups.terms import Place, Position, Terms, declined
 from spawnsim.policies.groups.words import Kind, Outgoing, Reply, Word
-
-Place = tuple[float, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What a search is for. `place` is the own one; `member` what the leader will announce of this rank.
-
-    `size` members make the group complete; at `expires_s` a leader assembles with at least `least`.
-    `may_lead` is false for clients. `number` draws request and group numbers, `shuffle` the members' order.
-    """
-
-    key: str
-    schema: int
-    place: Place
-    member: Member
-    expires_s: float
-    request_timeout_s: float
-    number: Callable[[], int]
-    shuffle: Callable[[list[Member]], list[Member]]
-    size: int | None = None
-    least: int = 2
-    may_lead: bool = True
 
 
 @dataclass(slots=True)
@@ -53,16 +33,6 @@ class _Request:
 class _Follower:
     number: int
     member: Member
-
-
-def declined(rank: int, source: int, word: Word) -> list[Outgoing]:
-    """Return what to tell those who count on this rank although it is not looking for their group (any more)."""
-    if word.kind is Kind.REPLY and word.part == Reply.ACCEPTED:
-        return [(source, Word(Kind.LEAVE, word.number))]
-    if word.kind is Kind.BEGIN and isinstance(word.meta, Group):
-        absent = Word(Kind.ABSENT, word.meta.number)
-        return [(member, absent) for member in word.meta.ranks if member != rank]
-    return []
 
 
 class Search:
@@ -81,6 +51,10 @@ class Search:
         self._candidates: dict[int, Place] = {}
         self._refused: dict[int, Place] = {}
         self._hint: int | None = None  # a rank that another one sent us to
+        self.awaited = set(terms.expected)  # members that may still come
+        self.late = False  # whether a group of this round was formed without this rank
+        self.ahead: Position | None = None  # of the member that is furthest
+        self.mismatched: set[int] = set()  # ranks with other tensors
 
     @property
     def ended(self) -> bool:
@@ -132,11 +106,15 @@ class Search:
 
     # -------------------------------------------------------------------------------------------------- words
     def handle(self, source: int, word: Word, now_s: float) -> None:
-        """Take a JOIN, REPLY, LEAVE, DISBAND or BEGIN."""
+        """Take a JOIN, REPLY, LEAVE, DISBAND, BEGIN or CALL."""
         if self.ended:
             self._too_late(source, word)
         elif word.kind is Kind.JOIN:
             self._join(source, word, now_s)
+        elif word.kind is Kind.CALL:
+            self._called(word.meta[0], now_s)
+        elif word.kind is Kind.REPLY and isinstance(word.meta, Position):
+            self.told(source, word.meta, now_s)
         elif word.kind is Kind.LEAVE:
             follower = self.followers.get(source)
             if follower is not None and follower.number == word.number:
@@ -165,8 +143,52 @@ class Search:
         if reply is Reply.ACCEPTED:
             self.followers[source] = _Follower(word.number, word.meta[3])
         self.out.append((source, Word(Kind.REPLY, word.number, reply, meta=meta)))
-        if self.terms.size is not None and len(self.followers) + 1 >= self.terms.size:
+        self._assemble_if_complete()
+
+    def _assemble_if_complete(self) -> None:
+        """Begin as soon as nobody else will come, or may."""
+        terms = self.terms
+        here = len(self.followers) + 1
+        nobody_else = bool(terms.expected) and not self.awaited - set(self.followers)
+        if (nobody_else and here >= terms.least) or (terms.size is not None and here >= terms.size):
             self.assemble()
+        elif nobody_else:
+            self.leave()
+
+    # ---------------------------------------------------------------------------------------- expected members
+    def _called(self, place: Place, now_s: float) -> None:
+        """Ask a rank that is here after all; who comes after this one will ask by itself."""
+        self._refused.pop(place[1], None)
+        self.offer([place], now_s)
+
+    def told(self, source: int, position: Position, now_s: float) -> None:
+        """Learn where a rank is: beyond this round, or with a group of it that this rank is not in."""
+        if source not in self.awaited:
+            return
+        if self.ahead is None or position > self.ahead:
+            self.ahead = position
+        if position.formed >= self.terms.round_ and self.leader is None:
+            self.leave()
+            self.late = True
+        else:
+            self.gone(source, now_s)
+
+    def gone(self, rank: int, now_s: float) -> None:
+        """Note that a rank will not come."""
+        self.followers.pop(rank, None)
+        self.awaited.discard(rank)
+        if self._request is not None and self._request.leader == rank:
+            self._give_up(now_s, tell=False)
+        self._candidates.pop(rank, None)
+        if self.terms.expected and not self.ended and self.leader is None:
+            self._assemble_if_complete()
+
+    def call(self) -> None:
+        """Ask the members who have not come whether they will."""
+        here = set(self.followers) | ({self._request.leader} if self._request else set())
+        if self.leader is None and not self.ended:
+            meta = (self.terms.place, self.terms.key)
+            self.out.extend((rank, Word(Kind.CALL, 0, meta=meta)) for rank in sorted(self.awaited - here))
 
     def _judge(self, source: int, request: object) -> tuple[Reply, float | int | None]:
         """Return the answer to a join request, with the rank to ask instead or the end of the promise."""
@@ -186,8 +208,8 @@ class Search:
             return Reply.BAD_EXPIRATION_TIME, None
         if self.leader is not None:
             return Reply.NOT_A_LEADER, self.leader
-        if source in self.followers:
-            return Reply.DUPLICATE_PEER_ID, None
+        if source in self.followers:  # asked again: the first request, or its answer, was lost or doubled
+            return Reply.ACCEPTED, terms.expires_s
         if terms.size is not None and len(self.followers) + 1 >= terms.size:
             return Reply.GROUP_IS_FULL, None
         return Reply.ACCEPTED, terms.expires_s
@@ -202,6 +224,8 @@ class Search:
         elif word.part == Reply.NOT_A_LEADER:
             self._give_up(now_s, tell=False, hint=word.meta)
         else:
+            if word.part == Reply.BAD_SCHEMA_HASH:
+                self.mismatched.add(request.leader)
             self._give_up(now_s, tell=False)
 
     def _dismiss(self, instead: int | None) -> None:
@@ -219,15 +243,21 @@ class Search:
             self.counts["silent leaders"] += 1
             self._give_up(now_s, tell=True)
         if now_s >= self.terms.expires_s and self.leader is None:
-            if len(self.followers) + 1 >= self.terms.least and self.followers:
-                self.assemble()
-            else:
-                self.leave()
+            self._expire()
+
+    def _expire(self) -> None:
+        """Assemble with those who have come; else wait for the answer to an open request, or end."""
+        here, least = len(self.followers) + 1, self.terms.least
+        if here >= least and (self.followers or self._request is None):
+            self.assemble()
+        elif self._request is None:
+            self.leave()
 
     def wake_s(self) -> float:
         """Return when `tick` is next needed."""
         due_s = self._request.due_s if self._request is not None else math.inf
-        return due_s if self.leader is not None else min(due_s, self.terms.expires_s)
+        waits = self._request is not None and len(self.followers) + 1 < max(self.terms.least, 2)
+        return due_s if self.leader is not None or waits else min(due_s, self.terms.expires_s)
 
     def leave(self) -> None:
         """End the search without a group; leader and followers are told."""
@@ -238,12 +268,6 @@ class Search:
             self._request = None
         self._dismiss(None)
         self.over = True
-
-    def lost(self, rank: int, now_s: float) -> None:
-        """Note that a rank is dead."""
-        self.followers.pop(rank, None)
-        if self._request is not None and self._request.leader == rank:
-            self._give_up(now_s, tell=False)
 
     def assemble(self) -> None:
         """Form the group of this rank and its followers, and tell them."""

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 from spawnsim.policies.groups.butterfly import Member
 from spawnsim.policies.groups.directory import Asker, Entry
-from spawnsim.policies.groups.keys import group_key
+from spawnsim.policies.groups.keys import digest, group_key
 from spawnsim.policies.groups.parts import Vector
-from spawnsim.policies.groups.search import Place, Search, Terms
+from spawnsim.policies.groups.search import Search
 from spawnsim.policies.groups.settings import Settings
+from spawnsim.policies.groups.terms import Place, Terms
 from spawnsim.policies.groups.words import Outgoing
 
 REFRESHES = 5  # times that a seeker looks into the directory again within min_matchmaking_time
@@ -32,6 +33,10 @@ class Seat(Protocol):
     bits: str
     round: int
 
+    @property
+    def failed(self) -> set[int]:
+        """The ranks that are known to be dead."""
+
     def number(self) -> int:
         """Draw a number that nobody else draws."""
 
@@ -40,38 +45,54 @@ class Seat(Protocol):
 
 
 class Seeking:
-    """One search, until `expires_s`. It has ended when `search.ended`; then call `end`."""
+    """One search, until `expires_s`. It has ended when `search.ended`; then call `end`.
 
-    def __init__(self, seat: Seat, gathered: Any, expires_s: float, now_s: float) -> None:
+    `missed`: whether members of a static group have asked for this rank already, and have given it up.
+    """
+
+    def __init__(
+        self, seat: Seat, gathered: Any, expires_s: float, now_s: float, *, missed: bool = False
+    ) -> None:
         self.seat, self.settings = seat, seat.settings
         self._gathered, self._expires_s = gathered, expires_s
         self._news: deque[Outgoing] = deque()
-        self._refresh_s = math.inf
+        self._refresh_s = self._call_s = math.inf
         if self.settings.matchmaking is None:
             self.key = group_key(self.settings.prefix, seat.bits)
             self.search = self._begin((expires_s, seat.rank), self.settings.target_group_size, seat.shuffled)
             self._declare(now_s)
         else:
             self.key = static_key(self.settings.prefix, seat.round)
-            place, others = self._static_places()
-            self.search = self._begin(place, len(others) + 1, _by_rank)
-            if others:
-                self.search.offer(others, now_s)
-            else:
-                self.search.assemble()
+            self._begin_round(now_s, missed)
+
+    def _begin_round(self, now_s: float, missed: bool) -> None:
+        """Begin the search for the group that the static matchmaking says."""
+        place, others = self._static_places()
+        expected = tuple(rank for _, rank in others)
+        self.search = self._begin(place, len(others) + 1, _by_rank, expected)
+        if not others:
+            self.search.assemble()
+            return
+        self._call_s = now_s if missed else now_s + self.settings.request_timeout
+        self.search.offer([each for each in others if each[1] not in self.seat.failed], now_s)
+        for rank in expected:
+            if rank in self.seat.failed and not self.search.ended:
+                self.search.gone(rank, now_s)
 
     def _begin(
-        self, place: Place, size: int | None, shuffle: Callable[[list[Member]], list[Member]]
-    ) -> Search:
+        self, place: Place, size: int | None, shuffle: Callable[[list[Member]], list[Member]],
+        expected: tuple[int, ...] = (),
+    ) -> Search:  # fmt: skip
         seat, settings = self.seat, self.settings
         if settings.client_mode:
             place = (math.inf, seat.rank)
         member = Member(seat.rank, settings.role, settings.bandwidth, self._gathered)
         least = min(settings.min_group_size, size or settings.min_group_size)
+        schema = digest(repr((seat.vector.schema, settings.part_size_bytes, settings.min_vector_size)))
         return Search(
             Terms(
-                self.key, seat.vector.schema, place, member, self._expires_s, settings.request_timeout,
-                seat.number, shuffle, size, least, not settings.client_mode,
+                self.key, schema, place, member, self._expires_s, settings.request_timeout,
+                seat.number, shuffle, size, least, not settings.client_mode, expected, seat.round,
             )
         )  # fmt: skip
 
@@ -109,11 +130,16 @@ class Seeking:
         self.search.tick(now_s)
         if now_s >= self._refresh_s and not self.search.ended and self.search.leader is None:
             self._declare(now_s)
+        if now_s >= self._call_s and not self.search.ended:
+            self.search.call()
+            self._call_s = now_s + self.settings.request_timeout
 
     def wake_s(self) -> float:
         """Return when `tick` is next needed."""
-        refresh_s = self._refresh_s if self.search.leader is None else math.inf
-        return min(self.search.wake_s(), refresh_s)
+        return min(
+            self.search.wake_s(),
+            math.inf if self.search.leader is not None else min(self._refresh_s, self._call_s),
+        )
 
     def end(self) -> None:
         """Take back what was declared."""

@@ -9,9 +9,12 @@ import math
 from dataclasses import dataclass
 
 from spawnsim.errors import ParameterError
-from spawnsim.policies.codecs import Codec, as_codec
 from spawnsim.policies.groups.butterfly import Limits, Role
+from spawnsim.policies.groups.compression import Choices, as_compression
+from spawnsim.policies.groups.keys import digest
 from spawnsim.policies.groups.static import Matchmaking
+
+FIRST_TAG, LAST_TAG = 16384, 32767  # every MPI has these; policies and examples use smaller ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +32,26 @@ class Settings:
     next_chunk_timeout: float | None = None
     sender_timeout: float | None = None
     reducer_timeout: float | None = None
-    compression: str | Codec | None = None
-    state_compression: str | Codec | None = None
+    compression: Choices = None
+    state_compression: Choices = None
     bandwidth: float | None = None
     min_vector_size: int = 0
     auxiliary: bool = False
     client_mode: bool = False
     declare_state_period: float = 30.0
     shutdown_timeout: float = 5.0
-    step_timeout: float = 60.0
+    step_timeout: float | None = None
     error_feedback: bool = False
     matchmaking: Matchmaking | None = None
     burst: int = 64
     poll_interval_s: float = 0.01
-    tag: int = 7101
+    tag: int | None = None
 
     def __post_init__(self) -> None:
         for name in (
             "min_matchmaking_time",
             "request_timeout",
             "declare_state_period",
-            "step_timeout",
             "poll_interval_s",
         ):
             self._above_zero(name)
@@ -58,6 +60,7 @@ class Settings:
             "next_chunk_timeout",
             "sender_timeout",
             "reducer_timeout",
+            "step_timeout",
             "target_group_size",
         ):
             if getattr(self, name) is not None:
@@ -66,8 +69,8 @@ class Settings:
             self._above_zero(name)
         self._check_sizes()
         self._check_times()
-        as_codec(self.compression)
-        as_codec(self.state_compression)
+        as_compression(self.compression)
+        as_compression(self.state_compression)
 
     def _above_zero(self, name: str) -> None:
         value = getattr(self, name)
@@ -97,37 +100,39 @@ class Settings:
                 f"request_timeout={self.request_timeout} s must be smaller than min_matchmaking_time="
                 f"{self.min_matchmaking_time} s: a search that one silent leader can use up finds no group"
             )
-        if not self.reducer_timeout_s > self.sender_timeout_s and math.isfinite(self.sender_timeout_s):
+        sender_s, reducer_s = self._awaited_s(math.inf)
+        if not reducer_s > sender_s and math.isfinite(sender_s):
             raise ParameterError(
-                f"reducer_timeout={self.reducer_timeout_s} s must be larger than sender_timeout="
-                f"{self.sender_timeout_s} s: a reducer that waits for a slow sender would seem to have failed"
+                f"reducer_timeout={reducer_s} s must be larger than sender_timeout={sender_s} s: a reducer that "
+                "waits for a slow sender would seem to have failed"
             )
 
-    @property
-    def sender_timeout_s(self) -> float:
-        """The sender time-out; by default `next_chunk_timeout`, else none of its own."""
-        given = self.sender_timeout if self.sender_timeout is not None else self.next_chunk_timeout
-        return math.inf if given is None else given
+    def _awaited_s(self, patience_s: float) -> tuple[float, float]:
+        """Return how long a sender and a reducer may be silent. What is not given is the communicator's patience."""
+        sender_s = self.sender_timeout if self.sender_timeout is not None else self.next_chunk_timeout
+        if sender_s is None:
+            sender_s = (
+                patience_s if self.reducer_timeout is None else min(patience_s, self.reducer_timeout / 2)
+            )
+        return sender_s, 2 * sender_s if self.reducer_timeout is None else self.reducer_timeout
+
+    def limits(self, patience_s: float) -> Limits:
+        """Return the limits of an all-reduce; no message is awaited for longer than `patience_s` by default."""
+        sender_s, reducer_s = self._awaited_s(patience_s)
+        allreduce_s = math.inf if self.allreduce_timeout is None else self.allreduce_timeout
+        return Limits(self.part_size_bytes, self.min_vector_size, sender_s, reducer_s, allreduce_s)
 
     @property
-    def reducer_timeout_s(self) -> float:
-        """The reducer time-out; by default twice the sender's."""
-        return 2 * self.sender_timeout_s if self.reducer_timeout is None else self.reducer_timeout
+    def channel(self) -> int:
+        """32 bits that the words of all averagers of this prefix carry."""
+        return digest(self.prefix) & 0xFFFFFFFF
 
     @property
-    def chunk_timeout_s(self) -> float:
-        """How long a download waits for its next chunk."""
-        return self.request_timeout if self.next_chunk_timeout is None else self.next_chunk_timeout
+    def tag_or_default(self) -> int:
+        """The tag of all words. Prefixes have tags of their own, so that averagers of two do not mix."""
+        return FIRST_TAG + digest(self.prefix) % (LAST_TAG + 1 - FIRST_TAG) if self.tag is None else self.tag
 
     @property
     def role(self) -> Role:
         """What this peer does in a group."""
         return Role.CLIENT if self.client_mode else Role.AUX if self.auxiliary else Role.NODE
-
-    def limits(self, left_s: float) -> Limits:
-        """Return the limits of an all-reduce that may last `left_s` at most."""
-        allreduce_s = math.inf if self.allreduce_timeout is None else self.allreduce_timeout
-        return Limits(
-            self.part_size_bytes, self.min_vector_size, self.sender_timeout_s, self.reducer_timeout_s,
-            min(allreduce_s, left_s),
-        )  # fmt: skip

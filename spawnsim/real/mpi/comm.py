@@ -282,8 +282,20 @@ def wrap(raw: MPI.Comm) -> MPIComm:
     if isinstance(known, MPIComm) and not known._home.ending.over:
         return known
     comm = _enter(raw, Own(raw.Get_rank(), recorder=None, seed=0, deadline_s=30.0), Options(), raw.Get_name())
-    atexit.register(comm._home.watchdog.stop)
+    atexit.register(_part, comm._home)
     return comm
+
+
+def _part(home: Home) -> None:
+    """Part from the other ranks at the end of a program that knows nothing of `world()`.
+
+    Policies may have sent messages to ranks that had ended; MPICH kills a job that finalizes with any of them.
+    """
+    try:
+        if not MPI.Is_finalized() and not home.ending.begun:
+            home.goodbye()
+    finally:
+        home.watchdog.stop()
 
 
 def namespace(comm: MPIComm) -> SimpleNamespace:
