@@ -162,10 +162,11 @@ def as_codec(compression: str | Codec | None) -> Codec:
 
 
 def pack(codec: Codec, values: Floats) -> tuple[bool, Bytes]:
-    """Return (raw, bytes): compressed, or as they are where the codec does nothing or a value is not finite."""
+    """Return (raw, bytes): compressed, or as they are where that is not smaller or a value is not finite."""
     if isinstance(codec, NoCompression) or not np.isfinite(values).all():
         return True, _bytes(values)
-    return False, codec.encode(values)
+    packed = codec.encode(values)
+    return (False, packed) if packed.size < values.nbytes else (True, _bytes(values))
 
 
 def unpack(codec: Codec, body: Bytes, *, raw: bool, dtype: np.dtype[Any], count: int) -> Floats:

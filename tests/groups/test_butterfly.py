@@ -129,7 +129,7 @@ def test_error_feedback_makes_up_for_what_was_lost() -> None:
     """Over many rounds with the same inputs, the mean of what was sent comes close to the input."""
     errors = {}
     for feedback in (False, True):
-        residuals = [Vector(tensors(rank)).zeros() for rank in range(3)] if feedback else None
+        residuals = [vector_of(rank, NAMED["blockwise8"]).zeros() for rank in range(3)] if feedback else None
         deltas = []
         for _ in range(30):
             vectors = [vector_of(rank, NAMED["blockwise8"]) for rank in range(3)]
@@ -233,9 +233,13 @@ def test_who_was_not_averaged_is_told_to_all() -> None:
         member.send_some(10**6, 0.0)
     for dest, word in ring.members[3].out:
         if dest == 1 and not damaged:
-            damaged = ring.members[1].reducer.parts[word.part].stop - ring.members[1].reducer.parts[word.part].start
+            damaged = (
+                ring.members[1].reducer.parts[word.part].stop - ring.members[1].reducer.parts[word.part].start
+            )
             ring.members[1].handle(3, replace(word, body=word.body[:0], damaged=True), 0.0)
-    ring.members[3].out = deque(item for item in ring.members[3].out if not (item[0] == 1 and item[1].part == 0))
+    ring.members[3].out = deque(
+        item for item in ring.members[3].out if not (item[0] == 1 and item[1].part == 0)
+    )
     ring.run()
     ring.apply()
     share = damaged / vectors[0].count

@@ -19,20 +19,23 @@ from spawnsim.policies.groups.words import Kind, Word
 
 RANKS, VICTIM, LENGTH = 5, 2, 4000
 SENDER_S, REDUCER_S = 1.0, 3.0
+results: dict[int, Any] = {}  # what the steps of the last play came to
 
 
 class Faulty(DecentralizedAverager):
-    """Logs when it sends what, and calls `strike` before the n-th word of a kind."""
+    """Logs when it sends what, and calls `strike` before the n-th word of a kind, which is lost if that says so."""
 
-    def tamper(self, kind: Kind | None, number: int, strike: Callable[[], None]) -> list[tuple[float, Kind]]:
+    def tamper(self, kind: Kind | None, number: int, strike: Callable[[], Any]) -> list[tuple[float, Kind]]:
         log: list[tuple[float, Kind]] = []
         send = self.desk.post.send
 
         def logged(rank: int, word: Word) -> None:
-            if word.kind is kind and sum(each is kind for _, each in log) == number:
-                strike()
+            lost = (
+                word.kind is kind and sum(each is kind for _, each in log) == number and strike() == "lose it"
+            )
             log.append((self.comm.clock.now(), word.kind))
-            send(rank, word)
+            if not lost:
+                send(rank, word)
 
         self.desk.post.send = logged  # type: ignore[method-assign]
         return log
@@ -43,6 +46,7 @@ def play(
 ) -> Any:
     """Average once among five ranks; return values before and after, when each ended, and the victim's log."""
     before, after, ended, logs = {}, {}, {}, {}
+    results.clear()
 
     def main(comm: Any) -> None:
         generator = torch.Generator().manual_seed(comm.rng.seed("values"))
@@ -60,6 +64,7 @@ def play(
             averager.desk.drive(control.done, 0.5)
         ended[comm.rank] = comm.clock.now()
         after[comm.rank] = values.numpy().copy()
+        results[comm.rank] = control
         if comm.rank == VICTIM and control.cancelled():
             with pytest.raises(Cancelled):
                 control.result()
@@ -105,7 +110,7 @@ def test_without_faults_all_have_the_mean() -> None:
     """The reference: everything is the mean of all, within a millisecond of virtual time or two."""
     before, after, ended, _ = undisturbed()
     assert check(before, after, alive=list(range(RANKS))) == (1.0, 0.0)
-    assert max(ended.values()) < 0.01
+    assert max(ended.values()) < 0.02
 
 
 def test_fail_before() -> None:
@@ -113,6 +118,8 @@ def test_fail_before() -> None:
     crash_s = moments(Kind.PART)[0] - 1e-9
     before, after, ended, _ = play(faults=f"crash:{VICTIM}@{crash_s!r}s")
     assert check(before, after, alive=survivors()) == (0.0, 0.8)
+    assert all(results[rank].missing == {VICTIM: 1.0} for rank in survivors())
+    assert all(sorted(results[rank].result()) == survivors() for rank in survivors())  # it was not averaged
     for rank in survivors():  # known after the detector's 10 ms, long before any time-out
         assert crash_s + 0.01 <= ended[rank] < crash_s + 0.05
 
@@ -126,6 +133,12 @@ def test_fail_sending() -> None:
     assert 0.3 < whole < 0.6
     assert whole + partial >= 0.8
     assert max(ended[rank] for rank in survivors()) < crash_s + 0.05
+    for rank in survivors():  # the steps say so: of the victim's range little, of the rest a part without it
+        assert 0.8 <= results[rank].received < 0.9
+        assert list(results[rank].missing) == [VICTIM]
+        assert 0 < results[rank].missing[VICTIM] < 1
+        assert VICTIM in results[rank].result()
+        assert not results[rank].complete
 
 
 def test_fail_reducing() -> None:
@@ -183,3 +196,24 @@ def test_cancelling_in_the_middle() -> None:
     assert partial > 0.1
     assert (after[VICTIM] == before[VICTIM]).all()
     assert max(ended.values()) < 0.02
+
+
+@pytest.mark.parametrize("kind", [Kind.PART, Kind.DELTA])
+def test_a_lost_word_costs_its_part_and_no_time(kind: Kind) -> None:
+    """What follows shows that it is lost: nobody waits for it, all else is averaged, and everybody knows."""
+    number = len(moments(kind)) // 2
+    before, after, ended, _ = play(kind, number, lambda _comm, _control: "lose it")
+    whole, partial = check(before, after, alive=list(range(RANKS)))
+    part = 50 / LENGTH
+    assert max(ended.values()) < 0.02
+    if kind is Kind.PART:
+        assert partial == pytest.approx(part * (RANKS - 1) / RANKS)
+        assert results[VICTIM].received == pytest.approx(1 - part)
+        assert all(results[rank].missing == {VICTIM: pytest.approx(part)} for rank in survivors())
+    else:
+        assert partial == 0.0
+        assert sorted(results[rank].received for rank in range(RANKS)) == pytest.approx(
+            [1 - part, 1, 1, 1, 1]
+        )
+        assert not any(results[rank].missing for rank in range(RANKS))
+    assert whole + partial == pytest.approx(1 - part / RANKS)

@@ -87,7 +87,10 @@ def word(number: int, nbytes: int) -> Word:
 
 @settings(deadline=None, max_examples=150)
 @given(
-    st.lists(st.tuples(st.integers(1, 3), st.sampled_from([0, 8, LARGE, 3 * LARGE]), st.integers(1, 5)), max_size=25)
+    st.lists(
+        st.tuples(st.integers(1, 3), st.sampled_from([0, 8, LARGE, 3 * LARGE]), st.integers(1, 5)),
+        max_size=25,
+    )
 )
 def test_words_of_a_rank_never_overtake(sent: list[tuple[int, int, int]]) -> None:
     """Whatever completes first: each rank's words come in the order in which it sent them, none is lost."""
@@ -136,7 +139,9 @@ def test_words_come_back_as_they_were(nbytes: int, meta: Any) -> None:
 @given(st.sampled_from([0, 64, 5000]), st.booleans(), st.integers(0, 2**20), st.integers(0, 7))
 def test_every_flipped_bit_is_noticed(nbytes: int, with_meta: bool, place: int, bit: int) -> None:
     """In the head: nothing can be read. In the body: the word comes without it."""
-    buffer = encode(Word(Kind.PART, 5, 1, 2.0, meta=(1, "x") if with_meta else None, body=np.ones(nbytes, np.uint8)))
+    buffer = encode(
+        Word(Kind.PART, 5, 1, 2.0, meta=(1, "x") if with_meta else None, body=np.ones(nbytes, np.uint8))
+    )
     place %= buffer.size
     buffer[place] ^= 1 << bit
     head_nbytes = buffer.size - nbytes

@@ -155,7 +155,7 @@ def test_replies(word: Word, reply: Reply) -> None:
 
 
 def test_more_replies() -> None:
-    """Who asks twice is accepted twice, as one follower (its answer was lost); a follower redirects; a full group and an ended search say so; a client never leads."""
+    """Who asks twice is accepted twice, as one follower; followers redirect; an ended search says so, a client too."""
     net = Net({0: 5.0, 1: 5.0, 9: math.inf}, size=3)
     zero, one, client = net.searches.values()
     zero.handle(5, request(), 0.0)

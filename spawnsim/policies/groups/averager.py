@@ -101,8 +101,8 @@ class DecentralizedAverager(Peer):
         )
         # fmt: on
         shares = not (client_mode or auxiliary) if allow_state_sharing is None else bool(allow_state_sharing)
-        super().__init__(averaged_tensors, as_comm(comm), settings, tensor_infos, shares=shares)
         self.bits = check_bits(initial_group_bits)
+        super().__init__(averaged_tensors, as_comm(comm), settings, tensor_infos, shares=shares)
         self._closed = False
         if start:
             self.run_in_background()

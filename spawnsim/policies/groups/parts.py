@@ -1,8 +1,9 @@
 """One flat vector of all averaged tensors, and how it is cut into parts.
 
 This room knows tensors and numbers; no rank's clock, no communicator. Tensors of one dtype and codec lie end to end
-in one segment. Halves travel and sum in float32, whole numbers and truth values in float64 (then rounded), complex
-numbers as pairs. Positions count elements over all segments.
+in one segment; a codec that looks at more than one value at a time gets each tensor by itself. Halves travel and sum
+in float32, whole numbers and truth values in float64 (then rounded), complex numbers as pairs. Positions count
+elements over all segments.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
 from spawnsim.policies.arithmetic import add, sum_dtype
-from spawnsim.policies.codecs import Codec, NoCompression, unpack
+from spawnsim.policies.codecs import Codec, Float16, NoCompression, unpack
 from spawnsim.policies.groups.keys import digest
 from spawnsim.policies.messages import Bytes
 
 Values = NDArray[Any]
+VALUE_BY_VALUE = (NoCompression, Float16)  # codecs to which it is all the same what lies beside a value
 HALF = (
     0.5 + 1e-6
 )  # a little more: a mean of exactly a half is the same on all ranks, whichever way it was summed
@@ -29,7 +31,7 @@ HALF = (
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """All tensors of one dtype and codec: where they begin in the vector, how many elements, summed in which type."""
+    """Tensors of one dtype and codec: where they begin in the vector, how many elements, summed in which type."""
 
     start: int
     count: int
@@ -67,10 +69,11 @@ class Vector:
         for tensor, codec in zip(self.tensors, codecs, strict=True):
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             kind = real.dtype, codec if real.dtype.is_floating_point else NoCompression()
-            if kind not in kinds:
+            if not isinstance(kind[1], VALUE_BY_VALUE) or kind not in kinds:
                 kinds.append(kind)
-                self._groups.append([])
-            self._groups[kinds.index(kind)].append(real)
+                self._groups.append([real])
+            else:
+                self._groups[kinds.index(kind)].append(real)
         self.segments: list[Segment] = []
         for (dtype, codec), group in zip(kinds, self._groups, strict=True):
             wide = np.dtype("float64" if sum_dtype(dtype) == torch.float64 else "float32")

@@ -35,7 +35,7 @@ _LIVE: WeakKeyDictionary[Any, dict[tuple[int, int], str]] = WeakKeyDictionary()
 class Peer:
     """One rank's state between steps, and what its machines call."""
 
-    bits = ""
+    bits: str
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], comm: Comm, settings: Settings,

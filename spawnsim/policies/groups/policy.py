@@ -125,7 +125,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         averager.progress()
         self._finish(averager, info)
         if self._control is None and self.cadence.due(iteration):
-            self._start(averager, iteration)
+            self._start(averager)
             if not self.asynchronous:
                 averager.desk.drive(self._arrived, math.inf)
             self._finish(averager, info)
@@ -182,10 +182,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         tensors = collect(model, optimizer, Travels(optimizer_state="copy"))
         return (iteration, list(tensors)), list(tensors.values()), described(tensors)
 
-    def _start(self, averager: DecentralizedAverager, iteration: int) -> None:
-        if averager.settings.matchmaking is not None:
-            # Ranks that skipped a round meet again; one that came too late has been told a later one.
-            averager.round = max(iteration // self.average_every, averager.round)
+    def _start(self, averager: DecentralizedAverager) -> None:
         began_s = averager.comm.clock.now()
         sent = averager.desk.post.counts["bytes_sent"]
         control = averager.step(wait=False, weight=self.weight)
@@ -203,7 +200,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         wait_s = averager.comm.clock.now() - began_s
         self.note("average", wait_s)
         result = control.averaged
-        if result is not None:
+        if result is not None and len(result) > 1:  # in a group of one there is nothing to average
             own = averager.rank
             self.num_averagings += 1
             self.num_partial += not result.complete

@@ -49,11 +49,6 @@ class Steps:
         for control in [*([step.control] if step is not None else []), *(each for each, _ in self._waiting)]:
             control.cancel_requested = True
 
-    @property
-    def idle(self) -> bool:
-        """Whether no step is under way or waits."""
-        return self.current is None and not self._waiting
-
     def _begin_next(self, now_s: float) -> None:
         """Begin the next step that waits, and hand it what came before it began."""
         while self.current is None and self._waiting:
@@ -62,7 +57,10 @@ class Steps:
                 control.finish(error=Cancelled(f"rank {self.home.rank}: the averaging step was cancelled"))
                 continue
             missed, self._missed = bool(self._missed), set()
-            self._step = Round(self.home, control, wish, now_s, missed=missed)
+            step = self._step = Round(self.home, control, wish, now_s, missed=missed)
+            if control.done():  # nobody else will come to its round
+                self._end(step)
+                continue
             early, self._early = self._early, deque(maxlen=EARLY_AT_MOST)
             for source, word, came_s in early:
                 if word.kind is Kind.JOIN:
@@ -149,14 +147,18 @@ class Steps:
         for rank in sorted(dead):
             step.lost(rank, now_s)
         step.tick(now_s)
-        self.desk.send(step.out)
-        step.out.clear()
+        self._send(step)
         if step.control.done():
             self._end(step)
             self._begin_next(now_s)
 
+    def _send(self, step: Round) -> None:
+        self.desk.send(step.out)
+        step.out.clear()
+
     def _end(self, step: Round) -> None:
         """Keep what a step leaves behind, and drop what came for its groups."""
+        self._send(step)
         self.home.round = step.next_round
         self._early = deque(
             (item for item in self._early if item[1].number not in self._groups), maxlen=EARLY_AT_MOST
