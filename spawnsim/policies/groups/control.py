@@ -137,7 +137,7 @@ class StepControl:
             Cancelled: `cancel` was called.
             Timeout: `timeout` is over and the step goes on.
         """
-        if not self._drive(self.done, math.inf if timeout is None else timeout):
+        if not (self.done() or self._drive(self.done, math.inf if timeout is None else timeout)):
             raise Timeout(
                 (), "StepControl.result", -1, f"the averaging step is not over ({self.stage.value})"
             )

@@ -28,8 +28,9 @@ from spawnsim.policies.groups.sharing import State
 from spawnsim.policies.groups.steps import Steps
 from spawnsim.policies.groups.words import Kind, Word
 
-# Each rank's peers that have not been shut down, by communicator and tag: two of them would take each other's words.
-_LIVE: WeakKeyDictionary[Any, dict[tuple[int, int], str]] = WeakKeyDictionary()
+# Prefixes of the peers that have not been shut down, by rank (its clock; virtual ranks' communicators are equal),
+# communicator and tag: two would take each other's words. A communicator lives as long as its peers do.
+_LIVE: WeakKeyDictionary[Any, WeakKeyDictionary[Comm, dict[int, str]]] = WeakKeyDictionary()
 
 
 class Peer:
@@ -61,9 +62,8 @@ class Peer:
 
     def _register(self) -> None:
         """Refuse to take the words of another averager of this rank."""
-        live = _LIVE.setdefault(self.comm.clock, {})
-        self._place = (hash(self.comm), self.settings.tag_or_default)
-        other = live.get(self._place)
+        live, tag = self._live(), self.settings.tag_or_default
+        other = live.get(tag)
         if other == self.settings.prefix:
             raise UsageError(
                 f"rank {self.rank}: there is an averager with prefix={other!r} on this communicator already: "
@@ -72,13 +72,17 @@ class Peer:
         if other is not None:
             raise UsageError(
                 f"rank {self.rank}: the averagers with prefix={other!r} and prefix={self.settings.prefix!r} have the "
-                f"tag {self._place[1]} in common: give one of them another, tag=..., on all ranks"
+                f"tag {tag} in common: give one of them another, tag=..., on all ranks"
             )
-        live[self._place] = self.settings.prefix
+        live[tag] = self.settings.prefix
 
     def deregister(self) -> None:
         """Let another averager of this rank take the prefix."""
-        _LIVE.get(self.comm.clock, {}).pop(self._place, None)
+        self._live().pop(self.settings.tag_or_default, None)
+
+    def _live(self) -> dict[int, str]:
+        """Return this rank's prefixes on this communicator, by tag."""
+        return _LIVE.setdefault(self.comm.clock, WeakKeyDictionary()).setdefault(self.comm, {})
 
     # --------------------------------------------------------------------------------------------- the tensors
     def borrow(self) -> bool:
