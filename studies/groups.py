@@ -41,7 +41,7 @@ def main(comm, matchmaking="dynamic", group_size=16, rounds=5, leaving=0.05, per
         late_s = comm.clock.now() - (round_ + 0.9) * period_s
         comm.record(
             round=round_, group_size=len(gathered or ()), wait_s=waited_s, late_s=late_s, value=float(values[0]),
-            mean=float(values.mean()),
+            mean=float(values.mean()), whole=float(gathered is not None and gathered.complete),
         )  # fmt: skip
         averager.serve(max((round_ + 1) * period_s - comm.clock.now(), 0.0))
     averager.shutdown(0.0)

@@ -145,3 +145,27 @@ def test_messages_that_nobody_received_do_not_delay_the_end(job, count, nbytes):
     found = job(program(body, deadline_s=50))
     assert (found.status, found.err) == (0, "")
     assert found.out == "True\n"
+
+
+PLAIN = """
+import torch
+from mpi4py import MPI
+from spawnsim import DecentralizedAverager
+
+world = MPI.COMM_WORLD
+averager = DecentralizedAverager(
+    [torch.full((1000,), float(world.rank))], world, prefix="t", target_group_size=world.size,
+    min_matchmaking_time=1.0, request_timeout=0.5,
+)
+assert averager.step(timeout=10.0) is not None
+for turn in range(world.size):  # whoever goes later tells those that have gone
+    if turn == world.rank:
+        averager.shutdown()
+    world.Barrier()
+"""
+
+
+def test_messages_of_policies_in_a_program_of_plain_mpi4py_do_not_break_its_end(job):
+    """What `shutdown` tells ranks that have ended is taken from the library, or MPICH would end with status 9."""
+    found = job(PLAIN, head="")
+    assert (found.status, found.out, found.err) == (0, "", "")
