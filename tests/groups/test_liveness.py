@@ -115,7 +115,8 @@ def plan_of(seed: int, ranks: int) -> Plan:
         return begin_s, draw.uniform(0.005, FAULTS_END_S - begin_s)
 
     def link() -> tuple[int | None, int | None]:
-        one, other = (None if draw.random() < 0.3 else draw.randrange(ranks) for _ in range(2))
+        pair = draw.sample(range(ranks), 2)
+        one, other = (None if draw.random() < 0.3 else rank for rank in pair)
         return one, other
 
     kinds = {
