@@ -45,9 +45,12 @@ class Recovery:
         step: the smallest step that any survivor gave; None if none was given. Survivors of an interrupted step stand
             at different steps, and go on together from this one.
         dead: the old ranks that are gone.
+        joined: the new ranks of those that have begun again since they died, and have nothing yet: bring them what they
+            need (weights, the iteration). On these ranks themselves nobody but they have joined.
     """
 
     comm: Any
     ranks: Mapping[int, int]
     step: int | None
     dead: tuple[int, ...]
+    joined: tuple[int, ...] = ()

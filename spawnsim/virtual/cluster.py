@@ -143,10 +143,11 @@ class Cluster:
         self.world.kernel.observe()
 
     def _left(self, rank: Rank, task: Task) -> bool:
-        """Whether a rank leaves because the others have given it up; they go on, and keep what is theirs."""
-        left = rank.given_up and isinstance(task.error, WorldError)
+        """Whether a rank leaves that the others have given up, or that has not joined them; they go on without it."""
+        left = (rank.given_up or rank.outside) and isinstance(task.error, WorldError)
         if left:
-            self.world.recorder.event(rank.id, task.clock, "given_up", {"error": str(task.error)})
+            kind = "given_up" if rank.given_up else "not_joined"
+            self.world.recorder.event(rank.id, task.clock, kind, {"error": str(task.error)})
         return left
 
     def _ended(self, task: Task) -> None:
@@ -287,5 +288,7 @@ def simulate(
 
 
 def _live(cluster: Cluster, rank: int, main: Main) -> None:
-    """One life of a rank: a restarted one enters the world anew, with empty mailboxes."""
+    """One life of a rank. One that has begun again has communicators of its own at once, and must join the others."""
+    if cluster.world.ranks[rank].life:
+        cluster.comm_self(rank)
     main(cluster.comm_world(rank))

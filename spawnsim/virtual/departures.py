@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from spawnsim.virtual.completion import Uncertain
 from spawnsim.virtual.kernel import Kernel
+from spawnsim.virtual.waiting import Dead
 from spawnsim.virtual.world import Rank
 
 if TYPE_CHECKING:
@@ -72,9 +73,10 @@ class WaitingForMeeting:
         """Return the world ranks that have not arrived, or cannot be heard."""
         return [self.meeting.members[rank] for rank in self.missing()]
 
-    def doomed(self, dead: Sequence[int]) -> Sequence[int]:
+    def doomed(self, dead: Dead) -> Sequence[int]:
         """Return the dead who will never arrive, or be heard."""
-        return [rank for rank in self.missing() if self.meeting.members[rank] in dead]
+        members, context = self.meeting.members, self.meeting.context
+        return [rank for rank in self.missing() if context.is_dead(members[rank], dead)]
 
     def contexts(self) -> Sequence[Any]:
         """Return what ends the wait when it is revoked."""

@@ -1,7 +1,8 @@
 """Deaths of ranks, what the others learn of them and when, and new lives.
 
-A restarted rank runs its program from the beginning at its time of restart, with empty mailboxes and nothing but its
-number. Messages reach it again; collectives of communicators that saw it die do not.
+A restarted rank runs its program from the beginning at its time of restart, with nothing but its number. It is another
+member than the one that died: no communicator made before takes it, however soon it is back, and the others learn of
+the death as of any other. `recover()` alone lets it join them.
 
 This room knows ranks' lives. What programs make of them is theirs.
 """
@@ -12,6 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from spawnsim.random import Streams
 from spawnsim.virtual.kernel import Task
 from spawnsim.virtual.waiting import rank_failed
 from spawnsim.virtual.world import Rank, RankDied, World
@@ -59,7 +61,7 @@ class Lives:
         rank.dead = True
         rank.trace.note((rank.death_s, DEATH, -1, 0, 0))
         known_s = max(rank.death_s, env.now) + DETECTION_S
-        world.failed[rank.id] = known_s
+        world.failed[rank.id, rank.life] = known_s
         if rank.death_s < math.inf:  # else it is paused for ever
             world.recorder.event(rank.id, rank.death_s, "crash", {})
         env.at(known_s, rank.id, self._tell)
@@ -71,7 +73,7 @@ class Lives:
         """Wake those who wait for ranks that are now known to be dead."""
         self._check_agreements()
         kernel, now_s = self._world.kernel, self._world.kernel.env.now
-        dead = [rank for rank, known_s in sorted(self._world.failed.items()) if known_s <= now_s]
+        dead = self._world.known_dead(now_s)
         for task in kernel.tasks:
             doomed = task.wait.doomed(dead) if task.parked and task.wait is not None else ()  # type: ignore[attr-defined]
             if doomed:
@@ -83,14 +85,17 @@ class Lives:
             check()
 
     def _revive(self, rank: Rank, time_s: float) -> None:
-        """Begin a rank's program again."""
+        """Begin a rank's program again: it keeps its place and its machine, and nothing else."""
         world = self._world
-        rank.dead, rank.company, rank.busy = False, world.company_of(rank.id), []
+        rank.life, rank.dead, rank.outside, rank.given_up = rank.life + 1, False, True, False
+        rank.company, rank.busy, rank.cleared = world.company_of(rank.id), [], []
         rank.death_s = world.plan.death_s(rank.id, time_s)
         rank.nic_free_s = rank.bulk_free_s = max(time_s, 0.0)
-        world.failed.pop(rank.id, None)
+        rank.streams, rank.generators = Streams(world.seed, rank.id), None
+        rank.attachments.clear()
+        world.revoked = True
         for context in world.open_contexts:
-            context.mailboxes.pop(rank.id, None)
+            context.shut_out(rank.id)
         rank.trace.note((time_s, BIRTH, -1, 0, 0))
         world.recorder.event(rank.id, time_s, "restart", {})
         self.begin(rank, self._programs[rank.id], time_s)

@@ -189,6 +189,11 @@ class Own:
     def __init__(self, world: World, rank: Rank, sampler: Sampler) -> None:
         self.clock = Clock(world, rank)
         self.compute = Compute(world, rank, sampler)
-        self.rng = rank.streams
+        self._rank = rank
         self.record = Record(world, rank)
         self.background = lambda program: Background(world, rank, program)
+
+    @property
+    def rng(self) -> Any:
+        """The streams of the rank's present life."""
+        return self._rank.streams

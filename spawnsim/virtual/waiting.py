@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from spawnsim.errors import RankFailed, Revoked
 from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.tasks import Task, timeout
 from spawnsim.virtual.world import World
+
+Dead = AbstractSet[tuple[int, int]]  # the lives that are known to have ended: (rank of the world, life)
 
 
 @dataclass(slots=True)  # frozen would cost a microsecond a call
@@ -28,7 +31,7 @@ class Waiting:
     tag: int = 0
     keyword: str = "source"
     acknowledged: Collection[int] = ()  # world ranks whose death does not end a wait for anybody
-    context: Any = None  # that ends the wait when it is revoked
+    context: Any = None  # that ends the wait when it is revoked, and knows its members' lives
 
     def describe(self) -> str:
         """Return the call with its peer and tag."""
@@ -52,10 +55,11 @@ class Waiting:
         """Return the ranks still awaited."""
         return () if self.peer == ANY_SOURCE else (self.peer,)
 
-    def doomed(self, dead: Sequence[int]) -> Sequence[int]:
+    def doomed(self, dead: Dead) -> Sequence[int]:
         """Return the dead that end this wait with `RankFailed`, as ranks of the communicator."""
         peers, known = self.peers(), self.acknowledged if self.peer == ANY_SOURCE else ()
-        return [self.members.index(rank) for rank in dead if rank in peers and rank not in known]
+        gone = sorted(rank for rank in peers if self.context.is_dead(rank, dead) and rank not in known)
+        return [self.members.index(rank) for rank in gone]
 
     def contexts(self) -> Sequence[Any]:
         """Return what ends the wait when it is revoked."""
@@ -71,7 +75,7 @@ class Unbroken:
 
     __slots__ = ()
 
-    def doomed(self, dead: Sequence[int]) -> Sequence[int]:
+    def doomed(self, dead: Dead) -> Sequence[int]:
         """Return nobody."""
         return ()
 
@@ -105,7 +109,7 @@ class WaitingForAny:
         """Return the ranks still awaited."""
         return sorted({rank for part in self.parts for rank in part.missing(by_s)})
 
-    def doomed(self, dead: Sequence[int]) -> Sequence[int]:
+    def doomed(self, dead: Dead) -> Sequence[int]:
         """Return the dead that any part waits for."""
         return sorted({rank for part in self.parts for rank in part.doomed(dead)})
 
@@ -123,7 +127,7 @@ def check_alive(world: World, waiting: Any) -> None:
     if world.revoked:
         check_revoked(world, waiting)
     if world.failed:
-        dead = [rank for rank in sorted(world.failed) if world.known_dead(rank)]
+        dead = world.known_dead(world.kernel.current.clock)
         doomed = waiting.doomed(dead) if dead else ()
         if doomed:
             raise rank_failed(world.kernel.current, waiting, doomed)

@@ -48,6 +48,7 @@ class Rank:
     kernel: Kernel
     trace: Trace
     streams: Streams
+    life: int = 0  # how often it has begun again
     death_s: float = math.inf
     dead: bool = False
     ended_s: float = math.inf  # when its program came to its end
@@ -56,13 +57,16 @@ class Rank:
     cleared: list[Any] = field(
         default_factory=list
     )  # a heap of rendezvous data that may start: when, number, what
-    company: int = 0  # background tasks, exposed windows, pauses: with company a rank does not run ahead
+    company: int = (
+        0  # background tasks, exposed windows, pauses, deaths: with company a rank does not run ahead
+    )
     busy: list[tuple[float, float]] = field(default_factory=list)  # computing from, to; kept while exposed
     messages: int = 0
     nbytes: int = 0
     compute_s: float = 0.0
     tasks: list[Task] = field(default_factory=list)
     awake: Callable[[float], float] | None = None  # if the fault plan pauses it: when it next is awake
+    outside: bool = False  # it has begun again, and not joined the others yet
     given_up: bool = False  # the others have recovered without it: whatever it calls ends in Revoked
     dropped: Counter[int] = field(default_factory=Counter)  # messages that came too late, by sender
     generators: Any = None  # `generators.Generators`, once it draws from a global generator
@@ -105,7 +109,9 @@ class World:
     seed: int
     plan: Any = None
     links: Any = None  # `links.Links`, if the plan has faults of links
-    failed: dict[int, float] = field(default_factory=dict)  # rank -> when the others know of its death
+    failed: dict[tuple[int, int], float] = field(
+        default_factory=dict
+    )  # (rank, life) -> when the others know of its death; a life that has ended never comes back
     on_death: list[Callable[[], None]] = field(
         default_factory=list
     )  # agreements of survivors, to be checked again
@@ -125,8 +131,11 @@ class World:
         self.cards = {rank.id: Card() for rank in self.ranks} if serial else {}
 
     def company_of(self, rank: int) -> int:
-        """Return what company a rank has that has just begun: a pause to come, or a network without any latency."""
-        return int(self.instant or (self.plan is not None and rank in self.plan.paused))
+        """Return what company a rank has that has just begun: a pause or a death to come, a network without latency.
+
+        Deaths, revocations and who joins are news to everybody: nobody may be ahead of them.
+        """
+        return int(self.instant or (self.plan is not None and (self.plan.mortal or rank in self.plan.paused)))
 
     def next_context(self) -> int:
         """Return a fresh context number."""
@@ -137,9 +146,9 @@ class World:
         """Return the rank whose task runs now."""
         return self.ranks[self.kernel.current.rank]
 
-    def known_dead(self, rank: int) -> bool:
-        """Whether the death of `rank` is known by the running task's time."""
-        return self.failed.get(rank, math.inf) <= self.kernel.current.clock
+    def known_dead(self, by_s: float) -> set[tuple[int, int]]:
+        """Return the (rank, life) of all deaths that are known by a time."""
+        return {life for life, known_s in self.failed.items() if known_s <= by_s}
 
     def digest(self) -> str:
         """Return the digest of the whole run: of all ranks' traces, in rank order."""

@@ -1,7 +1,5 @@
 """Fault plans at work: each kind happens, is seen in the events, and is deterministic."""
 
-from contextlib import suppress
-
 import numpy as np
 import pytest
 from virtual_run import LATENCY, run
@@ -94,28 +92,6 @@ def test_a_paused_rank_is_slow_not_dead():
     notes = run(main, 2, faults="pause:0@0.5s+6s")[1]
     assert notes.column("at")[0] == pytest.approx(6.5)
     assert not notes.events
-
-
-def test_a_restarted_rank_begins_again_with_empty_mailboxes():
-    """Its program starts anew at its time of restart; what was sent to the dead is gone, what comes later arrives."""
-
-    def main(comm):
-        if comm.rank == 1:
-            begun = comm.clock.now()
-            if begun:
-                comm.record(begun=begun, got=str([comm.recv(source=0), comm.recv(source=0)]))
-            else:
-                comm.recv(source=2)  # waits when it dies
-        elif comm.rank == 0:
-            for number in range(6):
-                comm.clock.sleep(1.0)
-                with suppress(RankFailed):
-                    comm.isend(number, 1)
-
-    notes = run(main, 3, faults="crash:1@2.5s; restart:1@4.5s")[1]
-    assert notes.column("begun") == {1: 4.5}
-    assert notes.column("got") == {1: "[4, 5]"}
-    assert [(kind, time_s) for _, time_s, kind, _ in notes.events] == [("crash", 2.5), ("restart", 4.5)]
 
 
 def test_a_plan_does_not_change_what_it_does_not_touch():

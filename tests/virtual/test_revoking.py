@@ -223,25 +223,6 @@ def test_a_pause_that_ends_in_time_lets_the_rank_take_part():
     assert notes.column("when")[0] == pytest.approx(3.5, abs=0.01)
 
 
-def test_a_restarted_rank_is_told_that_the_others_have_gone_on():
-    """Its second life ends in one error; theirs do not."""
-
-    def main(comm):
-        comm.clock.sleep(0.5)
-        if comm.rank == 1:
-            comm.recv(source=0)
-        assert ends(comm.Barrier) == "RankFailed"
-        new = comm.recover().comm
-        new.clock.sleep(5.0)
-        comm.record(total=new.allreduce(1))
-
-    notes = run(main, 3, faults="crash:1@1s; restart:1@2s")[1]
-    assert notes.column("total") == {0: 2, 2: 2}
-    assert [(rank, kind) for rank, _, kind, _ in notes.events] == [
-        (1, "crash"), (1, "restart"), (1, "given_up"),
-    ]  # fmt: skip
-
-
 def test_messages_that_nobody_received_are_dropped_and_counted():
     """Arrived or still on their way, at survivors only; those of windows are nobody's business."""
 

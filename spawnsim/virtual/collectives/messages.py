@@ -87,12 +87,16 @@ class Performer:
         receive = Receive(kernel, source, tag, kernel.current.clock)
         self.group.mailbox(self.rank.id).post(receive)
         receive.card = None  # messages are let in here
-        await_one(self.world, receive, Waiting("collective message", "a communicator", members, source, tag))
+        await_one(self.world, receive, self._waiting(source, tag))
         assert receive.message is not None and receive.message.arrival_s is not None
         drain_s = self.world.network.drain(members[source], self.rank.id, nbytes)
         if drain_s:  # the card lets messages in one by one; the wire leaves that to us
             self._in_free_s = max(receive.message.arrival_s, self._in_free_s + drain_s)
             self.rank.reach(kernel.current, self._in_free_s + receive.message.receive_s)
+
+    def _waiting(self, source: int, tag: int) -> Waiting:
+        group = self.group
+        return Waiting("collective message", "a communicator", group.everyone, source, tag, context=group)
 
     def _spend(self, seconds: float) -> None:
         if seconds:

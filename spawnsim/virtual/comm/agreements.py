@@ -61,11 +61,11 @@ class Agreement:
 
     def awaited(self, now_s: float) -> list[int]:
         """Return the world ranks still awaited."""
-        failed = self.context.world.failed
+        context = self.context
         return [
             rank
-            for rank in self.context.everyone
-            if rank not in self.parts and failed.get(rank, math.inf) > now_s
+            for rank in context.everyone
+            if rank not in self.parts and context.death_known_s(rank) > now_s
         ]
 
     def conclude(self, now_s: float) -> Any:
@@ -75,8 +75,14 @@ class Agreement:
 
 @dataclass(eq=False)
 class Regrouping(Agreement):
-    """The agreement of a recovery. The lowest rank that has come decides when it has waited for long enough."""
+    """The agreement of a recovery. The lowest member that has come decides when it has waited for long enough.
 
+    Ranks that have begun again may come as well: they are no members, and join them. They decide nothing. The result is
+    the context of all who are here, and the smallest step of those who were members.
+    """
+
+    make: Callable[[dict[int, Any]], Any] = field(init=False)
+    lives: dict[int, int] = field(default_factory=dict)  # by world rank, of those who have come
     limits: dict[int, tuple[float, float]] = field(
         default_factory=dict
     )  # by world rank: (came, gives others up)
@@ -84,7 +90,8 @@ class Regrouping(Agreement):
 
     def come(self, rank: int, part: Any, limit_s: float) -> Completion:
         """Arrive; who lives and does not come is given up after `limit_s`."""
-        now_s = self.context.world.kernel.current.clock
+        world = self.context.world
+        now_s, self.lives[rank] = world.kernel.current.clock, world.ranks[rank].life
         self.limits[rank] = now_s, now_s + max(limit_s, SILENT_S)
         return self.join(rank, part)
 
@@ -93,9 +100,10 @@ class Regrouping(Agreement):
         here = self._here(now_s)
         if not here:  # they have all died meanwhile
             return list(self.context.everyone)
-        began_s, due_s = self.limits[min(here)]
+        members = [rank for rank in here if self._is_member(rank)]
+        began_s, due_s = self.limits[min(members or here)]
         free_s = {
-            rank: self._free_s(rank, began_s, now_s)
+            rank: self._free_s(rank, began_s, now_s) if members else self._gone_s(rank)
             for rank in self.context.everyone
             if rank not in self.parts
         }
@@ -109,21 +117,36 @@ class Regrouping(Agreement):
         context, world = self.context, self.context.world
         here = self._here(now_s)
         for rank in context.everyone:
-            if rank not in here and world.ranks[rank].ended_s > now_s:
+            if rank not in here and context.takes(rank) and world.ranks[rank].ended_s > now_s:
                 give_up(world, rank)
-        close(family(context), here, now_s)
-        return self.make({rank: self.parts[rank] for rank in self.parts if rank in here})
+        members = {rank for rank in here if self._is_member(rank)}
+        close(family(context), members, now_s)
+        steps = [self.parts[rank] for rank in members or here if self.parts[rank] is not None]
+        context.regrouping = None
+        context.successor = context.succeed({rank: self.lives[rank] for rank in here})
+        return context.successor, min(steps, default=None)
+
+    def withdraw(self, rank: int) -> None:
+        """Wait no longer with the others."""
+        del self.parts[rank], self.lives[rank]
+
+    def _is_member(self, rank: int) -> bool:
+        return rank in self.context.everyone and self.lives[rank] == self.context.life(rank)
 
     def _here(self, now_s: float) -> set[int]:
         failed = self.context.world.failed
-        return {rank for rank in self.parts if failed.get(rank, math.inf) > now_s}
+        return {rank for rank, life in self.lives.items() if failed.get((rank, life), math.inf) > now_s}
 
     def _free_s(self, rank: int, began_s: float, now_s: float) -> float:
         """Return when a rank is no longer awaited, as far as that is known by now."""
         world, owner = self.context.world, self.context.world.ranks[rank]
-        dead_s = world.failed.get(rank, math.inf)
         silent_s = max(began_s, world.plan.paused_s(rank, now_s)) + SILENT_S if owner.awake else math.inf
-        return min(dead_s, owner.ended_s, silent_s)
+        return min(self._gone_s(rank), silent_s)
+
+    def _gone_s(self, rank: int) -> float:
+        """Return when a rank has died or ended, as far as that is known."""
+        ended_s = self.context.world.ranks[rank].ended_s if self.context.takes(rank) else math.inf
+        return min(self.context.death_known_s(rank), ended_s)
 
     def _set_alarm(self, time_s: float) -> None:
         env = self.context.world.kernel.env
@@ -155,7 +178,7 @@ class WaitingForLiving(Unbroken):
         return [
             rank
             for rank in context.everyone
-            if rank not in self.agreement.parts and rank not in context.world.failed
+            if rank not in self.agreement.parts and context.death_known_s(rank) == math.inf
         ]
 
     def missing(self, by_s: float = math.inf) -> list[int]:

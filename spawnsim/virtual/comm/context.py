@@ -5,7 +5,8 @@ This room knows members, numbering, mailboxes and meetings. It must not know MPI
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.departures import WaitingForMeeting
 from spawnsim.virtual.matching import Mailbox
 from spawnsim.virtual.meeting import Call, Meeting
-from spawnsim.virtual.waiting import await_one
+from spawnsim.virtual.waiting import Dead, await_one
 from spawnsim.virtual.world import Rank, World
 
 GIVEN_UP = (
@@ -41,6 +42,10 @@ class Context:
     mailboxes: dict[int, Mailbox] = field(default_factory=dict)  # by world rank
     notes: dict[Any, Any] = field(default_factory=dict)  # agreements of the members, made in collectives
     revoked_s: float | None = None  # inf: only for members that were given up
+    lives: dict[int, int] = field(default_factory=dict)  # of members that had begun again when they joined
+    origin: Context | None = None  # whose recoveries have led to this one; None: itself
+    regrouping: Any = None  # the recovery under way
+    successor: Context | None = None  # what the last recovery has made of it
     inner: bool = False  # not of the program's making: a window's
     name: str = ""  # if MPI or a member has given it one
 
@@ -59,7 +64,9 @@ class Context:
 
     def derive(self, *sides: tuple[int, ...], topology: Any = None, inner: bool = False) -> Context:
         """Return a new context that is made of this one, and ends with it."""
-        new = Context(self.world, sides, topology, self.ancestors | {self.number}, inner=inner)
+        new = Context(
+            self.world, sides, topology, self.ancestors | {self.number}, lives=self.lives, inner=inner
+        )
         new.revoked_s = self.revoked_s  # by somebody who did not wait for the others
         return new
 
@@ -71,9 +78,39 @@ class Context:
         """Return why calls of a world rank end in `Revoked` by a time; "" if they do not."""
         if self.revoked_s is not None and self.world.ranks[rank].given_up:
             return f"was revoked: {GIVEN_UP}"
+        if not self.takes(rank):
+            return "is of an earlier life of this rank, which has begun again since: recover() to join the others"
         if self.revoked_s is not None and self.revoked_s <= by_s:
             return "was revoked: call recover(), shrink it, or use another communicator"
         return ""
+
+    def succeed(self, lives: Mapping[int, int]) -> Context:
+        """Return a context of these lives, by world rank, in the order of the first communicator."""
+        origin = self.origin or self
+        sides = tuple(tuple(rank for rank in side if rank in lives) for side in origin.sides)
+        again = {rank: life for rank, life in lives.items() if life}
+        return Context(self.world, sides, ancestors=self.ancestors, lives=again, origin=origin)
+
+    def life(self, rank: int) -> int:
+        """Return which life of a world rank is a member."""
+        return self.lives.get(rank, 0)
+
+    def takes(self, rank: int) -> bool:
+        """Whether the present life of a world rank is a member."""
+        return self.life(rank) == self.world.ranks[rank].life
+
+    def is_dead(self, rank: int, dead: Dead) -> bool:
+        """Whether the life of a world rank that is a member is among the dead."""
+        return (rank, self.life(rank)) in dead
+
+    def death_known_s(self, rank: int) -> float:
+        """Return when the others know of the death of a member, by world rank; inf: never."""
+        return self.world.failed.get((rank, self.life(rank)), math.inf)
+
+    def shut_out(self, rank: int) -> None:
+        """Let the calls of a world rank end in `Revoked`; for the other members nothing changes."""
+        if self.revoked_s is None and any(rank in places for places in self.places):
+            self.revoked_s = math.inf
 
     def mailbox(self, rank: int) -> Mailbox:
         """Return the mailbox of a world rank."""

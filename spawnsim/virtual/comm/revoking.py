@@ -7,7 +7,6 @@ waits on them; who recovers, and why, is the business of others.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 
 from spawnsim.errors import Revoked
@@ -49,8 +48,7 @@ def give_up(world: World, rank: int) -> None:
     world.revoked = True
     world.ranks[rank].given_up = True
     for context in world.open_contexts:
-        if context.revoked_s is None and rank in context.everyone:
-            context.revoked_s = math.inf  # for the others it goes on
+        context.shut_out(rank)
 
 
 def close(contexts: Sequence[Context], survivors: Collection[int], time_s: float) -> None:

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.group import Group
 from spawnsim.comm.recovery import Capabilities, Recovery
-from spawnsim.errors import Revoked, UnsupportedError
+from spawnsim.errors import Revoked, Timeout, UnsupportedError
 from spawnsim.virtual.comm.agreements import Agreement, Regrouping, WaitingForLiving
 from spawnsim.virtual.comm.context import GIVEN_UP, Context, Member
 from spawnsim.virtual.comm.revoking import family, revoke
 from spawnsim.virtual.requests import Request
 from spawnsim.virtual.waiting import await_one
-
-A = TypeVar("A", bound=Agreement)
 
 
 class Surviving(Member):
@@ -47,22 +45,26 @@ class Surviving(Member):
         It ends this communicator and all that was made of it (communicators, windows, open requests): calls on them
         raise `Revoked`. Those who live and do not come within the deadline are given up, like the dead.
 
+        A rank that has begun again joins so: the others' calls end in `Revoked`, and they meet it in their recovery.
+        Its own `step` does not count, and it gives nobody up: it waits until its deadline, and then raises `Timeout`.
+
         Raises `Revoked` on a rank that the others have given up meanwhile (it was paused): it must leave.
         """
         self._world.kernel.observe()
         self._check_given_up()
-        revoke(family(self._context))
-        old = self._members
-
-        def make(parts: dict[int, Any]) -> tuple[Context, int | None]:
-            steps = [each for each in parts.values() if each is not None]
-            return self._living(parts), min(steps, default=None)
-
-        context, agreed = self._regroup(step, make)
-        living = context.sides[0]
-        ranks = {old.index(rank): place for place, rank in enumerate(living)}
-        dead = tuple(place for place, rank in enumerate(old) if rank not in living)
-        return Recovery(self._survivor(context), ranks, agreed, dead)
+        now, rank = self._context, self._rank
+        joins = not now.takes(rank.id)
+        while joins and now.successor is not None and not now.takes(rank.id):
+            now = now.successor
+        revoke(family(now))
+        context, agreed = self._regroup(now, step)
+        places = {member: place for place, member in enumerate(context.sides[0])}
+        stay = {member for member in places if context.life(member) == self._context.life(member)}
+        ranks = {old: places[member] for old, member in enumerate(self._members) if member in stay}
+        dead = tuple(old for old in range(len(self._members)) if old not in ranks)
+        rank.outside = False
+        joined = tuple(places[member] for member in places if context.life(member) != now.life(member))
+        return Recovery(self._survivor(context), ranks, agreed, dead, joined)
 
     def Revoke(self) -> None:
         """Make every call of every member on this communicator end in `Revoked`, now or when it is next made."""
@@ -97,7 +99,7 @@ class Surviving(Member):
     def Iagree(self, flag: Any) -> Request:
         """Start Agree on a buffer of one integer, which receives the result."""
         own = as_buffer(flag, writable=True)
-        agreement = self._agreement(Agreement, _all_flags)
+        agreement = self._agreement(_all_flags)
         completion = agreement.join(self._rank.id, int(own.pack()[0]))
 
         def deliver(_: Any) -> None:
@@ -118,45 +120,58 @@ class Surviving(Member):
     # -- how -------------------------------------------------------------------------------------------------
 
     def _dead(self) -> list[int]:
-        return [rank for rank in self._context.everyone if self._world.known_dead(rank)]
+        dead = self._world.known_dead(self._world.kernel.current.clock)
+        return [rank for rank in self._context.everyone if self._context.is_dead(rank, dead)]
 
     def _living(self, parts: dict[int, Any]) -> Context:
         """Return a context of those who have come. It stands beside the old one, and does not end with it."""
-        sides = tuple(tuple(rank for rank in side if rank in parts) for side in self._context.sides)
-        return Context(self._world, sides, ancestors=self._context.ancestors)
+        return self._context.succeed({rank: self._context.life(rank) for rank in parts})
 
     def _survivor(self, context: Context) -> Any:
         new = type(self).enter(context, self._rank.id)
         new._own, new._errhandler = self._own, self._errhandler
         return new
 
+    def _check_life(self) -> None:
+        if not self._context.takes(self._rank.id):
+            self._need()
+
     def _check_given_up(self) -> None:
         if self._rank.given_up:
             raise Revoked(f"{self._world.kernel.current.name}: {GIVEN_UP}")
 
-    def _agreement(self, kind: type[A], make: Callable[[dict[int, Any]], Any]) -> A:
+    def _agreement(self, make: Callable[[dict[int, Any]], Any]) -> Agreement:
         """Return the agreement that is this rank's next one on the communicator."""
         self._check_given_up()
+        self._check_life()
         notes, rank = self._context.notes, self._rank.id
         number = notes[rank, "agreements"] = notes.get((rank, "agreements"), -1) + 1
         agreement = notes.get(("agreement", number))
         if agreement is None:
-            agreement = notes["agreement", number] = kind(self._context, make)
+            agreement = notes["agreement", number] = Agreement(self._context, make)
+        assert isinstance(agreement, Agreement)
         return agreement
 
     def _agree_alive(self, name: str, part: Any, make: Callable[[dict[int, Any]], Any]) -> Any:
-        agreement = self._agreement(Agreement, make)
+        agreement = self._agreement(make)
         completion = agreement.join(self._rank.id, part)
         await_one(self._world, completion, WaitingForLiving(name, self._label, agreement))
         return agreement.result
 
-    def _regroup(self, step: int | None, make: Callable[[dict[int, Any]], Any]) -> Any:
-        """Agree with those who come in time: the wait needs no deadline of its own."""
-        task, agreement = self._world.kernel.current, self._agreement(Regrouping, make)
-        completion = agreement.come(self._rank.id, step, task.deadline_s)
-        before, task.deadline_s = task.deadline_s, math.inf
+    def _regroup(self, context: Context, step: int | None) -> Any:
+        """Agree with those who come in time. Members need no deadline of their own; who joins them does."""
+        task, rank = self._world.kernel.current, self._rank.id
+        if context.regrouping is None:
+            context.regrouping = Regrouping(context)
+        agreement, before = context.regrouping, task.deadline_s
+        joins = not context.takes(rank)
+        completion = agreement.come(rank, step, math.inf if joins else before)
+        task.deadline_s = before if joins else math.inf
         try:
             await_one(self._world, completion, WaitingForLiving("recover", self._label, agreement))
+        except Timeout:
+            agreement.withdraw(rank)
+            raise
         finally:
             task.deadline_s = before
         return agreement.result

@@ -155,6 +155,11 @@ class Plan:
         return time_s
 
     @cached_property
+    def mortal(self) -> bool:
+        """Whether any rank crashes."""
+        return any(isinstance(fault, Crash) for fault in self.faults)
+
+    @cached_property
     def paused(self) -> frozenset[int]:
         """The ranks that are paused at some time."""
         return frozenset(fault.rank for fault in self.faults if isinstance(fault, Pause))

@@ -31,7 +31,7 @@ from spawnsim.virtual.programs.package import installed_as_mpi4py
 from spawnsim.virtual.programs.pool import Pool, serve
 from spawnsim.virtual.programs.processes import Processes
 from spawnsim.virtual.programs.tolls import Cost, Tolls
-from spawnsim.virtual.world import Recorder
+from spawnsim.virtual.world import Rank, Recorder
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,17 @@ class Carrier:
         world.ledger = self.ledger
         self.ledger.made(self.cluster.comm_world(0)._context)
         for rank in world.ranks:
-            rank.attachments["OWN"] = self.cluster.comm_world(rank.id)._own
-            self.cluster.comm_self(rank.id)
-            self.processes.add(rank.id)
+            self._furnish(rank)
             self.cluster.start(rank.id, self._program)
         world.kernel.entered.append(self.processes.enter)
         with self._surroundings():
             return self.cluster.run(self._tell)
+
+    def _furnish(self, rank: Rank) -> None:
+        """Give a rank, or the next life of one, its communicators and its process."""
+        rank.attachments["OWN"] = self.cluster.comm_world(rank.id)._own
+        self.cluster.comm_self(rank.id)
+        self.processes.add(rank.id)
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -112,7 +116,7 @@ class Carrier:
             stack.callback(self.out.finish)
             options = stack.enter_context(installed_as_mpi4py())
             for rank in self.cluster.world.ranks:
-                rank.attachments[OPTIONS] = options
+                rank.attachments[OPTIONS] = self._options = options
             stack.enter_context(virtual_time(self.script.virtual_time))
             stack.enter_context(self.tolls.collected())
             stack.enter_context(self.processes.in_place())
@@ -124,6 +128,11 @@ class Carrier:
         """Run the script on the calling rank, from its first line to its last `atexit` function."""
         task = current_task()
         assert task is not None
+        rank = self.cluster.world.ranks[task.rank]
+        if rank.life:
+            self._furnish(rank)
+            rank.attachments[OPTIONS] = self._options
+            self.processes.enter(task)
         self.tolls.begin()
         try:
             self._execute()
