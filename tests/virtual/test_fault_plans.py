@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from virtual_run import LATENCY, run
 
-from spawnsim.errors import RankFailed, Revoked, Timeout
+from spawnsim.errors import Revoked, Timeout
 
 
 def talk(comm):

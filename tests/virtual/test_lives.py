@@ -201,7 +201,7 @@ def test_the_next_life_begins_with_nothing():
     """Its streams and generators start again, its own communicator works, and what was sent to the dead is gone."""
 
     def main(comm):
-        draws = (comm.rng("data").integers(1 << 30), float(torch.rand(())), float(np.random.rand()))  # noqa: NPY002
+        draws = (comm.rng("data").integers(1 << 30), float(torch.rand(())), float(np.random.rand()))
         comm.record(draws=str(draws), own=MPI.COMM_SELF.allreduce(comm.rank))
         if comm.rank == 0:
             comm.clock.sleep(0.1205)
