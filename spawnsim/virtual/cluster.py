@@ -117,6 +117,11 @@ class Cluster:
 
     # -- building --------------------------------------------------------------------------------------------
 
+    def refurnish(self, rank: int) -> None:
+        """Give a rank that has begun again members and a communicator of its own; its machine is as it was."""
+        self._owns[rank] = Own(self.world, self.world.ranks[rank], self._owns[rank].compute.sampler)
+        self.comm_self(rank)
+
     def comm_world(self, rank: int) -> Intracomm:
         """Return COMM_WORLD as one rank holds it."""
         comm = enter(self._whole, rank, WORLD)
@@ -290,5 +295,5 @@ def simulate(
 def _live(cluster: Cluster, rank: int, main: Main) -> None:
     """One life of a rank. One that has begun again has communicators of its own at once, and must join the others."""
     if cluster.world.ranks[rank].life:
-        cluster.comm_self(rank)
+        cluster.refurnish(rank)
     main(cluster.comm_world(rank))

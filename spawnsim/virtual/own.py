@@ -68,7 +68,7 @@ class Compute:
     """`comm.compute(...)`: a block whose duration the compute model gives, or the program states."""
 
     def __init__(self, world: World, rank: Rank, sampler: Sampler) -> None:
-        self._world, self._rank, self._sampler = world, rank, sampler
+        self._world, self._rank, self.sampler = world, rank, sampler
         self._stated_s: float | None = None
         self.seconds = 0.0  # what the last block took
 
@@ -91,7 +91,7 @@ class Compute:
         world, rank = self._world, self._rank
         task = world.kernel.current
         begin_s = task.clock
-        duration_s = self._sampler(stated_s, begin_s)
+        duration_s = self.sampler(stated_s, begin_s)
         end_s = world.plan.stretch(rank.id, begin_s, duration_s) if world.plan else begin_s + duration_s
         self.seconds = end_s - begin_s
         ends = self.seconds < math.inf  # or it is paused for ever, in the middle of the block
@@ -189,11 +189,6 @@ class Own:
     def __init__(self, world: World, rank: Rank, sampler: Sampler) -> None:
         self.clock = Clock(world, rank)
         self.compute = Compute(world, rank, sampler)
-        self._rank = rank
+        self.rng = rank.streams
         self.record = Record(world, rank)
         self.background = lambda program: Background(world, rank, program)
-
-    @property
-    def rng(self) -> Any:
-        """The streams of the rank's present life."""
-        return self._rank.streams

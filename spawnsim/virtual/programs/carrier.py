@@ -94,6 +94,7 @@ class Carrier:
         world.ledger = self.ledger
         self.ledger.made(self.cluster.comm_world(0)._context)
         for rank in world.ranks:
+            self.cluster.comm_self(rank.id)
             self._furnish(rank)
             self.cluster.start(rank.id, self._program)
         world.kernel.entered.append(self.processes.enter)
@@ -103,7 +104,6 @@ class Carrier:
     def _furnish(self, rank: Rank) -> None:
         """Give a rank, or the next life of one, its communicators and its process."""
         rank.attachments["OWN"] = self.cluster.comm_world(rank.id)._own
-        self.cluster.comm_self(rank.id)
         self.processes.add(rank.id)
 
     @contextmanager
@@ -130,6 +130,7 @@ class Carrier:
         assert task is not None
         rank = self.cluster.world.ranks[task.rank]
         if rank.life:
+            self.cluster.refurnish(rank.id)
             self._furnish(rank)
             rank.attachments[OPTIONS] = self._options
             self.processes.enter(task)
