@@ -31,9 +31,9 @@ TOTALS = (
   made of; of a real library's one message per rank, with the bytes that the rank contributes, since no library tells
   more (and without bytes for objects, such as `comm.allreduce(1)` over MPI). Windows: one message an access.
 * `replacements`: events of this kind.
-* `digest`: of the trace and of all recorded rows; equal for equal seeds. Real ranks have no trace that repeats: there
-  it is of the rows without times (`time_s`, and every name that ends in `_s`), so it tells whether two runs have
-  come to equal results bit for bit; None if nothing was recorded.
+* `digest`: of the trace with the contents of all messages, and of all recorded rows and events; equal for equal seeds.
+  Real ranks have no trace that repeats: there it is of the rows without times (`time_s`, and every name that ends in
+  `_s`), so it tells whether two runs have come to equal results bit for bit; None if nothing was recorded.
 """
 FINISHED = "finished"
 
@@ -124,18 +124,22 @@ def totals_of(table: Table, events: Sequence[Event], counted: Mapping[str, Any])
         "replacements": sum(event["kind"] == "replacement" for event in events),
     }
     if counted.get("digest"):
-        own["digest"] = whole_digest(str(counted["digest"]), table)
+        own["digest"] = whole_digest(str(counted["digest"]), table, events)
     return {name: own.get(name, counted.get(name)) for name in TOTALS}
 
 
-def whole_digest(trace: str, table: Table) -> str:
-    """Return the digest of a run: of its trace of events, and of all that its ranks recorded.
+def whole_digest(trace: str, table: Table, events: Sequence[Event] = ()) -> str:
+    """Return the digest of a run: of its trace, and of all rows and events that its ranks recorded.
 
     The trace alone would not tell two runs apart that communicate alike and learn differently.
     """
     import hashlib  # loads OpenSSL, for which a launcher would wait
+    import json
 
-    return hashlib.blake2b(trace.encode() + table.digest(), digest_size=16).hexdigest()
+    whole = hashlib.blake2b(trace.encode() + table.digest(), digest_size=16)
+    for event in events:
+        whole.update(json.dumps(event).encode())
+    return whole.hexdigest()
 
 
 def results_digest(table: Table) -> str | None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable
 from typing import Any
+
+from spawnsim.virtual.checksums import checksum
 
 FIELDS = 5
 ROOM = (
@@ -20,15 +21,19 @@ Entry = tuple[float, int, int, int, int]  # time in seconds, kind, peer, bytes, 
 
 
 class Trace:
-    """Takes the events of one rank: what, when, with whom, how much."""
+    """Takes the events of one rank: what, when, with whom, how much; and the contents of what it sends.
 
-    __slots__ = ("_hash", "_hashed", "_pending", "observer", "rank")
+    Attributes:
+        contents: Checksum of all that the rank has sent, been answered and printed so far, one after the other.
+    """
+
+    __slots__ = ("_hash", "_hashed", "_pending", "contents", "rank")
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._hash: Any = None  # made when first needed: a thousand ranks that do little stay small
         self._hashed, self._pending = 0, list[float]()
-        self.observer: Callable[[int, Entry], None] | None = None
+        self.contents = 0
 
     def note(self, entry: Entry) -> None:
         """Add one event."""
@@ -36,8 +41,10 @@ class Trace:
         pending += entry
         if len(pending) == ROOM:
             self._update(_FULL(*pending))
-        if self.observer is not None:
-            self.observer(self.rank, entry)
+
+    def cover(self, payload: Any) -> None:
+        """Add the contents of a payload: see `checksums`."""
+        self.contents = checksum(payload, self.contents)
 
     def _update(self, packed: bytes) -> None:
         if self._hash is None:
@@ -52,6 +59,8 @@ class Trace:
         return (self._hashed + len(self._pending)) // FIELDS
 
     def digest(self) -> bytes:
-        """Return the 16-byte digest of all events so far."""
+        """Return the 16-byte digest of all events and contents so far."""
         self._update(struct.pack("<" + "diiqi" * (len(self._pending) // FIELDS), *self._pending))
-        return bytes(self._hash.digest())
+        whole = self._hash.copy()
+        whole.update(struct.pack("<I", self.contents))
+        return bytes(whole.digest())

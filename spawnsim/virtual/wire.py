@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from enum import Enum
 from heapq import heappop, heappush
+from zlib import crc32
 
+from spawnsim.virtual.checksums import SHORT_NBYTES
 from spawnsim.virtual.clockwork import LATE
 from spawnsim.virtual.completion import Completion, Message
 from spawnsim.virtual.matching import Mailbox
@@ -120,7 +122,12 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     message.drain_s = drain_s
     source.messages += 1
     source.nbytes += nbytes
-    source.trace.note((now_s, 1, dest, nbytes, message.tag))
+    trace, payload = source.trace, message.payload
+    trace.note((now_s, 1, dest, nbytes, message.tag))
+    if nbytes <= SHORT_NBYTES and type(payload) is bytes:  # `trace.cover`, without the calls
+        trace.contents = crc32(payload, trace.contents)
+    else:
+        trace.cover(payload)
     transfer: Transfer | None = None
     if rendezvous:
         transfer = Rendezvous(world, source, world.ranks[dest])

@@ -261,6 +261,7 @@ class Member(Attributed):
                 "must use its own"
             )
         rank.trace.note((task.clock, 2, call.root, int(_total(call.nbytes)), len(call.name)))
+        rank.trace.cover(call.part)
         waiting = self._context.meet(rank.id, self._label, call)
         completion = waiting.meeting.gone[waiting.me]
         assert completion is not None

@@ -16,6 +16,7 @@ from spawnsim.comm.constants import PROC_NULL
 from spawnsim.comm.failures import SpecTypeError
 from spawnsim.comm.serial import Pickle
 
+PLAIN = "?bBhHiIlLqQefdFD"  # dtypes without padding: not long double
 pickler = Pickle()  # MPI.pickle: a program may give it other functions, as in mpi4py
 
 
@@ -31,7 +32,7 @@ def loads(data: Any) -> Any:
 
 def pack(spec: Any, dest: int = 0) -> Any:
     """Return a snapshot of a buffer: `bytes`, or an array for the types that need one."""
-    if type(spec) is np.ndarray and spec.flags.c_contiguous and spec.dtype.kind in "fiucb":
+    if type(spec) is np.ndarray and spec.flags.c_contiguous and spec.dtype.char in PLAIN:
         return spec.tobytes()
     _check_given(spec, dest)
     return as_buffer(spec).pack()

@@ -167,7 +167,7 @@ class Accesses(Epochs):
             return Request.over(world)
         sent, deliver = access
         waiting = self._waiting(operation, integer(rank))
-        return Request.start(world, sent, waiting, lambda status: deliver(sent.answer))
+        return Request.start(world, sent, waiting, lambda status: self._take(sent, deliver))
 
 
 def _nothing(answer: Any) -> None:

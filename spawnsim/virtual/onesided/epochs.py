@@ -146,7 +146,12 @@ class Epochs(Attributes):
     def _flush(self, rank: int, operation: str) -> None:
         for access, deliver in self._under_way.pop(rank, ()):
             self._wait(access, operation, rank)
-            deliver(access.answer)
+            self._take(access, deliver)
+
+    def _take(self, access: Access, deliver: Callable[[Any], Any]) -> Any:
+        """Deliver an answer; the digest covers it, since its contents came from the memory of another rank."""
+        self._comm._rank.trace.cover(access.answer)
+        return deliver(access.answer)
 
     def _flush_all(self, operation: str) -> None:
         for rank in list(self._under_way):

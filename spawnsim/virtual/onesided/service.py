@@ -114,6 +114,7 @@ class Windows:
         origin.messages += 1
         origin.nbytes += there + back
         origin.trace.note((task.clock, 6, access.target.rank.id, there + back, 0))
+        origin.trace.cover(access.data)
         send_s = self._send(origin, place, access, lambda: self._arrived(origin, access))
         world.kernel.effect()
         origin.reach(task, task.clock + send_s)

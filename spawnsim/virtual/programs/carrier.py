@@ -74,9 +74,8 @@ class Carrier:
         self.cluster = Cluster(setting, recorder, how.get("progress"))
         self.outcome, self.tolls, self.ledger = Outcome(), Tolls(self.cost), Ledger()
         self.on_error: OnError = how.get("on_error") or (lambda error: None)
-        self.out, self.err = (
-            Lines(stream, _rank, script.prefix, _heard) for stream in (sys.stdout, sys.stderr)
-        )
+        self.out = Lines(sys.stdout, _rank, script.prefix, _heard, told=self._printed)
+        self.err = Lines(sys.stderr, _rank, script.prefix, _heard)
         own = OwnModules(script.path.resolve().parent, script.private)
         self.processes = Processes(own, self._attributes())
 
@@ -165,6 +164,10 @@ class Carrier:
             main.__name__ = "__worker__"
             exec(self.code, main.__dict__)
             serve(COMM_WORLD, 0)
+
+    def _printed(self, rank: int, text: str) -> None:
+        """Let the digest cover what a rank prints. What it writes to stderr holds paths and addresses."""
+        self.cluster.world.ranks[rank].trace.cover(text.encode("utf-8", "surrogatepass"))
 
     def _run_at_exit(self) -> None:
         process = self.processes.calling()

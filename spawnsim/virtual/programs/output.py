@@ -10,15 +10,22 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 Who = Callable[[], int | None]  # the rank that runs, or None outside of ranks
+Told = Callable[[int, str], None]  # is told what a rank prints, in pieces of any length
 
 
 class Lines(io.TextIOBase):
     """A text stream for all ranks: keeps each rank's unfinished line until it is whole, so that none is torn."""
 
     def __init__(
-        self, target: TextIO, who: Who, prefix: bool = True, heard: Callable[[], bool] = lambda: True
+        self,
+        target: TextIO,
+        who: Who,
+        prefix: bool = True,
+        heard: Callable[[], bool] = lambda: True,
+        *,
+        told: Told = lambda rank, text: None,
     ) -> None:
-        self._target, self._who, self._prefix, self._heard = target, who, prefix, heard
+        self._target, self._who, self._prefix, self._heard, self._told = target, who, prefix, heard, told
         self._unfinished: dict[int, str] = {}
         self._bytes = RawLines(self)
 
@@ -56,6 +63,7 @@ class Lines(io.TextIOBase):
             return self._target.write(text)
         if not self._heard():
             return len(text)
+        self._told(rank, text)
         lines = (self._unfinished.pop(rank, "") + text).split("\n")
         if lines[-1]:
             self._unfinished[rank] = lines[-1]
