@@ -79,6 +79,7 @@ def body_at(text_nbytes: int) -> int:
 
 def write_head(buffer: Bytes, message: Message) -> None:
     """Write a message's header and text to the start of a buffer; the body is the caller's to fill, before `seal`."""
+    buffer[: body_at(len(message.text))] = 0  # gaps travel as well
     _HEADER.pack_into(
         buffer.data, 0, MAGIC, message.kind, message.part, message.parts, message.expired,
         message.round, message.iteration, message.value, message.settled, len(message.text),

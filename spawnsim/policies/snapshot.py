@@ -42,10 +42,11 @@ def lay_out(layout: Layout, memory: torch.Tensor, sources: Tensors, device: torc
     """Copy the sources to their places in main memory, shape (nbytes,), uint8; by way of one buffer on the device."""
     if device.type == "cpu":
         assign(layout.views(memory), sources)
-        return
-    gathered = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-    assign(layout.views(gathered), sources)
-    memory.copy_(gathered)
+    else:
+        gathered = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        assign(layout.views(gathered), sources)
+        memory.copy_(gathered)
+    layout.clear_gaps(memory)
 
 
 def laid_out(layout: Layout, memory: torch.Tensor, device: torch.device = CPU) -> Tensors:

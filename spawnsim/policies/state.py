@@ -223,6 +223,12 @@ class Layout:
             for dtype, (at, count) in self.segments.items()
         }
 
+    def clear_gaps(self, buffer: torch.Tensor) -> None:
+        """Zero the bytes behind each segment of a uint8 buffer of `nbytes`: they travel as well."""
+        for dtype, (at, count) in self.segments.items():
+            end = at + count * dtype.itemsize
+            buffer[end : -(-end // ALIGN_NBYTES) * ALIGN_NBYTES] = 0
+
     def split(self, limit_nbytes: int) -> list[Layout]:
         """Return layouts of whole tensors, each at most `limit_nbytes` unless a single tensor is larger."""
         parts: list[list[Entry]] = [[]]

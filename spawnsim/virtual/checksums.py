@@ -1,8 +1,8 @@
 """A checksum of what travels: runs that differ in the contents of a message shall differ in their digests.
 
-Up to 8 KiB it is the CRC-32 of all bytes. The bytes of more are first added up, as 64-bit words, in lanes: word i belongs
-to lane i modulo 251. That is one pass over memory, six times as fast as a CRC. A change of one word always changes its
-lane. Words that change places are seen, unless they are a multiple of 251 apart.
+Up to 8 KiB it is the CRC-32 of all bytes. The bytes of more are first added up, as 64-bit words, in lanes: word i
+belongs to lane i modulo 251. That is one pass over memory, six times as fast as a CRC. A change of one word always
+changes its lane. Words that change places are seen, unless they are a multiple of 251 apart.
 
 This room knows payloads: bytes, arrays, and lists and mappings of them. It must not know messages.
 """
@@ -69,4 +69,4 @@ def _of_bytes(data: Any, start: int) -> int:
     rows = raw.size // (8 * _LANES)
     end = rows * 8 * _LANES
     lanes = np.add.reduce(raw[:end].view(np.uint64).reshape(rows, _LANES), axis=0)
-    return crc32(raw[end:], crc32(lanes, start))
+    return crc32(raw[end:].data, crc32(lanes.data, start))

@@ -27,6 +27,7 @@ KIB, MIB = 1024, 1024**2
 
 
 def digest(main: Any, **how: Any) -> str:
+    """Return the digest of a run on twelve ranks."""
     return str(spawnsim.run(main, ranks=RANKS, **how).totals["digest"])
 
 
@@ -77,6 +78,7 @@ def reads(comm: Any, number: float) -> None:
 
 
 def request_reads(comm: Any, number: float) -> None:
+    """Read likewise, by a request."""
     exposed, found = vector(number), np.zeros(10)
     part = comm.Win.Create(exposed, 8, comm=comm)
     part.Fence()
@@ -86,6 +88,7 @@ def request_reads(comm: Any, number: float) -> None:
 
 
 def persistent(comm: Any, number: float) -> None:
+    """Send a buffer by a persistent synchronous request."""
     request = comm.Ssend_init(vector(number), (comm.rank + 1) % comm.size)
     request.Start()
     comm.Recv(np.zeros(10), (comm.rank - 1) % comm.size)
@@ -93,22 +96,26 @@ def persistent(comm: Any, number: float) -> None:
 
 
 def objects(comm: Any, number: float) -> None:
+    """Send an object to the right."""
     comm.send({"loss": number}, (comm.rank + 1) % comm.size)
     comm.recv(source=(comm.rank - 1) % comm.size)
 
 
 def neighbours(comm: Any, number: float) -> None:
+    """Exchange with the neighbours on a ring."""
     grid = comm.Create_cart([comm.size], periods=[True])
     grid.Neighbor_alltoall(vector(number, 2, place=1), np.zeros(2))
 
 
 def intercommunicator(comm: Any, number: float) -> None:
+    """Gather what the odd ranks bring at the even ones, and the reverse."""
     half = comm.Split(comm.rank % 2)
     other = half.Create_intercomm(0, comm, 1 - comm.rank % 2)
     other.Allgather(vector(number), np.zeros(10 * other.Get_remote_size()))
 
 
 def strided(comm: Any, number: float) -> None:
+    """Send every third number."""
     every_third = DOUBLE.Create_vector(4, 1, 3).Commit()
     request = comm.Isend([vector(number), 1, every_third], (comm.rank + 1) % comm.size)
     comm.Recv(np.zeros(4), (comm.rank - 1) % comm.size)
@@ -125,6 +132,7 @@ def lent(name: str) -> Any:
 
 
 def tensor(dtype: torch.dtype) -> Any:
+    """Return a program in which each rank sends a large tensor to the right."""
     return ring(lambda number: torch.from_numpy(vector(number, 40_000, np.float32)).to(dtype))
 
 
@@ -236,10 +244,57 @@ def test_threads_of_torch_do_not_matter() -> None:
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
-            found.append(digest(lambda comm: tensor(torch.bfloat16)(comm, 2.0) or lent("Allreduce")(comm, 2.0)))
+            found.append(
+                digest(lambda comm: tensor(torch.bfloat16)(comm, 2.0) or lent("Allreduce")(comm, 2.0))
+            )
     finally:
         torch.set_num_threads(threads)
     assert len(set(found)) == 1
+
+
+POLICIES = """
+import torch, spawnsim
+from spawnsim import policies
+
+def build(rng):
+    layers = [torch.nn.Linear(8, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 1)]
+    model = torch.nn.Sequential(*layers)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+def main(comm, name):
+    model, optimizer = build(comm.rng)
+    make = {
+        "averaging": lambda: policies.AverageAllPolicy(2),
+        "clock": lambda: policies.AsyncModelAveragePolicy(sync_interval_ms=20),
+        "groups": lambda: policies.DecentralizedAveragingPolicy(average_every=3, target_group_size=4),
+        "selective": lambda: policies.AsyncSelectiveAveragingPolicy(lambda: build(comm.rng), average_every=3),
+        "one-sided": lambda: policies.OneSidedSelectiveAveragingPolicy(
+            lambda: build(comm.rng), model=model, average_every=3
+        ),
+    }
+    policy = make[name]()
+    for iteration in range(8):
+        with comm.compute(0.01):
+            metric = float(comm.rng("metric").random())
+        model, optimizer, info = policy(iteration, model, optimizer, local_metric=metric, group=comm)
+    policy.shutdown()
+
+for name in ("averaging", "clock", "groups", "selective", "one-sided"):
+    print(name, spawnsim.run(main, ranks=12, parameters={"name": name}).totals["digest"])
+"""
+
+
+def test_the_library_sends_no_uninitialised_memory() -> None:
+    """Messages of every policy are the same whatever fresh memory holds."""
+    found = []
+    for byte in (85, 170):
+        environment = os.environ | {"MALLOC_PERTURB_": str(byte), "PYTHONHASHSEED": str(byte)}
+        done = subprocess.run(
+            [sys.executable, "-c", POLICIES], capture_output=True, env=environment, check=True
+        )
+        found.append(done.stdout.splitlines())
+    assert len(found[0]) == 5
+    assert found[0] == found[1]
 
 
 # -- the checksum ------------------------------------------------------------------------------------------------
@@ -277,8 +332,18 @@ def test_equal_contents_have_equal_checksums() -> None:
     """Bytes, arrays of any dtype and shape, aligned or not, behind the same start."""
     for nbytes in (16, 64 * KIB):
         raw = np.random.default_rng(2).bytes(nbytes)
-        same = [raw, bytearray(raw), memoryview(raw), np.frombuffer(raw), np.frombuffer(raw, np.int16).reshape(2, -1)]
-        same += [np.frombuffer(raw, BF16), np.frombuffer(b"-" + raw, np.uint8)[1:], np.repeat(np.frombuffer(raw), 2)[::2]]
+        same = [
+            raw,
+            bytearray(raw),
+            memoryview(raw),
+            np.frombuffer(raw),
+            np.frombuffer(raw, np.int16).reshape(2, -1),
+        ]
+        same += [
+            np.frombuffer(raw, BF16),
+            np.frombuffer(b"-" + raw, np.uint8)[1:],
+            np.repeat(np.frombuffer(raw), 2)[::2],
+        ]
         assert len({checksum(each, 5) for each in same}) == 1
         assert checksum(raw, 5) != checksum(raw, 6)
 
@@ -287,7 +352,14 @@ def test_lists_tell_where_one_member_ends() -> None:
     """The same bytes divided in another way, or for other neighbours, are other contents."""
     found = [
         checksum(each)
-        for each in ([b"ab", b"c"], [b"a", b"bc"], [b"abc"], [b"abc", None], {(1, 0): b"abc"}, {(2, 0): b"abc"})
+        for each in (
+            [b"ab", b"c"],
+            [b"a", b"bc"],
+            [b"abc"],
+            [b"abc", None],
+            {(1, 0): b"abc"},
+            {(2, 0): b"abc"},
+        )
     ]
     assert all(one != other for one, other in pairwise(sorted(found)))
     assert checksum((b"abc",), 3) == checksum(None, 3) == 3
@@ -297,6 +369,7 @@ def test_lists_tell_where_one_member_ends() -> None:
 
 
 def program(path: Path, text: str) -> str:
+    """Return the digest of a whole program."""
     path.write_text(f"import sys\nfrom mpi4py import MPI\ncomm = MPI.COMM_WORLD\n{text}\n")
     return run_program(path, ranks=RANKS, recorder=Recorder()).digest
 
@@ -308,7 +381,9 @@ def test_printed_lines_count(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert program(path, text.replace("NUMBER", "2")) == program(path, text.replace("NUMBER", "2"))
     assert program(path, text.replace("NUMBER", "2")) != program(path, text.replace("NUMBER", "3"))
     whole = program(path, "sys.stdout.write('ab\\ncd')")
-    assert whole == program(path, "sys.stdout.write('a'); print('b', file=sys.stderr); sys.stdout.write('b\\ncd')")
+    assert whole == program(
+        path, "sys.stdout.write('a'); print('b', file=sys.stderr); sys.stdout.write('b\\ncd')"
+    )
     assert whole == program(path, "sys.stdout.buffer.write(b'ab\\ncd')")
     assert whole != program(path, "sys.stdout.write('ab\\nce')")
     assert "[rank 7] ce" in capsys.readouterr().out
