@@ -69,6 +69,15 @@ def test_what_open_mpi_says_of_a_death_that_is_survived_is_taken_out(size: int) 
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_what_mpich_says_of_a_death_that_is_not_cleaned_up_is_understood(size: int) -> None:
+    """No rule comes before, and no process is named; it goes to standard output."""
+    text, found = b"mine\n" + MPICH[MPICH.index(b"YOUR APPLICATION TERM") :] + PROGRAM, Filter()
+    chunks = [text[start : start + size] for start in range(0, len(text), size)]
+    assert b"".join(map(found, chunks)) + found.rest() == b"mine\n" + PROGRAM
+    assert (found.process, found.signal) == (-1, 9)
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
 def test_a_line_of_ours_begins_with_nothing_else(size: int) -> None:
     """Open MPI's launcher puts a NUL before what is said of a death; its library's error about it is taken out."""
     lost = b"[here:12] PMIX ERROR: PMIX_ERR_UNREACH in file /a/b.c at line 121\n" if size > 1000 else b""

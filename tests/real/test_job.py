@@ -18,6 +18,10 @@ prterun noticed that process rank 2 with PID 2449 on node here exited on
 signal 9 (Killed).
 --------------------------------------------------------------------------
 """
+SHORT = b"""YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)
+This typically refers to a problem with your application.
+Please see the FAQ page for debugging suggestions
+"""
 
 
 @pytest.fixture
@@ -72,6 +76,29 @@ def test_a_job_never_ends_without_a_word(
     if status == 0:
         sign_stage(ENDED, 1, environ)
         assert job.ended(0) == Ended(0, "")
+
+
+@pytest.mark.parametrize(
+    ("kept", "who"),
+    [
+        ((0, 1), "rank 2, at its start, was killed by signal 9 (SIGKILL): no job survives that"),
+        (
+            (1,),
+            "one of ranks 0 and 2, at their start, was killed by signal 9 (SIGKILL): no job survives that",
+        ),
+        ((0, 1, 2), "a rank's keeper was killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_a_signal_without_a_process_is_told_as_such(
+    tmp_path: Path, environ: dict[str, str], kept: tuple[int, ...], who: str
+) -> None:
+    """MPICH's launcher says no more of it in a job that survives its ranks, and ends it with that number as status."""
+    for rank in kept:
+        sign(rank, environ, 1000 + rank)
+    sign("", environ, 999)
+    job = Job(Roll(tmp_path), 3, survive=True)
+    job.filters[0](SHORT)
+    assert job.ended(9) == Ended(137, who)
 
 
 def test_a_job_that_has_lost_a_rank_is_doomed_when_all_have_had_their_last_words(

@@ -15,12 +15,14 @@ OURS = b"spawnsim: "
 
 _OWN = (
     b"=====", b"-----", b"=   BAD", b"[mpiexec", b"[proxy", b"Abort(", b"torchrun noticed", b"prterun", b"prun",
-    b"mpirun", b"mpiexec", b"MPI_ABORT", b"NBC_Progress", b"WARNING: The selected", SPOKEN.encode(), OURS,
+    b"mpirun", b"mpiexec", b"MPI_ABORT", b"NBC_Progress", b"WARNING: The selected",
+    b"YOUR APPLICATION TERMINATED", SPOKEN.encode(), OURS,
 )  # fmt: skip
 """How lines of a launcher's own begin, and what it may put something before."""
 _BEGINS = re.compile(
     rb"=   BAD TERMINATION|(prte?run|mpirun|mpiexec|MPI_ABORT)\b.*\b(noticed|invoked|exited|detected)"
     rb"|WARNING: The selected '\w+' module"  # is not tested to go on after a death
+    rb"|YOUR APPLICATION TERMINATED WITH THE EXIT STRING"  # and no more, where ranks are survived
 )
 _RULE = re.compile(rb"(={20,}|-{20,})\s*")
 _ENDS = re.compile(rb"Please see the FAQ page|-{20,}")

@@ -17,6 +17,7 @@ from spawnsim.real.launching.roll import WORLD, Roll
 
 LAST_WORDS_S = 6.0  # for a launcher whose job has lost a rank: most end the job themselves
 NO_WORDS_S = 1.0  # where not all programs have begun, nobody has recorded anything
+UNSURVIVED = ": no job survives that"
 STARTING_S = 3.0  # how much later than the first rank's program a launcher may start the last rank
 
 
@@ -47,7 +48,8 @@ class Job:
         if first is not None and not (told and found.rank >= 0 and found.signal):
             return first
         if found.signal:
-            return Ended(128 + found.signal, f"{self._who(found)} was killed by {name(found.signal)}")
+            which = UNSURVIVED if self.survive and self._unkept_ranks() else ""
+            return Ended(128 + found.signal, f"{self._who(found)} was killed by {name(found.signal)}{which}")
         if status == 0 and self.survive and not self.roll.ended_well:
             return Ended(WORLD, "no rank has lived to the end")
         if status == 0:
@@ -70,7 +72,7 @@ class Job:
         if len(launchers) != 1 or not unkept or len(unkept) != self.ranks - len(children(launchers[0])):
             self._alone_s = now_s
         elif now_s - self._alone_s > STARTING_S:
-            which = ": no job survives that" if self.survive else ""
+            which = UNSURVIVED if self.survive else ""
             self._unkept = Ended(WORLD, f"{_ranks(unkept)} died at {_their(unkept)} start{which}")
         return self._unkept
 
@@ -79,7 +81,10 @@ class Job:
 
     def _who(self, found: Filter) -> str:
         """Return whom the launcher means; of ranks with keepers MPICH's may name any."""
-        process, unkept = f"process {found.process} on {found.node}", self._unkept_ranks()
+        unkept = self._unkept_ranks()
+        if found.process < 0 and unkept:  # MPICH's says no more than the signal where ranks are survived
+            return f"{'one of ' if len(unkept) > 1 else ''}{_ranks(unkept)}, at {_their(unkept)} start,"
+        process = f"process {found.process} on {found.node}" if found.process >= 0 else "a process"
         rank = str(found.rank) if found.rank >= 0 else ""
         if not (rank or self.roll.launchers):
             rank = self.roll.rank_of(found.process)
