@@ -354,3 +354,44 @@ def test_a_missing_rank_is_named(tmp_path):
     assert status == 4
     assert "missing: rank 3" in err
     assert "rank 3: computing for" in err
+
+
+def test_calls_that_need_a_rank_that_has_gone_say_so(tmp_path):
+    """Each as `RankFailed`, whoever notices first: a raw error of gloo's was taken for one of the program's."""
+    text = """
+    import socket
+    from pathlib import Path
+    done = Path(__file__).with_name("done")
+    comm.Barrier()
+    if rank == 1:  # all that it is connected by ends, as if it were killed; but no launcher notices
+        for number in map(int, os.listdir("/proc/self/fd")):
+            try:
+                end = socket.socket(fileno=os.dup(number))
+                end.getpeername()  # gloo also listens, which must go on
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        while not done.exists():
+            time.sleep(0.05)
+        os._exit(0)
+    memory = np.zeros(100_000)
+    calls = {
+        "isend": lambda: comm.isend("small", 1), "Isend": lambda: comm.Isend(memory, 1),
+        "Ibarrier": lambda: comm.Ibarrier().Wait(), "Iallreduce": lambda: comm.Iallreduce(IN_PLACE, memory).Wait(),
+        "Alltoall": lambda: comm.Alltoall(np.zeros(2), np.zeros(2)), "Barrier": comm.Barrier,
+    }
+    for name, call in calls.items():
+        end_s = time.monotonic() + 2
+        while time.monotonic() < end_s:
+            try:
+                call()
+            except RankFailed as failed:
+                print(f"{name}: {failed}", flush=True)
+                break
+            time.sleep(0.01)
+    done.touch()
+    os._exit(0)
+    """
+    _, out, err = run(tmp_path, text, n=2)
+    told = [line.partition(":")[0] for line in out.splitlines() if "a rank has gone: " in line]
+    assert told == ["isend", "Isend", "Ibarrier", "Iallreduce", "Alltoall", "Barrier"], out + err

@@ -32,7 +32,7 @@ from spawnsim.real.rank.tally import Tally
 from spawnsim.real.torch.cards import Unfinished
 from spawnsim.real.torch.mailbox import Mailbox, as_payload
 from spawnsim.real.torch.serving import Server
-from spawnsim.real.torch.wire import Bytes, Parcel, Wire
+from spawnsim.real.torch.wire import Bytes, Parcel, Wire, gone
 
 FOREVER = timedelta(days=30)  # our own deadlines rule, so torch's must not come first
 CONTROL, EXIT = 3, 4
@@ -51,7 +51,7 @@ class ControlChannel:
 
     def send(self, to: int, message: dict[str, Any]) -> None:
         """Send without waiting. A rank that has gone is no error here: it will not answer."""
-        with suppress(RuntimeError):
+        with suppress(RankFailed):
             self._wire.send(to, Parcel(CONTROL), as_payload(self._pickle.dumps(message)))
 
     def receive(self) -> tuple[int, dict[str, Any]] | None:
@@ -114,7 +114,10 @@ class Home:
         Made without torch's registry of groups: that one numbers groups by calls that all ranks must make.
         """
         store = PrefixStore(f"{self.run_name}/{label}", self._store)
-        return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), FOREVER)
+        try:
+            return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), FOREVER)
+        except RuntimeError as error:
+            raise gone(f"rank {self._rank} connects to ranks {members} of the world", error) from None
 
     def nccl(self, label: str, members: tuple[int, ...]) -> Any:
         """Return an NCCL group of some of the ranks, likewise; they meet when they first use it."""
@@ -183,7 +186,7 @@ class Home:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise RankFailed((), f"a rank has gone before the end: {error}") from None
+                raise gone("the end of the run", error) from None
             return group is not None  # the group lives as long as somebody asks
 
         return met
@@ -208,7 +211,7 @@ class Home:
         """End all ranks: tell those who hear, then leave; launchers end the others when one leaves like this."""
         for rank in range(self.wire.size):
             if rank != self.wire.rank:
-                with suppress(RuntimeError):
+                with suppress(RankFailed):
                     self.wire.send(rank, Parcel(EXIT, tag=status))
         time.sleep(0.05)
         sys.stderr.flush()

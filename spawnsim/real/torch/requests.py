@@ -13,7 +13,7 @@ from spawnsim.comm.regions import Buffer
 from spawnsim.real.rank.pending import Pending
 from spawnsim.real.torch.mailbox import Slot
 from spawnsim.real.torch.memory import Target
-from spawnsim.real.torch.wire import Sent
+from spawnsim.real.torch.wire import Sent, gone
 
 
 class Outgoing(Pending):
@@ -103,7 +103,10 @@ class Working(Pending):
     def _try(self) -> bool:
         if not self._work.is_completed():
             return False
-        self._work.wait()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise gone(self._text(), error) from None
         if self._after is not None:
             self._after()
         return True

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from spawnsim.comm.buffers import as_buffer
-from spawnsim.errors import MismatchError, RankFailed, Timeout, UsageError
+from spawnsim.errors import MismatchError, Timeout, UsageError
 from spawnsim.real.rank.watchdog import verdict
+from spawnsim.real.torch.wire import gone
 
 if TYPE_CHECKING:
     from spawnsim.real.torch.home import Home
@@ -104,7 +105,7 @@ class Running:
             return error
         if "timed out" not in str(error).lower():
             what = f"rank {self.rank} of {self.label}: {call[0]} number {call[1]}"
-            return RankFailed((), f"{what}: a rank has gone: {str(error).split('. ')[0]}")
+            return gone(what, error)
         everyone = self._home.watchdog.ask_all()
         missing, text = verdict(call, [everyone[member] for member in self.members])
         return Timeout(missing, call[0], call[1], text)

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from spawnsim.errors import RankFailed
+
 Bytes = NDArray[np.uint8]
 
 FIELDS = struct.Struct("<8q")
@@ -100,7 +102,8 @@ class Wire:
     ) -> Sent:
         """Send a parcel; the payload's memory must stay as it is until the result is complete.
 
-        `then` is called by another thread when a payload above `INLINE_NBYTES` to another rank has left.
+        `then` is called by another thread when a payload above `INLINE_NBYTES` to another rank has left. To one
+        that has gone, this is a `RankFailed`.
         """
         parcel.nbytes = 0 if payload is None else payload.nbytes
         if to == self.rank:
@@ -118,7 +121,12 @@ class Wire:
     def _put(self, to: int, tensors: list[torch.Tensor], sent: Sent) -> None:
         with self._order[to]:
             tags = (HEADER_TAG, PAYLOAD_TAG)
-            works = [self._group.send([tensor], to, tag) for tensor, tag in zip(tensors, tags, strict=False)]
+            try:
+                works = [
+                    self._group.send([tensor], to, tag) for tensor, tag in zip(tensors, tags, strict=False)
+                ]
+            except RuntimeError as error:
+                raise gone(f"send to rank {to} of the world", error) from None
         self._kept.append((works, tensors, sent))
         if len(tensors) > 1 or len(self._kept) > KEPT:
             self._reap.release()
@@ -142,12 +150,12 @@ class Wire:
                 try:
                     for work in works:
                         work.wait()
-                except RuntimeError as error:
+                    sent.complete = True
+                    if sent.then is not None:
+                        sent.then()
+                except (RuntimeError, RankFailed) as error:
                     self._broken(error)
                     return
-                sent.complete = True
-                if sent.then is not None:
-                    sent.then()
                 self._wake()
             if self.closing:
                 return
@@ -165,7 +173,7 @@ class Wire:
                 if parcel.kind == STOP:
                     return
                 self._take(parcel, memory)
-        except RuntimeError as error:
+        except (RuntimeError, RankFailed) as error:  # of what it receives, and of what it answers
             self._broken(error)
 
     def _take(self, parcel: Parcel, header: Bytes) -> None:
@@ -179,9 +187,9 @@ class Wire:
             self._group.recv([tensor_of(memory)], parcel.source, PAYLOAD_TAG).wait()
         receiver.done(parcel, memory)
 
-    def _broken(self, error: RuntimeError) -> None:
+    def _broken(self, error: Exception) -> None:
         if not self.closing:
-            self.fault = str(error).split("] ", 1)[-1].split(". ")[0]
+            self.fault = reason(error)
         self._wake()
 
     # ------------------------------------------------------------------------------------------------ the end
@@ -193,6 +201,16 @@ class Wire:
         self._reap.release()
         for thread in self._threads:
             thread.join()
+
+
+def gone(what: str, error: Exception) -> RankFailed:
+    """Return what an error of gloo's means to who has called it: another rank's end of a connection is closed."""
+    return RankFailed((), f"{what}: a rank has gone: {reason(error)}")
+
+
+def reason(error: Exception) -> str:
+    """Return an error of gloo's without the place in its source, and without its advice."""
+    return str(error).split("] ", 1)[-1].split(". ")[0]
 
 
 def tensor_of(memory: Bytes | None) -> torch.Tensor:
