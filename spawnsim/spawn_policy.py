@@ -6,8 +6,9 @@ raw `mpi4py.MPI.Comm` or a `torch.distributed` group; left out, it is the world 
 Three defaults are the originals' where `spawnsim.policies` has others, for the sake of large groups and models:
 "mean" and "weighted_mean" average all survivors (there: 8 at most), so that a round's traffic, and the snapshots that a
 replaced rank holds at once, grow with the group: give `donors=8` from some dozens of ranks on. The one-sided policies
-take half of the group (there: 8 at most), and lay their model out in every call (there: at the cadence): a pass over
-the model each time; `windows=Windows("flat", publish_every=10)` lays it out in every tenth.
+take half of the group (there: 8 at most), and lay their model out in every call (there: at the cadence), in four slots
+so that readers are not overtaken: a pass over the model each time, and four times its memory;
+`windows=Windows("flat", publish_every=10)` lays it out in every tenth, in two.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from spawnsim.policies.policy import Result
     from spawnsim.policies.renewal import ModelBuilder
+    from spawnsim.policies.windows import WindowLayout
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +128,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_OneSided):
         # fmt: on
         super().__init__(
             model_builder, model, average_every, threshold_metric, replacement_ratio, averaging_strategy, momentum,
-            age_range, replacement_mode, group, **{"windows": Windows("flat", publish_every=1), **more},
+            age_range, replacement_mode, group, **{"windows": _published_in_each("flat"), **more},
         )  # fmt: skip
 
 
@@ -143,9 +145,14 @@ class AsyncSelectiveAveragingPolicympi4pyGeneral(_OneSided):
         # fmt: on
         super().__init__(
             model_builder, model, average_every, threshold_metric, replacement_ratio, averaging_strategy, momentum,
-            age_range, replacement_mode, group, **{"windows": Windows("per_parameter", publish_every=1), **more},
+            age_range, replacement_mode, group, **{"windows": _published_in_each("per_parameter"), **more},
         )  # fmt: skip
         self.poll_interval_s = float(poll_interval_s)  # one-sided access polls nothing
+
+
+def _published_in_each(layout: WindowLayout) -> Windows:
+    """Return windows into which a model is laid out in each call, as the originals do, without overtaking readers."""
+    return Windows(layout, publish_every=1, slots=4)
 
 
 def _compute_worst_ranks_by_ratio(metrics: Sequence[float], replacement_ratio: float) -> set[int]:

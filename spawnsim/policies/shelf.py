@@ -1,6 +1,6 @@
 """Windows in which a rank lays out whole snapshots of its state, and reads those of others.
 
-Each window has a header and two slots (`slots.py`). A reader that was overtaken by the writer notices and reads again:
+Each window has a header and slots (`slots.py`). A reader that was overtaken by the writer notices and reads again:
 nobody ever gets a mixture of versions. A slot describes its tensors, so models of different shapes can be read and
 matched by name, and compressed ones by whoever knows the codec.
 
@@ -25,7 +25,7 @@ from spawnsim.policies.codecs import Codec
 from spawnsim.policies.compression import Compression
 from spawnsim.policies.deadlines import Deadline
 from spawnsim.policies.memory import CPU
-from spawnsim.policies.slots import ABSENT, BEGUN, DIGEST, DONE, WITHDRAWN, Header, Window, slot_of
+from spawnsim.policies.slots import ABSENT, BEGUN, DIGEST, DONE, SLOTS, WITHDRAWN, Header, Window, slot_of
 from spawnsim.policies.snapshot import laid_out
 from spawnsim.policies.state import Layout, Tensors
 
@@ -50,7 +50,7 @@ class Shelf:
 
     def __init__(
         self, comm: Comm, live: Tensors, deadline: Deadline, *, per_parameter: bool = False,
-        compression: str | Codec | None = None,
+        compression: str | Codec | None = None, slots: int = 2,
     ) -> None:  # fmt: skip
         self.comm = comm
         # Headers come in microseconds, and must not teach patience with models, which wait for each other on the wire.
@@ -65,7 +65,7 @@ class Shelf:
             else [""]
         )
         own = self._cut(live)
-        self._windows = {key: Window(comm, own.get(key), compression) for key in keys}
+        self._windows = {key: Window(comm, own.get(key), compression, slots=slots) for key in keys}
         self._layouts: dict[int, Layout] = {}  # by digest
         self._views: dict[tuple[int, int], Tensors] = {}  # by place in memory and digest; places are few
         self._device = CPU
@@ -134,7 +134,7 @@ class Shelf:
         )
         torn = [donor for donor, version in versions.items() if version < 0]
         for donor, headers in self._headers(slots).items():
-            if any(header[BEGUN] >= versions[donor] + 2 for header in headers.values()):
+            if any(header[BEGUN] >= versions[donor] + header[SLOTS] for header in headers.values()):
                 torn.append(donor)
             else:
                 taken[donor] = self._unpacked(heads[donor], versions[donor], slots[donor])
@@ -224,4 +224,5 @@ def _version(headers: Collection[Header]) -> int:
     begun, done = ([int(header[field]) for header in headers] for field in (BEGUN, DONE))
     if not done or min(done) == 0 or WITHDRAWN in begun:
         return 0
-    return min(done) if max(begun) < min(done) + 2 else -1
+    slots = min(int(header[SLOTS]) for header in headers)
+    return min(done) if max(begun) < min(done) + slots else -1

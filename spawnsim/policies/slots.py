@@ -1,7 +1,9 @@
-"""One window: the two slots that its owner fills in turn, and reading those of others.
+"""One window: the slots that its owner fills in turn, and reading those of others.
 
-The owner stores into the slot that is not current and then makes it current; it says so before and after, so a reader
-that was overtaken knows it. The store goes straight to the exposed memory, one pass and no copy beside it; the header
+The owner stores into the slot behind the current one and then makes it current; it says so before and after, so a
+reader that was overtaken knows it. A reader asks three times (the header, the slot, the header again), and each may
+have to wait for the owner's next step: with two slots it is overtaken by an owner that lays out in every step, with
+four it is not. The store goes straight to the exposed memory, one pass and no copy beside it; the header
 is written by `Put`, after `Sync` has made the store visible.
 
 This room knows a communicator's windows and how a state is laid out; it knows no donors and no versions but its own.
@@ -24,8 +26,9 @@ from spawnsim.policies.snapshot import Room, device_of, lay_out, room_for
 from spawnsim.policies.state import ALIGN_NBYTES, Tensors
 
 Header = NDArray[np.int64]
-HEADER_NBYTES = 128
-BEGUN, DONE, SLOT_NBYTES = 0, 1, 2
+HEADER_NBYTES = 320
+MOST_SLOTS = 9  # whose descriptions fit into a header
+BEGUN, DONE, SLOT_NBYTES, SLOTS = 0, 1, 2, 3
 ITERATION, TEXT_NBYTES, BODY_NBYTES, DIGEST = 0, 1, 2, 3  # of a slot, from 4 + 4 · slot on
 WITHDRAWN = -1  # the rank offers nothing any more
 ABSENT = -2  # it has no such tensor, or one that does not fit
@@ -38,25 +41,27 @@ def padded(nbytes: int) -> int:
 
 def slot_of(header: Header, version: int) -> Header:
     """Return what a header says of the slot that holds a version."""
-    start = 4 + 4 * (version % 2)
+    start = 4 + 4 * (version % int(header[SLOTS]))
     return header[start : start + 4]
 
 
 class Window:
-    """One window: the own two slots, and access to those of others."""
+    """One window: the own slots, and access to those of others."""
 
-    def __init__(self, comm: Comm, live: Tensors | None, compression: str | Codec | None = None) -> None:
+    def __init__(
+        self, comm: Comm, live: Tensors | None, compression: str | Codec | None = None, *, slots: int = 2
+    ) -> None:
         self.comm, self.rank = comm, comm.Get_rank()
         self._compression = Compression(compression)
         self.slot_nbytes = 0
         if live is not None:
             text_nbytes, body_nbytes = self._compression.most_nbytes(live)
             self.slot_nbytes = padded(text_nbytes) + body_nbytes + ALIGN_NBYTES
-        self.win: Any = cast("Any", comm).Win.Allocate(HEADER_NBYTES + 2 * self.slot_nbytes, 1, comm=comm)
+        self.win: Any = cast("Any", comm).Win.Allocate(HEADER_NBYTES + slots * self.slot_nbytes, 1, comm=comm)
         self.win.Lock_all()
         self._slots = np.frombuffer(self.win.tomemory(), np.uint8)[HEADER_NBYTES:]
         self.header: Header = np.zeros(HEADER_NBYTES // 8, np.int64)
-        self.header[SLOT_NBYTES] = self.slot_nbytes
+        self.header[SLOT_NBYTES], self.header[SLOTS] = self.slot_nbytes, slots
         self.header[BEGUN] = 0 if live is not None else ABSENT
         self._spare: list[NDArray[np.uint8]] = []
         self._lent: dict[int, NDArray[np.uint8]] = {}
@@ -80,7 +85,7 @@ class Window:
         self._put_header()
         if not fits:
             return -1
-        slot = self._slots[version % 2 * self.slot_nbytes :][: start + layout.nbytes]
+        slot = self._slots[version % int(self.header[SLOTS]) * self.slot_nbytes :][: start + layout.nbytes]
         slot[: len(layout.text)] = np.frombuffer(layout.text, np.uint8)
         lay_out(layout, torch.from_numpy(slot[start:]), dressed.sources, device_of(live))
         self.win.Sync()
@@ -111,7 +116,7 @@ class Window:
         index = next(fitting, None)
         buffer = self._room(length) if index is None else self._spare.pop(index)
         self._lent[donor] = buffer
-        at = HEADER_NBYTES + version % 2 * int(header[SLOT_NBYTES]) + skip
+        at = HEADER_NBYTES + version % int(header[SLOTS]) * int(header[SLOT_NBYTES]) + skip
         return self._get(buffer[:length], donor, at), torch.from_numpy(buffer[:length])
 
     def _get(self, into: NDArray[np.uint8], donor: int, at: int) -> Request:

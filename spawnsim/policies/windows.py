@@ -19,6 +19,7 @@ from spawnsim.policies.compression import Compression
 from spawnsim.policies.deadlines import Deadline, Fixed, as_deadline
 from spawnsim.policies.selection import Report
 from spawnsim.policies.shelf import Shelf
+from spawnsim.policies.slots import MOST_SLOTS
 from spawnsim.policies.state import Tensors
 
 WindowLayout = Literal["flat", "per_parameter"]
@@ -32,6 +33,8 @@ class Windows:
 
     `layout`: "flat" is one window for everything, any mix of dtypes; "per_parameter" one window per tensor.
     `publish_every`: iterations between snapshots (None: `average_every`); a replaced rank publishes at once.
+    `slots`: snapshots that a rank keeps laid out, 2 to 9, each as large as its state. Two will do unless it publishes
+    while a read is under way: where a donor answers between its steps alone, and publishes in each, give 4.
     `deadline`: seconds that a reader gives its donors; None learns from past reads.
     `board_timeout_s`: seconds that it gives the rank which holds the board.
     `holder`: the rank of the group whose window holds everybody's metric; if it does not answer, the next takes over,
@@ -40,6 +43,7 @@ class Windows:
 
     layout: WindowLayout = "flat"
     publish_every: int | None = None
+    slots: int = 2
     deadline: float | Callable[[], Deadline] | None = None
     board_timeout_s: float = 30.0
     holder: int = 0
@@ -50,6 +54,8 @@ class Windows:
             raise ParameterError(f"layout={self.layout!r}: choose one of {', '.join(WINDOW_LAYOUTS)}")
         if self.publish_every is not None:
             Every(self.publish_every)
+        if self.slots not in range(2, MOST_SLOTS + 1):
+            raise ParameterError(f"slots={self.slots!r}: give 2 to {MOST_SLOTS}")
         if isinstance(self.deadline, (int, float)):
             Fixed(self.deadline)
         if self.holder < 0:
@@ -66,7 +72,7 @@ class Windows:
         if name := Compression(compression).name:  # a replay needs it
             comm.record.event("transport", compression=name)
         apart = self.layout == "per_parameter"
-        shelf = Shelf(comm, live, deadline, per_parameter=apart, compression=compression)
+        shelf = Shelf(comm, live, deadline, per_parameter=apart, compression=compression, slots=self.slots)
         return Opened(comm, shelf, Board(comm, holder=self.holder, timeout_s=self.board_timeout_s))
 
 

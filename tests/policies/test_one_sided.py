@@ -14,7 +14,7 @@ import spawnsim
 from spawnsim.errors import ParameterError
 from spawnsim.policies import OneSidedSelectiveAveragingPolicy, Windows
 from spawnsim.policies.deadlines import Adaptive, Fixed
-from spawnsim.policies.shelf import BEGUN, DONE, Shelf, _version
+from spawnsim.policies.shelf import BEGUN, DONE, SLOTS, Shelf, _version
 
 LAYOUTS = pytest.mark.parametrize("layout", ["flat", "per_parameter"])
 
@@ -374,7 +374,7 @@ def headers(*pairs: tuple[int, int]) -> list[np.ndarray]:
     made = []
     for begun, done in pairs:
         header = np.zeros(16, np.int64)
-        header[BEGUN], header[DONE] = begun, done
+        header[BEGUN], header[DONE], header[SLOTS] = begun, done, 2
         made.append(header)
     return made
 

@@ -236,3 +236,33 @@ def test_without_a_group_a_virtual_rank_means_its_own_world() -> None:
 
     run = spawnsim.run(main, ranks=4)
     assert run.table["weight"].tolist() == [1.5] * 4
+
+
+@pytest.mark.parametrize("slope", [0.1, -0.1])
+@pytest.mark.parametrize(
+    "name", ["AsyncSelectiveAveragingPolicympi4pyFast", "AsyncSelectiveAveragingPolicympi4pyGeneral"]
+)
+def test_the_worst_are_replaced_whatever_way_metrics_go(name: str, slope: float) -> None:
+    """Ranks in step, that publish in each call and answer between their steps alone: readers are not overtaken."""
+    replaced: list[tuple[int, int, int]] = []
+
+    def main(comm: Any) -> None:
+        me = comm.Get_rank()
+        model = torch.nn.Linear(200, 100)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        how = {"replacement_ratio": 0.2, "replacement_mode": "worst_ratio", "cooldown": 0}
+        policy = getattr(spawn_policy, name)(None, None, 10, **how)
+        for iteration in range(101):
+            with comm.compute(0.01):
+                pass
+            metric = 0.02 * me + slope * iteration
+            model, optimizer, info = policy(iteration, model, optimizer, metric, group=comm)
+            if info["is_replaced"]:
+                replaced.append((me, info["donors"], info["staleness"]))
+        policy.shutdown()
+
+    spawnsim.run(main, ranks=10)
+    assert {rank for rank, _, _ in replaced} == {0, 1}
+    assert len(replaced) >= 14
+    assert {donors for _, donors, _ in replaced} <= {3, 4, 5}
+    assert max(abs(staleness) for _, _, staleness in replaced) <= 20
