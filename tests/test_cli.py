@@ -98,7 +98,7 @@ def test_run_returns_what_was_recorded() -> None:
     assert run.table["loss"].tolist() == [0.0, 1.0, 2.0]
     assert run.totals == {
         "ranks": 3, "iterations": 1, "virtual_seconds": 1.5, "wall_seconds": 0.1, "events": 9, "messages": 4,
-        "bytes": 4096, "replacements": 3, "digest": whole_digest("ab12", run.table),
+        "bytes": 4096, "replacements": 3, "digest": whole_digest("ab12", run.table, run.events),
     }  # fmt: skip
     assert run.outcome == "finished"
 
