@@ -6,7 +6,7 @@ from virtual_run import LATENCY, platform, run
 
 from spawnsim.errors import Livelock
 
-PROGRAMS = 120
+PROGRAMS = 60
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
