@@ -105,7 +105,7 @@ class Cluster:
             rank.company = self.world.company_of(rank.id)
         if plan.paused:
             kernel.roused = self._rouse
-        self.lives = Lives(self.world)
+        self.lives = Lives(self.world, self.refurnish)
         kernel.owner, kernel.on_end = self.world, self._ended
         Watchdog(kernel, self._under_way, self._livelock)
         self._whole = Context(self.world, (tuple(range(setting.ranks)),))
@@ -293,7 +293,5 @@ def simulate(
 
 
 def _live(cluster: Cluster, rank: int, main: Main) -> None:
-    """One life of a rank. One that has begun again has communicators of its own at once, and must join the others."""
-    if cluster.world.ranks[rank].life:
-        cluster.refurnish(rank)
+    """One life of a rank. One that has begun again holds a world of which it is no member, and must join the others."""
     main(cluster.comm_world(rank))

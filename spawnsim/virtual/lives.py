@@ -25,8 +25,9 @@ DEATH, BIRTH = 8, 9  # kinds of the trace
 class Lives:
     """Ends ranks at their time of death and begins them again, as the fault plan says."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, refurnish: Callable[[int], None]) -> None:
+        """`refurnish(rank)` gives a rank that begins again what its last life has left."""
+        self._world, self._refurnish = world, refurnish
         self._programs: dict[int, Callable[[], Any]] = {}
 
     def begin(self, rank: Rank, program: Callable[[], Any], clock_s: float = 0.0) -> None:
@@ -96,6 +97,7 @@ class Lives:
         world.revoked = True
         for context in world.open_contexts:
             context.shut_out(rank.id)
+        self._refurnish(rank.id)
         rank.trace.note((time_s, BIRTH, -1, 0, 0))
         world.recorder.event(rank.id, time_s, "restart", {})
         self.begin(rank, self._programs[rank.id], time_s)

@@ -58,7 +58,8 @@ class Waiting:
     def doomed(self, dead: Dead) -> Sequence[int]:
         """Return the dead that end this wait with `RankFailed`, as ranks of the communicator."""
         peers, known = self.peers(), self.acknowledged if self.peer == ANY_SOURCE else ()
-        gone = sorted(rank for rank in peers if self.context.is_dead(rank, dead) and rank not in known)
+        new = ((rank, life) for rank, life in dead if rank in peers and rank not in known)
+        gone = sorted(rank for rank, life in new if self.context.life(rank) == life)
         return [self.members.index(rank) for rank in gone]
 
     def contexts(self) -> Sequence[Any]:

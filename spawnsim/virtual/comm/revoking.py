@@ -7,12 +7,13 @@ waits on them; who recovers, and why, is the business of others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from spawnsim.errors import Revoked
 from spawnsim.virtual.comm.context import Context
 from spawnsim.virtual.completion import Message
 from spawnsim.virtual.matching import Mailbox
+from spawnsim.virtual.undelivered import undelivered
 from spawnsim.virtual.world import World
 
 
@@ -69,15 +70,10 @@ class ClosedMailbox(Mailbox):
     def close(self, world: World, senders: Sequence[int], time_s: float) -> None:
         """Drop what is here. `senders` are the world ranks by whose messages are counted; empty: a window's own."""
         self._world, self._senders, self._closed_s = world, senders, time_s
-        left = [*self._held()]
+        left = [*undelivered(self)]
         self.unexpected, self._flying, self._arrived = {}, None, type(self._arrived)()
         for message in sorted(left, key=lambda each: (each.envelope_s, each.source, each.number)):
             self._admit(message)
-
-    def _held(self) -> Iterator[Message]:
-        for queue in self.unexpected.values():
-            yield from (message for message in queue if message.queued)
-        yield from (entry[3] for entry in self._flying or ())
 
     def _admit(self, message: Message) -> None:
         """Drop and count a message."""

@@ -129,7 +129,6 @@ class Carrier:
         assert task is not None
         rank = self.cluster.world.ranks[task.rank]
         if rank.life:
-            self.cluster.refurnish(rank.id)
             self._furnish(rank)
             rank.attachments[OPTIONS] = self._options
             self.processes.enter(task)
