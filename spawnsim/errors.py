@@ -78,6 +78,14 @@ class Timeout(WorldError, TimeoutError):
         return self.args[3] or f"{self.operation} (number {self.sequence}) met its deadline{missing}"
 
 
+class StorageError(WorldError):
+    """A run folder cannot be written to: a full disk, a folder that is gone. What it holds already stays."""
+
+
+class StudyError(SpawnsimError):
+    """Some runs of a study failed; those that did not are kept."""
+
+
 class RankError(SpawnsimError):
     """A rank's program raised. The original exception is the `__cause__`; `rank` and `time_s` say where."""
 

@@ -13,7 +13,7 @@ import pytest
 import synthetic
 
 from spawnsim import study
-from spawnsim.errors import ParameterError, UsageError, WorldError
+from spawnsim.errors import ParameterError, StudyError, UsageError
 from spawnsim.study import Cell, Cost, Store, grid, sweeping
 from spawnsim.study import command as commands
 from spawnsim.study import execute as execution
@@ -134,7 +134,7 @@ def test_a_failed_run_spoils_no_other(program: Path, tmp_path: Path, monkeypatch
     """All others finish; the error counts the failures and shows the first; a second sweep tries only those."""
     recorder = Recorder(monkeypatch, fails=(2,))
     with pytest.raises(
-        WorldError, match="2 of 4 runs failed; the first: program-none-n2-s2: seed 2 is not liked"
+        StudyError, match="2 of 4 runs failed; the first: program-none-n2-s2: seed 2 is not liked"
     ):
         sweeping.sweep(cells_of(program), Store(tmp_path), say=str)
     recorder.fails = ()
@@ -197,7 +197,7 @@ def test_a_cell_runs_on_virtual_ranks(program: Path, tmp_path: Path):
 def test_a_program_that_raises_is_one_failed_run(program: Path, tmp_path: Path):
     """The rank and its exception are in the message, and what it recorded is kept."""
     context = study.Context("trial", tmp_path, tmp_path / "out", jobs=0)
-    with pytest.raises(WorldError, match="no such luck"):
+    with pytest.raises(StudyError, match="no such luck"):
         context.sweep(context.grid("program.py", ranks=[3], seeds=[1], over={"policy": ["bad", "none"]}))
     assert sorted(path.name.partition("-")[0] for path in (tmp_path / "out" / "runs").iterdir()) == [
         "failed",
@@ -240,5 +240,6 @@ def test_workers_use_one_thread_each(monkeypatch: pytest.MonkeyPatch):
     """The pool's processes tell numeric libraries so before they are loaded."""
     for name in execution.THREAD_VARIABLES:
         monkeypatch.setenv(name, "7")
-    execution.one_thread()
+    monkeypatch.setattr(execution.signal, "signal", lambda *_: None)
+    execution.prepare()
     assert {os.environ[name] for name in execution.THREAD_VARIABLES} == {"1"}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from spawnsim import __version__
-from spawnsim.cli.ending import internal, report
+from spawnsim.cli.ending import internal, interrupted, report
 from spawnsim.errors import SpawnsimError, UnsupportedError
 
 COMMANDS = {
@@ -43,9 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _serve(arguments.command, arguments.arguments)
     except SpawnsimError as error:
         return report(error)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        return interrupted(stop)
     except Exception as error:  # noqa: BLE001  the outermost door: what arrives here is our fault, and says so
         return internal(error)
 

@@ -19,9 +19,11 @@ from spawnsim.errors import (
     ProgramError,
     RankError,
     SpawnsimError,
+    StorageError,
     UsageError,
     WorldError,
 )
+from spawnsim.run import interrupts
 from spawnsim.run.bar import beside_the_bar
 
 OK, RAISED, USAGE, STUCK, WORLD, OURS = range(6)
@@ -30,6 +32,7 @@ _CODES: tuple[tuple[type[SpawnsimError], int], ...] = (
     (Deadlock, STUCK),
     (Livelock, STUCK),
     (UsageError, USAGE),
+    (StorageError, USAGE),
     (WorldError, WORLD),
     (InternalError, OURS),
 )
@@ -47,9 +50,9 @@ def exit_code(error: BaseException) -> int:
         status = cause.code if isinstance(cause, SystemExit) else status  # sys.exit(3), comm.Abort(3)
         return status if isinstance(status, int) and 0 < status < 256 else RAISED
     code = next((code for family, code in _CODES if isinstance(error, family)), RAISED)
-    return (
-        RAISED if code == USAGE and getattr(error, "placed", False) else code
-    )  # a rank's call, no option of ours
+    if isinstance(error, UsageError) and code == USAGE and getattr(error, "placed", False):
+        return RAISED  # a rank's call, no option of ours
+    return code
 
 
 def report(error: SpawnsimError, *, quiet: bool = False) -> int:
@@ -75,6 +78,13 @@ def tell_beside_the_bar(error: BaseException) -> None:
     """Print an error while the run's progress bar may stand on the terminal."""
     with beside_the_bar():
         tell(error)
+
+
+def interrupted(stop: KeyboardInterrupt) -> int:
+    """Say that the command was told to stop, and what is kept; return the status that a shell gives for the signal."""
+    notes = [note[0].lower() + note[1:] for note in getattr(stop, "__notes__", ())]
+    print("; ".join([f"spawnsim: {interrupts.outcome_of(stop)}", *notes]), file=sys.stderr, flush=True)
+    return 128 + interrupts.number_of(stop)
 
 
 def internal(error: Exception) -> int:

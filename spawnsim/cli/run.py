@@ -17,6 +17,7 @@ from typing import Any
 from spawnsim.cli.ending import tell_beside_the_bar
 from spawnsim.errors import ParameterError
 from spawnsim.run import Run, run
+from spawnsim.run.interrupts import stoppable
 from spawnsim.run.result import shown
 from spawnsim.run.unmodified import is_unmodified, refuse_arguments
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         raise ParameterError("--survive is for --backend mpi: virtual ranks survive others as they are")
     if options.ranks is None:
         raise ParameterError("how many virtual ranks? Give --ranks N")
-    with _stdout_for_the_totals(options.json):
+    with stoppable(), _stdout_for_the_totals(options.json):
         result = run(
             options.file,
             ranks=options.ranks,

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from spawnsim.errors import ParameterError
+from spawnsim.record import journal
 from spawnsim.record.plain import document
 from spawnsim.record.recorder import Event
 from spawnsim.record.table import Table
@@ -32,9 +33,10 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip archive can hold
 def _replacing(path: Path) -> Iterator[BinaryIO]:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with draft.open("wb") as file:
-            yield file
-        draft.replace(path)
+        with journal.storing(path):
+            with draft.open("wb") as file:
+                yield file
+            draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
 
@@ -54,6 +56,7 @@ def begin(folder: Path, what: Mapping[str, Any]) -> None:
     prepare(folder)
     for name in (METRICS, EVENTS):
         (folder / name).unlink(missing_ok=True)
+    journal.discard(folder)
     write_manifest(folder, {"what": what, "totals": {}, "outcome": RUNNING})
 
 

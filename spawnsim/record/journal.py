@@ -1,9 +1,9 @@
-"""A journal: what one real rank records, kept on disk while it runs, so that a rank that dies leaves what it saw.
+"""A journal: what a process records, kept on disk while it runs, so that one that dies leaves what it saw.
 
-Each rank appends to its own shard, at most `FLUSH_S` late, one *frame* a time: a line of JSON (which rows follow, new
-texts, events, what the rank has counted), then the rows as the recorder packs them. Later anybody (rank 0, the rank
-that failed, the launcher) replays all shards into one `Recorder`; the last frame of a rank that was killed may be
-torn and is left out.
+Each real rank appends to its own shard, all virtual ranks of a process to one, at most `FLUSH_S` late, one *frame* a
+time: a line of JSON (which rows follow, new texts, events, what the rank has counted), then the rows as the recorder
+packs them. Later anybody (rank 0, the rank that failed, the launcher) replays all shards into one `Recorder`; the last
+frame of a rank that was killed may be torn and is left out.
 
 This room knows files and recorders. It knows no communicator: whoever merges has seen to it that the others have
 closed their journals, or are dead.
@@ -19,12 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from spawnsim.errors import StorageError
 from spawnsim.record.recorder import Portion, Recorder
 
 FOLDER, OLD = "shards", ".shards"
+TOGETHER = "ranks"  # the shard of a process that runs all ranks
 FLUSH_S = 0.5  # a killed rank loses at most this much
 
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (float, int, bool, str, type(None))}
@@ -33,18 +36,23 @@ Counted = Mapping[str, Any]
 
 
 class Journal:
-    """Records one rank's rows and events; without a path they stay in memory (see `frames`) until `open`.
+    """Records rows and events; without a path they stay in memory (see `frames`) until `open`.
 
     Attributes:
         counted: asked at each flush for what the rank has counted so far: a dict of numbers.
-        frames: what was flushed without a file.
+        frames: what was flushed without a file, or could not be written to it yet.
+
+    Args:
+        path: the shard.
+        prompt: whether an event is written at once: it tells what happened before a rank of many was killed.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, *, prompt: bool = True) -> None:
         self.counted: Callable[[], Counted] = dict
         self.frames: list[bytes] = []
+        self._prompt = prompt
         self._recorder = Recorder()
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._due_s = time.monotonic() + FLUSH_S
         self._lock = threading.Lock()  # background tasks of a real rank are threads
         if path is not None:
@@ -52,8 +60,9 @@ class Journal:
 
     def open(self, path: Path) -> None:
         """Write to this shard from now on; a rank knows which is its own only once it has met the others."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("wb", buffering=0)
+        with storing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("wb", buffering=0)
 
     @property
     def rows(self) -> int:
@@ -73,19 +82,21 @@ class Journal:
             self.flush()
 
     def event(self, rank: int, time_s: float, kind: str, fields: Mapping[str, Any]) -> None:
-        """Keep one event, and write it at once: events are few, and tell what happened before a failure."""
+        """Keep one event."""
         with self._lock:
             self._recorder.event(rank, time_s, kind, fields)
-        self.flush()
+        if self._prompt or time.monotonic() > self._due_s:
+            self.flush()
 
     def flush(self) -> None:
-        """Write what is pending."""
+        """Write what is pending. Raises `StorageError` if it cannot be written; it is kept, and tried again."""
         with self._lock:
-            frame = packed(self._recorder.drain(), self.counted())
-            if self._file is None:
-                self.frames.append(frame)
-            elif not self._file.closed:
-                self._file.write(frame)
+            if self._file is not None and self._file.closed:
+                return
+            self.frames.append(packed(self._recorder.drain(), self.counted()))
+            while self._file is not None and self.frames:
+                _append(self._file, self.frames[0])
+                del self.frames[0]
             self._due_s = time.monotonic() + FLUSH_S
 
     def close(self) -> None:
@@ -93,6 +104,29 @@ class Journal:
         self.flush()
         if self._file is not None:
             self._file.close()
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Word what the file system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _append(file: FileIO, frame: bytes) -> None:
+    """Write a whole frame, or nothing: what comes after a torn one could not be read."""
+    whole, left = file.tell(), memoryview(frame)
+    try:
+        with storing(Path(str(file.name))):
+            while left:
+                left = left[file.write(left) :]
+    except StorageError:
+        with suppress(OSError):
+            file.truncate(whole)
+            file.seek(whole)
+        raise
 
 
 # ---------------------------------------------------------------------------------------------------------- frames
@@ -131,23 +165,25 @@ def _next(file: BinaryIO) -> tuple[Portion, Counted] | None:
 
 # ---------------------------------------------------------------------------------------------------------- shards
 class Merged(NamedTuple):
-    """What all shards of a folder hold; `counted` has an entry per rank that has a shard."""
+    """What all shards of a folder hold; `counted` has an entry per rank that has a shard of its own."""
 
     recorder: Recorder
     counted: dict[int, Counted]
 
 
-def shard(folder: Path, rank: int) -> Path:
-    """Return the file of one rank's journal in a run folder."""
-    return folder / FOLDER / f"rank-{rank:05d}"
+def shard(folder: Path, rank: int | None = None) -> Path:
+    """Return the file in a run folder of one rank's journal, or of that of all ranks together."""
+    return folder / FOLDER / (TOGETHER if rank is None else f"rank-{rank:05d}")
 
 
 def merge(folder: Path) -> Merged:
     """Return all that the shards of a run folder hold."""
     recorder, counted = Recorder(), {}
-    for path in sorted((folder / FOLDER).glob("rank-*")):
+    for path in sorted((folder / FOLDER).glob("rank*")):
         with path.open("rb") as file:
-            counted[int(path.stem.removeprefix("rank-"))] = replay(file, recorder)
+            found = replay(file, recorder)
+        if path.name != TOGETHER:
+            counted[int(path.stem.removeprefix("rank-"))] = found
     return Merged(recorder, counted)
 
 
@@ -161,7 +197,7 @@ def merge_frames(parts: list[list[bytes]]) -> Merged:
 
 def present(folder: Path) -> bool:
     """Whether a run folder holds shards."""
-    return any((folder / FOLDER).glob("rank-*"))
+    return any((folder / FOLDER).glob("rank*"))
 
 
 def discard(folder: Path) -> None:

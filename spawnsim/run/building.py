@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spawnsim.errors import ParameterError, RankError, SpawnsimError
+from spawnsim.errors import ParameterError, RankError, SpawnsimError, StorageError
+from spawnsim.run import interrupts
 from spawnsim.run.program import Main, Program, program
 from spawnsim.run.result import FINISHED, Run, totals_of
 
 if TYPE_CHECKING:
-    from spawnsim.record import Recorder
+    from spawnsim.record import Journal, Recorder
 
 OnError = Callable[[BaseException], None]
 Progress = Callable[[float, int, int], None]
@@ -127,7 +128,7 @@ def aborting() -> Iterator[None]:
         raise error from None
 
 
-def _bar(progress: bool | Progress, task: Program, recorder: Recorder, ranks: int) -> Any:
+def _bar(progress: bool | Progress, task: Program, recorder: Recorder | Journal, ranks: int) -> Any:
     from spawnsim.run.bar import Bar, Listener
 
     if progress is True:
@@ -135,7 +136,7 @@ def _bar(progress: bool | Progress, task: Program, recorder: Recorder, ranks: in
     return Listener(progress or None)
 
 
-def listener(progress: bool | Progress, recorder: Recorder, ranks: int) -> Any:
+def listener(progress: bool | Progress, recorder: Recorder | Journal, ranks: int) -> Any:
     """Return what is told of a run's progress, as a context."""
     from spawnsim.run.bar import Bar, Listener
 
@@ -164,14 +165,16 @@ class Keeper:
     """Keeps what a run records: writes the run folder when the `with` block ends, in whatever way it ends."""
 
     def __init__(self, what: Mapping[str, Any], out: Path | None, on_error: OnError | None = None) -> None:
-        from spawnsim.record import Recorder, folder
+        from spawnsim.record import Journal, Recorder, folder, journal
 
-        self.what, self.out, self.recorder = dict(what), out, Recorder()
+        self.what, self.out = dict(what), out
+        self.recorder: Recorder | Journal = Recorder()
         self._on_error = on_error
         self.counted: Any = None  # a dataclass, once the building has counted
         self._run: Run | None = None
         if out is not None:
             folder.begin(out, what)
+            self.recorder = Journal(journal.shard(out), prompt=False)
 
     @property
     def run(self) -> Run:
@@ -181,11 +184,21 @@ class Keeper:
         return self._run
 
     def _gathered(self, outcome: str) -> Run:
-        table, events = self.recorder.table(), self.recorder.events()
+        recorder = self._recorded()
+        table, events = recorder.table(), recorder.events()
         counted = dataclasses.asdict(self.counted) if self.counted is not None else {}
         self.what |= reproducible(self.what, counted.get("leaks", ()))
         totals = totals_of(table, events, {"ranks": self.what.get("ranks")} | counted)
         return Run(self.what, table, events, totals, outcome)
+
+    def _recorded(self) -> Recorder:
+        from spawnsim.record import Recorder, merge
+
+        if isinstance(self.recorder, Recorder):
+            return self.recorder
+        assert self.out is not None
+        self.recorder.flush()
+        return merge(self.out).recorder
 
     def tell(self, error: BaseException) -> None:
         """Save what was recorded, and pass the error on, before the ranks are ended: that may hang."""
@@ -198,9 +211,15 @@ class Keeper:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        from spawnsim.record import Journal, journal
+
         self._save(error)
+        if self.out is not None and isinstance(self.recorder, Journal):
+            self.recorder.close()
+            journal.discard(self.out)
 
     def _save(self, error: BaseException | None) -> None:
+        """Write the run's files, beside the journal, which is left where they cannot be written."""
         if self.counted is None:
             self.counted = getattr(error, "totals", None)
         if self.out is None:
@@ -209,9 +228,13 @@ class Keeper:
         told = note in getattr(error, "__notes__", ())
         if told:
             error.__notes__.remove(note)  # type: ignore[union-attr]  # it is not part of the outcome
-        self._run = self._gathered(outcome_of(error))
-        self._run.save(self.out)
-        if isinstance(error, SpawnsimError):
+        try:
+            self._run = self._gathered(outcome_of(error))
+            self._run.save(self.out)
+        except StorageError as full:
+            full.add_note(note)
+            raise full from error
+        if isinstance(error, (SpawnsimError, KeyboardInterrupt)):
             error.add_note(note)
 
 
@@ -227,5 +250,5 @@ def outcome_of(error: BaseException | None) -> str:
     if error is None:
         return FINISHED
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+        return interrupts.outcome_of(error)
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])

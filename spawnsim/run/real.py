@@ -92,7 +92,6 @@ class Shards:
         if job.out is not None:
             if comm.Get_rank() == 0:
                 folder.begin(job.out, self.what)
-                shards.discard(job.out)
             comm.Barrier()
             journal.open(shards.shard(job.out, comm.Get_rank()))
         comm._home.tally.clear()  # the program's alone counts

@@ -74,6 +74,7 @@ class Run:
             recorder, counted = journal.merge(place)
             what = (what or {}) | {"processes": {rank: each.get("process") for rank, each in counted.items()}}
             table, events = recorder.table(), recorder.events()
+            totals = totals or totals_of(table, events, {"ranks": what.get("ranks")})
         elif outcome == folder.RUNNING:
             raise ParameterError(
                 f"{place}: the run has not ended yet, or was killed before it could write its rows"

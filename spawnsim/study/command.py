@@ -13,15 +13,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from spawnsim.errors import ParameterError
+from spawnsim.run.interrupts import stoppable
 from spawnsim.study.context import Context
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study named in `argv`; return the exit code; errors are worded by whoever called."""
     args = _parser().parse_args(argv)
+    if args.jobs < 0:
+        raise ParameterError(f"--jobs {args.jobs}: give the number of runs at once, or 0 for this process")
     path = find(args.study)
     out = Path(args.out or Path("runs") / path.stem)
-    load(path)(Context(path.stem, path.parent, out, quick=args.quick, jobs=args.jobs, say=_say))
+    with stoppable():
+        load(path)(Context(path.stem, path.parent, out, quick=args.quick, jobs=args.jobs, say=_say))
     return 0
 
 

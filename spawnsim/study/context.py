@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,11 +69,14 @@ class Context:
     def sweep(self, cells: Sequence[Cell]) -> list[Result]:
         """Run the cells that are not done yet, and return all of them, in order."""
         store = Store(self.out / "runs")
-        if self.executor is not None or self.jobs == 0:
-            folders = sweeping.sweep(cells, store, executor=self.executor, say=self.say)
-        else:
-            with sweeping.pool(self.jobs) as executor:
+        own_pool = self.executor is None and self.jobs > 0
+        try:
+            with sweeping.pool(self.jobs) if own_pool else nullcontext(self.executor) as executor:
                 folders = sweeping.sweep(cells, store, executor=executor, say=self.say)
+        except KeyboardInterrupt as stop:
+            kept = f"{sum(map(store.done, cells))} of {len(cells)} runs are done and kept"
+            stop.__notes__ = [f"{kept}: the same command goes on with the rest"]
+            raise
         return [Result(cell, read(at), store.cost(cell)) for cell, at in zip(cells, folders, strict=True)]
 
     def alone(self) -> Context:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from spawnsim.errors import WorldError
 from spawnsim.run import run
+from spawnsim.run.interrupts import heed_signals
 from spawnsim.study.cell import Cell
 from spawnsim.study.store import Cost, Store, write_cost
 
@@ -35,9 +37,15 @@ def execute(cell: Cell, root: Path) -> Cost:
     return cost
 
 
-def one_thread() -> None:
-    """Tell numeric libraries that are not loaded yet to use one thread: cells share the machine's cores."""
+def prepare() -> None:
+    """Make a process of a pool ready for one run: one thread, and it stops when the study tells it to.
+
+    Numeric libraries are told that are not loaded yet: runs share the machine's cores. Ctrl-C on a terminal reaches
+    all processes; those of a pool leave it to the study's.
+    """
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    heed_signals()
 
 
 def _in_this_process(cell: Cell, folder: Path) -> None:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
 
-from spawnsim.errors import SpawnsimError, WorldError
+from spawnsim.errors import SpawnsimError, StudyError
 from spawnsim.study.cell import Cell
-from spawnsim.study.execute import execute, one_thread
+from spawnsim.study.execute import execute, prepare
 from spawnsim.study.store import Cost, Store
 
 Say = Callable[[str], None]
@@ -48,11 +51,42 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 60 else f"{int(seconds // 60)} min {int(seconds % 60)} s"
 
 
-def pool(jobs: int) -> ProcessPoolExecutor:
-    """Return a pool of fresh processes, one per run, of one thread each: a run's peak memory is its own."""
-    return ProcessPoolExecutor(
-        jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1, initializer=one_thread
+STOPPING_S = 5.0  # for which a run that is told to stop may go on writing what it has recorded
+
+
+@contextmanager
+def pool(jobs: int) -> Iterator[Executor]:
+    """Give a pool of fresh processes, one per run, of one thread each: a run's peak memory is its own.
+
+    When the block is left by an exception, such as Ctrl-C, nothing more begins, and what runs is told to stop.
+    """
+    others = set(multiprocessing.active_children())
+    executor = ProcessPoolExecutor(
+        jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1, initializer=prepare
     )
+    try:
+        yield executor
+    except BaseException:
+        _stop(executor, others)
+        raise
+    executor.shutdown()
+
+
+def _stop(executor: Executor, others: Collection[BaseProcess]) -> None:
+    """Let nothing more begin, and tell the processes of a pool to stop: each once, those that begin meanwhile, too."""
+    ending = Thread(target=partial(executor.shutdown, cancel_futures=True), daemon=True)
+    ending.start()
+    told: set[BaseProcess] = set()
+    due_s = time.monotonic() + STOPPING_S
+    while ending.is_alive():
+        running = {*multiprocessing.active_children()} - {*others}
+        for process in running - told:
+            process.terminate()
+        told |= running
+        if time.monotonic() > due_s:
+            for process in running:
+                process.kill()
+        ending.join(0.05)
 
 
 def sweep(cells: Sequence[Cell], store: Store, *, executor: Executor | None = None, say: Say) -> list[Path]:
@@ -65,7 +99,7 @@ def sweep(cells: Sequence[Cell], store: Store, *, executor: Executor | None = No
         say: takes one line of text per finished run.
 
     Raises:
-        WorldError: some runs failed; those that did not are kept, and a second sweep tries the rest only.
+        StudyError: some runs failed; those that did not are kept, and a second sweep tries the rest only.
     """
     missing = list({cell.key: cell for cell in cells if not store.done(cell)}.values())
     if len(missing) < len(cells):
@@ -80,7 +114,7 @@ def sweep(cells: Sequence[Cell], store: Store, *, executor: Executor | None = No
             say(f"[{done}/{len(missing)}] {cell.name} failed: {last_line}")
     if failures:
         cell, error = failures[0]
-        raise WorldError(
+        raise StudyError(
             f"{len(failures)} of {len(cells)} runs failed; the first: {cell.name}: {error}"
         ) from error
     return [store.folder(cell) for cell in cells]

@@ -225,7 +225,9 @@ class Cluster:
 
     def _explain(self, error: BaseException) -> BaseException:
         """Wrap what a rank's program raised, with its rank and time; spawnsim's own errors say it themselves."""
-        task: Task = error.__dict__.pop("_task")
+        task: Task | None = error.__dict__.pop("_task", None)
+        if task is None:  # it struck while no rank ran
+            return error
         if isinstance(error, (ProgramAbort, Livelock, KeyboardInterrupt)) or (
             isinstance(error, SpawnsimError) and not isinstance(error, RankFailed)
         ):

@@ -221,7 +221,10 @@ class Kernel(Timers):
         """
         with unhurried(self._collecting):
             try:
-                self._run()
+                try:
+                    self._run()
+                except KeyboardInterrupt as stop:
+                    self.failure = stop
                 judge()
             finally:
                 self._close()
