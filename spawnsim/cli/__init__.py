@@ -15,6 +15,7 @@ from importlib import import_module
 from spawnsim import __version__
 from spawnsim.cli.ending import internal, interrupted, report
 from spawnsim.errors import SpawnsimError, UnsupportedError
+from spawnsim.options import Parser
 
 COMMANDS = {
     "run": ("spawnsim.cli.run", "run a file on virtual ranks, or on real ones"),
@@ -38,8 +39,8 @@ exit codes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
-    arguments = _parser().parse_args(argv)
     try:
+        arguments = _parser().parse_args(argv)
         return _serve(arguments.command, arguments.arguments)
     except SpawnsimError as error:
         return report(error)
@@ -75,10 +76,10 @@ def _serve(command: str, arguments: Sequence[str]) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     width = max(map(len, COMMANDS))
     table = "\n".join(f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="spawnsim",
         description="Policies that average and replace models across ranks, on virtual clusters and on real ones.",
         epilog=f"commands:\n{table}\n\n{EXIT_CODES}\n`spawnsim COMMAND --help` describes one command.",

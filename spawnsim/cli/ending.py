@@ -80,6 +80,12 @@ def tell_beside_the_bar(error: BaseException) -> None:
         tell(error)
 
 
+def note_beside_the_bar(sentence: str) -> None:
+    """Print what the user may want to know while the run goes on."""
+    with beside_the_bar():
+        print(f"spawnsim: note: {sentence}", file=sys.stderr, flush=True)
+
+
 def interrupted(stop: KeyboardInterrupt) -> int:
     """Say that the command was told to stop, and what is kept; return the status that a shell gives for the signal."""
     notes = [note[0].lower() + note[1:] for note in getattr(stop, "__notes__", ())]

@@ -5,21 +5,20 @@ This room knows where the names live. It loads only what it is asked about.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from spawnsim.options import Parser
+
 Line = tuple[str, str]
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the sections asked for, or all of them."""
-    parser = argparse.ArgumentParser(
-        prog="spawnsim list", description="List the names that other commands take."
-    )
+    parser = Parser(prog="spawnsim list", description="List the names that other commands take.")
     parser.add_argument("what", nargs="*", metavar="WHAT", help=f"among {', '.join(SECTIONS)}; default: all")
     wanted = parser.parse_args(argv).what
     unknown = [name for name in wanted if name not in SECTIONS]

@@ -48,7 +48,7 @@ def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
 
 
 def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
-    from spawnsim.cli.run import arguments_of
+    from spawnsim.options import arguments_of
     from spawnsim.real.launching.launch import start
 
     require_main(options.file)  # else each rank would say so

@@ -6,7 +6,6 @@ This room knows options and how to print totals.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import json
 import sys
@@ -14,14 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spawnsim.cli.ending import tell_beside_the_bar
+from spawnsim.cli.ending import note_beside_the_bar, tell_beside_the_bar
 from spawnsim.errors import ParameterError
+from spawnsim.options import Parser, parameters
 from spawnsim.run import Run, run
 from spawnsim.run.interrupts import stoppable
 from spawnsim.run.result import shown
 from spawnsim.run.unmodified import is_unmodified, refuse_arguments
-
-WORDS = {"true": True, "false": False, "null": None}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
             argv=script_arguments,
             options=program_options(options),
             on_error=tell_beside_the_bar,
+            on_note=None if options.quiet else note_beside_the_bar,
         )
     if not options.quiet:
         tell(result.what)
@@ -83,8 +82,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
     options, unknown = parser().parse_known_args(own)
     takes_any = options.backend != "virtual" or (options.file.is_file() and is_unmodified(options.file))
-    if (unknown or rest) and not takes_any:
-        parser().error(f"unrecognized arguments: {' '.join(unknown + rest)}")
+    if unknown and not takes_any:
+        parser().error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest and not takes_any:
+        refuse_arguments(rest)
     return options, unknown + rest
 
 
@@ -108,46 +109,24 @@ def _stdout_for_the_totals(as_json: bool) -> contextlib.AbstractContextManager[o
     return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
-def parameters(settings: Sequence[str]) -> dict[str, Any]:
-    """Return the keyword arguments that `--set name=value` options ask for.
-
-    Values are Python literals, or true, false, null; whatever else is text.
-    """
-    pairs = [setting.partition("=") for setting in settings]
-    wrong = [name + sign for name, sign, _ in pairs if not sign or not name.isidentifier()]
-    if wrong:
-        raise ParameterError(f"--set {wrong[0]}: write --set name=value")
-    return {name: _value(text) for name, _, text in pairs}
-
-
-def _value(text: str) -> Any:
-    if text.lower() in WORDS:
-        return WORDS[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
-def arguments_of(values: Mapping[str, Any]) -> list[str]:
-    """Return `--set` options that `parameters` reads back as these values."""
-    return [part for name, value in values.items() for part in ("--set", f"{name}={value!r}")]
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the options of `spawnsim run`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="spawnsim run",
         description="Run a file that defines main(comm) on virtual ranks, or (--backend) on real ones; or an "
         "unmodified mpi4py program on virtual ranks. What is not an option here, and all after --, are its arguments.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("file", type=Path, help="Python file that defines main(comm), or an mpi4py program")
     add("-n", "--ranks", type=int, metavar="N", help="how many ranks; real ones are started with mpiexec")
     add("--backend", choices=("virtual", "mpi", "torch"), default="virtual", help="default: virtual")
     add("--platform", metavar="P", help="virtual network: a name (see `spawnsim list`) or a TOML file")
-    add("--straggler", metavar="S", help="virtual compute times, such as lognormal:0.3 or pareto:2.5")
+    add(
+        "--straggler",
+        "--stragglers",
+        metavar="S",
+        help="virtual compute times, such as lognormal:0.3 or pareto:2.5",
+    )
     add("--faults", metavar="F", help="virtual fault plan")
     add(
         "--compute",
@@ -183,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_program_options(parser: argparse.ArgumentParser) -> None:
+def _add_program_options(parser: Parser) -> None:
     group = parser.add_argument_group("unmodified mpi4py programs")
     group.add_argument("--no-prefix", action="store_true", help="print lines without [rank 3] in front")
     group.add_argument(

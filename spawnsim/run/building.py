@@ -7,6 +7,7 @@ one function.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from spawnsim.record import Journal, Recorder
 
 OnError = Callable[[BaseException], None]
+OnNote = Callable[[str], None]
+LEAST_B = 20_000  # that a rank takes which does nothing; docs/figures.md
 Progress = Callable[[float, int, int], None]
 """Called now and then with virtual seconds, ranks that have finished, and ranks."""
 
@@ -41,6 +44,7 @@ def run(
     argv: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     on_error: OnError | None = None,
+    on_note: OnNote | None = None,
 ) -> Run:
     """Run `main(comm, **parameters)` on virtual ranks and return what they recorded.
 
@@ -65,6 +69,7 @@ def run(
         argv: arguments of an unmodified program.
         options: how an unmodified program is run: see `spawnsim.virtual.programs.Script`.
         on_error: is given the error that the run is going to raise, before the ranks' `finally` blocks run.
+        on_note: is given a sentence when a rank computes for long without a call, with its line.
 
     Raises:
         ParameterError: a parameter has no meaning; nothing ran.
@@ -76,7 +81,7 @@ def run(
         return _run_whole(
             Path(main), argv, options, ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
             compute=compute, out=None if out is None else Path(out), deadline_s=deadline_s, progress=progress,
-            on_error=on_error,
+            on_error=on_error, on_note=on_note,
         )  # fmt: skip
     task = program(main, parameters)
     deadline_s = 30.0 if deadline_s is None else deadline_s
@@ -89,6 +94,7 @@ def run(
         keeper.counted = _simulate(
             task, ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
             recorder=keeper.recorder, compute_s=compute, deadline_s=deadline_s, progress=told, on_error=keeper.tell,
+            on_note=on_note,
         )  # fmt: skip
     return keeper.run
 
@@ -147,8 +153,18 @@ def _check(ranks: Any, seed: Any, deadline_s: float | None) -> None:
     for name, value, least in (("ranks", ranks, 1), ("seed", seed, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ParameterError(f"{name}={value!r}: give an integer of at least {least}")
+    if ranks * LEAST_B > memory_B():
+        raise ParameterError(
+            f"ranks={ranks:,}: each takes about {LEAST_B / 1e3:g} kB before it keeps anything, "
+            f"{ranks * LEAST_B / 1e9:,.0f} GB in all; this machine has {memory_B() / 1e9:,.0f} GB"
+        )
     if deadline_s is not None and not deadline_s > 0:
         raise ParameterError(f"deadline_s={deadline_s!r}: give seconds above 0")
+
+
+def memory_B() -> int:
+    """Return the bytes of this machine's main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def describe(task: Program, *, backend: str, **circumstances: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim.errors import ParameterError, ProgramError, SpawnsimError
+from spawnsim.options import nearest
 
 MODULE = "__program__"  # never "__main__": a file's own `if __name__ == "__main__"` must not start it
 
@@ -59,7 +60,8 @@ def program(main: Main | str | Path, parameters: Mapping[str, Any] | None = None
     unknown = [name for name in given if name not in takes.names and not takes.anything]
     if unknown:
         known = ", ".join(takes.names) or "none"
-        raise ParameterError(f"main takes no parameter {', '.join(unknown)}; its parameters: {known}")
+        hint = nearest(unknown[0], takes.names) or f"its parameters: {known}"
+        raise ParameterError(f"main takes no parameter {', '.join(unknown)}; {hint}")
     missing = [name for name in takes.names if name not in takes.defaults and name not in given]
     if missing:
         raise ParameterError(f"main needs a value for {', '.join(missing)}: give --set {missing[0]}=VALUE")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim.errors import ParameterError
-from spawnsim.run.building import Keeper, OnError, Progress, aborting, listener
+from spawnsim.run.building import Keeper, OnError, OnNote, Progress, aborting, listener
 from spawnsim.run.program import has_main, tree_of
 from spawnsim.run.result import Run
 
@@ -51,6 +51,7 @@ def run_unmodified(
     deadline_s: float | None = None,
     progress: bool | Progress = False,
     on_error: OnError | None = None,
+    on_note: OnNote | None = None,
     **circumstances: Any,
 ) -> Run:
     """Run an unmodified program on virtual ranks; see `spawnsim.run` for the circumstances.
@@ -67,7 +68,7 @@ def run_unmodified(
     with keeper, listener(progress, keeper.recorder, given["ranks"]) as told, aborting():
         keeper.counted = run_program(
             script.path, script.argv, recorder=keeper.recorder, progress=told, warn=what["warnings"],
-            on_error=keeper.tell, **given, **script.options,
+            on_error=keeper.tell, on_note=on_note, **given, **script.options,
         )  # fmt: skip
     return keeper.run
 
@@ -75,8 +76,8 @@ def run_unmodified(
 def is_unmodified(path: Path) -> bool:
     """Return whether a file is to be run whole, and not through its `main(comm)`. Runs nothing of it.
 
-    It is if it has no `main` and speaks MPI (itself, or a module beside it that it imports), if `main` takes no
-    argument, or if the file itself calls `main` where it is run as a script and imports mpi4py (or calls the first
+    It is if it speaks MPI (itself, or a module beside it that it imports) and has no `main`, or one without
+    arguments, if it has one without arguments and calls it, or if the file itself calls `main` where it is run as a script and imports mpi4py (or calls the first
     argument something else than comm).
     """
     if not has_main(path):
@@ -89,8 +90,18 @@ def is_unmodified(path: Path) -> bool:
         return False
     first = next(iter([*main.args.posonlyargs, *main.args.args, *filter(None, [main.args.vararg])]), None)
     if first is None:
-        return True
+        return _calls_main(tree) or _requires_mpi(path)
     return _calls_main(tree) and ("mpi4py" in _imported(tree) or first.arg != "comm")
+
+
+def _requires_mpi(path: Path) -> bool:
+    """Return true if a file that has `main()` is an mpi4py program; else its author has forgotten the argument."""
+    if _speaks_mpi(path, set()):
+        return True
+    raise ParameterError(
+        f"{path}: main() takes no argument; its first one is the communicator: write def main(comm). "
+        "A file with main() is run whole only if it calls main(), or if it or a module beside it imports mpi4py"
+    )
 
 
 def _speaks_mpi(path: Path, seen: set[Path]) -> bool:
@@ -130,5 +141,5 @@ def refuse_arguments(argv: Sequence[str]) -> None:
     """Raise `ParameterError` for arguments of a script that has a `main(comm)`."""
     if argv:
         raise ParameterError(
-            f"unrecognized arguments: {' '.join(argv)}; parameters of main: --set NAME=VALUE"
+            f"unrecognized arguments: {' '.join(argv)}; main(comm) has parameters: give --set NAME=VALUE"
         )

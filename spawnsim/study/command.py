@@ -5,7 +5,6 @@ This room knows arguments, standard output and exit codes.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from spawnsim.errors import ParameterError
+from spawnsim.options import Parser
 from spawnsim.run.interrupts import stoppable
 from spawnsim.study.context import Context
 
@@ -36,10 +36,8 @@ def _jobs() -> int:
     return min(os.cpu_count() or 1, 4)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="spawnsim study", description="Run a study: a grid of runs, then figures."
-    )
+def _parser() -> Parser:
+    parser = Parser(prog="spawnsim study", description="Run a study: a grid of runs, then figures.")
     parser.add_argument("study", metavar="NAME|PATH", help="a file of studies/, by name, or a path to one")
     parser.add_argument("--quick", action="store_true", help="a small version, to see that it works")
     parser.add_argument("--jobs", type=int, default=_jobs(), metavar="N", help=JOBS)

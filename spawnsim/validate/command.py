@@ -6,7 +6,6 @@ This room knows options, both buildings and what to print. Rank 0 alone predicts
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import json
 import os
@@ -20,6 +19,7 @@ from spawnsim.calibrate import Effort, fit, measure
 from spawnsim.calibrate.command import warn
 from spawnsim.calibrate.measuring import facts
 from spawnsim.errors import ParameterError, SpawnsimError
+from spawnsim.options import Parser, parameters
 from spawnsim.run.program import Program, program
 from spawnsim.validate.comparing import Repeat, Row, differences, summary, table
 from spawnsim.validate.predicting import Setting, fitted, predict, times
@@ -55,7 +55,7 @@ def _asked(options: argparse.Namespace, ranks: int) -> tuple[Program, Platform |
         raise ParameterError(
             f"a validation needs at least 2 ranks: mpiexec -n 2 spawnsim validate {options.file}"
         )
-    task = program(options.file, _given(options.set))
+    task = program(options.file, parameters(options.set))
     return task, load_platform(options.platform) if options.platform else None
 
 
@@ -119,25 +119,9 @@ def draw(rows: Sequence[Row], repeats: Sequence[Repeat], picture: Path) -> None:
     style.save(drawn, picture.with_suffix(""), [picture.suffix.removeprefix(".") or "png"])
 
 
-def _given(settings: Sequence[str]) -> dict[str, Any]:
-    """Return the keyword arguments of `--set name=value`: Python literals, or text."""
-    pairs = [setting.partition("=") for setting in settings]
-    wrong = [name + sign for name, sign, _ in pairs if not sign or not name.isidentifier()]
-    if wrong:
-        raise ParameterError(f"--set {wrong[0]}: write --set name=value")
-    return {name: _value(text) for name, _, text in pairs}
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the options of `spawnsim validate`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mpiexec -n N spawnsim validate",
         description="Run a file for real, predict the same run on virtual ranks, and compare.",
     )

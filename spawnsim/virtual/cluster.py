@@ -17,7 +17,7 @@ from greenlet import GreenletExit
 
 from spawnsim.errors import Livelock, ParameterError, RankError, RankFailed, SpawnsimError, WorldError
 from spawnsim.random import Streams
-from spawnsim.virtual import reports, torch_distributed
+from spawnsim.virtual import reports, stalls, torch_distributed
 from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.comm.belongings import ProgramAbort
 from spawnsim.virtual.comm.communicators import Intracomm, enter
@@ -40,6 +40,7 @@ WORLD, SELF = "MPI_COMM_WORLD", "MPI_COMM_SELF"
 Main = Callable[[Intracomm], Any]
 Progress = Callable[[float, int, int], None]
 OnError = Callable[[BaseException], None]
+OnNote = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -172,14 +173,17 @@ class Cluster:
             if self._progress is not None:
                 self._progress(task.clock, self._finished, len(self.world.ranks))
 
-    def run(self, on_error: OnError = lambda error: None) -> Totals:
+    def run(self, on_error: OnError = lambda error: None, on_note: OnNote | None = None) -> Totals:
         """Run to the end. Raises what ended the run, with the totals in its `totals`.
 
         `on_error` is told of it first, while the ranks still stand where they stood: what a program does in its
-        `finally` blocks may hang.
+        `finally` blocks may hang. `on_note` is given a sentence when a rank computes for long.
         """
         kernel, self._began_s, self._on_error = self.world.kernel, time.perf_counter(), on_error
-        with per_rank(), TorchStates(kernel).in_place(), noticing(), torch_distributed.refused():
+        with (
+            per_rank(), TorchStates(kernel).in_place(), noticing(), torch_distributed.refused(),
+            stalls.noted(kernel, on_note),
+        ):  # fmt: skip
             kernel.run(self._judge)
         if self._error is not None:
             raise self._error
@@ -280,18 +284,20 @@ def simulate(
     deadline_s: float = 30.0,
     progress: Progress | None = None,
     on_error: OnError = lambda error: None,
+    on_note: OnNote | None = None,
 ) -> Totals:
     """Run `main(comm)` on every rank of a virtual cluster.
 
     Returns the totals. Raises what ended the run otherwise (RankError, Deadlock, Timeout, …), after everything was
-    recorded; the exception's `totals` say how far it came. `on_error` is told of it before the ranks are ended.
+    recorded; the exception's `totals` say how far it came. `on_error` is told of it before the ranks are ended;
+    `on_note` is given a sentence when a rank computes for long.
     """
     setting = Setting(ranks, platform, stragglers, faults, seed, compute_s, deadline_s)
     cluster = Cluster(setting, recorder, progress)
     for rank in range(ranks):
         cluster.comm_self(rank)
         cluster.start(rank, partial(_live, cluster, rank, main))
-    return cluster.run(on_error)
+    return cluster.run(on_error, on_note)
 
 
 def _live(cluster: Cluster, rank: int, main: Main) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim.errors import SpawnsimError, UnsupportedError
+from spawnsim.options import Parser
 from spawnsim.real.launching.launch import INSTALL, find_library, flags, mismatch, recognise
 
 PROBE_LIMIT_S = 30.0
@@ -227,11 +228,14 @@ def _gpus(names: Sequence[str]) -> Finding:
 
 # ----------------------------------------------------------------------------------------------------- printing
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report (`--json`: as JSON); 1 if something is lacking. Of several ranks the first one does."""
+    """Print the report; return 1 if something is lacking. Of several ranks the first one prints."""
+    parser = Parser(prog="spawnsim doctor", description="Say what this machine can run, and what to change.")
+    parser.add_argument("--json", action="store_true", help="print a JSON array of findings")
+    as_json = parser.parse_args(argv).json
     if _is_another_rank():
         return 0
     findings = examine()
-    if "--json" in (sys.argv[1:] if argv is None else argv):
+    if as_json:
         sys.stdout.write(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
     else:
         sys.stdout.write("\n".join(line for finding in findings for line in lines(finding)) + "\n")

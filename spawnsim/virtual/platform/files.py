@@ -25,12 +25,12 @@ This room knows the keys. It must not know what the values do.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from spawnsim.errors import ParameterError
+from spawnsim.options import nearest
 from spawnsim.virtual.collectives import Selection
 from spawnsim.virtual.compute import Fixed, parse_stragglers
 from spawnsim.virtual.network import Network
@@ -68,9 +68,10 @@ def _named(name: str) -> Platform:
     path = Path(name)
     if path.suffix == ".toml" or path.is_file():
         return parse(Section.of_file(path), path.stem)
-    near = get_close_matches(name, presets, 1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise ParameterError(f"no platform {name!r}: {hint}give a TOML file, or one of {', '.join(presets)}")
+    hint = nearest(name, presets)
+    raise ParameterError(
+        f"no platform {name!r}: {hint and hint + ' '}give a TOML file, or one of {', '.join(presets)}"
+    )
 
 
 def _presets() -> dict[str, str]:

@@ -9,12 +9,12 @@ import re
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 from spawnsim import units
 from spawnsim.errors import ParameterError
+from spawnsim.options import nearest
 
 Key = str | int
 T = TypeVar("T")
@@ -172,13 +172,8 @@ class Section:
         """Raise ParameterError if the table holds a key that nobody asked for."""
         for key in self.values:
             if key not in self.asked:
-                near = get_close_matches(key, self.asked, 1)
-                hint = (
-                    f"did you mean {near[0]}?"
-                    if near
-                    else f"here are allowed: {', '.join(sorted(self.asked))}"
-                )
-                raise self.error(key, f"no such key; {hint}")
+                allowed = f"here are allowed: {', '.join(sorted(self.asked))}"
+                raise self.error(key, f"no such key; {nearest(key, self.asked) or allowed}")
 
 
 def _with_unit(value: Any, example: str) -> str:

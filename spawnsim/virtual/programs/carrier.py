@@ -18,7 +18,7 @@ from typing import Any
 from greenlet import GreenletExit
 
 from spawnsim.errors import Deadlock, ParameterError, RankError
-from spawnsim.virtual.cluster import Cluster, OnError, Progress, Setting, Totals
+from spawnsim.virtual.cluster import Cluster, OnError, OnNote, Progress, Setting, Totals
 from spawnsim.virtual.comm.calling import COMM_WORLD
 from spawnsim.virtual.comm.payload import pickler
 from spawnsim.virtual.kernel import current_task
@@ -74,6 +74,7 @@ class Carrier:
         self.cluster = Cluster(setting, recorder, how.get("progress"))
         self.outcome, self.tolls, self.ledger = Outcome(), Tolls(self.cost), Ledger()
         self.on_error: OnError = how.get("on_error") or (lambda error: None)
+        self.on_note: OnNote | None = how.get("on_note")
         self.out = Lines(sys.stdout, _rank, script.prefix, _heard, told=self._printed)
         self.err = Lines(sys.stderr, _rank, script.prefix, _heard)
         own = OwnModules(script.path.resolve().parent, script.private)
@@ -98,7 +99,7 @@ class Carrier:
             self.cluster.start(rank.id, self._program)
         world.kernel.entered.append(self.processes.enter)
         with self._surroundings():
-            return self.cluster.run(self._tell)
+            return self.cluster.run(self._tell, self.on_note)
 
     def _furnish(self, rank: Rank) -> None:
         """Give a rank, or the next life of one, its communicators and its process."""
@@ -240,6 +241,7 @@ def run_program(
     progress: Progress | None = None,
     warn: list[str] | None = None,
     on_error: OnError | None = None,
+    on_note: OnNote | None = None,
     **options: Any,
 ) -> Totals:
     """Run an unmodified mpi4py program on every rank of a virtual cluster.
@@ -259,13 +261,16 @@ def run_program(
         deadline_s: virtual seconds that one call may wait; programs may wait long, so there is no limit.
         warn: gets a line for each kind of thing that the program left open.
         on_error: is told what ended the run, before the ranks' programs are ended.
+        on_note: is given a sentence when a rank computes for long.
         options: see `Script`.
 
     Raises what ended the run otherwise; a `RankError` whose cause is SystemExit for a status other than 0.
     """
     script = Script(Path(path), tuple(map(str, argv)), **options)
     setting = Setting(ranks, platform, stragglers, faults, seed, 0.0, deadline_s)
-    carrier = Carrier(script, setting, recorder, cost=compute_s, progress=progress, on_error=on_error)
+    carrier = Carrier(
+        script, setting, recorder, cost=compute_s, progress=progress, on_error=on_error, on_note=on_note
+    )
     totals = carrier.run()
     if warn is not None:
         warn.extend(carrier.ledger.warnings(carrier.cluster.world))

@@ -1,0 +1,69 @@
+"""Options on a command line: how they are read, and one line that says what is wrong with them.
+
+This room knows words and values; what an option means, the command knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from spawnsim.errors import ParameterError
+
+WORDS = {"true": True, "false": False, "null": None}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are a `ParameterError` of one line, with the known word that comes closest."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `ParameterError`."""
+        hint = self._nearest(message)
+        raise ParameterError(f"{message}; {f'{hint} See' if hint else 'see'} `{self.prog} --help`")
+
+    def _nearest(self, message: str) -> str:
+        quoted = re.findall(r"'([^']+)'", message)  # invalid choice: 'x' (choose from 'y', 'z')
+        if quoted:
+            return nearest(quoted[0], quoted[1:])
+        options = re.findall(r"--[\w-]+", self.format_help())
+        unknown = [word for word in re.findall(r"--[\w-]+", message) if word not in options]
+        return nearest(unknown[0], options) if unknown else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return "did you mean ...?" if one of the known words is close, else nothing."""
+    found = get_close_matches(word, [*known], n=1)
+    return f"did you mean {found[0]}?" if found else ""
+
+
+def parameters(settings: Sequence[str]) -> dict[str, Any]:
+    """Return the keyword arguments that `--set name=value` options ask for.
+
+    Values are Python literals, or true, false, null; whatever else is text.
+    """
+    pairs = [setting.partition("=") for setting in settings]
+    wrong = [name + sign for name, sign, _ in pairs if not sign or not name.isidentifier()]
+    if wrong:
+        raise ParameterError(f"--set {wrong[0]}: write --set name=value")
+    return {name: _value(text) for name, _, text in pairs}
+
+
+def _value(text: str) -> Any:
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def arguments_of(values: Mapping[str, Any]) -> list[str]:
+    """Return `--set` options that `parameters` reads back as these values."""
+    return [part for name, value in values.items() for part in ("--set", f"{name}={value!r}")]
