@@ -77,8 +77,8 @@ def is_unmodified(path: Path) -> bool:
     """Return whether a file is to be run whole, and not through its `main(comm)`. Runs nothing of it.
 
     It is if it speaks MPI (itself, or a module beside it that it imports) and has no `main`, or one without
-    arguments, if it has one without arguments and calls it, or if the file itself calls `main` where it is run as a script and imports mpi4py (or calls the first
-    argument something else than comm).
+    arguments; if it calls its `main()` without arguments; or if it calls `main` where it is run as a script and
+    imports mpi4py (or calls the first argument something else than comm).
     """
     if not has_main(path):
         return _speaks_mpi(path, set())
