@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 from greenlet import GreenletExit
@@ -266,9 +266,9 @@ def _placed(error: SpawnsimError, task: Task) -> SpawnsimError:
 
 def _line(error: BaseException) -> str:
     """Return the line of the program that an error comes from."""
-    own = (reports.PACKAGE, "<")  # "<string>": what dataclass generates
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
-    return f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+    stack = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
+    found = reports.line(stack[::-1])
+    return f" ({found})" if found else ""
 
 
 def simulate(

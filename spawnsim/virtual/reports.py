@@ -6,14 +6,17 @@ This room reads tasks; it changes nothing.
 from __future__ import annotations
 
 import sys
+import sysconfig
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 
 from spawnsim.errors import Deadlock, Livelock
 from spawnsim.virtual.kernel import Task
 
 PACKAGE = str(Path(__file__).parent.parent)
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 SHOWN = 24  # rows of the table
 
 
@@ -84,9 +87,25 @@ def cycle(tasks: Sequence[Task]) -> list[int]:
 
 
 def where(task: Task) -> str:
-    """Return file:line of the innermost frame of a task that is not spawnsim's own."""
-    frame, _ = _frames(task)
-    return "?" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    """Return the line of the program at which a task stands."""
+    return place(_frames(task)[0]) or "?"
+
+
+def place(frame: FrameType | None) -> str:
+    """Return the line of the program, as file:line, that a frame comes from; empty if there is none.
+
+    That is the innermost one which belongs neither to spawnsim nor to a library. If a library has made the call, its
+    line follows in brackets.
+    """
+    return line([(each.f_code.co_filename, number) for each, number in walk_stack(frame)])
+
+
+def line(stack: Sequence[tuple[str, int]]) -> str:
+    """Return the same of a stack of files and line numbers, innermost first."""
+    foreign = [each for each in stack if not each[0].startswith((PACKAGE, "<"))]  # "<string>": generated
+    own = next((each for each in foreign if not each[0].startswith(LIBRARIES)), None)
+    named = [f"{file.rpartition('/')[2]}:{number}" for file, number in ([own] if own else []) + foreign[:1]]
+    return f"{named[0]} (in {named[1]})" if len({*named}) == 2 else "".join(named[:1])
 
 
 def _call(task: Task) -> str:

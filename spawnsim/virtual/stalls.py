@@ -7,23 +7,16 @@ counters and Python's frames.
 from __future__ import annotations
 
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from spawnsim.virtual.kernel import Kernel, Task
-from spawnsim.virtual.reports import PACKAGE
+from spawnsim.virtual.reports import place
 
 FIRST_S, LATER = 10.0, 3.0  # the first note after so many seconds, each later one after so many times as many
 LOOK_S = 1.0
-
-_NOT_THE_PROGRAM = (
-    PACKAGE,
-    "<",
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-)
 
 
 @contextmanager
@@ -67,11 +60,8 @@ def _state(kernel: Kernel) -> tuple[object, ...]:
 
 
 def _sentence(kernel: Kernel, still_s: float, frame: FrameType | None) -> str:
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
-        frame = frame.f_back
-    place = "" if frame is None else f" ({frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno})"
     task = _running(kernel)
     return (
-        f"{'the run' if task is None else task.name} has computed for {still_s:.0f} s without a call{place}; "
-        f"virtual time stands at {kernel.env.now:.6g} s"
+        f"{'the run' if task is None else task.name} has computed for {still_s:.0f} s without a call "
+        f"({place(frame) or 'at an unknown line'}); virtual time stands at {kernel.env.now:.6g} s"
     )

@@ -1,6 +1,9 @@
 """Errors name what the program needs to know: sender, tag, communicator, and the ranks' numbers there."""
 
+import functools
 import pickle
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -181,3 +184,23 @@ def test_messages_on_another_communicator_are_told(tmp_path):
     notes = "\n".join(caught.value.__notes__)
     assert "rank 1 to rank 3, tag 5, on MPI_COMM_WORLD" in notes
     assert "rank 0 to rank 1, tag 6, on odd ones (ranks 1 and 3 of the world)" in notes
+
+
+def test_a_call_by_a_library_is_told_by_the_line_of_the_program():
+    """Which line of the library it was comes after; both in a deadlock's table and in an error's note."""
+
+    def main(comm):
+        if comm.rank == 0:
+            functools.singledispatch(comm.recv)(None)
+
+    place = rf"{Path(__file__).name}:{main.__code__.co_firstlineno + 2} \(in functools.py:\d+\)"
+    assert re.search(rf"rank 0 .* {place}$", stuck(main, 4), re.MULTILINE)
+
+    def wrong(comm):
+        if comm.rank == 11:
+            functools.singledispatch(comm.isend)(None, dest=99)
+
+    with pytest.raises(UsageError) as caught:
+        simulate(wrong, ranks=12, platform=platform(), recorder=Notes())
+    place = rf"{Path(__file__).name}:{wrong.__code__.co_firstlineno + 2} \(in functools.py:\d+\)"
+    assert re.search(place, caught.value.__notes__[-1])
