@@ -4,7 +4,8 @@ The one-way time of n bytes is L + 2o + (n - 1) G up to the eager limit. Beyond 
 answered, two flights of an empty message, and so does the fit. `o` comes from how long a send holds its processor, `g`
 from a stream of messages.
 
-This room knows points and link models. It must not know communicators. scipy does the least squares (an extra).
+This room knows points and link models. It must not know communicators. The least squares are
+scipy's (the extra `calibrate`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def least_squares(residuals: Any, start: Sequence[float]) -> FloatArray:
     try:
         from scipy import optimize
     except ModuleNotFoundError as error:
-        raise UnsupportedError("calibrate needs scipy: pip install scipy") from error
+        raise UnsupportedError("calibrate needs scipy: pip install 'spawnsim[calibrate]'") from error
     scale = np.maximum(np.abs(np.asarray(start, dtype=np.float64)), 1e-15)
     found = optimize.least_squares(
         lambda x: residuals(x * scale),

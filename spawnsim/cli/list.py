@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from spawnsim.options import Parser
+from spawnsim.study.command import folders
 
 Line = tuple[str, str]
 
@@ -67,8 +68,11 @@ def _summary(thing: object) -> str:
 
 
 def studies() -> Iterator[Line]:
-    """Yield the programs and studies of `studies/` here, with the first line that each says about itself."""
-    for path in sorted(Path("studies").glob("*.py")):
+    """Yield the programs and studies of `studies/`, with the first line that each says about itself."""
+    found: dict[str, Path] = {}
+    for folder in folders():
+        found = {path.stem: path for path in folder.glob("*.py")} | found
+    for _, path in sorted(found.items()):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         yield str(path), text.partition("\n")[0]
 

@@ -73,7 +73,7 @@ def _room(backend: str) -> Any:
         if error.name != name:
             raise
         raise UnsupportedError(
-            f"--backend {backend}: not in this version; take one of virtual, mpi"
+            f"--backend {backend}: its package {name} is missing: install spawnsim anew"
         ) from error
 
 

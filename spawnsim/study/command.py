@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import spawnsim
 from spawnsim.errors import ParameterError
-from spawnsim.options import Parser
+from spawnsim.options import Parser, nearest
 from spawnsim.run.interrupts import stoppable
 from spawnsim.study.context import Context
 
@@ -51,16 +52,23 @@ def _say(line: str) -> None:
 
 
 def find(name: str) -> Path:
-    """Return the path of a study: a path to a file, or a name in `studies/`, here or beside the package."""
-    here = Path("studies"), Path(__file__).parents[2] / "studies"
-    candidates = [Path(name), *(folder / f"{name}.py" for folder in here)]
+    """Return the path of a study: a path to a file, or a name in one of `folders()`."""
+    candidates = [Path(name), *(folder / f"{name}.py" for folder in folders())]
     for path in candidates:
         if path.suffix == ".py" and path.is_file():
             return path
-    known = sorted(
-        {path.stem for folder in here for path in folder.glob("*.py") if "def study(" in path.read_text()}
-    )
-    raise ParameterError(f"no study {name!r}; studies here: {', '.join(known) or 'none'}")
+    files = {path.stem: path for folder in folders() for path in folder.glob("*.py")}
+    known = sorted(stem for stem, path in files.items() if "def study(" in path.read_text(encoding="utf-8"))
+    hint = nearest(name, known) or f"studies here: {', '.join(known) or 'none'}"
+    raise ParameterError(f"no study {name!r}; {hint}")
+
+
+def folders() -> list[Path]:
+    """Return where studies lie: `studies/` here, and those that come along, in a checkout or installed."""
+    package = Path(spawnsim.__file__).parent
+    return [
+        each for each in (Path("studies"), package.parent / "studies", package / "studies") if each.is_dir()
+    ]
 
 
 def load(path: Path) -> Callable[[Context], None]:
