@@ -1,16 +1,18 @@
 """The end of an exchange: stay until all that was sent to this rank has been received.
 
-MPI does not allow messages that nobody receives (MPICH kills such a job when it finalizes). So all ranks add up what
+MPI does not allow messages that nobody receives (MPICH kills such a job when it finalizes). So rank 0 adds up what
 each has sent to each, after which none sends any more, and each stays until it has received its share. The leader goes
 on deciding for those who still train, until all others have said goodbye or are known to be dead. All waits together
 are bounded by `shutdown_timeout_s`, whatever was lost; the dead end those that hang on them.
 
-This room knows an exchange and a communicator's clock and one collective; it decides nothing.
+This room knows an exchange and a communicator's clock and two collectives; it decides nothing.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from spawnsim.errors import RankFailed, Revoked, Timeout
@@ -64,11 +66,12 @@ class Leaving:
 
     def _expected(self, end_s: float) -> int:
         """Return how many messages were sent to this rank, once all ranks have come to say so."""
-        sent = self.exchange.mailbox.sent
-        total = np.zeros_like(sent)
+        comm = self.exchange.comm
         with self._clock.deadline(max(end_s - self._clock.now(), 1e-3)):
-            self.exchange.comm.Iallreduce(sent, total).Wait()
-        return int(total[self.exchange.comm.Get_rank()])
+            # Few are sent to by each: a vector of all ranks on every rank would be the largest thing a rank holds.
+            sent = comm.gather(dict(self.exchange.mailbox.sent), root=0)
+            expected = comm.scatter(None if sent is None else _by_receiver(sent), root=0)
+        return int(expected)
 
     def _receive(self, expected: int, end_s: float) -> bool:
         """Receive what is still missing; what does not come while nothing moves, or in all the time left, is lost."""
@@ -83,3 +86,11 @@ class Leaving:
                 return False
             self._rest()
         return True
+
+
+def _by_receiver(sent: Sequence[Mapping[int, int]]) -> list[int]:
+    """Return how many messages were sent to each rank, from how many each has sent to whom."""
+    total: Counter[int] = Counter()
+    for each in sent:
+        total.update(each)
+    return [total[rank] for rank in range(len(sent))]

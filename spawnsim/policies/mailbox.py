@@ -33,7 +33,7 @@ class Mailbox:
         self.comm, self.tag, self.rank = comm, tag, comm.Get_rank()
         self.counts: Counter[str] = Counter()
         self._probe, self._status = comm.Iprobe, Status()
-        self.sent = np.zeros(comm.Get_size(), np.int64)  # messages put on the wire, by rank
+        self.sent: Counter[int] = Counter()  # messages put on the wire, by rank
         self.received = 0
         self.room: Callable[[int], Bytes] = _fresh
         self._own: deque[Bytes] = deque()
