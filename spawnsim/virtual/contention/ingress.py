@@ -22,7 +22,7 @@ from spawnsim.virtual.network import Network
 
 FIRST = -2  # the "rank" of a card in the order of ties: before whoever looks at that time
 
-# first bytes at the card, sender, number; card, (drain, arrival if alone), message, and its mailbox unless it is there
+# first bytes at the card, sender, sequence; card, (drain, arrival if alone), message, its mailbox unless it is there
 Coming = tuple[float, int, int, int, tuple[float, float], Message, Mailbox | None]
 
 
@@ -40,6 +40,8 @@ class Ingress:
 
     def carry(self, message: Message, mailbox: Mailbox, source: int) -> None:
         """Take a message that would arrive, alone, at its `envelope_s`; it is delivered in its turn."""
+        self._number += 1
+        message.sequence = self._number
         drain_s, message.drain_s = message.drain_s, 0.0
         arrival_s, heads = message.envelope_s, mailbox.lanes
         head_s = arrival_s - drain_s
@@ -51,20 +53,22 @@ class Ingress:
             mailbox.deliver(message)
             return
         heads[message.source] = head_s
-        self._number += 1
         times = (drain_s, arrival_s)
-        heappush(self._coming, (head_s, source, self._number, mailbox.rank, times, message, mailbox))
+        heappush(self._coming, (head_s, source, message.sequence, mailbox.rank, times, message, mailbox))
         if head_s < self._alarm_s:
             self._set_alarm()
 
     def stream(self, bulk: Bulk, left_s: float, arrival_s: float) -> None:
-        """Take the data of a rendezvous, which would arrive alone at `arrival_s`."""
+        """Take the data of a rendezvous, which would arrive alone at `arrival_s`.
+
+        They go before what the rank has sent since and comes at the same time.
+        """
         bulk.complete(left_s)
         message, (source, dest) = bulk.message, bulk.pair
         drain_s, message.drain_s = message.drain_s, 0.0
         self._number += 1
-        times = (drain_s, arrival_s)
-        heappush(self._coming, (arrival_s - drain_s, source, self._number, dest, times, message, None))
+        sequence, times = message.sequence or self._number, (drain_s, arrival_s)
+        heappush(self._coming, (arrival_s - drain_s, source, sequence, dest, times, message, None))
         if arrival_s - drain_s < self._alarm_s:
             self._set_alarm()
 
