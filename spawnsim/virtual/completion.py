@@ -78,6 +78,10 @@ class Completion:
         assert self.finish_s is not None
         return self.finish_s
 
+    def over(self, now_s: float) -> bool:
+        """Whether it is over at a time of its rank's clock; if so, what it takes is taken in."""
+        return self.finish_s is not None and self.finish_s <= now_s and self.final() <= now_s
+
     def complete(self, finish_s: float) -> None:
         """Fix the end and wake who waits for it."""
         self.finish_s = finish_s

@@ -14,13 +14,11 @@ from __future__ import annotations
 import math
 from heapq import heappop, heappush
 
-from spawnsim.virtual.clockwork import Clockwork
+from spawnsim.virtual.clockwork import UNDER_WAY, Clockwork
 from spawnsim.virtual.completion import Message
 from spawnsim.virtual.contention.model import Bulk
 from spawnsim.virtual.matching import Mailbox
 from spawnsim.virtual.network import Network
-
-FIRST = -2  # the "rank" of a card in the order of ties: before whoever looks at that time
 
 # first bytes at the card, sender, sequence; card, (drain, arrival if alone), message, its mailbox unless it is there
 Coming = tuple[float, int, int, int, tuple[float, float], Message, Mailbox | None]
@@ -74,7 +72,7 @@ class Ingress:
 
     def _set_alarm(self) -> None:
         self._alarm_s = alarm_s = max(self._coming[0][0], self._env.now)
-        self._env.at(alarm_s, FIRST, lambda: self._settle(alarm_s))
+        self._env.at(alarm_s, UNDER_WAY, lambda: self._settle(alarm_s))
 
     def _settle(self, alarm_s: float) -> None:
         """Let in all before whom nobody can come any more."""
