@@ -51,7 +51,9 @@ LOCKS = "locked locked locked shared shared store load load sync compute"
 RENDEZVOUS = Net(eager_bytes=1000)
 CELLS = (512,) * 7 + (8,) * 3  # what each rank exposes: long numbers for Put, Get and Accumulate; counters
 WINDOWS = replace(RENDEZVOUS, cells=CELLS)
-EXACT = Net(latency=2.0**-10, bandwidth=2.0**20, call=2.0**-20)  # sums of its times are exact
+EXACT = Net(
+    latency=2.0**-10, bandwidth=2.0**20, call=2.0**-20, eager_bytes=1024
+)  # sums of its times are exact
 MIXTURES = {
     "messages": Mixture(MESSAGES),
     "serial": Mixture(MESSAGES, Net(contention="serial")),
@@ -74,22 +76,34 @@ MIXTURES = {
     "overheads": Mixture(EVERYTHING, replace(RENDEZVOUS, send=2e-5, receive=3e-5)),
     "everything": Mixture(EVERYTHING, RENDEZVOUS, comms=3, to_self=0.1),
     "everything serial": Mixture(EVERYTHING, replace(RENDEZVOUS, contention="serial"), comms=3, to_self=0.1),
-    "ties": Mixture(EVERYTHING, replace(EXACT, eager_bytes=1024), comms=2, grid=2.0**-12, to_self=0.05),
+    "everything fifo": Mixture(EVERYTHING, replace(RENDEZVOUS, contention="fifo"), comms=3, to_self=0.1),
+    "ties": Mixture(EVERYTHING, EXACT, comms=2, grid=2.0**-12, to_self=0.05),
+    "ties fifo": Mixture(EVERYTHING, replace(EXACT, contention="fifo"), comms=2, grid=2.0**-12, to_self=0.05),
+    "no latency": Mixture(EVERYTHING, replace(EXACT, latency=0.0), comms=2, grid=2.0**-12),
     "windows": Mixture(LOCKS + " locked wait test", WINDOWS, to_self=0.1),
     "windows serial": Mixture(LOCKS + " locked " + MESSAGES, replace(WINDOWS, contention="serial")),
     "windows fifo": Mixture(LOCKS + " locked isend " + MESSAGES, replace(WINDOWS, contention="fifo")),
     "windows fair": Mixture(LOCKS + " isend " + MESSAGES, replace(WINDOWS, contention="fair")),
     "windows overheads": Mixture(
-        LOCKS + " locked fence " + EVERYTHING, replace(WINDOWS, send=2e-5, receive=3e-5, progress="async")
+        LOCKS + " locked " + EVERYTHING, replace(WINDOWS, send=2e-5, receive=3e-5, progress="async")
+    ),
+    "windows ties": Mixture(
+        LOCKS + " isend " + MESSAGES,
+        replace(EXACT, cells=CELLS, contention="fifo"),
+        grid=2.0**-12,
+        to_self=0.05,
+    ),
+    "windows no latency": Mixture(
+        LOCKS + " isend " + MESSAGES,
+        replace(EXACT, cells=CELLS, latency=0.0),
+        comms=2,
+        grid=2.0**-12,
+        to_self=0.05,
     ),
     "fences": Mixture("fence access access access store load compute", WINDOWS, to_self=0.1),
     "fences serial": Mixture(
         "fence access access access store load isend " + MESSAGES, replace(WINDOWS, contention="serial")
     ),
-    "windows ties": Mixture(
-        LOCKS + " compute compute", replace(EXACT, eager_bytes=1024, cells=CELLS), grid=2.0**-12, to_self=0.1
-    ),
-    "no latency": Mixture(EVERYTHING, replace(EXACT, latency=0.0, eager_bytes=1024), comms=2, grid=2.0**-12),
 }
 
 

@@ -22,7 +22,9 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 ANY = -1
-WAITED, NETWORK, RANKS, LATE = range(4)  # what comes first at equal times
+WAITED, NETWORK, RANKS, LATE = range(
+    4
+)  # what comes first at equal times; of NETWORK, what is at a card (-1), not there yet
 BARRIER = -1  # the communicator of the messages of barriers
 
 
@@ -135,7 +137,7 @@ class Engine:
 
     def on_the_way(self, letter, begin, arrival, drain):
         """It arrives as computed, but not before an earlier one of its sender."""
-        key = NETWORK, letter.dest, letter.origin, letter.order
+        key = NETWORK, -1, letter.origin, letter.order
         if self.net.contention == "fifo" and drain:
             letter.drain = 0.0
             self.at(arrival - drain, key, lambda: self.let_in(letter, arrival, drain))
@@ -213,7 +215,7 @@ class Engine:
         left(begin + seconds)
         arrival = begin + (net.latency + seconds)
         if net.contention == "fifo" and seconds:
-            self.at(arrival - seconds, (NETWORK, dest.me, origin.me, key[2]),
+            self.at(arrival - seconds, (NETWORK, -1, origin.me, key[2]),
                     lambda: landed(dest.queue_up(arrival, seconds), 0.0))  # fmt: skip
         else:
             landed(arrival, seconds if net.contention == "serial" else 0.0)
@@ -734,8 +736,12 @@ class Rank:
                 self.engine.meet(letter, request)
                 break
         else:
-            self.arrived[letter.comm].append(letter)
+            self.put_by(letter)
         self.stir()
+
+    def put_by(self, letter):
+        """Keep a message that nobody has received: those that come together are in the order of their senders."""
+        insort(self.arrived[letter.comm], letter, key=lambda each: (each.envelope, each.source, each.number))
 
     def finish(self, request, deadline=math.inf, withdraw=False):
         """Wait for one request, and report; False if the deadline came first."""
@@ -771,8 +777,7 @@ class Rank:
             self.posted[request.comm].remove(request)
             return
         letter.receive = None
-        self.arrived[request.comm].append(letter)
-        self.arrived[request.comm].sort(key=lambda each: (each.envelope, each.source, each.number))
+        self.put_by(letter)
 
     def report(self, *requests):
         for request in requests:

@@ -64,6 +64,9 @@ class Ingress:
         bulk.complete(left_s)
         message, (source, dest) = bulk.message, bulk.pair
         drain_s, message.drain_s = message.drain_s, 0.0
+        if not drain_s:
+            message.land(arrival_s)
+            return
         self._number += 1
         sequence, times = message.sequence or self._number, (drain_s, arrival_s)
         heappush(self._coming, (arrival_s - drain_s, source, sequence, dest, times, message, None))
