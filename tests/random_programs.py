@@ -1,9 +1,10 @@
 """Random message-passing programs, run on virtual ranks and by the plain engine: they must log the same.
 
-usage: PYTHONPATH=tests python tests/random_programs.py [--runs N] [--first SEED] [MIXTURE...]
+usage: PYTHONPATH=$PWD:$PWD/tests python tests/random_programs.py [--runs N] [--first SEED] [MIXTURE...]
 """
 
 import argparse
+import gc
 import math
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,9 @@ from reference_engine import ANY, Engine, Net
 from virtual_run import run
 
 from spawnsim.comm import Status
+from spawnsim.comm.constants import LOCK_EXCLUSIVE, LOCK_SHARED
 from spawnsim.errors import Deadlock, Timeout
+from spawnsim.virtual.generators import per_rank
 from spawnsim.virtual.network import Switch
 from spawnsim.virtual.network.cost import Costs
 from spawnsim.virtual.network.links import Piece
@@ -44,8 +47,13 @@ EVERYTHING = (
     "compute compute sleep send send isend isend isend ssend issend rsend recv recv irecv irecv irecv iprobe probe "
     "mprobe wait waitall waitany waitsome test test cancel timed_recv timed_wait timed_send timed_ssend"
 )
+LOCKS = "locked locked locked shared shared store load load sync compute"
 RENDEZVOUS = Net(eager_bytes=1000)
-EXACT = Net(latency=2.0**-10, bandwidth=2.0**20, call=2.0**-20)  # sums of its times are exact
+CELLS = (512,) * 7 + (8,) * 3  # what each rank exposes: long numbers for Put, Get and Accumulate; counters
+WINDOWS = replace(RENDEZVOUS, cells=CELLS)
+EXACT = Net(
+    latency=2.0**-10, bandwidth=2.0**20, call=2.0**-20, eager_bytes=1024
+)  # sums of its times are exact
 MIXTURES = {
     "messages": Mixture(MESSAGES),
     "serial": Mixture(MESSAGES, Net(contention="serial")),
@@ -68,8 +76,34 @@ MIXTURES = {
     "overheads": Mixture(EVERYTHING, replace(RENDEZVOUS, send=2e-5, receive=3e-5)),
     "everything": Mixture(EVERYTHING, RENDEZVOUS, comms=3, to_self=0.1),
     "everything serial": Mixture(EVERYTHING, replace(RENDEZVOUS, contention="serial"), comms=3, to_self=0.1),
-    "ties": Mixture(EVERYTHING, replace(EXACT, eager_bytes=1024), comms=2, grid=2.0**-12, to_self=0.05),
-    "no latency": Mixture(EVERYTHING, replace(EXACT, latency=0.0, eager_bytes=1024), comms=2, grid=2.0**-12),
+    "everything fifo": Mixture(EVERYTHING, replace(RENDEZVOUS, contention="fifo"), comms=3, to_self=0.1),
+    "ties": Mixture(EVERYTHING, EXACT, comms=2, grid=2.0**-12, to_self=0.05),
+    "ties fifo": Mixture(EVERYTHING, replace(EXACT, contention="fifo"), comms=2, grid=2.0**-12, to_self=0.05),
+    "no latency": Mixture(EVERYTHING, replace(EXACT, latency=0.0), comms=2, grid=2.0**-12),
+    "windows": Mixture(LOCKS + " locked wait test", WINDOWS, to_self=0.1),
+    "windows serial": Mixture(LOCKS + " locked " + MESSAGES, replace(WINDOWS, contention="serial")),
+    "windows fifo": Mixture(LOCKS + " locked isend " + MESSAGES, replace(WINDOWS, contention="fifo")),
+    "windows fair": Mixture(LOCKS + " isend " + MESSAGES, replace(WINDOWS, contention="fair")),
+    "windows overheads": Mixture(
+        LOCKS + " locked " + EVERYTHING, replace(WINDOWS, send=2e-5, receive=3e-5, progress="async")
+    ),
+    "windows ties": Mixture(
+        LOCKS + " isend " + MESSAGES,
+        replace(EXACT, cells=CELLS, contention="fifo"),
+        grid=2.0**-12,
+        to_self=0.05,
+    ),
+    "windows no latency": Mixture(
+        LOCKS + " isend " + MESSAGES,
+        replace(EXACT, cells=CELLS, latency=0.0),
+        comms=2,
+        grid=2.0**-12,
+        to_self=0.05,
+    ),
+    "fences": Mixture("fence access access access store load compute", WINDOWS, to_self=0.1),
+    "fences serial": Mixture(
+        "fence access access access store load isend " + MESSAGES, replace(WINDOWS, contention="serial")
+    ),
 }
 
 
@@ -88,7 +122,7 @@ def random_programs(seed, size, steps, mixture):
     draw = Draw(np.random.default_rng([seed, size, steps]), size, mixture)
     drawn = [(0.0, rank, ("compute", draw.seconds())) for rank in range(size)]
     for kind in draw.rng.choice(mixture.kinds.split(), steps * size):
-        drawn += draw.message(str(kind)) if kind in SENDS else draw.alone(str(kind))
+        drawn += draw.steps(str(kind))
     drawn.sort(key=lambda each: each[0])
     return [[step for _, rank, step in drawn if rank == me] for me in range(size)]
 
@@ -96,6 +130,8 @@ def random_programs(seed, size, steps, mixture):
 SENDS = {"send": "standard", "isend": "standard", "ssend": "synchronous", "issend": "synchronous",
          "rsend": "buffered", "timed_send": "standard", "timed_ssend": "synchronous"}  # fmt: skip
 RECEIVES = ("recv", "irecv", "timed_recv", "mprobe")
+ON_WINDOWS = ("locked", "shared", "fence", "access", "store", "load", "sync")
+ACCESSES = ("put", "put", "get", "get", "accumulate", "swap", "fetch", "compare", "rput", "rget", "flush")
 
 
 class Draw:
@@ -111,6 +147,12 @@ class Draw:
         if self.mixture.grid:
             return float(self.rng.integers(least, 12)) * self.mixture.grid
         return float(self.rng.uniform(least * 1e-4, 0.006))
+
+    def steps(self, kind):
+        """Return the steps of a kind: of one rank, or of all that belong together."""
+        if kind in SENDS:
+            return self.message(kind)
+        return self.on_window(kind) if kind in ON_WINDOWS else self.alone(kind)
 
     def message(self, kind):
         """A send, and mostly a receive that may take it."""
@@ -155,6 +197,39 @@ class Draw:
             step = kind, *((which,) if kind in ("wait", "test", "cancel") else ())
         return [(place, rank, step)]
 
+    def on_window(self, kind):
+        """Accesses to a window, from lock to unlock; or a step on the rank's own part; or a fence of all."""
+        rng, (_, rank, target), place = self.rng, self.pair(), self.rng.random()
+        if kind == "fence":
+            return [(place, each, ("fence",)) for each in range(self.size)]
+        if kind == "store":
+            return [(place, rank, ("store", *self.cells()))]
+        if kind in ("load", "sync"):
+            return [(place, rank, (kind,))]
+        end = place if kind == "access" else min(place + abs(rng.normal(0, 0.15)), 1.0)
+        between = []
+        for _ in range(1 if kind == "access" else rng.integers(1, 4)):
+            to = self.pair()[2] if kind == "shared" else target
+            between.append((float(rng.uniform(place, end)), rank, self.access(str(rng.choice(ACCESSES)), to)))
+        if kind == "access":
+            return between
+        how = (target, str(rng.choice(["alone", "shared"])))
+        begin, over = (
+            (("lock", *how), ("unlock", target)) if kind == "locked" else (("lock_all",), ("unlock_all",))
+        )
+        return [(place, rank, begin), *between, (end, rank, over)]
+
+    def access(self, call, target):
+        if call in ("fetch", "compare"):
+            counter = int(self.rng.integers(CELLS.index(8), len(CELLS)))
+            return (call, target, counter, *((int(self.rng.integers(3)),) if call == "compare" else ()))
+        return (call, target) if call == "flush" else (call, target, *self.cells())
+
+    def cells(self):
+        """Return (first, count) of some long numbers."""
+        first = int(self.rng.integers(CELLS.index(8)))
+        return first, int(self.rng.integers(1, CELLS.index(8) - first + 1))
+
     def pair(self):
         """Return (communicator, source, dest)."""
         comm = int(self.rng.choice([number for number, members in enumerate(self.comms) if len(members) > 1]))
@@ -170,19 +245,165 @@ class Draw:
         return int(self.rng.integers(4, LARGEST))
 
 
-class Player:
+class Part:
+    """The memory that a rank exposes: of each number of n bytes there are n / 8 copies."""
+
+    def __init__(self):
+        self.ends = [sum(CELLS[:cell]) // 8 for cell in range(len(CELLS) + 1)]
+        self.memory = np.zeros(self.ends[-1], np.int64)
+
+    def place(self, first, count=1):
+        """Return the displacement and the length of some numbers."""
+        return self.ends[first], self.ends[first + count] - self.ends[first]
+
+    def values(self):
+        return Read(self.memory, CELLS).values()
+
+
+@dataclass
+class Read:
+    """What an access brings, if anything."""
+
+    found: np.ndarray
+    cells: tuple = ()
+
+    def values(self):
+        """Return the numbers; "torn" where copies differ."""
+        parts = np.split(self.found, np.cumsum(self.cells)[:-1] // 8) if self.cells else ()
+        return [int(part[0]) if (part == part[0]).all() else "torn" for part in parts]
+
+
+class Accesses:
+    """The steps on windows."""
+
+    def open(self, comm):
+        """Expose memory, for all to access."""
+        self.part, self.pending, self.stamps = Part(), [], 0
+        self.window = comm.Win.Create(self.part.memory, 8, comm=comm)
+        self.locked, self.all, self.fenced = set(), False, False
+
+    def may(self, target):
+        return self.fenced or self.all or target in self.locked
+
+    def lock(self, target, kind):
+        if not self.may(target):
+            self.window.Lock(target, LOCK_EXCLUSIVE if kind == "alone" else LOCK_SHARED)
+            self.locked.add(target)
+            self.note("locked")
+
+    def unlock(self, target):
+        if target in self.locked:
+            self.over(lambda: self.window.Unlock(target), {target})
+            self.locked.remove(target)
+
+    def lock_all(self):
+        if not (self.all or self.locked or self.fenced):
+            self.window.Lock_all()
+            self.all = True
+
+    def unlock_all(self):
+        if self.all:
+            self.over(self.window.Unlock_all, range(self.comm.size))
+            self.all = False
+
+    def fence(self):
+        self.over(self.window.Fence, range(self.comm.size))
+        self.fenced = True
+        self.note("fence")
+
+    def flush(self, target):
+        if self.may(target):
+            self.over(lambda: self.window.Flush(target), {target})
+
+    def over(self, call, targets):
+        """Complete what is pending at some targets."""
+        call()
+        for target, read in self.pending:
+            if target in targets:
+                self.report(read, None)
+        self.pending = [each for each in self.pending if each[0] not in targets]
+
+    def stamp(self, first, count):
+        """Return a number that nobody has written yet, as often as some numbers take."""
+        self.stamps += 1
+        return np.full(self.part.place(first, count)[1], 1000 * self.comm.rank + self.stamps, np.int64)
+
+    def read(self, first, count=1):
+        return Read(np.full(self.part.place(first, count)[1], -1, np.int64), CELLS[first : first + count])
+
+    def put(self, target, first, count):
+        data = self.stamp(first, count)
+        if self.may(target):
+            self.window.Put(data, target, self.part.place(first, count))
+            self.pending.append((target, Read(None)))
+
+    def rput(self, target, first, count):
+        data = self.stamp(first, count)
+        if self.may(target):
+            request = self.window.Rput(data, target, self.part.place(first, count))
+            self.requests.append((Read(None), request))
+
+    def get(self, target, first, count):
+        if self.may(target):
+            read = self.read(first, count)
+            self.window.Get(read.found, target, self.part.place(first, count))
+            self.pending.append((target, read))
+
+    def rget(self, target, first, count):
+        if self.may(target):
+            read = self.read(first, count)
+            request = self.window.Rget(read.found, target, self.part.place(first, count))
+            self.requests.append((read, request))
+
+    def accumulate(self, target, first, count):
+        data = self.stamp(first, count)
+        if self.may(target):
+            self.window.Accumulate(data, target, self.part.place(first, count))
+            self.pending.append((target, Read(None)))
+
+    def swap(self, target, first, count):
+        data, read = self.stamp(first, count), self.read(first, count)
+        if self.may(target):
+            self.window.Get_accumulate(data, read.found, target, self.part.place(first, count))
+            self.pending.append((target, read))
+
+    def fetch(self, target, cell):
+        if self.may(target):
+            read = self.read(cell)
+            self.window.Fetch_and_op(np.ones(1, np.int64), read.found, target, self.part.place(cell)[0])
+            self.pending.append((target, read))
+
+    def compare(self, target, cell, expected):
+        if self.may(target):
+            read, old, new = self.read(cell), np.array([expected]), np.array([expected + 1])
+            self.window.Compare_and_swap(new, old, read.found, target, self.part.place(cell)[0])
+            self.pending.append((target, read))
+
+    def store(self, first, count):
+        place, length = self.part.place(first, count)
+        self.part.memory[place : place + length] = self.stamp(first, count)
+
+    def load(self):
+        self.note("load", *self.part.values())
+
+    def sync(self):
+        self.window.Sync()
+
+
+class Player(Accesses):
     """Carries out a program on a virtual rank, with real messages."""
 
     def __init__(self, comm, comms, log):
         self.comms, self.clock, self.log = comms, comm.clock, log
         self.comm, self.requests, self.sent = comm, [], 0
+        self.task = comm._world.kernel.current
 
     def play(self, program):
         for what, *arguments in program:
             getattr(self, what)(*arguments)
 
     def note(self, *entry):
-        self.log.append((*entry, self.clock.now()))
+        self.log.append((*entry, self.task.clock))  # `clock.now()` would wait for that time
 
     def compute(self, seconds):
         with self.comm.compute(seconds):
@@ -230,7 +451,7 @@ class Player:
 
     def iprobe(self, comm, source, tag):
         seen = self.comms[comm].Iprobe(source, tag)
-        self.log.append(("seen", seen, self.clock.now() - self.call_s))
+        self.log.append(("seen", seen, self.task.clock - self.call_s))
 
     def probe(self, comm, source, tag):
         status = Status()
@@ -274,13 +495,13 @@ class Player:
         if index < len(self.requests):
             status, (buf, request) = Status(), self.requests[index]
             over = request.Test(status)
-            self.log.append(("over", over, self.clock.now() - self.call_s))
+            self.log.append(("over", over, self.task.clock - self.call_s))
             if over:
                 del self.requests[index]
                 self.report(buf, status)
 
     def cancel(self, index):
-        receives = [each for each in self.requests[index:] if each[0] is not None]
+        receives = [each for each in self.requests[index:] if isinstance(each[0], np.ndarray)]
         if receives:
             status, (buf, request) = Status(), receives[0]
             request.Cancel()
@@ -289,7 +510,9 @@ class Player:
             self.requests = [each for each in self.requests if each[1] is not request]
 
     def report(self, buf, status):
-        if buf is None:
+        if isinstance(buf, Read):
+            self.note("done", *buf.values())
+        elif buf is None:
             self.note("sent")
         elif status.Is_cancelled():
             self.note("cancelled")
@@ -323,12 +546,14 @@ def on_virtual_ranks(programs, mixture, members):
         for number, ranks in enumerate(members[1:], 1):
             group = comm.Get_group().Incl(ranks)
             comms[number] = comm.Create_group(group) if comm.rank in ranks else None
-        comm.clock.sleep(START - comm.clock.now())
         player = Player(comm, comms, logs[comm.rank])
         player.call_s = mixture.net.call
+        if mixture.net.cells:
+            player.open(comm)
+        comm.clock.sleep(START - comm.clock.now())
         player.play(programs[comm.rank])
 
-    platform = Platform("test", network(mixture.net))
+    platform = Platform("test", network(mixture.net), progress=mixture.net.progress)
     try:
         totals, _ = run(main, len(programs), deadline_s=math.inf, platform=platform)
         return logs, totals
@@ -362,17 +587,25 @@ def _same(ours, theirs, exact):
 
 
 def campaign():
-    """Run many programs of each mixture; print how many differ, and the first that does."""
+    """Run many programs of each mixture; print how many differ, and the first that do.
+
+    What a run takes for itself, programs of a millisecond share: places for generators, and a look at all objects.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("mixtures", nargs="*", default=list(MIXTURES))
     asked = parser.parse_args()
-    for name in asked.mixtures:
-        wrong = [
-            seed for seed in range(asked.first, asked.first + asked.runs) if differences(*shape(seed), name)
-        ]
-        print(f"{name:20} {len(wrong)} of {asked.runs} differ {wrong[:8]}", flush=True)  # noqa: T201
+    gc.set_threshold(0)
+    with per_rank():
+        for name in asked.mixtures:
+            wrong = []
+            for seed in range(asked.first, asked.first + asked.runs):
+                if differences(*shape(seed), name):
+                    wrong.append(seed)
+                if seed % 500 == 0:
+                    gc.collect()
+            print(f"{name:20} {len(wrong)} of {asked.runs} differ {wrong[:8]}", flush=True)  # noqa: T201
 
 
 def shape(seed):

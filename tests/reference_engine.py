@@ -4,20 +4,28 @@ It knows none of the shortcuts of `spawnsim.virtual` and shares no code with it;
 a list of steps per rank, each a name and its arguments, as the methods of `Rank` below take them. Ranks, sources and
 destinations are those of the communicator; -1 is any source or any tag.
 
-At equal times arrivals come first, in the order of their senders, then ranks in order, then the data of rendezvous that
-may start, in the order sent, then deadlines.
+At equal times what has waited for the end of a block is served first; then come arrivals, in the order of their
+senders, then ranks in order, then the data of rendezvous that may start, in the order sent, then deadlines.
 Contention: with "serial" a receiver's card lets messages in one by one, as the receiver takes them, each in the first
 gap after its first byte; with "fifo" in the order in which their first bytes come; with "fair" messages share the up
 link of their sender and the down link of their receiver, max-min fairly.
+Windows: each rank exposes a list of numbers, each of which has a size in bytes. An access is a request that is served
+at its target, in the order in which the requests of an origin were sent, and an answer. A target that computes serves
+at the end of its block (unless `progress` says otherwise), or later, if a lock keeps the origin out: first come, first
+served. Requests and answers pass the cards as messages do; a card lets in requests as they come.
 """
 
 import heapq
 import math
+from bisect import insort
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 ANY = -1
-NETWORK, RANKS, LATE = range(3)  # what comes first at equal times
+WAITED, NETWORK, RANKS, LATE = range(
+    4
+)  # what comes first at equal times; of NETWORK, what is at a card (-1), not there yet
+BARRIER = -1  # the communicator of the messages of barriers
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,8 @@ class Net:
     receive: float = 0.0
     eager_bytes: int = 1 << 30
     contention: str = "none"
+    progress: str = "poll"
+    cells: tuple = ()  # the sizes of the numbers that each rank exposes, in bytes
 
 
 @dataclass(eq=False)
@@ -40,7 +50,8 @@ class Letter:
     comm: int
     source: int
     tag: int
-    number: int  # of its sender's messages
+    number: int  # of the messages that the program has sent
+    order: int  # of all that its sender has sent
     origin: int  # world rank of its sender
     dest: int  # world rank of its receiver
     nbytes: int
@@ -50,6 +61,7 @@ class Letter:
     sender: object = None  # a send that waits for the match
     rendezvous: bool = False
     receive: object = None
+    through: bool = False  # its last byte has come over links that are shared
 
 
 @dataclass(eq=False)
@@ -64,9 +76,25 @@ class Request:
     letter: Letter | None = None
     end: float | None = None
     cancelled: bool = False
+    drain: float = 0.0  # how long the answer of an access has yet to keep the card busy
+    read: tuple | None = None  # what it brings
+    reported: bool = True  # by the flush that waits for it
 
     def fits(self, letter):
         return self.source in (ANY, letter.source) and self.tag in (ANY, letter.tag)
+
+
+@dataclass(eq=False)
+class Access:
+    """A one-sided access on its way. `serve` takes the target's memory and returns what the answer brings."""
+
+    origin: int
+    target: int
+    back: int  # the bytes of the answer
+    serve: object
+    request: Request | None = None  # which waits for the answer; None: there is none
+    lock: str = ""  # "alone" or "shared": it is over when the lock is held
+    here: bool = False
 
 
 class Engine:
@@ -100,9 +128,7 @@ class Engine:
             return self.on_the_way(letter, now, now, 0.0)
         wire = 0 if letter.rendezvous else letter.nbytes
         if self.shared:
-            return self.shared.begin(
-                now + net.latency, letter, 0 if letter.rendezvous else letter.nbytes, data=False
-            )
+            return self.shared.send(letter, wire)
         begin = max(now, origin.nic)
         origin.nic = begin + wire / net.bandwidth
         return self.on_the_way(
@@ -111,28 +137,22 @@ class Engine:
 
     def on_the_way(self, letter, begin, arrival, drain):
         """It arrives as computed, but not before an earlier one of its sender."""
+        key = NETWORK, -1, letter.origin, letter.order
         if self.net.contention == "fifo" and drain:
             letter.drain = 0.0
-            self.at(arrival - drain, (NETWORK, letter.dest, letter.origin, letter.number),
-                    lambda: self.let_in(letter, arrival, drain))  # fmt: skip
+            self.at(arrival - drain, key, lambda: self.let_in(letter, arrival, drain))
             return
         if not letter.rendezvous:
             letter.there, letter.drain = arrival, drain if self.net.contention == "serial" else 0.0
         if self.net.contention == "fifo":  # one before it may still be on its way to the card
-            order = (NETWORK, letter.dest, letter.origin, letter.number)
-            self.at(arrival, order, lambda: self.announce(letter, arrival))
+            self.at(arrival, key, lambda: self.announce(letter, arrival))
         else:
             self.announce(letter, arrival)
 
     def let_in(self, letter, arrival, drain):
         """The first byte of a message is at a card that takes one after the other."""
-        dest = self.ranks[letter.dest]
-        dest.card = after = max(arrival, dest.card + drain)
-        if letter.envelope:  # the data of a rendezvous
-            self.land(letter, after)
-        else:
-            letter.there = after
-            self.announce(letter, after)
+        letter.there = self.ranks[letter.dest].queue_up(arrival, drain)
+        self.announce(letter, letter.there)
 
     def announce(self, letter, envelope):
         """The envelope will be there; then it may match."""
@@ -155,40 +175,84 @@ class Engine:
             sender.end = back
             self.ranks[letter.origin].stir()
         elif sender is not None:
-            self.at(back, (LATE, -1, letter.origin, letter.number), lambda: self.stream(letter, sender))
+            self.at(back, (LATE, -1, letter.origin, letter.order), lambda: self.stream(letter, sender))
 
     def overhead(self, letter, seconds):
         return 0.0 if letter.origin == letter.dest else seconds
 
     def stream(self, letter, sender):
-        """The data of a rendezvous leave, on a lane of their own."""
-        net, origin = self.net, self.ranks[letter.origin]
-        seconds = letter.nbytes / net.bandwidth
-        if self.shared and letter.origin != letter.dest:
-            self.shared.begin(self.now + net.latency, letter, letter.nbytes, data=sender)
+        """The data of a rendezvous leave."""
+
+        def left(time):
+            sender.end = time
+            self.ranks[letter.origin].stir()
+
+        def landed(arrival, drain):
+            letter.there, letter.drain = arrival, drain
+            if letter.receive is not None:
+                spent = self.overhead(letter, self.net.receive)
+                letter.receive.end = max(letter.receive.posted, arrival) + spent
+                self.ranks[letter.dest].stir()
+
+        self.carry((letter.origin, letter.dest, letter.order), letter.nbytes, landed, left)
+
+    def carry(self, key, nbytes, landed, left=lambda time: None):
+        """Data of a rendezvous or of an access leave: long ones on a lane of their own.
+
+        `left` is told when they have, `landed` when they are there, and how long they keep the receiver's card busy.
+        """
+        net, origin, dest = self.net, self.ranks[key[0]], self.ranks[key[1]]
+        seconds, lane = nbytes / net.bandwidth, "bulk" if nbytes > net.eager_bytes else "nic"
+        if origin is dest:
+            left(self.now)
+            landed(self.now, 0.0)
             return
-        if letter.origin == letter.dest:
-            sender.end = self.now
-            origin.stir()
-            self.land(letter, self.now)
+        if self.shared and nbytes:
+            self.shared.begin(key, nbytes, lambda: (left(self.now), landed(self.now, 0.0)))
             return
-        begin = max(self.now, origin.bulk)
-        origin.bulk = sender.end = begin + seconds
-        origin.stir()
+        begin = max(self.now, 0.0 if self.shared else getattr(origin, lane))
+        setattr(origin, lane, begin + seconds)
+        left(begin + seconds)
         arrival = begin + (net.latency + seconds)
         if net.contention == "fifo" and seconds:
-            self.at(arrival - seconds, (NETWORK, letter.dest, letter.origin, letter.number),
-                    lambda: self.let_in(letter, arrival, seconds))  # fmt: skip
+            self.at(arrival - seconds, (NETWORK, -1, origin.me, key[2]),
+                    lambda: landed(dest.queue_up(arrival, seconds), 0.0))  # fmt: skip
         else:
-            letter.drain = seconds if net.contention == "serial" else 0.0
-            self.land(letter, arrival)
+            landed(arrival, seconds if net.contention == "serial" else 0.0)
 
-    def land(self, letter, arrival):
-        """It is known when the data of a rendezvous arrive."""
-        letter.there = arrival
-        if letter.receive is not None:
-            letter.receive.end = max(letter.receive.posted, arrival) + self.overhead(letter, self.net.receive)
-            self.ranks[letter.dest].stir()
+    # -- windows ---------------------------------------------------------------------------------------------
+
+    def ask(self, access, nbytes):
+        """The request of an access leaves its origin; it is there after those that were sent before it."""
+        origin, target = self.ranks[access.origin], self.ranks[access.target]
+        order, waiting = origin.next_order(), target.coming[access.origin]
+        waiting.append(access)
+        key = NETWORK, access.target, access.origin, order
+
+        def arrive():
+            access.here = True
+            while waiting and waiting[0].here:
+                target.serve_in_time(waiting.popleft())
+
+        def there(arrival, drain):
+            """The last byte is there, if the card has let nothing else in meanwhile."""
+            end = target.book(arrival, drain)
+            self.at(end, key, arrive) if end > arrival else arrive()
+
+        def landed(arrival, drain):
+            self.at(arrival, key, (lambda: there(arrival, drain)) if drain else arrive)
+
+        self.carry((access.origin, access.target, order), nbytes, landed)
+
+    def answer(self, access, nbytes):
+        """The answer of an access leaves its target."""
+        origin, request = self.ranks[access.origin], access.request
+
+        def landed(arrival, drain):
+            request.end, request.drain = arrival, drain
+            origin.stir()
+
+        self.carry((access.target, access.origin, self.ranks[access.target].next_order()), nbytes, landed)
 
 
 class Shared:
@@ -198,13 +262,26 @@ class Shared:
         self.engine, self.flows, self.since, self.change = engine, [], 0.0, 0
         self.lanes = defaultdict(deque)
 
-    def begin(self, when, letter, nbytes, data):
-        order = (NETWORK, -1, letter.origin, letter.number)
-        flow = {"links": (("up", letter.origin), ("down", letter.dest)), "left": float(nbytes), "letter": letter,
-                "data": data, "over": False}  # fmt: skip
-        if data is False:
-            self.lanes[letter.comm, letter.origin, letter.dest].append(flow)
-        self.engine.at(when, order, lambda: self.start(flow))
+    def begin(self, key, nbytes, through):
+        """A flow begins one latency from now; `through` is called when its last byte is there."""
+        origin, dest, order = key
+        flow = {"links": (("up", origin), ("down", dest)), "left": float(nbytes), "through": through}
+        begin = self.engine.now + self.engine.net.latency
+        self.engine.at(begin, (NETWORK, -1, origin, order), lambda: self.start(flow))
+
+    def send(self, letter, nbytes):
+        """A message is seen once those sent before it to the same rank are."""
+        lane = self.lanes[letter.comm, letter.origin, letter.dest]
+        lane.append(letter)
+
+        def through():
+            letter.through = True
+            while lane and lane[0].through:
+                first = lane.popleft()
+                first.there = None if first.rendezvous else self.engine.now
+                self.engine.announce(first, self.engine.now)
+
+        self.begin((letter.origin, letter.dest, letter.order), nbytes, through)
 
     def start(self, flow):
         self.drip()
@@ -234,7 +311,8 @@ class Shared:
             open_ = [flow for flow in open_ if flow not in done]
         self.change += 1
         for flow in [flow for flow in self.flows if flow["left"] <= 0]:
-            self.end(flow)
+            self.flows.remove(flow)
+            flow["through"]()
         if going:
             first = min(going, key=lambda flow: flow["left"] / flow["rate"])
             when, change = self.engine.now + first["left"] / first["rate"], self.change
@@ -245,22 +323,6 @@ class Shared:
             self.drip()
             flow["left"] = 0.0
             self.share()
-
-    def end(self, flow):
-        """The last byte is through; a message is seen once those sent before it to the same rank are."""
-        engine, letter = self.engine, flow["letter"]
-        self.flows.remove(flow)
-        flow["over"] = True
-        if flow["data"] is not False:
-            flow["data"].end = engine.now
-            engine.ranks[letter.origin].stir()
-            engine.land(letter, engine.now)
-            return
-        lane = self.lanes[letter.comm, letter.origin, letter.dest]
-        while lane and lane[0]["over"]:
-            first = lane.popleft()["letter"]
-            first.there = None if first.rendezvous else engine.now
-            engine.announce(first, engine.now)
 
 
 @dataclass(eq=False)
@@ -279,6 +341,16 @@ class Rank:
         self.booked, self.last = [], defaultdict(float)  # the card's intervals ("serial"); last envelopes
         self.arrived, self.posted = defaultdict(list), defaultdict(list)  # by communicator
         self.requests, self.sent, self.waiting, self.turn = [], 0, False, 0
+        self.orders, self.barriers = 0, 0
+        self.memory, self.coming = [0] * len(self.engine.net.cells), defaultdict(deque)  # requests, by origin
+        self.block = 0.0, 0.0  # computing from, to
+        self.alone, self.sharers, self.queue = (
+            None,
+            set(),
+            deque(),
+        )  # who holds the lock, and who waits for it
+        self.locked, self.all, self.fenced = set(), False, False  # what this rank may access
+        self.pending, self.stamps = [], 0  # (target, request) of accesses to be flushed
         self.body = self.steps()
 
     def go(self, turn):
@@ -310,12 +382,18 @@ class Rank:
     def note(self, *entry):
         self.log.append((*entry, self.engine.now))
 
+    def next_order(self):
+        self.orders += 1
+        return self.orders
+
     # -- the steps -------------------------------------------------------------------------------------------
 
     def compute(self, seconds):
-        yield self.engine.now + seconds
+        self.block = self.engine.now, self.engine.now + seconds
+        yield self.block[1]
 
-    sleep = compute
+    def sleep(self, seconds):
+        yield self.engine.now + seconds
 
     def send(self, comm, dest, tag, nbytes, mode="standard", deadline=math.inf):
         request = yield from self.start_send(comm, dest, tag, nbytes, mode)
@@ -403,13 +481,227 @@ class Rank:
             yield from self.finish(request)
             self.requests.remove(request)
 
+    # -- windows ---------------------------------------------------------------------------------------------
+
+    def lock(self, target, kind):
+        if not self.may(target):
+            request = yield from self.access(target, 0, 0, lambda memory: None, lock=kind)
+            yield from self.await_end(request)
+            self.locked.add(target)
+            self.note("locked")
+
+    def unlock(self, target):
+        if target in self.locked:
+            requests = yield from self.complete([target])
+            self.locked.remove(target)
+            self.engine.ask(Access(self.me, target, 0, None), 0)
+            yield self.engine.now + self.spent_on(target)
+            self.report(*requests)
+
+    def lock_all(self):
+        self.all = self.all or not (self.locked or self.fenced)
+        yield self.engine.now
+
+    def unlock_all(self):
+        if self.all:
+            self.report(*(yield from self.complete()))
+            self.all = False
+
+    def fence(self):
+        requests = yield from self.complete()
+        yield from self.barrier()
+        self.report(*requests)
+        self.fenced = True
+        self.note("fence")
+
+    def flush(self, target):
+        if self.may(target):
+            self.report(*(yield from self.complete([target])))
+
+    def put(self, target, first, count):
+        yield from self.later(target, self.writing(first, count))
+
+    def rput(self, target, first, count):
+        yield from self.later(target, self.writing(first, count), requested=True)
+
+    def get(self, target, first, count):
+        yield from self.later(target, self.reading(first, count))
+
+    def rget(self, target, first, count):
+        yield from self.later(target, self.reading(first, count), requested=True)
+
+    def accumulate(self, target, first, count):
+        yield from self.later(target, self.adding(first, count, back=False))
+
+    def swap(self, target, first, count):
+        yield from self.later(target, self.adding(first, count, back=True))
+
+    def fetch(self, target, cell):
+        """Fetch_and_op: add one to a number."""
+
+        def serve(memory):
+            memory[cell] += 1
+            return (memory[cell] - 1,)
+
+        yield from self.later(target, (self.size(cell, 1), self.size(cell, 1), serve))
+
+    def compare(self, target, cell, expected):
+        """Compare_and_swap: add one to a number if it is what is expected."""
+
+        def serve(memory):
+            there = memory[cell]
+            memory[cell] = expected + 1 if there == expected else there
+            return (there,)
+
+        yield from self.later(target, (2 * self.size(cell, 1), self.size(cell, 1), serve))
+
+    def store(self, first, count):
+        self.memory[first : first + count] = [self.stamp()] * count
+        yield self.engine.now
+
+    def load(self):
+        self.note("load", *self.memory)
+        yield self.engine.now
+
+    def sync(self):
+        yield self.engine.now + self.engine.net.call
+
+    def may(self, target):
+        return self.fenced or self.all or target in self.locked
+
+    def size(self, first, count):
+        return sum(self.engine.net.cells[first : first + count])
+
+    def stamp(self):
+        """Return a number that nobody has written yet."""
+        self.stamps += 1
+        return 1000 * self.me + self.stamps
+
+    # Each returns what an access takes: bytes there, bytes back, and what is done at the target.
+
+    def writing(self, first, count):
+        stamp = self.stamp()
+
+        def serve(memory):
+            memory[first : first + count] = [stamp] * count
+
+        return self.size(first, count), 0, serve
+
+    def reading(self, first, count):
+        return 0, self.size(first, count), lambda memory: tuple(memory[first : first + count])
+
+    def adding(self, first, count, back):
+        stamp, nbytes = self.stamp(), self.size(first, count)
+
+        def serve(memory):
+            there = memory[first : first + count]
+            memory[first : first + count] = [each + stamp for each in there]
+            return tuple(there) if back else None
+
+        return nbytes, nbytes if back else 0, serve
+
+    def later(self, target, what, requested=False):
+        """Begin an access, if there may be any; a flush or its request waits for it."""
+        if self.may(target):
+            request = yield from self.access(target, *what)
+            self.pending.append((target, request))
+            if requested:
+                request.reported = False
+                self.requests.append(request)
+
+    def complete(self, targets=None):
+        """Wait for the accesses to some targets, or to all. Return those that are to be reported."""
+        requests = [request for to, request in self.pending if targets is None or to in targets]
+        self.pending = [each for each in self.pending if each[1] not in requests]
+        for request in requests:
+            yield from self.await_end(request)
+        return [request for request in requests if request.reported]
+
+    def access(self, target, there, back, serve, lock=""):
+        request = Request("access", posted=self.engine.now)
+        self.engine.ask(Access(self.me, target, back, serve, request, lock), there)
+        yield self.engine.now + self.spent_on(target)
+        return request
+
+    def spent_on(self, target):
+        return 0.0 if target == self.me else self.engine.net.send
+
+    def barrier(self):
+        """Dissemination: each round, tell who is twice as far on, and hear from who is as far back.
+
+        A collective sees the card as it is when the rank comes; answers that it sends meanwhile hold up nothing.
+        """
+        size, card = len(self.engine.ranks), self.nic
+        self.barriers += 1
+        for away in (1 << k for k in range((size - 1).bit_length())):
+            dest = (self.me + away) % size
+            letter = Letter(BARRIER, self.me, self.barriers, 0, self.next_order(), self.me, dest, 0)
+            letter.there = max(self.engine.now, card) + self.engine.net.latency
+            self.engine.announce(letter, letter.there)
+            yield self.engine.now + self.engine.net.send
+            yield from self.await_end(self.post(BARRIER, (self.me - away) % size, self.barriers))
+
+    # -- what a rank does for others -------------------------------------------------------------------------
+
+    def serve_in_time(self, access):
+        """A request is there: it is served now, or when the block ends in whose middle it has come."""
+        begin, end = self.block
+        if self.engine.net.progress == "poll" and begin < self.engine.now < end:
+            self.engine.at(end, (WAITED, self.me), lambda: self.admit(access))
+        else:
+            self.admit(access)
+
+    def admit(self, access):
+        if access.serve is None:
+            self.unlocked_by(access.origin)
+        elif self.lets_in(access) and (not self.queue or access.origin in (self.alone, *self.sharers)):
+            self.serve(access)
+        else:
+            self.queue.append(access)
+
+    def lets_in(self, access):
+        if self.alone is not None:
+            return self.alone == access.origin
+        return access.lock != "alone" or not self.sharers - {access.origin}
+
+    def serve(self, access):
+        if access.lock == "alone":
+            self.alone = access.origin
+        elif access.lock:
+            self.sharers.add(access.origin)
+        access.request.read = access.serve(self.memory)
+        self.engine.answer(access, access.back)
+
+    def unlocked_by(self, origin):
+        if self.alone == origin:
+            self.alone = None
+        self.sharers.discard(origin)
+        while self.queue and self.lets_in(self.queue[0]):
+            self.serve(self.queue.popleft())
+
+    def queue_up(self, arrival, drain):
+        """Return when the card has let in what would be there at `arrival`, behind all that came before it."""
+        self.card = max(arrival, self.card + drain)
+        return self.card
+
+    def book(self, arrival, drain):
+        """Return when the card has let it in: in the first gap that is long enough."""
+        begin = arrival - drain
+        for from_, to in self.booked:
+            if from_ < begin + drain * (1 - 1e-9) and to > begin + drain * 1e-9:
+                begin = to
+        insort(self.booked, (begin, begin + drain))
+        return begin + drain if begin != arrival - drain else arrival
+
     # -- what they share -------------------------------------------------------------------------------------
 
     def start_send(self, comm, dest, tag, nbytes, mode):
         engine = self.engine
         members = engine.comms[comm]
         request = Request("send", comm)
-        letter = Letter(comm, members.index(self.me), tag, self.sent, self.me, members[dest], nbytes)
+        letter = Letter(
+            comm, members.index(self.me), tag, self.sent, self.next_order(), self.me, members[dest], nbytes
+        )
         self.sent += 1
         letter.rendezvous = nbytes > engine.net.eager_bytes and mode != "buffered"
         if letter.rendezvous or mode == "synchronous":
@@ -444,26 +736,38 @@ class Rank:
                 self.engine.meet(letter, request)
                 break
         else:
-            self.arrived[letter.comm].append(letter)
+            self.put_by(letter)
         self.stir()
 
+    def put_by(self, letter):
+        """Keep a message that nobody has received: those that come together are in the order of their senders."""
+        insort(self.arrived[letter.comm], letter, key=lambda each: (each.envelope, each.source, each.number))
+
     def finish(self, request, deadline=math.inf, withdraw=False):
-        """Wait for one request; False if the deadline came first."""
+        """Wait for one request, and report; False if the deadline came first."""
         due = self.engine.now + deadline
         if due < math.inf:
             self.engine.at(due, (LATE, self.me), self.stir)
+        if (yield from self.await_end(request, due)):
+            self.report(request)
+            return True
+        yield max(due, self.engine.now)
+        self.note("timeout")
+        if withdraw:
+            self.give_up(request)
+        return False
+
+    def await_end(self, request, due=math.inf):
+        """Wait until a request is over; what it waits for is let in when its last byte could be there."""
         while request.end is None and self.engine.now < due:
             yield None
-        if request.end is not None and request.end <= due:
-            self.take_in(request)
         if request.end is None or request.end > due:
-            yield max(due, self.engine.now)
-            self.note("timeout")
-            if withdraw:
-                self.give_up(request)
             return False
         yield max(request.end, self.engine.now)
-        self.report(request)
+        self.take_in(request)
+        if request.end > due:
+            return False
+        yield max(request.end, self.engine.now)
         return True
 
     def give_up(self, request):
@@ -473,31 +777,29 @@ class Rank:
             self.posted[request.comm].remove(request)
             return
         letter.receive = None
-        self.arrived[request.comm].append(letter)
-        self.arrived[request.comm].sort(key=lambda each: (each.envelope, each.source, each.number))
+        self.put_by(letter)
 
-    def report(self, request):
-        if request.cancelled:
-            self.note("cancelled")
-        elif request.kind == "send":
-            self.note("sent")
-        else:
-            self.note("got", request.letter.source, request.letter.tag, request.letter.number)
+    def report(self, *requests):
+        for request in requests:
+            if request.cancelled:
+                self.note("cancelled")
+            elif request.kind == "access":
+                self.pending = [each for each in self.pending if each[1] is not request]
+                self.note("done", *(request.read or ()))
+            elif request.kind == "send":
+                self.note("sent")
+            else:
+                self.note("got", request.letter.source, request.letter.tag, request.letter.number)
 
     def take_in(self, request):
         """Let what is taken now through the card: in the first gap that is long enough."""
         letter = request.letter
-        if letter is None or not letter.drain:
-            return
-        drain, begin = letter.drain, letter.there - letter.drain
-        for from_, to in sorted(self.booked):
-            if from_ < begin + drain * (1 - 1e-9) and to > begin + drain * 1e-9:
-                begin = to
-        self.booked.append((begin, begin + drain))
-        letter.there, letter.drain = begin + drain if begin != letter.there - drain else letter.there, 0.0
-        request.end = max(request.posted, letter.there) + self.engine.overhead(
-            letter, self.engine.net.receive
-        )
+        if request.drain:
+            request.end, request.drain = self.book(request.end, request.drain), 0.0
+        elif letter is not None and letter.drain:
+            letter.there, letter.drain = self.book(letter.there, letter.drain), 0.0
+            spent = self.engine.overhead(letter, self.engine.net.receive)
+            request.end = max(request.posted, letter.there) + spent
 
     def over(self, requests):
         """Return the positions of those that are over, the earliest first."""

@@ -14,9 +14,10 @@ import simpy
 
 from spawnsim.errors import InternalError
 
-# Stands for a rank in what comes last at its time, behind all ranks: deadlines, for what comes at that very time is in
-# time, and decisions among all that the ranks do at one time.
-LATE = sys.maxsize
+# They stand for a rank in the order of what happens at one time. What has waited for that time at its target, or is on
+# its way to a card, comes first; then all arrivals, for what comes at that very time is seen; then the ranks; then
+# deadlines, for what comes at that very time is in time, and decisions among all that the ranks do.
+WAITED, UNDER_WAY, ARRIVING, LATE = -(3 << 40), -(2 << 40), -(1 << 40), sys.maxsize
 
 
 class Appointment:
@@ -57,7 +58,8 @@ class Clockwork(simpy.Environment):
         """Set the clock forward if nothing is scheduled before (time, rank); say whether it was done."""
         if self._queue and self._queue[0][:2] <= (time_s, rank):
             return False
-        self._now = time_s
+        if time_s > self._now:
+            self._now = time_s
         return True
 
     def events(self) -> Iterator[Appointment]:

@@ -29,7 +29,8 @@ class Message:
     arrival_s: float | None = None  # when its data are there; None: not known yet
     receive_s: float = 0.0  # what taking it costs the receiver
     drain_s: float = 0.0  # how long it has yet to keep the receiver's card busy
-    number: int = 0
+    number: int = 0  # in the mailbox's order
+    sequence: int = 0  # in the order sent; kept by `contention.Ingress` alone
     queued: bool = False  # waits, unexpected, for its receive
     sender: Sender | None = None  # that waits for the match; None: nobody does, or it has heard of it
     receive: Receive | None = None  # with which it is paired, as long as there is something to tell it
@@ -76,6 +77,10 @@ class Completion:
         """Return the end of a completion whose end is known. A receive takes its message in now, if it has not yet."""
         assert self.finish_s is not None
         return self.finish_s
+
+    def over(self, now_s: float) -> bool:
+        """Whether it is over at a time of its rank's clock; if so, what it takes is taken in."""
+        return self.finish_s is not None and self.finish_s <= now_s and self.final() <= now_s
 
     def complete(self, finish_s: float) -> None:
         """Fix the end and wake who waits for it."""

@@ -102,11 +102,7 @@ class Kernel(Timers):
         if self.closed:
             self._refuse(task)
         task.budget = RUN_AHEAD
-        if (
-            not self.ready
-            and not self.releases
-            and (task.clock <= env.now or env.jump(task.clock, task.rank))
-        ):
+        if not self.ready and not self.releases and env.jump(task.clock, task.rank):
             return
         env.at(task.clock, task.rank, partial(self.ready.append, task))
         self._leave(task)

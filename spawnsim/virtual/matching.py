@@ -32,6 +32,7 @@ from typing import Any
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.virtual.card import Card
+from spawnsim.virtual.clockwork import ARRIVING
 from spawnsim.virtual.completion import Completion, Message, Receive
 from spawnsim.virtual.kernel import Kernel
 
@@ -208,7 +209,7 @@ class Mailbox:
             early.append(receive)
             met = message.sender is None or envelope_s <= self.kernel.env.now
         if not met:
-            self.kernel.env.at(envelope_s, self.rank, message.meet)
+            self.kernel.env.at(envelope_s, ARRIVING, message.meet)
         elif message.sender is not None:
             message.meet()
 
@@ -285,7 +286,7 @@ class Mailbox:
         """See that an event stands at the arrival of the next envelope."""
         if self._flying and self._flying[0][0] < self._alarm_s:
             self._alarm_s = alarm_s = self._flying[0][0]
-            self.kernel.env.at(alarm_s, self.rank, lambda: self._ring(alarm_s))
+            self.kernel.env.at(alarm_s, ARRIVING, lambda: self._ring(alarm_s))
 
     def _ring(self, alarm_s: float) -> None:
         if alarm_s == self._alarm_s:

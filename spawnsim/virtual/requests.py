@@ -100,9 +100,7 @@ class Request(Several, Handle):
         completion = self._completion
         if completion is not None and self._world.revoked:
             self._check_revoked()
-        if completion is not None and (
-            completion.finish_s is None or completion.final() > self._world.kernel.current.clock
-        ):
+        if completion is not None and not completion.over(self._world.kernel.current.clock):
             await_one(self._world, completion, self._waiting)
         return self._collect(status)
 
@@ -146,6 +144,7 @@ class Request(Several, Handle):
         self._need()
         if self._withdraw is not None:
             self._withdraw(self, look(self._world))
+            self._world.charge_look()
 
     cancel = Cancel
 

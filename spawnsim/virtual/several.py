@@ -187,19 +187,15 @@ def _lend(statuses: Sequence[Status] | None, count: int) -> Sequence[Status | No
 
 
 def look(world: World, *requests: Request) -> float:
-    """Observe; return the time of the look. The look itself costs the platform's call overhead.
+    """Observe; return the time of the look. The caller charges for it once it has looked.
 
     Raises `Revoked` if one of the requests was open when its communicator was revoked.
     """
-    kernel = world.kernel
-    kernel.observe()
-    task = kernel.current
-    now_s = task.clock
+    world.kernel.observe()
     if world.revoked:
         for request in requests:
             request._check_revoked()
-    world.ranks[task.rank].reach(task, now_s + world.network.call_overhead_s)
-    return now_s
+    return world.kernel.current.clock
 
 
 def done_now(world: World, *requests: Request, every: bool = False) -> list[int]:
@@ -213,6 +209,7 @@ def done_now(world: World, *requests: Request, every: bool = False) -> list[int]
     known = sum(each.finish_s is not None for each in completions)
     if known == len(done) < len(completions) and (every or not done):
         world.kernel.fruitless()
+    world.charge_look()
     return done
 
 

@@ -154,23 +154,25 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
     """Wait until `completion` is over; the running task's clock moves to its end."""
     kernel = world.kernel
     task = kernel.current
-    due_s = task.clock + task.deadline_s
-    while completion.finish_s is None:
-        check_alive(world, waiting)
-        completion.waiter = task
-        try:
-            kernel.block(waiting, lost=completion.lost)
-        finally:
-            completion.waiter = None
+    rank, due_s = world.ranks[task.rank], task.clock + task.deadline_s
+    while completion.finish_s is None or (task.clock < completion.finish_s <= due_s and rank.company):
+        if completion.finish_s is None:
+            check_alive(world, waiting)
+            completion.waiter = task
+            try:
+                kernel.block(waiting, lost=completion.lost)
+            finally:
+                completion.waiter = None
+        else:  # its card lets in requests to its window as they come: whose turn it is shows at that time
+            rank.reach(task, completion.finish_s)
+            kernel.observe()
     finish_s = completion.finish_s if completion.finish_s > due_s else completion.final()
     if finish_s > task.clock:
-        rank = world.ranks[task.rank]
-        if finish_s > due_s:
-            rank.reach(task, due_s)
-            raise timeout(task, waiting)
-        rank.reach(task, finish_s)
+        rank.reach(task, min(finish_s, due_s))
         if rank.company:  # its memory is exposed: what it does next must be done at its own time
             kernel.observe()
+        if finish_s > due_s:
+            raise timeout(task, waiting)
 
 
 def finished(completions: Sequence[Completion | None], now_s: float) -> list[int]:
@@ -209,7 +211,10 @@ def _park_until_any(
     pending = [each for each in completions if each is not None]
     first_s = _earliest(pending)
     if first_s > due_s and math.isfinite(first_s):
-        world.ranks[task.rank].reach(task, due_s)
+        rank = world.ranks[task.rank]
+        rank.reach(task, due_s)
+        if rank.company:
+            kernel.observe()
         raise timeout(task, waiting)
     alarm = kernel.env.at(first_s, task.rank, lambda: kernel.resume(task)) if math.isfinite(first_s) else None
     for each in pending:

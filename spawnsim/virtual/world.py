@@ -89,9 +89,9 @@ class Rank:
         self.busy.append((begin_s, end_s))
 
     def answers_at(self, time_s: float) -> float:
-        """Return when the rank next enters MPI, at or after `time_s`: at once, unless it is computing."""
+        """Return when the rank next enters MPI, at or after `time_s`: at once, unless that is amid a block."""
         for begin_s, end_s in self.busy:
-            if begin_s <= time_s < end_s:
+            if begin_s < time_s < end_s:
                 return end_s
         return time_s
 
@@ -136,6 +136,14 @@ class World:
         Deaths, revocations and who joins are news to everybody: nobody may be ahead of them.
         """
         return int(self.instant or (self.plan is not None and (self.plan.mortal or rank in self.plan.paused)))
+
+    def charge_look(self) -> None:
+        """Let a look cost the running task the call overhead."""
+        task = self.kernel.current
+        rank = self.ranks[task.rank]
+        rank.reach(task, task.clock + self.network.call_overhead_s)
+        if rank.company:  # what it does next to its exposed memory must be done at its own time
+            self.kernel.observe()
 
     def next_context(self) -> int:
         """Return a fresh context number."""

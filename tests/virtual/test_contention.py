@@ -97,6 +97,30 @@ def test_messages_of_a_pair_do_not_overtake(contention):
     assert arrivals(main, ranks=2, contention=contention) == [1, 2, 2]
 
 
+def test_of_what_comes_at_one_time_the_card_takes_first_what_was_sent_first():
+    """Data of a rendezvous start when the answer is back; a small message that is sent just then comes behind them."""
+    latency, byte_s = 2.0**-10, 2.0**-20  # sums of these are exact
+
+    def main(comm):
+        if comm.rank == 0:
+            large = comm.Isend(np.zeros(4096, np.uint8), 1)
+            comm.Recv(np.zeros(0, np.uint8), 1)  # comes with the answer to the large one's request
+            comm.Send(np.zeros(512, np.uint8), 1)
+            large.Wait()
+            return
+        comm.clock.sleep(1.0)
+        comm.Send(np.zeros(0, np.uint8), 0)
+        pending = [comm.Irecv(np.zeros(4096, np.uint8), 0) for _ in range(2)]
+        for each in pending:
+            each.Wait()
+            comm.record(at=comm.clock.now())
+
+    network = Switch(Hockney(latency, 1 / byte_s), eager_bytes=1024, contention="fifo")
+    rows = run(main, 2, platform=Platform("test", network))[1].rows
+    there = 1.0 + 2 * latency + 4096 * byte_s
+    assert [values["at"] for _, _, values in rows] == [there, there + 512 * byte_s]
+
+
 def test_a_card_books_the_first_gap_that_is_long_enough():
     """A message goes before, between or behind those that were let in, never beside them."""
     card = Card()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from virtual_run import BANDWIDTH, LATENCY, platform, run
 
+from spawnsim.errors import Timeout
 from spawnsim.virtual.requests import Request
 
 MEGABYTE = 1_000_000
@@ -296,3 +297,47 @@ def test_an_access_of_ones_own_memory_does_not_meet_the_card():
             comm.Recv(mega(), 0)
 
     assert times(main, 2) == [0.0]
+
+
+def test_a_flush_waits_for_accesses_with_requests_too():
+    """What `Rput` writes is there when `Flush` returns, and what `Rget` reads; a wait afterwards is over at once."""
+
+    def main(comm):
+        window = comm.Win.Create(mega(), comm=comm)
+        window.Lock_all()
+        comm.Barrier()
+        begin, read = comm.clock.now(), np.zeros(1, np.uint8)
+        if comm.rank == 0:
+            writing = window.Rput(np.full(MEGABYTE, 1, np.uint8), 1)
+            reading = window.Rget(read, 1)
+            window.Flush(1)
+            comm.record(at=comm.clock.now() - begin, read=int(read[0]))
+            read[0] = 7
+            Request.Waitall([writing, reading])
+            comm.record(after=comm.clock.now() - begin, kept=int(read[0]))
+        comm.Barrier()
+
+    rows = run(main, 2, platform=platform())[1].rows
+    expected = pytest.approx(BYTES_S + 2 * LATENCY, rel=1e-4)
+    assert [values for _, _, values in rows] == [{"at": expected, "read": 1}, {"after": expected, "kept": 7}]
+
+
+def test_a_flush_that_met_its_deadline_may_be_tried_again():
+    """The target computes for 1 s: what the first flush has not seen completed the second one waits for."""
+
+    def main(comm):
+        window = comm.Win.Create(np.zeros(8, np.uint8), comm=comm)
+        window.Lock_all()
+        comm.Barrier()
+        if comm.rank == 1:
+            with comm.compute(1.0):
+                pass
+        else:
+            window.Put(np.zeros(8, np.uint8), 1)
+            with pytest.raises(Timeout), comm.clock.deadline(0.1):
+                window.Flush(1)
+            window.Flush(1)
+            comm.record(at=comm.clock.now())
+        comm.Barrier()
+
+    assert times(main, 2)[0] > 1.0

@@ -63,8 +63,7 @@ class Probes(Transport):
             self._check_source(source, tag)
         else:
             letter = self._visible(source, tag)
-        task = self._world.kernel.current
-        self._rank.reach(task, task.clock + self._world.network.call_overhead_s)
+        self._world.charge_look()
         if letter is None:
             self._world.kernel.fruitless()
         else:

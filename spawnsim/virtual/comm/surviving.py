@@ -81,7 +81,7 @@ class Surviving(Member):
         kernel = self._world.kernel
         kernel.observe()
         dead = self._dead()
-        self._rank.reach(kernel.current, kernel.current.clock + self._world.network.call_overhead_s)
+        self._world.charge_look()
         if not dead:
             kernel.fruitless()
         return Group.of(dead, self._rank.id)

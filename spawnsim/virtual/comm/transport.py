@@ -70,7 +70,7 @@ class Transport(Member):
         return self._accept_later(source, tag, operation)
 
     def _take_now(self, message: Message) -> bool:
-        """Take a message whose data are on their way, without parking; False if that would pass the deadline."""
+        """Take a message whose data are on their way, without parking; False if that is to be done at its time."""
         task, mailbox, arrival_s = self._world.kernel.current, self._mailbox, message.arrival_s
         now_s = task.clock
         assert arrival_s is not None
@@ -79,6 +79,8 @@ class Transport(Member):
         ):  # so late that its place at the card stays free
             return False
         if mailbox.card is not None:
+            if self._rank.company and arrival_s > now_s:  # its card may let in requests to a window first
+                return False
             arrival_s = take_in(message, mailbox.card)
             if arrival_s + message.receive_s > now_s + task.deadline_s:
                 return False

@@ -14,15 +14,13 @@ from __future__ import annotations
 import math
 from heapq import heappop, heappush
 
-from spawnsim.virtual.clockwork import Clockwork
+from spawnsim.virtual.clockwork import UNDER_WAY, Clockwork
 from spawnsim.virtual.completion import Message
 from spawnsim.virtual.contention.model import Bulk
 from spawnsim.virtual.matching import Mailbox
 from spawnsim.virtual.network import Network
 
-FIRST = -2  # the "rank" of a card in the order of ties: before whoever looks at that time
-
-# first bytes at the card, sender, number; card, (drain, arrival if alone), message, and its mailbox unless it is there
+# first bytes at the card, sender, sequence; card, (drain, arrival if alone), message, its mailbox unless it is there
 Coming = tuple[float, int, int, int, tuple[float, float], Message, Mailbox | None]
 
 
@@ -40,6 +38,8 @@ class Ingress:
 
     def carry(self, message: Message, mailbox: Mailbox, source: int) -> None:
         """Take a message that would arrive, alone, at its `envelope_s`; it is delivered in its turn."""
+        self._number += 1
+        message.sequence = self._number
         drain_s, message.drain_s = message.drain_s, 0.0
         arrival_s, heads = message.envelope_s, mailbox.lanes
         head_s = arrival_s - drain_s
@@ -51,26 +51,31 @@ class Ingress:
             mailbox.deliver(message)
             return
         heads[message.source] = head_s
-        self._number += 1
         times = (drain_s, arrival_s)
-        heappush(self._coming, (head_s, source, self._number, mailbox.rank, times, message, mailbox))
+        heappush(self._coming, (head_s, source, message.sequence, mailbox.rank, times, message, mailbox))
         if head_s < self._alarm_s:
             self._set_alarm()
 
     def stream(self, bulk: Bulk, left_s: float, arrival_s: float) -> None:
-        """Take the data of a rendezvous, which would arrive alone at `arrival_s`."""
+        """Take the data of a rendezvous, which would arrive alone at `arrival_s`.
+
+        They go before what the rank has sent since and comes at the same time.
+        """
         bulk.complete(left_s)
         message, (source, dest) = bulk.message, bulk.pair
         drain_s, message.drain_s = message.drain_s, 0.0
+        if not drain_s:
+            message.land(arrival_s)
+            return
         self._number += 1
-        times = (drain_s, arrival_s)
-        heappush(self._coming, (arrival_s - drain_s, source, self._number, dest, times, message, None))
+        sequence, times = message.sequence or self._number, (drain_s, arrival_s)
+        heappush(self._coming, (arrival_s - drain_s, source, sequence, dest, times, message, None))
         if arrival_s - drain_s < self._alarm_s:
             self._set_alarm()
 
     def _set_alarm(self) -> None:
         self._alarm_s = alarm_s = max(self._coming[0][0], self._env.now)
-        self._env.at(alarm_s, FIRST, lambda: self._settle(alarm_s))
+        self._env.at(alarm_s, UNDER_WAY, lambda: self._settle(alarm_s))
 
     def _settle(self, alarm_s: float) -> None:
         """Let in all before whom nobody can come any more."""

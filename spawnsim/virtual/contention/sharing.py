@@ -15,13 +15,12 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import cast
 
-from spawnsim.virtual.clockwork import Clockwork
+from spawnsim.virtual.clockwork import UNDER_WAY, Clockwork
 from spawnsim.virtual.completion import Message
 from spawnsim.virtual.contention.model import Bulk
 from spawnsim.virtual.matching import Mailbox
 from spawnsim.virtual.network import Flow, FlowNetwork, Network
 
-FIRST = -2  # the "rank" of a flow in the order of ties: before whoever looks at that time
 Over = Callable[[float], None]
 
 
@@ -83,7 +82,7 @@ class Sharing:
         if next_s != self._alarm_s:
             self._alarm_s = next_s
             if next_s < math.inf:
-                self._env.at(max(next_s, self._env.now), FIRST, lambda: self._ring(next_s))
+                self._env.at(max(next_s, self._env.now), UNDER_WAY, lambda: self._ring(next_s))
 
     def _ring(self, alarm_s: float) -> None:
         if alarm_s != self._alarm_s:

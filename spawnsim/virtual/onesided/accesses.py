@@ -159,15 +159,17 @@ class Accesses(Epochs):
 
     def _later(self, access: Any, rank: int) -> None:
         if access is not None:
-            self._under_way.setdefault(integer(rank), []).append(access)
+            self._under_way.append((integer(rank), *access))
 
     def _request(self, operation: str, access: Any, rank: int) -> Request:
-        world = self._windows.world
+        world, rank = self._windows.world, integer(rank)
         if access is None:
             return Request.over(world)
-        sent, deliver = access
-        waiting = self._waiting(operation, integer(rank))
-        return Request.start(world, sent, waiting, lambda status: self._take(sent, deliver))
+        self._later(access, rank)
+        begun = self._under_way[-1]
+        return Request.start(
+            world, access[0], self._waiting(operation, rank), lambda status: self._take(begun)
+        )
 
 
 def _nothing(answer: Any) -> None:

@@ -23,6 +23,7 @@ from spawnsim.virtual.waiting import Waiting, await_one
 from spawnsim.virtual.wire import STANDARD
 
 POST, COMPLETE = 1, 2  # tags of the active-target epochs
+Begun = tuple[int, Access, Callable[[Any], Any]]  # an access to a target, and what delivers the answer
 
 
 class Epochs(Attributes):
@@ -36,7 +37,7 @@ class Epochs(Attributes):
     _started: set[int]
     _locked_all: bool
     _fenced: bool
-    _under_way: dict[int, list[tuple[Access, Callable[[Any], Any]]]]
+    _under_way: list[Begun]
     _tokens: list[Request]
     _exposed: list[int]
     _errhandler: Any
@@ -138,24 +139,32 @@ class Epochs(Attributes):
     def Sync(self) -> None:
         """Make own and others' stores see each other: they do. It costs the call overhead, as every look does."""
         self._need()
-        world, rank = self._windows.world, self._comm._rank
+        world = self._windows.world
         world.kernel.observe()
-        rank.reach(world.kernel.current, world.kernel.current.clock + world.network.call_overhead_s)
+        world.charge_look()
         world.kernel.fruitless()
 
     def _flush(self, rank: int, operation: str) -> None:
-        for access, deliver in self._under_way.pop(rank, ()):
-            self._wait(access, operation, rank)
-            self._take(access, deliver)
-
-    def _take(self, access: Access, deliver: Callable[[Any], Any]) -> Any:
-        """Deliver an answer; the digest covers it, since its contents came from the memory of another rank."""
-        self._comm._rank.trace.cover(access.answer)
-        return deliver(access.answer)
+        self._complete([each for each in self._under_way if each[0] == rank], operation)
 
     def _flush_all(self, operation: str) -> None:
-        for rank in list(self._under_way):
-            self._flush(rank, operation)
+        self._complete(self._under_way[:], operation)
+
+    def _complete(self, begun: list[Begun], operation: str) -> None:
+        for each in begun:
+            self._wait(each[1], operation, each[0])
+            self._take(each)
+
+    def _take(self, begun: Begun) -> None:
+        """Deliver an answer, once: its request may be waited for after a flush.
+
+        The digest covers it, since its contents came from the memory of another rank.
+        """
+        if begun in self._under_way:
+            self._under_way.remove(begun)
+            _, access, deliver = begun
+            self._comm._rank.trace.cover(access.answer)
+            deliver(access.answer)
 
     # -- active target ---------------------------------------------------------------------------------------
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spawnsim.comm.constants import LOCK_EXCLUSIVE
+from spawnsim.virtual.clockwork import WAITED
 from spawnsim.virtual.damage import can_be_damaged, damaged
 from spawnsim.virtual.faults import DELIVERED, Verdict
 from spawnsim.virtual.links import ANSWER, REQUEST
 from spawnsim.virtual.onesided.transfers import Answered, Connection, Request, answer
 from spawnsim.virtual.world import Rank, World
 
-FIRST = -1  # the "rank" of a service in the order of ties: before the target's own next step
 Then = Callable[[], None]
 Serve = Callable[[Any], Any]  # from the data that came to those of the answer
 
@@ -108,16 +108,13 @@ class Windows:
 
     def request(self, origin: Rank, place: int, access: Access) -> Access:
         """Send an access from the running task. It is over when its answer is back at the origin."""
-        world, task = self.world, self.world.kernel.current
         access.target = self.targets[place]
         there, back = access.nbytes
         origin.messages += 1
         origin.nbytes += there + back
-        origin.trace.note((task.clock, 6, access.target.rank.id, there + back, 0))
+        origin.trace.note((self.world.kernel.current.clock, 6, access.target.rank.id, there + back, 0))
         origin.trace.cover(access.data)
-        send_s = self._send(origin, place, access, lambda: self._arrived(origin, access))
-        world.kernel.effect()
-        origin.reach(task, task.clock + send_s)
+        self._send(origin, place, access, lambda: self._arrived(origin, access))
         return access
 
     def release(self, origin: Rank, place: int) -> None:
@@ -126,8 +123,8 @@ class Windows:
         end = Access(self.world, "Unlock", (0, 0), lambda data: None)
         self._send(origin, place, end, lambda: self._soon(target, lambda: target.release(origin.id)))
 
-    def _send(self, origin: Rank, place: int, access: Access, then: Then) -> float:
-        """Send a request; return how long that occupies the sender's processor."""
+    def _send(self, origin: Rank, place: int, access: Access, then: Then) -> None:
+        """Send a request."""
         connection = self._connections.get((origin.id, place))
         if connection is None:
             connection = Connection(self.world, origin, self.targets[place].rank)
@@ -141,7 +138,11 @@ class Windows:
         passage = connection.send(request, access.nbytes[0], delay_s=verdict.delay_s)
         if request.lost:
             access.lose()
-        return passage.send_s
+        kernel = self.world.kernel
+        kernel.effect()
+        origin.reach(kernel.current, kernel.current.clock + passage.send_s)
+        if passage.send_s or connection.target is origin:  # what it stores next comes behind
+            kernel.observe()
 
     def _judge(self, link: tuple[Rank, Rank], now_s: float, access: Access, kind: int) -> Verdict:
         """Return what the link makes of one direction of an access; what it carries may be damaged."""
@@ -183,6 +184,6 @@ class Windows:
         env = self.world.kernel.env
         serve_s = self.answers_at(target, env.now)
         if serve_s > env.now:
-            env.at(serve_s, FIRST, then)
+            env.at(serve_s, WAITED, then)
         else:
             then()

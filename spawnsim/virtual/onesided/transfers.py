@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from spawnsim.virtual.card import Card
+from spawnsim.virtual.clockwork import ARRIVING
 from spawnsim.virtual.completion import Message, Uncertain
 from spawnsim.virtual.kernel import Kernel
 from spawnsim.virtual.world import Rank, World
@@ -133,7 +134,7 @@ class Connection:
 
     def _event(self, time_s: float, action: Callable[[], None]) -> None:
         env = self.world.kernel.env
-        env.at(max(time_s, env.now), self.target.id, action)
+        env.at(max(time_s, env.now), ARRIVING + self.origin.id, action)
 
     def _at(self, time_s: float, request: Request) -> None:
         self._event(time_s, lambda: self._arrive(request))

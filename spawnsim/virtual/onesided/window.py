@@ -112,7 +112,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
         self._place, self._name, self._errhandler = comm._me, "", None
         self._info = Info.Create(info if info else None)
         self._locked, self._started, self._locked_all, self._fenced = set(), set(), False, False
-        self._under_way, self._tokens, self._exposed = {}, [], []
+        self._under_way, self._tokens, self._exposed = [], [], []
         comm._rank.company += 1
         comm._world.kernel.observe()
         comm._rank.attachments.setdefault("windows", []).append(self)
