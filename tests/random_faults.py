@@ -5,7 +5,8 @@ usage: PYTHONPATH=tests python tests/random_faults.py [--runs N] [--first SEED] 
 A run is drawn from its kind and its seed alone; `broken(kind, seed)` tells what is wrong with it: nothing, as a rule.
 
 Damage (corrupt) is left out where it is by design: a program's own collectives and windows carry no checksums, nor do
-those in which `AverageAllPolicy` and the warm-up by the clock average.
+those in which `AverageAllPolicy` and the warm-up by the clock average, and in which ranks tell each other the names of
+their tensors before they make a window for each.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from spawnsim.virtual.faults.events import LinkFault
 FAILED = (RankFailed, Revoked, Timeout)
 BLOCK_S = 0.01  # of computing, in each step
 LIMIT_S, VIRTUAL_LIMIT_S = 60.0, 60.0  # of a run
-STUCK = 4  # recoveries at one step, after which a program gives up
+STUCK = 12  # recoveries at one step, after which a program gives up
 QUIET_S, PROGRESS_S = 0.2, 0.5  # all faults are over; all have averaged again, so much later
 RANK_FAULTS, LINK_FAULTS = ("crash", "pause", "slow"), ("down", "drop", "delay", "duplicate", "partition")
 AGAIN = 8  # each so many runs one is repeated
@@ -67,12 +68,17 @@ def hold(promise: bool, otherwise: str) -> None:
 class Draw:
     """Draws that are functions of a key."""
 
-    def __init__(self, *key: int) -> None:
+    def __init__(self, *key: int, hurried: bool = False, damaged: bool = False) -> None:
         self.key, self.rng = key, np.random.default_rng(key)
+        self.hurried, self.damaged = hurried, damaged
 
     def one(self, *choices: Any) -> Any:
         """Draw one of several."""
         return choices[int(self.rng.integers(len(choices)))]
+
+    def patience(self, seconds: float) -> float | None:
+        """Draw a deadline of a policy: so many seconds, or the one that it learns, which begins with half a minute."""
+        return seconds if self.one(True, False) or self.hurried else None
 
     def ranks(self) -> int:
         """Draw a number of ranks: mostly few, since each costs time."""
@@ -89,7 +95,7 @@ class Draw:
 def _selective(draw: Draw) -> Any:
     mode = draw.one("worst_ratio", "threshold", "age")
     wiring = Wiring(
-        quorum=draw.one(1.0, 0.5, 2), deadline=draw.one(0.05, None), part_nbytes=draw.one(2**26, 4096),
+        quorum=draw.one(1.0, 0.5, 2), deadline=draw.patience(0.05), part_nbytes=draw.one(2**26, 4096),
         shutdown_timeout_s=0.3, coordinator=draw.one(0, 1),
     )  # fmt: skip
     return AsyncSelectiveAveragingPolicy(
@@ -101,7 +107,7 @@ def _selective(draw: Draw) -> Any:
 
 def _one_sided(draw: Draw) -> Any:
     windows = Windows(
-        draw.one("flat", "per_parameter"), deadline=draw.one(0.2, None), board_timeout_s=0.2,
+        draw.one("flat", "flat" if draw.damaged else "per_parameter"), deadline=draw.patience(0.2), board_timeout_s=0.2,
         shutdown_timeout_s=0.5, holder=draw.one(0, 1), slots=draw.one(2, 4),
     )  # fmt: skip
     return OneSidedSelectiveAveragingPolicy(
@@ -234,7 +240,7 @@ class Training(Program):
         """Forget what was noted of an earlier run."""
         super().begin()
         self.models: dict[int, Mixed] = {}
-        self.acted_s: dict[int, float] = {}  # when a rank last averaged, or was replaced
+        self.acted_s: dict[int, float] = {}  # when a rank last averaged, or had a part in a replacement
         self.means: defaultdict[tuple[int, int], dict[int, list[float]]] = defaultdict(dict)
 
     def value(self, rank: int) -> float:
@@ -246,7 +252,8 @@ class Training(Program):
         rank = comm.Get_rank()
         model = self.models[rank] = Mixed(self.value(rank), self.width)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        policy = POLICIES[self.policy](Draw(*self.choices, 1))
+        hurried = math.isfinite(self.until_s)
+        policy = POLICIES[self.policy](Draw(*self.choices, 1, hurried=hurried, damaged=self.damaged))
         begun_again, known = comm.clock.now() > 0.0, comm
 
         def step(group: Any, number: int) -> None:
@@ -286,7 +293,7 @@ class Training(Program):
         hold(same is model, "the policy has returned another model")
         if averages:
             self.means[key][rank] += [model.logZ.item(), policy.momentum, group.Get_size()]
-        if info["averaged_this_iteration"] or info["is_replaced"]:
+        if info["averaged_this_iteration"]:
             self.acted_s[rank] = group.clock.now()
 
     def check(self, run: spawnsim.Run) -> None:
@@ -301,6 +308,9 @@ class Training(Program):
                     hold(len(told) == size, "an average of others than the members")
                     wanted = momentum * before + (1 - momentum) * mean
                     hold(math.isclose(now, wanted, rel_tol=1e-9), f"{now} instead of the mean, {wanted}")
+        for event in run.events:
+            if event["kind"] == "replacement":  # in which donors have a part
+                self.acted_s |= dict.fromkeys((event["rank"], *event["donors"]), event["time_s"])
         since_s = self.until_s - PROGRESS_S
         behind = {
             rank: self.acted_s.get(rank) for rank in self.finished if self.acted_s.get(rank, 0.0) < since_s
@@ -520,10 +530,8 @@ def campaign() -> None:
                 wrong.append(seed)
                 print(f"-- {kind} {seed}: {found}", flush=True)  # noqa: T201
         each_s = (time.process_time() - began_s) / asked.runs
-        print(
-            f"{kind:12} {len(wrong)} of {asked.runs} broken {wrong[:8]}, {each_s:.3f} s of CPU each",
-            flush=True,
-        )  # noqa: T201
+        told = f"{len(wrong)} of {asked.runs} broken {wrong[:8]}, {each_s:.3f} s of CPU each"
+        print(f"{kind:12} {told}", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

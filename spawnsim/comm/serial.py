@@ -25,8 +25,8 @@ def _dumps(obj: Any, protocol: int | None = None, **how: Any) -> bytes:
         return _pickle.dumps(obj, protocol, **how)
     file = io.BytesIO()
     pickler = _pickle.Pickler(file, protocol, **how)
-    own = dict.fromkeys((torch.UntypedStorage, torch.storage.TypedStorage), _reduced)
-    pickler.dispatch_table = ChainMap(own, copyreg.dispatch_table)
+    own: Any = dict.fromkeys((torch.UntypedStorage, torch.storage.TypedStorage), _reduced)
+    pickler.dispatch_table = ChainMap[Any, Any](own, copyreg.dispatch_table)
     pickler.dump(obj)
     return file.getvalue()
 

@@ -403,7 +403,7 @@ def test_the_command_line_fixes_the_order_of_sets(tmp_path: Path) -> None:
 
 
 def test_pickled_tensors_are_their_values_alone() -> None:
-    """torch's pickles name storages by their addresses; what is sent, and how long it takes, must not depend on those."""
+    """Pickles of torch name storages by address; neither contents nor lengths of what is sent may depend on that."""
     held = []
 
     def main(comm: Any) -> None:
@@ -412,7 +412,11 @@ def test_pickled_tensors_are_their_values_alone() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(1.5)
-        state = {"model": model.state_dict(), "half": torch.ones(3, dtype=torch.bfloat16), "view": torch.ones(9)[::2]}
+        state = {
+            "model": model.state_dict(),
+            "half": torch.ones(3, dtype=torch.bfloat16),
+            "view": torch.ones(9)[::2],
+        }
         found = comm.bcast(state if comm.rank == 0 else None)
         assert (found["model"]["weight"] == 1.5).all()
         assert found["view"].stride() == (2,)
