@@ -320,8 +320,10 @@ class Training(Program):
 
     def _check_model(self, rank: int, ends: dict[str, tuple[float, float]]) -> None:
         starts = [self.value(rank) for rank in range(self.ranks)]
+        # Differences that come late meet weights that other exchanges have moved meanwhile: they may overshoot.
+        beyond = (max(starts) - min(starts)) / 2 if self.policy in ("by_clock", "warm_up") else 0.0
         for name, (low, high) in ends.items():
-            slack = {"coarse": 0.02 * self.ranks, "seen": 1.0}.get(name, 1e-3)
+            slack = {"coarse": 0.02 * self.ranks, "seen": 1.0}.get(name, 1e-3) + beyond
             hold(math.isfinite(low) and math.isfinite(high), f"rank {rank}: {name} is not finite")
             inside = min(starts) - slack <= low and high <= max(starts) + slack
             hold(inside, f"rank {rank}: {name} from {low} to {high} is beyond what there was")
@@ -392,18 +394,21 @@ class Case:
         hold(not missing, f"ranks {sorted(missing)} have neither finished nor died")
 
 
-def _case(draw: Draw, kinds: tuple[str, ...], policy: str = "", **how: Any) -> Case:
+def _case(draw: Draw, kinds: tuple[str, ...], policy: str = "", most: int = 16, **how: Any) -> Case:
     """Draw a run of a policy, or of calls."""
-    ranks, steps, seed = draw.ranks(), draw.one(6, 10, 15), draw.key[-1]
+    ranks, steps, seed = min(draw.ranks(), most), draw.one(6, 10, 15), draw.key[-1]
     damaged = policy in CHECKED and draw.one(True, False)
     plan = Swarm(ranks, how.pop("horizon_s", steps * 0.8 * BLOCK_S), (*kinds, *(["corrupt"] * damaged))).plan(
         seed
     )
     how = {"steps": steps} | how
     program = Training(policy, draw, ranks=ranks, damaged=damaged, **how) if policy else Calls(draw, **how)
+    meets = getattr(
+        program, "meet", 0
+    )  # whoever waits for others needs more patience than their policies have
     return Case(
         seed, ranks, plan, program, draw.one(None, None, "ethernet-10g"), draw.one(None, None, "lognormal:0.3"),
-        draw.one(2.0, 2.0, 0.1),
+        2.0 if meets else draw.one(2.0, 2.0, 0.1),
     )  # fmt: skip
 
 
@@ -463,7 +468,7 @@ def liveness(seed: int) -> Case:
     policy, kinds = draw.one(*POLICIES), RANK_FAULTS + LINK_FAULTS
     if policy == "average_all":  # collectives need equal steps: all come to the end
         return _case(draw, kinds, policy, horizon_s=QUIET_S, steps=40)
-    case = _case(draw, kinds, policy, horizon_s=QUIET_S, steps=10**6, until_s=QUIET_S + 2 * PROGRESS_S)
+    case = _case(draw, kinds, policy, 9, horizon_s=QUIET_S, steps=10**6, until_s=QUIET_S + 2 * PROGRESS_S)
     case.program.meet, case.program.width = 0, min(case.program.width, 3000)
     return case
 
