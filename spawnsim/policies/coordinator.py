@@ -3,9 +3,9 @@
 A state machine driven by messages and the time it is told; it knows no communicator and no clock, so that losses,
 duplicates and any order of arrival can be tested on it directly. A round is the iteration whose metrics it compares.
 It is decided once a quorum has reported or its deadline has passed, whichever comes first; deciding a round closes
-it and all older ones. What comes for a closed round is counted, and stands for its rank in the next decision unless that
-has a report of its own: a rank that has fallen behind by more than a deadline (it was paused, it is slow) would come
-too late for every round, and be neither replaced nor a donor ever again.
+it and all older ones. What comes for a closed round is counted, and stands for its rank in the next decision unless
+that has a report of its own: a rank that has fallen behind by more than a deadline (it was paused, it is slow) would
+come too late for every round, and be neither replaced nor a donor ever again.
 """
 
 from __future__ import annotations
