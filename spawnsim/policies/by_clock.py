@@ -78,6 +78,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         self.pace = Pace(sync_interval_ms / 1000, patience_s)
         self.timing = timing if timing is not None else {}
         self._averagings = 0  # on communicators of before
+        self._told = 0  # averagings until the latest call
         self._wanted = True
         self._background = background
         self._group: object = None
@@ -108,9 +109,10 @@ class AsyncModelAveragePolicy(SpawnPolicy):
             info.update(averaged_this_iteration=True, donors=comm.Get_size() - 1, wait_s=wait_s)
         if self._warm_up.over and not self._started:
             self._start(engine)
-        before, sent = engine.averagings, engine.post.counts["bytes_sent"]
+        sent = engine.post.counts["bytes_sent"]
         engine.progress()
-        info["averaged_this_iteration"] |= engine.averagings > before
+        info["averaged_this_iteration"] |= self.num_averagings > self._told  # here, or in the background since
+        self._told = self.num_averagings
         info["bytes"] += engine.post.counts["bytes_sent"] - sent
         return model, optimizer, info
 
@@ -119,7 +121,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         comm = self.comm_of(group)
         if self._engine is not None:
             self._end(self._engine)
-            self._warm_up.regroup(comm)
+        self._warm_up.regroup(comm)  # also on a rank that joins: all of the group do
         ranks = (comm.Get_rank(), comm.Get_size())
         pace = replace(self.pace)
         exchanges: Exchanges = (

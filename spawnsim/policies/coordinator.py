@@ -3,7 +3,9 @@
 A state machine driven by messages and the time it is told; it knows no communicator and no clock, so that losses,
 duplicates and any order of arrival can be tested on it directly. A round is the iteration whose metrics it compares.
 It is decided once a quorum has reported or its deadline has passed, whichever comes first; deciding a round closes
-it and all older ones, and what comes for a closed round is counted and dropped.
+it and all older ones. What comes for a closed round is counted, and stands for its rank in the next decision unless
+that has a report of its own: a rank that has fallen behind by more than a deadline (it was paused, it is slow) would
+come too late for every round, and be neither replaced nor a donor ever again.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ class Coordinator:
         self.last_trigger = -cooldown
         self._rng = rng
         self._open: dict[int, _Round] = {}
+        self._late: dict[int, Report] = {}  # by rank, since the latest decision
         self._last_opened_s: float | None = None
         self._left: set[int] = set()
         self._assigned: dict[int, tuple[int, float]] = {}  # rank → (round, when to give it up)
@@ -73,6 +76,7 @@ class Coordinator:
             self.last_trigger = max(self.last_trigger, settled)
         if round_ <= self.closed:
             self.counts["late"] += 1
+            self._late[report.rank] = report
             return
         entry = self._open.get(round_)
         if entry is None:
@@ -119,8 +123,9 @@ class Coordinator:
         return decisions
 
     def _decide(self, round_: int, now_s: float) -> Decision:
-        reports = [report for rank, report in self._open[round_].reports.items() if rank not in self._left]
-        self.closed = round_
+        told = self._late | self._open[round_].reports
+        reports = [told[rank] for rank in sorted(told) if rank not in self._left]
+        self.closed, self._late = round_, {}
         self._open = {other: entry for other, entry in self._open.items() if other > round_}
         if round_ - self.last_trigger < self.cooldown:
             self.counts["cooldown"] += 1

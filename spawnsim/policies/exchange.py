@@ -13,7 +13,6 @@ from collections import Counter
 import torch
 
 from spawnsim.comm import Comm
-from spawnsim.errors import UsageError
 from spawnsim.policies.compression import Compression
 from spawnsim.policies.coordinator import Coordinator
 from spawnsim.policies.deciding import Decision, Rules
@@ -34,15 +33,11 @@ class Exchange:
         self, comm: Comm, rules: Rules, wiring: Wiring, *, travels: Travels, cooldown: int,
         compression: Compression | None = None,
     ) -> None:  # fmt: skip
-        if wiring.coordinator >= comm.Get_size():
-            raise UsageError(
-                f"coordinator={wiring.coordinator}: the group has ranks 0 to {comm.Get_size() - 1}"
-            )
         self.comm, self.wiring, self.travels = comm, wiring, travels
         self.rules, self.cooldown = rules, cooldown
         self.mailbox = Mailbox(comm, wiring.tag)
         self.intake = Intake(wiring.new_deadline())
-        self.leader = wiring.coordinator
+        self.leader = min(wiring.coordinator, comm.Get_size() - 1)  # after recoveries groups are smaller
         self.coordinator = self._books() if comm.Get_rank() == self.leader else None
         self.assigned: Assignment | None = None  # taken in the latest `serve`: the time to take a reference
         self.leaving = False  # nothing is sent any more

@@ -107,21 +107,28 @@ def _agreed(comm: Comm, tensors: Sequence[torch.Tensor]) -> tuple[bool, bool]:
 
 def check_same(comm: Comm, layout: Layout, *, guard: bool) -> None:
     """Raise `MismatchError` on every rank of the group unless all have the same layout, and the same guard."""
-    mine = np.asarray([layout.digest, guard], np.uint64)
+    digest = np.uint64(layout.digest)
     rows = np.empty((comm.Get_size(), 2), np.uint64)
-    comm.Allgather(mine, rows)
-    if (rows == rows[0]).all():
+    comm.Allgather(
+        np.asarray([digest, ~digest ^ np.uint64(guard)]), rows
+    )  # the second shows whether both are whole
+    told = rows[:, 0] ^ ~rows[:, 1]
+    if (rows == rows[0]).all() and told[0] <= 1:
         return
-    if (rows[:, 0] == rows[0, 0]).all():
-        off = np.flatnonzero(rows[:, 1] == 0).tolist()
+    who = f"rank {comm.Get_rank()}"
+    off, on, damaged = (np.flatnonzero(each).tolist() for each in (told == 0, told == 1, told > 1))
+    if damaged:
         raise MismatchError(
-            f"rank {comm.Get_rank()}: ranks {off} average with guard=False, the others without: agree"
+            f"{who}: what ranks {damaged} have told of their models was damaged on its way here, so nobody can say "
+            f"whether the models of this group agree. Collectives carry no checksums: see the events of kind link"
         )
+    if (rows[:, 0] == rows[0, 0]).all():
+        raise MismatchError(f"{who}: ranks {off} average with guard=False, ranks {on} with guard=True: agree")
     others = [int(rank) for rank in np.flatnonzero(rows[:, 0] != rows[0, 0])]
     texts = comm.allgather(layout.text)
     difference = Layout.parse(texts[0]).difference(Layout.parse(texts[others[0]]))
     raise MismatchError(
-        f"rank {comm.Get_rank()}: the models of this group differ, so they cannot be averaged: between rank 0 (here) "
+        f"{who}: the models of this group differ, so they cannot be averaged: between rank 0 (here) "
         f"and rank {', '.join(map(str, others))} (there), {difference}. Build equal models on all ranks, "
         f"or use a selective policy, which matches tensors by name"
     )

@@ -25,9 +25,10 @@ from spawnsim.policies.codecs import Codec
 from spawnsim.policies.compression import Compression
 from spawnsim.policies.deadlines import Deadline
 from spawnsim.policies.memory import CPU
-from spawnsim.policies.slots import ABSENT, BEGUN, DIGEST, DONE, SLOTS, WITHDRAWN, Header, Window, slot_of
+from spawnsim.policies.messages import checksum
+from spawnsim.policies.slots import ABSENT, WITHDRAWN, Header, Window, is_whole, slot_of
 from spawnsim.policies.snapshot import laid_out
-from spawnsim.policies.state import Layout, Tensors
+from spawnsim.policies.state import Layout, Tensors, digest_of
 
 T = TypeVar("T")
 TRIES = 8
@@ -45,12 +46,13 @@ class Taken:
 class Shelf:
     """A rank's snapshots for others to take: one window for all its state, or one per tensor.
 
-    `counts`: `torn` reads that were repeated, donors that were `missing` (out of time, dead) or had `nothing` to offer.
+    `counts`: reads that were `torn` or `unreadable` (damaged on their way), which were repeated; donors that were
+    `missing` (out of time, dead) or had `nothing` to offer.
     """
 
     def __init__(
         self, comm: Comm, live: Tensors, deadline: Deadline, *, per_parameter: bool = False,
-        compression: str | Codec | None = None, slots: int = 2,
+        compression: str | Codec | None = None, slots: int = 2, checksum: bool = True,
     ) -> None:  # fmt: skip
         self.comm = comm
         # Headers come in microseconds, and must not teach patience with models, which wait for each other on the wire.
@@ -65,7 +67,9 @@ class Shelf:
             else [""]
         )
         own = self._cut(live)
-        self._windows = {key: Window(comm, own.get(key), compression, slots=slots) for key in keys}
+        self._windows = {
+            key: Window(comm, own.get(key), compression, slots=slots, checksum=checksum) for key in keys
+        }
         self._layouts: dict[int, Layout] = {}  # by digest
         self._views: dict[tuple[int, int], Tensors] = {}  # by place in memory and digest; places are few
         self._device = CPU
@@ -114,7 +118,6 @@ class Shelf:
             waiting = self._attempt(waiting, taken)
             if not waiting:
                 break
-            self.counts["torn"] += len(waiting)
         return {donor: taken[donor] for donor in donors if donor in taken}
 
     def _reclaim(self) -> None:
@@ -125,29 +128,42 @@ class Shelf:
         self._late = set()
 
     def _attempt(self, donors: Iterable[int], taken: dict[int, Taken]) -> list[int]:
-        """Read all donors at once, add the whole snapshots to `taken`; return the donors whose read was torn."""
-        heads = self._headers(donors)
+        """Read all donors at once, add the whole snapshots to `taken`; return the donors that are to be read again."""
+        heads, damaged = self._headers(donors)
         versions = {donor: _version(headers.values()) for donor, headers in heads.items()}
         self.counts["nothing"] += sum(version == 0 for version in versions.values())
         slots = self._slots(
             {donor: heads[donor] for donor, version in versions.items() if version > 0}, versions
         )
         torn = [donor for donor, version in versions.items() if version < 0]
-        for donor, headers in self._headers(slots).items():
-            if any(header[BEGUN] >= versions[donor] + header[SLOTS] for header in headers.values()):
+        later, again = self._headers(slots)
+        damaged += again
+        for donor, headers in later.items():
+            version = versions[donor]
+            if any(header["begun"][0] >= version + header["count"][0] for header in headers.values()):
                 torn.append(donor)
+            elif (found := self._unpacked(heads[donor], version, slots[donor])) is not None:
+                taken[donor] = found
             else:
-                taken[donor] = self._unpacked(heads[donor], versions[donor], slots[donor])
-        return torn
+                damaged.append(donor)
+        self.counts["torn"] += len(torn)
+        self.counts["unreadable"] += len(damaged)
+        return torn + damaged
 
-    def _headers(self, donors: Iterable[int]) -> dict[int, dict[str, Header]]:
+    def _headers(self, donors: Iterable[int]) -> tuple[dict[int, dict[str, Header]], list[int]]:
+        """Return the headers of donors that offer something, and the donors of whom one is damaged."""
+
         def ask(donor: int) -> dict[str, tuple[Request, Header]]:
             return {key: window.get_header(donor) for key, window in self._windows.items()}
 
-        return {
-            donor: {key: header for key, header in headers.items() if header[BEGUN] != ABSENT}
-            for donor, headers in self._arrived(self._asked(donors, ask), self._headers_in).items()
+        arrived = self._arrived(self._asked(donors, ask), self._headers_in)
+        damaged = [donor for donor, headers in arrived.items() if not all(map(is_whole, headers.values()))]
+        heads = {
+            donor: {key: header for key, header in headers.items() if header["begun"][0] != ABSENT}
+            for donor, headers in arrived.items()
+            if donor not in damaged
         }
+        return heads, damaged
 
     def _slots(
         self, heads: dict[int, dict[str, Header]], versions: dict[int, int]
@@ -194,14 +210,22 @@ class Shelf:
                 deadline.observe(clock.now() - began_s)
         return arrived
 
-    def _unpacked(self, headers: dict[str, Header], version: int, slots: dict[str, torch.Tensor]) -> Taken:
+    def _unpacked(
+        self, headers: dict[str, Header], version: int, slots: dict[str, torch.Tensor]
+    ) -> Taken | None:
+        """Return what was read; None if it was damaged on its way."""
         tensors: Tensors = {}
         iteration = nbytes = 0
         for key, data in slots.items():
-            iteration, text_nbytes, body_nbytes, digest = slot_of(headers[key], version).tolist()
-            if data.numel() > body_nbytes and digest not in self._layouts:
-                self._layouts[digest] = Layout.parse(data[:text_nbytes].numpy().tobytes())
-            tensors |= self._laid_out(digest, data[data.numel() - body_nbytes :])
+            iteration, text_nbytes, sum_, body_nbytes, digest = slot_of(headers[key], version).tolist()
+            text, body = data[:text_nbytes].numpy().tobytes(), data[data.numel() - body_nbytes :]
+            if digest not in self._layouts:
+                if digest_of(text) != digest:
+                    return None
+                self._layouts[digest] = Layout.parse(text)
+            if sum_ and checksum(body.numpy()) != sum_:
+                return None
+            tensors |= self._laid_out(digest, body)
             nbytes += data.numel()
         return Taken(iteration, self._compression.undress(tensors), nbytes)
 
@@ -216,13 +240,13 @@ class Shelf:
 
 
 def _digest(header: Header, version: int) -> int:
-    return int(slot_of(header, version)[DIGEST])
+    return int(slot_of(header, version)["digest"])
 
 
 def _version(headers: Collection[Header]) -> int:
     """Return the version that all windows of a donor hold; 0 if it offers none, -1 if it is just changing."""
-    begun, done = ([int(header[field]) for header in headers] for field in (BEGUN, DONE))
+    begun, done = ([int(header[field][0]) for header in headers] for field in ("begun", "done"))
     if not done or min(done) == 0 or WITHDRAWN in begun:
         return 0
-    slots = min(int(header[SLOTS]) for header in headers)
+    slots = min(int(header["count"][0]) for header in headers)
     return min(done) if max(begun) < min(done) + slots else -1

@@ -172,7 +172,7 @@ class Layout:
             sorted(entries, key=lambda entry: str(entry.dtype))
         )  # stable: keeps order within a dtype
         self.text = json.dumps([[e.name, str(e.dtype)[6:], e.shape] for e in self.entries]).encode()
-        self.digest = int.from_bytes(hashlib.blake2b(self.text, digest_size=8).digest(), "little")
+        self.digest = digest_of(self.text)
         self.segments: dict[torch.dtype, tuple[int, int]] = {}  # dtype → (first byte, elements)
         self._counts: dict[torch.dtype, list[int]] = {}
         self.nbytes = self._place()
@@ -245,6 +245,11 @@ class Layout:
             if mine.get(name) != theirs.get(name):
                 return f"{name} is {_shown(mine.get(name))} here and {_shown(theirs.get(name))} there"
         return "they hold the same tensors in another order"
+
+
+def digest_of(text: bytes) -> int:
+    """Return 64 bits by which the description of a layout is known."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def _dtype(name: str) -> torch.dtype:

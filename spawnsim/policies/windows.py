@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spawnsim.comm import Comm
-from spawnsim.errors import ParameterError, RankFailed, Revoked, Timeout, UsageError
+from spawnsim.errors import ParameterError, RankFailed, Revoked, Timeout
 from spawnsim.policies.board import Board
 from spawnsim.policies.cadence import Every
 from spawnsim.policies.codecs import Codec
@@ -37,8 +37,10 @@ class Windows:
     while a read is under way: where a donor answers between its steps alone, and publishes in each, give 4.
     `deadline`: seconds that a reader gives its donors; None learns from past reads.
     `board_timeout_s`: seconds that it gives the rank which holds the board.
-    `holder`: the rank of the group whose window holds everybody's metric; if it does not answer, the next takes over,
-    and then the one after. `shutdown_timeout_s`: how long `shutdown` waits for the others.
+    `holder`: the rank of the group (of a smaller one, the last) whose window holds everybody's metric; if it does not
+    answer, the next takes over, and then the one after. `shutdown_timeout_s`: how long `shutdown` waits for the others.
+    `checksum`: check the weights, too, at about 4 GB/s (headers always are): what was damaged on its way is refused,
+    counted ("unreadable") and read again.
     """
 
     layout: WindowLayout = "flat"
@@ -48,6 +50,7 @@ class Windows:
     board_timeout_s: float = 30.0
     holder: int = 0
     shutdown_timeout_s: float = 5.0
+    checksum: bool = True
 
     def __post_init__(self) -> None:
         if self.layout not in WINDOW_LAYOUTS:
@@ -66,14 +69,15 @@ class Windows:
 
     def open(self, comm: Comm, live: Tensors, compression: str | Codec | None = None) -> Opened:
         """Make the windows; collective over the communicator."""
-        if self.holder >= comm.Get_size():
-            raise UsageError(f"holder={self.holder}: the group has ranks 0 to {comm.Get_size() - 1}")
         deadline = self.deadline() if callable(self.deadline) else as_deadline(self.deadline)
         if name := Compression(compression).name:  # a replay needs it
             comm.record.event("transport", compression=name)
         apart = self.layout == "per_parameter"
-        shelf = Shelf(comm, live, deadline, per_parameter=apart, compression=compression, slots=self.slots)
-        return Opened(comm, shelf, Board(comm, holder=self.holder, timeout_s=self.board_timeout_s))
+        shelf = Shelf(
+            comm, live, deadline, per_parameter=apart, compression=compression, slots=self.slots, checksum=self.checksum
+        )  # fmt: skip
+        holder = min(self.holder, comm.Get_size() - 1)  # after recoveries groups are smaller
+        return Opened(comm, shelf, Board(comm, holder=holder, timeout_s=self.board_timeout_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +107,11 @@ class Opened:
                 return False
             if self.board.agree(FREE if self._all_come(timeout_s) else KEEP) != FREE:
                 return False
-            self.shelf.free()
-            self.board.free()
+            with self.comm.clock.deadline(
+                self.comm.clock.limit_s()
+            ):  # stated, for a verdict may be lost on its way
+                self.shelf.free()
+                self.board.free()
         except (Timeout, RankFailed, Revoked):  # also of a rank that dies while all free
             return False
         return True

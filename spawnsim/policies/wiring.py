@@ -20,9 +20,9 @@ class Wiring:
     `quorum`: how many reports decide a round at once, a share of the group (float) or a number of ranks (int).
     `deadline`: seconds until a round is decided with those that have reported, and until a replaced rank goes on with
     what its donors have sent; None learns both from past arrivals (`Adaptive`). `coordinator`: which rank of the
-    group decides (it takes part like any other). `tag`: every message of the policy has it. `part_nbytes`: larger
-    snapshots travel in several messages. `checksum`: check the weights too, at about 4 GB/s
-    (control messages always are).
+    group decides (it takes part like any other); in a group that has fewer, as recoveries leave them, it is the last.
+    `tag`: every message of the policy has it. `part_nbytes`: larger snapshots travel in several messages. `checksum`:
+    check the weights too, at about 4 GB/s (control messages always are).
     """
 
     quorum: Quorum = 1.0

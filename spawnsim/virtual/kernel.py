@@ -34,8 +34,11 @@ from spawnsim.virtual.garbage import unhurried
 from spawnsim.virtual.tasks import (
     AFTERWARDS,
     FINALIZER,
+    PATIENCE,
     RUN_AHEAD,
     Carrier,
+    Nobody,
+    RankDied,
     Task,
     Wait,
     current_task,
@@ -43,9 +46,7 @@ from spawnsim.virtual.tasks import (
 )
 from spawnsim.virtual.timers import Timers
 
-__all__ = ["Kernel", "Task", "Wait", "current_task", "current_world"]
-
-PATIENCE = 32  # calls that a task may make after the end of the run before it is left where it stands
+__all__ = ["Kernel", "RankDied", "Task", "Wait", "current_task", "current_world"]
 
 
 class Kernel(Timers):
@@ -58,6 +59,7 @@ class Kernel(Timers):
         self.hub = getcurrent()
         self.owner: Any = None  # whoever runs this kernel: opaque here
         self.current: Task = AFTERWARDS
+        self._dead: Any = Nobody(lambda: self._refuse(getcurrent().task))
         self.deadline_s = deadline_s
         self.releases: list[Callable[[], None]] = []  # to be called before time moves: may make tasks ready
         self.on_end: Callable[[Task], None] = lambda task: None
@@ -146,15 +148,23 @@ class Kernel(Timers):
             self.ready.append(task)
 
     def throw(self, task: Task, error: BaseException) -> None:
-        """Raise `error` in a task when it next runs; wake it if it is parked."""
+        """Raise `error` in a task when it next runs; wake it if it is parked, at the present time."""
         if task.parked:
+            task.clock = max(task.clock, self.env.now)
             self.resume(task, error)
         else:
             task.thrown = error
 
+    def die(self) -> RankDied:
+        """Return what ends the running task, whose rank has died. What its `finally` blocks call is refused."""
+        self.current = self._dead
+        return RankDied()
+
     def _raise(self, task: Task) -> None:
         error, task.thrown = task.thrown, None
         assert error is not None
+        if isinstance(error, RankDied):
+            raise self.die()
         if self.roused is not None and isinstance(error, WorldError):
             self.roused(task)
         raise error
@@ -273,7 +283,10 @@ class Kernel(Timers):
                 self._enter(task)
 
     def _refuse(self, task: Task) -> NoReturn:
-        """End a call that is made after the end of the run. A program that takes no notice is left where it stands."""
+        """End a call that is made after the end of the run, or of the rank.
+
+        A program that takes no notice is left where it stands.
+        """
         task.refused += 1
         if task.refused > PATIENCE:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(task.carrier))  # collected, it would be run once more

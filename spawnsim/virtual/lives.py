@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from spawnsim.random import Streams
-from spawnsim.virtual.kernel import Task
+from spawnsim.virtual.kernel import RankDied, Task
 from spawnsim.virtual.waiting import rank_failed
-from spawnsim.virtual.world import Rank, RankDied, World
+from spawnsim.virtual.world import Rank, World
 
 DETECTION_S = 0.01  # from a rank's death until the others know (measured with ULFM on one node)
 DEATH, BIRTH = 8, 9  # kinds of the trace
@@ -78,8 +78,8 @@ class Lives:
         for task in kernel.tasks:
             doomed = task.wait.doomed(dead) if task.parked and task.wait is not None else ()  # type: ignore[attr-defined]
             if doomed:
-                task.clock = max(task.clock, now_s)
-                kernel.resume(task, rank_failed(task, task.wait, doomed))
+                task.clock = max(task.clock, now_s)  # the message says when
+                kernel.throw(task, rank_failed(task, task.wait, doomed))
 
     def _check_agreements(self) -> None:
         for check in list(self._world.on_death):

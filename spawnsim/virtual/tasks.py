@@ -6,10 +6,10 @@ This room knows one task and what it may wait for. It must not know when it runs
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from greenlet import getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent, greenlet
 
 from spawnsim.errors import Timeout, UsageError
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 RUN_AHEAD = (
     4096  # effects that a task may queue before it waits for the others: bounds memory, changes no result
 )
+PATIENCE = 32  # calls that a task may make after its end before it is left where it stands
 
 
 class Wait(Protocol):
@@ -61,32 +62,40 @@ class Task:
         self.timer_s = math.inf  # when this task's one default timer fires; inf: none is in the heap
         self.polls = 0  # that found nothing
         self.timed = False  # whether it has read its clock since the watchdog last looked
-        self.refused = 0  # calls that it made after the end of the run
+        self.refused = 0  # calls that it made after its end
 
     @property
     def alive(self) -> bool:
-        """Whether the task has not ended yet."""
-        return not self.carrier.dead
+        """Whether the task has not ended yet, nor was left where it stands."""
+        return not self.carrier.dead and self.refused <= PATIENCE
 
     def __repr__(self) -> str:
         return f"Task({self.name}, clock={self.clock:.6g})"
 
 
+class RankDied(GreenletExit):  # type: ignore[misc]  # greenlet has no types
+    """Ends a rank's program where it stands when its time has come. No `except Exception` catches it."""
+
+
 class Nobody:
     """Stands in for the running task where no rank may call anything: each call asks for its task, and is refused."""
 
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
+    def __init__(self, refusal: Callable[[], BaseException]) -> None:
+        self._refusal = refusal
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise UsageError(self._reason)
+        raise self._refusal()
 
 
 FINALIZER: Any = Nobody(
-    "a finalizer that Python's garbage collector runs cannot communicate: it runs in whichever rank comes along. Free "
-    "windows and end communication yourself, or break the cycle of references"
+    lambda: UsageError(
+        "a finalizer that Python's garbage collector runs cannot communicate: it runs in whichever rank comes along. "
+        "Free windows and end communication yourself, or break the cycle of references"
+    )
 )
-AFTERWARDS: Any = Nobody("a communication call outside a run: its ranks have ended, or have not begun")
+AFTERWARDS: Any = Nobody(
+    lambda: UsageError("a communication call outside a run: its ranks have ended, or have not begun")
+)
 
 
 class Carrier(greenlet):  # type: ignore[misc]  # greenlet has no types

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from greenlet import GreenletExit
-
 from spawnsim.random import Streams
 from spawnsim.virtual.card import Card
 from spawnsim.virtual.collectives import Timing
@@ -34,10 +32,6 @@ class Recorder(Protocol):
     def event(self, rank: int, time_s: float, kind: str, fields: Any) -> None:
         """Keep one event."""
         ...
-
-
-class RankDied(GreenletExit):  # type: ignore[misc]  # greenlet has no types
-    """Ends a rank's program where it stands when its time has come. No `except Exception` catches it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -80,7 +74,7 @@ class Rank:
             task.clock = time_s
         if task.clock >= self.death_s:
             task.clock = self.death_s
-            raise RankDied
+            raise self.kernel.die()
 
     def compute_from(self, begin_s: float, end_s: float) -> None:
         """Keep a computing interval while others may ask for it; forget those that are past."""

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from groups.averagers import averager_of, play
 
-import spawnsim
 from spawnsim.errors import ParameterError, Timeout, UsageError
 from spawnsim.policies.groups import AveragingFailed, DecentralizedAverager, Stage
 from spawnsim.policies.groups.settings import FIRST_TAG, LAST_TAG, Settings
-
-QUICK = {"min_matchmaking_time": 0.5, "request_timeout": 0.3}
-
-
-def play(main: Callable[[Any], Any], ranks: int, **circumstances: Any) -> dict[int, Any]:
-    """Run a program; return what it returned on each rank."""
-    returned: dict[int, Any] = {}
-
-    def kept(comm: Any) -> None:
-        returned[comm.rank] = main(comm)
-
-    spawnsim.run(kept, ranks=ranks, **({"platform": "ethernet-10g"} | circumstances))
-    return returned
-
-
-def averager_of(comm: Any, value: float = 0.0, count: int = 10, **parameters: Any) -> DecentralizedAverager:
-    """Return an averager of one tensor full of a number."""
-    return DecentralizedAverager(
-        [torch.full((count,), value)], comm, **({"prefix": "t"} | QUICK | parameters)
-    )
 
 
 def value_of(averager: DecentralizedAverager) -> list[float]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from groups.averagers import QUICK, averager_of, play
 
-import spawnsim
 from spawnsim.policies.codecs import Uniform8Bit
 from spawnsim.policies.groups import (
     CompressionInfo,
@@ -17,25 +16,10 @@ from spawnsim.policies.groups import (
     TensorRole,
 )
 
-QUICK = {"min_matchmaking_time": 0.5, "request_timeout": 0.3}
 
-
-def play(main: Callable[[Any], Any], ranks: int, **circumstances: Any) -> dict[int, Any]:
-    """Run a program; return what it returned on each rank."""
-    returned: dict[int, Any] = {}
-
-    def kept(comm: Any) -> None:
-        returned[comm.rank] = main(comm)
-
-    spawnsim.run(kept, ranks=ranks, **({"platform": "ethernet-10g"} | circumstances))
-    return returned
-
-
-def averager_of(comm: Any, **parameters: Any) -> DecentralizedAverager:
+def sharer_of(comm: Any, **parameters: Any) -> DecentralizedAverager:
     """Return an averager in the background of one tensor that holds the rank's number."""
-    return DecentralizedAverager(
-        [torch.tensor([float(comm.rank)])], comm, **({"prefix": "t", "start": True} | QUICK | parameters)
-    )
+    return averager_of(comm, float(comm.rank), 1, **({"start": True} | parameters))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -47,7 +31,7 @@ def test_the_donor_is_who_has_the_highest_priority_now(seed: int) -> None:
     ]  # fmt: skip
 
     def main(comm: Any) -> list[Any]:
-        averager, got = averager_of(comm), []
+        averager, got = sharer_of(comm), []
         for second, (changes, _) in enumerate(plan):
             if comm.rank in changes:
                 averager.allow_state_sharing = changes[comm.rank] is not None
@@ -67,7 +51,7 @@ def test_without_donors_there_is_no_state_at_once() -> None:
     """And without a time limit nobody waits for one that may come; with one, everybody does."""
 
     def main(comm: Any) -> Any:
-        averager = averager_of(comm, allow_state_sharing=False)
+        averager = sharer_of(comm, allow_state_sharing=False)
         comm.clock.sleep(0.5)
         if comm.rank:
             comm.clock.sleep(0.5)
@@ -90,7 +74,7 @@ def test_the_state_that_comes_by_default() -> None:
     """The group key's bits, and the averaged tensors as they are at that moment."""
 
     def main(comm: Any) -> Any:
-        averager = averager_of(comm, initial_group_bits=format(comm.rank, "02b"))
+        averager = sharer_of(comm, initial_group_bits=format(comm.rank, "02b"))
         averager.state_sharing_priority = float(comm.rank)
         comm.clock.sleep(0.5)
         if comm.rank == 0:

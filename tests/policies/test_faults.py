@@ -39,3 +39,21 @@ def test_faults_cost_messages_never_models_or_time(seed: int) -> None:
         assert not set(event["donors"]) & rounds[event["round"]]
     if 0 not in crashed and len(crashed) < RANKS - 1:
         assert max(event["time_s"] for event in found.events("decision") if event["replaced"]) > HORIZON_S
+
+
+@pytest.mark.parametrize("quorum", [1.0, 0.5])
+def test_who_has_fallen_behind_takes_part_again(quorum: float) -> None:
+    """A rank that was paused reports too late for every round that follows, and is still replaced, and a donor."""
+
+    def patient(comm: Any) -> AsyncSelectiveAveragingPolicy:
+        return AsyncSelectiveAveragingPolicy(
+            None, 2, 0.3, "best_only", cooldown=0, wiring=Wiring(quorum=quorum, deadline=0.02)
+        )
+
+    def metric(rank: int, step: int) -> float:
+        return float(rank) if rank != 3 else -1.0 if step < 40 else 99.0
+
+    found = walk(patient, ranks=RANKS, steps=70, faults="pause:3@0.05s+0.2s", metric=metric)
+    after = [event for event in found.events("replacement") if event["time_s"] > 0.3]
+    assert any(event["rank"] == 3 for event in after)
+    assert any(3 in event["donors"] for event in after)

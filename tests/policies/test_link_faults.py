@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from policies.ranks import line, numbers
 
 import spawnsim
-from spawnsim.errors import Timeout
-from spawnsim.policies import AverageAllPolicy, OneSidedSelectiveAveragingPolicy
+from spawnsim.errors import MismatchError, Timeout
+from spawnsim.policies import AverageAllPolicy, OneSidedSelectiveAveragingPolicy, Windows
 
 RANKS, FLOATS, STEPS = 12, 30_000, 12
 MADE = {
@@ -103,17 +104,48 @@ def test_one_sided_reads_over_dead_links_leave_the_donor_out(faults: str) -> Non
     assert sorted(run.table["step"].tolist()) == sorted(list(range(STEPS)) * RANKS)
 
 
-@each_policy
-def test_damaged_links_damage_models_and_say_so(name: str) -> None:
-    """Events tell of it; without them all models would be averages of whole numbers."""
-    faults = f"corrupt:*>*{FROM},{0.2 if name == 'AverageAll' else 0.02}"
-    without, models = plain(name)
-    faulty, damaged = train(name, faults)
+def test_damaged_links_damage_averages_and_say_so() -> None:
+    """Collectives carry no checksums: events tell of it, and models are others than without."""
+    faults = f"corrupt:*>*{FROM},0.2"
+    without, models = plain("AverageAll")
+    faulty, damaged = train("AverageAll", faults)
     assert {what for what, _ in links(faulty)} == {"corrupt"}
     assert faulty.totals["digest"] != without.totals["digest"]
-    if name == "AverageAll":
-        assert any((damaged[rank] != models[rank]).any() for rank in range(RANKS))
-    assert train(name, faults)[0].totals["digest"] == faulty.totals["digest"]
+    assert any((damaged[rank] != models[rank]).any() for rank in range(RANKS))
+    assert train("AverageAll", faults)[0].totals["digest"] == faulty.totals["digest"]
+
+
+@pytest.mark.parametrize("layout", ["flat", "per_parameter"])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_damaged_snapshots_are_refused_and_counted(layout: str, share: float) -> None:
+    """Headers, descriptions, tensors: what was damaged is read again, and a donor of whom all is damaged left out."""
+    ends: dict[int, tuple[set[float], dict[str, float]]] = {}
+
+    def main(comm: Any) -> None:
+        model, optimizer = line(float(comm.rank), FLOATS)
+        policy = OneSidedSelectiveAveragingPolicy(
+            None, None, 4, averaging_strategy="best_only", age_range=(3, 5), replacement_mode="age", cooldown=0,
+            windows=Windows(layout, publish_every=1),
+        )  # fmt: skip
+        for step in range(24):
+            with comm.compute(0.01):
+                pass
+            model, optimizer, _ = policy(step, model, optimizer, float(comm.rank), comm)
+        ends[comm.rank] = numbers(model), policy.stats
+        policy.shutdown()
+
+    run = spawnsim.run(main, ranks=RANKS, faults=f"corrupt:*>*{FROM},{share}", seed=1)
+    assert sum(stats["unreadable"] for _, stats in ends.values()) > RANKS
+    assert all(len(held) == 1 for held, _ in ends.values()), "a mixture of two models"
+    late = [event for event in run.events if event["kind"] == "replacement" and event["time_s"] > 0.08]
+    assert bool(late) == (share < 1)
+
+
+def test_an_agreement_that_was_damaged_says_so() -> None:
+    """No rank is blamed for a guard that it has not given."""
+    with pytest.raises(MismatchError, match=r"told of their models was damaged on its way here") as caught:
+        train("AverageAll", "corrupt:*>*@0s+0.05s")
+    assert "guard" not in str(caught.value)
 
 
 @each_policy

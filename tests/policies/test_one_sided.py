@@ -14,7 +14,8 @@ import spawnsim
 from spawnsim.errors import ParameterError
 from spawnsim.policies import OneSidedSelectiveAveragingPolicy, Windows
 from spawnsim.policies.deadlines import Adaptive, Fixed
-from spawnsim.policies.shelf import BEGUN, DONE, SLOTS, Shelf, _version
+from spawnsim.policies.shelf import Shelf, _version
+from spawnsim.policies.slots import HEADER
 
 LAYOUTS = pytest.mark.parametrize("layout", ["flat", "per_parameter"])
 
@@ -373,8 +374,8 @@ def headers(*pairs: tuple[int, int]) -> list[np.ndarray]:
     """Return window headers with (begun, done)."""
     made = []
     for begun, done in pairs:
-        header = np.zeros(16, np.int64)
-        header[BEGUN], header[DONE], header[SLOTS] = begun, done, 2
+        header = np.zeros(1, HEADER)
+        header["begun"], header["done"], header["count"] = begun, done, 2
         made.append(header)
     return made
 

@@ -11,7 +11,7 @@ import torch
 from policies.ranks import Line, Steps, line, numbers, walk
 
 import spawnsim
-from spawnsim.errors import ParameterError, UsageError
+from spawnsim.errors import ParameterError
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, Best, Travels, Wiring, replay
 
 
@@ -478,10 +478,11 @@ def test_unknown_parameters_are_refused() -> None:
         AsyncSelectiveAveragingPolicy(None, 5, replacment_ratio=0.1)
 
 
-def test_a_coordinator_outside_the_group_is_refused() -> None:
-    """The message names the ranks that there are."""
-    with pytest.raises(UsageError, match="coordinator=9"):
-        walk(lambda comm: selective(comm, wiring=Wiring(coordinator=9)), steps=1)
+def test_of_a_small_group_the_last_rank_decides() -> None:
+    """Recoveries leave groups that have no such rank."""
+    found = walk(lambda comm: selective(comm, wiring=Wiring(coordinator=9)), steps=12)
+    assert {event["rank"] for event in found.events("decision")} == {3}
+    assert found.events("replacement")
 
 
 def test_optimizer_state_can_be_copied_from_the_donor() -> None:

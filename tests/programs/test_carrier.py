@@ -470,3 +470,35 @@ def test_ranks_do_not_share_what_the_environment_holds(script: Any) -> None:
     before = dict(os.environ)
     _run(script(""))
     assert dict(os.environ) == before
+
+
+def test_a_reborn_rank_of_an_unmodified_program_joins_the_others(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It runs from the top, is told that its communicator is of an earlier life, and goes on at the others' step."""
+    path = script("""
+        step, times = 0, 0
+        while step < 30:
+            try:
+                time.sleep(0.01)
+                total = comm.allreduce(1)
+                step += 1
+            except Exception as error:
+                times += 1
+                if times == 1:
+                    print(type(error).__name__, comm.Get_failed().size)
+                found = comm.recover(step)
+                comm, step = found.comm, found.step
+        print("over:", comm.rank, comm.size, total, step)
+        """)
+    path.write_text("import time\n" + path.read_text())
+    faults = "crash:3@0.055s; restart:3@0.09s; crash:7@0.06s"
+    run = spawnsim.run(path, ranks=12, faults=faults)
+    assert [event["kind"] for event in run.events] == ["crash", "crash", "restart"]
+    lines = _lines(capsys)
+    members = [rank for rank in range(12) if rank != 7]
+    over = {f"[rank {rank}] over: {place} 11 11 30" for place, rank in enumerate(members)}
+    assert {line for line in lines if "over" in line} == over
+    met = {line for line in lines if "over" not in line}
+    assert "[rank 3] Revoked 2" in met
+    assert met - {"[rank 3] Revoked 2"} == {f"[rank {rank}] RankFailed 1" for rank in members if rank != 3}

@@ -89,3 +89,19 @@ def test_an_exception_in_a_background_task_ends_the_run():
 
     with pytest.raises(RankError, match=r"rank 0 \(background\) raised KeyError: 'lost' at 0\.25 s"):
         run(main, 1)
+
+
+def test_a_background_task_that_outlives_its_program_may_read_the_clock():
+    """It is ended with its program, while it waits; its `finally` blocks see the time of that."""
+
+    def main(comm):
+        def beside():
+            try:
+                comm.recv(source=(comm.rank + 1) % 3)
+            finally:
+                comm.record(ended=comm.clock.now())
+
+        comm.background(beside)
+        comm.clock.sleep(1.0 + comm.rank)
+
+    assert run(main, 3)[1].column("ended") == {0: 1.0, 1: 2.0, 2: 3.0}

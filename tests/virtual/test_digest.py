@@ -400,3 +400,28 @@ def test_the_command_line_fixes_the_order_of_sets(tmp_path: Path) -> None:
     runs = [subprocess.run(command, capture_output=True, env=environment, check=True) for _ in range(2)]
     one, other = (json.loads(each.stdout.splitlines()[-1])["digest"] for each in runs)
     assert one == other
+
+
+def test_pickled_tensors_are_their_values_alone() -> None:
+    """Pickles of torch name storages by address; neither contents nor lengths of what is sent may depend on that."""
+    held = []
+
+    def main(comm: Any) -> None:
+        held.append([torch.zeros(100 + comm.rank) for _ in range(len(held))])  # other addresses in each run
+        model = torch.nn.Linear(300, 10)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.5)
+        state = {
+            "model": model.state_dict(),
+            "half": torch.ones(3, dtype=torch.bfloat16),
+            "view": torch.ones(9)[::2],
+        }
+        found = comm.bcast(state if comm.rank == 0 else None)
+        assert (found["model"]["weight"] == 1.5).all()
+        assert found["view"].stride() == (2,)
+        assert found["half"].dtype == torch.bfloat16
+        comm.allgather([found["model"]["bias"], torch.nn.Parameter(found["view"])])
+
+    runs = [spawnsim.run(main, ranks=12, seed=1).totals for _ in range(3)]
+    assert len({(run["digest"], run["virtual_seconds"], run["bytes"]) for run in runs}) == 1

@@ -185,7 +185,7 @@ def test_a_plan_is_checked_against_the_run() -> None:
 
 def test_a_swarm_is_keyed_by_its_seed_and_leaves_a_survivor() -> None:
     """The same seed draws the same plan, all plans are valid, all kinds occur, and somebody lives."""
-    swarm = Swarm(ranks=3, horizon_s=10.0)
+    swarm = Swarm(ranks=3, horizon_s=10.0, kinds=tuple(KINDS))
     plans = [swarm.plan(seed) for seed in range(300)]
     assert plans == [swarm.plan(seed) for seed in range(300)]
     assert {fault.kind for plan in plans for fault in plan.faults} == set(swarm.kinds)
@@ -193,6 +193,10 @@ def test_a_swarm_is_keyed_by_its_seed_and_leaves_a_survivor() -> None:
         plan.check(3)
         assert any(math.isinf(plan.death_s(rank)) for rank in range(3))
         assert Plan.parse(plan.to_json()) == plan
+    assert all(fault.at_s < 10.1 for plan in plans for fault in plan.faults)
+    assert any(plan.restart_s(0) - plan.death_s(0) < 0.01 for plan in plans), (
+        "before others know of the death"
+    )
 
 
 def test_a_swarm_refuses_what_it_cannot_draw() -> None:

@@ -1,5 +1,7 @@
 """Ranks that die and begin again: the next life is another member, and joins the others by `recover()` alone."""
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 import torch
@@ -246,3 +248,65 @@ def test_a_healthy_majority_is_not_fenced():
     notes = run(main, 8, faults=faults, deadline_s=2.0, platform=None)[1]
     left = (0, 1, 3, 4, 6, 7)
     assert notes.column("members") == dict.fromkeys(left, str(left))
+
+
+WAITS = {
+    "recv": lambda comm: comm.recv(source=0, tag=5),
+    "ssend": lambda comm: comm.ssend("to nobody who listens", 1, tag=5),
+    "sleep": lambda comm: comm.clock.sleep(9.0),
+    "background": lambda comm: comm.background(lambda: last_words(comm, "recv")).join(),
+}
+LAST = {
+    "now": lambda comm, win: comm.clock.now(),
+    "send": lambda comm, win: comm.send("from the dead", 0),
+    "isend": lambda comm, win: comm.isend("from the dead", 0),
+    "Ibarrier": lambda comm, win: comm.Ibarrier(),
+    "Put": lambda comm, win: win.Put(np.ones(1), 0),
+    "background": lambda comm, win: comm.background(lambda: comm.send("from the dead", 0)),
+    "record": lambda comm, win: comm.record(said="after death"),
+    "event": lambda comm, win: comm.record.event("said", after="death"),
+}
+
+
+def last_words(comm, wait, last="now", win=None):
+    """Wait, and call once more when the wait ends."""
+    try:
+        WAITS[wait](comm)
+    finally:
+        LAST[last](comm, win)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("last", LAST)
+def test_the_dead_call_nobody(wait, last):
+    """A program's `finally` blocks run when its rank dies, as Python's do; what they call comes to nothing."""
+
+    def main(comm):
+        win = MPI.Win.Allocate(8, comm=comm)
+        memory = np.frombuffer(win.tomemory())
+        win.Lock_all()
+        with comm.compute(0.01 * comm.rank):
+            pass
+        if comm.rank == VICTIM:
+            last_words(comm, wait, last, win)
+        comm.clock.sleep(1.0)
+        if comm.rank == 0:
+            comm.record(came=comm.iprobe(), stored=float(memory[0]), barrier=outcome(lambda: comm.Barrier()))
+
+    notes = run(main, 4, faults="crash:3@0.5s", platform=None)[1]
+    assert notes.rows[-1][2] == {"came": False, "stored": 0.0, "barrier": "RankFailed"}
+    assert kinds(notes) == [(3, "crash")]
+    assert notes.column("said") == {}
+
+
+def test_a_program_that_catches_its_own_death_is_left_behind():
+    """It goes on calling for ever; the others learn of its death as of any other, and end."""
+
+    def main(comm):
+        while comm.rank == VICTIM:
+            with suppress(BaseException):
+                comm.recv(source=0)
+        comm.record(call=outcome(lambda: comm.Barrier()))
+
+    notes = run(main, 4, faults="crash:3@0.5s")[1]
+    assert notes.column("call") == dict.fromkeys(range(3), "RankFailed")

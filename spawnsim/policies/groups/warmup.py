@@ -34,7 +34,7 @@ class WarmUp:
         return self.left <= 0
 
     def regroup(self, comm: Comm) -> None:
-        """Go on with the survivors, for as many steps as the one that has most left: a death finds them at two steps.
+        """Go on in a group, for as many steps as the one that has most left: a death finds the survivors at two steps.
 
         Collective, where there is a warm-up at all.
         """

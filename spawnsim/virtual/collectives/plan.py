@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,14 +62,10 @@ class Plan:
         out_free: Floats | None = None,
     ) -> Finish:
         """Return when each rank leaves; a rank that has not arrived is NaN (see `finish`)."""
-        root = self.root
-        if not root:
-            return run(self.schedule, self.amounts, arrivals, network, ranks=ranks, out_free=out_free)
-        world = np.arange(self.schedule.size) if ranks is None else ranks
-        turned, world = np.roll(arrivals, -root), np.roll(world, -root)
-        free = None if out_free is None else np.roll(out_free, -root)
+        world = np.arange(self.schedule.size) if ranks is None and self.root else ranks
+        turned, world, free = self._from_root(arrivals, world, out_free)
         found = run(self.schedule, self.amounts, turned, network, ranks=world, out_free=free)
-        return found._replace(times=np.roll(found.times, root), out_free=np.roll(found.out_free, root))
+        return self._in_group(found)
 
     def struck(
         self,
@@ -84,14 +80,22 @@ class Plan:
 
         Its times are in the order of the group; its other ranks are relative to the root.
         """
-        root = self.root
-        free = None if out_free is None else np.roll(out_free, -root)
-        turned, world = np.roll(arrivals, -root), np.roll(ranks, -root)
+        turned, world, free = self._from_root(arrivals, ranks, out_free)
         found = run_struck(
             self.schedule, self.amounts, turned, network, ranks=world, judge=judge, out_free=free
         )
-        times, left = (np.roll(values, root) for values in (found.finish.times, found.finish.out_free))
-        return found._replace(finish=found.finish._replace(times=times, out_free=left))
+        return found._replace(finish=self._in_group(found.finish))
+
+    def _from_root(self, *values: Any) -> Any:
+        """Return vectors in the order of the group from the root on; None stays."""
+        return [v if v is None or not self.root else np.roll(v, -self.root) for v in values]
+
+    def _in_group(self, found: Finish) -> Finish:
+        """Return times that begin at the root in the order of the group."""
+        root = self.root
+        if not root:
+            return found
+        return found._replace(times=np.roll(found.times, root), out_free=np.roll(found.out_free, root))
 
     def rounds_of(self, rank: int) -> Iterator[Step]:
         """Yield the rounds in which one rank has a part, with absolute ranks of the group."""

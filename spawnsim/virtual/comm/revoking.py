@@ -40,8 +40,7 @@ def _interrupt(world: World, contexts: Collection[Context]) -> None:
     for task in world.kernel.tasks:
         wait = task.wait
         if task.parked and wait is not None and not contexts.isdisjoint(wait.contexts()):  # type: ignore[attr-defined]
-            task.clock = max(task.clock, world.kernel.env.now)
-            world.kernel.resume(task, Revoked(f"{task.name} was in {wait.describe()} when it was revoked"))
+            world.kernel.throw(task, Revoked(f"{task.name} was in {wait.describe()} when it was revoked"))
 
 
 def give_up(world: World, rank: int) -> None:

@@ -26,6 +26,7 @@ from spawnsim.virtual.faults.events import (
     LinkDown,
     Partition,
     Pause,
+    Restart,
     SlowDown,
 )
 from spawnsim.virtual.faults.plan import Plan
@@ -37,6 +38,7 @@ class Swarm:
 
     `kinds`: which faults may occur. `most`: up to how many of a kind that occurs. All faults are over by the horizon
     (crashes aside), so that what follows can show whether the survivors recover; at least one rank never crashes.
+    Where "restart" may occur, most ranks that crash begin again, mostly soon.
     """
 
     ranks: int
@@ -45,11 +47,9 @@ class Swarm:
     most: int = 3
 
     def __post_init__(self) -> None:
-        unknown = set(self.kinds) - set(_DRAWS)
+        unknown = set(self.kinds) - {*_DRAWS, Restart.kind}
         if unknown:
-            raise ParameterError(
-                f"no random faults of kind {min(unknown)!r}: choose from {', '.join(_DRAWS)}"
-            )
+            raise ParameterError(f"no random faults of kind {min(unknown)!r}: choose from {', '.join(KINDS)}")
         if self.ranks < 1 or not self.horizon_s > 0.0 or self.most < 1:
             raise ParameterError(f"{self}: ranks, horizon_s and most must be above 0")
 
@@ -57,15 +57,27 @@ class Swarm:
         """Return the plan of a seed."""
         stream = random.generator(seed, -1, "faults.swarm")
         faults: list[Fault] = []
-        for kind in (kind for kind in KINDS if kind in self.kinds):
+        for kind in (kind for kind in _DRAWS if kind in self.kinds):
             if stream.random() < 0.5 and (kind != "partition" or self.ranks > 1):
                 faults += [_DRAWS[kind](self, stream) for _ in range(int(stream.integers(1, self.most + 1)))]
-        return Plan(tuple(_survivable(faults, self.ranks)), seed)
+        faults = _survivable(faults, self.ranks)
+        if Restart.kind in self.kinds:
+            faults += [
+                self.restart(fault, stream)
+                for fault in faults
+                if isinstance(fault, Crash) and stream.random() < 0.8
+            ]
+        return Plan(tuple(faults), seed)
 
     def window(self, stream: np.random.Generator) -> tuple[float, float]:
         """Draw a start and a length; both in milliseconds, so that plans are short to read."""
         start_s, end_s = np.sort(stream.random(2)) * self.horizon_s
         return round(float(start_s), 3), max(round(float(end_s - start_s), 3), 1e-3)
+
+    def restart(self, crash: Crash, stream: np.random.Generator) -> Restart:
+        """Draw when a rank that has crashed begins again: often before the others know of its death."""
+        left_s = max(self.horizon_s - crash.at_s, 0.0)
+        return Restart(crash.rank, round(crash.at_s + 1e-3 + left_s * float(stream.random()) ** 3, 3))
 
     def rank(self, stream: np.random.Generator) -> int:
         """Draw a rank."""
