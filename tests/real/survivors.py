@@ -280,6 +280,33 @@ def windows(comm):
     new.record(size=new.size, locked=locked, old=" ".join(old), counted=int(found[0]))
 
 
+def half_made(comm):
+    """A rank dies while the others are in the library's own making of a window: the next one is made all the same."""
+    comm.Barrier()
+    if comm.rank == 1:
+        die(comm)
+    if real(comm):  # past the meeting that keeps them out of the library without the dead
+        from spawnsim.real.mpi import leavable
+
+        ended = _ends(lambda: leavable.making(comm, "Dup", comm._raw.Dup, meeting=False))
+    else:
+        ended = _ends(lambda: comm.Win.Allocate(8, comm=comm))
+    new = comm.recover().comm
+    began_s = comm.clock.now()
+    new.Win.Allocate(8, comm=new).Free()
+    new.record(size=new.size, ended=ended, took_s=comm.clock.now() - began_s)
+
+
+def hopeless(comm):
+    """What fails again and again although nobody has died ends the job, and says so."""
+    step = 3
+    while True:
+        try:
+            raise Timeout((), "Barrier", 7)
+        except FAILED:
+            comm = comm.recover(step).comm
+
+
 def _lock(win, rank):
     win.Lock(rank)
     win.Unlock(rank)
@@ -340,7 +367,7 @@ CASES = {
     each.__name__: each
     for each in (
         at_once, one_by_one, inside, deserts, fenced, naps, never_called, all_die, uncaught, raises, open_requests,
-        background, parts, windows, flush, buffers, noticed,
+        background, parts, windows, half_made, hopeless, flush, buffers, noticed,
     )
 }  # fmt: skip
 

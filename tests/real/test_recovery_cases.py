@@ -102,6 +102,14 @@ def test_windows_of_before_end_in_revoked(survive):
     assert set(ended.column("counted").values()) == {3}
 
 
+def test_a_window_that_a_death_has_left_half_made_holds_up_no_other(survive):
+    """Open MPI makes one at a time, and waited for ever for the turn of the one that was left."""
+    ended = survive("half_made", deadline_s=10.0)
+    went_on(ended, dead={1})
+    assert set(ended.column("ended").values()) <= {"RankFailed", "Revoked"}
+    assert max(ended.column("took_s").values()) < 5.0, ended.err
+
+
 def test_a_flush_towards_a_dead_rank_ends(survive):
     """Also where it needs the target's polls."""
     ended = survive("flush")
@@ -157,6 +165,7 @@ def test_a_death_that_nobody_noticed_is_no_failure(survive):
         ("all_die", 4, "no rank has lived to the end"),
         ("uncaught", 4, "missing: rank 1"),
         ("raises", 1, "ValueError: after all"),
+        ("hopeless", 4, "5 recoveries in a row have begun at step 3, and nobody has died"),
     ],
 )
 def test_a_job_that_does_not_finish_ends_loudly(survive, case, status, text):

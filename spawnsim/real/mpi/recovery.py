@@ -24,7 +24,7 @@ from mpi4py import MPI
 
 from spawnsim.comm.constants import ANY_SOURCE
 from spawnsim.comm.recovery import Capabilities, Recovery
-from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout
+from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout, WorldError
 from spawnsim.real.launching.roll import SURVIVE, Deaths
 from spawnsim.real.mpi.agreement import FENCED, Agreement, Decision, Meeting
 from spawnsim.real.mpi.farewell import Farewell
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ROUNDS = 16  # deaths during one recovery, before it is given up
 LEFT_S = 1.0  # how long a last message may take to leave
+FUTILE = 5  # recoveries in a row from one step, before which nobody has died
 NOWHERE = np.iinfo(np.int64).max  # the step of a rank that gives none
 
 
@@ -74,6 +75,7 @@ class Survival:
         home.ending.given_up = lambda: self.agreement.fenced
         self.farewell: Farewell | None = None  # where ranks part without the library
         self.acknowledged: dict[str, set[int]] = {}  # world ranks, by communicator
+        self._futile, self._step = 0, -1
         self._alone = False
         self._places: list[tuple[str, int]] = []
         self._base: Any = None
@@ -186,6 +188,16 @@ class Survival:
             raise error
         return result  # type: ignore[no-any-return]
 
+    def hope(self, comm: MPIComm, step: int | None, dead: tuple[int, ...]) -> None:
+        """Refuse to recover for ever from what is no death: a program that tries again each time would never end."""
+        self._futile = 0 if dead or step is None or step != self._step else self._futile + 1
+        self._step = -1 if step is None else step
+        if self._futile >= FUTILE:
+            raise WorldError(
+                f"rank {comm.rank} of {comm.label}: {FUTILE} recoveries in a row have begun at step {step}, and nobody "
+                f"has died; the last one was from: {sys.exc_info()[1]!r}"
+            ) from None
+
     def leave_alone(self) -> None:
         """From now on this rank ends for itself: MPI's own end would wait for the dead."""
         if not self._alone:
@@ -241,7 +253,8 @@ def recover(comm: MPIComm, step: int | None = None) -> Recovery:
     It ends `comm` and all that was made of it (communicators, windows, open requests): calls on them raise `Revoked`.
     Those who live and do not come within the deadline are given up, like the dead.
 
-    Raises `Revoked` on a rank that the others have given up meanwhile (it was stopped): it must leave.
+    Raises `Revoked` on a rank that the others have given up meanwhile (it was stopped): it must leave. Raises
+    `WorldError` when the ranks have recovered `FUTILE` times from one step and nobody has died: what fails is no death.
     """
     home, survival = comm._home, comm._home.survival
     survival.fence()
@@ -275,6 +288,7 @@ def _recovered(comm: MPIComm, raw: Any, step: int | None) -> Recovery:
     state = survival.agreement.lineages[lineage]
     if state.highest > state.done:  # another round has begun since
         survival.revoking(lineage, "ranks recover from a death; recover() too")
+    survival.hope(survivors, step, dead)
     comm.record.event("recovered", dead=list(dead), size=survivors.size, step=-1 if step is None else step)
     return Recovery(survivors, old, step, dead)
 
