@@ -12,13 +12,14 @@ in another rank, or in the middle of one of our own calls. This room knows the c
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 YOUNG = 20_000  # new objects between two looks
-FEW = 100_000  # objects that nobody need look through for old runs
-_after = [0]  # how many objects were there after the last whole collection: a fact about this process
+FEW = 200_000  # blocks of memory, of which nobody need look through for old runs
+_after = [0]  # how many blocks there were after the last whole collection: a fact about this process
 
 
 @contextmanager
@@ -56,10 +57,11 @@ def _seldom() -> Iterator[None]:
 
 
 def _freeze(*, collects: bool) -> None:
-    """Freeze all that is there, after a collection if much has come since the last one."""
-    gc.freeze()
-    if collects and gc.get_freeze_count() > _after[0] * 3 // 2 + FEW:
-        gc.unfreeze()
+    """Freeze all that is there, after a collection if much has come since the last one.
+
+    Blocks are counted, not the collector's objects: to count those takes longer than a small run.
+    """
+    if collects and sys.getallocatedblocks() > _after[0] * 3 // 2 + FEW:
         gc.collect()
-        gc.freeze()
-        _after[0] = gc.get_freeze_count()
+        _after[0] = sys.getallocatedblocks()
+    gc.freeze()
