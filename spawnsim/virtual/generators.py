@@ -191,8 +191,7 @@ def _programs() -> list[ModuleType]:
     return [
         module
         for module in list(sys.modules.values())
-        if isinstance(file := getattr(module, "__file__", None), str)
-        and not file.startswith(NO_PROGRAMS)
+        if isinstance(file := getattr(module, "__file__", None), str) and not file.startswith(NO_PROGRAMS)
     ]
 
 

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from spawnsim.real.mpi.home import Home
 
 T = TypeVar("T")
-ROUNDS = 16  # deaths during one recovery, before it is given up
+ROUNDS = 16  # of one recovery, before it is given up
+TRIES = 3  # makings of its communicator in a row that fail though nobody dies: the library will make none any more
 LEFT_S = 1.0  # how long a last message may take to leave
 FUTILE = 5  # recoveries in a row from one step, before which nobody has died
 NOWHERE = np.iinfo(np.int64).max  # the step of a rank that gives none
@@ -89,7 +90,7 @@ class Survival:
         self.agreement.dead = home.ending.dead = self.dead
         self._places = raw.allgather((socket.gethostname(), os.getpid()))
         home.parting.give_up = self.give_up
-        self.farewell = Farewell(home.ending, lambda: self.agreement.lost | self.dead(), self.fence)
+        self.farewell = Farewell(home.ending, self._gone, self.fence)
         if home.options.survive and MPI.get_vendor()[0] == "MPICH":
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -101,7 +102,7 @@ class Survival:
 
     def failed(self, comm: MPIComm) -> list[int]:
         """Return the ranks of a communicator that have died or were given up."""
-        gone = self.dead() | self.agreement.lost
+        gone = self._gone()
         return [rank for rank, member in enumerate(comm.members) if member in gone]
 
     def acknowledge(self, comm: MPIComm, number: int | None) -> int:
@@ -148,21 +149,29 @@ class Survival:
         home, lineage = self._home, lineage_of(comm)
         state, limit_s = self.agreement.lineages[lineage], home.clock.limit_s()
         self._revoke(lineage)
-        number = state.done + 1
+        number, tries, gone = state.done + 1, 0, set[int]()
         for _ in range(ROUNDS):
             meeting = Meeting(lineage, comm.members, max(number, state.highest), step, limit_s)
             number = meeting.number
             decision = self._watched(partial(self.agreement.meet, meeting))
             if decision is not None and self._watched(partial(self.agreement.agreed, meeting, decision)):
+                tries, gone = tries * (gone == self._gone()) + 1, self._gone()
                 made = Apart(partial(self._make, decision, lineage, number))
                 if self._watched(partial(self.agreement.confirm, meeting, decision, made.well)):
                     return made.result(), decision
                 self.kept.append(made)
             number += decision is not None
             self.fence()
-        raise Timeout(
-            (), "recover", number, f"rank {comm.rank} of {comm.label}: {ROUNDS} rounds, and no agreement"
+            if tries == TRIES and gone == self._gone():
+                break
+        rounds, name = number - state.done - 1, MPI.get_vendor()[0]
+        raise WorldError(
+            f"rank {comm.rank} of {comm.label}: no communicator of the survivors after {rounds} rounds. A call of "
+            f"{name} that makes one, and in which a rank has died, may keep it from making others"
         )
+
+    def _gone(self) -> set[int]:
+        return self.agreement.lost | self.dead()
 
     def _make(self, decision: Decision, lineage: str, number: int) -> Any:
         """Make the communicator; any that dies in it leaves the others there, hence `Apart`."""
