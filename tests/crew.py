@@ -1,7 +1,8 @@
 """Ranks that stay for many tests: each text that they are given runs on a communicator of its own.
 
-Starting four ranks with torch takes seconds of every core, most texts take milliseconds. A text that fails on a rank
-ends the job, as any program does that raises; the next text gets new ranks.
+Starting four ranks with torch takes seconds of every core, most texts take milliseconds. A text may choose `OPTIONS`
+of the world that it runs in, and by the name `WORLD` one that other texts leave alone. A text that fails on a rank ends
+the job, as any program does that raises; the next text gets new ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import pytest
 
 MEMBER = """
 import itertools, os, sys, time
+from contextlib import ExitStack
 from pathlib import Path
-{head}
+from spawnsim.real.{building} import Options, guarded, world
 FOLDER, TESTS = Path(sys.argv[1]), int(sys.argv[2])
 
 def texts():
@@ -33,15 +35,29 @@ def texts():
             time.sleep(0.02)
         yield text
 
-comm = world(seed=7, deadline_s=10, options={options})
-with guarded(comm):
+with ExitStack() as worlds:
+    comms = {{}}
     for text in texts():
-        scope, own = dict(globals()), comm.Dup()
+        scope = {{"__name__": "text"}}
         exec(compile(text.read_text(), text, "exec"), scope)
+        kind = scope.get("WORLD", ""), scope.get("OPTIONS") or Options()
+        if kind not in comms:
+            comms[kind] = worlds.enter_context(guarded(world(seed=7, deadline_s=30, options=kind[1])))
+        own = comms[kind].Dup()
         scope["main"](own)
-        own.Barrier()
         own.Free()
-        text.with_suffix(f".{{comm.rank}}").touch()
+        text.with_suffix(f".{{own.rank}}").touch()
+"""
+
+
+def first(n: int) -> str:
+    """Return the head of a `main(comm)` for the first n ranks alone."""
+    return f"""
+def main(comm):
+    comm = comm.Split(0 if comm.rank < {n} else UNDEFINED) if comm.size > {n} else comm
+    if comm is None:
+        return
+    rank, size = comm.rank, comm.size
 """
 
 

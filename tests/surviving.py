@@ -29,9 +29,12 @@ class Ended:
     run: Run
     shared: set[str]
 
-    def column(self, name: str) -> dict[int, Any]:
-        """Return what each rank recorded last under a name."""
-        return dict(zip(self.run.table["rank"].tolist(), self.run.table[name].tolist(), strict=True))
+    def column(self, name: str, number: int = -1) -> dict[int, Any]:
+        """Return what each rank recorded under a name, last or in its row of this number."""
+        found: dict[int, list[Any]] = {}
+        for rank, value in zip(self.run.table["rank"].tolist(), self.run.table[name].tolist(), strict=True):
+            found.setdefault(rank, []).append(value)
+        return {rank: values[number] for rank, values in found.items() if number < len(values)}
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return all events of a kind."""

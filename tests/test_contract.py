@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from spawnsim.errors import ParameterError
 from spawnsim.testing import every_case, find_cases, run_contract, run_real, run_virtual
 from spawnsim.testing.cases import ABSENT, FAILED, PASSED, SKIPPED, Case, Outcome, named
 
+assert torch  # loaded, so that its integers serve as ranks and tags here, too
 THEMES = sorted({case.theme for case in every_case()})
 OPTIONAL = {"persistent.partitioned_messages"}
 """Calls that a building may refuse by name."""
@@ -35,7 +37,7 @@ def broken(outcomes: list[Outcome], backend: str = "mpi") -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
 @pytest.mark.parametrize("theme", THEMES)
 def test_virtual_ranks_keep_the_contract(theme: str, ranks: int) -> None:
     """Every case of a theme passes on virtual ranks."""

@@ -179,15 +179,19 @@ def _bound(module: Any, kind: type) -> list[tuple[str, Any]]:
     ]
 
 
+NO_PROGRAMS = (
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parent.parent),
+    "<",
+)
+
+
 def _programs() -> list[ModuleType]:
     """Return the loaded modules that are neither Python's nor installed: they may have imported functions by name."""
-    folders = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    own = str(Path(__file__).parent.parent)
     return [
         module
         for module in list(sys.modules.values())
-        if isinstance(file := getattr(module, "__file__", None), str)
-        and not file.startswith((*folders, own, "<"))
+        if isinstance(file := getattr(module, "__file__", None), str) and not file.startswith(NO_PROGRAMS)
     ]
 
 

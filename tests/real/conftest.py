@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from crew import MEMBER, Crew
+from crew import MEMBER, Crew, first
 from surviving import survive
 
 __all__ = ["survive"]  # fixtures of other rooms
@@ -80,16 +80,16 @@ def job(tmp_path: Path) -> Job:
 Crews = Callable[..., Crew]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def crews(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
-    """Return ranks that stay until the module's last test: `crews(n=4, options="Options(survive=True)")`."""
+    """Return ranks that stay until the last test: `crews(n=2, building="torch")`; `line` starts them otherwise."""
     found: dict[tuple[str, ...], Crew] = {}
 
-    def get(*, n: int = 4, head: str = HEAD, options: str = "None", line: tuple[str, ...] = ()) -> Crew:
-        key = (str(n), head, options)
+    def get(*, n: int = 4, building: str = "mpi", line: tuple[str, ...] = ()) -> Crew:
+        start = tuple(line) or (mpiexec(), "-n", str(n), sys.executable)
+        key = (building, *start)
         if key not in found or found[key].failed:
-            start = line or (mpiexec(), "-n", str(n), sys.executable)
-            member, folder = MEMBER.format(head=head, options=options), tmp_path_factory.mktemp("crew")
+            member, folder = MEMBER.format(building=building), tmp_path_factory.mktemp("crew")
             found[key] = Crew(start, member, n=n, folder=folder, env=surroundings())
         return found[key]
 
@@ -100,11 +100,11 @@ def crews(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
 
 
 @pytest.fixture
-def ranks(crews: Crews) -> Callable[..., None]:
-    """Run a text as the body of `main(comm)`, with `rank` and `size`, on n ranks, and see that it goes well."""
+def ranks(crews: Crews, request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Run a text as the body of `main(comm)`, with `rank` and `size`, on n of four ranks, and see that it goes well."""
 
-    def run(text: str, *, n: int = 4, options: str = "None") -> None:
-        body = "rank, size = comm.rank, comm.size\n" + textwrap.dedent(text)
-        crews(n=n, options=options).run("def main(comm):\n" + textwrap.indent(body, "    "))
+    def run(text: str, *, n: int = 4, options: str = "Options()") -> None:
+        chosen = f"OPTIONS, WORLD = {options}, {request.module.__name__!r}\n"
+        crews().run(HEAD + chosen + first(n) + textwrap.indent(textwrap.dedent(text), "    "))
 
     return run

@@ -1,7 +1,9 @@
-"""Programs in which ranks die or stop, for real and on virtual ranks alike: `main(comm, case=…)`.
+"""Programs in which ranks die or stop, for real and on virtual ranks alike: `main(comm, case=…, at=…)`.
 
-On real ranks a victim kills or stops itself; on virtual ones it waits for the crash or pause that the fault plan has
-for it. What the others found is recorded.
+Cases that name several (`case="at_once+deserts"`, `at="+"`) run one after the other, each on a communicator of those
+who have outlived the one before: starting ranks takes longer than most cases. On real ranks a victim kills or stops
+itself; on virtual ones it waits for the crash or pause that the fault plan has for it. What the others found is
+recorded.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 
 import numpy as np
 
@@ -80,29 +83,53 @@ def train(comm, act=lambda comm, step: None, steps=STEPS):
     return comm
 
 
-def world_rank(comm):
-    """Return this rank's number at the start."""
-    return comm.Get_group().members[comm.rank]
+def in_turn(comm, cases, case, at):
+    """Run cases one after the other, on all who live."""
+    for number, (name, detail) in enumerate(zip(str(case).split("+"), str(at).split("+"), strict=True)):
+        if number:
+            comm = alive(comm)
+        meet(comm)
+        comm = cases[name](comm, *([detail] if detail else [])) or comm
 
 
-def dying(victims):
-    """Return what lets ranks die at given steps: `victims` maps ranks of the world to steps."""
+def alive(comm):
+    """Return a communicator of those who have come to the end of a case."""
+    try:
+        comm.Barrier()
+    except FAILED:
+        return comm.recover().comm
+    return comm
+
+
+def dying(comm, victims):
+    """Return what lets ranks of a communicator die: `victims` maps them to steps."""
+    when = victims.get(comm.rank)
 
     def act(comm, step):
-        if victims.get(world_rank(comm)) == step:
+        if step == when:
             die(comm)
 
     return act
 
 
+def part(comm, victim):
+    """Let a rank die when all others have come here, and nobody waits for it any more."""
+    if comm.rank != victim:
+        comm.send(None, dest=victim, tag=97)
+        return
+    for other in set(range(comm.size)) - {victim}:
+        comm.recv(source=other, tag=97)
+    die(comm)
+
+
 def at_once(comm):
     """Two ranks die in the same step, rank 0 among them."""
-    train(comm, dying({0: 3, 2: 3}))
+    return train(comm, dying(comm, {0: 3, 2: 3}))
 
 
 def one_by_one(comm):
-    """Three ranks die one after the other; one is left, and goes on alone."""
-    train(comm, dying({3: 2, 0: 5, 2: 8}))
+    """Three ranks die one after the other; of four, one is left, and goes on alone."""
+    return train(comm, dying(comm, {3: 2, 0: 5, 2: 8}))
 
 
 def inside(comm, at="making"):
@@ -115,19 +142,19 @@ def inside(comm, at="making"):
             "confirming": (survival.agreement, "confirm"),
         }[at]
         setattr(where, name, lambda *_: die(comm))
-    train(comm, dying({0: 3}))
+    return train(comm, dying(comm, {0: 3}))
 
 
 def deserts(comm):
     """Rank 1 dies instead of coming to the recovery from the death of rank 0."""
     if comm.rank != 1:
-        train(comm, dying({0: 3}))
-        return
+        return train(comm, dying(comm, {0: 3}))
     try:
         for _ in range(STEPS):
             comm.Allreduce(np.ones(1), np.zeros(1))
     except FAILED:
         die(comm)
+    raise AssertionError("all sums came back")
 
 
 def fenced(comm, wakes="others"):
@@ -135,7 +162,7 @@ def fenced(comm, wakes="others"):
     pids = comm.allgather(os.getpid())
 
     def act(comm, step):
-        if world_rank(comm) == 2 and step == 3:
+        if comm.size == 4 and comm.rank == 2 and step == 3:
             for rank in (0, 1, 3):
                 comm.isend("late", rank, tag=9)
             stop(comm)
@@ -163,9 +190,7 @@ def naps(comm):
 
 def never_called(comm):
     """Rank 3 dies when nobody needs it any more: the others end, without a recovery of their own."""
-    comm.Barrier()
-    if comm.rank == 3:
-        die(comm)
+    part(comm, 3)
     comm.record(size=comm.size)
 
 
@@ -184,7 +209,7 @@ def uncaught(comm):
 
 def raises(comm):
     """A survivor raises after the recovery."""
-    comm = train(comm, dying({1: 3}))
+    comm = train(comm, dying(comm, {1: 3}))
     if comm.rank == 2:
         raise ValueError("after all")
     comm.Barrier()
@@ -193,15 +218,14 @@ def raises(comm):
 def open_requests(comm):
     """Requests that are open end in Revoked, and their memory is left alone."""
     me, mine = comm.rank, np.full(4, 7.0)
-    comm.Barrier()
-    if me == 2:
-        die(comm)
-    receive, listening = comm.Irecv(mine, source=(me + 1) % 4, tag=3), comm.irecv(source=2, tag=4)
+    part(comm, 2)
+    receive, listening = comm.Irecv(mine, source=(me + 1) % comm.size, tag=3), comm.irecv(source=2, tag=4)
     send = comm.Isend(np.zeros(300_000), dest=2, tag=5)
     comm = _recovered(comm)
     ends = [_ends(receive.Wait), _ends(listening.wait), _ends(send.Wait)]
-    comm.record(size=comm.size, ends=" ".join(ends), untouched=bool((mine == 7.0).all()))
+    comm.record(size=comm.size, me=me, ends=" ".join(ends), untouched=bool((mine == 7.0).all()))
     comm.Barrier()
+    return comm
 
 
 def _recovered(comm):
@@ -228,21 +252,18 @@ def background(comm):
         heard.append(_ends(lambda: comm.recv(source=1 - comm.rank % 2, tag=8)))
 
     task = comm.background(listen)
-    comm.Barrier()
-    if comm.rank == 3:
-        die(comm)
+    part(comm, 3)
     new = _recovered(comm)
     ended = task.join(5.0)
     new.record(size=new.size, ended=ended, heard=heard[0] if heard else "")
     new.Barrier()
+    return new
 
 
 def parts(comm):
     """Communicators made of the old one end with it; so does the old one. New ones can be made."""
     halves, twin = comm.Split(comm.rank % 2, comm.rank), comm.Dup()
-    comm.Barrier()
-    if comm.rank == 3:
-        die(comm)
+    part(comm, 3)
     new = _recovered(comm)
     ends = [
         _ends(comm.Barrier), _ends(halves.Barrier), _ends(lambda: twin.bcast(1)),
@@ -250,7 +271,8 @@ def parts(comm):
         _ends(lambda: comm.Win.Allocate(8, comm=comm)),
     ]  # fmt: skip
     again = new.Split(new.rank % 2, new.rank)
-    new.record(size=new.size, ends=" ".join(ends), part=again.allreduce(1))
+    new.record(size=new.size, me=new.rank, ends=" ".join(ends), part=again.allreduce(1))
+    return new
 
 
 def windows(comm):
@@ -277,7 +299,34 @@ def windows(comm):
     fresh.Get(found, 0)
     fresh.Unlock(0)
     fresh.Free()
-    new.record(size=new.size, locked=locked, old=" ".join(old), counted=int(found[0]))
+    new.record(size=new.size, me=comm.rank, locked=locked, old=" ".join(old), counted=int(found[0]))
+    return new
+
+
+def half_made(comm):
+    """A rank dies while the others are in the library's own making of a window: the next one is made all the same."""
+    part(comm, 1)
+    if real(comm):  # past the meeting that keeps them out of the library without the dead
+        from spawnsim.real.mpi import leavable
+
+        ended = _ends(lambda: leavable.making(comm, "Dup", comm._raw.Dup, meeting=False))
+    else:
+        ended = _ends(lambda: comm.Win.Allocate(8, comm=comm))
+    new = comm.recover().comm
+    began_s = comm.clock.now()
+    new.Win.Allocate(8, comm=new).Free()
+    new.record(size=new.size, ended=ended, took_s=comm.clock.now() - began_s)
+    return new
+
+
+def hopeless(comm):
+    """What fails again and again although nobody has died ends the job, and says so."""
+    step = 3
+    while True:
+        try:
+            raise Timeout((), "Barrier", 7)
+        except FAILED:
+            comm = comm.recover(step).comm
 
 
 def _lock(win, rank):
@@ -287,39 +336,40 @@ def _lock(win, rank):
 
 def flush(comm):
     """A flush towards a dead rank whose window needs its polls: it ends, whatever way."""
-    memory = np.zeros(100_000)
+    memory, into = np.zeros(100_000), np.zeros(100_000)
     win = comm.Win.Create(memory, 8, comm=comm)
-    comm.Barrier()
-    if comm.rank == 1:
-        die(comm)
+    part(comm, 1)
     win.Lock(1, LOCK_SHARED)
-    win.Get(np.zeros(100_000), 1)
+    win.Get(into, 1)
     with comm.clock.deadline(1.0):
         ended = _ends(lambda: win.Flush(1))
     new = comm.recover().comm
-    new.record(size=new.size, ended=ended in ("Timeout", "RankFailed", "Revoked", "done"))
+    ended = ended in ("Timeout", "RankFailed", "Revoked", "done")
+    new.record(size=new.size, ended=ended, light="torch" not in sys.modules)
     new.Barrier()
+    return new
 
 
 def noticed(comm):
     """Each call that needs the dead ends at once: a collective, a receive from it, and one from anybody, once."""
-    comm.Barrier()
-    if comm.rank == 3:
-        die(comm)
+    part(comm, 3)
     if comm.rank == 2:
         first = _ends(lambda: comm.recv(tag=5))
         known = comm.Get_failed().Get_size(), comm.Ack_failed()
         comm.send(None, dest=0, tag=6)
         text = f"{first} {known} {comm.recv(tag=5)}"
-    elif comm.rank == 1:
-        text = _ends(lambda: comm.recv(source=3, tag=5))
+        for other in set(range(comm.size)) - {2, 3}:
+            comm.send(None, dest=other, tag=7)
     else:
-        comm.recv(source=2, tag=6)
-        comm.send("heard", dest=2, tag=5)
-        text = _ends(comm.Barrier)
+        if comm.rank == 0:
+            comm.recv(source=2, tag=6)
+            comm.send("heard", dest=2, tag=5)
+        text = _ends((lambda: comm.recv(source=3, tag=5)) if comm.rank == 1 else comm.Barrier)
+        comm.recv(source=2, tag=7)  # a recovery would end what others still say
     new = comm.recover().comm
-    new.record(size=new.size, text=text)
+    new.record(size=new.size, me=comm.rank, text=text)
     new.Barrier()
+    return new
 
 
 def buffers(comm):
@@ -340,12 +390,11 @@ CASES = {
     each.__name__: each
     for each in (
         at_once, one_by_one, inside, deserts, fenced, naps, never_called, all_die, uncaught, raises, open_requests,
-        background, parts, windows, flush, buffers, noticed,
+        background, parts, windows, half_made, hopeless, flush, buffers, noticed,
     )
 }  # fmt: skip
 
 
 def main(comm, case="at_once", at=""):
-    """Run one of the cases."""
-    meet(comm)
-    CASES[case](comm, *([at] if at else []))
+    """Run one of the cases, or several."""
+    in_turn(comm, CASES, case, at)

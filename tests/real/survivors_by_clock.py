@@ -5,7 +5,7 @@ Rank r's first model is r in every number, so any mixture lies between 0 and the
 
 from __future__ import annotations
 
-from survivors import FAILED, die, meet, real, stop
+from survivors import FAILED, alive, die, in_turn, real, stop
 from survivors_training import model_of
 
 from spawnsim.policies import AsyncModelAveragePolicy
@@ -44,7 +44,6 @@ class Everybody:
 def goes_on(comm, victim, act, dead=()):
     """Train without any recovery while a rank does something; all that live average with each other afterwards."""
     policy, (model, optimizer) = AsyncModelAveragePolicy(**PACE), model_of(comm.rank)
-    meet(comm)
     everybody, began_s, iteration, mark, acted = Everybody(comm, set(dead)), comm.clock.now(), 0, None, False
     while comm.clock.now() - began_s < TOO_LATE_S:
         with comm.compute(0.01):
@@ -63,27 +62,23 @@ def goes_on(comm, victim, act, dead=()):
     whole = all(0 <= x <= comm.size for x in numbers(model))
     comm.record(before=mark or 0, after=policy.num_averagings - (mark or 0), whole=whole)
     policy.shutdown()
-    try:
-        comm.Barrier()
-    except FAILED:  # part as survivors do
-        comm.recover()
+    return alive(comm)
 
 
 def dies(comm, at):
     """A rank dies; nobody recovers, and nobody need to."""
-    goes_on(comm, int(at), die, dead={int(at)})
+    return goes_on(comm, int(at), die, dead={int(at)})
 
 
 def stops(comm, at):
     """A rank stands still for longer than the others are patient, and comes back."""
-    goes_on(comm, int(at), lambda comm: stop(comm, wake_s=1.5))
+    return goes_on(comm, int(at), lambda comm: stop(comm, wake_s=1.5))
 
 
 def recovers(comm, at, background=True, warmup_steps=0):
     """A rank dies, and the others recover, with a task that averages in the background; it goes on."""
     policy = AsyncModelAveragePolicy(**PACE, background=background, warmup_steps=warmup_steps)
     model, optimizer = model_of(comm.rank)
-    meet(comm)
     group, iteration, rank, mark = comm, 0, comm.rank, None
     while iteration < ITERATIONS:
         try:
@@ -103,12 +98,13 @@ def recovers(comm, at, background=True, warmup_steps=0):
     after = policy.num_averagings - (mark or 0)
     policy.shutdown()
     comm.record(size=group.size, iteration=iteration, recovered=mark is not None, after=after, whole=whole)
+    return group
 
 
 CASES = {each.__name__: each for each in (dies, stops, recovers)}
 
 
 def main(comm, case="dies", at="0"):
-    """Run one of the cases."""
+    """Run one of the cases, or several."""
     assert real(comm) or case != "stops"
-    CASES[case](comm, str(at))
+    in_turn(comm, CASES, case, at)

@@ -1,16 +1,17 @@
-"""Policies on ranks that die, for real and on virtual ranks alike: `main(comm, case=…, at=seed)`.
+"""Policies on ranks that die, for real and on virtual ranks alike: `main(comm, case=…, at=victim)`, or several in turn.
 
-Rank r's first model is r in every number, so any mixture lies between 0 and the number of ranks. The victim and its
-iteration are drawn from the seed.
+Rank r's first model is r in every number, so any mixture lies between 0 and the number of ranks. The iteration in which
+the victim dies is drawn.
 """
 
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import torch
-from survivors import FAILED, die, meet, real
+from survivors import FAILED, die, in_turn, real
 
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
@@ -56,19 +57,21 @@ POLICIES = {
 
 
 def main(comm, case="average_all", at=0):
+    """Run one of the cases, or several."""
+    in_turn(comm, CASES, case, at)
+
+
+def outlive(policy, comm, victim):
     """Train until all iterations are over, whoever dies."""
-    if case in SPECIAL:
-        SPECIAL[case](comm)
-        return
-    draw = random.Random(int(at))
-    victim, when = draw.randrange(comm.size), draw.randrange(2, ITERATIONS - 8)
-    train(comm, POLICIES[case](), lambda iteration: iteration == when and comm.rank == victim and die(comm))
+    when = random.Random(int(victim)).randrange(2, ITERATIONS - 8)
+    return train(
+        comm, policy(), lambda iteration: iteration == when and comm.rank == int(victim) and die(comm)
+    )
 
 
 def train(comm, policy, act):
     """Take all iterations with a policy; all meet now and then, and recover from a death."""
     model, optimizer = model_of(comm.rank)
-    meet(comm)
     group, iteration, rank, busy = comm, 0, comm.rank, 0
     while iteration < ITERATIONS:
         try:
@@ -90,13 +93,13 @@ def train(comm, policy, act):
     numbers = torch.cat([t.detach().double().reshape(-1) for t in model.state_dict().values()])
     whole = bool((numbers >= 0).all() and (numbers <= comm.size).all())
     comm.record(size=group.size, iteration=iteration, whole=whole, busy=busy)
+    return group
 
 
 def unchanged(comm, before=0):
     """A rank dies before, or between, the sums of an averaging: the others' models are what they were."""
     policy, victim = AverageAllPolicy(1), 2
     model, optimizer = model_of(comm.rank)
-    meet(comm)
     model, optimizer, _ = policy(0, model, optimizer, group=comm)  # the first one checks and builds buffers
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -112,11 +115,12 @@ def unchanged(comm, before=0):
     same = all(torch.equal(tensor, was[name]) for name, tensor in model.state_dict().items())
     found = comm.recover(1)
     model, optimizer, info = policy(1, model, optimizer, group=found.comm)
-    comm.record(
+    found.comm.record(
         size=found.comm.size, ended=ended, same=same, averaged=bool(info["averaged_this_iteration"]),
         mean=float(model.log_z.detach()), first=float(model.weight.detach()[0]),
     )  # fmt: skip
     found.comm.Barrier()
+    return found.comm
 
 
 def _die_in_sum(comm, number):
@@ -156,10 +160,11 @@ def donor(comm):
 
         exchange.mailbox.send = send
 
-    train(comm, policy, act)
+    return train(comm, policy, act)
 
 
-SPECIAL = {
+CASES = {
+    **{name: partial(outlive, policy) for name, policy in POLICIES.items()},
     "before": unchanged,
     "between": lambda comm: unchanged(comm, 1),
     "later": lambda comm: unchanged(comm, 2),

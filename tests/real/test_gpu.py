@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from crew import first
 
 DEVICES = ["far", *["cuda"] * torch.cuda.is_available()]
 on_both_buildings = pytest.mark.parametrize("building", ["mpi", "torch"])
@@ -64,9 +65,8 @@ def same(name, near, away):
 READY = """
 if DEVICE == "cuda":
     torch.cuda.set_device(gpu_of_rank(torch.cuda.device_count()))
-
-def main(comm):
-    rank = comm.rank
+"""
+DIRTY = """
     if hasattr(comm._home, "words"):
         comm._home.words.memory = Dirty()
 """
@@ -78,11 +78,10 @@ Ranks = Callable[..., None]
 def gpu_ranks(crews: Callable[..., Any], request: pytest.FixtureRequest) -> Ranks:
     """Run a text as the body of `main(comm)` on two ranks whose tensors lie on a device, and see that it goes well."""
 
-    def run(text: str, options: str = "Options()", *, building: str = "mpi", head: str = "") -> None:
-        own = f"{head}{HEAD}\nfrom spawnsim.real.{building} import guarded, world\n"
-        own += f"DEVICE, OPTIONS = {request.param!r}, {options}\n"
-        body = textwrap.indent(textwrap.dedent(text), "    ")
-        crews(n=2, head=own, options="OPTIONS").run(READY + body)
+    def run(text: str, options: str = "Options()", *, building: str = "mpi", world: str = "gpu") -> None:
+        crew = crews(n=4 if building == "mpi" else 2, building=building)
+        chosen = f"DEVICE, OPTIONS, WORLD = {request.param!r}, {options}, {world!r}\n"
+        crew.run(HEAD + chosen + READY + first(2) + DIRTY + textwrap.indent(textwrap.dedent(text), "    "))
 
     return run
 
@@ -357,5 +356,5 @@ def test_programs_without_gpus_look_for_none(gpu_ranks: Ranks) -> None:
         comm.Sendrecv([torch.ones(3), FLOAT], 1 - rank, recvbuf=np.empty(3, np.float32), source=1 - rank)
         assert not comm._home.words.devices
         """,
-        head="# ranks of its own: those of other tests have seen GPUs",
+        world="none",  # of its own: those of other tests have seen GPUs
     )

@@ -86,6 +86,26 @@ def test_a_call_that_was_left_does_not_end_the_job(ranks):
     )
 
 
+def test_a_library_that_makes_no_communicator_any_more_ends_the_recovery(ranks):
+    """MPICH makes none after two deaths in makings of others: ranks tried again, 16 times 6 s, and then once more."""
+    ranks(
+        """
+        survival = comm._home.survival
+        began_s, tried = time.perf_counter(), []
+        survival._make = lambda *_: (tried.append(1), time.sleep(600))
+        survival.agreement._missing = lambda meeting, awaited, began_s: time.perf_counter() - began_s > 0.5
+        try:
+            comm.recover(1)
+        except WorldError as error:
+            assert "no communicator of the survivors after 3 rounds" in str(error) and type(error) is WorldError, error
+        else:
+            raise AssertionError("recovered")
+        assert len(tried) == 3
+        """,
+        options="Options(survive=True, fingerprints=True)",  # a world of its own
+    )
+
+
 @pytest.mark.parametrize("length", [1, 100_000], ids=["by the library", "on the node"])
 @pytest.mark.parametrize("victims", [(2,), (0, 3)])
 def test_ulfm_shrinks_where_the_library_has_it(job, ranks, tmp_path, monkeypatch, victims, length):

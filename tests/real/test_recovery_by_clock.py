@@ -11,35 +11,21 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(150)]
 PROGRAM = Path(__file__).with_name("survivors_by_clock.py")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_averaging_goes_on_without_the_dead(survive, victim):
-    """The coordinator (rank 0), or another one: the survivors average on, although none of them recovers."""
-    ended = survive("dies", str(victim), n=6, program=PROGRAM, deadline_s=5.0)
+def test_averaging_goes_on_without_the_dead(survive):
+    """A coordinator stops and comes back; it dies, and another rank, and none of the others recovers; then all do.
+
+    The recovery ended the background task in `Revoked`, and with it the job; now it goes on with the survivors.
+    """
+    cases, victims = ("stops", "dies", "dies", "recovers", "recovers"), ("0", "0", "1", "2", "0")
+    ended = survive("+".join(cases), "+".join(victims), n=7, program=PROGRAM, deadline_s=10.0)
     assert ended.status == 0, ended.err
-    after = ended.column("after")
-    assert sorted(after) == [rank for rank in range(6) if rank != victim]
-    assert min(after.values()) >= 5, after
-    assert min(ended.column("before").values()) >= 3
-    assert all(ended.column("whole").values())
-
-
-def test_a_coordinator_that_was_stopped_comes_back(survive):
-    """The others go on under another one, and it averages with them again."""
-    ended = survive("stops", "0", program=PROGRAM, deadline_s=10.0)
-    assert ended.status == 0, ended.err
-    after = ended.column("after")
-    assert sorted(after) == [0, 1, 2, 3]
-    assert min(after.values()) >= 5, after
-
-
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_recovery_leaves_the_background_task_alive(survive, victim):
-    """It ended in `Revoked`, and took the job along; now it goes on over the survivors' communicator."""
-    ended = survive("recovers", str(victim), program=PROGRAM)
-    assert ended.status == 0, ended.err
-    after = ended.column("after")
-    assert sorted(after) == [rank for rank in range(4) if rank != victim]
-    assert set(ended.column("size").values()) == {3}
-    assert all(ended.column("recovered").values())
-    assert min(after.values()) >= 3, after
-    assert all(ended.column("whole").values())
+    for number, left in enumerate((7, 6, 5, 4, 3)):
+        after = ended.column("after", number)
+        assert 3 <= len(after) <= left, (cases[number], ended.err)  # a later victim may take its words along
+        assert min(after.values()) >= (5 if number < 3 else 3), (cases[number], after)
+        assert all(ended.column("whole", number).values()), cases[number]
+    for number in (0, 1, 2):
+        assert min(ended.column("before", number).values()) >= 3
+    for number, left in ((3, 4), (4, 3)):
+        assert set(ended.column("size", number).values()) == {left}
+        assert all(ended.column("recovered", number).values())

@@ -14,30 +14,92 @@ from surviving import went_on
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(150)]
 
 
-@pytest.mark.parametrize(
-    ("case", "at", "dead"),
-    [
-        ("at_once", "", {0, 2}),
-        ("one_by_one", "", {0, 2, 3}),
-        ("deserts", "", {0, 1}),
-        ("inside", "deciding", {0, 1}),
-        ("inside", "making", {0, 1}),
-        ("inside", "confirming", {0, 1}),
-    ],
-    ids=[
-        "two at once",
-        "down to one",
-        "before it comes",
-        "while it decides",
-        "inside Create_group",
-        "after it",
-    ],
-)
-def test_survivors_finish_their_steps(survive, case, at, dead):
+def test_survivors_finish_their_steps(survive):
     """Whoever dies and whenever, rank 0 and the one that decides included, the others go on from one step."""
-    ended = survive(case, at)
-    went_on(ended, dead=dead)
+    dead = {"at_once": 2, "deserts": 2, "inside deciding": 2, "inside making": 2, "one_by_one": 3}
+    cases, details = zip(*(case.partition(" ")[::2] for case in dead), strict=True)
+    ended = survive("+".join(cases), "+".join(details), n=12)
+    assert (ended.status, ended.run.outcome) == (0, "finished"), ended.err
+    left = 12
+    for number, (case, died) in enumerate(dead.items()):
+        left -= died
+        assert set(ended.column("size", number).values()) == {left}, (case, ended.err)
+        assert set(ended.column("step", number).values()) == {12}, case
+
+
+def test_a_death_when_others_have_their_communicator_begins_another_round(survive):
+    """All go on together, those who had one already included."""
+    ended = survive("inside", "confirming")
+    went_on(ended, dead={0, 1})
     assert set(ended.column("step").values()) == {12}
+
+
+def test_what_was_made_before_a_death_ends_with_it(survive):
+    """Requests, tasks, communicators, windows: one case after the other, with a death in each."""
+    ended = survive("+".join(ENDS), "+" * (len(ENDS) - 1), n=4 + len(ENDS), deadline_s=20.0)
+    assert (ended.status, ended.run.outcome) == (0, "finished"), ended.err
+    for number, (name, check) in enumerate(ENDS.items()):
+        sizes = ended.column("size", number)
+        assert len(sizes) >= 4, (name, ended.err)
+        assert set(sizes.values()) == {3 + len(ENDS) - number}, (name, ended.err)
+        check(lambda column, number=number: ended.column(column, number), ended)
+
+
+def open_requests(column, ended):
+    """Those that need the dead may have failed before. Their memory is not written to, and no end waits for them."""
+    ends, me = column("ends"), column("me")
+    assert any(text.startswith("Revoked") for text in ends.values()), ends
+    assert all(text.startswith("Revoked") for rank, text in ends.items() if me[rank] != 1), (
+        ends
+    )  # 1 receives from it
+    assert {end for text in ends.values() for end in text.split()} <= {"Revoked", "RankFailed"}, ends
+    assert all(column("untouched").values())
+
+
+def background(column, ended):
+    """A wait of a task on the old communicator ends."""
+    assert all(column("ended").values())
+    assert set(column("heard").values()) <= {"Revoked", "Timeout", "RankFailed"}
+
+
+def parts(column, ended):
+    """Communicators without a dead member end too; new ones can be made."""
+    assert set(column("ends").values()) == {" ".join(["Revoked"] * 7)}
+    (size,) = set(column("size").values())
+    part, me = column("part"), column("me")
+    assert part == {rank: (size + 1 - me[rank] % 2) // 2 for rank in part}
+
+
+def windows(column, ended):
+    """A lock that died with its holder is a Timeout; windows are made anew."""
+    locked, me = column("locked"), column("me")
+    assert next(locked[rank] for rank in me if me[rank] == 0) in ("Timeout", "RankFailed", "Revoked")
+    assert set(column("old").values()) == {"Revoked Revoked Revoked"}
+    assert set(column("counted").values()) == set(column("size").values())
+
+
+def half_made(column, ended):
+    """Open MPI makes one window at a time, and waited for ever for the turn of one that a death had left half made."""
+    assert set(column("ended").values()) <= {"RankFailed", "Revoked"}
+    assert max(column("took_s").values()) < 10.0, ended.err
+
+
+def flush(column, ended):
+    """A flush towards a dead rank ends, also where it needs the target's polls. And no window of arrays needs torch."""
+    assert all(column("ended").values())
+    assert all(column("light").values())
+
+
+def noticed(column, ended):
+    """Nobody waits for a deadline: a keeper has told of the death, or the library. Who acknowledges it hears others."""
+    text, me = column("text"), column("me")
+    assert {text[rank] for rank in me if me[rank] != 2} == {"RankFailed"}, text
+    assert [text[rank] for rank in me if me[rank] == 2] == ["RankFailed (1, 1) heard"], text
+
+
+ENDS = {
+    each.__name__: each for each in (open_requests, background, parts, windows, noticed, flush, half_made)
+}
 
 
 @pytest.mark.parametrize("wakes", ["others", "nobody"])
@@ -65,57 +127,6 @@ def test_a_sum_that_was_left_is_not_given_later(survive):
     left, untouched = ended.column("left"), ended.column("untouched")
     assert left[0] == "Timeout", ended.err
     assert untouched == {rank: how != "done" for rank, how in left.items()}, ended.err
-
-
-def test_open_requests_end_in_revoked(survive):
-    """Those that need the dead may have failed before. Their memory is not written to, and no end waits for them."""
-    ended = survive("open_requests")
-    went_on(ended, dead={2})
-    ends = {rank: text.split() for rank, text in ended.column("ends").items()}
-    assert ends[0][0] == ends[3][0] == "Revoked", ends
-    assert {end for each in ends.values() for end in each} <= {"Revoked", "RankFailed"}, ends
-    assert all(ended.column("untouched").values())
-
-
-def test_a_background_task_is_told(survive):
-    """A wait of a task on the old communicator ends."""
-    ended = survive("background")
-    went_on(ended, dead={3})
-    assert all(ended.column("ended").values())
-    assert set(ended.column("heard").values()) <= {"Revoked", "Timeout", "RankFailed"}
-
-
-def test_communicators_of_before_end_in_revoked(survive):
-    """Those without a dead member too; new ones can be made."""
-    ended = survive("parts")
-    went_on(ended, dead={3})
-    assert set(ended.column("ends").values()) == {" ".join(["Revoked"] * 7)}
-    assert ended.column("part") == {0: 2, 1: 1, 2: 2}
-
-
-def test_windows_of_before_end_in_revoked(survive):
-    """A lock that died with its holder is a Timeout; windows are made anew."""
-    ended = survive("windows")
-    went_on(ended, dead={1})
-    assert ended.column("locked")[0] in ("Timeout", "RankFailed", "Revoked")
-    assert set(ended.column("old").values()) == {"Revoked Revoked Revoked"}
-    assert set(ended.column("counted").values()) == {3}
-
-
-def test_a_flush_towards_a_dead_rank_ends(survive):
-    """Also where it needs the target's polls."""
-    ended = survive("flush")
-    went_on(ended, dead={1})
-    assert all(ended.column("ended").values())
-
-
-def test_a_death_is_noticed_at_once(survive):
-    """Nobody waits for a deadline: a keeper has told of the death, or the library. Who acknowledges it hears others."""
-    ended = survive("noticed", deadline_s=90.0)
-    went_on(ended, dead={3})
-    text = ended.column("text")
-    assert (text[0], text[1]) == ("RankFailed", "RankFailed"), text
-    assert text[2] == "RankFailed (1, 1) heard", text
 
 
 @pytest.mark.parametrize(
@@ -157,6 +168,7 @@ def test_a_death_that_nobody_noticed_is_no_failure(survive):
         ("all_die", 4, "no rank has lived to the end"),
         ("uncaught", 4, "missing: rank 1"),
         ("raises", 1, "ValueError: after all"),
+        ("hopeless", 4, "5 recoveries in a row have begun at step 3, and nobody has died"),
     ],
 )
 def test_a_job_that_does_not_finish_ends_loudly(survive, case, status, text):

@@ -32,7 +32,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_nobody_uses_is_removed(folder: Path) -> None:
     """Whatever library has named it; also when the block raises."""
     with pytest.raises(KeyError), swept():
-        for name in ("mpich_shm_1a_0", "sm_segment.here.0.1", "osc_rdma.here.1", "torch_7"):
+        for name in (
+            "mpich_shm_1a_0",
+            "mpich_shar_tmpOvrDPG",
+            "sm_segment.here.0.1",
+            "osc_rdma.here.1",
+            "torch_7",
+        ):
             (folder / name).write_bytes(bytes(100))
         raise KeyError
     assert [file.name for file in folder.iterdir()] == ["torch_7"]

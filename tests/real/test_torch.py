@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from crew import first
 
 from spawnsim.real.torch.cards import Unfinished, verdict
 
@@ -26,14 +27,7 @@ from spawnsim.comm.ops import MAX, MAXLOC, SUM, Op
 from spawnsim.errors import *
 from spawnsim.real.torch import Options, guarded, world
 """
-FIRST = """
-def main(comm):
-    comm = comm.Split(0 if comm.rank < {0} else UNDEFINED) if comm.size > {0} else comm
-    if comm is None:
-        return
-    rank, size = comm.rank, comm.size
-    before, after = (rank - 1) % size, (rank + 1) % size
-"""
+NEXT = "    before, after = (rank - 1) % size, (rank + 1) % size\n"
 WORLD = "comm = world(seed=7, deadline_s={deadline_s})\nrank = comm.rank\n"
 
 
@@ -47,9 +41,8 @@ def gloo(crews):
     """Run a text on n of four processes under torchrun, which stay for other tests, and see that it goes well."""
 
     def run(text: str, *, n: int = 4) -> None:
-        crews(head=HEAD, line=torchrun(4)).run(
-            FIRST.format(n) + textwrap.indent(textwrap.dedent(text), "    ")
-        )
+        body = first(n) + NEXT + textwrap.indent(textwrap.dedent(text), "    ")
+        crews(building="torch", line=torchrun(4)).run(HEAD + body)
 
     return run
 
@@ -246,7 +239,7 @@ def test_a_program_without_guarded_ends_well(tmp_path):
     """At its end the ranks part; torn from its receiving, a wire's thread would end the process by a signal."""
     file = tmp_path / "bare.py"
     file.write_text(HEAD + WORLD.format(deadline_s=20) + "for _ in range(20): comm.allgather(rank)\n")
-    line = [*torchrun(8), str(file)]
+    line = [*torchrun(3), str(file)]
     found = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
     assert found.returncode == 0, found.stderr
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")
-NAMES = ("mpich_shm_*", "sm_segment.*", "osc_rdma.*")  # of MPICH and of Open MPI
+NAMES = ("mpich_shm_*", "mpich_shar_tmp*", "sm_segment.*", "osc_rdma.*")  # of MPICH and of Open MPI
 CLOCK_S = 1.0  # the times of files may be as coarse as that
 MAPPING_S = 0.02  # from the making of such a file until its maker has it mapped
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.real.mpi.fingerprints import check
-from spawnsim.real.mpi.leavable import leavable, leaving
+from spawnsim.real.mpi.leavable import leavable, making
 from spawnsim.real.mpi.node import LARGE_NBYTES, Array, Library, Node, arrays
 from spawnsim.real.mpi.words import failure, peer
 from spawnsim.real.rank.ordered import ordered_allreduce
@@ -103,7 +103,8 @@ class Collectives:
         if home.leavable:
             comm = cast("MPIComm", self)
             if operation in MAKERS:
-                return leaving(comm, operation, partial(getattr(self._raw, operation), *args, **kwargs))
+                call = partial(getattr(self._raw, operation), *args, **kwargs)
+                return making(comm, operation, call, meeting=operation != "Create_group")
             return function(self, *args) if function else leavable(comm, operation, args, kwargs)
         watchdog, thread = home.watchdog, get_ident()
         active = watchdog.active

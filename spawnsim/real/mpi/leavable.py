@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 from spawnsim.comm.ops import SUM
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout, UnsupportedError, WorldError
-from spawnsim.real.mpi.words import DETECTED_S, failure
+from spawnsim.real.mpi.words import DETECTED_S, failure, ulfm
 from spawnsim.real.rank.waiting import wait_until
 from spawnsim.real.rank.watchdog import verdict
 
@@ -113,7 +113,23 @@ def together(comm: MPIComm, make: Callable[..., T], *args: Any) -> T:
     if comm.revoked:
         raise Revoked(f"a window {comm.revoked}")
     call: Callable[[], T] = partial(make, *args, comm._raw)
-    return leaving(comm, "making a window", call) if comm._home.leavable else call()
+    return making(comm, "making a window", call) if comm._home.leavable else call()
+
+
+def making(comm: MPIComm, operation: str, call: Callable[[], T], *, meeting: bool = True) -> T:
+    """Run a call that makes a communicator or a window of `comm`, and leave it when it meets the deadline.
+
+    All meet before it (unless they do not all make it: `meeting=False`), so that few die within the library's own call,
+    where it bears that least.
+    """
+    if meeting:
+        comm.Barrier()
+    if ulfm():
+        # Open MPI makes communicators in turn, those of a lower numbered parent first, and a making that a death has
+        # ended or left keeps its turn for ever. COMM_SELF is lower than any other: its own making takes the turn over,
+        # and gives it back.
+        MPI.COMM_SELF.Dup().Free()
+    return leaving(comm, operation, call)
 
 
 class Apart(Generic[T]):

@@ -24,7 +24,7 @@ from mpi4py import MPI
 
 from spawnsim.comm.constants import ANY_SOURCE
 from spawnsim.comm.recovery import Capabilities, Recovery
-from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout
+from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout, WorldError
 from spawnsim.real.launching.roll import SURVIVE, Deaths
 from spawnsim.real.mpi.agreement import FENCED, Agreement, Decision, Meeting
 from spawnsim.real.mpi.farewell import Farewell
@@ -40,8 +40,10 @@ if TYPE_CHECKING:
     from spawnsim.real.mpi.home import Home
 
 T = TypeVar("T")
-ROUNDS = 16  # deaths during one recovery, before it is given up
+ROUNDS = 16  # of one recovery, before it is given up
+TRIES = 3  # makings of its communicator in a row that fail though nobody dies: the library will make none any more
 LEFT_S = 1.0  # how long a last message may take to leave
+FUTILE = 5  # recoveries in a row from one step, before which nobody has died
 NOWHERE = np.iinfo(np.int64).max  # the step of a rank that gives none
 
 
@@ -74,6 +76,7 @@ class Survival:
         home.ending.given_up = lambda: self.agreement.fenced
         self.farewell: Farewell | None = None  # where ranks part without the library
         self.acknowledged: dict[str, set[int]] = {}  # world ranks, by communicator
+        self._futile, self._step = 0, -1
         self._alone = False
         self._places: list[tuple[str, int]] = []
         self._base: Any = None
@@ -87,7 +90,7 @@ class Survival:
         self.agreement.dead = home.ending.dead = self.dead
         self._places = raw.allgather((socket.gethostname(), os.getpid()))
         home.parting.give_up = self.give_up
-        self.farewell = Farewell(home.ending, lambda: self.agreement.lost | self.dead(), self.fence)
+        self.farewell = Farewell(home.ending, self._gone, self.fence)
         if home.options.survive and MPI.get_vendor()[0] == "MPICH":
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -99,7 +102,7 @@ class Survival:
 
     def failed(self, comm: MPIComm) -> list[int]:
         """Return the ranks of a communicator that have died or were given up."""
-        gone = self.dead() | self.agreement.lost
+        gone = self._gone()
         return [rank for rank, member in enumerate(comm.members) if member in gone]
 
     def acknowledge(self, comm: MPIComm, number: int | None) -> int:
@@ -146,21 +149,29 @@ class Survival:
         home, lineage = self._home, lineage_of(comm)
         state, limit_s = self.agreement.lineages[lineage], home.clock.limit_s()
         self._revoke(lineage)
-        number = state.done + 1
+        number, tries, gone = state.done + 1, 0, set[int]()
         for _ in range(ROUNDS):
             meeting = Meeting(lineage, comm.members, max(number, state.highest), step, limit_s)
             number = meeting.number
             decision = self._watched(partial(self.agreement.meet, meeting))
             if decision is not None and self._watched(partial(self.agreement.agreed, meeting, decision)):
+                tries, gone = tries * (gone == self._gone()) + 1, self._gone()
                 made = Apart(partial(self._make, decision, lineage, number))
                 if self._watched(partial(self.agreement.confirm, meeting, decision, made.well)):
                     return made.result(), decision
                 self.kept.append(made)
             number += decision is not None
             self.fence()
-        raise Timeout(
-            (), "recover", number, f"rank {comm.rank} of {comm.label}: {ROUNDS} rounds, and no agreement"
+            if tries == TRIES and gone == self._gone():
+                break
+        rounds, name = number - state.done - 1, MPI.get_vendor()[0]
+        raise WorldError(
+            f"rank {comm.rank} of {comm.label}: no communicator of the survivors after {rounds} rounds. A call of "
+            f"{name} that makes one, and in which a rank has died, may keep it from making others"
         )
+
+    def _gone(self) -> set[int]:
+        return self.agreement.lost | self.dead()
 
     def _make(self, decision: Decision, lineage: str, number: int) -> Any:
         """Make the communicator; any that dies in it leaves the others there, hence `Apart`."""
@@ -185,6 +196,16 @@ class Survival:
         if error is not None:
             raise error
         return result  # type: ignore[no-any-return]
+
+    def hope(self, comm: MPIComm, step: int | None, dead: tuple[int, ...]) -> None:
+        """Refuse to recover for ever from what is no death: a program that tries again each time would never end."""
+        self._futile = 0 if dead or step is None or step != self._step else self._futile + 1
+        self._step = -1 if step is None else step
+        if self._futile >= FUTILE:
+            raise WorldError(
+                f"rank {comm.rank} of {comm.label}: {FUTILE} recoveries in a row have begun at step {step}, and nobody "
+                f"has died; the last one was from: {sys.exc_info()[1]!r}"
+            ) from None
 
     def leave_alone(self) -> None:
         """From now on this rank ends for itself: MPI's own end would wait for the dead."""
@@ -241,7 +262,8 @@ def recover(comm: MPIComm, step: int | None = None) -> Recovery:
     It ends `comm` and all that was made of it (communicators, windows, open requests): calls on them raise `Revoked`.
     Those who live and do not come within the deadline are given up, like the dead.
 
-    Raises `Revoked` on a rank that the others have given up meanwhile (it was stopped): it must leave.
+    Raises `Revoked` on a rank that the others have given up meanwhile (it was stopped): it must leave. Raises
+    `WorldError` when the ranks have recovered `FUTILE` times from one step and nobody has died: what fails is no death.
     """
     home, survival = comm._home, comm._home.survival
     survival.fence()
@@ -275,6 +297,7 @@ def _recovered(comm: MPIComm, raw: Any, step: int | None) -> Recovery:
     state = survival.agreement.lineages[lineage]
     if state.highest > state.done:  # another round has begun since
         survival.revoking(lineage, "ranks recover from a death; recover() too")
+    survival.hope(survivors, step, dead)
     comm.record.event("recovered", dead=list(dead), size=survivors.size, step=-1 if step is None else step)
     return Recovery(survivors, old, step, dead)
 

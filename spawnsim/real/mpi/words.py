@@ -133,9 +133,11 @@ class Words:
 
     def far(self, spec: Any) -> bool:
         """Whether a translated buffer lies outside of main memory."""
-        from spawnsim.real.rank import staging
+        if not self.devices:
+            return False
+        from spawnsim.real.rank import staging  # torch is loaded by now
 
-        return self.devices and staging.far(spec) is not None
+        return staging.far(spec) is not None
 
     def _learn(self, kind: type) -> Callable[[Any], Any] | None:
         if hasattr(kind, "data_ptr"):  # torch's tensors, known without loading torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
@@ -12,13 +13,10 @@ from spawnsim.testing.claims import claim, needs, refused, ring, same
 
 
 def whole() -> Iterator[Callable[[int], Any]]:
-    """Yield types that are integers: they serve as ranks and tags, and in lists."""
+    """Yield types that are integers: they serve as ranks and tags, and in lists. Torch's if it is loaded already."""
     yield from (np.int64, np.int32, np.uint8, np.array)
-    try:
-        import torch
-    except ImportError:
-        return
-    yield torch.tensor
+    if "torch" in sys.modules:
+        yield sys.modules["torch"].tensor
 
 
 def numbers() -> Iterator[Callable[[int], Any]]:
