@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from spawnsim.plots.gallery import save_all
 from spawnsim.plots.source import read
 from spawnsim.plots.style import FORMATS
+from spawnsim.record.folder import named
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +28,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=("png", "pdf", "svg"))
     args = parser.parse_args(argv)
     runs = [read(folder) for folder in args.runs]
-    for path in save_all(runs, args.out, args.column, args.formats):
+    for path in save_all(runs, named(args.out), args.column, args.formats):
         sys.stdout.write(f"{path}\n")
     return 0

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.plots.source import label, read
+from spawnsim.record.folder import named, require_no_file_of_a_run
 from spawnsim.run import Run
 
 Entry = dict[str, Any]
@@ -120,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", default="trace.json", help="the file (default: %(default)s)")
     args = parser.parse_args(argv)
-    path = write([read(folder) for folder in args.runs], args.out, ranks=args.ranks)
+    out = named(args.out)
+    require_no_file_of_a_run(out)
+    path = write([read(folder) for folder in args.runs], out, ranks=args.ranks)
     sys.stdout.write(f"{path}\n")
     return 0

@@ -45,6 +45,7 @@ def run(
     options: Mapping[str, Any] | None = None,
     on_error: OnError | None = None,
     on_note: OnNote | None = None,
+    overwrite: bool = False,
 ) -> Run:
     """Run `main(comm, **parameters)` on virtual ranks and return what they recorded.
 
@@ -70,6 +71,7 @@ def run(
         options: how an unmodified program is run: see `spawnsim.virtual.programs.Script`.
         on_error: is given the error that the run is going to raise, before the ranks' `finally` blocks run.
         on_note: is given a sentence when a rank computes for long without a call, with its line.
+        overwrite: whether a run that `out` holds may be lost.
 
     Raises:
         ParameterError: a parameter has no meaning; nothing ran.
@@ -77,11 +79,11 @@ def run(
         SpawnsimError: another way in which a run can end, such as `Deadlock`.
     """
     _check(ranks, seed, deadline_s)
+    place = None if out is None else _free(out, overwrite)
     if isinstance(main, (str, Path)) and _whole(Path(main)):
         return _run_whole(
             Path(main), argv, options, ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
-            compute=compute, out=None if out is None else Path(out), deadline_s=deadline_s, progress=progress,
-            on_error=on_error, on_note=on_note,
+            compute=compute, out=place, deadline_s=deadline_s, progress=progress, on_error=on_error, on_note=on_note,
         )  # fmt: skip
     task = program(main, parameters)
     deadline_s = 30.0 if deadline_s is None else deadline_s
@@ -89,14 +91,33 @@ def run(
         task, backend="virtual", ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
         compute=compute, deadline_s=deadline_s,
     )  # fmt: skip
-    keeper = Keeper(what, None if out is None else Path(out), on_error)
+    setting: dict[str, Any] = {
+        "ranks": ranks, "platform": platform, "stragglers": stragglers, "faults": faults, "seed": seed,
+        "compute_s": compute, "deadline_s": deadline_s,
+    }  # fmt: skip
+    if place is not None:
+        require_possible(**setting)
+    keeper = Keeper(what, place, on_error)
     with keeper, _bar(progress, task, keeper.recorder, ranks) as told:
         keeper.counted = _simulate(
-            task, ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
-            recorder=keeper.recorder, compute_s=compute, deadline_s=deadline_s, progress=told, on_error=keeper.tell,
-            on_note=on_note,
-        )  # fmt: skip
+            task, recorder=keeper.recorder, progress=told, on_error=keeper.tell, on_note=on_note, **setting
+        )
     return keeper.run
+
+
+def _free(out: str | Path, overwrite: bool) -> Path:
+    from spawnsim.record import folder
+
+    place = folder.named(out)
+    folder.require_free(place, overwrite=overwrite)
+    return place
+
+
+def require_possible(**setting: Any) -> None:
+    """Raise `ParameterError` for circumstances that cannot be, before a run folder is touched."""
+    from spawnsim.virtual import Setting
+
+    Setting(**setting).parts()
 
 
 def _whole(path: Path) -> bool:

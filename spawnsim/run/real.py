@@ -90,6 +90,7 @@ class Shards:
         )
         journal.counted = self._counted
         if job.out is not None:
+            comm.Barrier()  # all have seen that the folder is free
             if comm.Get_rank() == 0:
                 folder.begin(job.out, self.what)
             comm.Barrier()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim.errors import ParameterError
-from spawnsim.run.building import Keeper, OnError, OnNote, Progress, aborting, listener
+from spawnsim.run.building import Keeper, OnError, OnNote, Progress, aborting, listener, require_possible
 from spawnsim.run.program import has_main, tree_of
 from spawnsim.run.result import Run
 
@@ -58,13 +58,16 @@ def run_unmodified(
 
     `run.what["notes"]` and `run.what["warnings"]` hold what the user should know, a sentence each.
     """
-    from spawnsim.virtual.programs import run_program
+    from spawnsim.virtual.programs import Cost, run_program
 
     deadline_s = math.inf if deadline_s is None else deadline_s
     what = script.describe(circumstances | {"deadline_s": None if math.isinf(deadline_s) else deadline_s})
     what |= {"notes": [NO_COST] if circumstances["compute"] in (None, "none") else [], "warnings": []}
-    keeper = Keeper(what, out, on_error)
     given = {"compute_s": circumstances.pop("compute"), "deadline_s": deadline_s, **circumstances}
+    if out is not None:
+        Cost.of(given["compute_s"])
+        require_possible(**given | {"compute_s": 0.0})
+    keeper = Keeper(what, out, on_error)
     with keeper, listener(progress, keeper.recorder, given["ranks"]) as told, aborting():
         keeper.counted = run_program(
             script.path, script.argv, recorder=keeper.recorder, progress=told, warn=what["warnings"],
