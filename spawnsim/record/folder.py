@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import numpy as np
 
 from spawnsim.errors import ParameterError
 from spawnsim.record import journal
+from spawnsim.record.manifest import INPUTS, Files, keep
 from spawnsim.record.plain import document
 from spawnsim.record.recorder import Event
 from spawnsim.record.table import Table
@@ -78,12 +80,14 @@ def prepare(folder: Path) -> None:
         raise ParameterError(f"cannot write to the run folder {folder}")
 
 
-def begin(folder: Path, what: Mapping[str, Any]) -> None:
+def begin(folder: Path, what: Mapping[str, Any], inputs: Files | None = None) -> None:
     """Open a run folder for a run: what an earlier one left there goes, and run.json says "running"."""
     prepare(folder)
     for name in (METRICS, EVENTS):
         (folder / name).unlink(missing_ok=True)
     journal.discard(folder)
+    shutil.rmtree(folder / INPUTS, ignore_errors=True)
+    keep(folder, inputs or {})
     write_manifest(folder, {"what": what, "totals": {}, "outcome": RUNNING})
 
 

@@ -20,10 +20,12 @@ from spawnsim.run.result import FINISHED, Run, totals_of
 
 if TYPE_CHECKING:
     from spawnsim.record import Journal, Recorder
+    from spawnsim.record.manifest import Files
 
 OnError = Callable[[BaseException], None]
 OnNote = Callable[[str], None]
 LEAST_B = 20_000  # that a rank takes which does nothing; docs/figures.md
+FILES_OF = ("platform", "stragglers", "faults", "compute")  # circumstances that files may describe
 Progress = Callable[[float, int, int], None]
 """Called now and then with virtual seconds, ranks that have finished, and ranks."""
 
@@ -87,7 +89,7 @@ def run(
         )  # fmt: skip
     task = program(main, parameters)
     deadline_s = 30.0 if deadline_s is None else deadline_s
-    what = describe(
+    what, inputs = describe(
         task, backend="virtual", ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
         compute=compute, deadline_s=deadline_s,
     )  # fmt: skip
@@ -97,7 +99,7 @@ def run(
     }  # fmt: skip
     if place is not None:
         require_possible(**setting)
-    keeper = Keeper(what, place, on_error)
+    keeper = Keeper(what, place, on_error, inputs)
     with keeper, _bar(progress, task, keeper.recorder, ranks) as told:
         keeper.counted = _simulate(
             task, recorder=keeper.recorder, progress=told, on_error=keeper.tell, on_note=on_note, **setting
@@ -188,29 +190,42 @@ def memory_B() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def describe(task: Program, *, backend: str, **circumstances: Any) -> dict[str, Any]:
-    """Return the "what" of run.json."""
+def describe(task: Program, *, backend: str, **circumstances: Any) -> tuple[dict[str, Any], Files]:
+    """Return the "what" of run.json, and the files that the run depends on."""
+    from spawnsim.record import manifest
+
+    named = manifest.program(task.main) | {"parameters": task.parameters, "backend": backend}
+    return describe_named(named, manifest.path_of(task.main), **circumstances)
+
+
+def describe_named(
+    named: Mapping[str, Any], file: Path | None, **circumstances: Any
+) -> tuple[dict[str, Any], Files]:
+    """Return the same for a program in a file of which there is a name, parameters and so on."""
     from spawnsim.record import manifest
     from spawnsim.record.plain import document
 
-    what = manifest.program(task.main) | {"parameters": document(task.parameters), "backend": backend}
-    what |= {name: document(value) for name, value in circumstances.items()}
-    return what | {"versions": manifest.versions()}
+    what = {name: document(value) for name, value in (dict(named) | circumstances).items()}
+    inputs = manifest.inputs(file, **{name: circumstances.get(name) for name in FILES_OF})
+    about = {"inputs": manifest.digests(inputs), "versions": manifest.versions(), "made": manifest.made()}
+    return what | about, inputs
 
 
 class Keeper:
     """Keeps what a run records: writes the run folder when the `with` block ends, in whatever way it ends."""
 
-    def __init__(self, what: Mapping[str, Any], out: Path | None, on_error: OnError | None = None) -> None:
+    def __init__(
+        self, what: Mapping[str, Any], out: Path | None, on_error: OnError | None, inputs: Files
+    ) -> None:
         from spawnsim.record import Journal, Recorder, folder, journal
 
-        self.what, self.out = dict(what), out
+        self.what, self.out, self._inputs = dict(what), out, inputs
         self.recorder: Recorder | Journal = Recorder()
         self._on_error = on_error
         self.counted: Any = None  # a dataclass, once the building has counted
         self._run: Run | None = None
         if out is not None:
-            folder.begin(out, what)
+            folder.begin(out, what, inputs)
             self.recorder = Journal(journal.shard(out), prompt=False)
 
     @property
@@ -225,6 +240,7 @@ class Keeper:
         table, events = recorder.table(), recorder.events()
         counted = dataclasses.asdict(self.counted) if self.counted is not None else {}
         self.what |= reproducible(self.what, counted.get("leaks", ()))
+        add_late(self.what, self._inputs, self.out)
         totals = totals_of(table, events, {"ranks": self.what.get("ranks")} | counted)
         return Run(self.what, table, events, totals, outcome)
 
@@ -280,6 +296,19 @@ def reproducible(what: Mapping[str, Any], leaks: Sequence[str]) -> dict[str, Any
     measured = str(what.get("compute")).startswith("measured")
     found = [*(["computing was measured"] if measured else []), *leaks]
     return {"reproducible": not found, "leaks": found}
+
+
+def add_late(what: dict[str, Any], inputs: Files, out: Path | None) -> None:
+    """Add what is known once a program has run: modules that it imported by computed names, its threads."""
+    from spawnsim.record import manifest
+
+    file = inputs.get(f"program/{what.get('file')}")
+    late = {} if file is None else manifest.late_files(file)
+    new = {name: path for name, path in late.items() if name not in what["inputs"]}
+    if out is not None:
+        manifest.keep(out, new)
+    what["inputs"] = what["inputs"] | manifest.digests(new)
+    what["made"] = what["made"] | {"threads": manifest.threads()}
 
 
 def outcome_of(error: BaseException | None) -> str:
