@@ -9,7 +9,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from spawnsim.plots.source import read
+from spawnsim.plots.cli import add_grouping
+from spawnsim.plots.source import grouped, read
 from spawnsim.record.folder import named, require_no_file_of_a_run
 from spawnsim.report.page import render
 
@@ -24,10 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", default="report.html", metavar="FILE", help="the page (default: %(default)s)"
     )
+    add_grouping(parser)
     args = parser.parse_args(argv)
     out = named(args.out)
     require_no_file_of_a_run(out)
-    text = render([read(folder) for folder in args.runs], args.title)
+    text = render(grouped([read(folder) for folder in args.runs], args.by, args.label), args.title)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     sys.stdout.write(f"{out}\n")
