@@ -158,7 +158,7 @@ def panel(found: Groups, name: str, over: str, ax: Axes) -> dict[str, Curve]:
 def lines_caption(found: Groups, curves: Sequence[Curve], one: str) -> str:
     """Return what the lines and bands of a figure are; `one` says it of a single run."""
     counts = sorted({info.runs for info in curves})
-    parts = [one] if counts[0] == 1 else []
+    parts = [f"{'one run: ' * (len(counts) > 1)}{one}"] if one and counts[0] == 1 else []
     few, many = [n for n in counts if 1 < n < FEW], [n for n in counts if n >= FEW]
     if few:
         parts.append(f"thin: each of {_range(few)} seeds; thick: their median, while all go on")

@@ -315,6 +315,10 @@ def _distinct(runs: Sequence[Recorded], name: str) -> list[str]:
     return list(dict.fromkeys(found[name].shown for found in known if name in found))
 
 
+def _by_size(seed: str) -> tuple[int, str]:
+    return len(seed), seed
+
+
 def setting(runs: Sequence[Recorded]) -> str:
     """Return who ran where: ranks, platform, stragglers, faults, seeds; for the caption below a figure."""
     parts = []
@@ -327,9 +331,7 @@ def setting(runs: Sequence[Recorded]) -> str:
     for name, word in (("platform", ""), ("stragglers", "stragglers "), ("faults", "")):
         values = _distinct(virtual, name)
         parts += [word + " / ".join(values[:4]) + " …" * (len(values) > 4)] if values else []
-    seeds = [
-        seed for seed in dict.fromkeys(str(run.what.get("seed")) for run in runs) if seed not in ("", "None")
-    ]
+    seeds = sorted({str(run.what["seed"]) for run in runs if run.what.get("seed") is not None}, key=_by_size)
     if seeds:
         parts.append(
             f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds ({seeds[0]} … {seeds[-1]})"
