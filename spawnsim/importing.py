@@ -1,4 +1,4 @@
-"""Being told when a module has been loaded, before anybody can use it.
+"""Being told when a module has been loaded, before anybody can use it; and which names were imported.
 
 This room knows Python's import system and nothing else.
 """
@@ -11,6 +11,24 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 from typing import Any
+
+_before: set[str] = set()
+_of_ranks: set[str] = set()
+
+
+def notice_imports() -> None:
+    """Remember which modules there are before the first program of this process is loaded."""
+    _before.update(sys.modules if not _before else ())
+
+
+def of_a_rank(name: str) -> None:
+    """Remember a module that virtual ranks import each for itself: `sys.modules` holds it for as long as one runs."""
+    _of_ranks.add(name)
+
+
+def imported_names() -> frozenset[str]:
+    """Return the first parts of the names of all modules that were imported since, in whatever way."""
+    return frozenset(name.partition(".")[0] for name in {*sys.modules, *_of_ranks} - _before)
 
 
 @contextmanager

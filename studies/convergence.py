@@ -1,4 +1,4 @@
-"""Convergence of the policies over seeds: median over ranks, then over seeds, with bootstrap intervals.
+"""Convergence of the policies over seeds: median over ranks, then over seeds, with intervals.
 
 spawnsim study convergence [--quick] [--jobs N]
 """
@@ -11,7 +11,7 @@ CLUSTER = {"platform": "ethernet-10g", "stragglers": "lognormal:0.3", "compute":
 
 
 def study(context: Context) -> None:
-    """Run policies × seeds, draw curves over seeds, print final accuracies with 90 % intervals."""
+    """Run policies × seeds, draw curves over seeds, print final accuracies with their intervals over seeds."""
     learning = {
         "policy": POLICIES,
         "iterations": [40 if context.quick else 200],
@@ -24,13 +24,14 @@ def study(context: Context) -> None:
     runs = [each.run for each in results]
     for name in ("accuracy", "loss"):
         context.save(convergence.figure(runs, name), f"convergence-{name}")
-    first = [each.run for each in results if each.cell.seed == 0]
-    context.save(diversity.figure(first), "diversity")
+    context.save(diversity.figure(runs), "diversity")
     context.save_table([final(policy, results) for policy in POLICIES], "final")
     for policy in POLICIES:
         found = final(policy, results)
         context.say(
-            "{policy:10} accuracy {median:.3f} ({low:.3f} to {high:.3f}, {seeds} seeds)".format(**found)
+            "{policy:10} accuracy {median:.3f} ({kind}: {low:.3f} to {high:.3f}, {seeds} seeds)".format(
+                **found
+            )
         )
 
 
@@ -38,4 +39,4 @@ def final(policy, results):
     """The accuracy at the end: median over ranks per seed, then median and interval over seeds."""
     runs = [each.run for each in results if each.cell.parameters["policy"] == policy]
     ends = [series.spread_at_end(run.table, "accuracy")[1] for run in runs]
-    return {"policy": policy, "seeds": len(runs)} | series.bootstrap_median(ends)._asdict()
+    return {"policy": policy, "seeds": len(runs)} | series.over_seeds(ends)._asdict()

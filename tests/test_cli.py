@@ -207,6 +207,97 @@ def test_the_bar_counts_rows_where_it_knows_how_many_there_will_be() -> None:
             assert bar._bar.desc == "0.5 virtual s, 3/4 ranks done"
 
 
+# ---------------------------------------------------------------------------------------- runs that are there already
+@pytest.mark.usefixtures("paper")
+def test_a_run_is_overwritten_only_on_demand(train: Path, tmp_path: Path) -> None:
+    """A folder that holds a run is refused before anything happens to it; `--overwrite` takes it."""
+    command = ["run", str(train), "-n", "2", "--quiet", "--out", str(tmp_path / "a")]
+    assert cli.main([*command, "--seed", "9"]) == 0
+    assert cli.main(command) == 2
+    assert spawnsim.Run.load(tmp_path / "a").what["seed"] == 9
+    assert cli.main([*command, "--overwrite"]) == 0
+    assert spawnsim.Run.load(tmp_path / "a").what["seed"] == 0
+    with pytest.raises(ParameterError, match="holds a run already"):
+        spawnsim.run(train, ranks=2, out=tmp_path / "a")
+
+
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_the_launcher_refuses_a_folder_that_holds_a_run(
+    train: Path, tmp_path: Path, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, before any process is started."""
+    (tmp_path / "metrics.npz").touch()
+    command = ["run", str(train), "--backend", backend, "-n", "2", "--out", str(tmp_path)]
+    assert cli.main(command) == 2
+    assert "holds a run already (metrics.npz)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "typo",
+    [
+        ["--platform", "nosuch"],
+        ["--faults", "crash:9@1s"],
+        ["--straggler", "nosuch:1"],
+        ["--compute", "soon"],
+    ],
+)
+@pytest.mark.parametrize("text", [PROGRAM, "from mpi4py import MPI\n"])
+def test_a_run_that_is_refused_leaves_the_old_one(tmp_path: Path, typo: list[str], text: str) -> None:
+    """Whatever an option names that does not exist, `--overwrite` has not begun yet; no new folder is made either."""
+    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "old").mkdir()
+    for name in ("run.json", "metrics.npz", "events.jsonl"):
+        (tmp_path / "old" / name).write_text("old")
+    for place in ("old", "new"):
+        command = [
+            "run",
+            str(tmp_path / "train.py"),
+            "-n",
+            "2",
+            "--overwrite",
+            "--out",
+            str(tmp_path / place),
+        ]
+        assert cli.main([*command, *typo]) == 2
+    assert {path.read_text() for path in (tmp_path / "old").iterdir()} == {"old"}
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.usefixtures("paper")
+@pytest.mark.parametrize("command", ["run", "study", "plot", "report", "trace"])
+def test_a_place_without_a_name_is_refused(
+    train: Path,
+    tmp_path: Path,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`--out ""` was this folder."""
+    monkeypatch.chdir(tmp_path)
+    train.write_text(PROGRAM + "def study(context): ...\n")
+    spawnsim.run(train, ranks=1, out="a")
+    given = {"run": [str(train), "-n", "2"], "study": [str(train)]}.get(command, ["a"])
+    before = sorted(path for path in tmp_path.rglob("*") if path.suffix != ".pyc")
+    assert cli.main([command, *given, "--out", ""]) == 2
+    assert "--out ''" in capsys.readouterr().err
+    assert sorted(path for path in tmp_path.rglob("*") if path.suffix != ".pyc") == before
+
+
+@pytest.mark.usefixtures("paper")
+@pytest.mark.parametrize("command", ["report", "trace", "study"])
+def test_no_command_writes_over_a_run(
+    train: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A page or a trace named as a run's file, a study in a run's folder: one line, and the run is whole."""
+    train.write_text(PROGRAM + "def study(context): ...\n")
+    spawnsim.run(train, ranks=2, out=tmp_path / "a")
+    out = tmp_path / "a" / ("" if command == "study" else "run.json")
+    given = train if command == "study" else tmp_path / "a"
+    assert cli.main([command, str(given), "--out", str(out)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert spawnsim.Run.load(tmp_path / "a").table.rows == 6
+
+
 # ------------------------------------------------------------------------------------------- on the command line
 @pytest.mark.usefixtures("paper")
 def test_run_prints_its_totals(train: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -18,7 +20,8 @@ from matplotlib.figure import Figure
 from spawnsim import plots
 from spawnsim.errors import ParameterError
 from spawnsim.plots import convergence, diversity, lineage, raster, replacement, series, style, timeuse
-from spawnsim.plots.source import label, setting
+from spawnsim.plots.source import Groups, facts, grouped, setting
+from spawnsim.run import Run
 
 
 def table(**columns: list[float]) -> dict[str, np.ndarray]:
@@ -86,7 +89,7 @@ def test_the_bootstrap_is_seeded_and_brackets_the_median():
     np.testing.assert_array_equal(once, again)
     assert (once[1] <= once[0]).all()
     assert (once[0] <= once[2]).all()
-    assert series.bootstrap_median([0.5]) == (0.5, 0.5, 0.5)
+    assert series.bootstrap_median([0.5]) == (0.5, 0.5, 0.5, "90 % interval")
 
 
 def test_the_bootstrap_covers_the_true_median_about_as_often_as_it_says():
@@ -103,6 +106,150 @@ def test_sums_and_last_values_are_per_rank():
     assert series.per_rank_last(mixed, "x").tolist() == [2, 5]
 
 
+# ----------------------------------------------------------------------------------------------- experiments
+
+
+def made(seed: int = 0, *, outcome: str = "finished", real: bool = False, **what: Any) -> Run:
+    """Return a short run with these entries of run.json; `parameters` are added to the policy."""
+    run = synthetic.run(ranks=12, iterations=int(what.pop("iterations", 20)), seed=seed, real=real)
+    parameters = {"policy": "selective"} | what.pop("parameters", {})
+    totals = {
+        **run.totals,
+        "ranks": what.get("ranks", 12),
+        "digest": f"{seed}{sorted(what.items())}{parameters}",
+    }
+    return dataclasses.replace(
+        run, what={**run.what, "parameters": parameters} | what, outcome=outcome, totals=totals
+    )
+
+
+def names(found: Groups) -> list[tuple[str, int]]:
+    """Return what stands in the legend, and of how many runs each curve is made."""
+    return [(group.label, len(group.runs)) for group in found]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shown"),
+    [
+        ({"parameters": {"ratio": 0.05}}, {"parameters": {"ratio": 0.5}}, ["ratio 0.05", "ratio 0.5"]),
+        ({"parameters": {"policy": None}}, {"parameters": {"policy": "average"}}, ["none", "average"]),
+        ({"ranks": 12}, {"ranks": 1000}, ["12 ranks", "1,000 ranks"]),
+        ({"platform": "/a/net.toml"}, {"platform": None}, ["net", "default platform"]),
+        ({"stragglers": None}, {"stragglers": "pareto:2"}, ["no stragglers", "pareto:2"]),
+        ({"faults": "crash:1@2s"}, {"faults": None}, ["faults crash:1@2s", "no faults"]),
+        ({"compute": "5 ms"}, {"compute": 0.01}, ["compute 5 ms", "compute 0.01"]),
+        ({"deadline_s": 30.0}, {"deadline_s": 3.0}, ["deadline 30", "deadline 3"]),
+        ({"file": "a.py"}, {"file": "b.py"}, ["a", "b"]),
+        ({"versions": {"torch": "2.1"}}, {"versions": {"torch": "2.2"}}, ["torch 2.1", "torch 2.2"]),
+        ({"inputs": {"platform/x": "12ab9"}}, {"inputs": {"platform/x": "34cd9"}}, ["x 12ab", "x 34cd"]),
+        ({"inputs": {"program/h.py": "12ab9"}}, {"inputs": {"program/h.py": "34cd9"}}, ["h.py 12ab", "h.py 34cd"]),
+        ({"backend": "virtual"}, {"backend": "torch"}, ["selective", "selective (real torch)"]),
+    ],
+)  # fmt: skip
+def test_runs_that_differ_in_anything_but_their_seed_are_other_experiments(
+    one: dict[str, Any], other: dict[str, Any], shown: list[str]
+):
+    """Each has its curve, named by what differs; seeds of one experiment share a curve."""
+    found = grouped([made(0, **one), made(1, **other), made(1, **one), made(2, **one)])
+    assert names(found) == [(shown[0], 3), (shown[1], 1)]
+
+
+def test_how_a_run_was_made_is_no_experiment():
+    """Date, command, machine, threads and what was noticed do not tell curves apart."""
+    found = grouped([
+        made(0, made={"date": "today", "threads": 2}, leaks=["time"], notes=["x"]), made(1, made={}, leaks=[], notes=[])
+    ])  # fmt: skip
+    assert names(found) == [("selective", 2)]
+
+
+def test_a_run_named_twice_counts_once():
+    """An interval over copies would have no width; the same seed of another digest is a run of its own."""
+    run = made(1)
+    other = dataclasses.replace(run, totals={**run.totals, "digest": "another"})
+    assert names(grouped([run, run, other])) == [("selective", 2)]
+
+
+def test_a_user_may_pool_and_name():
+    """`by` alone tells groups apart, and the caption says what was pooled; labels are given once per group."""
+    runs = [made(seed, parameters={"ratio": ratio, "every": 5}) for ratio in (0.1, 0.5) for seed in (0, 1)]
+    pooled = grouped(runs, by=["every"])
+    assert names(pooled) == [("every 5", 4)]
+    assert "curves pool runs that differ in ratio" in pooled.caption()
+    assert names(grouped(runs, by=["seed"])) == [("seed 0", 2), ("seed 1", 2)]
+    assert names(grouped(runs, labels=["few", "many"])) == [("few", 2), ("many", 2)]
+    with pytest.raises(ParameterError, match=r"3 labels for 2 curves: ratio 0\.1; ratio 0\.5"):
+        grouped(runs, labels=["a", "b", "c"])
+    with pytest.raises(ParameterError, match="labels a, a: give each curve one of its own"):
+        grouped(runs, labels=["a", "a"])
+    with pytest.raises(
+        ParameterError, match="--by rank: no run tells that; these runs differ in seed, ratio"
+    ):
+        grouped(runs, by=["rank"])
+
+
+def test_groups_of_one_label_are_told_apart():
+    """Long values that read alike are numbered."""
+    long = "x" * 40
+    found = grouped([made(parameters={"text": f"{long}{end}"}) for end in "ab"])
+    assert [group.label[-6:] for group in found] == ["xxxxx…", "xx… (2)"[-6:]]
+    assert len({group.label for group in found}) == 2
+
+
+def test_the_same_names_of_parameters_and_circumstances_are_kept_apart():
+    """A parameter of main called "ranks" does not hide the number of ranks."""
+    found = facts(made(parameters={"ranks": 3}))
+    assert (found["ranks"].shown, found["main's ranks"].shown) == ("12 ranks", "ranks 3")
+
+
+def test_three_ratios_of_one_seed_are_no_interval():
+    """They were drawn as one line with a "90 % bootstrap interval over 3 seeds"."""
+    drawn = convergence.figure([made(0, parameters={"ratio": ratio}) for ratio in (0.05, 0.1, 0.5)], "loss")
+    assert drawn.get_suptitle() == "Loss on own data by ratio"
+    assert "band: 10–90 % of ranks" in drawn.get_supxlabel()
+    assert "bootstrap" not in drawn.get_supxlabel()
+    assert {text.get_text() for text in drawn.axes[1].texts} == {"ratio 0.05", "ratio 0.1", "ratio 0.5"}
+
+
+@pytest.mark.parametrize(
+    ("seeds", "says"), [(4, "thin: each of 4 seeds"), (5, "90 % bootstrap interval over 5 seeds")]
+)
+def test_few_seeds_are_drawn_one_by_one(seeds: int, says: str):
+    """Below five an interval would be a grander name for the least and the largest."""
+    found = grouped([made(seed, iterations=20 + seed) for seed in range(seeds)])
+    caption = convergence.figure(found, "loss").get_supxlabel()
+    assert says in caption
+    assert ("bootstrap" in caption) == (seeds >= 5)
+    ax = Figure().subplots()
+    (info,) = convergence.panel(found, "loss", "iteration", ax).values()
+    assert len(ax.collections) == (seeds >= 5)  # the band
+    assert (info.x[-1], max(line.get_xdata()[-1] for line in ax.lines)) == (
+        19,
+        18 + seeds,
+    )  # to each seed's end
+
+
+def test_a_number_over_few_seeds_has_its_least_and_largest():
+    """From five on it is the bootstrap's interval, and says so."""
+    assert series.over_seeds([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0, "least to largest")
+    assert series.over_seeds([1.0, 2.0, 3.0, 4.0, 5.0]).kind == "90 % interval"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "mark"),
+    [("RankError: rank 3 raised ValueError: no", "failed"), ("interrupted", "interrupted")],
+)
+def test_a_run_that_did_not_finish_is_marked(outcome: str, mark: str):
+    """In the legend, and with its error in the caption of each figure."""
+    found = grouped([made(0), made(0, outcome=outcome, parameters={"policy": "average"})])
+    assert names(found) == [("selective", 1), (f"average ({mark})", 1)]
+    for _, drawn in plots.figures(found):
+        if "replacement" not in drawn.get_suptitle() and "replaced" not in drawn.get_suptitle():
+            assert f"not finished, shown as far as recorded: average: {outcome}" in " ".join(
+                drawn.get_supxlabel().split("\n")
+            )
+    assert names(grouped([made(0), made(1, outcome=outcome)])) == [("selective (1 of 2 not finished)", 2)]
+
+
 # -------------------------------------------------------------------------------------------- convergence
 
 
@@ -114,13 +261,14 @@ def test_the_curve_is_the_median_over_ranks():
 
 
 def test_seeds_are_compared_where_all_of_them_have_values():
-    """Curves over seeds are cut to the common stretch, and carry their number."""
+    """The median over seeds is that of the common stretch; each seed's own curve is kept to its end."""
     curves = [
         convergence.Curve(np.array(x), *[np.array(y)] * 3)
         for x, y in (([0.0, 2], [1.0, 3]), ([1.0, 3], [5.0, 7]))
     ]
     both = convergence.over_seeds(curves)
     assert (both.x.tolist(), both.median.tolist(), both.runs) == ([1, 2], [3, 4], 2)
+    assert [each.x[-1] for each in both.seeds] == [2, 3]
 
 
 def test_real_seconds_count_from_each_ranks_first_row():
@@ -199,6 +347,30 @@ def test_time_that_is_not_computing_is_exchange():
     assert timeuse.time_use(TWO_RANKS) is None
 
 
+def test_no_panel_of_time_use_is_cropped():
+    """Panels share one height, which the last one used to set for all."""
+    slow, quick = (
+        synthetic.run("average", ranks=9, iterations=40),
+        synthetic.run("none", ranks=9, iterations=10),
+    )
+    drawn = timeuse.figure([slow, quick])
+    assert drawn is not None
+    used = timeuse.time_use(slow.table)
+    assert used is not None
+    assert drawn.axes[0].get_ylim()[1] > (used.compute_s + used.exchange_s).max()
+
+
+def test_time_use_of_many_runs_is_a_page():
+    """Rows of four panels; beyond eight runs one of each curve."""
+    drawn = timeuse.figure([made(seed, parameters={"every": every}) for every in range(5) for seed in (0, 1)])
+    assert drawn is not None
+    assert [ax.get_title(loc="left") for ax in drawn.axes if ax.get_visible()] == [
+        f"every {every}" for every in range(5)
+    ]
+    assert drawn.get_figwidth() < 20
+    assert "of each curve the first run" in drawn.get_supxlabel()
+
+
 def test_imbalance_is_the_excess_of_the_slowest():
     """Iteration 0 takes 1 and 3 s, iteration 1 takes 2 and 2 s: 4 s useful, 1 s lost."""
     found = timeuse.imbalance(TWO_RANKS | table(compute_s=[1, 2, 3, 2]))
@@ -227,6 +399,26 @@ def test_looks_differ_in_colour_and_in_line():
     assert chosen["average"] == style.looks(["average"])["average"]
 
 
+def test_no_two_curves_look_alike():
+    """Colours come again after the sixth, with other dashes and with markers; beyond all pairs is refused."""
+    chosen = style.looks(["none", "average", *map(str, range(30))])
+    assert len({(look.colour, str(look.dashes)) for look in chosen.values()}) == 32
+    first = list(chosen.values())[:7]
+    assert len({look.colour for look in first}) == 7
+    with pytest.raises(ParameterError, match="99 curves in one figure"):
+        style.looks(map(str, range(99)))
+
+
+@given(st.lists(st.floats(-1, 2), min_size=1, max_size=12))
+def test_labels_stay_beside_their_axes(heights: list[float]):
+    """Many lines that end together are named from top to bottom of the panel, and not above it."""
+    gap = 1 / len(heights)
+    placed = sorted(style.within(style.spread(heights, gap), gap))
+    assert placed[0] >= -1e-9
+    assert placed[-1] <= 1 + 1e-9
+    assert all(high - low > 0.999 * gap for low, high in pairwise(placed))
+
+
 def test_captions_say_who_ran_where():
     """Ranks, platform, stragglers and seeds are in the caption."""
     runs = [synthetic.run(ranks=4, seed=seed) for seed in (1, 2)] + [
@@ -236,7 +428,7 @@ def test_captions_say_who_ran_where():
         "4 virtual ranks · 4 real MPI ranks · ethernet-10g · stragglers lognormal:0.3 · 2 seeds (1 … 2)"
     )
     assert setting(runs) == expected
-    assert label(runs[-1]) == "selective (real MPI)"
+    assert [group.label for group in grouped(runs)] == ["selective", "selective (real MPI)"]
 
 
 # ------------------------------------------------------------------------------------------------ drawing
@@ -292,6 +484,20 @@ def test_the_command_writes_figures_of_run_folders(tmp_path: Path, capsys: pytes
         == 0
     )
     assert all(Path(line).stat().st_size > 10_000 for line in capsys.readouterr().out.splitlines())
+
+
+def test_the_command_says_when_there_is_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A run without rows made no figure, no word and status 0; beside others it is named and left out."""
+    run = made(parameters={"policy": "average"})
+    dataclasses.replace(run, table=run.table.where([])).save(tmp_path / "empty")
+    made().save(tmp_path / "full")
+    empty, full, out = (str(tmp_path / name) for name in ("empty", "full", "out"))
+    assert plots.main([empty, "--out", out]) == 2
+    assert "average: no row was recorded" in capsys.readouterr().err
+    assert plots.main([empty, full, "--out", out, "--formats", "png", "--column", "loss"]) == 0
+    told = capsys.readouterr()
+    assert "convergence-loss.png" in told.out
+    assert "average: no row was recorded" in told.err
 
 
 def test_figures_need_no_pyplot():

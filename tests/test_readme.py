@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,11 @@ def test_the_same_file_runs_on_real_ranks(train: Path) -> None:
     """Unchanged, under mpiexec."""
     totals = _totals(train, "--backend", "mpi", "-n", "2")
     assert (totals["ranks"], totals["iterations"]) == (2, 30)
+
+
+def test_its_commands_work_one_after_another() -> None:
+    """No two of them write the same place, which would be refused, and `plot` names runs that were made."""
+    text = README.read_text(encoding="utf-8")
+    made = re.findall(r"--out (\S+)", text)
+    assert len(set(made)) == len(made) > 1
+    assert set(re.findall(r"runs/\w+", text)) == set(made)

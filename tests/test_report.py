@@ -9,11 +9,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import synthetic
 
 from spawnsim import report
-from spawnsim.plots.source import clock_of
+from spawnsim.plots import timeuse
+from spawnsim.plots.source import clock_of, grouped
+from spawnsim.record import Table
 from spawnsim.report import page, trace
 from spawnsim.run import Run
 
@@ -32,7 +35,7 @@ def test_the_page_is_whole_and_loads_nothing(runs: list[Run]):
     html = page.render(runs, "Two policies")
     for text in (
         "Two policies",
-        "Load imbalance",
+        "lost in lockstep",
         "Replacements",
         "0f3c" * 8,
         "54,321",
@@ -69,8 +72,28 @@ def test_text_from_a_run_is_escaped(runs: list[Run]):
 
 def test_runs_of_one_policy_are_told_apart_by_seed():
     """Names in the tables are unique."""
-    found = page.names([synthetic.run("none", ranks=2, iterations=2, seed=seed) for seed in (1, 2, 2)])
-    assert found == ["none, seed 1 (1)", "none, seed 2 (2)", "none, seed 2 (3)"]
+    runs = [synthetic.run("none", ranks=2, iterations=2, seed=seed) for seed in (1, 2, 2)]
+    runs[2] = dataclasses.replace(runs[2], totals={**runs[2].totals, "digest": "another"})
+    assert [name for name, _ in grouped(runs).named] == ["none, seed 1", "none, seed 2", "none, seed 2 (2)"]
+
+
+def test_the_page_begins_with_how_runs_ended(runs: list[Run]):
+    """Outcome, date and command come before all numbers: a run that crashed looked like one that finished."""
+    made = {"date": "2026-11-22T10:00:00+00:00", "command": "spawnsim run train.py --ranks 12", "threads": 2}
+    broken = dataclasses.replace(runs[0], outcome="RankError: rank 3", what={**runs[0].what, "made": made})
+    html = page.render([broken, runs[1]])
+    places = [
+        html.index(text) for text in ("RankError: rank 3</td>", made["date"], made["command"], "54,321")
+    ]
+    assert places == sorted(places)
+    assert "average (failed)" in html
+
+
+def test_the_page_tells_one_share_of_computing(runs: list[Run]):
+    """The table's share is the figure's; what a lockstep would lose is named as such."""
+    used = timeuse.time_use(runs[0].table)
+    assert used is not None
+    assert f"<td>{timeuse.computing_share(used):.0%}</td>" in page.render(runs[:1])
 
 
 def test_the_command_writes_one_file(runs: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -153,6 +176,13 @@ def test_each_replacement_has_a_mark_and_arrows_from_its_donors(runs: list[Run],
 def test_the_first_ranks_alone_can_be_shown(runs: list[Run], tmp_path: Path):
     """`--ranks 2` leaves no thread, mark or arrow of another rank."""
     assert {entry["tid"] for entry in written(runs, tmp_path, ranks=2)} == {0, 1}
+
+
+def test_a_trace_names_ranks_that_did_something(runs: list[Run], tmp_path: Path):
+    """One row of a rank with a large number is a short file: it filled the disk."""
+    table = Table({"rank": np.array([2**31 - 1], np.int32), "time_s": np.ones(1), "loss": np.ones(1)})
+    lonely = Run({}, table, [], {})
+    assert len(written([lonely], tmp_path)) < 10
 
 
 def test_the_trace_command_prints_the_file(

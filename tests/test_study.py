@@ -9,12 +9,15 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import synthetic
 
 from spawnsim import study
 from spawnsim.errors import ParameterError, StudyError, UsageError
+from spawnsim.record import manifest
 from spawnsim.study import Cell, Cost, Store, grid, sweeping
+from spawnsim.study import cell as cell_module
 from spawnsim.study import command as commands
 from spawnsim.study import execute as execution
 
@@ -85,12 +88,129 @@ def test_the_key_covers_what_changes_a_result(program: Path):
     assert dataclasses.replace(base).key != keys[0]
 
 
+HELPED = """
+import importlib
+import helper, pack.inner
+from spawnsim import errors
+
+def main(comm, plugin="plug" + "in"):
+    with comm.compute():
+        value = helper.VALUE + importlib.import_module(plugin).VALUE
+    comm.record(value=value)
+"""
+PLATFORM = '[network]\ntopology = "switch"\n[network.link]\nlatency = "9 us"\nbandwidth = "1 GB/s"\n'
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return a program that stands on other modules, and circumstances that stand in files."""
+    texts = {
+        "program.py": HELPED, "helper.py": "from deep import VALUE\n", "deep.py": "VALUE = 1\n",
+        "pack/__init__.py": "", "pack/inner.py": "from . import inmost\n", "pack/inmost.py": "",
+        "plugin.py": "VALUE = 1\n", "net.toml": PLATFORM, "plan.json": "[]", "unrelated.py": "",
+    }  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    synthetic.run("none", ranks=2, iterations=5).save(tmp_path / "recorded")
+    named = {"platform": "net.toml", "faults": "plan.json", "compute": "recorded"}
+    return tmp_path / "program.py", {role: str(tmp_path / name) for role, name in named.items()}
+
+
+@pytest.mark.parametrize(
+    "edited",
+    [
+        "helper.py",
+        "deep.py",
+        "pack/__init__.py",
+        "pack/inmost.py",
+        "net.toml",
+        "plan.json",
+        "recorded/metrics.npz",
+    ],
+)
+def test_the_key_covers_the_files_that_a_result_depends_on(world: tuple[Path, dict[str, Any]], edited: str):
+    """Modules of the program's folder, whoever imports them; platform, plan and recorded run by what they say."""
+    program, circumstances = world
+    before = Cell(file=program, ranks=2, world=circumstances).key
+    with (program.parent / edited).open("ab") as file:
+        file.write(b"\n")
+    assert Cell(file=program, ranks=2, world=circumstances).key != before
+
+
+def test_the_key_covers_the_library_and_nothing_beside(world: tuple[Path, dict[str, Any]]):
+    """Presets and every room below the figures count; a module that nobody imports does not."""
+    program, circumstances = world
+    before = Cell(file=program, ranks=2, world=circumstances).key
+    program.with_name("unrelated.py").write_text("VALUE = 3")
+    assert Cell(file=program, ranks=2, world=circumstances).key == before
+    root = manifest.PACKAGE
+    covered = {path.relative_to(root).as_posix() for path in cell_module._sources(root)}
+    assert {"errors.py", "spawn_policy.py", "virtual/platform/presets/laptop.toml", "cli/run.py"} <= covered
+    assert {"distributed", "run", "policies", "comm"} <= {path.split("/")[0] for path in covered}
+    assert not any(path.startswith(("plots/", "report/")) for path in covered)
+
+
+class Seventh:
+    """A straggler of a user's own."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+def test_the_key_covers_objects_by_what_they_are(program: Path):
+    """Equal objects give one key, whatever their addresses; other attributes, or another text of the class, do not."""
+    keys = [
+        Cell(file=program, ranks=2, world={"stragglers": Seventh(factor)}).key for factor in (2.0, 2.0, 3.0)
+    ]
+    assert (keys[0] == keys[1], keys[0] == keys[2]) == (True, False)
+    assert (
+        "stragglers/test_study.py" in Cell(file=program, ranks=2, world={"stragglers": Seventh(2.0)}).inputs()
+    )
+
+
+def test_a_module_imported_by_a_computed_name_is_looked_at_again(
+    world: tuple[Path, dict[str, Any]], tmp_path: Path
+):
+    """No key can know it, so the run says what it has loaded, and is made again once that is edited."""
+    program, circumstances = world
+    cells = [Cell(file=program, ranks=2, world=circumstances)]
+    context = study.Context("trial", tmp_path, tmp_path / "out", jobs=1)
+    for value in (1, 1, 5):
+        program.with_name("plugin.py").write_text(
+            "\n" * value + f"VALUE = {value}\n"
+        )  # Python tells edits of one second by size
+        (result,) = context.sweep(cells)
+        assert result.run.table["value"].tolist() == [1 + value] * 2
+    found = result.run.what["inputs"]
+    assert {"program/plugin.py", "program/deep.py", "program/pack/inmost.py", "platform/net.toml"} <= set(
+        found
+    )
+    kept = tmp_path / "out" / "runs" / f"{cells[0].name}-{cells[0].key}" / "inputs"
+    assert {name: manifest.file_digest(kept / name) for name in found} == found
+    assert (kept / "program" / "plugin.py").read_text() == "\n" * 5 + "VALUE = 5\n"
+
+
+def test_a_program_edited_while_a_study_runs_is_refused(program: Path, tmp_path: Path):
+    """What it gives now must not lie under the key of what it was."""
+    cell = cells_of(program)[0]
+    assert cell.key
+    program.write_text(PROGRAM + "# changed\n")
+    with pytest.raises(ParameterError, match="edited since the study began"):
+        execution.execute(cell, tmp_path / "runs")
+
+
 def test_the_key_does_not_depend_on_where_the_file_lies(program: Path, tmp_path: Path):
     """A checkout elsewhere finds the same runs."""
-    (tmp_path / "other").mkdir()
-    copy = tmp_path / "other" / program.name
-    copy.write_text(PROGRAM)
-    assert Cell(file=copy, ranks=2).key == Cell(file=program, ranks=2).key
+    keys = []
+    for folder in (tmp_path / "one", tmp_path / "other"):
+        folder.mkdir()
+        (folder / "program.py").write_text(PROGRAM)
+        (folder / "net.toml").write_text(PLATFORM)
+        keys.append(
+            Cell(file=folder / "program.py", ranks=2, world={"platform": str(folder / "net.toml")}).key
+        )
+    assert keys[0] == keys[1]
 
 
 def test_a_cell_without_a_file_or_ranks_is_refused(program: Path):
@@ -159,8 +279,8 @@ def test_two_studies_at_once_agree(program: Path, tmp_path: Path):
     with store.draft(cell) as folder:
         (folder / "mine").touch()
         store.folder(cell).mkdir()
-        (store.folder(cell) / "theirs").touch()
-    assert [path.name for path in store.folder(cell).iterdir()] == ["theirs"]
+        (store.folder(cell) / "run.json").write_text("{}")
+    assert [path.name for path in store.folder(cell).iterdir()] == ["run.json"]
 
 
 def test_any_executor_carries_a_sweep(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -243,3 +363,21 @@ def test_workers_use_one_thread_each(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(execution.signal, "signal", lambda *_: None)
     execution.prepare()
     assert {os.environ[name] for name in execution.THREAD_VARIABLES} == {"1"}
+
+
+# ------------------------------------------------------------------------------------------- what studies draw
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ([[1, 2, 3], [2, 1, 3]], "The network model decides the ranking"),
+        ([[1, 2, 3], [4, 5, 6]], "rank alike"),
+    ],
+)
+def test_the_networks_figure_says_what_its_bars_say(table: list[list[float]], says: str):
+    """Its title and the size in its caption are those of the data, also of --quick's."""
+    figure = commands.load(commands.find("networks")).__globals__["figure"]
+    drawn = figure(np.array(table, dtype=float), 8, 256 * 2**10)
+    assert says in drawn.get_suptitle()
+    assert "256 KiB" in drawn.get_supxlabel()

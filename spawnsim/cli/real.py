@@ -29,12 +29,15 @@ TURN_S = 0.5  # how long ranks other than 0 leave it to rank 0 to speak
 def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
     """Run the program for real and return the exit code."""
     from spawnsim.real.launching.launch import recognise
+    from spawnsim.record.folder import named
 
     unfit = [name for name in VIRTUAL_ONLY if getattr(options, name) is not None]
     if unfit:
         raise ParameterError(
             f"--{unfit[0]} describes virtual ranks; --backend {options.backend} takes real time"
         )
+    if options.out is not None:
+        options.out = named(options.out)
     if options.survive and options.backend != "mpi":
         raise ParameterError("--survive: torch.distributed outlives no rank; take --backend mpi")
     here = recognise()
@@ -50,13 +53,17 @@ def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
 def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
     from spawnsim.options import arguments_of
     from spawnsim.real.launching.launch import start
+    from spawnsim.record.folder import require_free
 
     require_main(options.file)  # else each rank would say so
+    if options.out is not None:
+        require_free(options.out, overwrite=options.overwrite)
     arguments = [
         "--backend", options.backend, "--seed", str(options.seed), "--deadline", str(options.deadline),
         *arguments_of(parameters), *(["--json"] if options.json else []), *(["--quiet"] if options.quiet else []),
         *(["--progress"] if _wants_bar(options) else []),
         *(["--out", str(options.out)] if options.out is not None else []),
+        *(["--overwrite"] if options.overwrite else []),
     ]  # fmt: skip
     ended = start(options.file, options.ranks, arguments, survive=options.survive)
     kept = ""
@@ -72,6 +79,7 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
     from spawnsim.real.launching.keeper import keep
     from spawnsim.real.launching.launch import require_fit
     from spawnsim.real.launching.roll import ENDED, SURVIVE, scratch, sign, sign_stage
+    from spawnsim.record.folder import require_free
 
     keep(here.rank, os.environ)  # from here on this is the rank, and its parent its keeper
     sign(here.rank, os.environ, os.getpid())
@@ -82,6 +90,8 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
         try:
             if options.backend == "mpi":
                 require_fit(here)
+            if options.out is not None:  # each rank looks before any of them has begun to write
+                require_free(options.out, overwrite=options.overwrite)
             job = Job(
                 program(options.file, parameters), options.backend, out=options.out or scratch(os.environ),
                 seed=options.seed, deadline_s=options.deadline, progress=_wants_bar(options),

@@ -44,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
             faults=options.faults,
             seed=options.seed,
             out=options.out,
+            overwrite=options.overwrite,
             compute=options.compute,
             deadline_s=options.deadline,
             progress=options.progress or (sys.stderr.isatty() and not options.quiet),
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def show(result: Run, *, as_json: bool, quiet: bool, out: Path | None) -> None:
+def show(result: Run, *, as_json: bool, quiet: bool, out: str | Path | None) -> None:
     """Print the totals of a run that has finished."""
     if as_json:
         print(json.dumps(dict(result.totals)))
@@ -155,7 +156,8 @@ def parser() -> Parser:
         help="of --backend mpi: the job goes on when ranks die, if its program catches RankFailed, Revoked and Timeout "
         "and calls comm.recover(); virtual ranks always do",
     )
-    add("--out", type=Path, metavar="DIR", help="run folder to write: run.json, metrics.npz, events.jsonl")
+    add("--out", metavar="DIR", help="run folder to write: run.json, metrics.npz, events.jsonl")
+    add("--overwrite", action="store_true", help="the run that the folder holds may be lost")
     add("--json", action="store_true", help="print the totals as one JSON object, and nothing else")
     add("--quiet", action="store_true", help="no progress bar, no totals")
     add("--progress", action="store_true", help="a progress bar (of rank 0) also where there is no terminal")

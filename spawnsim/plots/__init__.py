@@ -11,16 +11,19 @@ from __future__ import annotations
 from spawnsim.plots import convergence, diversity, gallery, lineage, raster, replacement, series, timeuse
 from spawnsim.plots.cli import main
 from spawnsim.plots.gallery import figures, save_all
-from spawnsim.plots.source import Recorded, read
+from spawnsim.plots.source import Group, Groups, Recorded, grouped, read
 from spawnsim.plots.style import FORMATS, save, talk
 
 __all__ = [
     "FORMATS",
+    "Group",
+    "Groups",
     "Recorded",
     "convergence",
     "diversity",
     "figures",
     "gallery",
+    "grouped",
     "lineage",
     "main",
     "raster",

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from spawnsim.plots.gallery import save_all
-from spawnsim.plots.source import read
+from spawnsim.plots.source import grouped, read
 from spawnsim.plots.style import FORMATS
+from spawnsim.record.folder import named
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,8 +26,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--column", action="append", default=[], help="metric to draw; may be given more than once"
     )
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=("png", "pdf", "svg"))
+    add_grouping(parser)
     args = parser.parse_args(argv)
-    runs = [read(folder) for folder in args.runs]
-    for path in save_all(runs, args.out, args.column, args.formats):
-        sys.stdout.write(f"{path}\n")
-    return 0
+    out = named(args.out)
+    found = grouped([read(folder) for folder in args.runs], args.by, args.label)
+    silent = [name for name, run in found.named if not len(run.table["rank"])]
+    paths = save_all(found, out, args.column, args.formats)
+    sys.stdout.writelines(f"{path}\n" for path in paths)
+    if silent:
+        sys.stderr.write(f"spawnsim: {', '.join(silent)}: no row was recorded, so there is nothing to draw\n")
+    elif not paths:
+        sys.stderr.write("spawnsim: no column of numbers was recorded, so there is nothing to draw\n")
+    return 0 if paths else 2
+
+
+def add_grouping(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which runs share a curve, and how curves are called."""
+    parser.add_argument(
+        "--by", action="append", default=[], metavar="NAME",
+        help="what alone tells curves apart: a parameter of main, ranks, platform, stragglers, seed, …; repeatable "
+        "(default: all that differ but the seed)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--label",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a curve's name, once per curve, in order",
+    )

@@ -5,16 +5,18 @@ This room knows curves; it must not know policies' insides. `curve` is pure, `dr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from spawnsim.errors import ParameterError
 from spawnsim.plots import style
 from spawnsim.plots.series import (
     BAND,
+    FEW,
     Floats,
     Table,
     bootstrap_medians,
@@ -22,19 +24,34 @@ from spawnsim.plots.series import (
     quantiles,
     resampled,
 )
-from spawnsim.plots.source import REAL, Recorded, clock_of, is_real, label, setting
+from spawnsim.plots.source import Group, Groups, Recorded, clock_of, grouped, is_real
 
-QUANTITIES = {"loss": "training loss", "accuracy": "test accuracy", "wait_s": "waiting time (s)"}
+BANDS = 6  # of more curves none has its band drawn: they would be one brown area
+QUANTITIES = {"loss": "loss on own data", "accuracy": "test accuracy", "wait_s": "waiting time (s)"}
 
 
 class Curve(NamedTuple):
-    """A centre line with its band: `x`, `median`, `low`, `high`, each (points,) float64; `runs` is how many seeds."""
+    """A centre line with its band: `x`, `median`, `low`, `high`, each (points,) float64.
+
+    Of several seeds, `seeds` are their curves, each as long as it is.
+    """
 
     x: Floats
     median: Floats
     low: Floats
     high: Floats
-    runs: int = 1
+    seeds: tuple[Curve, ...] = ()
+
+    @property
+    def runs(self) -> int:
+        """How many seeds it is made of."""
+        return len(self.seeds) or 1
+
+    @property
+    def end(self) -> float:
+        """The height at which it ends; where its seeds have no stretch in common, that of the longest one."""
+        longest = max(self.seeds, key=lambda each: each.x[-1], default=self)
+        return float((self if len(self.median) else longest).median[-1])
 
 
 def curve(table: Table, name: str, *, over: str = "time_s", band: tuple[float, float] = BAND) -> Curve:
@@ -42,6 +59,8 @@ def curve(table: Table, name: str, *, over: str = "time_s", band: tuple[float, f
     grid = carried_forward(table, name, over)
     low, median, high = quantiles(grid, (band[0], 0.5, band[1]))
     known = ~np.isnan(median)
+    if not known.any():
+        raise ParameterError(f"column {name!r}: fewer than half of the ranks have a number, at any time")
     return Curve(grid.x[known], median[known], low[known], high[known])
 
 
@@ -60,31 +79,44 @@ def training_s(run: Recorded) -> float:
 
 
 def over_seeds(curves: Sequence[Curve], *, level: float = 0.9, seed: int = 0) -> Curve:
-    """Return the median over seeds of the runs' medians, with a bootstrap interval; one curve is returned as it is."""
+    """Return the median over seeds of the runs' medians, where all of them have values; one curve as it is.
+
+    From five seeds on low and high are those of a bootstrap interval; of fewer they are the median's.
+    """
     if len(curves) == 1:
         return curves[0]
     first, last = max(c.x[0] for c in curves), min(c.x[-1] for c in curves)
     x = np.unique(np.concatenate([c.x for c in curves]))
     x = x[(x >= first) & (x <= last)]
-    x = x[style.evenly(len(x), 240)]
-    median, low, high = bootstrap_medians(
-        np.stack([resampled(c.x, c.median, x) for c in curves]), level, seed=seed
-    )
-    return Curve(x, median, low, high, len(curves))
+    x = x[style.evenly(len(x), 240)] if len(x) else x
+    heights = np.stack([resampled(c.x, c.median, x) for c in curves])
+    if len(curves) < FEW:
+        median = low = high = np.median(heights, axis=0)
+    else:
+        median, low, high = bootstrap_medians(heights, level, seed=seed)
+    return Curve(x, median, low, high, tuple(curves))
 
 
-def draw(info: Curve, ax: Axes | None = None, *, look: style.Look = style.LOOKS[0]) -> Axes:
-    """Draw one curve as a line in its band."""
+def draw(
+    info: Curve, ax: Axes | None = None, *, look: style.Look = style.LOOKS[0], band: bool = True
+) -> Axes:
+    """Draw one curve as a line in its band, and what single seeds add to it as thin lines."""
     ax = style.axes_or_new(ax)
-    ax.fill_between(info.x, info.low, info.high, color=look.colour, alpha=0.16, linewidth=0)
-    ax.plot(info.x, info.median, color=look.colour, linestyle=look.dashes)
+    _draw_seeds(info, ax, look)
+    if band and not 1 < info.runs < FEW:
+        ax.fill_between(info.x, info.low, info.high, color=look.colour, alpha=0.16, linewidth=0)
+    ax.plot(
+        info.x, info.median, color=look.colour, linestyle=look.dashes,
+        marker=look.marker if look.marked else "", markevery=max(len(info.x) // 8, 1), markersize=6,
+    )  # fmt: skip
     return ax
 
 
 def draw_measured(info: Curve, ax: Axes | None = None, *, look: style.Look = style.LOOKS[0]) -> Axes:
     """Draw a curve's median as a dozen markers: the way real runs lie over virtual ones."""
     ax = style.axes_or_new(ax)
-    at = style.evenly(len(info.x), 14)
+    _draw_seeds(info, ax, look)
+    at = style.evenly(len(info.x), 14)[: len(info.x)]
     ax.plot(
         info.x[at], info.median[at], marker=look.marker, color=look.colour, linestyle="", markersize=7.5,
         markerfacecolor="white", markeredgewidth=1.8, zorder=5, clip_on=False,
@@ -92,82 +124,111 @@ def draw_measured(info: Curve, ax: Axes | None = None, *, look: style.Look = sty
     return ax
 
 
-def grouped(runs: Sequence[Recorded]) -> Mapping[str, list[Recorded]]:
-    """Return runs by label, in order of first appearance: runs that differ in their seed only share a curve."""
-    groups: dict[str, list[Recorded]] = {}
-    for run in runs:
-        groups.setdefault(label(run), []).append(run)
-    return groups
+def _draw_seeds(info: Curve, ax: Axes, look: style.Look) -> None:
+    """Draw each of few seeds; of more, the stretches that not all of them reach."""
+    for each in info.seeds:
+        outside = np.ones(len(each.x), dtype=bool)
+        if info.runs >= FEW and len(info.x):
+            # One point on either side of the common stretch joins the lines.
+            outside = (each.x >= info.x[-1]) | (each.x <= info.x[0])
+        heights = np.where(outside, each.median, np.nan)
+        ax.plot(each.x, heights, color=look.colour, linewidth=1.0, alpha=0.6)
 
 
-def _looks(groups: Mapping[str, Sequence[Recorded]]) -> Mapping[str, style.Look]:
-    """A real run wears the colour of the virtual one that it lies over."""
-    base = style.looks(name.removesuffix(REAL) for name in groups)
-    return base | {name: base[name.removesuffix(REAL)] for name in groups}
+def looks_of(found: Groups) -> dict[str, style.Look]:
+    """Return each group's look by its label: real runs wear the colour of the virtual ones of their name."""
+    styles = style.looks(group.name for group in found)
+    return {group.label: styles[group.name] for group in found}
 
 
-def panel(runs: Sequence[Recorded], name: str, over: str, ax: Axes) -> dict[str, float]:
-    """Draw all runs against one axis; returns the height at which each line ends."""
-    groups, ends = grouped(runs), {}
-    styles = _looks(groups)
-    for group, members in groups.items():
-        info = over_seeds([curve(since_start(run), name, over=over) for run in members])
-        painter = draw_measured if is_real(members[0]) else draw
-        painter(info, ax, look=styles[group])
-        ends[group] = float(info.median[-1])
-    ax.set_xlabel(clock_of(runs) if over == "time_s" else over)
-    return ends
+def panel(found: Groups, name: str, over: str, ax: Axes) -> dict[str, Curve]:
+    """Draw all groups against one axis; returns their curves by label."""
+    curves, styles = {}, looks_of(found)
+    for group in found:
+        info = over_seeds([curve(since_start(run), name, over=over) for run in group.runs])
+        if group.real:
+            draw_measured(info, ax, look=styles[group.label])
+        else:
+            draw(info, ax, look=styles[group.label], band=len(found.groups) <= BANDS)
+        curves[group.label] = info
+    ax.set_xlabel(clock_of(found.runs) if over == "time_s" else over)
+    return curves
 
 
-def _caption(runs: Sequence[Recorded]) -> str:
-    seeds = max(len(members) for members in grouped(runs).values())
-    band = "band: 10–90 % of ranks" if seeds == 1 else f"band: 90 % bootstrap interval over {seeds} seeds"
-    real = (
-        "; markers: real MPI, median, seconds since each rank's first row" if any(map(is_real, runs)) else ""
-    )
-    return f"{setting(runs)}\nline: median over ranks; {band}{real}"
+def lines_caption(found: Groups, curves: Sequence[Curve], one: str) -> str:
+    """Return what the lines and bands of a figure are; `one` says it of a single run."""
+    counts = sorted({info.runs for info in curves})
+    parts = [f"{'one run: ' * (len(counts) > 1)}{one}"] if one and counts[0] == 1 else []
+    few, many = [n for n in counts if 1 < n < FEW], [n for n in counts if n >= FEW]
+    if few:
+        parts.append(f"thin: each of {_range(few)} seeds; thick: their median, while all go on")
+    if many:
+        what = "line" if len(found.groups) > BANDS else "line and band"
+        interval = "" if len(found.groups) > BANDS else " and its 90 % bootstrap interval"
+        parts.append(f"{what}: median{interval} over {_range(many)} seeds, while all go on")
+        if any(
+            each.x[-1] > info.x[-1]
+            for info in curves
+            if info.runs >= FEW and len(info.x)
+            for each in info.seeds
+        ):
+            parts.append("thin: single seeds that go on longer")
+    virtual = [group for group in found if not group.real]
+    if len(virtual) < len(found.groups):
+        parts.append("markers: real ranks, median, seconds since each rank's first row")
+    return "; ".join(parts)
 
 
-def figure(runs: Sequence[Recorded], name: str = "accuracy", title: str = "") -> Figure:
+def _range(counts: Sequence[int]) -> str:
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def figure(runs: Sequence[Recorded] | Groups, name: str = "accuracy", title: str = "") -> Figure:
     """Return the two-panel figure: against virtual seconds (left) and iterations (right), one shared height."""
+    found = grouped(runs)
     quantity = QUANTITIES.get(name, name.replace("_", " "))
     with style.talk():
         drawn = Figure()
         left, right = drawn.subplots(1, 2, sharey=True)
-        panel(runs, name, "time_s", left)
-        ends = panel(runs, name, "iteration", right)
-        _scale(left, runs, name)
+        curves = panel(found, name, "time_s", left)
+        ends = {label: info.end for label, info in panel(found, name, "iteration", right).items()}
+        _scale(left, list(curves.values()))
         left.set_ylabel(f"{quantity}, median over ranks")
-        if any(map(is_real, runs)):
+        if any(group.real for group in found):
             left.set_xlabel("time, virtual or measured (s)")
         for ax in (left, right):
             ax.set_xlim(left=0)
         style.plain_seconds(left)
-        style.frame(drawn, title or f"{quantity[0].upper()}{quantity[1:]} by policy", _caption(runs))
-        style.label_ends(right, _virtual_first(ends), _looks(grouped(runs)))
-        if any(map(is_real, runs)) and not all(map(is_real, runs)):
+        band = "; band: 10–90 % of ranks" if len(found.groups) <= BANDS else ""
+        lines = lines_caption(found, list(curves.values()), f"line: median over ranks{band}")
+        style.frame(
+            drawn, title or f"{quantity[0].upper()}{quantity[1:]}{found.by}", f"{found.caption()}\n{lines}"
+        )
+        style.label_ends(right, _virtual_first(found, ends), looks_of(found))
+        if {group.real for group in found} == {False, True}:
             _explain_markers(left)
     return drawn
 
 
-def _virtual_first(ends: Mapping[str, float]) -> dict[str, float]:
-    """One name per policy: the line's where there is one, the markers' otherwise."""
-    names = {name.removesuffix(REAL): end for name, end in ends.items() if name.endswith(REAL)}
-    return names | {name: end for name, end in ends.items() if not name.endswith(REAL)}
+def _virtual_first(found: Groups, ends: dict[str, float]) -> dict[str, float]:
+    """One label per name: the line's where there is one, the markers' otherwise."""
+    chosen: dict[str, Group] = {}
+    for group in found:
+        if group.name not in chosen or chosen[group.name].real:
+            chosen[group.name] = group
+    return {group.label: ends[group.label] for group in chosen.values()}
 
 
 def _explain_markers(ax: Axes) -> None:
     ax.plot([], [], color="#333333", label="virtual ranks")
-    ax.plot(
-        [], [], color="#333333", linestyle="", marker="o", markerfacecolor="white", label="real MPI ranks"
-    )
+    ax.plot([], [], color="#333333", linestyle="", marker="o", markerfacecolor="white", label="real ranks")
     handles, names = ax.get_legend_handles_labels()
     ax.legend(handles[:2], names[:2], loc="best")
 
 
-def _scale(ax: Axes, runs: Sequence[Recorded], name: str) -> None:
+def _scale(ax: Axes, curves: Sequence[Curve]) -> None:
     """Show a loss that falls by more than a factor of thirty on a log axis; an accuracy never above one."""
-    values = np.concatenate([curve(run.table, name).median for run in runs])
+    values = np.concatenate([each.median for info in curves for each in (info.seeds or (info,))])
     if values.min() > 0 and values.max() / values.min() > 30:
         ax.set_yscale("log")
     elif values.min() >= 0 and values.max() <= 1:

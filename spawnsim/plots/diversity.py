@@ -12,10 +12,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from spawnsim.plots import style
+from spawnsim.plots import convergence, style
 from spawnsim.plots.convergence import QUANTITIES
 from spawnsim.plots.series import Floats, Table, carried_forward
-from spawnsim.plots.source import Recorded, clock_of, label, setting
+from spawnsim.plots.source import Groups, Recorded, clock_of, grouped
 
 MEASURES = {"std": "standard deviation", "cv": "coefficient of variation (%)", "range": "range (max − min)"}
 
@@ -49,25 +49,33 @@ def draw(
     return ax
 
 
-def figure(runs: Sequence[Recorded], name: str = "accuracy", over: str = "iteration") -> Figure:
-    """Return three panels, one per measure, all runs overlaid."""
+def figure(runs: Sequence[Recorded] | Groups, name: str = "accuracy", over: str = "iteration") -> Figure:
+    """Return three panels, one per measure, with a curve per group."""
+    found = grouped(runs)
     quantity = QUANTITIES.get(name, name.replace("_", " "))
-    styles = style.looks(label(run) for run in runs)
+    styles = convergence.looks_of(found)
+    spreads = {group.label: [diversity(run.table, name, over=over) for run in group.runs] for group in found}
     with style.talk():
         drawn = Figure(figsize=(12.4, 5.0))
         panels = drawn.subplots(1, 3)
         for ax, measure in zip(panels, MEASURES, strict=True):
-            ends = {label(run): _line(run, (name, over, measure), ax, styles[label(run)]) for run in runs}
-            ax.set_xlabel(clock_of(runs) if over == "time_s" else over)
+            curves = {which: _of_seeds(each, measure) for which, each in spreads.items()}
+            for which, info in curves.items():
+                convergence.draw(info, ax, look=styles[which])
+            ax.set_title(MEASURES[measure])
+            ax.set_xlabel(clock_of(found.runs) if over == "time_s" else over)
             ax.set_ylim(bottom=0)
         panels[0].set_ylabel(f"{quantity}, spread over ranks")
-        style.frame(drawn, f"Diversity of the ranks: {quantity}", setting(runs))
-        style.label_ends(panels[-1], ends, styles)
+        lines = convergence.lines_caption(found, list(curves.values()), "")
+        title = f"Diversity of the ranks{found.by}: {quantity}"
+        style.frame(drawn, title, f"{found.caption()}\n{lines}")
+        style.label_ends(panels[-1], {which: info.end for which, info in curves.items()}, styles)
     return drawn
 
 
-def _line(run: Recorded, which: tuple[str, str, str], ax: Axes, look: style.Look) -> float:
-    name, over, measure = which
-    info = diversity(run.table, name, over=over)
-    draw(info, ax, measure=measure, look=look)
-    return float(getattr(info, measure)[-1])
+def _of_seeds(spreads: Sequence[Diversity], measure: str) -> convergence.Curve:
+    """Return one measure of a group's runs as a curve."""
+    heights = [getattr(each, measure) for each in spreads]
+    return convergence.over_seeds(
+        [convergence.Curve(each.x, *[height] * 3) for each, height in zip(spreads, heights, strict=True)]
+    )

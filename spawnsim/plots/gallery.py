@@ -5,13 +5,15 @@ This room knows which figure needs which columns and events; it must not know ho
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from spawnsim.plots import convergence, diversity, lineage, raster, style, timeuse
-from spawnsim.plots.source import REAL, Recorded, label
+from spawnsim.plots.source import Groups, Recorded, grouped
 
 METRICS = ("accuracy", "modes_found", "loss")
 
@@ -27,31 +29,40 @@ def metrics_of(runs: Sequence[Recorded]) -> list[str]:
     ][:1]
 
 
-def figures(runs: Sequence[Recorded], columns: Sequence[str] = ()) -> Iterator[tuple[str, Figure]]:
-    """Yield (file stem, figure): convergence, diversity, time use; raster and lineage of each run with replacements."""
-    metrics = list(columns) or metrics_of(runs)
-    for name in metrics:
-        yield f"convergence-{name}", convergence.figure(runs, name)
-    for name in metrics[:1]:
-        yield f"diversity-{name}", diversity.figure(runs, name)
-    if (used := timeuse.figure(runs)) is not None:
-        yield "time-use", used
-    yield from _replaced(runs)
-
-
-def _replaced(runs: Sequence[Recorded]) -> Iterator[tuple[str, Figure]]:
-    with_replacements = [
-        run for run in runs if any(event.get("kind") == "replacement" for event in run.events)
+def with_rows(runs: Sequence[Recorded] | Groups) -> Groups:
+    """Return those groups, and of them those runs, that have recorded rows: of others there is nothing to draw."""
+    found = grouped(runs)
+    kept = [
+        replace(group, runs=tuple(run for run in group.runs if len(run.table["rank"]))) for group in found
     ]
-    for number, run in enumerate(with_replacements, start=1):
-        suffix = f"-{number}" if len(with_replacements) > 1 else ""
-        name = label(run).replace(REAL, "-real").replace(" ", "-")
-        yield f"replacement-raster-{name}{suffix}", raster.figure(run)
-        yield f"replacement-lineage-{name}{suffix}", lineage.figure(run)
+    return replace(found, groups=tuple(group for group in kept if group.runs))
+
+
+def figures(runs: Sequence[Recorded] | Groups, columns: Sequence[str] = ()) -> Iterator[tuple[str, Figure]]:
+    """Yield (file stem, figure): convergence, diversity, time use; raster and lineage of each run with replacements."""
+    found = with_rows(runs)
+    if not found.groups:
+        return
+    metrics = list(columns) or metrics_of(found.runs)
+    for name in metrics:
+        yield f"convergence-{name}", convergence.figure(found, name)
+    for name in metrics[:1]:
+        yield f"diversity-{name}", diversity.figure(found, name)
+    if (used := timeuse.figure(found)) is not None:
+        yield "time-use", used
+    yield from _replaced(found)
+
+
+def _replaced(found: Groups) -> Iterator[tuple[str, Figure]]:
+    for name, run in found.named:
+        if any(event.get("kind") == "replacement" for event in run.events):
+            stem = re.sub(r"[^\w.]+", "-", name).strip("-")
+            yield f"replacement-raster-{stem}", raster.figure(run, name=name)
+            yield f"replacement-lineage-{stem}", lineage.figure(run, name=name)
 
 
 def save_all(
-    runs: Sequence[Recorded],
+    runs: Sequence[Recorded] | Groups,
     out: str | Path,
     columns: Sequence[str] = (),
     formats: Sequence[str] = style.FORMATS,

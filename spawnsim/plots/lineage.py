@@ -22,7 +22,7 @@ from spawnsim.plots.replacement import (
     per_rank,
     top_share,
 )
-from spawnsim.plots.source import Recorded, clock_of, label, setting
+from spawnsim.plots.source import Recorded, clock_of, grouped
 
 INK, CHANCE = "#0072B2", "#777777"
 FEW_RANKS = 16
@@ -89,7 +89,6 @@ def draw_never(info: Replacements, ax: Axes | None = None) -> Axes:
     ax.set(xlabel="virtual time (s)", ylabel="share of ranks (%)", title="never replaced so far")
     ax.set_xlim(0, info.end_s or 1)
     ax.set_ylim(0, 103)
-    style.plain_seconds(ax)
     return ax
 
 
@@ -100,18 +99,21 @@ def _caption(run: Recorded, info: Replacements) -> str:
         if len(info.donor)
         else "no donors recorded"
     )
-    return f"{setting([run])} · policy {label(run)}\n{facts}; {top}; dashed: ranks picked at random in the same rounds"
+    return f"{grouped([run]).caption()}\n{facts}; {top}; dashed: ranks picked at random in the same rounds"
 
 
-def figure(run: Recorded, title: str = "") -> Figure:
+def figure(run: Recorded, title: str = "", *, name: str = "") -> Figure:
     """Return the matrix (left) and the two distributions (right) of one run."""
     info = of(run)
     with style.talk():
         drawn = Figure(figsize=(11.4, 6.4))
         left, right = list(drawn.subfigures(1, 2, width_ratios=(1.2, 1), squeeze=False)[0])
         draw_matrix(info, left.subplots())
-        _right_side(info, right).set_xlabel(clock_of([run]))
-        style.frame(drawn, title or "Who replaced whom, and how evenly", _caption(run, info))
+        below = _right_side(info, right)
+        below.set_xlabel(clock_of([run]))
+        style.plain_seconds(below)
+        default = f"Who replaced whom, and how evenly{f': {name}' if name else ''}"
+        style.frame(drawn, title or default, _caption(run, info))
     return drawn
 
 

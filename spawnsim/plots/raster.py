@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from spawnsim.plots import style
 from spawnsim.plots.replacement import Replacements, per_rank, rank_edges, replacements
-from spawnsim.plots.source import Recorded, clock_of, label, ranks_of, setting
+from spawnsim.plots.source import Recorded, clock_of, grouped, label, ranks_of
 
 
 def of(run: Recorded) -> Replacements:
@@ -60,8 +60,9 @@ def _draw_margin(info: Replacements, ax: Axes, colour: str) -> None:
     ax.tick_params(labelleft=False)
 
 
-def figure(run: Recorded, title: str = "") -> Figure:
+def figure(run: Recorded, title: str = "", *, name: str = "") -> Figure:
     """Return the raster with the rate of replacements above it and the count per rank beside it."""
+    found = grouped([run], labels=[name] if name else [])
     info, colour = of(run), style.looks([label(run)])[label(run)].colour
     colour = style.LOOKS[1].colour if colour == style.KNOWN["none"].colour else colour
     with style.talk():
@@ -74,6 +75,7 @@ def figure(run: Recorded, title: str = "") -> Figure:
         _draw_rate(info, grid[0, 0], colour)
         _draw_margin(info, grid[1, 1], colour)
         style.plain_seconds(grid[1, 0])
-        caption = f"{setting([run])} · policy {label(run)} · {style.counted(len(info.rank))} replacements"
-        style.frame(drawn, title or "Which rank was replaced, and when", caption)
+        caption = f"{found.caption()}\n{style.counted(len(info.rank))} replacements"
+        default = f"Which rank was replaced, and when{f': {name}' if name else ''}"
+        style.frame(drawn, title or default, caption)
     return drawn

@@ -19,6 +19,7 @@ Floats = NDArray[np.float64]
 Table = Mapping[str, NDArray[Any]]
 
 BAND = (0.1, 0.9)
+FEW = 5  # of fewer seeds an interval says no more than its seeds
 
 
 class Grid(NamedTuple):
@@ -29,11 +30,12 @@ class Grid(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """A median with the bounds of its confidence interval."""
+    """A median with bounds; `kind` says which: those of its confidence interval, or the least and largest value."""
 
     median: float
     low: float
     high: float
+    kind: str = "90 % interval"
 
 
 def column(table: Table, name: str) -> NDArray[Any]:
@@ -106,9 +108,16 @@ def bootstrap_medians(samples: Floats, level: float = 0.9, draws: int = 2000, se
 
 def bootstrap_median(samples: Sequence[float], level: float = 0.9, seed: int = 0) -> Interval:
     """Return the median of a few numbers (one per seed) with its bootstrap interval."""
-    return Interval(
-        *(float(v) for v in bootstrap_medians(np.asarray(samples, dtype=np.float64), level, seed=seed))
-    )
+    median, low, high = map(float, bootstrap_medians(np.asarray(samples, dtype=np.float64), level, seed=seed))
+    return Interval(median, low, high, f"{100 * level:g} % interval")
+
+
+def over_seeds(samples: Sequence[float]) -> Interval:
+    """Return the median of one number per seed with its interval; of fewer than five the least and largest."""
+    if len(samples) >= FEW:
+        return bootstrap_median(samples)
+    values = np.asarray(samples, dtype=np.float64)
+    return Interval(float(np.median(values)), float(values.min()), float(values.max()), "least to largest")
 
 
 def per_rank_last(table: Table, name: str) -> Floats:

@@ -6,6 +6,7 @@ touches matplotlib's global state: figures are made without pyplot, and the styl
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,14 +22,20 @@ from spawnsim.errors import ParameterError
 
 SHEET = "spawnsim.plots.talk"
 FORMATS = ("png", "pdf")
+CHARACTERS_PER_INCH = 13  # of a caption
+LABEL_WIDTH = 24  # characters of a label beside its line
 
 
 class Look(NamedTuple):
-    """Colour, line style and marker: a policy is told apart by any one of the three."""
+    """Colour, line style and marker: a curve is told apart by any one of the three, or, beyond six, by two.
+
+    `marked` lines carry their marker: the seventh curve has the first one's colour.
+    """
 
     colour: str
     dashes: Any
     marker: str
+    marked: bool = False
 
 
 LOOKS = (
@@ -43,12 +50,26 @@ KNOWN = {"none": Look("#333333", (0, (2.6, 1.5)), "D"), "average": LOOKS[0], "se
 
 
 def looks(labels: Iterable[str]) -> dict[str, Look]:
-    """Return one look per label: known policies keep theirs in every figure, others take what is free."""
+    """Return one look per label: known policies keep theirs in every figure, others take what is free.
+
+    Raises:
+        ParameterError: there are more labels than looks that nobody takes for each other.
+    """
     names = list(dict.fromkeys(labels))
     taken = {name: KNOWN[name] for name in names if name in KNOWN}
-    free = [look for look in LOOKS if look not in taken.values()] or list(LOOKS)
+    free = [look for look in (*LOOKS, *_marked()) if look not in taken.values()]
     others = [name for name in names if name not in taken]
-    return taken | {name: free[index % len(free)] for index, name in enumerate(others)}
+    if len(others) > len(free):
+        raise ParameterError(f"{len(names)} curves in one figure: name fewer runs, or group them (--by NAME)")
+    return taken | dict(zip(others, free, strict=False))
+
+
+def _marked() -> Iterable[Look]:
+    """Further looks: the colours again, with other dashes, and markers on the lines."""
+    for shift in range(1, len(LOOKS)):
+        for at, look in enumerate(LOOKS):
+            other = LOOKS[(at + shift) % len(LOOKS)]
+            yield Look(look.colour, other.dashes, other.marker, marked=True)
 
 
 def talk() -> AbstractContextManager[None]:
@@ -67,7 +88,9 @@ def axes_or_new(ax: Axes | None) -> Axes:
 def frame(figure: Figure, title: str, caption: str) -> Figure:
     """Put the title above and the caption (who ran, where, what the bands are) below; return the figure."""
     figure.suptitle(title, x=0.012, ha="left")
-    figure.supxlabel(caption, x=0.012, ha="left", fontsize=10, color="#555555", linespacing=1.35)
+    width = int(CHARACTERS_PER_INCH * figure.get_figwidth())
+    lines = [part for line in caption.split("\n") for part in textwrap.wrap(line, width)]
+    figure.supxlabel("\n".join(lines), x=0.012, ha="left", fontsize=10, color="#555555", linespacing=1.35)
     return figure
 
 
@@ -100,12 +123,35 @@ def _touch(low: tuple[float, list[int]], high: tuple[float, list[int]], gap: flo
 
 
 def label_ends(ax: Axes, ends: Mapping[str, float], styles: Mapping[str, Look]) -> None:
-    """Write each line's name at the right edge of `ax`, at its last height, moved apart where names would touch."""
+    """Write each line's name at the right edge of `ax`, at its last height, moved apart where names would touch.
+
+    The names stay beside the axes; many are written smaller, long ones in two lines.
+    """
     to_axes = ax.transAxes.inverted()
     heights = [float(to_axes.transform(ax.transData.transform((0.0, y)))[1]) for y in ends.values()]
-    for (name, _), height in zip(ends.items(), spread(heights, 0.075), strict=True):
+    texts = ["\n".join(textwrap.wrap(name, LABEL_WIDTH)) for name in ends]
+    gap = min(0.075 * max(text.count("\n") + 1 for text in texts), 1.0 / len(texts))
+    size = 12.0 if gap >= 0.055 * max(text.count("\n") + 1 for text in texts) else 9.0
+    for name, text, height in zip(ends, texts, within(spread(heights, gap), gap), strict=True):
         colour = styles[name].colour
-        ax.text(1.02, height, name, transform=ax.transAxes, va="center", color=colour, weight="bold")
+        ax.text(
+            1.02, height, text, transform=ax.transAxes, va="center", color=colour, weight="bold", size=size
+        )
+
+
+def within(places: Sequence[float], gap: float) -> list[float]:
+    """Move places that are `gap` apart between 0 and 1, if there is room; the order is kept.
+
+    >>> within([-0.45, 0.55, 5.0], 0.25)
+    [0.0, 0.55, 1.0]
+    """
+    order = sorted(range(len(places)), key=lambda index: places[index])
+    found = list(places)
+    for step, index in enumerate(order):
+        found[index] = max(found[index], gap * step)
+    for step, index in enumerate(reversed(order)):
+        found[index] = min(found[index], 1.0 - gap * step)
+    return found
 
 
 def plain_seconds(ax: Axes) -> None:

@@ -1,4 +1,4 @@
-"""Where the ranks' time goes: computing, or waiting and exchanging; and what load imbalance costs.
+"""Where the ranks' time goes: computing, or waiting and exchanging; and what load imbalance would cost in lockstep.
 
 This room knows the column `compute_s` (seconds that a row's computing took) and the ranks' last `time_s`. A policy's
 `wait_s` is not used: an asynchronous one counts time there in which its rank goes on computing.
@@ -6,6 +6,7 @@ This room knows the column `compute_s` (seconds that a row's computing took) and
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,8 +16,9 @@ from matplotlib.figure import Figure
 
 from spawnsim.plots import style
 from spawnsim.plots.series import Floats, Table, column, per_rank_last, per_rank_sum
-from spawnsim.plots.source import Recorded, label, setting
+from spawnsim.plots.source import Groups, Recorded, grouped
 
+PANELS, COLUMNS = 8, 4
 COLOURS = {"computing": "#0072B2", "waiting and exchanging": "#E69F00"}
 
 
@@ -28,7 +30,10 @@ class TimeUse(NamedTuple):
 
 
 class Imbalance(NamedTuple):
-    """Totals in seconds over iterations: `useful_s` sums the mean over ranks, `waiting_s` sums (max − mean)."""
+    """What uneven ranks would cost if they ended each iteration together, in seconds over all iterations.
+
+    `useful_s` sums the mean over ranks, `waiting_s` sums (max − mean).
+    """
 
     useful_s: float
     waiting_s: float
@@ -43,7 +48,7 @@ def time_use(table: Table) -> TimeUse | None:
 
 
 def imbalance(table: Table, name: str = "compute_s") -> Imbalance | None:
-    """Return what uneven ranks cost: per iteration the mean is useful, the slowest rank's excess is waiting."""
+    """Return what uneven ranks would cost in lockstep: the mean is useful, the slowest rank's excess is waiting."""
     if name not in table or "iteration" not in table:
         return None
     seconds = np.asarray(table[name], dtype=np.float64)
@@ -75,27 +80,46 @@ def draw(info: TimeUse, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _shares(info: TimeUse) -> str:
+def computing_share(info: TimeUse) -> float | None:
+    """Return which part of all ranks' time was computing; None where no time passed."""
     total_s = float(info.compute_s.sum() + info.exchange_s.sum())
-    return f"{float(info.compute_s.sum()) / total_s:.0%} computing" if total_s else "no time passed"
+    return float(info.compute_s.sum()) / total_s if total_s else None
 
 
-def figure(runs: Sequence[Recorded]) -> Figure | None:
-    """Return one panel per run on a shared height; None where no run recorded durations."""
-    known = [(run, info) for run in runs if (info := time_use(run.table)) is not None]
+def _shares(info: TimeUse) -> str:
+    share = computing_share(info)
+    return "no time passed" if share is None else f"{share:.0%} computing"
+
+
+def figure(runs: Sequence[Recorded] | Groups) -> Figure | None:
+    """Return one panel per run, of many runs per group, on one height; None where no run recorded durations."""
+    found = grouped(runs)
+    known = [(name, info) for name, run in found.named if (info := time_use(run.table)) is not None]
+    alone = ""
+    if len(known) > PANELS:
+        first = {group.label: time_use(group.runs[0].table) for group in found}
+        known = [(name, info) for name, info in first.items() if info is not None]
+        alone = " · of each curve the first run"
     if not known:
         return None
+    rows, columns = -(-len(known) // COLUMNS), min(len(known), COLUMNS)
+    highest_s = max(float((info.compute_s + info.exchange_s).max(initial=0.0)) for _, info in known)
     with style.talk():
-        drawn = Figure(figsize=(max(4.1 * len(known) + 1.6, 6.4), 5.2))
-        panels = drawn.subplots(1, len(known), sharey=True, squeeze=False)[0]
-        for ax, (run, info) in zip(panels, known, strict=True):
+        drawn = Figure(figsize=(max(4.1 * columns + 1.6, 6.4), 4.0 * rows + 1.2))
+        panels = drawn.subplots(rows, columns, sharey=True, squeeze=False)
+        for ax, (name, info) in zip(panels.ravel(), known, strict=False):
             draw(info, ax)
-            ax.set_title(label(run), weight="bold", pad=24)
+            ax.set_title("\n".join(textwrap.wrap(name, 30)), weight="bold", pad=24)
             ax.text(0, 1.02, _shares(info), transform=ax.transAxes, fontsize=11, color="#555555")
             ax.set_xlabel("rank, busiest first")
-        panels[0].set_ylabel("time per rank (s)")
-        drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
-        style.frame(
-            drawn, "What the ranks do with their time", f"{setting(runs)} · shares are means over ranks"
-        )
+        panels[0, 0].set_ylim(
+            0, 1.02 * highest_s or 1
+        )  # they share it: the last panel's own would cut others off
+        for ax in panels.ravel()[len(known) :]:
+            ax.set_visible(False)
+        for ax in panels[:, 0]:
+            ax.set_ylabel("time per rank (s)")
+        drawn.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper")
+        caption = f"{found.caption()}\nshares are of all ranks' time{alone}"
+        style.frame(drawn, "What the ranks do with their time", caption)
     return drawn

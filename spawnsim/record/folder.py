@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,11 +21,13 @@ import numpy as np
 
 from spawnsim.errors import ParameterError
 from spawnsim.record import journal
+from spawnsim.record.manifest import INPUTS, Files, keep
 from spawnsim.record.plain import document
 from spawnsim.record.recorder import Event
 from spawnsim.record.table import Table
 
 MANIFEST, METRICS, EVENTS = "run.json", "metrics.npz", "events.jsonl"
+HELD = (MANIFEST, METRICS, EVENTS, journal.FOLDER)
 RUNNING = "running"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip archive can hold
 
@@ -41,6 +44,32 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
         draft.unlink(missing_ok=True)
 
 
+def named(out: str | Path) -> Path:
+    """Return the path that `out` (or --out) names; `ParameterError` for an empty text, which would mean "here"."""
+    if not str(out):
+        raise ParameterError("--out '': name a place; '.' is this folder")
+    return Path(out)
+
+
+def require_free(folder: Path, *, overwrite: bool = False) -> None:
+    """Raise `ParameterError` if a run would be lost that is written into this folder."""
+    held = [name for name in HELD if (folder / name).exists()]
+    if held and not overwrite:
+        raise ParameterError(
+            f"{folder} holds a run already ({', '.join(held)}): choose another folder, or overwrite it (--overwrite)"
+        )
+
+
+def require_no_file_of_a_run(path: Path) -> None:
+    """Raise `ParameterError` if `path`, which is going to be written, is a folder, or a file of a recorded run."""
+    if path.is_dir():
+        raise ParameterError(f"{path} is a folder: name a file")
+    if path.name in HELD and (path.parent / MANIFEST).exists():
+        raise ParameterError(
+            f"{path} belongs to the run in {path.parent}, which would be lost: choose another name"
+        )
+
+
 def prepare(folder: Path) -> None:
     """Make the folder; `ParameterError` when it cannot be written to, before any work is done."""
     try:
@@ -51,12 +80,14 @@ def prepare(folder: Path) -> None:
         raise ParameterError(f"cannot write to the run folder {folder}")
 
 
-def begin(folder: Path, what: Mapping[str, Any]) -> None:
+def begin(folder: Path, what: Mapping[str, Any], inputs: Files | None = None) -> None:
     """Open a run folder for a run: what an earlier one left there goes, and run.json says "running"."""
     prepare(folder)
     for name in (METRICS, EVENTS):
         (folder / name).unlink(missing_ok=True)
     journal.discard(folder)
+    shutil.rmtree(folder / INPUTS, ignore_errors=True)
+    keep(folder, inputs or {})
     write_manifest(folder, {"what": what, "totals": {}, "outcome": RUNNING})
 
 

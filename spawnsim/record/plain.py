@@ -54,7 +54,18 @@ def document(value: Any) -> Any:
         return plain if not isinstance(plain, float) or math.isfinite(plain) else None
     if hasattr(value, "tolist"):  # numpy arrays and scalars, tensors
         return document(value.tolist())
-    return repr(value)
+    return _named(value)
+
+
+def _named(value: Any) -> Any:
+    """Return an object's repr; where that is an address, its type and its attributes, as far as they are plain."""
+    text = repr(value)
+    if f" at {hex(id(value))}" not in text:
+        return text
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    own = getattr(value, "__dict__", {}) if not hasattr(value, "__qualname__") else {}
+    plain = {key: each for key, each in own.items() if isinstance(each, (bool, int, float, str, list, tuple))}
+    return {"type": name} | document(plain) if plain else name
 
 
 def vars_of(value: Any) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from spawnsim.plots.source import read
+from spawnsim.plots.cli import add_grouping
+from spawnsim.plots.source import grouped, read
+from spawnsim.record.folder import named, require_no_file_of_a_run
 from spawnsim.report.page import render
 
 
@@ -22,11 +23,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     parser.add_argument("--title", default="spawnsim report")
     parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)"
+        "--out", default="report.html", metavar="FILE", help="the page (default: %(default)s)"
     )
+    add_grouping(parser)
     args = parser.parse_args(argv)
-    text = render([read(folder) for folder in args.runs], args.title)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(text, encoding="utf-8")
-    sys.stdout.write(f"{args.out}\n")
+    out = named(args.out)
+    require_no_file_of_a_run(out)
+    text = render(grouped([read(folder) for folder in args.runs], args.by, args.label), args.title)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    sys.stdout.write(f"{out}\n")
     return 0

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from spawnsim.errors import UsageError
 from spawnsim.plots import figures, raster, replacement, series, talk, timeuse
 from spawnsim.plots.gallery import metrics_of
-from spawnsim.plots.source import label, setting
-from spawnsim.run import Run
+from spawnsim.plots.source import Groups, Recorded, grouped, setting
 from spawnsim.run.result import DASH, TOTALS
+
+MADE = ("date", "command", "machine", "threads")
 
 
 class Picture(NamedTuple):
@@ -42,20 +43,9 @@ def number(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
-def names(runs: Sequence[Run]) -> list[str]:
-    """Return a name per run; runs of one name are told apart by seed, or by number."""
-    plain = [label(run) for run in runs]
-    seeded = [f"{name}, seed {run.what.get('seed')}" for name, run in zip(plain, runs, strict=True)]
-    if len(set(plain)) == len(plain):
-        return plain
-    if len(set(seeded)) == len(seeded):
-        return seeded
-    return [f"{name} ({index})" for index, name in enumerate(seeded, start=1)]
-
-
-def _pictures(runs: Sequence[Run]) -> list[Picture]:
+def _pictures(found: Groups) -> list[Picture]:
     pictures = []
-    for name, figure in figures(runs):
+    for name, figure in figures(found):
         buffer = io.BytesIO()
         with talk():
             figure.savefig(buffer, format="png", dpi=120)
@@ -63,7 +53,7 @@ def _pictures(runs: Sequence[Run]) -> list[Picture]:
     return pictures
 
 
-def _finals(run: Run, name: str) -> list[list[str]]:
+def _finals(run: Recorded, name: str) -> list[list[str]]:
     rows = []
     for column in metrics_of([run]):
         low, median, high = series.spread_at_end(run.table, column)
@@ -71,16 +61,19 @@ def _finals(run: Run, name: str) -> list[list[str]]:
     return rows
 
 
-def _imbalance(run: Run, name: str) -> list[str] | None:
-    found = timeuse.imbalance(run.table)
-    if found is None:
+def _time_use(run: Recorded, name: str) -> list[str] | None:
+    """The figure's shares, and what the slowest rank of each iteration would cost if all waited for it."""
+    used, lockstep = timeuse.time_use(run.table), timeuse.imbalance(run.table)
+    share = None if used is None else timeuse.computing_share(used)
+    if used is None or share is None or lockstep is None:
         return None
-    total_s = found.useful_s + found.waiting_s
-    share = f"{found.waiting_s / total_s:.0%}" if total_s else "–"
-    return [name, number(found.useful_s), number(found.waiting_s), share]
+    total_s = lockstep.useful_s + lockstep.waiting_s
+    lost = f"{lockstep.waiting_s / total_s:.0%}" if total_s else DASH
+    means = (float(used.compute_s.mean()), float(used.exchange_s.mean()))
+    return [name, *map(number, means), f"{share:.0%}", lost]
 
 
-def _replaced(run: Run, name: str) -> list[str] | None:
+def _replaced(run: Recorded, name: str) -> list[str] | None:
     info = raster.of(run)
     if not len(info.rank):
         return None
@@ -90,31 +83,33 @@ def _replaced(run: Run, name: str) -> list[str] | None:
     return [name, *map(number, values), top]
 
 
-def contents(runs: Sequence[Run], title: str) -> dict[str, Any]:
+def contents(runs: Sequence[Recorded] | Groups, title: str) -> dict[str, Any]:
     """Return what the template shows: text and pictures only."""
-    named = list(zip(runs, names(runs), strict=True))
+    found = grouped(runs)
     return {
         "title": title,
-        "setting": setting(runs),
+        "setting": setting(found.runs),
         "total_names": TOTALS,
-        "runs": [_row(run, name) for run, name in named],
-        "finals": [row for run, name in named for row in _finals(run, name)],
-        "imbalance": [row for run, name in named if (row := _imbalance(run, name))],
-        "replaced": [row for run, name in named if (row := _replaced(run, name))],
-        "figures": _pictures(runs),
+        "runs": [_row(run, name) for name, run in found.named],
+        "finals": [row for name, run in found.named for row in _finals(run, name)],
+        "time_use": [row for name, run in found.named if (row := _time_use(run, name))],
+        "replaced": [row for name, run in found.named if (row := _replaced(run, name))],
+        "figures": _pictures(found),
     }
 
 
-def _row(run: Run, name: str) -> dict[str, Any]:
+def _row(run: Recorded, name: str) -> dict[str, Any]:
+    made = run.what.get("made")
     return {
         "name": name,
         "totals": {total: number(run.totals.get(total)) for total in TOTALS},
         "outcome": run.outcome,
+        "made": {key: number(made.get(key) if isinstance(made, Mapping) else None) for key in MADE},
         "what": [(key, number(value)) for key, value in run.what.items()],
     }
 
 
-def render(runs: Sequence[Run], title: str = "spawnsim report") -> str:
+def render(runs: Sequence[Recorded] | Groups, title: str = "spawnsim report") -> str:
     """Return the page as text. Needs jinja2, the extra `spawnsim[report]`."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined

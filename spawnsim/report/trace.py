@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,30 +18,40 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spawnsim.plots.source import label, read
-from spawnsim.run import Run
+from spawnsim.errors import ParameterError
+from spawnsim.plots.source import Groups, Recorded, grouped, label, ranks_of, read
+from spawnsim.record.folder import named, require_no_file_of_a_run
+from spawnsim.record.plain import document
 
 Entry = dict[str, Any]
 DONORS_DRAWN = 4
 
 
-def entries(run: Run, *, process: int = 0, ranks: int | None = None) -> Iterator[Entry]:
+def entries(run: Recorded, *, process: int = 0, ranks: int | None = None, name: str = "") -> Iterator[Entry]:
     """Yield the trace's entries for one run: names first, then blocks, then events and arrows.
 
     Args:
         run: a finished run.
         process: the number under which the run appears; several runs can share one file.
         ranks: show the first so many ranks only (None: all).
+        name: what the run is called.
     """
-    shown = ranks if ranks is not None else int(run.table["rank"].max(initial=-1)) + 1
-    yield _name("process_name", process, 0, label(run))
-    for rank in range(shown):
+    shown = ranks_of(run) if ranks is None else ranks
+    yield _name("process_name", process, 0, name or label(run))
+    for rank in sorted(rank for rank in _heard_of(run) if rank < shown):
         yield _name("thread_name", process, rank, f"rank {rank}")
         yield _meta("thread_sort_index", process, rank, {"sort_index": rank})
     yield from _blocks(run, process, shown)
     for number, event in enumerate(run.events):
         if int(event["rank"]) < shown:
             yield from _event(event, process, number, shown)
+
+
+def _heard_of(run: Recorded) -> set[int]:
+    """Return the ranks that have recorded anything or given weights."""
+    donors = (int(donor) for event in run.events for donor in event.get("donors") or ())
+    recorded = map(int, np.unique(run.table["rank"]))
+    return {*recorded, *(int(event["rank"]) for event in run.events), *donors}
 
 
 def _meta(what: str, process: int, thread: int, arguments: Entry) -> Entry:
@@ -55,12 +66,12 @@ def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _blocks(run: Run, process: int, shown: int) -> Iterator[Entry]:
+def _blocks(run: Recorded, process: int, shown: int) -> Iterator[Entry]:
     """A row stands at the end of its iteration: computing comes first (`compute_s`), the rest is exchange."""
     table = run.table
     compute_s = table.get("compute_s")
     iteration = table.get("iteration")
-    before_s = dict.fromkeys(range(shown), 0.0)
+    before_s: defaultdict[int, float] = defaultdict(float)
     for row in map(int, np.flatnonzero(table["rank"] < shown)):
         rank, end_s = int(table["rank"][row]), float(table["time_s"][row])
         begin_s, before_s[rank] = before_s[rank], end_s
@@ -85,7 +96,9 @@ def _block(name: str, begin_s: float, end_s: float) -> Entry:
 def _event(event: Mapping[str, Any], process: int, number: int, shown: int) -> Iterator[Entry]:
     rank, at = int(event["rank"]), _microseconds(float(event["time_s"]))
     place = {"cat": str(event["kind"]), "pid": process, "ts": at}
-    arguments = {key: value for key, value in event.items() if key not in ("kind", "rank", "time_s")}
+    arguments = document(
+        {key: value for key, value in event.items() if key not in ("kind", "rank", "time_s")}
+    )
     yield {"name": str(event["kind"]), "ph": "i", "s": "t", "tid": rank, "args": arguments} | place
     donors = [donor for donor in event.get("donors") or () if int(donor) < shown][:DONORS_DRAWN]
     for donor in donors:
@@ -94,15 +107,15 @@ def _event(event: Mapping[str, Any], process: int, number: int, shown: int) -> I
         yield arrow | {"ph": "f", "bp": "e", "tid": rank}
 
 
-def write(runs: Sequence[Run], path: str | Path, *, ranks: int | None = None) -> Path:
+def write(runs: Sequence[Recorded] | Groups, path: str | Path, *, ranks: int | None = None) -> Path:
     """Write runs into one file, entry by entry: a thousand ranks fit without holding the text in memory."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         separator = "\n"
-        for process, run in enumerate(runs):
-            for entry in entries(run, process=process, ranks=ranks):
+        for process, (name, run) in enumerate(grouped(runs).named):
+            for entry in entries(run, process=process, ranks=ranks, name=name):
                 file.write(separator + json.dumps(entry, allow_nan=False))
                 separator = ",\n"
         file.write("\n]}\n")
@@ -120,6 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", default="trace.json", help="the file (default: %(default)s)")
     args = parser.parse_args(argv)
-    path = write([read(folder) for folder in args.runs], args.out, ranks=args.ranks)
+    out = named(args.out)
+    require_no_file_of_a_run(out)
+    if args.ranks is not None and args.ranks < 1:
+        raise ParameterError(f"--ranks {args.ranks}: show at least 1")
+    path = write([read(folder) for folder in args.runs], out, ranks=args.ranks)
     sys.stdout.write(f"{path}\n")
     return 0

@@ -20,10 +20,12 @@ from spawnsim.run.result import FINISHED, Run, totals_of
 
 if TYPE_CHECKING:
     from spawnsim.record import Journal, Recorder
+    from spawnsim.record.manifest import Files
 
 OnError = Callable[[BaseException], None]
 OnNote = Callable[[str], None]
 LEAST_B = 20_000  # that a rank takes which does nothing; docs/figures.md
+FILES_OF = ("platform", "stragglers", "faults", "compute")  # circumstances that files may describe
 Progress = Callable[[float, int, int], None]
 """Called now and then with virtual seconds, ranks that have finished, and ranks."""
 
@@ -45,6 +47,7 @@ def run(
     options: Mapping[str, Any] | None = None,
     on_error: OnError | None = None,
     on_note: OnNote | None = None,
+    overwrite: bool = False,
 ) -> Run:
     """Run `main(comm, **parameters)` on virtual ranks and return what they recorded.
 
@@ -70,6 +73,7 @@ def run(
         options: how an unmodified program is run: see `spawnsim.virtual.programs.Script`.
         on_error: is given the error that the run is going to raise, before the ranks' `finally` blocks run.
         on_note: is given a sentence when a rank computes for long without a call, with its line.
+        overwrite: whether a run that `out` holds may be lost.
 
     Raises:
         ParameterError: a parameter has no meaning; nothing ran.
@@ -77,26 +81,45 @@ def run(
         SpawnsimError: another way in which a run can end, such as `Deadlock`.
     """
     _check(ranks, seed, deadline_s)
+    place = None if out is None else _free(out, overwrite)
     if isinstance(main, (str, Path)) and _whole(Path(main)):
         return _run_whole(
             Path(main), argv, options, ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
-            compute=compute, out=None if out is None else Path(out), deadline_s=deadline_s, progress=progress,
-            on_error=on_error, on_note=on_note,
+            compute=compute, out=place, deadline_s=deadline_s, progress=progress, on_error=on_error, on_note=on_note,
         )  # fmt: skip
     task = program(main, parameters)
     deadline_s = 30.0 if deadline_s is None else deadline_s
-    what = describe(
+    what, inputs = describe(
         task, backend="virtual", ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
         compute=compute, deadline_s=deadline_s,
     )  # fmt: skip
-    keeper = Keeper(what, None if out is None else Path(out), on_error)
+    setting: dict[str, Any] = {
+        "ranks": ranks, "platform": platform, "stragglers": stragglers, "faults": faults, "seed": seed,
+        "compute_s": compute, "deadline_s": deadline_s,
+    }  # fmt: skip
+    if place is not None:
+        require_possible(**setting)
+    keeper = Keeper(what, place, on_error, inputs)
     with keeper, _bar(progress, task, keeper.recorder, ranks) as told:
         keeper.counted = _simulate(
-            task, ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
-            recorder=keeper.recorder, compute_s=compute, deadline_s=deadline_s, progress=told, on_error=keeper.tell,
-            on_note=on_note,
-        )  # fmt: skip
+            task, recorder=keeper.recorder, progress=told, on_error=keeper.tell, on_note=on_note, **setting
+        )
     return keeper.run
+
+
+def _free(out: str | Path, overwrite: bool) -> Path:
+    from spawnsim.record import folder
+
+    place = folder.named(out)
+    folder.require_free(place, overwrite=overwrite)
+    return place
+
+
+def require_possible(**setting: Any) -> None:
+    """Raise `ParameterError` for circumstances that cannot be, before a run folder is touched."""
+    from spawnsim.virtual import Setting
+
+    Setting(**setting).parts()
 
 
 def _whole(path: Path) -> bool:
@@ -167,29 +190,42 @@ def memory_B() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def describe(task: Program, *, backend: str, **circumstances: Any) -> dict[str, Any]:
-    """Return the "what" of run.json."""
+def describe(task: Program, *, backend: str, **circumstances: Any) -> tuple[dict[str, Any], Files]:
+    """Return the "what" of run.json, and the files that the run depends on."""
+    from spawnsim.record import manifest
+
+    named = manifest.program(task.main) | {"parameters": task.parameters, "backend": backend}
+    return describe_named(named, manifest.path_of(task.main), **circumstances)
+
+
+def describe_named(
+    named: Mapping[str, Any], file: Path | None, **circumstances: Any
+) -> tuple[dict[str, Any], Files]:
+    """Return the same for a program in a file of which there is a name, parameters and so on."""
     from spawnsim.record import manifest
     from spawnsim.record.plain import document
 
-    what = manifest.program(task.main) | {"parameters": document(task.parameters), "backend": backend}
-    what |= {name: document(value) for name, value in circumstances.items()}
-    return what | {"versions": manifest.versions()}
+    what = {name: document(value) for name, value in (dict(named) | circumstances).items()}
+    inputs = manifest.inputs(file, **{name: circumstances.get(name) for name in FILES_OF})
+    about = {"inputs": manifest.digests(inputs), "versions": manifest.versions(), "made": manifest.made()}
+    return what | about, inputs
 
 
 class Keeper:
     """Keeps what a run records: writes the run folder when the `with` block ends, in whatever way it ends."""
 
-    def __init__(self, what: Mapping[str, Any], out: Path | None, on_error: OnError | None = None) -> None:
+    def __init__(
+        self, what: Mapping[str, Any], out: Path | None, on_error: OnError | None, inputs: Files
+    ) -> None:
         from spawnsim.record import Journal, Recorder, folder, journal
 
-        self.what, self.out = dict(what), out
+        self.what, self.out, self._inputs = dict(what), out, inputs
         self.recorder: Recorder | Journal = Recorder()
         self._on_error = on_error
         self.counted: Any = None  # a dataclass, once the building has counted
         self._run: Run | None = None
         if out is not None:
-            folder.begin(out, what)
+            folder.begin(out, what, inputs)
             self.recorder = Journal(journal.shard(out), prompt=False)
 
     @property
@@ -204,6 +240,7 @@ class Keeper:
         table, events = recorder.table(), recorder.events()
         counted = dataclasses.asdict(self.counted) if self.counted is not None else {}
         self.what |= reproducible(self.what, counted.get("leaks", ()))
+        add_late(self.what, self._inputs, self.out)
         totals = totals_of(table, events, {"ranks": self.what.get("ranks")} | counted)
         return Run(self.what, table, events, totals, outcome)
 
@@ -259,6 +296,19 @@ def reproducible(what: Mapping[str, Any], leaks: Sequence[str]) -> dict[str, Any
     measured = str(what.get("compute")).startswith("measured")
     found = [*(["computing was measured"] if measured else []), *leaks]
     return {"reproducible": not found, "leaks": found}
+
+
+def add_late(what: dict[str, Any], inputs: Files, out: Path | None) -> None:
+    """Add what is known once a program has run: modules that it imported by computed names, its threads."""
+    from spawnsim.record import manifest
+
+    file = inputs.get(f"program/{what.get('file')}")
+    late = {} if file is None else manifest.late_files(file)
+    new = {name: path for name, path in late.items() if name not in what["inputs"]}
+    if out is not None:
+        manifest.keep(out, new)
+    what["inputs"] = what["inputs"] | manifest.digests(new)
+    what["made"] = what["made"] | {"threads": manifest.threads()}
 
 
 def outcome_of(error: BaseException | None) -> str:

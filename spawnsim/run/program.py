@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim.errors import ParameterError, ProgramError, SpawnsimError
+from spawnsim.importing import notice_imports
 from spawnsim.options import nearest
 
 MODULE = "__program__"  # never "__main__": a file's own `if __name__ == "__main__"` must not start it
@@ -50,6 +51,7 @@ def program(main: Main | str | Path, parameters: Mapping[str, Any] | None = None
     Raises:
         ParameterError: no such file, no `main`, or a parameter that `main` does not take.
     """
+    notice_imports()
     function = load(Path(main)) if isinstance(main, (str, Path)) else main
     if not callable(function):
         raise ParameterError(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from spawnsim.errors import ParameterError, UnsupportedError, WorldError
 from spawnsim.run.bar import Steps
-from spawnsim.run.building import describe
+from spawnsim.run.building import add_late, describe
 from spawnsim.run.program import Program
 from spawnsim.run.result import FINISHED, Run, results_digest, totals_of
 
@@ -85,13 +85,14 @@ class Shards:
         from spawnsim.record import journal as shards
 
         self._out, self._comm, self._journal = job.out, comm, journal
-        self.what = describe(
+        self.what, self._inputs = describe(
             job.task, backend=job.backend, ranks=comm.Get_size(), seed=job.seed, deadline_s=job.deadline_s
         )
         journal.counted = self._counted
         if job.out is not None:
+            comm.Barrier()  # all have seen that the folder is free
             if comm.Get_rank() == 0:
-                folder.begin(job.out, self.what)
+                folder.begin(job.out, self.what, self._inputs)
             comm.Barrier()
             journal.open(shards.shard(job.out, comm.Get_rank()))
         comm._home.tally.clear()  # the program's alone counts
@@ -104,6 +105,7 @@ class Shards:
 
         self._journal.close()
         self._comm._home.parting.meet()
+        add_late(self.what, self._inputs, self._out)
         if self._out is None:
             parts = self._gathered()
             if parts is None:

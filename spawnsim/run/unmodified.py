@@ -10,12 +10,25 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spawnsim.errors import ParameterError
-from spawnsim.run.building import Keeper, OnError, OnNote, Progress, aborting, listener
+from spawnsim.importing import notice_imports
+from spawnsim.run.building import (
+    Keeper,
+    OnError,
+    OnNote,
+    Progress,
+    aborting,
+    describe_named,
+    listener,
+    require_possible,
+)
 from spawnsim.run.program import has_main, tree_of
 from spawnsim.run.result import Run
+
+if TYPE_CHECKING:
+    from spawnsim.record.manifest import Files
 
 NO_COST = (
     "computing between two calls costs nothing: give compute (--compute measured, or 5us) where it counts"
@@ -30,18 +43,15 @@ class Script:
     argv: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
-    def describe(self, circumstances: dict[str, Any]) -> dict[str, Any]:
-        """Return the "what" of run.json."""
+    def describe(self, circumstances: dict[str, Any]) -> tuple[dict[str, Any], Files]:
+        """Return the "what" of run.json, and the files that the run depends on."""
         from spawnsim.record import manifest
-        from spawnsim.record.plain import document
 
         named = {"file": self.path.name, "main": None, "file_digest": manifest.file_digest(self.path)}
-        what: dict[str, Any] = named | {
-            "parameters": {"argv": list(self.argv), **document(self.options)},
-            "backend": "virtual",
-        }
-        what |= {name: document(value) for name, value in circumstances.items()}
-        return what | {"versions": manifest.versions()}
+        parameters = {"argv": list(self.argv), **self.options}
+        return describe_named(
+            named | {"parameters": parameters, "backend": "virtual"}, self.path, **circumstances
+        )
 
 
 def run_unmodified(
@@ -58,13 +68,19 @@ def run_unmodified(
 
     `run.what["notes"]` and `run.what["warnings"]` hold what the user should know, a sentence each.
     """
-    from spawnsim.virtual.programs import run_program
+    from spawnsim.virtual.programs import Cost, run_program
 
     deadline_s = math.inf if deadline_s is None else deadline_s
-    what = script.describe(circumstances | {"deadline_s": None if math.isinf(deadline_s) else deadline_s})
+    notice_imports()
+    what, inputs = script.describe(
+        circumstances | {"deadline_s": None if math.isinf(deadline_s) else deadline_s}
+    )
     what |= {"notes": [NO_COST] if circumstances["compute"] in (None, "none") else [], "warnings": []}
-    keeper = Keeper(what, out, on_error)
     given = {"compute_s": circumstances.pop("compute"), "deadline_s": deadline_s, **circumstances}
+    if out is not None:
+        Cost.of(given["compute_s"])
+        require_possible(**given | {"compute_s": 0.0})
+    keeper = Keeper(what, out, on_error, inputs)
     with keeper, listener(progress, keeper.recorder, given["ranks"]) as told, aborting():
         keeper.counted = run_program(
             script.path, script.argv, recorder=keeper.recorder, progress=told, warn=what["warnings"],
@@ -81,7 +97,7 @@ def is_unmodified(path: Path) -> bool:
     imports mpi4py (or calls the first argument something else than comm).
     """
     if not has_main(path):
-        return _speaks_mpi(path, set())
+        return _speaks_mpi(path)
     tree = tree_of(path)
     main = next(
         (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "main"), None
@@ -96,7 +112,7 @@ def is_unmodified(path: Path) -> bool:
 
 def _requires_mpi(path: Path) -> bool:
     """Return true if a file that has `main()` is an mpi4py program; else its author has forgotten the argument."""
-    if _speaks_mpi(path, set()):
+    if _speaks_mpi(path):
         return True
     raise ParameterError(
         f"{path}: main() takes no argument; its first one is the communicator: write def main(comm). "
@@ -104,13 +120,12 @@ def _requires_mpi(path: Path) -> bool:
     )
 
 
-def _speaks_mpi(path: Path, seen: set[Path]) -> bool:
+def _speaks_mpi(path: Path) -> bool:
     """Return whether a file, or a module of its folder that it imports, imports mpi4py."""
-    seen.add(path)
-    names = _imported(tree_of(path))
-    beside = [path.parent / f"{name}.py" for name in sorted(names)]
-    return "mpi4py" in names or any(
-        _speaks_mpi(module, seen) for module in beside if module not in seen and module.is_file()
+    from spawnsim.record import manifest
+
+    return "mpi4py" in _imported(tree_of(path)) or any(
+        "mpi4py" in _imported(manifest.tree(file)) for file in manifest.own_files(path).values()
     )
 
 

@@ -1,7 +1,9 @@
 """One run of a study as a value: which file, how many ranks, which parameters, seed and world; and its key.
 
-This room knows names and digests; it runs nothing. Equal keys mean equal results, so a key covers the program's
-text, the library's text (the floors that can change a result) and the versions of the packages below it.
+This room knows names and digests; it runs nothing. Equal keys mean equal results, so a key covers the text of the
+program and of its own modules, of the platform, the plan and the recorded run that its world names, of the library
+(without the rooms that look at results), and the versions of the packages below it. What a program reads by itself it
+does not cover: give such a file's digest as a parameter.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -16,12 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from spawnsim.errors import ParameterError
-from spawnsim.record.manifest import file_digest, versions
+from spawnsim.record import manifest
+from spawnsim.record.manifest import Files
+from spawnsim.record.plain import document
 
 Scalar = str | int | float | bool | None
-FLOORS_THAT_COUNT = (
-    "comm", "policies", "workloads", "real", "virtual", "record", "run", "run.py", "random.py", "units.py",
-)  # fmt: skip
+ONLY_LOOK = {"plots", "report", "calibrate", "validate", "testing"}  # rooms that change no result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +60,23 @@ class Cell:
             "backend": self.backend,
             "ranks": self.ranks,
             "seed": self.seed,
-            "parameters": dict(sorted(self.parameters.items())),
-            "world": dict(sorted(self.world.items())),
+            "parameters": document(dict(sorted(self.parameters.items()))),
+            "world": {name: _without_folder(value) for name, value in sorted(self.world.items())},
         }
+
+    def inputs(self) -> Files:
+        """Return the files that the run depends on, by name."""
+        return manifest.inputs(Path(self.file), **self.world)
 
     @cached_property  # and so the same in every process that this cell is sent to, whatever is edited meanwhile
     def key(self) -> str:
-        """The digest of the description, the program's text, the library's text and the versions."""
-        texts = {"program": file_digest(Path(self.file)), "library": _library(), "versions": versions()}
-        text = json.dumps(self.description() | texts, sort_keys=True, default=repr)
+        """The digest of the description, of all files that the run depends on, of the library and the versions."""
+        texts = {
+            "inputs": manifest.digests(self.inputs()),
+            "library": _library(),
+            "versions": manifest.versions(),
+        }
+        text = json.dumps(self.description() | texts, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
@@ -76,10 +87,15 @@ class Cell:
         return "-".join([Path(self.file).stem, *values, f"n{self.ranks}", *where, f"s{self.seed}"])
 
 
+def _without_folder(value: Any) -> Any:
+    """Return a circumstance as it is the same on each machine; what a file says is told by its digest."""
+    return Path(value).name if isinstance(value, (str, Path)) and os.path.exists(value) else document(value)
+
+
 @cache
 def _library() -> str:
-    """Return a digest of the source files that can change a result: 3 ms, once per process."""
-    root = Path(__file__).parents[1]
+    """Return a digest of the library's files that can change a result: 10 ms, once per process."""
+    root = manifest.PACKAGE
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(_sources(root)):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
@@ -87,9 +103,9 @@ def _library() -> str:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    for name in FLOORS_THAT_COUNT:
-        place = root / name
-        yield from [place] if place.is_file() else place.rglob("*.py")
+    for path in root.rglob("*"):
+        if path.suffix in (".py", ".toml") and path.relative_to(root).parts[0] not in ONLY_LOOK:
+            yield path
 
 
 def grid(

@@ -14,6 +14,7 @@ from pathlib import Path
 import spawnsim
 from spawnsim.errors import ParameterError
 from spawnsim.options import Parser, nearest
+from spawnsim.record.folder import named, require_free
 from spawnsim.run.interrupts import stoppable
 from spawnsim.study.context import Context
 
@@ -24,7 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.jobs < 0:
         raise ParameterError(f"--jobs {args.jobs}: give the number of runs at once, or 0 for this process")
     path = find(args.study)
-    out = Path(args.out or Path("runs") / path.stem)
+    out = Path("runs") / path.stem if args.out is None else named(args.out)
+    if out.exists() and not out.is_dir():
+        raise ParameterError(f"--out {out} is a file: name a folder")
+    require_free(out)
     with stoppable():
         load(path)(Context(path.stem, path.parent, out, quick=args.quick, jobs=args.jobs, say=_say))
     return 0

@@ -12,9 +12,10 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from spawnsim.errors import WorldError
+from spawnsim.errors import ParameterError, WorldError
 from spawnsim.run import run
 from spawnsim.run.interrupts import heed_signals
 from spawnsim.study.cell import Cell
@@ -29,6 +30,10 @@ def execute(cell: Cell, root: Path) -> Cost:
     store = Store(root)
     if store.done(cell):
         return store.cost(cell)
+    if replace(cell).key != cell.key:
+        raise ParameterError(
+            f"files that {cell.name} depends on were edited since the study began: start it again"
+        )
     load, began_s = os.getloadavg()[0], time.monotonic()
     with store.draft(cell) as folder:
         (_in_this_process if cell.backend == "virtual" else _launched)(cell, folder)

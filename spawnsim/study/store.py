@@ -14,6 +14,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from spawnsim.errors import ParameterError
+from spawnsim.record.folder import read_manifest
+from spawnsim.record.manifest import file_digest
 from spawnsim.study.cell import Cell
 
 COST = "cost.json"
@@ -39,8 +42,9 @@ class Store:
         return self.root / f"{cell.name}-{cell.key}"
 
     def done(self, cell: Cell) -> bool:
-        """Say whether the run is there."""
-        return self.folder(cell).is_dir()
+        """Say whether the run is there, and of the files that it depends on none was edited since."""
+        place = self.folder(cell)
+        return place.is_dir() and _as_recorded(cell, place)
 
     def cost(self, cell: Cell) -> Cost:
         """Return what the run took when it was made."""
@@ -61,12 +65,25 @@ class Store:
             with suppress(OSError):
                 draft.rename(failed)  # what was recorded until then, to look at
             raise
+        if place.is_dir() and not self.done(cell):
+            shutil.rmtree(place)
         try:
             draft.rename(place)
         except OSError:
             if not place.is_dir():
                 raise
             shutil.rmtree(draft)  # somebody else was faster; equal keys mean equal results
+
+
+def _as_recorded(cell: Cell, place: Path) -> bool:
+    """Say whether all files that a run has depended on are the same today; a key cannot know all that it imports."""
+    try:
+        recorded = (read_manifest(place).get("what") or {}).get("inputs") or {}
+    except ParameterError:
+        return False
+    own = {name: Path(cell.file).parent / name.removeprefix("program/") for name in recorded}
+    files = own | cell.inputs()
+    return all(files[name].is_file() and file_digest(files[name]) == recorded[name] for name in recorded)
 
 
 def write_cost(folder: Path, cost: Cost) -> None:

@@ -1,5 +1,5 @@
 """The virtual building: a deterministic cluster in one process."""
 
-from spawnsim.virtual.cluster import Totals, simulate
+from spawnsim.virtual.cluster import Setting, Totals, simulate
 
-__all__ = ["Totals", "simulate"]
+__all__ = ["Setting", "Totals", "simulate"]

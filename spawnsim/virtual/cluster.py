@@ -22,6 +22,7 @@ from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.comm.belongings import ProgramAbort
 from spawnsim.virtual.comm.communicators import Intracomm, enter
 from spawnsim.virtual.comm.context import Context
+from spawnsim.virtual.compute import ComputeModel
 from spawnsim.virtual.faults import Plan
 from spawnsim.virtual.generators import TorchStates, per_rank
 from spawnsim.virtual.kernel import Kernel, Task
@@ -30,7 +31,7 @@ from spawnsim.virtual.links import Links
 from spawnsim.virtual.livelock import Watchdog
 from spawnsim.virtual.lives import Lives
 from spawnsim.virtual.own import Own
-from spawnsim.virtual.platform import load_platform
+from spawnsim.virtual.platform import Platform, load_platform
 from spawnsim.virtual.trace import Trace
 from spawnsim.virtual.undelivered import undelivered
 from spawnsim.virtual.world import Rank, Recorder, World
@@ -79,16 +80,20 @@ class Setting:
                 f"deadline_s={self.deadline_s!r}: give a time above 0 s; math.inf waits for ever"
             )
 
+    def parts(self) -> tuple[Platform, Plan, ComputeModel]:
+        """Return the platform, the plan of faults and the compute model, each checked: nothing runs for it."""
+        platform = load_platform(self.platform)
+        platform.check(self.ranks)
+        plan = Plan.parse(self.faults, seed=self.seed)
+        plan.check(self.ranks)
+        return platform, plan, platform.compute_model(self.compute_s, self.stragglers)
+
 
 class Cluster:
     """A world, the program of each rank, and how it ended."""
 
     def __init__(self, setting: Setting, recorder: Recorder, progress: Progress | None = None) -> None:
-        platform = load_platform(setting.platform)
-        platform.check(setting.ranks)
-        plan = Plan.parse(setting.faults, seed=setting.seed)
-        plan.check(setting.ranks)
-        model = platform.compute_model(setting.compute_s, setting.stragglers)
+        platform, plan, model = setting.parts()
         kernel = Kernel(setting.deadline_s)
         ranks = [
             Rank(rank, kernel, Trace(rank), Streams(setting.seed, rank), death_s=plan.death_s(rank))

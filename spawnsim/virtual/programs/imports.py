@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from spawnsim.importing import of_a_rank
+
 SHARED = {"spawnsim", "mpi4py"}  # never a rank's own, wherever they lie
 
 
@@ -43,6 +45,7 @@ class OwnModules:
         if spec is None or isinstance(spec.loader, ExtensionFileLoader):
             return None
         self.names.add(name)
+        of_a_rank(name)
         return spec
 
     def _own(self, entries: Sequence[str]) -> list[str]:
