@@ -11,7 +11,7 @@ when the victim was killed.
 A job is told truly if, plain, it ends with status 137 and one line that names the victim; if, to survive, it ends with
 0, all survivors have recorded all iterations, and one line names each victim. A victim that had not begun its program
 ends any job, which must say so; of one that has not even loaded spawnsim, that it is one of the ranks at their start
-(with status 4 where no launcher has seen how it died).
+(with status 122 where no launcher has seen how it died).
 """
 
 from __future__ import annotations

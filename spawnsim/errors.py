@@ -4,6 +4,9 @@
 `WorldError`: the world the program runs in (a rank failed, a communicator was revoked, a time-out).
 `InternalError`: ours.
 
+Each family has the exit status of a command, or of a real job, that ends by it. 1 and 2 are what Python and its
+command-line tools give; the others begin at 121, where they meet no `sys.exit(3)` of a program.
+
 This room knows words only: no communicator, no clock, no rank object. Every error can be rebuilt from its
 own `args`, because SimPy and pickle rebuild exceptions that way.
 """
@@ -11,14 +14,19 @@ own `args`, because SimPy and pickle rebuild exceptions that way.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 
 class SpawnsimError(Exception):
     """Root of all errors that spawnsim raises on purpose."""
 
+    exit_status: ClassVar[int] = 1
+
 
 class UsageError(SpawnsimError):
     """The program asked for something that cannot be: the message says what, where, and what to do."""
+
+    exit_status = 2
 
 
 class ParameterError(UsageError, ValueError):
@@ -32,9 +40,13 @@ class UnsupportedError(UsageError, NotImplementedError):
 class Deadlock(UsageError):
     """Every rank still alive waits for another. The message holds the table and the cycle."""
 
+    exit_status = 121
+
 
 class Livelock(UsageError):
     """A rank polls without its time passing."""
+
+    exit_status = 121
 
 
 class MismatchError(UsageError):
@@ -47,6 +59,8 @@ class TruncationError(UsageError):
 
 class WorldError(SpawnsimError):
     """Something outside the program went wrong."""
+
+    exit_status = 122
 
 
 class RankFailed(WorldError):
@@ -81,6 +95,8 @@ class Timeout(WorldError, TimeoutError):
 class StorageError(WorldError):
     """A run folder cannot be written to: a full disk, a folder that is gone. What it holds already stays."""
 
+    exit_status = 2
+
 
 class StudyError(SpawnsimError):
     """Some runs of a study failed; those that did not are kept."""
@@ -103,3 +119,5 @@ class ProgramError(SpawnsimError):
 
 class InternalError(SpawnsimError):
     """A promise that spawnsim makes to itself was broken: please report it with the seed and the command."""
+
+    exit_status = 123

@@ -364,14 +364,14 @@ def _from_rank(cause: BaseException) -> RankError:
     ("error", "code"),
     [
         (ParameterError("unknown platform"), 2),
-        (Deadlock("rank 0 waits for rank 1"), 3),
-        (Livelock("rank 0 polls"), 3),
-        (Timeout([1], "Recv"), 4),
-        (RankFailed([2]), 4),
-        (_from_rank(Timeout([1], "Recv")), 4),
+        (Deadlock("rank 0 waits for rank 1"), 121),
+        (Livelock("rank 0 polls"), 121),
+        (Timeout([1], "Recv"), 122),
+        (RankFailed([2]), 122),
+        (_from_rank(Timeout([1], "Recv")), 122),
         (_from_rank(ValueError("mine")), 1),
-        (InternalError("a promise"), 5),
-        (ZeroDivisionError("ours"), 5),
+        (InternalError("a promise"), 123),
+        (ZeroDivisionError("ours"), 123),
         (KeyboardInterrupt(), 130),
     ],
     ids=repr,
@@ -396,7 +396,7 @@ def test_a_program_that_asks_for_too_much_gets_no_traceback(
 ) -> None:
     """A deadlock is told in its own words."""
     monkeypatch.setattr(building, "_simulate", _ending_with(Deadlock("rank 0 waits for rank 1")))
-    assert cli.main(["run", str(train), "-n", "1"]) == 3
+    assert cli.main(["run", str(train), "-n", "1"]) == 121
     assert capsys.readouterr().err == "spawnsim: rank 0 waits for rank 1\n"
 
 

@@ -14,7 +14,7 @@ from importlib import import_module
 
 from spawnsim import __version__
 from spawnsim.cli.ending import internal, interrupted, report
-from spawnsim.errors import SpawnsimError, UnsupportedError
+from spawnsim.errors import Deadlock, InternalError, SpawnsimError, UnsupportedError, UsageError, WorldError
 from spawnsim.options import Parser
 
 COMMANDS = {
@@ -29,11 +29,15 @@ COMMANDS = {
     "doctor": ("spawnsim.real.launching.doctor", "say what this machine can run, and what to change"),
 }
 
-EXIT_CODES = """\
+EXIT_CODES = f"""\
 exit codes:
-  0  all went well                         3  the program's ranks wait for each other (deadlock, livelock)
-  1  the program raised on a rank          4  a call met its deadline, or a rank failed
-  2  a parameter or file is not usable     5  spawnsim itself is at fault: please report it
+  0    all went well
+  1    the program raised on a rank; sys.exit(N) or Abort(N) gives N
+  {UsageError.exit_status}    a parameter or file is not usable
+  {Deadlock.exit_status}  the program's ranks wait for each other (deadlock, livelock)
+  {WorldError.exit_status}  a call met its deadline, or a rank failed
+  {InternalError.exit_status}  spawnsim itself is at fault: please report it
+  130  Ctrl-C; 128 + N: stopped by signal N
 """
 
 

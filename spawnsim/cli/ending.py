@@ -12,30 +12,9 @@ from pathlib import Path
 from types import TracebackType
 
 import spawnsim
-from spawnsim.errors import (
-    Deadlock,
-    InternalError,
-    Livelock,
-    ProgramError,
-    RankError,
-    SpawnsimError,
-    StorageError,
-    UsageError,
-    WorldError,
-)
+from spawnsim.errors import InternalError, ProgramError, RankError, SpawnsimError, UsageError
 from spawnsim.run import interrupts
 from spawnsim.run.bar import beside_the_bar
-
-OK, RAISED, USAGE, STUCK, WORLD, OURS = range(6)
-
-_CODES: tuple[tuple[type[SpawnsimError], int], ...] = (
-    (Deadlock, STUCK),
-    (Livelock, STUCK),
-    (UsageError, USAGE),
-    (StorageError, USAGE),
-    (WorldError, WORLD),
-    (InternalError, OURS),
-)
 
 RAISERS = (RankError, ProgramError)  # their cause is an exception of the program's own
 _HOUSE = str(Path(spawnsim.__file__).parent)
@@ -48,11 +27,10 @@ def exit_code(error: BaseException) -> int:
         if isinstance(cause, SpawnsimError):
             return exit_code(cause)
         status = cause.code if isinstance(cause, SystemExit) else status  # sys.exit(3), comm.Abort(3)
-        return status if isinstance(status, int) and 0 < status < 256 else RAISED
-    code = next((code for family, code in _CODES if isinstance(error, family)), RAISED)
-    if isinstance(error, UsageError) and code == USAGE and getattr(error, "placed", False):
-        return RAISED  # a rank's call, no option of ours
-    return code
+        return status if isinstance(status, int) and 0 < status < 256 else error.exit_status
+    if isinstance(error, UsageError) and error.exit_status == 2 and getattr(error, "placed", False):
+        return SpawnsimError.exit_status  # a rank's call, no option of ours
+    return getattr(error, "exit_status", 1)
 
 
 def report(error: SpawnsimError, *, quiet: bool = False) -> int:
@@ -98,7 +76,7 @@ def internal(error: Exception) -> int:
     text = "".join(traceback.format_exception(error)).rstrip()
     fault = "spawnsim: the fault above is ours; please report it with the command and the seed"
     sys.stderr.write(f"{text}\n{fault}\n")  # in one piece: ranks write side by side
-    return OURS
+    return InternalError.exit_status
 
 
 def program_traceback(error: BaseException) -> str:

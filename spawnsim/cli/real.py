@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from spawnsim.cli.ending import OURS, exit_code, internal, report
-from spawnsim.errors import ParameterError, SpawnsimError
+from spawnsim.cli.ending import exit_code, internal, report
+from spawnsim.errors import InternalError, ParameterError, SpawnsimError
 from spawnsim.run.program import program, require_main
 from spawnsim.run.real import Job, run_rank, tidy
 
@@ -112,7 +112,7 @@ def _never_began(error: Exception, here: Here) -> int:
     from spawnsim.real.launching.keeper import end_job
     from spawnsim.real.launching.roll import sign_first_end
 
-    status = exit_code(error) if isinstance(error, SpawnsimError) else OURS
+    status = exit_code(error) if isinstance(error, SpawnsimError) else InternalError.exit_status
     first = sign_first_end(status, "", os.environ)
     if first is None:  # nobody of ours has started the job
         time.sleep(0.0 if here.rank == 0 else TURN_S)  # mostly all ranks find the same fault

@@ -114,6 +114,6 @@ def test_a_rank_that_dies_before_it_has_a_keeper_is_missed(tmp_path, how, notice
     )
     line = [sys.executable, "-c", program, str(python), str(file)]
     found = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
-    status, said = noticed.get(find_library().name, (4, "rank 1 died at its start"))
+    status, said = noticed.get(find_library().name, (122, "rank 1 died at its start"))
     assert (found.returncode, found.stdout) == (status, f"{said}: no job survives that\n"), found.stderr
     assert gone(str(file))

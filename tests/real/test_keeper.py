@@ -77,7 +77,7 @@ def test_a_kept_rank_ends_with_its_own_status(
     assert (keeper.returncode, out) == (status, "True True True\n")
     roll, environ = Roll(tmp_path), {"SPAWNSIM_ROLL": str(tmp_path)}
     found = roll.first_end()
-    assert (found and found[0], found and found[1].partition(") ")[2]) == (said and (status or 4), said)
+    assert (found and found[0], found and found[1].partition(") ")[2]) == (said and (status or 122), said)
     assert reached(DEAD, environ) == Deaths(environ)() == ({1} if said else set())
     assert (roll.rank_of(keeper.pid), roll.ranks, roll.launchers) == ("1", {1}, [os.getpid()])
 

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from spawnsim.errors import WorldError
+
 ROLL = "SPAWNSIM_ROLL"
 """Names the folder. Each process leaves a file: its process id is the name, its rank the content, if it has one."""
 SURVIVE = "SPAWNSIM_SURVIVE"
@@ -23,7 +25,7 @@ DEAD = "dead"  # it has ended in any other way
 FIRST_END = (
     "first end"  # of a rank by which the job ends: status and sentence; later ends may be the launcher's work
 )
-WORLD = 4  # the status of a job that something outside of its programs has ended
+WORLD = WorldError.exit_status  # the status of a job that something outside of its programs has ended
 LOOK_S = 0.01  # how often at most a rank reads who has died
 
 

@@ -19,12 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from spawnsim.errors import (
-    Deadlock,
-    InternalError,
-    Livelock,
     Timeout,
     UnsupportedError,
-    UsageError,
     WorldError,
 )
 from spawnsim.real.launching.roll import ROLL, WORLD, Deaths, first_end, sign_first_end
@@ -38,9 +34,8 @@ KNOWN_S = 0.5  # how much later than its peers a keeper may learn of a rank's de
 
 
 def status_of(error: BaseException) -> int:
-    """Return the exit status for an error that ends the job; the command line documents these numbers."""
-    table = ((Deadlock, 3), (Livelock, 3), (UsageError, 2), (WorldError, WORLD), (InternalError, 5))
-    return next((status for family, status in table if isinstance(error, family)), 1)
+    """Return the exit status for an error that ends the job."""
+    return getattr(error, "exit_status", 1)
 
 
 class Ending:
