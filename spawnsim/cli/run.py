@@ -45,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
             seed=options.seed,
             out=options.out,
             overwrite=options.overwrite,
+            whole=options.whole,
             compute=options.compute,
             deadline_s=options.deadline,
             progress=options.progress or (sys.stderr.isatty() and not options.quiet),
@@ -82,7 +83,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if dashes:
         own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
     options, unknown = parser().parse_known_args(own)
-    takes_any = options.backend != "virtual" or (options.file.is_file() and is_unmodified(options.file))
+    takes_any = options.backend != "virtual" or (
+        options.file.is_file() and (options.whole or is_unmodified(options.file))
+    )
     if unknown and not takes_any:
         parser().error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest and not takes_any:
@@ -166,6 +169,10 @@ def parser() -> Parser:
 
 def _add_program_options(parser: Parser) -> None:
     group = parser.add_argument_group("unmodified mpi4py programs")
+    group.add_argument(
+        "--whole", action="store_true",
+        help="run the file whole on every rank, also where nothing shows that it speaks MPI",
+    )  # fmt: skip
     group.add_argument("--no-prefix", action="store_true", help="print lines without [rank 3] in front")
     group.add_argument(
         "--virtual-time", choices=("all", "sleep", "none"), default="all",

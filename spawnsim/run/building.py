@@ -48,6 +48,7 @@ def run(
     on_error: OnError | None = None,
     on_note: OnNote | None = None,
     overwrite: bool = False,
+    whole: bool = False,
 ) -> Run:
     """Run `main(comm, **parameters)` on virtual ranks and return what they recorded.
 
@@ -74,6 +75,7 @@ def run(
         on_error: is given the error that the run is going to raise, before the ranks' `finally` blocks run.
         on_note: is given a sentence when a rank computes for long without a call, with its line.
         overwrite: whether a run that `out` holds may be lost.
+        whole: run the file whole on every rank, as an unmodified program, whatever it defines.
 
     Raises:
         ParameterError: a parameter has no meaning; nothing ran.
@@ -82,7 +84,7 @@ def run(
     """
     _check(ranks, seed, deadline_s)
     place = None if out is None else _free(out, overwrite)
-    if isinstance(main, (str, Path)) and _whole(Path(main)):
+    if isinstance(main, (str, Path)) and (whole or _whole(Path(main))):
         return _run_whole(
             Path(main), argv, options, ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
             compute=compute, out=place, deadline_s=deadline_s, progress=progress, on_error=on_error, on_note=on_note,

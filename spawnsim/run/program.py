@@ -121,7 +121,7 @@ def require_main(path: Path) -> None:
     if not has_main(path):
         raise ParameterError(
             f"{path} has no main(comm): define it; it is called once per rank with a communicator. "
-            "A program without one is run whole if it, or a module beside it, imports mpi4py"
+            "A program without one is run whole if it speaks MPI, or with --whole"
         )
 
 

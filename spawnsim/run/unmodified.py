@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterator, Sequence
+import re
+import sys
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,9 +96,9 @@ def run_unmodified(
 def is_unmodified(path: Path) -> bool:
     """Return whether a file is to be run whole, and not through its `main(comm)`. Runs nothing of it.
 
-    It is if it speaks MPI (itself, or a module beside it that it imports) and has no `main`, or one without
-    arguments; if it calls its `main()` without arguments; or if it calls `main` where it is run as a script and
-    imports mpi4py (or calls the first argument something else than comm).
+    It is if it speaks MPI (itself, through a module beside it, or through a package that requires mpi4py) and has no
+    `main`, or one without arguments; if it calls its `main()` without arguments; or if it calls `main` where it is run
+    as a script and imports mpi4py (or calls the first argument something else than comm).
     """
     if not has_main(path):
         return _speaks_mpi(path)
@@ -116,17 +120,29 @@ def _requires_mpi(path: Path) -> bool:
         return True
     raise ParameterError(
         f"{path}: main() takes no argument; its first one is the communicator: write def main(comm). "
-        "A file with main() is run whole only if it calls main(), or if it or a module beside it imports mpi4py"
+        "A file with main() is run whole only if it calls main(), or if it speaks MPI"
     )
 
 
 def _speaks_mpi(path: Path) -> bool:
-    """Return whether a file, or a module of its folder that it imports, imports mpi4py."""
+    """Return whether a file, or a module of its folder that it imports, imports mpi4py or a package that needs it."""
     from spawnsim.record import manifest
 
-    return "mpi4py" in _imported(tree_of(path)) or any(
-        "mpi4py" in _imported(manifest.tree(file)) for file in manifest.own_files(path).values()
-    )
+    own = manifest.own_files(path).values()
+    names = _imported(tree_of(path)).union(*(_imported(manifest.tree(file)) for file in own))
+    names -= sys.stdlib_module_names | {file.stem for file in own}
+    return "mpi4py" in names or bool(names & _packages_with_mpi())
+
+
+@cache
+def _packages_with_mpi() -> Set[str]:
+    """Return the installed packages whose distribution requires mpi4py, perhaps for an extra; but for ours."""
+    found = set()
+    for package, distributions in metadata.packages_distributions().items():
+        needed = [each for name in distributions for each in metadata.requires(name) or ()]
+        if any(re.match(r"mpi4py\b", each) for each in needed):
+            found.add(package)
+    return found - {"spawnsim"}
 
 
 def _calls_main(tree: ast.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
@@ -18,6 +19,7 @@ import spawnsim
 from spawnsim import cli
 from spawnsim.errors import Deadlock, MismatchError, ParameterError, RankError, UnsupportedError
 from spawnsim.record import Recorder
+from spawnsim.run import unmodified
 from spawnsim.run.unmodified import is_unmodified
 from spawnsim.virtual.cluster import Totals
 from spawnsim.virtual.comm.belongings import ProgramAbort
@@ -502,3 +504,40 @@ def test_a_reborn_rank_of_an_unmodified_program_joins_the_others(
     met = {line for line in lines if "over" not in line}
     assert "[rank 3] Revoked 2" in met
     assert met - {"[rank 3] Revoked 2"} == {f"[rank {rank}] RankFailed 1" for rank in members if rank != 3}
+
+
+def test_a_file_that_speaks_mpi_through_a_package_runs_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A package whose distribution requires mpi4py will do; any other file is run whole on demand."""
+    path = tmp_path / "file.py"
+    path.write_text("import heat_like\n")
+    monkeypatch.setattr(unmodified, "_packages_with_mpi", lambda: {"heat_like"})
+    assert is_unmodified(path)
+    path.write_text("exec('from mpi4py import MPI; print(MPI.COMM_WORLD.rank)')\n")
+    assert not is_unmodified(path)
+    assert cli.main(["run", str(path), "-n", "3"]) == 2
+    assert "or with --whole" in capsys.readouterr().err
+    assert cli.main(["run", str(path), "-n", "3", "--whole"]) == 0
+    assert "[rank 2] 2" in capsys.readouterr().out
+
+
+def test_what_a_package_registers_for_a_rank_runs_in_that_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Any
+) -> None:
+    """Pools close themselves so: it ran at the interpreter's end, outside of any rank, with a traceback."""
+    installed = tmp_path / "site"
+    installed.mkdir()
+    (installed / "pool_like.py").write_text(
+        "import atexit\nENDED = []\n"
+        "class Pool:\n"
+        "    def __init__(self, comm): atexit.register(self.close, comm)\n"
+        "    def close(self, comm): ENDED.append((comm.rank, comm.allreduce(1)))\n"
+        "atexit.register(ENDED.append, 'at the interpreter')\n"
+    )
+    monkeypatch.syspath_prepend(str(installed))
+    late: list[Any] = []
+    monkeypatch.setattr(atexit, "register", lambda _function, *args: late.append(args))
+    run_program(script("import pool_like\npool_like.Pool(comm)"), ranks=11, recorder=Recorder())
+    assert sorted(sys.modules["pool_like"].ENDED) == [(rank, 11) for rank in range(11)]
+    assert late == [("at the interpreter",)]

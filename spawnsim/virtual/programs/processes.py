@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from spawnsim.virtual.kernel import Task, current_task
@@ -107,11 +107,11 @@ class Processes:
     # -- atexit ------------------------------------------------------------------------------------------------
 
     def _registering(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an `atexit.register` that keeps what a rank's own modules register for the end of that rank."""
+        """Return an `atexit.register` that keeps what a rank registers for the end of that rank."""
 
         def register(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
             process = self.calling()
-            if process is None or sys._getframe(1).f_globals.get("__name__") not in self.own.names:
+            if process is None or not self._by_a_rank(sys._getframe(1)):
                 original(function, *args, **kwargs)
             else:
                 call = lambda: function(*args, **kwargs)  # noqa: E731
@@ -120,6 +120,20 @@ class Processes:
             return function
 
         return register
+
+    def _by_a_rank(self, frame: FrameType | None) -> bool:
+        """Whether a function is registered by what a rank does, and not by a module that all ranks share.
+
+        What a shared module registers while it is imported is for all ranks, and so is what the standard library does:
+        it often registers once for whatever comes.
+        """
+        names = [""]
+        while frame is not None:
+            names.append(str(frame.f_globals.get("__name__")))
+            if names[1].partition(".")[0] in sys.stdlib_module_names or frame.f_code.co_name == "<module>":
+                break
+            frame = frame.f_back
+        return names[-1] in self.own.names
 
     def _unregistering(self, original: Callable[..., Any]) -> Callable[[Callable[..., Any]], None]:
         def unregister(function: Callable[..., Any]) -> None:
