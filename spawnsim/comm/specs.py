@@ -174,10 +174,14 @@ def _absolute(obj: Any, count: int, kind: Any, blocks: int) -> Buffer:
     if count and obj is None:
         raise ParameterError(f"the buffer is None but the count is {count}")
     datatype = datatype_of(None, kind) if kind is not None else BYTE
-    total = count * max(blocks, 1)
-    if not total:
+    return at(0, datatype, count, max(blocks, 1))
+
+
+def at(address: int, datatype: Datatype, count: int, blocks: int = 1) -> Buffer:
+    """Return the buffer of a datatype whose displacements count from an address."""
+    if not count * blocks:
         return Buffer(_empty(datatype if datatype else BYTE), datatype or DATATYPE_NULL, 0, blocks)
-    low, high = datatype.live().span(total)
-    new = Buffer(at_address(low, high - low), datatype, count, max(blocks, 1))
+    low, high = datatype.live().span(count * blocks)
+    new = Buffer(at_address(address + low, high - low), datatype, count, blocks)
     new.origin = low
     return new

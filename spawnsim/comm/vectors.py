@@ -19,17 +19,20 @@ from spawnsim.comm.failures import SpecBufferError, SpecTypeError, Truncated
 from spawnsim.comm.memory import as_bytes, flat
 from spawnsim.comm.predefined import BYTE
 from spawnsim.comm.regions import Buffer
-from spawnsim.comm.specs import datatype_of, infer, locate, split
+from spawnsim.comm.specs import at, datatype_of, infer, locate, split
 from spawnsim.errors import ParameterError
 
 
 class Vector:
-    """Blocks of a user's memory: `counts[i]` elements of `datatypes[i]` at byte `starts[i]`."""
+    """Blocks of a user's memory: `counts[i]` elements of `datatypes[i]` at byte `starts[i]`.
+
+    Without a memory (`BOTTOM`) the starts are addresses.
+    """
 
     __slots__ = ("_memory", "counts", "datatype", "datatypes", "displs", "in_place", "nbytes", "starts")
 
     def __init__(
-        self, memory: NDArray[Any], blocks: tuple[list[int], list[int]], datatypes: list[Datatype]
+        self, memory: NDArray[Any] | None, blocks: tuple[list[int], list[int]], datatypes: list[Datatype]
     ) -> None:
         self._memory, self.datatypes = memory, datatypes
         self.counts, self.starts = blocks
@@ -46,15 +49,17 @@ class Vector:
     @property
     def writable(self) -> bool:
         """Whether blocks can be unpacked to."""
-        return bool(self._memory.flags.writeable) or self.nbytes == 0
+        return self._memory is None or bool(self._memory.flags.writeable) or self.nbytes == 0
 
     @property
     def address(self) -> int:
         """Where the memory starts."""
-        return int(self._memory.ctypes.data)
+        return 0 if self._memory is None else int(self._memory.ctypes.data)
 
     def block(self, i: int) -> Buffer:
         """Return the i-th block."""
+        if self._memory is None:
+            return at(self.starts[i], self.datatypes[i], self.counts[i])
         return locate(self._memory, self.datatypes[i], self.starts[i], (self.counts[i], 1))
 
     def __iter__(self) -> Iterator[Buffer]:
@@ -105,7 +110,7 @@ def _plain(spec: Any, blocks: int) -> Vector:
         counts, displs = counts
     memory = _memory(obj)
     datatype = datatype_of(None if obj is None else memory, kind)
-    numbers = _counts(counts, datatype, memory.nbytes, blocks)
+    numbers = _counts(counts, datatype, 0 if memory is None else memory.nbytes, blocks)
     extent = datatype.Get_extent()[1] if datatype else 0
     places = _displs(displs, numbers)
     new = Vector(memory, (numbers, [place * extent for place in places]), [datatype] * blocks)
@@ -113,12 +118,10 @@ def _plain(spec: Any, blocks: int) -> Vector:
     return new
 
 
-def _memory(obj: Any) -> NDArray[Any]:
-    """Return the flat memory of an object; `BOTTOM` is the whole address space."""
+def _memory(obj: Any) -> NDArray[Any] | None:
+    """Return the flat memory of an object; None for `BOTTOM`, the whole address space."""
     if obj is BOTTOM:
-        raise SpecBufferError(
-            "BOTTOM with counts per block: pass the memory itself and displacements from its start"
-        )
+        return None
     return np.zeros(0, np.uint8) if obj is None else flat(obj)
 
 

@@ -148,6 +148,19 @@ def alltoallw_of_boxes(MPI: Any, comm: Any) -> None:
         datatype.Free()
 
 
+def alltoallw_of_addresses(MPI: Any, comm: Any) -> None:
+    """With BOTTOM, displacements and those of the types are addresses: nobody needs one block of memory."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    sent = [np.array([10 * rank + other], np.int32) for other in range(size)]
+    found = [np.full(1, -1, np.int32) for _ in range(size)]
+    places = [MPI.Get_address(each) for each in found]
+    own = [MPI.INT.Create_hindexed([1], [MPI.Get_address(each)]).Commit() for each in sent]
+    comm.Alltoallw([MPI.BOTTOM, own], [MPI.BOTTOM, ([1] * size, places), [MPI.INT] * size])
+    same([int(each[0]) for each in found], [10 * other + rank for other in range(size)])
+    for datatype in own:
+        datatype.Free()
+
+
 def vectors_of_derived_types(MPI: Any, comm: Any) -> None:
     """Displacements count extents of the type."""
     rank, size = comm.Get_rank(), comm.Get_size()

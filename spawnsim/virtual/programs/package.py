@@ -49,11 +49,13 @@ def stand_in() -> dict[str, Any]:
     package.__spec__ = ModuleSpec(NAME, None, is_package=True)
     package.__package__, package.__version__ = NAME, _version()
     package.MPI, package.rc, package.futures = MPI, Rc(), futures.build()
+    package.__file__ = str(place / "__init__.py") if place is not None else __file__
     package.get_include = lambda: str(place / "include") if place is not None else ""
     package.get_config = dict
     package.profile = _profile
     MPI.__package__ = NAME
     MPI.__spec__ = ModuleSpec(f"{NAME}.MPI", None)
+    MPI.__file__ = __file__
     return {
         NAME: package, f"{NAME}.MPI": MPI, f"{NAME}.rc": package.rc, f"{NAME}.futures": package.futures,
     }  # fmt: skip
