@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from effort import tried
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spawnsim.policies.codecs import NAMED, Codec
@@ -82,7 +83,7 @@ def flat(vector: Vector) -> np.ndarray:
     return np.concatenate([tensor.double().reshape(-1).numpy() for tensor in vector.tensors])
 
 
-@settings(deadline=None, max_examples=60)
+@tried(24)
 @given(st.integers(1, 7), st.integers(0, 3), st.integers(0, 4), st.booleans(), st.integers(0, 99))
 def test_the_weighted_mean(nodes: int, clients: int, auxiliaries: int, weighted: bool, seed: int) -> None:
     """Nodes and clients end with the mean of their values to 1e-6; auxiliaries keep theirs."""

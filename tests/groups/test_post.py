@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from effort import tried
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spawnsim.errors import RankFailed
@@ -85,7 +86,7 @@ def word(number: int, nbytes: int) -> Word:
     return Word(Kind.PART, number, body=np.full(nbytes, number % 251, np.uint8))
 
 
-@settings(deadline=None, max_examples=150)
+@tried(60)
 @given(
     st.lists(
         st.tuples(st.integers(1, 3), st.sampled_from([0, 8, LARGE, 3 * LARGE]), st.integers(1, 5)),
@@ -135,7 +136,7 @@ def test_words_come_back_as_they_were(nbytes: int, meta: Any) -> None:
     np.testing.assert_array_equal(came.body, sent.body)
 
 
-@settings(deadline=None, max_examples=200)
+@tried(80)
 @given(st.sampled_from([0, 64, 5000]), st.booleans(), st.integers(0, 2**20), st.integers(0, 7))
 def test_every_flipped_bit_is_noticed(nbytes: int, with_meta: bool, place: int, bit: int) -> None:
     """In the head: nothing can be read. In the body: the word comes without it."""

@@ -6,7 +6,8 @@ from collections import deque
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from effort import tried
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spawnsim.policies.groups.parts import Part
@@ -79,7 +80,7 @@ def test_without_any_part_or_weight_there_is_no_average() -> None:
     assert [(each.deltas, each.weight, each.missing) for each in reducer.ready()] == [({}, 0.0, SENDERS)] * 2
 
 
-@settings(deadline=None, max_examples=100)
+@tried(40)
 @given(st.integers(1, 12), st.integers(0, 40), st.randoms(use_true_random=False))
 def test_everything_is_sent_in_order_and_not_too_far_ahead(reducers: int, parts: int, random: object) -> None:
     """Whichever reducer answers next: each gets all its parts in order, and never more than the window is open."""

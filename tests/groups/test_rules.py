@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from effort import tried
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
@@ -122,7 +123,7 @@ def by_linear_programme(bandwidths: np.ndarray) -> float:
     return float(found.x[-1])
 
 
-@settings(deadline=None, max_examples=150)
+@tried(60)
 @given(st.lists(st.one_of(st.just(0.0), st.floats(0.05, 100)), min_size=3, max_size=40))
 def test_filling_water_solves_the_linear_programme(bandwidths: list[float]) -> None:
     """The slowest peer is as fast as in the programme's optimum."""

@@ -8,7 +8,8 @@ from collections import deque
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from effort import tried
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spawnsim.policies.groups.butterfly import Member
@@ -87,7 +88,7 @@ def test_no_circle_of_waiting(length: int) -> None:
         assert sum(search.counts["silent leaders"] for search in net.searches.values()) == 0
 
 
-@settings(deadline=None, max_examples=200)
+@tried(80)
 @given(
     st.integers(2, 12), st.one_of(st.none(), st.integers(2, 6)), st.integers(0, 2**32), st.booleans(),
 )  # fmt: skip

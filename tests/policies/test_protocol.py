@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from effort import tried
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spawnsim.errors import ParameterError
@@ -275,7 +276,7 @@ def test_bad_deadlines_are_refused() -> None:
 
 
 # ------------------------------------------------------------------------------------- a network from hell
-@settings(max_examples=150, deadline=None)
+@tried(60)
 @given(st.data())
 def test_losses_duplicates_and_any_order_break_no_promise(data: st.DataObject) -> None:
     """Four ranks, ten rounds; each message may be lost, doubled or delayed by up to five rounds.

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from collective_plans import calls, switch
 from collective_programs import MessageRun, Program, Run, fault_plan
-from hypothesis import given, settings
+from effort import tried
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spawnsim.record import Recorder
@@ -71,7 +72,7 @@ def busy_cards(draw, arrivals):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@tried(60)
 @given(calls(), st.data())
 def test_dataflow_equals_messages(call, data):
     """The vectorised times are those of a plain message-by-message run, for skewed arrivals on any network.
@@ -86,7 +87,7 @@ def test_dataflow_equals_messages(call, data):
     assert found.out_free == pytest.approx(left, rel=1e-9, abs=1e-15)
 
 
-@settings(max_examples=200, deadline=None)
+@tried(40)
 @given(calls(), st.randoms(use_true_random=False))
 def test_leaving_depends_only_on_those_named(call, random):
     """A rank's time is the same whether ranks outside its dependencies have arrived, are late, or are missing."""
@@ -130,7 +131,7 @@ def on_the_wire(one: Plan, network: Network, arrivals, members):
     return left, totals
 
 
-@settings(max_examples=100, deadline=None)
+@tried(20)
 @given(calls(), st.integers(0, 3))
 def test_dataflow_equals_the_kernel(call, factor):
     """Performed by virtual ranks on the kernel's wire, a collective takes what its dataflow says."""
@@ -151,7 +152,7 @@ def same(first: Run, second: Run) -> bool:
     return all(len(a) == len(b) and a == pytest.approx(b, rel=1e-9, abs=1e-13) for a, b in pairs)
 
 
-@settings(max_examples=80, deadline=None)
+@tried(16)
 @given(st.integers(0, 2**32 - 1))
 def test_programs_equal_those_of_messages_alone(seed):
     """Collectives in a row, computing, and messages that keep the cards busy: all clocks are those of bare messages."""
@@ -168,7 +169,7 @@ def over_faulty_links_equal(program: Program, seed: int) -> None:
         assert first.told() == second.told()
 
 
-@settings(max_examples=60, deadline=None)
+@tried(12)
 @given(st.integers(0, 2**32 - 1))
 def test_programs_over_faulty_links_equal_those_of_messages_alone(seed):
     """Where receivers take in anything at once; else a late message also holds up those of the next collective."""
@@ -176,7 +177,7 @@ def test_programs_over_faulty_links_equal_those_of_messages_alone(seed):
     over_faulty_links_equal(program.without_drains(), seed)
 
 
-@settings(max_examples=60, deadline=None)
+@tried(12)
 @given(st.integers(0, 2**32 - 1))
 def test_a_collective_over_faulty_links_equals_its_messages(seed):
     """On any network, behind messages that keep cards busy."""

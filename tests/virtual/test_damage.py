@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from collective_plans import calls
-from hypothesis import assume, given, settings
+from effort import tried
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from spawnsim.virtual.collectives.faulty import Damage
@@ -77,7 +78,7 @@ def results(one, operation):
     return np.eye(size, dtype=bool)  # scatter, reduce_scatter: its own
 
 
-@settings(max_examples=150, deadline=None)
+@tried(45)
 @given(calls(), st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0, 1, exclude_max=True))
 def test_damage_is_where_moving_the_data_puts_it(call, lane, index, place):
     """Exactly those blocks of exactly those ranks are damaged that data carried along the schedule would show."""
@@ -98,7 +99,7 @@ def test_damage_is_where_moving_the_data_puts_it(call, lane, index, place):
         assert (there[rank] & mine[rank]).any() == said, (rank, block)
 
 
-@settings(max_examples=50, deadline=None)
+@tried(15)
 @given(calls())
 def test_schedules_move_what_the_operation_means(call):
     """Carried along the schedule, the blocks end as the operation has it: the yardstick of the test above is right."""

@@ -7,7 +7,8 @@ import timeit
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from effort import tried
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spawnsim.errors import ParameterError
@@ -215,7 +216,7 @@ def test_fair_share_by_hand():
     assert fair_share([], np.array([2.0])).tolist() == []
 
 
-@settings(max_examples=150, deadline=None)
+@tried(45)
 @given(st.integers(0, 2**32), st.integers(1, 30), st.integers(1, 10))
 def test_fair_share_is_fair(seed, count, links):
     """No link carries too much, and every flow has a full link on which nobody gets more than it does."""
@@ -287,7 +288,7 @@ def test_time_goes_forward_only():
         network.advance(0.5)
 
 
-@settings(max_examples=100, deadline=None)
+@tried(30)
 @given(st.integers(0, 2**32))
 def test_bytes_are_conserved(seed):
     """Whatever starts when, each flow ends once, and a link is never faster than its capacity."""
