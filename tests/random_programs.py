@@ -587,25 +587,37 @@ def _same(ours, theirs, exact):
 
 
 def campaign():
-    """Run many programs of each mixture; print how many differ, and the first that do.
-
-    What a run takes for itself, programs of a millisecond share: places for generators, and a look at all objects.
-    """
+    """Run many programs of each mixture; print how many differ, and the first that do."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("mixtures", nargs="*", default=list(MIXTURES))
     asked = parser.parse_args()
+    end = asked.first + asked.runs
+    for name in asked.mixtures:
+        wrong = []
+        for begin in range(asked.first, end, BATCH):
+            wrong += differing(range(begin, min(begin + BATCH, end)), name)
+        print(f"{name:20} {len(wrong)} of {asked.runs} differ {wrong[:8]}", flush=True)  # noqa: T201
+
+
+BATCH = 500
+
+
+def differing(seeds, name):
+    """Return seed -> differences of those programs that have any.
+
+    What a run does for itself takes longer than a short program; here it is done once for many: generators are put in
+    their places, and all objects looked through for garbage.
+    """
+    threshold = gc.get_threshold()
     gc.set_threshold(0)
-    with per_rank():
-        for name in asked.mixtures:
-            wrong = []
-            for seed in range(asked.first, asked.first + asked.runs):
-                if differences(*shape(seed), name):
-                    wrong.append(seed)
-                if seed % 500 == 0:
-                    gc.collect()
-            print(f"{name:20} {len(wrong)} of {asked.runs} differ {wrong[:8]}", flush=True)  # noqa: T201
+    try:
+        with per_rank():
+            return {seed: found for seed in seeds if (found := differences(*shape(seed), name))}
+    finally:
+        gc.set_threshold(*threshold)
+        gc.collect()
 
 
 def shape(seed):

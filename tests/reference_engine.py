@@ -42,6 +42,10 @@ class Net:
     progress: str = "poll"
     cells: tuple = ()  # the sizes of the numbers that each rank exposes, in bytes
 
+    def seconds(self, nbytes):
+        """Return how long bytes take, rounded as links do it: what comes at one time must do so here, too."""
+        return nbytes * (1 / self.bandwidth)
+
 
 @dataclass(eq=False)
 class Letter:
@@ -130,10 +134,9 @@ class Engine:
         if self.shared:
             return self.shared.send(letter, wire)
         begin = max(now, origin.nic)
-        origin.nic = begin + wire / net.bandwidth
-        return self.on_the_way(
-            letter, begin, begin + (net.latency + wire / net.bandwidth), wire / net.bandwidth
-        )
+        seconds = net.seconds(wire)
+        origin.nic = begin + seconds
+        return self.on_the_way(letter, begin, begin + (net.latency + seconds), seconds)
 
     def on_the_way(self, letter, begin, arrival, drain):
         """It arrives as computed, but not before an earlier one of its sender."""
@@ -202,7 +205,7 @@ class Engine:
         `left` is told when they have, `landed` when they are there, and how long they keep the receiver's card busy.
         """
         net, origin, dest = self.net, self.ranks[key[0]], self.ranks[key[1]]
-        seconds, lane = nbytes / net.bandwidth, "bulk" if nbytes > net.eager_bytes else "nic"
+        seconds, lane = net.seconds(nbytes), "bulk" if nbytes > net.eager_bytes else "nic"
         if origin is dest:
             left(self.now)
             landed(self.now, 0.0)

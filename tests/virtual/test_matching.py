@@ -7,6 +7,7 @@ import pytest
 from virtual_run import BANDWIDTH, LATENCY, OVERHEAD, platform, run
 
 from spawnsim.comm import Status
+from spawnsim.comm.constants import ANY_SOURCE
 from spawnsim.errors import Deadlock, RankError, Timeout
 from spawnsim.virtual.network import Hockney, Switch
 from spawnsim.virtual.platform import Platform
@@ -54,6 +55,25 @@ def test_a_receive_is_cancelled_before_its_message_has_come(nbytes, sent_s):
     envelope_s = sent_s + LATENCY + (nbytes * BYTE if nbytes < 1000 else 0)
     rest_s = 0 if nbytes < 1000 else 2 * LATENCY + nbytes * BYTE
     assert notes.column("got")[0] == pytest.approx(max(envelope_s, 1.0 + 2 * OVERHEAD) + rest_s)
+
+
+@pytest.mark.parametrize("source", [1, ANY_SOURCE], ids=["named", "anybody"])
+def test_a_message_that_comes_at_the_very_time_of_a_cancel_has_come(source):
+    """Although the receiver came to that time first."""
+
+    def main(comm):
+        if comm.rank:
+            comm.clock.sleep(1.0 - 2.0**-10)
+            comm.Send(room(0), 0)
+            return
+        request, status = comm.Irecv(room(0), source), Status()
+        comm.clock.sleep(1.0)
+        request.Cancel()
+        request.Wait(status)
+        comm.record(cancelled=status.Is_cancelled())
+
+    exact = Platform("test", Switch(Hockney(2.0**-10, 2.0**20)))
+    assert run(main, 2, platform=exact)[1].column("cancelled") == {0: False}
 
 
 def test_what_a_cancelled_receive_would_have_taken_goes_to_the_next():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from virtual_run import BANDWIDTH, LATENCY, platform, run
 
-from spawnsim.errors import Timeout
+from spawnsim.errors import RankFailed, Timeout
 from spawnsim.virtual.requests import Request
 
 MEGABYTE = 1_000_000
@@ -341,3 +341,21 @@ def test_a_flush_that_met_its_deadline_may_be_tried_again():
         comm.Barrier()
 
     assert times(main, 2)[0] > 1.0
+
+
+def test_an_access_to_the_dead_fails_once():
+    """Who has heard of it in a flush may close the epoch."""
+
+    def main(comm):
+        window = comm.Win.Create(np.zeros(8, np.uint8), comm=comm)
+        window.Lock_all()
+        comm.clock.sleep(1.0)
+        if comm.rank == 0:
+            window.Rput(np.zeros(8, np.uint8), 1)
+            with pytest.raises(RankFailed):
+                window.Flush(1)
+            window.Unlock_all()
+            comm.record(at=comm.clock.now())
+
+    found = run(main, 2, faults="crash:1@0.5s", platform=platform())[1].column("at")
+    assert found == {0: pytest.approx(1.0, abs=0.01)}

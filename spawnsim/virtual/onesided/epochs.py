@@ -15,6 +15,7 @@ from spawnsim.comm.group import Group
 from spawnsim.comm.handles import Attributes
 from spawnsim.comm.info import Info
 from spawnsim.comm.integers import integer
+from spawnsim.errors import RankFailed, Revoked
 from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.meeting import Call
 from spawnsim.virtual.onesided.service import Access, Windows
@@ -152,7 +153,11 @@ class Epochs(Attributes):
 
     def _complete(self, begun: list[Begun], operation: str) -> None:
         for each in begun:
-            self._wait(each[1], operation, each[0])
+            try:
+                self._wait(each[1], operation, each[0])
+            except (RankFailed, Revoked):
+                self._under_way.remove(each)  # it will never be over; one that is late may yet be
+                raise
             self._take(each)
 
     def _take(self, begun: Begun) -> None:
