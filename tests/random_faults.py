@@ -68,9 +68,9 @@ def hold(promise: bool, otherwise: str) -> None:
 class Draw:
     """Draws that are functions of a key."""
 
-    def __init__(self, *key: int, hurried: bool = False, damaged: bool = False) -> None:
+    def __init__(self, *key: int, hurried: bool = False, damaged: bool = False, mortal: bool = False) -> None:
         self.key, self.rng = key, np.random.default_rng(key)
-        self.hurried, self.damaged = hurried, damaged
+        self.hurried, self.damaged, self.mortal = hurried, damaged, mortal
 
     def one(self, *choices: Any) -> Any:
         """Draw one of several."""
@@ -118,6 +118,8 @@ def _one_sided(draw: Draw) -> Any:
 
 def _groups(draw: Draw) -> Any:
     matchmaking = draw.one(None, None, Everyone(), Grid(), Pairs(), Exponential())
+    if draw.hurried and draw.mortal and matchmaking is not None:  # a rank's only partners may have died
+        matchmaking = Everyone()
     return DecentralizedAveragingPolicy(
         2, asynchronous=draw.one(False, True), target_group_size=draw.one(2, 4, None), matchmaking=matchmaking,
         min_matchmaking_time=0.05, request_timeout=0.02, next_chunk_timeout=0.05, sender_timeout=0.1,
@@ -231,8 +233,16 @@ class Training(Program):
     All begin with the same number, or with 1 and more: with zeros a loss of mass would not be seen.
     """
 
-    def __init__(self, policy: str, draw: Draw, *, ranks: int, damaged: bool, **how: Any) -> None:
-        self.policy, self.choices, self.ranks, self.damaged = policy, draw.key, ranks, damaged
+    def __init__(
+        self, policy: str, draw: Draw, *, ranks: int, damaged: bool, mortal: bool, **how: Any
+    ) -> None:
+        self.policy, self.choices, self.ranks, self.damaged, self.mortal = (
+            policy,
+            draw.key,
+            ranks,
+            damaged,
+            mortal,
+        )
         self.width, self.equal, self.meet = draw.count(), draw.one(True, False), draw.one(0, 0, 3, 5)
         super().__init__(**how)
 
@@ -253,7 +263,8 @@ class Training(Program):
         model = self.models[rank] = Mixed(self.value(rank), self.width)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         hurried = math.isfinite(self.until_s)
-        policy = POLICIES[self.policy](Draw(*self.choices, 1, hurried=hurried, damaged=self.damaged))
+        draw = Draw(*self.choices, 1, hurried=hurried, damaged=self.damaged, mortal=self.mortal)
+        policy = POLICIES[self.policy](draw)
         begun_again, known = comm.clock.now() > 0.0, comm
 
         def step(group: Any, number: int) -> None:
@@ -402,7 +413,11 @@ def _case(draw: Draw, kinds: tuple[str, ...], policy: str = "", most: int = 16, 
         seed
     )
     how = {"steps": steps} | how
-    program = Training(policy, draw, ranks=ranks, damaged=damaged, **how) if policy else Calls(draw, **how)
+    program = (
+        Training(policy, draw, ranks=ranks, damaged=damaged, mortal=plan.mortal, **how)
+        if policy
+        else Calls(draw, **how)
+    )
     meets = getattr(
         program, "meet", 0
     )  # whoever waits for others needs more patience than their policies have
