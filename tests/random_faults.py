@@ -26,19 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 from random_calls import CALLS, Given
+from random_policies import CHECKED, POLICIES, WHOLE, Draw, Mixed
 
 import spawnsim
 from spawnsim.errors import RankError, RankFailed, Revoked, Timeout, WorldError
-from spawnsim.policies import (
-    AsyncModelAveragePolicy,
-    AsyncSelectiveAveragingPolicy,
-    AverageAllPolicy,
-    DecentralizedAveragingPolicy,
-    OneSidedSelectiveAveragingPolicy,
-    Windows,
-    Wiring,
-)
-from spawnsim.policies.groups import Everyone, Exponential, Grid, Pairs
 from spawnsim.virtual.faults import Crash, Partition, Plan, Restart, Swarm
 from spawnsim.virtual.faults.events import LinkFault
 
@@ -63,96 +54,6 @@ def hold(promise: bool, otherwise: str) -> None:
     """Raise `Broken` unless a promise was kept."""
     if not promise:
         raise Broken(otherwise)
-
-
-class Draw:
-    """Draws that are functions of a key."""
-
-    def __init__(self, *key: int, hurried: bool = False, damaged: bool = False) -> None:
-        self.key, self.rng = key, np.random.default_rng(key)
-        self.hurried, self.damaged = hurried, damaged
-
-    def one(self, *choices: Any) -> Any:
-        """Draw one of several."""
-        return choices[int(self.rng.integers(len(choices)))]
-
-    def patience(self, seconds: float) -> float | None:
-        """Draw a deadline of a policy: so many seconds, or the one that it learns, which begins with half a minute."""
-        return seconds if self.one(True, False) or self.hurried else None
-
-    def ranks(self) -> int:
-        """Draw a number of ranks: mostly few, since each costs time."""
-        return int(self.one(2, 3, 3, 4, 4, 5, 5, 6, 7, 8, 9, 10, 12, 16))
-
-    def count(self) -> int:
-        """Draw a number of elements: some are more than any platform sends eagerly."""
-        return int(self.one(5, 5, 40, 40, 300, 300, 3000, 40_000))
-
-
-# ---------------------------------------------------------------------------------------------------- policies
-
-
-def _selective(draw: Draw) -> Any:
-    mode = draw.one("worst_ratio", "threshold", "age")
-    wiring = Wiring(
-        quorum=draw.one(1.0, 0.5, 2), deadline=draw.patience(0.05), part_nbytes=draw.one(2**26, 4096),
-        shutdown_timeout_s=0.3, coordinator=draw.one(0, 1),
-    )  # fmt: skip
-    return AsyncSelectiveAveragingPolicy(
-        None, 2, 0.3, draw.one("mean", "weighted_mean", "best_only"), cooldown=0, wiring=wiring,
-        threshold=2.0 if mode == "threshold" else None, replacement_mode=mode, age_range=(2, 6),
-        compression=draw.one(None, None, "float16"),
-    )  # fmt: skip
-
-
-def _one_sided(draw: Draw) -> Any:
-    windows = Windows(
-        draw.one("flat", "flat" if draw.damaged else "per_parameter"), deadline=draw.patience(0.2), board_timeout_s=0.2,
-        shutdown_timeout_s=0.5, holder=draw.one(0, 1), slots=draw.one(2, 4),
-    )  # fmt: skip
-    return OneSidedSelectiveAveragingPolicy(
-        None, None, 2, 2.0, 0.3, draw.one("mean", "weighted_mean", "best_only"), 0.0, (2, 6),
-        draw.one("worst_ratio", "threshold", "age"), cooldown=0, windows=windows,
-    )  # fmt: skip
-
-
-def _groups(draw: Draw) -> Any:
-    matchmaking = draw.one(None, None, Everyone(), Grid(), Pairs(), Exponential())
-    return DecentralizedAveragingPolicy(
-        2, asynchronous=draw.one(False, True), target_group_size=draw.one(2, 4, None), matchmaking=matchmaking,
-        min_matchmaking_time=0.05, request_timeout=0.02, next_chunk_timeout=0.05, sender_timeout=0.1,
-        reducer_timeout=0.25, step_timeout=0.4, shutdown_timeout=0.3, load_state=draw.one(False, True),
-        part_size_bytes=draw.one(2**19, 2**14),
-    )  # fmt: skip
-
-
-def _by_clock(draw: Draw, warm_up: int = 0) -> Any:
-    mode = draw.one("all", "ring", "shift_one", "random")
-    return AsyncModelAveragePolicy(mode, 30, warm_up, patience_s=0.1, background=draw.one(False, False, True))
-
-
-POLICIES: dict[str, Callable[[Draw], Any]] = {
-    "average_all": lambda draw: AverageAllPolicy(draw.one(1, 2, 5), momentum=draw.one(0.0, 0.0, 0.5)),
-    "selective": _selective, "one_sided": _one_sided, "groups": _groups, "by_clock": _by_clock,
-    "warm_up": lambda draw: _by_clock(draw, 3),
-}  # fmt: skip
-CHECKED = ("selective", "one_sided", "groups", "by_clock")  # damaged weights are refused
-WHOLE = ("selective", "one_sided")  # each replaced rank takes all of its model from the same donors
-
-
-class Mixed(torch.nn.Module):
-    """A model of several dtypes whose every number is the same: what became of it can be read off."""
-
-    def __init__(self, value: float, width: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((width,), value))
-        self.coarse = torch.nn.Parameter(torch.full((width // 4, 2), value, dtype=torch.bfloat16))
-        self.logZ = torch.nn.Parameter(torch.tensor(value, dtype=torch.float64))
-        self.register_buffer("seen", torch.full((3,), round(value)))
-
-    def ends(self) -> dict[str, tuple[float, float]]:
-        """Return the least and the greatest number of each tensor."""
-        return {name: (float(t.min()), float(t.max())) for name, t in self.state_dict().items() if t.numel()}
 
 
 # ---------------------------------------------------------------------------------------------------- programs
@@ -231,8 +132,16 @@ class Training(Program):
     All begin with the same number, or with 1 and more: with zeros a loss of mass would not be seen.
     """
 
-    def __init__(self, policy: str, draw: Draw, *, ranks: int, damaged: bool, **how: Any) -> None:
-        self.policy, self.choices, self.ranks, self.damaged = policy, draw.key, ranks, damaged
+    def __init__(
+        self, policy: str, draw: Draw, *, ranks: int, damaged: bool, mortal: bool, **how: Any
+    ) -> None:
+        self.policy, self.choices, self.ranks, self.damaged, self.mortal = (
+            policy,
+            draw.key,
+            ranks,
+            damaged,
+            mortal,
+        )
         self.width, self.equal, self.meet = draw.count(), draw.one(True, False), draw.one(0, 0, 3, 5)
         super().__init__(**how)
 
@@ -253,7 +162,8 @@ class Training(Program):
         model = self.models[rank] = Mixed(self.value(rank), self.width)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         hurried = math.isfinite(self.until_s)
-        policy = POLICIES[self.policy](Draw(*self.choices, 1, hurried=hurried, damaged=self.damaged))
+        draw = Draw(*self.choices, 1, hurried=hurried, damaged=self.damaged, mortal=self.mortal)
+        policy = POLICIES[self.policy](draw)
         begun_again, known = comm.clock.now() > 0.0, comm
 
         def step(group: Any, number: int) -> None:
@@ -398,17 +308,18 @@ def _case(draw: Draw, kinds: tuple[str, ...], policy: str = "", most: int = 16, 
     """Draw a run of a policy, or of calls."""
     ranks, steps, seed = min(draw.ranks(), most), draw.one(6, 10, 15), draw.key[-1]
     damaged = policy in CHECKED and draw.one(True, False)
-    plan = Swarm(ranks, how.pop("horizon_s", steps * 0.8 * BLOCK_S), (*kinds, *(["corrupt"] * damaged))).plan(
-        seed
-    )
+    horizon_s = how.pop("horizon_s", steps * 0.8 * BLOCK_S)
+    plan = Swarm(ranks, horizon_s, (*kinds, "corrupt") if damaged else kinds).plan(seed)
     how = {"steps": steps} | how
-    program = Training(policy, draw, ranks=ranks, damaged=damaged, **how) if policy else Calls(draw, **how)
-    meets = getattr(
-        program, "meet", 0
-    )  # whoever waits for others needs more patience than their policies have
+    if policy:
+        program: Program = Training(policy, draw, ranks=ranks, damaged=damaged, mortal=plan.mortal, **how)
+    else:
+        program = Calls(draw, **how)
+    # Whoever waits for others needs more patience than their policies have.
+    patient = isinstance(program, Training) and program.meet > 0
     return Case(
         seed, ranks, plan, program, draw.one(None, None, "ethernet-10g"), draw.one(None, None, "lognormal:0.3"),
-        2.0 if meets else draw.one(2.0, 2.0, 0.1),
+        2.0 if patient else draw.one(2.0, 2.0, 0.1),
     )  # fmt: skip
 
 

@@ -25,12 +25,13 @@ Result = tuple[torch.nn.Module, torch.optim.Optimizer, Info]
 def blank_info(mode: str, check_every: int) -> Info:
     """Return the mapping that every call of every policy returns, as it is when nothing happens.
 
-    averaged_this_iteration: whether weights were averaged in this call. replacement_mode: "none" or the
-    selection's name. is_replaced: whether this rank was replaced in this call. num_replacements_so_far: of this rank.
-    local_metric: as given, NaN if none. replacement_check_every: calls from check to check. global_min_metric,
-    global_max_metric: of the group, NaN where this call did not learn them. donors: how many gave. staleness:
-    iterations between the oldest donor's snapshot and the donor metric that chose it. bytes: sent and received in this
-    call. wait_s: seconds from asking to having (asynchronous) or spent in the collective (synchronous).
+    averaged_this_iteration: whether weights were averaged in this call, or in the background since the last one.
+    replacement_mode: "none" or the selection's name. is_replaced: whether this rank was replaced in this call.
+    num_replacements_so_far: of this rank. local_metric: as given, NaN if none. replacement_check_every: calls from
+    check to check. global_min_metric, global_max_metric: of the group, NaN where this call did not learn them. donors:
+    how many gave. staleness: iterations between the oldest donor's snapshot and the donor metric that chose it. bytes:
+    sent and received in this call. wait_s: seconds from asking to having (asynchronous) or spent in the collective
+    (synchronous).
     """
     return {
         "averaged_this_iteration": False,

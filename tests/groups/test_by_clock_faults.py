@@ -224,6 +224,51 @@ def test_averaging_goes_on_after_a_recovery(mode: str, background: bool, warmup_
     assert np.ptp(np.stack([numbers for _, _, numbers in found.values()])[:, 2]) < 0.2
 
 
+def test_a_rank_that_joins_in_warm_up_warms_up_with_the_others() -> None:
+    """It has begun again, and calls the policy for the first time on the communicator of the recovery."""
+    found: dict[int, tuple[int, np.ndarray]] = {}
+
+    def main(comm: Any) -> None:
+        group, step, model = comm, 0, Model(float(comm.rank))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        policy = AsyncModelAveragePolicy("all", 40, 20)
+        while step < 60:
+            try:
+                group.Barrier()
+                with comm.compute(0.01):
+                    pass
+                policy(step, model, optimizer, group=group)
+                step += 1
+            except FAILED:
+                recovery = group.recover(step)
+                group, step = recovery.comm, recovery.step
+        policy.shutdown()
+        found[comm.rank] = group.size, model.numbers()
+
+    spawnsim.run(main, ranks=11, faults="crash:1@0.055s; restart:1@0.1s", seed=1)
+    assert [size for size, _ in found.values()] == [11] * 11
+    assert np.ptp(np.stack([numbers for _, numbers in found.values()])[:, 2]) < 0.2
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_info_tells_of_averagings_since_the_last_call(background: bool) -> None:
+    """Those of the background are told of by the next call."""
+    told: dict[int, tuple[int, int]] = {}
+
+    def main(comm: Any) -> None:
+        policy, model, times = AsyncModelAveragePolicy("ring", 30, background=background), Model(1.0, 3), 0
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for step in range(60):
+            with comm.compute(0.01):
+                pass
+            times += policy(step, model, optimizer, group=comm)[2]["averaged_this_iteration"]
+        told[comm.rank] = times, policy.num_averagings
+        policy.shutdown()
+
+    spawnsim.run(main, ranks=4)
+    assert all(averagings / 2 <= times <= averagings for times, averagings in told.values()), told
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_calls_on_a_communicator_that_has_ended_end(background: bool) -> None:
     """`abort`, `resume` and `shutdown` raise nothing, wait for nobody, and say that nothing ended in time."""

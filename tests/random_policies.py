@@ -1,0 +1,109 @@
+"""Random policies with random parameters, and models in which every number can be accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from spawnsim.policies import (
+    AsyncModelAveragePolicy,
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    DecentralizedAveragingPolicy,
+    OneSidedSelectiveAveragingPolicy,
+    Windows,
+    Wiring,
+)
+from spawnsim.policies.groups import Everyone, Exponential, Grid, Pairs
+
+
+class Draw:
+    """Draws that are functions of a key."""
+
+    def __init__(self, *key: int, hurried: bool = False, damaged: bool = False, mortal: bool = False) -> None:
+        self.key, self.rng = key, np.random.default_rng(key)
+        self.hurried, self.damaged, self.mortal = hurried, damaged, mortal
+
+    def one(self, *choices: Any) -> Any:
+        """Draw one of several."""
+        return choices[int(self.rng.integers(len(choices)))]
+
+    def patience(self, seconds: float) -> float | None:
+        """Draw a deadline of a policy: so many seconds, or the one that it learns, which begins with half a minute."""
+        return seconds if self.one(True, False) or self.hurried else None
+
+    def ranks(self) -> int:
+        """Draw a number of ranks: mostly few, since each costs time."""
+        return int(self.one(2, 3, 3, 4, 4, 5, 5, 6, 7, 8, 9, 10, 12, 16))
+
+    def count(self) -> int:
+        """Draw a number of elements: some are more than any platform sends eagerly."""
+        return int(self.one(5, 5, 40, 40, 300, 300, 3000, 40_000))
+
+
+def _selective(draw: Draw) -> Any:
+    mode = draw.one("worst_ratio", "threshold", "age")
+    wiring = Wiring(
+        quorum=draw.one(1.0, 0.5, 2), deadline=draw.patience(0.05), part_nbytes=draw.one(2**26, 4096),
+        shutdown_timeout_s=0.3, coordinator=draw.one(0, 1),
+    )  # fmt: skip
+    return AsyncSelectiveAveragingPolicy(
+        None, 2, 0.3, draw.one("mean", "weighted_mean", "best_only"), cooldown=0, wiring=wiring,
+        threshold=2.0 if mode == "threshold" else None, replacement_mode=mode, age_range=(2, 6),
+        compression=draw.one(None, None, "float16"),
+    )  # fmt: skip
+
+
+def _one_sided(draw: Draw) -> Any:
+    windows = Windows(
+        draw.one("flat", "flat" if draw.damaged else "per_parameter"), deadline=draw.patience(0.2), board_timeout_s=0.2,
+        shutdown_timeout_s=0.5, holder=draw.one(0, 1), slots=draw.one(2, 4),
+    )  # fmt: skip
+    return OneSidedSelectiveAveragingPolicy(
+        None, None, 2, 2.0, 0.3, draw.one("mean", "weighted_mean", "best_only"), 0.0, (2, 6),
+        draw.one("worst_ratio", "threshold", "age"), cooldown=0, windows=windows,
+    )  # fmt: skip
+
+
+def _groups(draw: Draw) -> Any:
+    matchmaking = draw.one(None, None, Everyone(), Grid(), Pairs(), Exponential())
+    if draw.hurried and draw.mortal and matchmaking is not None:  # a rank's only partners may have died
+        matchmaking = Everyone()
+    return DecentralizedAveragingPolicy(
+        2, asynchronous=draw.one(False, True), target_group_size=draw.one(2, 4, None), matchmaking=matchmaking,
+        min_matchmaking_time=0.05, request_timeout=0.02, next_chunk_timeout=0.05, sender_timeout=0.1,
+        reducer_timeout=0.25, step_timeout=0.4, shutdown_timeout=0.3, load_state=draw.one(False, True),
+        part_size_bytes=draw.one(2**19, 2**14),
+    )  # fmt: skip
+
+
+def _by_clock(draw: Draw, warm_up: int = 0) -> Any:
+    mode = draw.one("all", "ring", "shift_one", "random")
+    return AsyncModelAveragePolicy(mode, 30, warm_up, patience_s=0.1, background=draw.one(False, False, True))
+
+
+POLICIES: dict[str, Callable[[Draw], Any]] = {
+    "average_all": lambda draw: AverageAllPolicy(draw.one(1, 2, 5), momentum=draw.one(0.0, 0.0, 0.5)),
+    "selective": _selective, "one_sided": _one_sided, "groups": _groups, "by_clock": _by_clock,
+    "warm_up": lambda draw: _by_clock(draw, 3),
+}  # fmt: skip
+CHECKED = ("selective", "one_sided", "groups", "by_clock")  # damaged weights are refused
+WHOLE = ("selective", "one_sided")  # each replaced rank takes all of its model from the same donors
+
+
+class Mixed(torch.nn.Module):
+    """A model of several dtypes whose every number is the same: what became of it can be read off."""
+
+    def __init__(self, value: float, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((width,), value))
+        self.coarse = torch.nn.Parameter(torch.full((width // 4, 2), value, dtype=torch.bfloat16))
+        self.logZ = torch.nn.Parameter(torch.tensor(value, dtype=torch.float64))
+        self.register_buffer("seen", torch.full((3,), round(value)))
+
+    def ends(self) -> dict[str, tuple[float, float]]:
+        """Return the least and the greatest number of each tensor."""
+        return {name: (float(t.min()), float(t.max())) for name, t in self.state_dict().items() if t.numel()}
