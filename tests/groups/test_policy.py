@@ -128,6 +128,26 @@ def test_a_newcomer_takes_over_model_and_optimizer() -> None:
     assert steps >= 1
 
 
+def test_who_is_alone_searches_for_nobody() -> None:
+    """The last survivor of a job took its whole `step_timeout` at each step, for a group that cannot be."""
+
+    def main(comm: Any) -> float:
+        model, optimizer = parts(comm)
+        own = comm.Split(comm.rank)
+        times = {
+            "min_matchmaking_time": 0.3,
+            "request_timeout": 0.1,
+            "allreduce_timeout": 1.0,
+            "step_timeout": 1.0,
+        }
+        with DecentralizedAveragingPolicy(1, target_group_size=2, **times) as policy:
+            for iteration in range(10):
+                policy(iteration, model, optimizer, group=own)
+            return float(comm.clock.now())
+
+    assert max(world(main, 12).values()) < 1.0
+
+
 def test_bad_parameters_are_refused() -> None:
     """By the constructor."""
     with pytest.raises(ParameterError, match="keeps or averages"):

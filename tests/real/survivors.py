@@ -112,10 +112,12 @@ def dying(comm, victims):
     return act
 
 
-def part(comm, victim):
-    """Let a rank die when all others have come here, and nobody waits for it any more."""
+def part(comm, victim, known=True):
+    """Let a rank die when all others have come here and nobody waits for it any more; return when that is known."""
     if comm.rank != victim:
         comm.send(None, dest=victim, tag=97)
+        while known and not comm.Get_failed().Get_size():
+            comm.clock.sleep(0.005)
         return
     for other in set(range(comm.size)) - {victim}:
         comm.recv(source=other, tag=97)
@@ -196,7 +198,6 @@ def never_called(comm):
 
 def all_die(comm):
     """Nobody is left."""
-    comm.Barrier()
     die(comm)
 
 
@@ -218,9 +219,9 @@ def raises(comm):
 def open_requests(comm):
     """Requests that are open end in Revoked, and their memory is left alone."""
     me, mine = comm.rank, np.full(4, 7.0)
-    part(comm, 2)
     receive, listening = comm.Irecv(mine, source=(me + 1) % comm.size, tag=3), comm.irecv(source=2, tag=4)
     send = comm.Isend(np.zeros(300_000), dest=2, tag=5)
+    part(comm, 2)
     comm = _recovered(comm)
     ends = [_ends(receive.Wait), _ends(listening.wait), _ends(send.Wait)]
     comm.record(size=comm.size, me=me, ends=" ".join(ends), untouched=bool((mine == 7.0).all()))
@@ -278,13 +279,9 @@ def parts(comm):
 def windows(comm):
     """A lock dies with its holder; windows are made anew."""
     win = comm.Win.Allocate(64, 1, comm=comm)
-    comm.Barrier()
     if comm.rank == 1:
         win.Lock(0)
-        comm.send(None, dest=0)
-        die(comm)
-    if comm.rank == 0:
-        comm.recv(source=1)
+    part(comm, 1)
     with comm.clock.deadline(0.5):
         locked = _ends(lambda: _lock(win, 0)) if comm.rank == 0 else "Timeout"
     new = _recovered(comm)
@@ -339,10 +336,14 @@ def flush(comm):
     memory, into = np.zeros(100_000), np.zeros(100_000)
     win = comm.Win.Create(memory, 8, comm=comm)
     part(comm, 1)
-    win.Lock(1, LOCK_SHARED)
-    win.Get(into, 1)
-    with comm.clock.deadline(1.0):
-        ended = _ends(lambda: win.Flush(1))
+
+    def get():
+        win.Lock(1, LOCK_SHARED)
+        win.Get(into, 1)
+        with comm.clock.deadline(1.0):
+            win.Flush(1)
+
+    ended = _ends(get)
     new = comm.recover().comm
     ended = ended in ("Timeout", "RankFailed", "Revoked", "done")
     new.record(size=new.size, ended=ended, light="torch" not in sys.modules)
@@ -352,7 +353,7 @@ def flush(comm):
 
 def noticed(comm):
     """Each call that needs the dead ends at once: a collective, a receive from it, and one from anybody, once."""
-    part(comm, 3)
+    part(comm, 3, known=False)
     if comm.rank == 2:
         first = _ends(lambda: comm.recv(tag=5))
         known = comm.Get_failed().Get_size(), comm.Ack_failed()
@@ -365,7 +366,7 @@ def noticed(comm):
             comm.recv(source=2, tag=6)
             comm.send("heard", dest=2, tag=5)
         text = _ends((lambda: comm.recv(source=3, tag=5)) if comm.rank == 1 else comm.Barrier)
-        comm.recv(source=2, tag=7)  # a recovery would end what others still say
+        _ends(lambda: comm.recv(source=2, tag=7))  # a recovery would end what others still say
     new = comm.recover().comm
     new.record(size=new.size, me=comm.rank, text=text)
     new.Barrier()

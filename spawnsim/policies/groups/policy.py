@@ -124,7 +124,8 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         self._rebind(averager, iteration, model, optimizer)
         averager.progress()
         self._finish(averager, info)
-        if self._control is None and self.cadence.due(iteration):
+        alone = averager.comm.size == 1  # such as the last survivor: a search would take all its time, for nobody
+        if self._control is None and self.cadence.due(iteration) and not alone:
             self._start(averager)
             if not self.asynchronous:
                 averager.desk.drive(self._arrived, math.inf)
