@@ -78,7 +78,12 @@ def test_a_stopped_run_says_so_in_one_line_and_keeps_its_rows(
     run = spawnsim.Run.load(place)
     assert (run.outcome, run.table.rows, len(run.events)) == (outcome, ROWS + 1, ROWS)
     assert run.totals["messages"] > 0
-    assert sorted(path.name for path in place.iterdir()) == ["events.jsonl", "metrics.npz", "run.json"]
+    assert sorted(path.name for path in place.iterdir()) == [
+        "events.jsonl",
+        "inputs",
+        "metrics.npz",
+        "run.json",
+    ]
 
 
 @pytest.mark.parametrize("leave", [False, True])
