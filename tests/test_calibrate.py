@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from spawnsim import random
-from spawnsim.calibrate import Effort, Measured, compare, fit, fit_stragglers, measure, scores, table
+from spawnsim.calibrate import Effort, Measured, command, compare, fit, fit_stragglers, measure, scores, table
 from spawnsim.calibrate.judging import ALL, Silence
 from spawnsim.calibrate.links import fit_lines
 from spawnsim.calibrate.measuring import doubts
-from spawnsim.errors import ParameterError, RankError
+from spawnsim.calibrate.sampling import Point, held_out
+from spawnsim.errors import ParameterError, RankError, WorldError
 from spawnsim.virtual import simulate
 from spawnsim.virtual.collectives import Selection
 from spawnsim.virtual.compute import (
@@ -26,7 +30,7 @@ from spawnsim.virtual.compute import (
     Speed,
 )
 from spawnsim.virtual.network import Hockney, LogGP, Nodes, Piecewise, Switch
-from spawnsim.virtual.platform import Platform
+from spawnsim.virtual.platform import Platform, load_platform
 
 EFFORT = Effort(least=3, most=3, passes=1, largest_nbytes=1 << 20)
 SMALL = Effort(least=2, most=2, passes=1, largest_nbytes=1 << 10)
@@ -186,3 +190,45 @@ def test_scores_tell_fitted_from_held_out() -> None:
     found = {score.operation: score for score in scores(compare(measured, wrong))}
     assert found["p2p"].fitted == pytest.approx(1.0, abs=0.1)
     assert "p2p" in table(tuple(found.values()))
+
+
+def _spoiled(measured: Measured, seconds: Callable[[Point], float]) -> Measured:
+    points = tuple(dataclasses.replace(point, seconds=seconds(point)) for point in measured.points)
+    return dataclasses.replace(measured, points=points)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [
+        (lambda point: 0.02 + 0.1 * (point.nbytes < 4096), "the longest messages have no bandwidth"),
+        (lambda point: point.seconds * (1.0, 100.0)[held_out(point.nbytes)], "of p2p half is off by more than 99%"),
+        (lambda point: 1e-9 * max(point.nbytes, 1) ** 1.5, "of p2p half is off by more than"),
+    ],
+)  # fmt: skip
+def test_measurements_that_fit_no_network_are_refused(
+    seconds: Callable[[Point], float], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times of a busy machine gave 1.5e19 MB/s and 0 us with status 0: no file, and one line that says what to do."""
+    truth = Platform("truth", Switch(Hockney(1e-5, 1e9), eager_bytes=1 << 30), step=Fixed(0.001))
+    spoiled = _spoiled(_measured(truth, ranks=2), seconds)
+    monkeypatch.setattr(command, "measure_here", lambda effort: spoiled)
+    with pytest.raises(
+        WorldError, match=rf"({says}).*no file was written: measure again while the machine is idle"
+    ):
+        command.main(["--out", str(tmp_path / "here.toml")])
+    assert not (tmp_path / "here.toml").exists()
+
+
+def test_a_flat_stretch_of_short_messages_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where times do not grow a piece has no bandwidth of its own; the file then has the largest that links reach."""
+    steps = ((0, LogGP(L=2e-5, o=1e-6, g=1e-6, G=0.0)), (4096, LogGP(L=2e-5, o=1e-6, g=1e-6, G=1e-9)))
+    truth = Platform("truth", Switch(Piecewise(steps), eager_bytes=1 << 30), step=Fixed(0.001))
+    measured = _measured(truth, ranks=2)
+    monkeypatch.setattr(command, "measure_here", lambda effort: measured)
+    assert command.main(["--out", str(tmp_path / "here.toml")]) == 0
+    link = load_platform(tmp_path / "here.toml").network.link  # type: ignore[attr-defined]
+    bandwidths = [1.0 / step.G for _, step in link.steps]
+    assert bandwidths[-1] == pytest.approx(1e9, rel=0.05)
+    assert max(bandwidths) <= 1.001e13

@@ -35,9 +35,10 @@ def _on_two_ranks(*arguments: str, folder: Path) -> subprocess.CompletedProcess[
 def test_a_real_communicator_is_calibrated_and_a_run_validated(tmp_path: Path) -> None:
     """The file loads, names its software, draws its picture; the prediction has all measures and models."""
     (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
-    done = _on_two_ranks(
-        "calibrate", "--quick", "--out", "here.toml", "--picture", "fit.png", folder=tmp_path
-    )
+    command = ("calibrate", "--quick", "--out", "here.toml", "--picture", "fit.png")
+    done = _on_two_ranks(*command, folder=tmp_path)
+    if "measure again" in done.stderr:  # others compute here, too: it does as it is told
+        done = _on_two_ranks(*command, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     platform = load_platform(tmp_path / "here.toml")
     assert dict(platform.fitted)["ranks"] == "2"

@@ -21,6 +21,7 @@ from spawnsim import plots
 from spawnsim.errors import ParameterError
 from spawnsim.plots import convergence, diversity, lineage, raster, replacement, series, style, timeuse
 from spawnsim.plots.source import Groups, facts, grouped, setting
+from spawnsim.record import Table
 from spawnsim.run import Run
 
 
@@ -320,6 +321,27 @@ def test_the_matrix_loses_no_pair(ranks: int, bins: int):
     counts, edges = replacement.matrix(replacement.replacements(events(*who), ranks), bins)
     assert counts.sum() == 60
     assert set(np.diff(edges)) == {edges[1]}
+
+
+def test_donors_are_ranks_whatever_a_program_records():
+    """A program's own event may be of kind "replacement" and name its donors in words; rounds may be lists."""
+    odd = [{"kind": "replacement", "rank": 1, "time_s": 1.0, "donors": donors, "round": [1], "iteration": 2**70}
+           for donors in ("all", None, 3, [0, "x", True, 2**31 - 1, -1, 2])]  # fmt: skip
+    info = replacement.replacements(odd, ranks=3)
+    assert (info.donor.tolist(), info.receiver.tolist(), info.round.tolist()) == ([0, 2], [1, 1], [0] * 4)
+
+
+def test_a_column_of_texts_has_no_curve(tmp_path: Path):
+    """It is left out of what is drawn by itself, and refused where it is asked for; names of files are safe."""
+    run = made(parameters={"policy": "average"})
+    columns = dict(run.table) | {"accuracy": np.full(run.table.rows, "good")}
+    run = dataclasses.replace(run, table=Table(columns))
+    assert "convergence-accuracy" not in dict(plots.figures([run]))
+    with pytest.raises(ParameterError, match="'accuracy' holds texts"):
+        convergence.figure([run], "accuracy")
+    odd = dataclasses.replace(run, table=Table({"../up": run.table["loss"], **run.table.where([0, 1])} | {
+        "../up": run.table["loss"][:2]}))  # fmt: skip
+    assert {path.parent for path in plots.save_all([odd], tmp_path, ["../up"], ["png"])} == {tmp_path}
 
 
 def test_no_replacement_at_all_is_no_error():

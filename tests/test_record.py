@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from spawnsim.errors import ParameterError
 from spawnsim.record import Journal, Recorder, Table, folder, journal, manifest, merge
 from spawnsim.run import Run
 from spawnsim.run.result import results_digest, shown
+from spawnsim.virtual.compute import Trace as ComputeTrace
 
 
 def test_rows_are_ordered_by_rank_then_as_recorded() -> None:
@@ -193,6 +196,18 @@ def test_a_table_has_columns_of_one_length() -> None:
         Table({"a": np.zeros(1), "b": np.zeros(2)})
 
 
+def test_a_notebook_shows_text_and_runs_none_of_it() -> None:
+    """Names of columns and recorded texts are escaped."""
+    table = Table(
+        {"<img src=x onerror=alert(1)>": np.ones(1), "note": np.array(["<script>alert(2)</script>"])}
+    )
+    html = table._repr_html_()
+    assert "<img" not in html
+    assert "<script" not in html
+    assert "&lt;script&gt;alert(2)" in html
+    assert "<td>1</td>" in html
+
+
 # --------------------------------------------------------------------------------------------------- run folders
 def _run() -> Run:
     recorder = Recorder()
@@ -237,9 +252,9 @@ def test_numpy_reads_metrics_by_itself(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("run.json", "{", "run.json is no JSON"),
-        ("run.json", "[]", "holds no JSON object"),
+        ("run.json", "[]", "its 'what' is missing"),
         ("metrics.npz", "PK", "cannot read .*metrics.npz"),
-        ("events.jsonl", '{"kind": 1}\n{"ki', "line 2"),
+        ("events.jsonl", '{"kind": "x", "time_s": 0, "rank": 0}\n{"ki', "line 2"),
     ],
 )
 def test_a_damaged_folder_is_told(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -258,11 +273,12 @@ def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
 
 def test_an_interrupted_write_leaves_the_former_file(tmp_path: Path) -> None:
     """A file is replaced whole or not at all."""
-    folder.write_manifest(tmp_path, {"outcome": "running"})
+    whole = {"what": {}, "totals": {}, "outcome": "running"}
+    folder.write_manifest(tmp_path, whole)
     with pytest.raises(RuntimeError), folder._replacing(tmp_path / "run.json") as file:
         file.write(b"{")
         raise RuntimeError
-    assert folder.read_manifest(tmp_path) == {"outcome": "running"}
+    assert folder.read_manifest(tmp_path) == whole
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
@@ -404,3 +420,115 @@ def test_the_revision_is_read_from_the_checkout(tmp_path: Path) -> None:
     (tmp_path / ".git/refs/heads/main").write_text("abc123\n")
     (tmp_path / "sub").mkdir()
     assert manifest.revision(tmp_path / "sub") == "abc123"
+
+
+# ----------------------------------------------------------------------------- folders that are torn, or somebody's
+def _npy(claims: str, body: bytes = bytes(16), dtype: str = "<f8") -> bytes:
+    head = f"{{'descr': {dtype!r}, 'fortran_order': False, 'shape': {claims}, }}".encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + body
+
+
+def _saved(place: Path, **columns: bytes | np.ndarray) -> Path:
+    """Save a run of two ranks, with columns of its archive replaced."""
+    _run().save(place)
+    plain = {"rank": np.zeros(2, np.int32), "time_s": np.ones(2), "loss": np.ones(2)}
+    with zipfile.ZipFile(place / "metrics.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, column in (plain | columns).items():
+            data = io.BytesIO()
+            if isinstance(column, np.ndarray):
+                np.lib.format.write_array(data, column)
+            archive.writestr(f"{name}.npy", column if isinstance(column, bytes) else data.getvalue())
+    return place
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"loss": _npy("(10000000000000000,)")}, "claims 10,000,000,000,000,000 rows"),
+        ({"loss": np.ones(400)}, "differ in length"),
+        ({"loss": _npy("(2, 3)", bytes(48))}, "no column of numbers"),
+        ({"loss": _npy("(2,)", dtype="|O")}, "no column of numbers"),
+        ({"loss": np.zeros(2, "datetime64[s]")}, "no column of numbers"),
+        ({"loss": b"hello"}, "metrics.npz"),
+        ({"loss": b"\x93NUMPY\x09\x00" + bytes(80)}, "metrics.npz"),
+        ({"rank": np.array([0, 2**31 - 1], np.int32)}, "2147483647 is no rank of 2 ranks"),
+        ({"rank": np.array([0, -5], np.int32)}, "-5 is no rank"),
+        ({"rank": np.array([0.0, 1.0])}, "holds no integers"),
+        ({"time_s": np.array([0.0, np.nan])}, "what is no time"),
+        ({"time_s": np.array([0.0, -1.0])}, "what is no time"),
+        ({"time_s": np.array(["a", "b"])}, "what is no time"),
+    ],
+)  # fmt: skip
+def test_a_damaged_table_is_told_in_one_line(
+    tmp_path: Path, columns: dict[str, bytes | np.ndarray], says: str
+) -> None:
+    """Nothing that an archive claims is believed before it is looked at; what it raises names the file."""
+    with pytest.raises(ParameterError, match=says):
+        Run.load(_saved(tmp_path / "a", **columns))
+
+
+@pytest.mark.parametrize("at", [0, 30, 60, 200, 300])
+def test_a_torn_archive_is_told_in_one_line(tmp_path: Path, at: int) -> None:
+    """Whatever zipfile, zlib and numpy raise for it."""
+    path = _saved(tmp_path / "a", loss=np.random.default_rng(0).normal(size=2)) / "metrics.npz"
+    data = bytearray(path.read_bytes())
+    data[at : at + 8] = bytes(8)
+    path.write_bytes(data)
+    with pytest.raises(ParameterError, match=r"metrics\.npz"):
+        Run.load(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("run.json", "{}", "its 'what' is missing"),
+        ("run.json", '{"what": [], "totals": {}, "outcome": "finished"}', "its 'what'"),
+        ("run.json", '{"what": {}, "totals": 3, "outcome": "finished"}', "its 'totals'"),
+        ("run.json", '{"what": {}, "totals": {}, "outcome": null}', "its 'outcome'"),
+        (
+            "run.json",
+            '{"what": {}, "totals": {"ranks": 1e308}, "outcome": ""}',
+            r"1e\+308 is no number of ranks",
+        ),
+        ("run.json", '{"what": {"file": "\\ud800"}, "totals": {}, "outcome": ""}', "no JSON"),
+        ("run.json", "[" * 100_000, "nested too deep"),
+        ("events.jsonl", "[" * 100_000, "line 1: no JSON"),
+        ("events.jsonl", '{"kind": "x", "time_s": NaN, "rank": 0}', "NaN is no number of JSON"),
+        ("events.jsonl", '{"kind": "x", "time_s": 1e999, "rank": 0}', "line 1: no event"),
+        ("events.jsonl", '{"kind": "x", "time_s": 1.0, "rank": 2}', "line 1: no event"),
+        ("events.jsonl", '{"kind": "x", "time_s": 1.0, "rank": true}', "line 1: no event"),
+        ("events.jsonl", '"replacement"', "line 1: no event"),
+    ],
+)
+def test_damaged_texts_are_told_in_one_line(tmp_path: Path, name: str, text: str, says: str) -> None:
+    """Types, nesting, numbers that are none; events of ranks that the run has not."""
+    _run().save(tmp_path / "a")
+    (tmp_path / "a" / name).write_text(text)
+    with pytest.raises(ParameterError, match=says):
+        Run.load(tmp_path / "a")
+
+
+def test_an_event_file_of_other_bytes_is_told_in_one_line(tmp_path: Path) -> None:
+    """It need not be UTF-8."""
+    _run().save(tmp_path / "a")
+    (tmp_path / "a" / "events.jsonl").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ParameterError, match="line 1: no JSON"):
+        Run.load(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({}, "holds no column 'compute_s'"),
+        ({"compute_s": np.array(["a", "b"])}, "holds no durations"),
+        ({"compute_s": np.ones(2), "rank": np.array([0, 9_999_999], np.int32)}, "of rank 1 no duration"),
+        ({"compute_s": np.ones(2), "rank": np.array([0, 2**31 - 1], np.int32)}, "is no rank"),
+        ({"compute_s": _npy("(10000000000000000,)")}, "claims"),
+    ],
+)
+def test_compute_times_are_read_as_carefully(
+    tmp_path: Path, columns: dict[str, bytes | np.ndarray], says: str
+) -> None:
+    """A recorded run that gives its compute times is somebody's file, too."""
+    with pytest.raises(ParameterError, match=says):
+        ComputeTrace.of_run(_saved(tmp_path / "a", **columns))

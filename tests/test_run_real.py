@@ -75,7 +75,9 @@ def test_real_ranks_leave_the_same_folder_as_virtual_ones(train: Path, tmp_path:
     assert [event["rank"] for event in mine.events if event["kind"] == "replacement"] != []
     assert mine.totals["iterations"] == theirs.totals["iterations"] == 3
     assert (mine.what["backend"], theirs.what["backend"]) == ("mpi", "virtual")
-    assert sorted(path.name for path in real.iterdir()) == ["events.jsonl", "metrics.npz", "run.json"]
+    assert sorted(path.name for path in real.iterdir()) == [
+        "events.jsonl", "inputs", "metrics.npz", "run.json",
+    ]  # fmt: skip
 
 
 DRAWS = """

@@ -279,7 +279,7 @@ def test_two_studies_at_once_agree(program: Path, tmp_path: Path):
     with store.draft(cell) as folder:
         (folder / "mine").touch()
         store.folder(cell).mkdir()
-        (store.folder(cell) / "run.json").write_text("{}")
+        (store.folder(cell) / "run.json").write_text('{"what": {}, "totals": {}, "outcome": "finished"}')
     assert [path.name for path in store.folder(cell).iterdir()] == ["run.json"]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim.calibrate.fitting import fit
-from spawnsim.calibrate.judging import Pair, Score, compare, scores, table
+from spawnsim.calibrate.judging import Pair, Score, compare, require_fit, scores, table
 from spawnsim.calibrate.measuring import Measured, doubts, measure
 from spawnsim.calibrate.sampling import Effort
 from spawnsim.errors import ParameterError
@@ -31,9 +31,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     platform = fit(measured, options.out.stem)
     pairs = compare(measured, platform)
-    write(options.out, platform, scores(pairs))
-    if options.picture:
+    if options.picture:  # it shows, too, why measurements are refused
         draw(pairs, platform, options.picture)
+    found = scores(pairs)
+    require_fit(platform, found)
+    write(options.out, platform, found)
     return 0
 
 

@@ -11,12 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from spawnsim.calibrate.links import LEAST_S_PER_B
 from spawnsim.calibrate.measuring import Measured, points
 from spawnsim.calibrate.sampling import Effort, Point, held_out
+from spawnsim.errors import WorldError
 from spawnsim.virtual import simulate
+from spawnsim.virtual.network import Link, Network, Piecewise
 from spawnsim.virtual.platform import Platform
 
 ALL = "all operations"
+WORST = {"p2p": 0.5, ALL: 0.75}  # median errors: predictions that are off by more are no predictions
 
 
 @dataclass(frozen=True)
@@ -102,3 +106,34 @@ def table(found: Sequence[Score]) -> str:
         words = ["-" if value != value else f"{value:.1%}" for value in values]
         lines.append(f"{score.operation:16}{words[0]:>9}{words[1]:>11}{words[2]:>11}")
     return "\n".join(lines)
+
+
+def require_fit(platform: Platform, found: Sequence[Score]) -> None:
+    """Raise `WorldError` if the measurements fit no network: a platform of them would give wrong times without a word.
+
+    That is so if messages have no latency or no bandwidth, or if half of what the fit has not seen is off by more than
+    `WORST` says, of messages or of all operations.
+    """
+    wrong = [reason for link in _links(platform.network) for reason in _impossible(link)]
+    medians = {score.operation: score.held_out for score in found if score.operation in WORST}
+    wrong += [
+        f"of {name} half is off by more than {off:.0%}" for name, off in medians.items() if off > WORST[name]
+    ]
+    if wrong:
+        raise WorldError(
+            f"these measurements fit no network ({'; '.join(wrong)}), and no file was written: measure again while the "
+            "machine is idle, with no more ranks than cores, and without --quick"
+        )
+
+
+def _links(network: Network) -> list[Link]:
+    return [getattr(network, name) for name in ("link", "intra", "inter") if hasattr(network, name)]
+
+
+def _impossible(link: Link) -> list[str]:
+    steps = link.steps if isinstance(link, Piecewise) else ((0, link),)
+    (_, first), (_, last) = steps[0], steps[-1]
+    found = ["the shortest messages have no latency"] if getattr(first, "L", 1.0) <= 0.0 else []
+    if getattr(last, "G", 1.0) <= LEAST_S_PER_B:
+        found.append("the longest messages have no bandwidth")
+    return found

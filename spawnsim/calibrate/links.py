@@ -23,6 +23,7 @@ from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.virtual.network import Link, LogGP, Piecewise
 
 MOST_PIECES = 4
+LEAST_S_PER_B = 1e-13  # 10 TB/s: no link is quicker
 WORTH = 0.8  # a further piece must bring the error below this share of what it was
 GOOD = 0.5 * (0.01 / 0.1) ** 2  # cost of a point that is 1 % off: no more pieces for less
 ROBUST_SCALE = 0.1  # relative errors beyond 10 % count linearly, not squared
@@ -68,6 +69,9 @@ def fit_line(nbytes: FloatArray, seconds: FloatArray) -> Line:
         return errors
 
     alpha_s, beta = least_squares(residuals, (max(float(seconds[0]), 1e-9), float(slope)))
+    beta = max(
+        beta, LEAST_S_PER_B
+    )  # times that do not grow over the sizes of a piece have no bandwidth to write down
     error = residuals(np.array([alpha_s, beta])) / ROBUST_SCALE
     return Line(int(nbytes[0]), float(alpha_s), float(beta), float(np.sum(np.sqrt(1.0 + error**2) - 1.0)))
 

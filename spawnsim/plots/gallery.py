@@ -20,13 +20,15 @@ METRICS = ("accuracy", "modes_found", "loss")
 
 def metrics_of(runs: Sequence[Recorded]) -> list[str]:
     """Return the usual metrics that all runs recorded; else the first column that is no bookkeeping."""
-    shared = [name for name in METRICS if all(name in run.table for run in runs)]
+    shared = [name for name in METRICS if all(_holds_numbers(run, name) for run in runs)]
     if shared or not runs:
         return shared
     bookkeeping = {"rank", "time_s", "iteration", "is_replaced"}
-    return [
-        name for name in runs[0].table if name not in bookkeeping and runs[0].table[name].dtype.kind in "fi"
-    ][:1]
+    return [name for name in runs[0].table if name not in bookkeeping and _holds_numbers(runs[0], name)][:1]
+
+
+def _holds_numbers(run: Recorded, name: str) -> bool:
+    return name in run.table and run.table[name].dtype.kind in "biuf"
 
 
 def with_rows(runs: Sequence[Recorded] | Groups) -> Groups:
@@ -45,18 +47,23 @@ def figures(runs: Sequence[Recorded] | Groups, columns: Sequence[str] = ()) -> I
         return
     metrics = list(columns) or metrics_of(found.runs)
     for name in metrics:
-        yield f"convergence-{name}", convergence.figure(found, name)
+        yield f"convergence-{stem_of(name)}", convergence.figure(found, name)
     for name in metrics[:1]:
-        yield f"diversity-{name}", diversity.figure(found, name)
+        yield f"diversity-{stem_of(name)}", diversity.figure(found, name)
     if (used := timeuse.figure(found)) is not None:
         yield "time-use", used
     yield from _replaced(found)
 
 
+def stem_of(name: str) -> str:
+    """Return a name as part of a file's: of letters, digits, dots and dashes, and not too long."""
+    return re.sub(r"[^\w.]+", "-", name).strip("-.")[:80]
+
+
 def _replaced(found: Groups) -> Iterator[tuple[str, Figure]]:
     for name, run in found.named:
         if any(event.get("kind") == "replacement" for event in run.events):
-            stem = re.sub(r"[^\w.]+", "-", name).strip("-")
+            stem = stem_of(name)
             yield f"replacement-raster-{stem}", raster.figure(run, name=name)
             yield f"replacement-lineage-{stem}", lineage.figure(run, name=name)
 

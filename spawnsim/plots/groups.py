@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from spawnsim.plots import style
-from spawnsim.plots.series import Floats, Table, column
+from spawnsim.plots.series import Floats, Table, numbers
 from spawnsim.plots.source import Recorded, setting
 
 GONE = 1e-24  # variances below this are rounding
@@ -41,16 +41,16 @@ class Contraction(NamedTuple):
 
 def sizes(table: Table) -> Sizes:
     """Return the histogram of group sizes over ranks and rounds."""
-    given = np.asarray(column(table, "group_size"), dtype=np.float64)
+    given = numbers(table, "group_size")
     found, counts = np.unique(given[~np.isnan(given)].astype(np.int64), return_counts=True)
     return Sizes(found, counts.astype(np.int64))
 
 
 def contraction(table: Table, name: str = "value") -> Contraction:
     """Return how the variance over ranks of a column shrinks from round to round."""
-    values = np.asarray(column(table, name), dtype=np.float64)
-    rounds = np.asarray(column(table, "round"), dtype=np.float64)
-    members = np.asarray(column(table, "group_size"), dtype=np.float64)
+    values = numbers(table, name)
+    rounds = numbers(table, "round")
+    members = numbers(table, "group_size")
     steps = np.unique(rounds[~np.isnan(values)])
     variance, expected = np.empty(len(steps)), np.empty(len(steps))
     for index, step in enumerate(steps):

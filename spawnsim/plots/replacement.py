@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.plots.series import Floats
+from spawnsim.plots.source import donors_of
 
 Ints = NDArray[np.int64]
 
@@ -44,7 +45,7 @@ class Chance(NamedTuple):
 def replacements(events: Sequence[Mapping[str, Any]], ranks: int, end_s: float = 0.0) -> Replacements:
     """Return the arrays of a run's replacement events; an event without a round is a round of its own."""
     chosen = sorted((e for e in events if e.get("kind") == "replacement"), key=lambda e: float(e["time_s"]))
-    donors = [np.asarray(event.get("donors") or (), dtype=np.int64) for event in chosen]
+    donors = [np.asarray(donors_of(event, ranks), dtype=np.int64) for event in chosen]
     rank = np.asarray([event["rank"] for event in chosen], dtype=np.int64)
     time_s = np.asarray([event["time_s"] for event in chosen], dtype=np.float64)
     return Replacements(
@@ -60,14 +61,15 @@ def replacements(events: Sequence[Mapping[str, Any]], ranks: int, end_s: float =
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else np.nan
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 2**63 else np.nan
 
 
 def _rounds(events: Sequence[Mapping[str, Any]]) -> Ints:
     """Number the rounds 0, 1, … by first appearance."""
     seen: dict[object, int] = {}
     keys = (
-        ("round", event["round"]) if "round" in event else ("event", at) for at, event in enumerate(events)
+        ("round", str(event["round"])) if "round" in event else ("event", at)
+        for at, event in enumerate(events)
     )
     return np.asarray([seen.setdefault(key, len(seen)) for key in keys], dtype=np.int64)
 

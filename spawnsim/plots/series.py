@@ -45,14 +45,22 @@ def column(table: Table, name: str) -> NDArray[Any]:
     return table[name]
 
 
+def numbers(table: Table, name: str) -> Floats:
+    """Return a column as floats, or say that it holds texts."""
+    found = column(table, name)
+    if found.dtype.kind not in "biuf":
+        raise ParameterError(f"column {name!r} holds texts, of which there is no curve")
+    return np.asarray(found, dtype=np.float64)
+
+
 def carried_forward(table: Table, name: str, over: str = "time_s", points: int = 240) -> Grid:
     """Put each rank's values on a common grid over `over`; a rank keeps its last value until the next row.
 
     Rows whose value or position is NaN are left out. `over="iteration"` uses the recorded iterations as the grid
     when there are at most `points` of them.
     """
-    values = np.asarray(column(table, name), dtype=np.float64)
-    position = np.asarray(column(table, over), dtype=np.float64)
+    values = numbers(table, name)
+    position = numbers(table, over)
     rank = np.asarray(column(table, "rank"))
     known = np.isfinite(position) & ~np.isnan(values)
     values, position, rank = values[known], position[known], rank[known]
@@ -122,7 +130,7 @@ def over_seeds(samples: Sequence[float]) -> Interval:
 
 def per_rank_last(table: Table, name: str) -> Floats:
     """Return the last recorded (not NaN) value of each rank, ordered by rank."""
-    values = np.asarray(column(table, name), dtype=np.float64)
+    values = numbers(table, name)
     rank = np.asarray(column(table, "rank"))
     known = ~np.isnan(values)
     members, reverse = np.unique(rank[known][::-1], return_index=True)
@@ -133,7 +141,7 @@ def per_rank_sum(table: Table, name: str) -> Floats:
     """Return the sum of a column per rank, ordered by rank; NaN counts as nothing."""
     rank = np.asarray(column(table, "rank"))
     members, index = np.unique(rank, return_inverse=True)
-    values = np.nan_to_num(np.asarray(column(table, name), dtype=np.float64))
+    values = np.nan_to_num(numbers(table, name))
     return np.bincount(index, weights=values, minlength=len(members)).astype(np.float64)
 
 

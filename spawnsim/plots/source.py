@@ -66,6 +66,15 @@ def clock_of(runs: Sequence[Recorded]) -> str:
     return "time (s)" if all(map(is_real, runs)) else "virtual time (s)"
 
 
+def donors_of(event: Mapping[str, Any], ranks: int) -> list[int]:
+    """Return the ranks whose weights an event tells of; of a program's own events whatever is a rank."""
+    donors = event.get("donors")
+    found = donors if isinstance(donors, (list, tuple)) else []
+    return [
+        each for each in found if isinstance(each, int) and not isinstance(each, bool) and 0 <= each < ranks
+    ]
+
+
 # ----------------------------------------------------------------------------------------------------------- facts
 class Fact(NamedTuple):
     """One thing that two runs can differ in: how it reads in a label, and what it is."""
@@ -149,7 +158,8 @@ class Group:
         """The name in a legend."""
         backend = str(self.runs[0].what.get("backend"))
         ends = [run.outcome for run in self.runs if run.outcome != FINISHED]
-        ends = [each if each in ("running", "interrupted") else "failed" for each in ends]
+        known = ("running", "interrupted", "stopped by ")
+        ends = [each if each.startswith(known) else "failed" for each in ends]
         some = f"{len(ends)} of {len(self.runs)} not finished" if len(self.runs) > 1 else "".join(ends)
         place = REAL.get(backend, f" (real {backend})") if self.real else ""
         return f"{self.name}{place}{f' ({some})' if ends else ''}"

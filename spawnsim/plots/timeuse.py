@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from spawnsim.plots import style
-from spawnsim.plots.series import Floats, Table, column, per_rank_last, per_rank_sum
+from spawnsim.plots.series import Floats, Table, numbers, per_rank_last, per_rank_sum
 from spawnsim.plots.source import Groups, Recorded, grouped
 
 PANELS, COLUMNS = 8, 4
@@ -41,7 +41,7 @@ class Imbalance(NamedTuple):
 
 def time_use(table: Table) -> TimeUse | None:
     """Return each rank's seconds of computing and of all the rest; None where computing was not recorded."""
-    if "compute_s" not in table:
+    if "compute_s" not in table or table["compute_s"].dtype.kind not in "biuf":
         return None
     compute_s = per_rank_sum(table, "compute_s")
     return TimeUse(compute_s, np.maximum(per_rank_last(table, "time_s") - compute_s, 0.0))
@@ -49,10 +49,10 @@ def time_use(table: Table) -> TimeUse | None:
 
 def imbalance(table: Table, name: str = "compute_s") -> Imbalance | None:
     """Return what uneven ranks would cost in lockstep: the mean is useful, the slowest rank's excess is waiting."""
-    if name not in table or "iteration" not in table:
+    if any(each not in table or table[each].dtype.kind not in "biuf" for each in (name, "iteration")):
         return None
-    seconds = np.asarray(table[name], dtype=np.float64)
-    known = np.isfinite(seconds) & np.isfinite(np.asarray(column(table, "iteration"), dtype=np.float64))
+    seconds = numbers(table, name)
+    known = np.isfinite(seconds) & np.isfinite(numbers(table, "iteration"))
     _, step = np.unique(table["iteration"][known], return_inverse=True)
     mean_s = np.bincount(step, weights=seconds[known]) / np.maximum(np.bincount(step), 1)
     longest_s = np.zeros(len(mean_s))

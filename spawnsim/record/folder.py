@@ -19,16 +19,18 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from spawnsim.columns import MOST_RANKS, read_columns, require_ranks
 from spawnsim.errors import ParameterError
 from spawnsim.record import journal
 from spawnsim.record.manifest import INPUTS, Files, keep
 from spawnsim.record.plain import document
-from spawnsim.record.recorder import Event
+from spawnsim.record.recorder import OWN, Event
 from spawnsim.record.table import Table
 
 MANIFEST, METRICS, EVENTS = "run.json", "metrics.npz", "events.jsonl"
 HELD = (MANIFEST, METRICS, EVENTS, journal.FOLDER)
 RUNNING = "running"
+LONGEST_S = 1e12  # thirty thousand years: no clock gets there
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip archive can hold
 
 
@@ -124,39 +126,94 @@ def write(folder: Path, *, table: Table, events: Sequence[Event], manifest: Mapp
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return run.json; `ParameterError` when the folder holds no run."""
+    """Return run.json: its "what" and "totals" are objects, its "outcome" is a text.
+
+    Raises:
+        ParameterError: the folder holds no run, or the file is damaged.
+    """
+    path = folder / MANIFEST
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = _parsed(path.read_text(encoding="utf-8"))
+        json.dumps(manifest, ensure_ascii=False).encode()  # half a character could not be written or drawn
     except OSError as error:
         raise ParameterError(f"{folder} is no run folder: it has no readable {MANIFEST}") from error
     except ValueError as error:
-        raise ParameterError(f"{folder / MANIFEST} is no JSON: {error}") from error
-    if not isinstance(manifest, dict):
-        raise ParameterError(f"{folder / MANIFEST} holds no JSON object")
-    return manifest
+        raise ParameterError(f"{path} is no JSON: {error}") from error
+    kinds = {"what": dict, "totals": dict, "outcome": str}
+    wrong = [name for name, kind in kinds.items() if not isinstance(_entry(manifest, name), kind)]
+    if wrong:
+        raise ParameterError(f"{path} is no run's: its {wrong[0]!r} is missing, or not what it should be")
+    ranks = manifest["totals"].get("ranks")
+    if ranks is not None and not _is_count(ranks, MOST_RANKS + 1):
+        raise ParameterError(f"{path}: {str(ranks)[:20]} is no number of ranks")
+    found: dict[str, Any] = manifest
+    return found
 
 
-def read_table(folder: Path) -> Table:
-    """Return metrics.npz; `ParameterError` when it is missing or damaged."""
+def _entry(document: Any, name: str) -> Any:
+    return document.get(name) if isinstance(document, dict) else None
+
+
+def read_table(folder: Path, ranks: int | None = None) -> Table:
+    """Return metrics.npz of a run of `ranks` ranks, if that is known.
+
+    Raises:
+        ParameterError: it is missing or damaged.
+    """
+    path = folder / METRICS
+    table = Table(read_columns(path))
+    lacks = [name for name in OWN if name not in table]
+    if lacks:
+        raise ParameterError(f"cannot read {path}: it holds no column {lacks[0]!r}")
+    require_ranks(path, table["rank"], ranks)
+    time_s = table["time_s"]
+    if time_s.dtype.kind != "f" or not ((time_s >= 0) & (time_s < LONGEST_S)).all():
+        raise ParameterError(f"cannot read {path}: its column 'time_s' holds what is no time")
+    return table
+
+
+def read_events(folder: Path, ranks: int | None = None) -> list[Event]:
+    """Return events.jsonl of a run of `ranks` ranks, if that is known.
+
+    Raises:
+        ParameterError: it is missing, or a line, which is named, is damaged.
+    """
+    path = folder / EVENTS
     try:
-        with np.load(folder / METRICS, allow_pickle=False) as archive:
-            return Table(dict(archive.items()))
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise ParameterError(f"cannot read {folder / METRICS}: {error}") from error
-
-
-def read_events(folder: Path) -> list[Event]:
-    """Return events.jsonl; `ParameterError` names the line that is damaged."""
-    try:
-        lines = (folder / EVENTS).read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise ParameterError(f"cannot read {folder / EVENTS}: {error.strerror}") from error
-    return [_parsed(folder, number, line) for number, line in enumerate(lines, 1)]
+        raise ParameterError(f"cannot read {path}: {error.strerror}") from error
+    return [_event(f"{path}, line {number}", line, ranks) for number, line in enumerate(lines, 1)]
 
 
-def _parsed(folder: Path, number: int, line: str) -> Event:
+def _event(where: str, line: bytes, ranks: int | None) -> Event:
     try:
-        event: Event = json.loads(line)
+        event = _parsed(line.decode())
     except ValueError as error:
-        raise ParameterError(f"{folder / EVENTS}, line {number}: no JSON ({error})") from error
-    return event
+        raise ParameterError(f"{where}: no JSON ({error})") from error
+    time_s = _entry(event, "time_s")
+    timed = isinstance(time_s, (int, float)) and not isinstance(time_s, bool) and 0 <= time_s < LONGEST_S
+    if not (
+        timed
+        and isinstance(_entry(event, "kind"), str)
+        and _is_count(_entry(event, "rank"), ranks or MOST_RANKS)
+    ):
+        raise ParameterError(f"{where}: no event, which has a kind, a rank and a time")
+    found: Event = event
+    return found
+
+
+def _is_count(value: Any, limit: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
+
+
+def _parsed(text: str) -> Any:
+    """Return what a JSON text says; `ValueError` for what is none, NaN and endless nesting included."""
+    try:
+        return json.loads(text, parse_constant=_refused)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def _refused(word: str) -> None:
+    raise ValueError(f"{word} is no number of JSON")

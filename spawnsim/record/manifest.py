@@ -99,12 +99,13 @@ def own_files(file: Path, also: frozenset[str] = frozenset()) -> Files:
 
 def late_files(file: Path) -> Files:
     """Return the program's own files once it has run: also those that were imported by computed names."""
-    return own_files(file, imported_names())
+    present = {entry.name.partition(".")[0] for entry in file.parent.iterdir()}
+    return own_files(file, imported_names() & present)
 
 
 def _beside(folder: Path, name: str) -> list[Path]:
     """Return the files of a module in a folder: of a package all, since it may import any of them."""
-    if not name.isidentifier() or (folder / name).resolve() == PACKAGE:
+    if not name.isidentifier() or name == PACKAGE.name:
         return []
     package = (path for path in (folder / name).rglob("*") if path.suffix in (".py", ".so"))
     return [path for path in (folder / f"{name}.py", *sorted(package)) if path.is_file()]

@@ -75,10 +75,15 @@ class Table(Mapping[str, Column]):
         return f"Table({self.rows:,} rows: {', '.join(self._columns)})"
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in self)
+        from html import escape  # needed here alone
+
+        head = "".join(f"<th>{escape(name)}</th>" for name in self)
         body = "".join(
-            "<tr>" + "".join(f"<td>{column[row]:.6g}</td>" if column.dtype.kind == "f" else f"<td>{column[row]}</td>"
-                             for column in self.values()) + "</tr>"
+            f"<tr>{''.join(f'<td>{escape(_cell(column[row]))}</td>' for column in self.values())}</tr>"
             for row in range(min(self.rows, 5))
-        )  # fmt: skip
+        )
         return f"<p>{self.rows:,} rows</p><table><tr>{head}</tr>{body}</table>"
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, np.floating) else str(value)

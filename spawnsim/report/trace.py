@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
-from spawnsim.plots.source import Groups, Recorded, grouped, label, ranks_of, read
+from spawnsim.plots.source import Groups, Recorded, donors_of, grouped, label, ranks_of, read
 from spawnsim.record.folder import named, require_no_file_of_a_run
 from spawnsim.record.plain import document
 
@@ -49,7 +49,7 @@ def entries(run: Recorded, *, process: int = 0, ranks: int | None = None, name: 
 
 def _heard_of(run: Recorded) -> set[int]:
     """Return the ranks that have recorded anything or given weights."""
-    donors = (int(donor) for event in run.events for donor in event.get("donors") or ())
+    donors = (donor for event in run.events for donor in donors_of(event, ranks_of(run)))
     recorded = map(int, np.unique(run.table["rank"]))
     return {*recorded, *(int(event["rank"]) for event in run.events), *donors}
 
@@ -100,10 +100,9 @@ def _event(event: Mapping[str, Any], process: int, number: int, shown: int) -> I
         {key: value for key, value in event.items() if key not in ("kind", "rank", "time_s")}
     )
     yield {"name": str(event["kind"]), "ph": "i", "s": "t", "tid": rank, "args": arguments} | place
-    donors = [donor for donor in event.get("donors") or () if int(donor) < shown][:DONORS_DRAWN]
-    for donor in donors:
+    for donor in donors_of(event, shown)[:DONORS_DRAWN]:
         arrow = {"name": "weights", "id": f"{process}.{number}.{donor}"} | place
-        yield arrow | {"ph": "s", "tid": int(donor)}
+        yield arrow | {"ph": "s", "tid": donor}
         yield arrow | {"ph": "f", "bp": "e", "tid": rank}
 
 

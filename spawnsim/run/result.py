@@ -69,10 +69,10 @@ class Run:
 
         place = Path(path)
         manifest = folder.read_manifest(place)
-        what, totals, outcome = (manifest.get(name) for name in ("what", "totals", "outcome"))
+        what, totals, outcome = manifest["what"], manifest["totals"], manifest["outcome"]
         if (place / journal.FOLDER).is_dir() and outcome != FINISHED:
             recorder, counted = journal.merge(place)
-            what = (what or {}) | {"processes": {rank: each.get("process") for rank, each in counted.items()}}
+            what = what | {"processes": {rank: each.get("process") for rank, each in counted.items()}}
             table, events = recorder.table(), recorder.events()
             totals = totals or totals_of(table, events, {"ranks": what.get("ranks")})
         elif outcome == folder.RUNNING:
@@ -80,8 +80,9 @@ class Run:
                 f"{place}: the run has not ended yet, or was killed before it could write its rows"
             )
         else:
-            table, events = folder.read_table(place), folder.read_events(place)
-        return cls(what or {}, table, events, totals or {}, str(outcome))
+            ranks = totals.get("ranks")
+            table, events = folder.read_table(place, ranks), folder.read_events(place, ranks)
+        return cls(what, table, events, totals, outcome)
 
     def save(self, path: str | Path) -> None:
         """Write the run folder: run.json, metrics.npz, events.jsonl."""

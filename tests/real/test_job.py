@@ -53,7 +53,7 @@ def test_who_was_told_to_stop_may_be_the_launchers_work(tmp_path: Path, environ:
     ("status", "survive", "kept", "wanted"),
     [
         (0, False, range(3), Ended(0, "")),
-        (0, True, range(3), Ended(4, "no rank has lived to the end")),
+        (0, True, range(3), Ended(122, "no rank has lived to the end")),
         (255, False, range(3), Ended(255, "the launcher has ended with status 255: no rank has said why")),
         (
             -9,
@@ -143,4 +143,4 @@ def test_a_rank_that_nobody_keeps_is_missed_in_time(
     for each in running:
         each.kill()
         each.wait()
-    assert job.ended(143) == Ended(4, "rank 1 died at its start: no job survives that")
+    assert job.ended(143) == Ended(122, "rank 1 died at its start: no job survives that")

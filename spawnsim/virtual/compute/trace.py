@@ -6,7 +6,6 @@ how they were recorded, nor what a platform is.
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from spawnsim.columns import read_columns, require_ranks
 from spawnsim.errors import ParameterError
 from spawnsim.virtual.compute.straggler import FloatArray, StreamKey
 
@@ -55,8 +55,14 @@ class Trace:
         """Return the compute times of a recorded run: column `compute_s` of its `metrics.npz`, rank by rank."""
         path = Path(folder) / "metrics.npz"
         ranks, durations_s = _columns(path)
-        known = np.isfinite(durations_s)
-        rows = [durations_s[known & (ranks == rank)] for rank in range(int(ranks.max(initial=-1)) + 1)]
+        order = np.argsort(ranks, kind="stable")
+        order = order[np.isfinite(durations_s[order])]
+        found, begins = np.unique(ranks[order], return_index=True)
+        lacking = np.flatnonzero(found != np.arange(len(found)))
+        if len(lacking) or len(found) <= ranks.max(initial=-1):
+            rank = int(lacking[0]) if len(lacking) else len(found)
+            raise ParameterError(f"{path}: of rank {rank} no duration was recorded, of later ones there are")
+        rows = np.split(durations_s[order], begins[1:])
         return cls(rows, cycle=cycle, resample=resample, source=str(path))
 
     def without_slowest(self, count: int = 1) -> Trace:
@@ -105,10 +111,8 @@ def _round_and_round(row: FloatArray) -> Iterator[float]:
 
 
 def _columns(path: Path) -> tuple[NDArray[np.int64], FloatArray]:
-    try:
-        with np.load(path, allow_pickle=False) as table:
-            return table["rank"].astype(np.int64), table["compute_s"].astype(np.float64)
-    except FileNotFoundError:
-        raise ParameterError(f"{path.parent} is no run folder: it holds no {path.name}") from None
-    except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
-        raise ParameterError(f"{path}: no compute times can be read from it ({error})") from error
+    columns = read_columns(path, ("rank", "compute_s"))
+    require_ranks(path, columns["rank"])
+    if columns["compute_s"].dtype.kind not in "iuf":
+        raise ParameterError(f"cannot read {path}: its column 'compute_s' holds no durations")
+    return columns["rank"].astype(np.int64), columns["compute_s"].astype(np.float64)
