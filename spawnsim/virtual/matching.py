@@ -300,7 +300,12 @@ class Mailbox:
             message = heappop(self._flying)[3]
             if not self._hand_over(message):
                 self._queue(message)
-                self._arrived.append(message)
+                arrived = self._arrived
+                arrived.append(message)
+                if len(arrived) > 1 and _order(arrived[-2]) > _order(
+                    message
+                ):  # sent at that time, without latency
+                    self._arrived = deque(sorted(arrived, key=_order))
 
     def _trimmed(self) -> deque[Message]:
         """Return what has arrived, without those at its head that were taken."""
