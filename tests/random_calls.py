@@ -193,6 +193,7 @@ def _tickets(given: Given) -> Results:
     return sorted(got), list(range(given.comm.size))
 
 
+SHARED = ("Scatter", "Alltoall", "Reduce_scatter_block")  # a rank gives a part for each
 CALLS = {
     "Barrier": _barrier, "Bcast": _bcast, "Reduce": _reduce, "Allreduce": _allreduce, "Iallreduce": _iallreduce,
     "Gather": _gather, "Scatter": _scatter, "Allgather": _allgather, "Alltoall": _alltoall,

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from random_calls import CALLS, Given
+from random_calls import CALLS, SHARED, Given
 from random_policies import CHECKED, POLICIES, WHOLE, Draw, Mixed
 
 import spawnsim
@@ -118,7 +118,9 @@ class Calls(Program):
             name, count, dtype, root = self.calls[number]
             with comm.compute(BLOCK_S):
                 pass
-            got, wanted = CALLS[name](Given(group, number, count, dtype, root % group.Get_size()))
+            size = group.Get_size()
+            share = -(-count // size) if name in SHARED else count
+            got, wanted = CALLS[name](Given(group, number, share, dtype, root % size))
             if not np.array_equal(got, wanted):
                 raise Broken(f"{name} returned {got} instead of {wanted}")
 

@@ -11,7 +11,7 @@ from random_faults import KINDS, broken
 from spawnsim.policies.coordinator import Coordinator
 from spawnsim.policies.flat import GroupMean
 
-RUNS = dict.fromkeys(KINDS, 25) | {"liveness": 10}
+RUNS = dict.fromkeys(KINDS, 20) | {"liveness": 6}
 
 
 @pytest.mark.parametrize("kind", KINDS)
