@@ -32,18 +32,19 @@ def texts():
             os.kill(TESTS, 0)  # an error when the tests are no more
             if (FOLDER / "over").exists():
                 return
-            time.sleep(0.02)
+            time.sleep(0.05)
         yield text
 
-with ExitStack() as worlds:
-    comms = {{}}
+with ExitStack() as open_world:
+    comm = current = None
     for text in texts():
         scope = {{"__name__": "text"}}
         exec(compile(text.read_text(), text, "exec"), scope)
         kind = scope.get("WORLD", ""), scope.get("OPTIONS") or Options()
-        if kind not in comms:
-            comms[kind] = worlds.enter_context(guarded(world(seed=7, deadline_s=30, options=kind[1])))
-        own = comms[kind].Dup()
+        if kind != current:  # one at a time: each has a thread that looks around
+            open_world.close()
+            comm, current = open_world.enter_context(guarded(world(seed=7, deadline_s=30, options=kind[1]))), kind
+        own = comm.Dup()
         scope["main"](own)
         own.Free()
         text.with_suffix(f".{{own.rank}}").touch()

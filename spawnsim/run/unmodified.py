@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +136,8 @@ def _speaks_mpi(path: Path) -> bool:
 @cache
 def _packages_with_mpi() -> Set[str]:
     """Return the installed packages whose distribution requires mpi4py, perhaps for an extra; but for ours."""
+    from importlib import metadata  # takes 30 ms, and most ranks do not need it
+
     found = set()
     for package, distributions in metadata.packages_distributions().items():
         needed = [each for name in distributions for each in metadata.requires(name) or ()]

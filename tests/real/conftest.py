@@ -80,9 +80,9 @@ def job(tmp_path: Path) -> Job:
 Crews = Callable[..., Crew]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def crews(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
-    """Return ranks that stay until the last test: `crews(n=2, building="torch")`; `line` starts them otherwise."""
+    """Return ranks that stay until the folder's last test: `crews(n=2, building="torch")`; `line` starts others."""
     found: dict[tuple[str, ...], Crew] = {}
 
     def get(*, n: int = 4, building: str = "mpi", line: tuple[str, ...] = ()) -> Crew:

@@ -61,7 +61,7 @@ def gone(word: str) -> bool:
     [
         ("kill", "mpi -n 3", 137, f"{KILLED}\n"),
         ("kill", "mpi -n 3 --survive", 137, f"{KILLED}{UNSURVIVED}\n"),
-        ("leave", "mpi -n 3", 4, r"spawnsim: rank 2 \(process .*\) left before its program had ended\n"),
+        ("leave", "mpi -n 3", 122, r"spawnsim: rank 2 \(process .*\) left before its program had ended\n"),
         ("raise", "mpi -n 3", 1, RAISED),
         ("raise", "torch -n 3", 1, RAISED),
         ("all", "mpi -n 3", 1, RAISED),

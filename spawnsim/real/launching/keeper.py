@@ -41,6 +41,7 @@ HEARD_S = 0.2  # from what a rank says to what the launcher has heard
 HANDED_ON = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
 )  # fmt: skip
+AWAITED = (*HANDED_ON, ORPHANED, signal.SIGCHLD)
 
 
 def keep(rank: int, environ: Mapping[str, str]) -> None:
@@ -55,7 +56,7 @@ def keep(rank: int, environ: Mapping[str, str]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     keeper, launcher = os.getpid(), os.getppid()
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, (*HANDED_ON, ORPHANED))
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     if child := os.fork():
         tell_of_parent()
         Keeper(rank, child, launcher, environ).wait()
@@ -83,8 +84,7 @@ class Keeper:
             for process in (os.getpid(), self.child):
                 sign(self.rank, self.environ, process)
             sign("", self.environ, self.launcher)
-            self._listen()
-            end = os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
+            end = self._attend()
             status = self._tell(end) if end or not self._has(ENDED) else 0
         finally:
             os._exit(status)
@@ -94,23 +94,29 @@ class Keeper:
         ranks = reached(stage, self.environ)
         return ranks is None or self.rank in ranks
 
-    def _listen(self) -> None:
-        """Give the signals that this process gets to the rank. MPICH's own SIGUSR1 about a death is for nobody."""
-        for number in HANDED_ON:
-            unheard = number == signal.SIGUSR1 and SURVIVE in self.environ
-            signal.signal(number, signal.SIG_IGN if unheard else self._hand_on)
-        signal.signal(ORPHANED, self._orphaned)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*HANDED_ON, ORPHANED))
-        self._orphaned()  # unless it was too early for the signal
+    def _attend(self) -> int:
+        """Give the signals that this process gets to the rank until it ends; return its exit code.
 
-    def _hand_on(self, number: int, _frame: object = None) -> None:
+        They stay blocked, and are taken one by one: a handler of Python's would not run when its signal came just
+        before the wait. MPICH's own SIGUSR1 about a death is for nobody.
+        """
+        self._orphaned()  # unless it was too early for the signal
+        while not (ended := os.waitpid(self.child, os.WNOHANG))[0]:
+            number = signal.sigwait(AWAITED)
+            if number == ORPHANED:
+                self._orphaned()
+            elif number in HANDED_ON and not (number == signal.SIGUSR1 and SURVIVE in self.environ):
+                self._hand_on(number)
+        return os.waitstatus_to_exitcode(ended[1])
+
+    def _hand_on(self, number: int) -> None:
         self.stopping |= number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         with suppress(ProcessLookupError):
             os.kill(self.child, number)
             if self.stopping:  # one that is stopped would never hear it
                 os.kill(self.child, signal.SIGCONT)
 
-    def _orphaned(self, *_: object) -> None:
+    def _orphaned(self) -> None:
         if os.getppid() == self.launcher:  # only a thread of it has ended
             return
         text = f"the launcher's process {self.launcher}, which had started rank {self.rank}, has died"
