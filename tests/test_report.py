@@ -183,6 +183,8 @@ def test_a_trace_names_ranks_that_did_something(runs: list[Run], tmp_path: Path)
     table = Table({"rank": np.array([2**31 - 1], np.int32), "time_s": np.ones(1), "loss": np.ones(1)})
     lonely = Run({}, table, [], {})
     assert len(written([lonely], tmp_path)) < 10
+    texts = dict(table) | {name: np.array(["x"]) for name in ("compute_s", "iteration")}
+    assert len(written([dataclasses.replace(lonely, table=Table(texts))], tmp_path)) < 10
 
 
 def test_the_trace_command_prints_the_file(

@@ -69,8 +69,7 @@ def _microseconds(seconds: float) -> float:
 def _blocks(run: Recorded, process: int, shown: int) -> Iterator[Entry]:
     """A row stands at the end of its iteration: computing comes first (`compute_s`), the rest is exchange."""
     table = run.table
-    compute_s = table.get("compute_s")
-    iteration = table.get("iteration")
+    compute_s, iteration = (_numbers(run, name) for name in ("compute_s", "iteration"))
     before_s: defaultdict[int, float] = defaultdict(float)
     for row in map(int, np.flatnonzero(table["rank"] < shown)):
         rank, end_s = int(table["rank"][row]), float(table["time_s"][row])
@@ -83,6 +82,12 @@ def _blocks(run: Recorded, process: int, shown: int) -> Iterator[Entry]:
         yield _block("compute", begin_s, middle_s) | place
         if end_s > middle_s:
             yield _block("exchange", middle_s, end_s) | place
+
+
+def _numbers(run: Recorded, name: str) -> NDArray[Any] | None:
+    """Return a column, or None if there is none, or one of texts."""
+    found = run.table.get(name)
+    return found if found is not None and found.dtype.kind in "biuf" else None
 
 
 def _arguments(iteration: NDArray[Any] | None, row: int) -> Entry:

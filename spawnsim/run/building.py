@@ -217,11 +217,15 @@ class Keeper:
     """Keeps what a run records: writes the run folder when the `with` block ends, in whatever way it ends."""
 
     def __init__(
-        self, what: Mapping[str, Any], out: Path | None, on_error: OnError | None, inputs: Files
+        self,
+        what: Mapping[str, Any],
+        out: Path | None,
+        on_error: OnError | None = None,
+        inputs: Files | None = None,
     ) -> None:
         from spawnsim.record import Journal, Recorder, folder, journal
 
-        self.what, self.out, self._inputs = dict(what), out, inputs
+        self.what, self.out, self._inputs = dict(what), out, inputs or {}
         self.recorder: Recorder | Journal = Recorder()
         self._on_error = on_error
         self.counted: Any = None  # a dataclass, once the building has counted

@@ -16,6 +16,7 @@ from spawnsim.virtual.completion import Message
 from spawnsim.virtual.damage import damaged
 from spawnsim.virtual.faults import Verdict
 from spawnsim.virtual.matching import Mailbox
+from spawnsim.virtual.trace import nanoseconds
 from spawnsim.virtual.wire import set_out
 from spawnsim.virtual.world import World
 
@@ -90,7 +91,7 @@ class Links:
 
     def note(self, verdict: Verdict, source: int, dest: int, sent_s: float) -> None:
         """Note a fault in the sender's trace."""
-        late_ns = -1 if verdict.lost else round(verdict.delay_s * 1e9)
+        late_ns = -1 if verdict.lost else nanoseconds(verdict.delay_s)
         marks = verdict.copies + (verdict.corrupt << 8)
         self._world.ranks[source].trace.note((sent_s, LINK, dest, late_ns, marks))
 

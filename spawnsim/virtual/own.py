@@ -15,6 +15,7 @@ from spawnsim.errors import ParameterError, Timeout
 from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.compute import Sampler
 from spawnsim.virtual.kernel import Task
+from spawnsim.virtual.trace import nanoseconds
 from spawnsim.virtual.waiting import Unbroken, await_one
 from spawnsim.virtual.world import Rank, World
 
@@ -40,7 +41,7 @@ class Clock:
         if not seconds >= 0:
             raise ParameterError(f"sleep({seconds}): give a time of at least 0 s")
         task = self._world.kernel.current
-        self._rank.trace.note((task.clock, SLEEP, -1, round(seconds * 1e9), 0))
+        self._rank.trace.note((task.clock, SLEEP, -1, nanoseconds(seconds), 0))
         self._rank.reach(task, task.clock + seconds)
         self._world.kernel.observe()
         if self._rank.attachments.get("windows"):  # it may look at exposed memory next
@@ -96,7 +97,7 @@ class Compute:
         self.seconds = end_s - begin_s
         ends = self.seconds < math.inf  # or it is paused for ever, in the middle of the block
         rank.compute_s += self.seconds if ends else 0.0
-        rank.trace.note((begin_s, COMPUTE, -1, round(self.seconds * 1e9) if ends else -1, 0))
+        rank.trace.note((begin_s, COMPUTE, -1, nanoseconds(self.seconds) if ends else -1, 0))
         if not toll:
             world.kernel.idle = 0
         world.kernel.run_ahead()

@@ -20,6 +20,11 @@ _FULL = struct.Struct("<" + "diiqi" * (ROOM // FIELDS)).pack
 Entry = tuple[float, int, int, int, int]  # time in seconds, kind, peer, bytes, tag
 
 
+def nanoseconds(seconds: float) -> int:
+    """Return a length of time as entries hold it: whole nanoseconds, 292 years at most."""
+    return min(round(seconds * 1e9), 2**63 - 1)
+
+
 class Trace:
     """Takes the events of one rank: what, when, with whom, how much; and the contents of what it sends.
 

@@ -425,3 +425,16 @@ def test_pickled_tensors_are_their_values_alone() -> None:
 
     runs = [spawnsim.run(main, ranks=12, seed=1).totals for _ in range(3)]
     assert len({(run["digest"], run["virtual_seconds"], run["bytes"]) for run in runs}) == 1
+
+
+@pytest.mark.parametrize("seconds", [1e10, 1e18])
+def test_times_of_centuries_are_times(seconds: float):
+    """A block, or a sleep, of more than 2^63 ns was an internal error; shorter ones keep their entries."""
+
+    def main(comm: Any) -> None:
+        with comm.compute(seconds):
+            pass
+        comm.clock.sleep(seconds)
+
+    run = spawnsim.run(main, ranks=RANKS)
+    assert run.totals["virtual_seconds"] == 2 * seconds
