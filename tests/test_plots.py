@@ -155,6 +155,16 @@ def test_runs_that_differ_in_anything_but_their_seed_are_other_experiments(
     assert names(found) == [(shown[0], 3), (shown[1], 1)]
 
 
+def test_the_caption_tells_what_all_curves_have_in_common():
+    """Program, circumstances and parameters; what is nothing is left out, and what differs stands in the legend."""
+    common = {"alpha": 0.3, "hidden": [256, 64], "compression": None, "guard": True}
+    found = grouped([made(parameters={"ratio": ratio, **common}) for ratio in (0.1, 0.5)])
+    assert found.caption().splitlines() == [
+        "digits.py · 12 virtual ranks · ethernet-10g · stragglers lognormal:0.3 · seed 0",
+        "policy selective, alpha 0.3, hidden 256 64, guard",
+    ]
+
+
 def test_how_a_run_was_made_is_no_experiment():
     """Date, command, machine, threads and what was noticed do not tell curves apart."""
     found = grouped([

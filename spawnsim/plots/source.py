@@ -135,7 +135,9 @@ def _parameter(name: str, value: Any) -> Fact:
 
 def _short(value: Any) -> str:
     if isinstance(value, Mapping):
-        value = " ".join(f"{each}" for each in value.values())
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        value = " ".join(map(str, value))
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
@@ -221,7 +223,8 @@ class Groups:
     def _shared(self) -> str:
         """Return the parameters that all runs have in common."""
         known = [facts(run) for run in self.runs]
-        names = _mapping(self.runs[0].what, "parameters")
+        given = _mapping(self.runs[0].what, "parameters")
+        names = [name for name, value in given.items() if value not in (None, "", [], {})]
         same = [name for name in names if len({found.get(name) for found in known}) == 1]
         return ", ".join(
             f"{'policy ' * (name == 'policy')}{known[0][name].shown}" for name in same if name in known[0]
