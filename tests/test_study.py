@@ -16,6 +16,7 @@ import synthetic
 from spawnsim import study
 from spawnsim.errors import ParameterError, StudyError, UsageError
 from spawnsim.record import manifest
+from spawnsim.run import threads
 from spawnsim.study import Cell, Cost, Store, grid, sweeping
 from spawnsim.study import cell as cell_module
 from spawnsim.study import command as commands
@@ -356,13 +357,14 @@ def test_an_unknown_study_is_answered_with_those_there_are(tmp_path: Path, monke
         commands.load(path)
 
 
-def test_workers_use_one_thread_each(monkeypatch: pytest.MonkeyPatch):
+def test_workers_use_one_thread_each_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch):
     """The pool's processes tell numeric libraries so before they are loaded."""
-    for name in execution.THREAD_VARIABLES:
-        monkeypatch.setenv(name, "7")
     monkeypatch.setattr(execution.signal, "signal", lambda *_: None)
-    execution.prepare()
-    assert {os.environ[name] for name in execution.THREAD_VARIABLES} == {"1"}
+    for told, used in (("7", "7"), (None, "1")):
+        for name in threads.VARIABLES:
+            monkeypatch.setenv(name, told) if told else monkeypatch.delenv(name)
+        execution.prepare()
+        assert {os.environ[name] for name in threads.VARIABLES} == {used}
 
 
 # ------------------------------------------------------------------------------------------- what studies draw

@@ -5,7 +5,6 @@ This room knows options and what to print. Rank 0 alone fits and prints.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from spawnsim.calibrate.judging import Pair, Score, compare, require_fit, scores
 from spawnsim.calibrate.measuring import Measured, doubts, measure
 from spawnsim.calibrate.sampling import Effort
 from spawnsim.errors import ParameterError
+from spawnsim.options import Parser
 from spawnsim.virtual.platform import Platform, to_toml
 
 QUICK = Effort(budget_s=0.002, most=10, passes=3, largest_nbytes=4 << 20)
@@ -96,9 +96,9 @@ def draw(pairs: Sequence[Pair], platform: Platform, picture: Path) -> None:
     sys.stdout.write(f"drawn: {picture}\n")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the options of `spawnsim calibrate`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mpiexec -n N spawnsim calibrate",
         description="Measure messages, collectives and compute steps on this job's ranks, and fit a platform.",
     )

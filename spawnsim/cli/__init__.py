@@ -16,6 +16,7 @@ from spawnsim import __version__
 from spawnsim.cli.ending import internal, interrupted, report
 from spawnsim.errors import Deadlock, InternalError, SpawnsimError, UnsupportedError, UsageError, WorldError
 from spawnsim.options import Parser
+from spawnsim.run.threads import use_one_thread
 
 COMMANDS = {
     "run": ("spawnsim.cli.run", "run a file on virtual ranks, or on real ones"),
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def entry() -> None:
     """Run this process's command line; does not return."""
     if {"run", "study"} & set(sys.argv[1:2]) and "--backend" not in sys.argv:
+        use_one_thread()
         _fix_hashing()
     sys.exit(main())
 

@@ -5,10 +5,10 @@ This room knows arguments and standard output; the drawing is next door.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+from spawnsim.options import Parser
 from spawnsim.plots.gallery import save_all
 from spawnsim.plots.source import grouped, read
 from spawnsim.plots.style import FORMATS
@@ -17,9 +17,7 @@ from spawnsim.record.folder import named
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw the figures of the run folders named in `argv`; print the paths; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="spawnsim plot", description="Draw the figures of one or more runs."
-    )
+    parser = Parser(prog="spawnsim plot", description="Draw the figures of one or more runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     parser.add_argument("--out", default="figures", help="folder for the figures (default: %(default)s)")
     parser.add_argument(
@@ -40,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if paths else 2
 
 
-def add_grouping(parser: argparse.ArgumentParser) -> None:
+def add_grouping(parser: Parser) -> None:
     """Add the options that say which runs share a curve, and how curves are called."""
     parser.add_argument(
         "--by", action="append", default=[], metavar="NAME",

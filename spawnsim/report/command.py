@@ -5,10 +5,10 @@ This room knows arguments and standard output; the page is made next door.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+from spawnsim.options import Parser
 from spawnsim.plots.cli import add_grouping
 from spawnsim.plots.source import grouped, read
 from spawnsim.record.folder import named, require_no_file_of_a_run
@@ -17,7 +17,7 @@ from spawnsim.report.page import render
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write an HTML page about the runs named in `argv`; return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="spawnsim report", description="Write one self-contained HTML page about one or more runs."
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")

@@ -7,7 +7,6 @@ must not know figures. Open the file at ui.perfetto.dev or chrome://tracing.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import defaultdict
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
+from spawnsim.options import Parser
 from spawnsim.plots.source import Groups, Recorded, donors_of, grouped, label, ranks_of, read
 from spawnsim.record.folder import named, require_no_file_of_a_run
 from spawnsim.record.plain import document
@@ -128,7 +128,7 @@ def write(runs: Sequence[Recorded] | Groups, path: str | Path, *, ranks: int | N
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`spawnsim trace RUN…`: write the runs named in `argv`; return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="spawnsim trace", description="Write runs as Chrome/Perfetto JSON: open it at ui.perfetto.dev."
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")

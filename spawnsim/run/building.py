@@ -17,6 +17,7 @@ from spawnsim.errors import ParameterError, RankError, SpawnsimError, StorageErr
 from spawnsim.run import interrupts
 from spawnsim.run.program import Main, Program, program
 from spawnsim.run.result import FINISHED, Run, totals_of
+from spawnsim.run.threads import one_thread
 
 if TYPE_CHECKING:
     from spawnsim.record import Journal, Recorder
@@ -30,6 +31,7 @@ Progress = Callable[[float, int, int], None]
 """Called now and then with virtual seconds, ranks that have finished, and ranks."""
 
 
+@one_thread()
 def run(
     main: Main | str | Path,
     *,
@@ -54,7 +56,7 @@ def run(
 
     A file without a `main(comm)` is an mpi4py program: it runs whole, unmodified, on every rank.
 
-    The same seed gives the same run, bit for bit.
+    The same seed gives the same run, bit for bit. torch uses one thread meanwhile, unless OMP_NUM_THREADS is set.
 
     Args:
         main: a function of a `spawnsim.Comm`, or the path of a file that defines it.

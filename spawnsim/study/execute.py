@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from spawnsim.errors import ParameterError, WorldError
-from spawnsim.run import run
+from spawnsim.run import run, threads
 from spawnsim.run.interrupts import heed_signals
+from spawnsim.run.threads import use_one_thread
 from spawnsim.study.cell import Cell
 from spawnsim.study.store import Cost, Store, write_cost
 
 LAST_LINES = 12
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def execute(cell: Cell, root: Path) -> Cost:
@@ -48,7 +48,7 @@ def prepare() -> None:
     Numeric libraries are told that are not loaded yet: runs share the machine's cores. Ctrl-C on a terminal reaches
     all processes; those of a pool leave it to the study's.
     """
-    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
+    use_one_thread()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     heed_signals()
 
@@ -65,7 +65,7 @@ def _launched(cell: Cell, folder: Path) -> None:
     line = command(cell, folder)
     done = subprocess.run(
         line, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=os.environ | dict.fromkeys(THREAD_VARIABLES, "1"),
+        env=dict.fromkeys(threads.VARIABLES, "1") | os.environ,
     )  # fmt: skip
     if done.returncode:
         tail = "\n".join(done.stdout.splitlines()[-LAST_LINES:])

@@ -438,3 +438,26 @@ def test_times_of_centuries_are_times(seconds: float):
 
     run = spawnsim.run(main, ranks=RANKS)
     assert run.totals["virtual_seconds"] == 2 * seconds
+
+
+def test_the_digest_does_not_depend_on_the_number_of_threads(monkeypatch):
+    """Products of matrices have other last bits where threads share them: ranks use one, unless told otherwise."""
+
+    def main(comm):
+        draw = torch.Generator().manual_seed(comm.rank)
+        weights = torch.randn(700, 700, generator=draw)
+        comm.record(threads=torch.get_num_threads(), norm=float((weights @ weights.T).sum()))
+
+    told = torch.get_num_threads()
+    try:
+        digests = []
+        for number in (1, 2, 3):
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            torch.set_num_threads(number)
+            found = spawnsim.run(main, ranks=2)
+            assert (torch.get_num_threads(), "OMP_NUM_THREADS" in os.environ) == (number, False)
+            assert set(found.table["threads"].tolist()) == {1}
+            digests.append(found.totals["digest"])
+        assert len({*digests}) == 1
+    finally:
+        torch.set_num_threads(told)
