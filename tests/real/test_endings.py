@@ -167,5 +167,5 @@ for turn in range(world.size):  # whoever goes later tells those that have gone
 
 def test_messages_of_policies_in_a_program_of_plain_mpi4py_do_not_break_its_end(job):
     """What `shutdown` tells ranks that have ended is taken from the library, or MPICH would end with status 9."""
-    found = job(PLAIN, head="")
+    found = job(PLAIN, head="", n=3)
     assert (found.status, found.out, found.err) == (0, "", "")

@@ -128,6 +128,7 @@ def making(comm: MPIComm, operation: str, call: Callable[[], T], *, meeting: boo
         # Open MPI makes communicators in turn, those of a lower numbered parent first, and a making that a death has
         # ended or left keeps its turn for ever. COMM_SELF is lower than any other: its own making takes the turn over,
         # and gives it back.
+        comm._home.survival.settle()
         MPI.COMM_SELF.Dup().Free()
     return leaving(comm, operation, call)
 

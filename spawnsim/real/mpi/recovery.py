@@ -31,7 +31,7 @@ from spawnsim.real.mpi.farewell import Farewell
 from spawnsim.real.mpi.home import polling
 from spawnsim.real.mpi.leavable import Apart
 from spawnsim.real.mpi.revoking import Revoking
-from spawnsim.real.mpi.words import failed_ranks, failure, ulfm
+from spawnsim.real.mpi.words import DETECTED_S, failed_ranks, failure, ulfm
 from spawnsim.real.rank.ending import refuse_recovery
 from spawnsim.real.rank.waiting import wait_until
 
@@ -178,8 +178,13 @@ class Survival:
         group = self._base.Get_group().Incl(list(decision.members))
         name = f"spawnsim {lineage} {number} {decision.by}"
         if ulfm():  # Open MPI refuses to make a group of a communicator with dead members
+            self.settle()
             return MPI.Intracomm.Create_from_group(group, name, errhandler=MPI.ERRORS_RETURN)
         return self._base.Create_group(group, 1 + zlib.crc32(name.encode()) % 2**14)
+
+    def settle(self) -> None:
+        """Wait until the library, too, knows of all deaths: its handler crashes on a communicator that is half made."""
+        wait_until(lambda: self._recorded() <= set(failed_ranks(self._base)), DETECTED_S)
 
     def _watched(self, job: Callable[[], T]) -> T:
         """Run a part of the agreement in the watchdog's thread, which owns the channel."""
