@@ -31,9 +31,12 @@ class Departure(Uncertain):
         self.lost = False
 
     def leave(self, time_s: float) -> None:
-        """Let the rank go at a time; NaN: a message that it needs is lost."""
+        """Let the rank go at a time; NaN: a message that it needs is lost.
+
+        Where lengths differ, only a late rank may show that this one could have left before: then it goes now.
+        """
         if time_s == time_s:
-            self.complete(time_s)
+            self.complete(max(time_s, self.kernel.env.now))
         else:
             self.lose()
 

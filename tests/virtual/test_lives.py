@@ -310,3 +310,17 @@ def test_a_program_that_catches_its_own_death_is_left_behind():
 
     notes = run(main, 4, faults="crash:3@0.5s")[1]
     assert notes.column("call") == dict.fromkeys(range(3), "RankFailed")
+
+
+@pytest.mark.parametrize("ranks", [4, 12])
+def test_a_late_rank_may_show_that_others_could_have_left_before(ranks):
+    """Its part is longer, so another algorithm gathers: the others go when that is known, and not in the past."""
+
+    def main(comm):
+        comm.clock.sleep(0.5 if comm.rank == ranks - 1 else 0.01 * comm.rank)
+        comm.gather("long" * (500_000 if comm.rank == ranks - 1 else 1), 0)
+        comm.record(at=comm.clock.now())
+
+    notes = run(main, ranks, faults="crash:0@99s", platform=None)[1]
+    assert len(notes.column("at")) == ranks
+    assert max(notes.column("at").values()) >= 0.5
