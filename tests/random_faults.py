@@ -35,7 +35,7 @@ from spawnsim.virtual.faults.events import LinkFault
 
 FAILED = (RankFailed, Revoked, Timeout)
 BLOCK_S = 0.01  # of computing, in each step
-LIMIT_S, VIRTUAL_LIMIT_S = 60.0, 60.0  # of a run
+LIMIT_S, VIRTUAL_LIMIT_S = 60.0, 300.0  # of a run: calls under lasting faults meet many deadlines
 STUCK = 12  # recoveries at one step, after which a program gives up
 QUIET_S, PROGRESS_S = 0.2, 0.5  # all faults are over; all have averaged again, so much later
 RANK_FAULTS, LINK_FAULTS = ("crash", "pause", "slow"), ("down", "drop", "delay", "duplicate", "partition")
