@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
@@ -89,6 +89,15 @@ class Unbroken:
         return -1
 
 
+@dataclass(slots=True)
+class Assured(Waiting):
+    """A pending operation whose end is known: no death changes it any more, but a revocation does."""
+
+    def doomed(self, dead: Dead) -> Sequence[int]:
+        """Return nobody."""
+        return ()
+
+
 @dataclass(frozen=True, slots=True)
 class WaitingForAny:
     """Several pending operations, any of which ends the wait."""
@@ -163,6 +172,8 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
                 kernel.block(waiting, lost=completion.lost)
             finally:
                 completion.waiter = None
+        elif isinstance(waiting, Waiting) and world.plan is not None and world.plan.mortal:
+            _await_end(world, completion.finish_s, waiting)
         else:  # its card lets in requests to its window as they come: whose turn it is shows at that time
             rank.reach(task, completion.finish_s)
             kernel.observe()
@@ -173,6 +184,17 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
             kernel.observe()
         if finish_s > due_s:
             raise timeout(task, waiting)
+
+
+def _await_end(world: World, finish_s: float, waiting: Waiting) -> None:
+    """Wait for an end that is known, unless the communicator is revoked before."""
+    kernel = world.kernel
+    task = kernel.current
+    wait = Assured(*(getattr(waiting, name.name) for name in fields(Waiting)))
+    kernel.env.at(finish_s, task.rank, lambda: kernel.resume(task) if task.wait is wait else None)
+    kernel.block(wait)
+    world.ranks[task.rank].reach(task, finish_s)
+    kernel.observe()
 
 
 def finished(completions: Sequence[Completion | None], now_s: float) -> list[int]:

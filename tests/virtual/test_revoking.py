@@ -412,3 +412,22 @@ def test_agreements_wait_for_a_death_to_be_known(call):
         comm.record(when=comm.clock.now())
 
     assert run(main, 3, faults="crash:1@5s")[1].column("when")[0] == pytest.approx(5.01, abs=0.01)
+
+
+@pytest.mark.parametrize(("revoked_s", "end", "at_s"), [(0.1, "Revoked", 0.1), (0.9, "done", 0.501)])
+def test_a_wait_whose_end_is_known_ends_when_the_communicator_is_revoked(revoked_s, end, at_s):
+    """Half a megabyte is on its way; who waited for it came late to the recovery. Its sender's death changes nothing."""
+
+    def main(comm):
+        if comm.rank == 11:
+            comm.record(end=ends(lambda: comm.Recv(np.zeros(500_000, np.uint8), 0)), at=comm.clock.now())
+        elif comm.rank == 0:
+            comm.Send(np.zeros(500_000, np.uint8), 11)
+            comm.clock.sleep(60.0)
+        elif comm.rank == 2:
+            comm.clock.sleep(revoked_s)
+            comm.Revoke()
+
+    _, notes = run(main, 12, faults="crash:0@0.05s; crash:5@50s")
+    assert notes.column("end") == {11: end}
+    assert notes.column("at")[11] == pytest.approx(at_s, abs=0.002)
