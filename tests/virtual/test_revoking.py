@@ -416,7 +416,7 @@ def test_agreements_wait_for_a_death_to_be_known(call):
 
 @pytest.mark.parametrize(("revoked_s", "end", "at_s"), [(0.1, "Revoked", 0.1), (0.9, "done", 0.501)])
 def test_a_wait_whose_end_is_known_ends_when_the_communicator_is_revoked(revoked_s, end, at_s):
-    """Half a megabyte is on its way; who waited for it came late to the recovery. Its sender's death changes nothing."""
+    """Half a megabyte is on its way; who waited for it came late to the recovery. Its sender's death is no matter."""
 
     def main(comm):
         if comm.rank == 11:
