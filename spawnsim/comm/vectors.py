@@ -109,6 +109,7 @@ def _plain(spec: Any, blocks: int) -> Vector:
     if isinstance(counts, tuple) and len(spec) < 4:
         counts, displs = counts
     memory = _memory(obj)
+    _require_counts(obj, counts)
     datatype = datatype_of(None if obj is None else memory, kind)
     numbers = _counts(counts, datatype, 0 if memory is None else memory.nbytes, blocks)
     extent = datatype.Get_extent()[1] if datatype else 0
@@ -116,6 +117,13 @@ def _plain(spec: Any, blocks: int) -> Vector:
     new = Vector(memory, (numbers, [place * extent for place in places]), [datatype] * blocks)
     new.displs = places
     return new
+
+
+def _require_counts(obj: Any, counts: Any) -> None:
+    if obj is BOTTOM and counts is None:
+        raise ParameterError(
+            "BOTTOM requires counts: the address space has no length to spread among the ranks"
+        )
 
 
 def _memory(obj: Any) -> NDArray[Any] | None:
@@ -160,6 +168,7 @@ def _typed(spec: Any, blocks: int) -> Vector:
         raise SpecTypeError("expecting [memory, (counts, displacements), types]")
     if len(spec) == 2:
         obj, counts, displs, kinds = spec[0], [1] * blocks, [0] * blocks, spec[1]
+        _require_counts(obj, None)
     elif len(spec) == 3:
         obj, (counts, displs), kinds = spec
     elif len(spec) == 4:

@@ -155,7 +155,10 @@ def alltoallw_of_addresses(MPI: Any, comm: Any) -> None:
     found = [np.full(1, -1, np.int32) for _ in range(size)]
     places = [MPI.Get_address(each) for each in found]
     own = [MPI.INT.Create_hindexed([1], [MPI.Get_address(each)]).Commit() for each in sent]
-    comm.Alltoallw([MPI.BOTTOM, own], [MPI.BOTTOM, ([1] * size, places), [MPI.INT] * size])
+    ones, none = [1] * size, [0] * size
+    comm.Alltoallw([MPI.BOTTOM, (ones, none), own], [MPI.BOTTOM, (ones, places), [MPI.INT] * size])
+    with refused(ValueError):
+        comm.Alltoallw([MPI.BOTTOM, own], [MPI.BOTTOM, (ones, places), [MPI.INT] * size])
     same([int(each[0]) for each in found], [10 * other + rank for other in range(size)])
     for datatype in own:
         datatype.Free()
