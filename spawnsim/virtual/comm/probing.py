@@ -30,7 +30,10 @@ class Probes(Transport):
 
     def Probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
         """Wait until a message that fits has arrived."""
-        self._stare(source, tag, status, "Probe")
+        if integer(source) == PROC_NULL:
+            _fill_status(status, None)
+        else:
+            self._stare(source, tag, status, "Probe")
         return True
 
     def Improbe(
@@ -39,21 +42,19 @@ class Probes(Transport):
         """Return a message that fits and has arrived, out of reach of any other receive; or None."""
         if integer(source) == PROC_NULL:
             return Message.of_nobody()
-        letter = self._glance(source, tag, status)
-        return None if letter is None else self._hold(letter)
+        letter = self._glance(source, tag, status, hold=True)
+        return None if letter is None else Message.hold(self, letter)
 
     def Mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message:
         """Wait for a message that fits; return it, out of reach of any other receive."""
         if integer(source) == PROC_NULL:
             _fill_status(status, None)
             return Message.of_nobody()
-        letter = self._stare(source, tag, status, "Mprobe")
-        assert letter is not None
-        return self._hold(letter)
+        return Message.hold(self, self._stare(source, tag, status, "Mprobe", hold=True))
 
     iprobe, probe, improbe, mprobe = Iprobe, Probe, Improbe, Mprobe
 
-    def _glance(self, source: int, tag: int, status: Status | None) -> Letter | None:
+    def _glance(self, source: int, tag: int, status: Status | None, *, hold: bool = False) -> Letter | None:
         """Look once."""
         if type(source) is not int or type(tag) is not int:
             source, tag = integer(source), integer(tag)
@@ -63,6 +64,10 @@ class Probes(Transport):
             self._check_source(source, tag)
         else:
             letter = self._visible(source, tag)
+            if hold and letter is not None:
+                self._mailbox.remove(
+                    letter
+                )  # now: while this task pays for the look, another of its rank may look
         self._world.charge_look()
         if letter is None:
             self._world.kernel.fruitless()
@@ -70,15 +75,18 @@ class Probes(Transport):
             _fill_status(status, None if source == PROC_NULL else letter)
         return letter
 
-    def _stare(self, source: int, tag: int, status: Status | None, operation: str) -> Letter | None:
+    def _stare(
+        self, source: int, tag: int, status: Status | None, operation: str, *, hold: bool = False
+    ) -> Letter:
         """Wait for a letter, however long that takes; looking then costs what one look costs."""
         source, tag = integer(source), integer(tag)
-        if source == PROC_NULL:
-            _fill_status(status, None)
-            return None
-        while self._visible(source, tag) is None:
+        while (letter := self._visible(source, tag)) is None:
             self._await_letter(source, tag, operation)
-        return self._glance(source, tag, status)
+        if hold:
+            self._mailbox.remove(letter)
+        self._world.charge_look()
+        _fill_status(status, letter)
+        return letter
 
     def _visible(self, source: int, tag: int) -> Letter | None:
         """Return the letter that the running task sees at its time."""
@@ -111,10 +119,6 @@ class Probes(Transport):
             if alarm is not None:
                 alarm.cancel()
         self._rank.reach(task, world.kernel.env.now)
-
-    def _hold(self, letter: Letter) -> Message:
-        self._mailbox.remove(letter)
-        return Message.hold(self, letter)
 
 
 NOBODY = object()
