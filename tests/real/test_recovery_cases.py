@@ -176,4 +176,4 @@ def test_a_job_that_does_not_finish_ends_loudly(survive, case, status, text):
     ended = survive(case)
     assert ended.status == status, ended.err
     assert text in ended.err
-    assert ended.err.count("Traceback") <= 1
+    assert ended.err.count("Traceback") <= 1, ended.err
