@@ -48,7 +48,6 @@ class MPIComm(PointToPoint, Collectives):
     def __init__(self, raw: MPI.Comm, home: Home, label: str) -> None:
         self._home, self.label = home, label
         self._raw, self._sequence = cast("MPI.Intracomm", raw), 0
-        self._open_matching()
         self.rank, self.size = raw.Get_rank(), raw.Get_size()
         self.members = self._in_world(raw.Get_group())
         self._inter, self._node = raw.Is_inter(), None
@@ -57,6 +56,7 @@ class MPIComm(PointToPoint, Collectives):
         raw.Set_attr(_keyval(), self)
         own = home.own
         self.clock, self.rng, self.record, self.compute = own.clock, own.rng, own.record, own.compute
+        self._open_matching()  # at last: from now on the watchdog's thread may revoke it
 
     def _in_world(self, group: MPI.Group) -> tuple[int, ...]:
         return tuple(int(rank) for rank in MPI.Group.Translate_ranks(group, None, self._home.raw.Get_group()))
