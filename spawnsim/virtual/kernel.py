@@ -67,6 +67,9 @@ class Kernel(Timers):
         self.roused: Callable[[Task], None] | None = None  # called when a task is to take note of an error
         self.failure: BaseException | None = None
         self.closed = False
+        self.in_turn = (
+            False  # whether who is woken goes on in the order of ranks: without latency others can tell
+        )
         self.idle = 0  # polls that found nothing since something last happened
         self.fruitless: Callable[[], None] = lambda: None  # to be called by polls that found nothing
         self.steps = 0  # events taken from the heap
@@ -145,7 +148,10 @@ class Kernel(Timers):
             task.parked = False
             task.thrown = error
             self.idle = 0
-            self.ready.append(task)
+            if self.in_turn:
+                self.env.at(self.env.now, task.rank, partial(self.ready.append, task))
+            else:
+                self.ready.append(task)
 
     def throw(self, task: Task, error: BaseException) -> None:
         """Raise `error` in a task when it next runs; wake it if it is parked, at the present time."""

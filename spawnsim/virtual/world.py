@@ -121,6 +121,7 @@ class World:
         self.instant = (
             self.network.lookahead_s == 0.0
         )  # a send can be seen at the time of the send: nobody runs ahead
+        self.kernel.in_turn = self.instant
         serial = self.network.contention == "serial"
         self.cards = {rank.id: Card() for rank in self.ranks} if serial else {}
 
