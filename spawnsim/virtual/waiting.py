@@ -164,7 +164,12 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
     kernel = world.kernel
     task = kernel.current
     rank, due_s = world.ranks[task.rank], task.clock + task.deadline_s
-    while completion.finish_s is None or (task.clock < completion.finish_s <= due_s and rank.company):
+    revocable = isinstance(waiting, Waiting) and world.plan is not None and world.plan.mortal
+    while completion.finish_s is None or (
+        rank.company
+        and task.clock < completion.finish_s
+        and (completion.finish_s <= due_s or (revocable and task.clock < due_s))
+    ):
         if completion.finish_s is None:
             check_alive(world, waiting)
             completion.waiter = task
@@ -172,8 +177,8 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
                 kernel.block(waiting, lost=completion.lost)
             finally:
                 completion.waiter = None
-        elif isinstance(waiting, Waiting) and world.plan is not None and world.plan.mortal:
-            _await_end(world, completion.finish_s, waiting)
+        elif revocable:
+            _await_end(world, min(completion.finish_s, due_s), waiting)
         else:  # its card lets in requests to its window as they come: whose turn it is shows at that time
             rank.reach(task, completion.finish_s)
             kernel.observe()
@@ -187,7 +192,7 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
 
 
 def _await_end(world: World, finish_s: float, waiting: Waiting) -> None:
-    """Wait for an end that is known, unless the communicator is revoked before."""
+    """Wait for an end, or a deadline, that is known to come, unless the communicator is revoked before."""
     kernel = world.kernel
     task = kernel.current
     wait = Assured(*(getattr(waiting, name.name) for name in fields(Waiting)))

@@ -414,8 +414,16 @@ def test_agreements_wait_for_a_death_to_be_known(call):
     assert run(main, 3, faults="crash:1@5s")[1].column("when")[0] == pytest.approx(5.01, abs=0.01)
 
 
-@pytest.mark.parametrize(("revoked_s", "end", "at_s"), [(0.1, "Revoked", 0.1), (0.9, "done", 0.501)])
-def test_a_wait_whose_end_is_known_ends_when_the_communicator_is_revoked(revoked_s, end, at_s):
+@pytest.mark.parametrize(
+    ("revoked_s", "deadline_s", "end", "at_s"),
+    [
+        (0.1, 30.0, "Revoked", 0.1),
+        (0.1, 0.3, "Revoked", 0.1),  # the deadline was known to come
+        (0.9, 30.0, "done", 0.501),
+        (0.9, 0.3, "Timeout", 0.3),
+    ],
+)
+def test_a_wait_whose_end_is_known_ends_when_the_communicator_is_revoked(revoked_s, deadline_s, end, at_s):
     """Half a megabyte is on its way; who waited for it came late to the recovery. Its sender's death is no matter."""
 
     def main(comm):
@@ -428,6 +436,6 @@ def test_a_wait_whose_end_is_known_ends_when_the_communicator_is_revoked(revoked
             comm.clock.sleep(revoked_s)
             comm.Revoke()
 
-    _, notes = run(main, 12, faults="crash:0@0.05s; crash:5@50s")
+    _, notes = run(main, 12, faults="crash:0@0.05s; crash:5@50s", deadline_s=deadline_s)
     assert notes.column("end") == {11: end}
     assert notes.column("at")[11] == pytest.approx(at_s, abs=0.002)
