@@ -197,8 +197,11 @@ class Training(Program):
         if averages:
             self.means[key][rank] = [before]
         worst = number // 2 % group.Get_size() == group.Get_rank()  # each in its turn
+        last = (
+            -1.0 - number * (rank + 1) * 0.618 % 1
+        )  # a rank that is behind meets another's turn: either may be worse
         try:
-            same, _, info = policy(number, model, optimizer, -1.0 if worst else rank + 3.0, group)
+            same, _, info = policy(number, model, optimizer, last if worst else rank + 3.0, group)
         except FAILED:
             hold(not averages or model.logZ.item() == before, "a call that failed has changed the model")
             raise
