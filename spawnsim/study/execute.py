@@ -18,7 +18,6 @@ from pathlib import Path
 from spawnsim.errors import ParameterError, WorldError
 from spawnsim.run import run, threads
 from spawnsim.run.interrupts import heed_signals
-from spawnsim.run.threads import use_one_thread
 from spawnsim.study.cell import Cell
 from spawnsim.study.store import Cost, Store, write_cost
 
@@ -48,7 +47,7 @@ def prepare() -> None:
     Numeric libraries are told that are not loaded yet: runs share the machine's cores. Ctrl-C on a terminal reaches
     all processes; those of a pool leave it to the study's.
     """
-    use_one_thread()
+    threads.use_one_thread()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     heed_signals()
 

@@ -164,7 +164,7 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
     kernel = world.kernel
     task = kernel.current
     rank, due_s = world.ranks[task.rank], task.clock + task.deadline_s
-    revocable = isinstance(waiting, Waiting) and world.plan is not None and world.plan.mortal
+    revocable = world.plan is not None and world.plan.mortal and isinstance(waiting, Waiting)
     while completion.finish_s is None or (
         rank.company
         and task.clock < completion.finish_s
