@@ -24,7 +24,7 @@ from spawnsim.errors import UsageError
 from spawnsim.real.launching.launch import recognise, require_together
 from spawnsim.real.mpi import words
 from spawnsim.real.mpi.collectives import MAKERS, Collectives
-from spawnsim.real.mpi.home import Home
+from spawnsim.real.mpi.home import Home, abort
 from spawnsim.real.mpi.p2p import PointToPoint
 from spawnsim.real.mpi.recovery import SURVIVE, capabilities, prepare, recover
 from spawnsim.real.mpi.requests import MPIPersistent, MPIRequest, wrapped
@@ -152,7 +152,7 @@ class MPIComm(PointToPoint, Collectives):
 
     def Abort(self, errorcode: int = 0) -> None:
         """End all ranks at once."""
-        self._raw.Abort(errorcode)
+        abort(errorcode)
 
     def Shift(self, direction: int, disp: int) -> tuple[int, int]:
         """Return source and destination of a shift on a Cartesian communicator; edges are PROC_NULL."""

@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable
 from threading import Timer, get_ident
-from typing import Any
+from typing import Any, NoReturn
 
 from mpi4py import MPI
 
@@ -82,7 +82,7 @@ class Home:
         self._control = raw.Dup()
         self.farewell = raw.Dup()
         self.channel = ControlChannel(self._control)
-        self.ending = Ending(self.channel, self._abort)
+        self.ending = Ending(self.channel, abort)
         self.watchdog = self.ending.watchdog
         self.parting, self.tally = Parting(self), Tally()
         self.comms: list[Any] = []
@@ -205,13 +205,18 @@ class Home:
             for window in self.windows:
                 window.release()
 
-    @staticmethod
-    def _abort(status: int) -> None:
-        # While Slurm cancels a step, Abort only waits to be killed: half a minute, for which all its nodes are held.
-        leave = Timer(ABORT_S, os._exit, (status,))
-        leave.daemon = True
-        leave.start()
-        MPI.COMM_WORLD.Abort(status)
+
+def abort(status: int) -> NoReturn:
+    """End all ranks at once.
+
+    MPICH's `Abort` comes back, a moment before its launcher kills the process: the program must not go on meanwhile.
+    While Slurm cancels a step, Abort only waits to be killed: half a minute, for which all its nodes are held.
+    """
+    leave = Timer(ABORT_S, os._exit, (status & 0xFF,))
+    leave.daemon = True
+    leave.start()
+    MPI.COMM_WORLD.Abort(status)
+    os._exit(status & 0xFF)
 
 
 def polling(comm: MPI.Comm, options: Options) -> Callable[[int, int], bool]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from spawnsim.errors import Revoked
-from spawnsim.real.mpi.home import acknowledge, over
+from spawnsim.real.mpi.home import abort, acknowledge, over
 from spawnsim.real.mpi.node import Library, Node
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Gone:
 
     def Abort(self, errorcode: int = 0) -> None:
         """End all ranks at once."""
-        MPI.COMM_WORLD.Abort(errorcode)
+        abort(errorcode)
 
 
 class Revoking:
