@@ -748,21 +748,30 @@ class Rank:
 
     def finish(self, request, deadline=math.inf, withdraw=False):
         """Wait for one request, and report; False if the deadline came first."""
-        due = self.engine.now + deadline
+        due, late = self.engine.now + deadline, []
+
+        def expire():
+            late.append(due)
+            self.stir()
+
         if due < math.inf:
-            self.engine.at(due, (LATE, self.me), self.stir)
-        if (yield from self.await_end(request, due)):
+            self.engine.at(due, (LATE, self.me), expire)
+        if (yield from self.await_end(request, due, late)):
             self.report(request)
             return True
-        yield max(due, self.engine.now)
+        while not late:
+            yield None
         self.note("timeout")
         if withdraw:
             self.give_up(request)
         return False
 
-    def await_end(self, request, due=math.inf):
-        """Wait until a request is over; what it waits for is let in when its last byte could be there."""
-        while request.end is None and self.engine.now < due:
+    def await_end(self, request, due=math.inf, late=()):
+        """Wait until a request is over; what it waits for is let in when its last byte could be there.
+
+        False if it is not at `due`. What comes at that very time is in time: `late` is filled when all that has come.
+        """
+        while request.end is None and not late:
             yield None
         if request.end is None or request.end > due:
             return False

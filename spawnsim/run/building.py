@@ -248,6 +248,8 @@ class Keeper:
         table, events = recorder.table(), recorder.events()
         counted = dataclasses.asdict(self.counted) if self.counted is not None else {}
         self.what |= reproducible(self.what, counted.get("leaks", ()))
+        if mistakes := counted.get("mistakes"):
+            self.what["warnings"] = [*self.what.get("warnings", ()), *mistakes]
         add_late(self.what, self._inputs, self.out)
         totals = totals_of(table, events, {"ranks": self.what.get("ranks")} | counted)
         return Run(self.what, table, events, totals, outcome)

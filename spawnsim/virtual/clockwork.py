@@ -5,7 +5,6 @@ This room knows events and their order. It must not know tasks or ranks' clocks.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from heapq import heappush
 from typing import Any
@@ -16,8 +15,9 @@ from spawnsim.errors import InternalError
 
 # They stand for a rank in the order of what happens at one time. What has waited for that time at its target, or is on
 # its way to a card, comes first; then all arrivals, for what comes at that very time is seen; then the ranks; then
-# deadlines, for what comes at that very time is in time, and decisions among all that the ranks do.
-WAITED, UNDER_WAY, ARRIVING, LATE = -(3 << 40), -(2 << 40), -(1 << 40), sys.maxsize
+# decisions among all that the ranks have done; then deadlines, for what comes at that very time is in time.
+# Of rank r: DECIDING + r, LATE + r.
+WAITED, UNDER_WAY, ARRIVING, DECIDING, LATE = -(3 << 40), -(2 << 40), -(1 << 40), 1 << 40, 2 << 40
 
 
 class Appointment:

@@ -47,7 +47,8 @@ OnNote = Callable[[str], None]
 @dataclass(frozen=True)
 class Totals:
     """What a run amounted to. `events` counts what ranks did (sends, receives, collectives, computing);
-    `scheduled` counts the events that SimPy had to process for it; `leaks` says what was read that no seed repeats.
+    `scheduled` counts the events that SimPy had to process for it; `leaks` says what was read that no seed repeats,
+    `mistakes` what was done that MPI leaves undefined.
     """
 
     virtual_seconds: float
@@ -58,6 +59,7 @@ class Totals:
     bytes: int
     digest: str
     leaks: tuple[str, ...] = ()
+    mistakes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,8 @@ class Cluster:
         self._error = self._wrong()
         if self._error is not None:
             self._error.totals = self._counted  # type: ignore[attr-defined]
+            for mistake in self._counted.mistakes:
+                self._error.add_note(f"warning: {mistake}")
             self._on_error(self._error)
 
     def _wrong(self) -> BaseException | None:
@@ -258,6 +262,7 @@ class Cluster:
             bytes=sum(rank.nbytes for rank in ranks),
             digest=self.world.digest(),
             leaks=tuple(self.world.leaks.values()),
+            mistakes=tuple(self.world.mistakes.values()),
         )
 
 

@@ -31,6 +31,7 @@ class Message:
     drain_s: float = 0.0  # how long it has yet to keep the receiver's card busy
     number: int = 0  # in the mailbox's order
     sequence: int = 0  # in the order sent; kept by `contention.Ingress` alone
+    dtype: Any = None  # numpy's, of the sender's numbers, where that is known
     queued: bool = False  # waits, unexpected, for its receive
     sender: Sender | None = None  # that waits for the match; None: nobody does, or it has heard of it
     receive: Receive | None = None  # with which it is paired, as long as there is something to tell it

@@ -71,7 +71,7 @@ class Request(Several, Handle):
         world: World,
         completion: Completion,
         waiting: Any,
-        deliver: Deliver = _nothing,
+        deliver: Deliver | None = None,
         *,
         writes: bool = True,
     ) -> Self:
@@ -80,18 +80,19 @@ class Request(Several, Handle):
         `writes`: it fills a buffer, and runs also if the request is freed; else it makes the object of the request.
         """
         self = super().__new__(cls)
-        self._identity, self._withdraw, self._writes = object(), None, writes and deliver is not _nothing
-        self._world, self._completion, self._waiting, self._deliver = world, completion, waiting, deliver
+        self._identity, self._withdraw, self._writes = object(), None, writes and deliver is not None
+        self._world, self._completion, self._waiting = world, completion, waiting
+        self._deliver = _nothing if deliver is None else deliver
         if world.ledger is not None:
             world.ledger.opened(completion, world.kernel.current.rank, waiting)
         return self
 
     @classmethod
-    def over(cls, world: World, deliver: Deliver = _nothing) -> Self:
+    def over(cls, world: World, deliver: Deliver | None = None, *, writes: bool = True) -> Self:
         """Return a request that is complete already: an eager send, or a call to PROC_NULL."""
         completion = Completion(world.kernel)
         completion.finish_s = world.kernel.current.clock
-        return cls.start(world, completion, None, deliver)
+        return cls.start(world, completion, None, deliver, writes=writes)
 
     # -- one -------------------------------------------------------------------------------------------------
 

@@ -38,12 +38,12 @@ class Timers:
 
     def _arm_explicit(self, task: Task) -> None:
         wait, due_s = task.wait, task.clock + task.deadline_s
-        self.env.at(max(due_s, self.env.now), LATE, partial(self._expire, task, wait, due_s))
+        self.env.at(max(due_s, self.env.now), LATE + task.rank, partial(self._expire, task, wait, due_s))
 
     def _arm_default(self, task: Task, due_s: float) -> None:
         task.timer_s = max(due_s, self.env.now)
         self._default_timers += 1
-        self.env.at(task.timer_s, LATE, partial(self._default_fires, task))
+        self.env.at(task.timer_s, LATE + task.rank, partial(self._default_fires, task))
 
     def _default_fires(self, task: Task) -> None:
         self._default_timers -= 1

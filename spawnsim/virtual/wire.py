@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from zlib import crc32
 
 from spawnsim.virtual.checksums import SHORT_NBYTES
-from spawnsim.virtual.clockwork import LATE
+from spawnsim.virtual.clockwork import DECIDING
 from spawnsim.virtual.completion import Completion, Message
 from spawnsim.virtual.matching import Mailbox
 from spawnsim.virtual.world import Rank, World
@@ -74,7 +74,7 @@ class Rendezvous(Transfer):
         back = self.world.price(self.dest.id, self.source.id, 0)
         start_s = max(message.envelope_s, posted_s) + back[2]
         heappush(self.source.cleared, (start_s, self.number, self))
-        self.kernel.env.at(start_s, LATE, self._start_first)
+        self.kernel.env.at(start_s, DECIDING + self.source.id, self._start_first)
 
     def _start_first(self) -> None:
         """Start what was cleared first; of those cleared at one time, what was sent first."""

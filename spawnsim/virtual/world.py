@@ -111,6 +111,9 @@ class World:
     )  # agreements of survivors, to be checked again
     revoked: bool = False  # whether any communicator ever was: only then need waits look
     leaks: dict[str, str] = field(default_factory=dict)  # what no seed repeats: kind -> a sentence
+    mistakes: dict[tuple[str, str], str] = field(
+        default_factory=dict
+    )  # kind and line -> a sentence, of what MPI leaves undefined and the program has done
     contexts: int = 0  # communicators made so far
     open_contexts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     ledger: Any = None  # told of requests and communicators as they come and go; only program runs keep one

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from virtual_run import Notes, platform, run
 
-from spawnsim.comm import MAX, SUM
+from spawnsim.comm import DOUBLE, MAX, SUM
 from spawnsim.comm.failures import Truncated, Unreadable
 from spawnsim.errors import Deadlock, MismatchError, UsageError
 from spawnsim.virtual import simulate
@@ -204,3 +205,144 @@ def test_a_call_by_a_library_is_told_by_the_line_of_the_program():
         simulate(wrong, ranks=12, platform=platform(), recorder=Notes())
     place = rf"{Path(__file__).name}:{wrong.__code__.co_firstlineno + 2} \(in functools.py:\d+\)"
     assert re.search(place, caught.value.__notes__[-1])
+
+
+def mistakes(main, size=12, **setting):
+    """Return what the totals of a run tell of a program's mistakes."""
+    return run(main, size, **setting)[0].mistakes
+
+
+def blocking(comm, buf):
+    """Receive in one call."""
+    comm.Recv(buf, 0, 3)
+
+
+def begun(comm, buf):
+    """Receive in two calls."""
+    comm.Irecv(buf, 0, 3).Wait()
+
+
+def probed(comm, buf):
+    """Receive what a probe has found."""
+    comm.Mprobe(0, 3).Recv(buf)
+
+
+@pytest.mark.parametrize("receive", [blocking, begun, probed])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        np.ones(3000),
+        torch.ones(3000, dtype=torch.float64),
+        [np.ones(3000), DOUBLE],
+        [np.ones(3000), 3000, DOUBLE],
+    ],
+    ids=["numpy", "torch", "type", "count"],
+)
+@pytest.mark.parametrize(
+    "into",
+    [lambda n: np.zeros(n, np.int64), lambda n: torch.zeros(2 * n, dtype=torch.int32)],
+    ids=["int64", "int32"],
+)
+def test_numbers_of_another_type_are_told(receive, sent, into):
+    """A type of equal length made silent garbage, as on real ranks; each line of a program is told once."""
+
+    def main(comm):
+        if comm.rank:
+            receive(comm, into(3000))
+            receive(comm, into(3000))
+            receive(comm, np.zeros(3000))
+            receive(comm, torch.zeros(3000, dtype=torch.float64))
+            receive(comm, np.zeros(24_000, np.uint8))
+        else:
+            for rank in range(1, comm.size):
+                for _ in range(5):
+                    comm.Send(sent, rank, 3)
+
+    (only,) = mistakes(main)
+    assert re.fullmatch(
+        r"rank 1 at \S+ s \(test_what_errors_say.py:\d+\) received float64 of rank 0 with tag 3 on MPI_COMM_WORLD "
+        r"into int(32|64): MPI copies the bytes and converts nothing",
+        only,
+    )
+
+
+def test_what_may_differ_is_not_told():
+    """Another type of the same numbers, bytes, nothing at all, and objects."""
+
+    def main(comm):
+        if comm.rank == 0:
+            comm.Send(np.ones(40, np.int64), 1)
+            comm.Send(np.ones(0, np.int64), 1)
+            comm.Send(np.ones(40, np.float32), 1)
+            comm.Send(bytearray(160), 1)
+        else:
+            comm.Recv(np.ones(40, np.longlong), 0)
+            comm.Recv(np.ones(0, np.float32), 0)
+            comm.Recv(bytearray(160), 0)
+            comm.Recv(np.ones(40, np.float32), 0)
+
+    assert mistakes(main, 2) == ()
+
+
+@pytest.mark.parametrize("nbytes", [16, 800, 400_000])
+@pytest.mark.parametrize("call", ["Isend", "Issend"])
+@pytest.mark.parametrize(
+    "of", [lambda a: a, torch.from_numpy, lambda a: [a, DOUBLE]], ids=["numpy", "torch", "type"]
+)
+def test_a_buffer_that_changes_while_it_is_sent_is_told(call, nbytes, of):
+    """The simulator sends the old values, which hid the mistake."""
+    got = {}
+
+    def main(comm):
+        if comm.rank == 0:
+            array = np.ones(nbytes // 8)
+            requests = [getattr(comm, call)(of(array), rank) for rank in range(1, comm.size)]
+            requests[0].Wait()
+            array += 1e-9
+            for request in requests[1:]:
+                request.Wait()
+        else:
+            got[comm.rank] = np.empty(nbytes // 8)
+            comm.Recv(got[comm.rank], 0)
+
+    (only,) = mistakes(main)
+    assert f"changed the buffer of its {call} to rank 2 before its Wait or Test" in only
+    assert all((array == 1).all() for array in got.values())
+
+
+def test_buffers_that_are_left_alone_are_not_told():
+    """Nor those that the call itself fills, nor gaps."""
+
+    def main(comm):
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        array = np.full(5000, comm.rank, float)
+        comm.Isendrecv_replace(array, right, 0, left).Wait()
+        comm.Sendrecv_replace(array, right, 0, left)
+        every = DOUBLE.Create_vector(2500, 1, 2).Commit()
+        sending = comm.Isend([array, 1, every], right)
+        array[1::2] = -1
+        comm.Recv([np.zeros(5000), 1, every], left)
+        sending.Wait()
+        again = comm.Send_init(array, right, 7)
+        for number in range(3):
+            array[:] = number
+            again.Start()
+            comm.Recv(np.zeros(5000), left, 7)
+            again.Wait()
+
+    assert mistakes(main) == ()
+
+
+def test_a_crash_tells_of_the_mistakes_before_it():
+    """They may be its cause."""
+
+    def main(comm):
+        if comm.rank == 0:
+            comm.Send(np.ones(100), 1)
+        if comm.rank == 1:
+            comm.Recv(np.zeros(100, np.int64), 0)
+            comm.recv(source=0)
+
+    with pytest.raises(Deadlock) as caught:
+        run(main, 12)
+    assert any("warning: rank 1" in note and "received float64" in note for note in caught.value.__notes__)

@@ -69,7 +69,7 @@ class Objects(Transport):
 
     def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Start to receive an object."""
-        return self._irecv(source, tag, "irecv", loads, writes=False)
+        return self._irecv(source, tag, "irecv", loads)
 
     def sendrecv(
         self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = ANY_SOURCE,
@@ -92,27 +92,27 @@ class Buffers(Transport):
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer. Above the eager threshold it returns when its receive has started and the data have left."""
-        self._deliver(pack(buf, dest), dest, tag, STANDARD, operation="Send")
+        self._deliver(pack(buf, dest), dest, tag, STANDARD, operation="Send", buf=buf)
 
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer; return when its receive has started."""
-        self._deliver(pack(buf, dest), dest, tag, SYNCHRONOUS, operation="Ssend")
+        self._deliver(pack(buf, dest), dest, tag, SYNCHRONOUS, operation="Ssend", buf=buf)
 
     def Rsend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer whose receive the program knows to be posted."""
-        self._deliver(pack(buf, dest), dest, tag, LOCAL, operation="Rsend")
+        self._deliver(pack(buf, dest), dest, tag, LOCAL, operation="Rsend", buf=buf)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """Start to send a buffer. Its content is taken now; it may be used again at once."""
-        return self._isend(pack(buf, dest), dest, tag, STANDARD, operation="Isend")
+        """Start to send a buffer. Its content is taken now; a program that changes it before the end is warned."""
+        return self._isend(pack(buf, dest), dest, tag, STANDARD, operation="Isend", buf=buf)
 
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer; the request is over when its receive has started."""
-        return self._isend(pack(buf, dest), dest, tag, SYNCHRONOUS, operation="Issend")
+        return self._isend(pack(buf, dest), dest, tag, SYNCHRONOUS, operation="Issend", buf=buf)
 
     def Irsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer whose receive the program knows to be posted."""
-        return self._isend(pack(buf, dest), dest, tag, LOCAL, operation="Irsend")
+        return self._isend(pack(buf, dest), dest, tag, LOCAL, operation="Irsend", buf=buf)
 
     def Recv(
         self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
@@ -137,13 +137,14 @@ class Buffers(Transport):
             unpack(buf, message.payload)
         except Truncated as error:
             raise self._unfit(error, message) from None
+        self._check_type(buf, message)
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Start to receive into a buffer, which is filled when the request is collected."""
         if type(source) is not int:
             source = integer(source)
         check_target(buf, source)
-        return self._irecv(source, tag, "Irecv", receiver(buf))
+        return self._irecv(source, tag, "Irecv", receiver(buf), buf=buf)
 
     def Sendrecv(
         self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = ANY_SOURCE,
@@ -158,7 +159,7 @@ class Buffers(Transport):
                 integer(recvtag),
             )
         check_target(recvbuf, source)
-        transfer = self._dispatch(pack(sendbuf, dest), dest, sendtag, STANDARD)
+        transfer = self._dispatch(pack(sendbuf, dest), dest, sendtag, STANDARD, buf=sendbuf)
         if source == PROC_NULL:
             self.Recv(recvbuf, source, recvtag, status)
         else:
@@ -180,7 +181,10 @@ class Buffers(Transport):
         """Start to send one buffer and to receive into another."""
         dest, source = integer(dest), integer(source)
         check_target(recvbuf, source)
-        outgoing = self._isend(pack(sendbuf, dest), dest, sendtag, STANDARD, operation="Isendrecv")
+        watched = None if sendbuf is recvbuf else sendbuf
+        outgoing = self._isend(
+            pack(sendbuf, dest), dest, sendtag, STANDARD, operation="Isendrecv", buf=watched
+        )
         incoming = self.Irecv(recvbuf, source, recvtag)
         return incoming.together(outgoing)
 

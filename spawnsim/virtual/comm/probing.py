@@ -180,13 +180,13 @@ class Message(Handle):
 
     def Irecv(self, buf: Any) -> Request:
         """Start to receive the message into a buffer."""
-        return self._receive(receiver(buf))
+        return self._receive(receiver(buf), buf)
 
     def irecv(self) -> Request:
         """Start to receive the message's object."""
-        return self._receive(loads, writes=False)
+        return self._receive(loads)
 
-    def _receive(self, collect: Any, *, writes: bool = True) -> Request:
+    def _receive(self, collect: Any, buf: Any = None) -> Request:
         letter, owner = self._letter, self._owner
         if self._identity is NOBODY:
             if self is not MESSAGE_NO_PROC:
@@ -202,10 +202,10 @@ class Message(Handle):
 
         def deliver(status: Status) -> Any:
             fill(status, letter.source, letter.tag, letter.nbytes)
-            return owner._taken(letter, collect)
+            return owner._taken(letter, collect, buf)
 
         waiting = owner._waiting("Mrecv", letter.source, letter.tag)
-        return Request.start(owner._world, receive, waiting, deliver, writes=writes)
+        return Request.start(owner._world, receive, waiting, deliver, writes=buf is not None)
 
 
 MESSAGE_NULL = Message()

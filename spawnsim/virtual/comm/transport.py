@@ -8,12 +8,15 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import numpy as np
+
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL
 from spawnsim.comm.failures import Truncated, Unreadable
 from spawnsim.comm.integers import integer
 from spawnsim.comm.status import Status
 from spawnsim.errors import WorldError
 from spawnsim.virtual.comm.context import Member
+from spawnsim.virtual.comm.mistakes import check_type, watched
 from spawnsim.virtual.completion import Message, Receive, take_in
 from spawnsim.virtual.requests import Request
 from spawnsim.virtual.several import fill
@@ -26,8 +29,8 @@ class Transport(Member):
 
     __slots__ = ()
 
-    def _dispatch(self, payload: Any, dest: int, tag: int, mode: Mode) -> Transfer | None:
-        """Send a payload (bytes, or anything with `nbytes`). Returns what to wait for, if anything."""
+    def _dispatch(self, payload: Any, dest: int, tag: int, mode: Mode, *, buf: Any = None) -> Transfer | None:
+        """Send a payload (bytes, or anything with `nbytes`), made of `buf`. Returns what to wait for, if anything."""
         if dest == PROC_NULL:
             self._need()
             return None
@@ -36,13 +39,17 @@ class Transport(Member):
         if world.failed:
             check_alive(world, self._waiting("Send", dest, tag, "dest"))
         message = Message(self._me, tag, payload, len(payload) if type(payload) is bytes else payload.nbytes)
+        if buf is not None:
+            message.dtype = getattr(buf if type(buf) is np.ndarray else payload, "dtype", None)
         return send(world, self._context.mailbox(self._peers[dest]), message, mode)
 
-    def _deliver(self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str) -> None:
+    def _deliver(
+        self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str, buf: Any = None
+    ) -> None:
         """Send and wait until the program may go on."""
         if type(dest) is not int or type(tag) is not int:
             dest, tag = integer(dest), integer(tag)
-        transfer = self._dispatch(payload, dest, tag, mode)
+        transfer = self._dispatch(payload, dest, tag, mode, buf=buf)
         if transfer is not None:
             await_one(self._world, transfer, self._waiting(operation, dest, tag, "dest"))
 
@@ -113,16 +120,21 @@ class Transport(Member):
         acknowledged = context.notes.get(("acknowledged", self._rank.id), ())
         return Waiting(operation, self._label, self._peers, peer, tag, keyword, acknowledged, context)
 
-    def _isend(self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str) -> Request:
+    def _isend(
+        self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str, buf: Any = None
+    ) -> Request:
+        """Start a send; if it is one of a buffer that the program must leave alone, that is watched."""
         if type(dest) is not int or type(tag) is not int:
             dest, tag = integer(dest), integer(tag)
-        transfer = self._dispatch(payload, dest, tag, mode)
+        transfer = self._dispatch(payload, dest, tag, mode, buf=buf)
+        collected = None if buf is None else watched(self._world, buf, payload, (operation, dest))
         if transfer is None:
-            return Request.over(self._world)
-        return Request.start(self._world, transfer, self._waiting(operation, dest, tag, "dest"))
+            return Request.over(self._world, collected, writes=False)
+        waiting = self._waiting(operation, dest, tag, "dest")
+        return Request.start(self._world, transfer, waiting, collected, writes=False)
 
-    def _irecv(self, source: int, tag: int, operation: str, collect: Any, *, writes: bool = True) -> Request:
-        """Post a receive; `collect(payload)` makes the request's result, or `writes` it to memory."""
+    def _irecv(self, source: int, tag: int, operation: str, collect: Any, *, buf: Any = None) -> Request:
+        """Post a receive; `collect(payload)` makes the request's result, or writes it to `buf`."""
         if type(source) is not int or type(tag) is not int:
             source, tag = integer(source), integer(tag)
         if source == PROC_NULL:
@@ -137,10 +149,10 @@ class Transport(Member):
                 status.Set_cancelled(True)
                 return None
             fill(status, message.source, message.tag, message.nbytes)
-            return self._taken(message, collect)
+            return self._taken(message, collect, buf)
 
         waiting = self._waiting(operation, source, tag)
-        request = Request.start(self._world, receive, waiting, deliver, writes=writes)
+        request = Request.start(self._world, receive, waiting, deliver, writes=buf is not None)
         request._withdraw = self._withdraw
         return request
 
@@ -153,12 +165,21 @@ class Transport(Member):
         ):
             receive.complete(self._world.kernel.current.clock)
 
-    def _taken(self, message: Message, collect: Any) -> Any:
-        """Return what is made of a message."""
+    def _taken(self, message: Message, collect: Any, buf: Any) -> Any:
+        """Return what is made of a message, maybe the contents of `buf`."""
         try:
-            return collect(message.payload)
+            made = collect(message.payload)
         except Exception as error:  # noqa: BLE001 - whatever a pickle raises
             raise self._unfit(error, message) from None
+        if buf is not None:
+            self._check_type(buf, message)
+        return made
+
+    def _check_type(self, buf: Any, message: Message) -> None:
+        """Warn if a message was received into a buffer of another type; the usual case costs next to nothing."""
+        dtype = message.dtype
+        if dtype is not None and (type(buf) is not np.ndarray or buf.dtype is not dtype):
+            check_type(self._world, self._label, buf, message)
 
     def _unfit(self, error: Exception, message: Message) -> Exception:
         """Return the error of a message that cannot be received as the program wants it: it names the message."""
