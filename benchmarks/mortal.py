@@ -75,12 +75,13 @@ class Plain(torch.nn.Module):
 
 def main(comm, policy="average_all", iterations=30, meet=4):
     reach("begin")
-    comm.Barrier()
     averager, model = POLICIES[policy](), Plain(comm.rank)
     optimizer = SimpleNamespace(param_groups=[{"params": list(model.parameters())}], state={})
     group, iteration = comm, 0
     while iteration < iterations:
         try:
+            if iteration == 0:
+                group.Barrier()
             if iteration == iterations // 3:
                 reach("loop")
             with comm.compute(0.02):
