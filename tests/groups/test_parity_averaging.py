@@ -20,7 +20,9 @@ import spawnsim
 from spawnsim.errors import ParameterError
 from spawnsim.policies.groups import AveragingFailed, DecentralizedAverager, Stage
 from spawnsim.policies.groups.balance import counts
-from spawnsim.policies.groups.words import Kind, Word
+from spawnsim.policies.groups.directory import Asker, Entry, Shard
+from spawnsim.policies.groups.keys import group_key
+from spawnsim.policies.groups.words import Kind, Outgoing, Word
 
 QUICK = {"min_matchmaking_time": 0.5, "request_timeout": 0.3, "start": True}
 
@@ -431,3 +433,65 @@ def test_fault_tolerance(first: Fault, second: Fault) -> None:
         assert right.float().mean() > 0.5
         if not {first, second} & set(SENDING):
             assert (right | (returned[rank] == before[rank])).all()
+
+
+# ------------------------------------------------------------------------------------------------------------- keys
+class Declarations:
+    """Twelve ranks' shards and askers; words are delivered at once, at the time that is set."""
+
+    def __init__(self, size: int = 12) -> None:
+        self.now_s = 0.0
+        self.shards = [Shard() for _ in range(size)]
+        self.askers = [Asker(rank, size, 1.0) for rank in range(size)]
+
+    def deliver(self, source: int, words: list[Outgoing]) -> None:
+        """Hand words over, and what answers them."""
+        for dest, word in words:
+            if word.kind is Kind.DECLARE:
+                self.deliver(dest, self.shards[dest].handle(source, word, self.now_s))
+            else:
+                self.askers[dest].handle(source, word)
+
+    def declare(self, rank: int, key: str, until_s: float) -> None:
+        """Declare that a rank looks for a group."""
+        self.deliver(
+            rank, self.askers[rank].ask(key, self.now_s, Entry(rank, until_s, until_s, f"peer {rank}"))
+        )
+
+    def take_back(self, rank: int, key: str) -> None:
+        """Declare that a rank looks for none any more."""
+        self.deliver(rank, self.askers[rank].take_back(key))
+
+    def active(self, key: str, asker: int = 11) -> list[tuple[int, float, str]]:
+        """Return who looks for a group under a key, as one who looks for none is told."""
+        self.askers[asker].entries.pop(key, None)
+        self.deliver(asker, self.askers[asker].ask(key, self.now_s))
+        assert self.askers[asker].answered(key)
+        return [
+            (entry.rank, entry.until_s, entry.value) for entry in self.askers[asker].known(key, self.now_s)
+        ]
+
+
+def test_key_manager() -> None:
+    """Who has declared itself under a key is found there until it takes that back or its time has run out.
+
+    Upstream also lists those that take no part at the moment; here nobody asks for them, and they are forgotten.
+    """
+    net, key = Declarations(), group_key("test_averaging", "10110")
+    net.declare(1, key, 60.0)
+    net.declare(2, key, 61.0)
+    assert net.active(key) == [(1, 60.0, "peer 1"), (2, 61.0, "peer 2")]
+    net.declare(3, key, 62.0)
+    net.take_back(2, key)
+    assert net.active(key) == [(1, 60.0, "peer 1"), (3, 62.0, "peer 3")]
+    net.declare(2, key, 66.0)
+    net.declare(1, key, 63.0)  # for longer
+    assert [rank for rank, *_ in net.active(key)] == [3, 1, 2]
+    for other in ("", "1", "1011", "10111", "101100"):
+        assert net.active(group_key("test_averaging", other)) == []
+    assert net.active(group_key("another", "10110")) == []
+    net.now_s = 62.5
+    assert [rank for rank, *_ in net.active(key)] == [1, 2]
+    net.now_s = 66.0
+    assert net.active(key) == []
+    assert sum(map(len, net.shards)) == 0  # what has run out is forgotten
