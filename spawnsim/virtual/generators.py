@@ -26,6 +26,7 @@ from spawnsim.importing import after_import
 from spawnsim.random import NUMPY, PYTHON, TORCH, Streams
 from spawnsim.virtual.kernel import Kernel, Task, current_task
 from spawnsim.virtual.patching import Patches, Put
+from spawnsim.virtual.torchmodes import Settings, set_again, settings
 
 _bits: Any = np.random.bit_generator  # whose stub lacks the source of seeds
 _hidden: Any = np.random.mtrand
@@ -35,7 +36,7 @@ HEAD = 24  # bytes of torch's state that every draw changes: seed, how many are 
 class Generators:
     """The generators of one rank, made when they are first used."""
 
-    __slots__ = ("_fresh", "_numpy", "_python", "_seed", "_streams", "_torch")
+    __slots__ = ("_fresh", "_numpy", "_python", "_seed", "_streams", "_torch", "settings")
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -44,6 +45,7 @@ class Generators:
         self._seed = -1  # where torch's generator starts
         self._fresh = b""  # the head of its state before the first draw
         self._torch: Any = None  # torch's state; None before the first draw
+        self.settings: Settings | None = None  # torch's; None before another rank has run
 
     @property
     def python(self) -> random.Random:
@@ -103,22 +105,32 @@ def of(task: Task) -> Generators:
 
 
 class TorchStates:
-    """Swaps the state of torch's default generator when another rank comes to run."""
+    """Swaps the state of torch's default generator, and its settings, when another rank comes to run."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self._torch: Any = None
         self._here: Generators | None = None
         self._outside: Any = None
+        self._settings: Any = None  # torch's, that stood outside
 
     def enter(self, task: Task) -> None:
         """Put the state of a task's rank in place."""
         generators = of(task)
         if generators is not self._here:
+            now = settings(self._torch)
             if self._here is not None:
                 self._here.suspend(self._torch)
+                self._here.settings = now
             self._here = generators
             generators.resume(self._torch)
+            self._set(generators.settings, now)
+
+    def _set(self, wanted: Settings | None, now: Settings) -> None:
+        """Set what a rank has set; None: what stood outside."""
+        wanted = self._settings if wanted is None else wanted
+        if wanted != now:
+            set_again(self._torch, wanted, now)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -130,11 +142,13 @@ class TorchStates:
                 if self._torch is not None:
                     self._kernel.entered.remove(self.enter)
                     self._torch.default_generator.set_state(self._outside)
+                    self._set(None, settings(self._torch))
 
     def _loaded(self) -> None:
         """Begin, now that torch is there."""
         self._torch = sys.modules["torch"]
         self._outside = self._torch.default_generator.get_state()
+        self._settings = settings(self._torch)
         self._kernel.entered.append(self.enter)
         task = current_task()
         if task is not None and task.kernel is self._kernel:

@@ -194,3 +194,36 @@ def test_runs_in_threads_do_not_take_each_other_s_patches_away():
     assert len(found) == 4
     assert len(set(found)) == 1
     assert (random.random, np.random.rand) == before
+
+
+def test_ranks_have_settings_of_torch_of_their_own():
+    """Default dtype, print options, deterministic algorithms: what one rank sets no other sees, nor who comes after."""
+    found = {}
+
+    def state():
+        return (
+            torch.get_default_dtype(),
+            str(torch.tensor([1 / 3], dtype=torch.float32)),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+
+    def main(comm):
+        if comm.rank % 3 == 1:
+            torch.set_default_dtype(torch.float64)
+            torch.set_printoptions(precision=2)
+        if comm.rank % 3 == 2:
+            torch.use_deterministic_algorithms(True)
+        comm.Barrier()
+        found[comm.rank] = state()
+        comm.Barrier()
+
+    torch.set_printoptions(precision=6)
+    before = state()
+    try:
+        run(main, RANKS)
+        assert state() == before == (torch.float32, "tensor([0.333333])", False)
+    finally:
+        torch.set_printoptions(profile="default")
+    double = torch.float64, "tensor([0.33], dtype=torch.float32)", False
+    own = [before, double, (torch.float32, "tensor([0.333333])", True)]
+    assert found == {rank: own[rank % 3] for rank in range(RANKS)}
