@@ -110,9 +110,11 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
 def _never_began(error: Exception, here: Here) -> int:
     """Say why this rank cannot begin, if no other has said so, and let no other wait for it. Return the status."""
     from spawnsim.real.launching.keeper import end_job
-    from spawnsim.real.launching.roll import sign_first_end
+    from spawnsim.real.launching.roll import WORLD, await_first_end, sign_first_end
 
     status = exit_code(error) if isinstance(error, SpawnsimError) else InternalError.exit_status
+    if status == WORLD:  # another rank has gone, and how is for its keeper to say
+        await_first_end(os.environ)
     first = sign_first_end(status, "", os.environ)
     if first is None:  # nobody of ours has started the job
         time.sleep(0.0 if here.rank == 0 else TURN_S)  # mostly all ranks find the same fault

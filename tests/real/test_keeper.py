@@ -9,11 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from surviving import processes
 
-from spawnsim.real.launching.launch import find_library
+from spawnsim.cli.real import _never_began
+from spawnsim.errors import RankFailed
+from spawnsim.real.launching.launch import Here, find_library
 from spawnsim.real.launching.orphans import adopted, children, see_off
 from spawnsim.real.launching.roll import BEGUN, DEAD, ENDED, Deaths, Roll, reached, sign, sign_first_end
 
@@ -114,6 +117,19 @@ def test_a_death_ends_a_job_that_survives_if_the_program_had_not_begun(tmp_path:
     else:
         assert (said, keeper.returncode, found and found[0]) == ("", 137, 137)
         assert "before its program had begun: no job survives that" in (found or (0, ""))[1]
+
+
+def test_a_rank_that_cannot_begin_leaves_the_word_to_the_keeper_of_the_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its peers see the closed connection sooner than the keeper sees the death."""
+    monkeypatch.setenv("SPAWNSIM_ROLL", str(tmp_path))
+    environ = {"SPAWNSIM_ROLL": str(tmp_path)}
+    later = Timer(0.1, sign_first_end, (137, "rank 0 was killed", environ))
+    later.start()
+    assert _never_began(RankFailed((), "allgather: a rank has gone"), Here("torchrun", 1, 2, "")) == 122
+    assert (Roll(tmp_path).first_end(), capsys.readouterr().err) == ((137, "rank 0 was killed"), "")
+    later.join()
 
 
 def test_who_writes_the_record_again_does_not_change_it(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ FIRST_END = (
 )
 WORLD = WorldError.exit_status  # the status of a job that something outside of its programs has ended
 LOOK_S = 0.01  # how often at most a rank reads who has died
+KNOWN_S = 0.5  # how much later than its peers a keeper may learn of a rank's death
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,13 @@ def first_end(environ: Mapping[str, str]) -> tuple[int, str] | None:
     """Return the status and the sentence of the first end, if there was one."""
     folder = _folder(environ)
     return None if folder is None else _first(folder)
+
+
+def await_first_end(environ: Mapping[str, str]) -> None:
+    """Wait until the first end is known, for as long as a keeper may need to tell it; not where it cannot be told."""
+    due_s = time.monotonic() + KNOWN_S
+    while _folder(environ) and first_end(environ) is None and time.monotonic() < due_s:
+        time.sleep(LOOK_S)
 
 
 def scratch(environ: Mapping[str, str]) -> Path | None:

@@ -23,14 +23,13 @@ from spawnsim.errors import (
     UnsupportedError,
     WorldError,
 )
-from spawnsim.real.launching.roll import ROLL, WORLD, Deaths, first_end, sign_first_end
+from spawnsim.real.launching.roll import KNOWN_S, ROLL, WORLD, Deaths, first_end, sign_first_end
 from spawnsim.real.rank.watchdog import Call, Channel, Watchdog, Where, verdict
 
 HOUSE = str(Path(__file__).parents[2]) + os.sep  # where files of this package lie
 FLOOR_S = 1.0  # how long rank 0 may take to grant the floor
 LAST_WORDS_S = 3.0  # how long all ranks together may take to save what they have
 SILENT_S = 8.0  # a rank that may not speak leaves by itself after this long
-KNOWN_S = 0.5  # how much later than its peers a keeper may learn of a rank's death
 
 
 def status_of(error: BaseException) -> int:
