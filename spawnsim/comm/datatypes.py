@@ -80,7 +80,8 @@ class Datatype(Constructors):
         if not self:
             return (_predefined, ("DATATYPE_NULL",))
         if self.recipe.name == "NAMED":
-            return (_predefined, (self._name,))
+            known = _predefined(self._name)
+            return (_predefined, (self._name,)) if known is self else (type(self), (known,))
         return (_rebuild, (type(self), self.recipe, self.committed))
 
     # What it is

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 from spawnsim.comm.constants import IDENT, PROC_NULL, SIMILAR, UNDEFINED, UNEQUAL
 from spawnsim.comm.failures import ERR_ARG, ERR_GROUP, ERR_RANK, CallError
-from spawnsim.comm.handles import Handle
+from spawnsim.comm.handles import Handle, reduced
 from spawnsim.comm.integers import each_integer
 
 
@@ -57,7 +57,7 @@ class Group(Handle):
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self._identity is None or self._identity is GROUP_EMPTY._identity:
-            return "GROUP_EMPTY" if self else "GROUP_NULL"
+            return reduced(self, globals(), "GROUP_EMPTY" if self else "GROUP_NULL")
         raise ValueError("cannot serialize a Group: its ranks mean something on this process only")
 
     def Get_size(self) -> int:

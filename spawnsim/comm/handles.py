@@ -7,8 +7,10 @@ table of keyvals exists anywhere.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any, Final, Self
+from weakref import WeakValueDictionary
 
 from spawnsim.comm.constants import KEYVAL_INVALID
 from spawnsim.comm.failures import ERR_ERRHANDLER, ERR_KEYVAL, CallError
@@ -38,8 +40,15 @@ class Identity:
 
     @property
     def handle(self) -> int:
-        """A number that is the same for equal objects; 0 for a null one."""
-        return 0 if self._identity is None else id(self._identity)
+        """A number that is the same for equal objects; 0 for a null one. No C library knows it."""
+        if self._identity is None:
+            return 0
+        number = id(self._identity)
+        known = _given_out.get()
+        if known is None:
+            _given_out.set(known := WeakValueDictionary())
+        known[number] = self
+        return number
 
     def toint(self) -> int:
         """Return the number of the handle."""
@@ -51,25 +60,41 @@ class Identity:
 
     @classmethod
     def fromhandle(cls, handle: int) -> Self:
-        """Refuse: there is no C library whose handles could be taken over."""
-        raise UnsupportedError(
-            f"{cls.__name__}.fromhandle({handle}): there are no C handles; pass the object itself"
-        )
+        """Return a copy of the object whose number it is, while that exists; any other number is refused."""
+        if handle == 0:
+            return cls()
+        known = _given_out.get()
+        found = None if known is None else known.get(handle)
+        if found is None or id(found._identity) != handle:
+            raise UnsupportedError(
+                f"{cls.__name__}.fromhandle({handle}): no such object is there; C libraries have no handles here"
+            )
+        copy: Self = type(found)(found)
+        return copy
 
     @classmethod
     def fromint(cls, arg: int, /) -> Self:
-        """Refuse: see `fromhandle`."""
+        """Do the same as `fromhandle`."""
         return cls.fromhandle(arg)
 
     @classmethod
     def f2py(cls, arg: int) -> Self:
-        """Refuse: see `fromhandle`."""
+        """Do the same as `fromhandle`."""
         return cls.fromhandle(arg)
 
     def free(self) -> None:
         """Free the object unless it is predefined or freed already."""
         if self and not getattr(self, "is_predefined", False):
             getattr(self, "Free", lambda: None)()
+
+
+# Number -> one of the objects that have it. Each virtual rank has its own, for ranks share what makes objects equal.
+_given_out: ContextVar[WeakValueDictionary[int, Any] | None] = ContextVar("spawnsim_handles", default=None)
+
+
+def reduced(obj: Any, constants: Mapping[str, Any], name: str) -> str | tuple[Any, ...]:
+    """Return how to pickle a predefined object: by its name; a copy of it as a copy of that."""
+    return name if constants[name] is obj else (type(obj), (constants[name],))
 
 
 class Handle(Identity):
@@ -205,7 +230,7 @@ class Errhandler(Handle):
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self.function is not None:
             raise CallError(ERR_ERRHANDLER, "a user-defined error handler cannot be pickled")
-        return self.name
+        return reduced(self, globals(), self.name)
 
 
 ERRHANDLER_NULL: Final = Errhandler()

@@ -16,7 +16,7 @@ from spawnsim.comm.failures import (
     ERR_INFO_VALUE,
     CallError,
 )
-from spawnsim.comm.handles import Handle
+from spawnsim.comm.handles import Handle, reduced
 
 Items = "Info | Mapping[str, str] | Iterable[tuple[str, str]]"
 
@@ -48,7 +48,7 @@ class Info(Handle):
         return cls.Create()
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        return (type(self).Create, (self.items(),)) if self else "INFO_NULL"
+        return (type(self).Create, (self.items(),)) if self else reduced(self, globals(), "INFO_NULL")
 
     def Free(self) -> None:
         """Make this handle null."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_OP, CallError
-from spawnsim.comm.handles import Handle
+from spawnsim.comm.handles import Handle, reduced
 from spawnsim.comm.kernels import ARRAY, FAMILIES, SCALAR, Kernel
 from spawnsim.comm.memory import as_bytes, buffer
 from spawnsim.comm.predefined import BY_DTYPE, BYTE
@@ -67,7 +67,9 @@ class Op(Handle):
             raise CallError(ERR_OP, "the operation is null or was freed")
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        return self.name or (type(self).Create, (self.function, self.commute))
+        if self.function is not None:
+            return type(self).Create, (self.function, self.commute)
+        return reduced(self, globals(), self.name)
 
     def Is_commutative(self) -> bool:
         """Return whether operands may change places."""

@@ -9,6 +9,7 @@ from spawnsim import comm
 from spawnsim.comm import constants, failures
 from spawnsim.comm.predefined import BY_NAME
 from spawnsim.comm.serial import Pickle, copied
+from spawnsim.errors import UnsupportedError
 
 
 def test_status_counts():
@@ -171,3 +172,28 @@ def test_copied_objects_are_independent():
     assert twin["a"] is not original["a"]
     assert copied("text") == "text"
     assert Pickle(protocol=2).PROTOCOL == 2
+
+
+PREDEFINED = ["MAX", "OP_NULL", "INT", "INFO_NULL", "GROUP_EMPTY", "GROUP_NULL", "ERRORS_RETURN"]
+
+
+@pytest.mark.parametrize("name", PREDEFINED)
+def test_predefined_objects_and_copies_of_them_are_pickled(name):
+    """A copy comes back as a copy; it was refused."""
+    one = getattr(comm, name)
+    assert pickle.loads(pickle.dumps(one)) is one
+    again = pickle.loads(pickle.dumps(type(one)(one)))
+    assert again == one
+    assert again is not one
+
+
+def test_numbers_of_handles_lead_back():
+    """In Python: what was given out as a number is found again, as long as it is there."""
+    group = comm.Group.of((3, 1, 2), me=1)
+    for number, made in ((group.handle, comm.Group.fromhandle), (group.py2f(), comm.Group.f2py)):
+        assert made(number) == group
+        assert made(number).rank == group.rank
+    assert comm.Group.fromint(0) == comm.GROUP_NULL
+    number = comm.Info.Create().handle
+    with pytest.raises(UnsupportedError, match="no such object is there"):
+        comm.Info.fromhandle(number)
