@@ -46,12 +46,13 @@ OWN = ((Compute, "spend", "compute"), (Clock, "sleep", "sleep"), (Background, "j
 
 
 class Call:
-    """One call under way, or just over. `facts` are what moves in it."""
+    """One call under way, or just over. `task` is which one of its rank makes it; `facts` are what moves in it."""
 
-    __slots__ = ("begin_s", "end_s", "error", "facts", "name", "number", "times")
+    __slots__ = ("begin_s", "comm", "end_s", "error", "facts", "name", "number", "task", "times")
 
-    def __init__(self, name: str, number: int, begin_s: float) -> None:
+    def __init__(self, name: str, number: int, begin_s: float, *, comm: str, task: int) -> None:
         self.name, self.number, self.begin_s, self.end_s = name, number, begin_s, begin_s
+        self.comm, self.task = comm, task
         self.facts: dict[str, Any] = {}
         self.times, self.error = 1, ""
 
@@ -69,13 +70,15 @@ class Call:
         quiet = not (self.facts or last.facts or self.error or last.error)
         return quiet and self.name == last.name and self.begin_s == last.end_s and self.name not in _OWN_NAMES
 
-    def row(self, comm: str, task: int) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         """Return what is recorded of it; facts that turned out to differ are none."""
         values: dict[str, Any] = {"call": self.name, "number": self.number, "end_s": self.end_s}
         values |= {name: value for name, value in self.facts.items() if value is not None}
         if values.get("messages") == 1:
             del values["messages"]
-        more = {"comm": comm, "task": task, "error": self.error, "times": self.times if self.times > 1 else 0}
+        more = {
+            "comm": self.comm, "task": self.task, "error": self.error, "times": self.times if self.times > 1 else 0
+        }  # fmt: skip
         return values | {name: value for name, value in more.items() if value}
 
 
@@ -88,7 +91,8 @@ class Timeline:
     def __init__(self, world: World, sink: Recorder) -> None:
         self._world, self._sink, self._over = world, sink, False
         self._calls: dict[Task, Call] = {}  # under way
-        self._last: dict[Task, tuple[Call, str]] = {}  # over, and its communicator: a poll may follow
+        self._last: dict[Task, Call] = {}  # over; a poll may follow
+        self._places: dict[Task, int] = {}  # among the tasks of its rank
         self._left = [max(1, MOST // len(world.ranks))] * len(world.ranks)
         self._numbers: Counter[int] = Counter()
 
@@ -107,9 +111,11 @@ class Timeline:
         rank = self._world.ranks[task.rank]
         if self._over or task in self._calls or rank.dead or self._left[rank.id] <= 0:
             return call()
+        if task not in self._places:
+            self._places[task] = rank.tasks.index(task)
         self._numbers[rank.id] += 1
-        own = self._calls[task] = Call(name, self._numbers[rank.id], task.clock)
-        comm = _comm(subject)
+        number, place = self._numbers[rank.id], self._places[task]
+        own = self._calls[task] = Call(name, number, task.clock, comm=_comm(subject), task=place)
         try:
             return call()
         except BaseException as error:
@@ -119,23 +125,19 @@ class Timeline:
             if not self._over:
                 del self._calls[task]
                 own.end_s = task.clock
-                self._done(task, own, comm)
+                self._done(task, own)
 
-    def _done(self, task: Task, own: Call, comm: str) -> None:
+    def _done(self, task: Task, own: Call) -> None:
         """Keep a call that is over, unless nothing has come of it."""
         if own.end_s == own.begin_s and not own.facts and not own.error:
             return
         last = self._last.get(task)
-        if last is not None and own.follows(last[0]):
-            last[0].end_s, last[0].times = own.end_s, last[0].times + 1
+        if last is not None and own.follows(last):
+            last.end_s, last.times = own.end_s, last.times + 1
             return
-        self._last[task] = own, comm
+        self._last[task] = own
         if last is not None:
-            self._write(task, *last)
-
-    def _write(self, task: Task, call: Call, comm: str) -> None:
-        place = self._world.ranks[task.rank].tasks
-        self._row(task.rank, call.begin_s, call.row(comm, place.index(task) if task in place else 0))
+            self._row(task.rank, last.begin_s, last.row())
 
     def _row(self, rank: int, time_s: float, values: dict[str, Any]) -> None:
         self._left[rank] -= 1
@@ -177,13 +179,14 @@ class Timeline:
         ending = getattr(world.kernel.failure, "_task", None)
         for task in world.kernel.tasks:
             if task in self._last:
-                self._write(task, *self._last[task])
+                own = self._last[task]
+                self._row(task.rank, own.begin_s, own.row())
             if task in self._calls:
                 own = self._calls[task]
                 own.end_s, own.error = max(end_s, own.begin_s), "not over when the run ended"
                 if task.wait is not None:
                     own.facts["waits"] = task.wait.describe()
-                self._write(task, own, "")
+                self._row(task.rank, own.begin_s, own.row())
             error = task.error or (world.kernel.failure if task is ending else None)
             if error is not None and not isinstance(error, GreenletExit):
                 said = f"{type(error).__name__}: {error}"
