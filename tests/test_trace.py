@@ -434,7 +434,7 @@ def test_the_trace_of_a_killed_run_is_read_as_far_as_it_came(rings: Path, tmp_pa
     whole = gzip.decompress((rings / folder.TRACE).read_bytes())
     shards = tmp_path / journal.FOLDER
     shards.mkdir()
-    (shards / journal.TRACE).write_bytes(whole + whole[: len(whole) // 2])
+    (shards / journal.TRACE).write_bytes(whole + whole[: whole.index(b"\n") + 20])
     left, kept = Timeline.of(tmp_path), Timeline.of(rings)
     assert left is not None and kept is not None
     assert left.amounts.begin_s.tolist() == kept.amounts.begin_s.tolist()

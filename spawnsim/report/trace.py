@@ -80,7 +80,7 @@ def draw(runs: Sequence[tuple[Recorded, Timeline | None]], selection: Selection 
         sheet.draw(name)
         drawing.lines += sheet.lines
         drawing.about.append(_about(run, name, left_out))
-        drawing.notes += [f"{name}: {note}" for note in _notes(run, timeline, shown, left_out, selection)]
+        drawing.notes += [f"{name}: {note}" for note in _notes(sheet, left_out, selection.limit)]
     drawing.lines.sort()
     return drawing
 
@@ -93,16 +93,19 @@ def _about(run: Recorded, name: str, left_out: str) -> Entry:
     return about | {"shown": f"only {left_out}" if left_out else "all that was recorded"}
 
 
-def _notes(
-    run: Recorded, timeline: Timeline | None, shown: Selection, left_out: str, asked: Selection
-) -> Iterator[str]:
+def _notes(sheet: _Sheet, left_out: str, limit: int) -> Iterator[str]:
     """Yield a sentence about each kind of thing that is not there."""
     if left_out:
-        yield f"only {left_out}: at most {asked.limit:,} entries; choose by --ranks, --from, --until, --limit"
-    if timeline is None and not is_real(run):
-        yield "no calls and messages: the run was recorded without --trace"
-    full = [event for event in timeline.events if event["kind"] == "full"] if timeline is not None else []
-    full = [event for event in full if shown.shows(event["rank"])]
+        yield f"only {left_out}: at most {limit:,} entries; choose by --ranks, --from, --until, --limit"
+    if sheet.timeline is None:
+        if not is_real(sheet.run):
+            yield "no calls and messages: the run was recorded without --trace"
+        return
+    full = [
+        event
+        for event in sheet.timeline.events
+        if event["kind"] == "full" and sheet.shown.shows(event["rank"])
+    ]
     if full:
         first = min(full, key=lambda event: (event["time_s"], event["rank"]))
         yield (

@@ -32,14 +32,15 @@ from spawnsim.virtual.comm.context import Member, total
 from spawnsim.virtual.comm.transport import Transport
 from spawnsim.virtual.completion import Message
 from spawnsim.virtual.faults.events import Pause
+from spawnsim.virtual.meeting import Call as Collective
 from spawnsim.virtual.meeting import Meeting
 from spawnsim.virtual.onesided.epochs import Epochs
-from spawnsim.virtual.onesided.service import Windows
+from spawnsim.virtual.onesided.service import Access, Windows
 from spawnsim.virtual.own import Background, Clock, Compute
 from spawnsim.virtual.patching import Patches, Put
 from spawnsim.virtual.requests import Request
 from spawnsim.virtual.tasks import RankDied, Task, current_task
-from spawnsim.virtual.world import Recorder, World
+from spawnsim.virtual.world import Rank, Recorder, World
 
 MOST = 2_000_000  # calls and messages of a run: some 200 MB on disk while it runs, a fifth of that afterwards
 OWN = ((Compute, "spend", "compute"), (Clock, "sleep", "sleep"), (Background, "join", "join"))
@@ -112,7 +113,7 @@ class Timeline:
         if self._over or task in self._calls or rank.dead or self._left[rank.id] <= 0:
             return call()
         if task not in self._places:
-            self._places[task] = rank.tasks.index(task)
+            self._places[task] = rank.tasks.index(task) if task in rank.tasks else 0
         self._numbers[rank.id] += 1
         number, place = self._numbers[rank.id], self._places[task]
         own = self._calls[task] = Call(name, number, task.clock, comm=_comm(subject), task=place)
@@ -148,9 +149,9 @@ class Timeline:
 
     # -- what moves in a call ----------------------------------------------------------------------------------
 
-    def call_of(self, task: Task | None, rank: int) -> Call | None:
-        """Return the call that a task of a rank makes, if it is followed."""
-        return self._calls.get(task) if task is not None and task.rank == rank else None
+    def call_of(self, task: Task, rank: int) -> Call | None:
+        """Return the call that a task makes, if it is of this rank, and followed."""
+        return self._calls.get(task) if task.rank == rank else None
 
     def sent(self, call: Call, mailbox: Any, message: Message, task: Task) -> None:
         """Note a message that leaves; it carries from where and when."""
@@ -222,41 +223,44 @@ def _followed(name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
     return watching
 
 
-def _noted(raw: Callable[..., Any], note: Callable[..., None], *, after: bool = False) -> Callable[..., Any]:
+def _noted(
+    raw: Callable[..., Any], note: Callable[[Timeline, Task, Any], None], *, after: bool = False
+) -> Any:
     """Return a function of this house that tells the timeline what it does within a call.
 
-    `note` is given the timeline, the call, the task and the function's arguments, or `after` it what it returned.
+    `note` is given the function's arguments, or `after` it the first one and what it returned.
     """
 
     @functools.wraps(raw)
     def noted(*args: Any, **kwargs: Any) -> Any:
         task = current_task()
         timeline: Timeline | None = None if task is None else task.kernel.owner.timeline
-        if timeline is None:
+        if timeline is None or task is None:
             return raw(*args, **kwargs)
-        if after:
-            result = raw(*args, **kwargs)
-            note(timeline, task, args[0], result)
-            return result
-        note(timeline, task, *args)
-        return raw(*args, **kwargs)
+        if not after:
+            note(timeline, task, args)
+            return raw(*args, **kwargs)
+        result = raw(*args, **kwargs)
+        note(timeline, task, (args[0], result))
+        return result
 
     return noted
 
 
-def _sent(timeline: Timeline, task: Task, world: World, mailbox: Any, message: Message, *mode: Any) -> None:
+def _sent(timeline: Timeline, task: Task, given: tuple[World, Any, Message]) -> None:
     call = timeline.call_of(task, task.rank)
     if call is not None:
-        timeline.sent(call, mailbox, message, task)
+        timeline.sent(call, given[1], given[2], task)
 
 
-def _received(timeline: Timeline, task: Task, owner: Transport, message: Message, *collect: Any) -> None:
-    call = timeline.call_of(task, owner._rank.id)
+def _received(timeline: Timeline, task: Task, given: tuple[Transport, Message]) -> None:
+    call = timeline.call_of(task, given[0]._rank.id)
     if call is not None:
-        timeline.received(call, message, task.rank, task.clock)
+        timeline.received(call, given[1], task.rank, task.clock)
 
 
-def _joined(timeline: Timeline, task: Task, member: Member, collective: Any) -> None:
+def _joined(timeline: Timeline, task: Task, given: tuple[Member, Collective]) -> None:
+    member, collective = given
     call = timeline.call_of(task, member._rank.id)
     if call is not None and member._identity is not None:
         context = member._context
@@ -266,13 +270,15 @@ def _joined(timeline: Timeline, task: Task, member: Member, collective: Any) -> 
             call.facts["root"] = collective.root
 
 
-def _left(timeline: Timeline, task: Task, meeting: Meeting, me: int) -> None:
+def _left(timeline: Timeline, task: Task, given: tuple[Meeting, int]) -> None:
+    meeting, me = given
     call = timeline.call_of(task, meeting.members[me])
     if call is not None and meeting.context is not None:
         call.facts |= {"context": meeting.context.number, "collective": meeting.number}
 
 
-def _asked(timeline: Timeline, task: Task, windows: Windows, origin: Any, place: int, access: Any) -> None:
+def _asked(timeline: Timeline, task: Task, given: tuple[Windows, Rank, int, Access]) -> None:
+    windows, origin, place, access = given
     call = timeline.call_of(task, origin.id)
     if call is not None:
         there, back = access.nbytes
