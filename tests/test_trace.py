@@ -6,11 +6,13 @@ import dataclasses
 import gzip
 import json
 from collections import Counter, defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import random_faults
 import synthetic
 
 import spawnsim
@@ -299,15 +301,20 @@ def dying(comm: Any) -> None:
 
 def test_deaths_pauses_and_restarts_are_shown(tmp_path: Path):
     """The call in which a rank dies ends there; a pause lies in the call that it lengthens; nothing changes."""
-    how: dict[str, Any] = {"ranks": RANKS, "faults": "crash:3@0.02s; pause:5@0.004s+0.012s"}
+    how: dict[str, Any] = {
+        "ranks": RANKS,
+        "faults": "crash:3@0.02s; pause:5@0.004s+0.012s; pause:5@0.01s+0.007s",
+    }
     plain = spawnsim.run(dying, **how)
     assert same_but_wall(spawnsim.run(dying, out=tmp_path / "run", trace=True, **how), plain)
     entries = drawn(tmp_path / "run")
     (crash,) = (e for e in entries if e["name"] == "crash")
     (last,) = (e for e in entries if e["ph"] == "X" and e["tid"] == 3 and e["args"].get("error") == "died")
     assert ns(last["ts"]) + ns(last["dur"]) == ns(crash["ts"]) == 20_000_000
-    (paused,) = slices(entries, "paused")
-    assert (paused["tid"], paused["dur"]) == (5, 12_000)
+    assert [(e["tid"], e["ts"], e["dur"]) for e in slices(entries, "paused")] == [
+        (5, 4000, 12_000),
+        (5, 16_000, 1000),
+    ]
     assert len(slices(entries, "recover")) == RANKS - 1
     errors = {e["args"]["error"] for e in entries if e["ph"] == "X" and "error" in e["args"]}
     assert {"died", "RankFailed"} <= errors
@@ -346,6 +353,19 @@ def test_a_deadlock_shows_what_all_wait_for(tmp_path: Path):
         "recv(source=0, tag=7) on MPI_COMM_WORLD"
     ]
     assert {ns(e["ts"]) + ns(e["dur"]) for e in found} == {RANKS * 1_000_000}
+
+
+@pytest.mark.parametrize("kind", random_faults.KINDS)
+def test_random_runs_are_traced_as_they_are(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Policies, windows and collectives under deaths, restarts, pauses and faults of links: one digest, whole files."""
+    run = spawnsim.run
+    for seed in (4, 6):
+        place = tmp_path / str(seed)
+        plain = random_faults.KINDS[kind](seed).carry_out()
+        with monkeypatch.context() as traced:
+            traced.setattr(spawnsim, "run", partial(run, out=place, trace=True, overwrite=True))
+            assert random_faults.KINDS[kind](seed).carry_out() == plain
+        assert len(drawn(place)) > 50
 
 
 # ------------------------------------------------------------------------------------------------- what fits and not

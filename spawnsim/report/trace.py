@@ -125,6 +125,7 @@ class _Sheet:
         self._ranks = ranks_of(run)
         self._end_ns = _ns(float(run.totals.get("virtual_seconds") or 0.0))
         self._arrows = 0
+        self._paused_ns: defaultdict[int, int] = defaultdict(int)  # until when, by rank
         self._threads: dict[int, str] = {}
 
     def draw(self, name: str) -> None:
@@ -249,7 +250,7 @@ class _Sheet:
         for found in programs.values():
             found.sort(key=lambda span: span.number)
         self._iterations(programs)
-        for event in timeline.events:
+        for event in sorted(timeline.events, key=lambda event: float(event["time_s"])):
             self._own_event(event, programs[event["rank"]])
 
     def _span(self, row: Row) -> Span:
@@ -286,20 +287,24 @@ class _Sheet:
             self._slice(around, "iteration", "iteration", _iteration(iteration, row))
 
     def _own_event(self, event: Mapping[str, Any], calls: Sequence[Span]) -> None:
-        """Draw a pause in the call in which it falls, and what a rank has raised."""
+        """Draw a pause in the call in which it falls, from the end of another one on, and what a rank has raised."""
         rank, at_ns, kind = event["rank"], _ns(event["time_s"]), event["kind"]
-        if kind == "full" or not (
-            self.shown.shows(rank) and self.shown.overlaps(event["time_s"], event["time_s"])
-        ):
+        shown = self.shown.shows(rank) and self.shown.overlaps(event["time_s"], event["time_s"])
+        if kind == "full" or not shown:
             return
         fields = {name: value for name, value in event.items() if name not in ("kind", "rank", "time_s")}
         around = next((call for call in calls if call.begin_ns <= at_ns < call.end_ns), None)
-        if kind == "pause" and around is not None:
-            end_ns = min(at_ns + _ns(fields["seconds"]), around.end_ns)
-            self._slice(Span(rank, at_ns, end_ns, around.number + 0.25), "paused", "fault", fields)
-        else:
+        if kind != "pause" or around is None:
             entry = {"name": kind, "cat": kind, "ph": "i", "s": "t", "args": fields}
             self._add(at_ns, rank, (LAST, 1), entry)
+            return
+        begin_ns, end_ns = (
+            max(at_ns, self._paused_ns[rank]),
+            min(at_ns + _ns(fields["seconds"]), around.end_ns),
+        )
+        if begin_ns < end_ns:
+            self._slice(Span(rank, begin_ns, end_ns, around.number + 0.25), "paused", "fault", fields)
+            self._paused_ns[rank] = end_ns
 
 
 def _ns(time_s: float) -> int:
