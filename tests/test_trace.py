@@ -398,6 +398,13 @@ def test_ranks_and_times_can_be_chosen(rings: Path):
             assert entry["ts"] + entry["dur"] >= begin_us - 1e-3
 
 
+def test_a_choice_without_anything_is_told(rings: Path):
+    """Ranks that the run has not, or a time after its end."""
+    for nothing in ({"ranks": frozenset((99,))}, {"from_s": 1e6}):
+        drawing = trace.draw([(Run.load(rings), Timeline.of(rings))], Selection(**nothing))
+        assert drawing.notes == ["test_trace: nothing was recorded of these ranks in this time"]
+
+
 @pytest.mark.parametrize(
     ("text", "ranks"),
     [

@@ -95,6 +95,8 @@ def _about(run: Recorded, name: str, left_out: str) -> Entry:
 
 def _notes(sheet: _Sheet, left_out: str, limit: int) -> Iterator[str]:
     """Yield a sentence about each kind of thing that is not there."""
+    if not sheet.lines[2:]:  # but the names of the run
+        yield "nothing was recorded of these ranks in this time"
     if left_out:
         yield f"only {left_out}: at most {limit:,} entries; choose by --ranks, --from, --until, --limit"
     if sheet.timeline is None:

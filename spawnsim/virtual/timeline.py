@@ -189,7 +189,7 @@ class Timeline:
                     own.facts["waits"] = task.wait.describe()
                 self._row(task.rank, own.begin_s, own.row())
             error = task.error or (world.kernel.failure if task is ending else None)
-            if error is not None and not isinstance(error, GreenletExit):
+            if error is not None and not isinstance(error, (GreenletExit, KeyboardInterrupt)):
                 said = f"{type(error).__name__}: {error}"
                 self._sink.event(task.rank, min(task.clock, end_s), "raised", {"error": said})
         for fault in world.plan.faults if world.plan is not None else ():
