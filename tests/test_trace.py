@@ -338,6 +338,23 @@ def test_a_raise_and_the_calls_that_it_cuts_short_are_shown(tmp_path: Path):
     assert end_ns == {round(Run.load(tmp_path / "run").totals["virtual_seconds"] * 1e9)}
 
 
+def test_a_signal_is_no_rank_s_fault(tmp_path: Path):
+    """Ctrl-C comes to whichever rank runs: none has raised, and what was kept is there."""
+
+    def stopped(comm: Any) -> None:
+        with comm.compute(0.001):
+            pass
+        comm.Barrier()
+        if comm.rank == 11:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        spawnsim.run(stopped, ranks=RANKS, out=tmp_path / "run", trace=True)
+    entries = drawn(tmp_path / "run")
+    assert len(slices(entries, "Barrier")) == RANKS
+    assert not [e for e in entries if e["name"] == "raised"]
+
+
 def test_a_deadlock_shows_what_all_wait_for(tmp_path: Path):
     """Calls that never return reach to the end of the run."""
 

@@ -20,7 +20,7 @@ from spawnsim.record import folder, journal
 from spawnsim.record.recorder import Block, Portion
 from spawnsim.run.result import FINISHED
 
-LIMIT = 300_000  # entries of a file: some 60 MB of text, 5 MB packed, which viewers open in seconds
+LIMIT = 300_000  # entries of a file: some 45 MB of text, 2 MB packed, which viewers open in seconds
 FEWEST = 16  # ranks that are shown before less time is
 Row = dict[str, Any]
 Rows = NDArray[Any]

@@ -42,7 +42,7 @@ from spawnsim.virtual.requests import Request
 from spawnsim.virtual.tasks import RankDied, Task, current_task
 from spawnsim.virtual.world import Rank, Recorder, World
 
-MOST = 2_000_000  # calls and messages of a run: some 200 MB on disk while it runs, a fifth of that afterwards
+MOST = 2_000_000  # calls and messages of a run: some 150 MB on disk while it runs, a fifth of that or less afterwards
 OWN = ((Compute, "spend", "compute"), (Clock, "sleep", "sleep"), (Background, "join", "join"))
 
 
