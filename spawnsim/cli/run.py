@@ -29,6 +29,10 @@ def main(argv: Sequence[str]) -> int:
         from spawnsim.cli.real import run_real
 
         refuse_arguments(script_arguments)
+        if options.trace:
+            raise ParameterError(
+                "--trace is for virtual ranks; of real ones `spawnsim trace` draws the recorded rows and events"
+            )
         options.deadline = 30.0 if options.deadline is None else options.deadline
         return run_real(options, parameters(options.set))
     if options.survive:
@@ -49,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
             compute=options.compute,
             deadline_s=options.deadline,
             progress=options.progress or (sys.stderr.isatty() and not options.quiet),
+            trace=options.trace,
             parameters=parameters(options.set),
             argv=script_arguments,
             options=program_options(options),
@@ -160,6 +165,11 @@ def parser() -> Parser:
         "and calls comm.recover(); virtual ranks always do",
     )
     add("--out", metavar="DIR", help="run folder to write: run.json, metrics.npz, events.jsonl")
+    add(
+        "--trace",
+        action="store_true",
+        help="keep all calls and messages of virtual ranks in the run folder, for `spawnsim trace DIR`",
+    )
     add("--overwrite", action="store_true", help="the run that the folder holds may be lost")
     add("--json", action="store_true", help="print the totals as one JSON object, and nothing else")
     add("--quiet", action="store_true", help="no progress bar, no totals")

@@ -28,6 +28,7 @@ NO_EXPERIMENT = {
     "warnings",
 }  # how it was made, what was noticed
 APART = {"parameters", "inputs", "versions", "file_digest"}  # these hold several facts each
+KNOWN_ENDINGS = ("running", "interrupted", "stopped by ")  # of outcomes that are no errors
 LONGEST = 28  # characters of one value in a label
 
 
@@ -160,8 +161,7 @@ class Group:
         """The name in a legend."""
         backend = str(self.runs[0].what.get("backend"))
         ends = [run.outcome for run in self.runs if run.outcome != FINISHED]
-        known = ("running", "interrupted", "stopped by ")
-        ends = [each if each.startswith(known) else "failed" for each in ends]
+        ends = [each if each.startswith(KNOWN_ENDINGS) else "failed" for each in ends]
         some = f"{len(ends)} of {len(self.runs)} not finished" if len(self.runs) > 1 else "".join(ends)
         place = REAL.get(backend, f" (real {backend})") if self.real else ""
         return f"{self.name}{place}{f' ({some})' if ends else ''}"

@@ -8,6 +8,7 @@ This room knows files. It knows nothing of how a run came about.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -28,7 +29,8 @@ from spawnsim.record.recorder import OWN, Event
 from spawnsim.record.table import Table
 
 MANIFEST, METRICS, EVENTS = "run.json", "metrics.npz", "events.jsonl"
-HELD = (MANIFEST, METRICS, EVENTS, journal.FOLDER)
+TRACE = "trace.gz"  # the timeline of a run that was traced: its journal, packed
+HELD = (MANIFEST, METRICS, EVENTS, TRACE, journal.FOLDER)
 RUNNING = "running"
 LONGEST_S = 1e12  # thirty thousand years: no clock gets there
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip archive can hold
@@ -85,7 +87,7 @@ def prepare(folder: Path) -> None:
 def begin(folder: Path, what: Mapping[str, Any], inputs: Files | None = None) -> None:
     """Open a run folder for a run: what an earlier one left there goes, and run.json says "running"."""
     prepare(folder)
-    for name in (METRICS, EVENTS):
+    for name in (METRICS, EVENTS, TRACE):
         (folder / name).unlink(missing_ok=True)
     journal.discard(folder)
     shutil.rmtree(folder / INPUTS, ignore_errors=True)
@@ -115,6 +117,31 @@ def write_events(folder: Path, events: Sequence[Event]) -> None:
     with _replacing(folder / EVENTS) as file:
         for event in events:
             file.write(json.dumps(event, allow_nan=False).encode() + b"\n")
+
+
+def keep_trace(folder: Path) -> None:
+    """Pack the journal of the timeline into its place, now that the run is over."""
+    journaled = folder / journal.FOLDER / journal.TRACE
+    with (
+        journaled.open("rb") as file,
+        _replacing(folder / TRACE) as target,
+        gzip.GzipFile("", "wb", compresslevel=1, fileobj=target, mtime=0) as packed,
+    ):
+        shutil.copyfileobj(file, packed)
+
+
+@contextmanager
+def opened_trace(folder: Path) -> Iterator[BinaryIO | None]:
+    """Give the journal of a run's timeline, of a run that was killed as far as it came; None: it was not traced."""
+    packed, plain = folder / TRACE, folder / journal.FOLDER / journal.TRACE
+    if packed.exists():
+        with gzip.open(packed) as file:
+            yield cast(BinaryIO, file)
+    elif plain.exists():
+        with plain.open("rb") as file:
+            yield file
+    else:
+        yield None
 
 
 def write(folder: Path, *, table: Table, events: Sequence[Event], manifest: Mapping[str, Any]) -> None:

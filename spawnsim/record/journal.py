@@ -16,11 +16,11 @@ import io
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from time import monotonic  # the real one: ranks that record may have a virtual `time.monotonic`
 from typing import Any, BinaryIO, NamedTuple
 
 from spawnsim.errors import StorageError
@@ -28,6 +28,7 @@ from spawnsim.record.recorder import Portion, Recorder
 
 FOLDER, OLD = "shards", ".shards"
 TOGETHER = "ranks"  # the shard of a process that runs all ranks
+TRACE = "trace"  # that of the timeline of a run that is traced
 FLUSH_S = 0.5  # a killed rank loses at most this much
 
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (float, int, bool, str, type(None))}
@@ -53,7 +54,7 @@ class Journal:
         self._prompt = prompt
         self._recorder = Recorder()
         self._file: FileIO | None = None
-        self._due_s = time.monotonic() + FLUSH_S
+        self._due_s = monotonic() + FLUSH_S
         self._lock = threading.Lock()  # background tasks of a real rank are threads
         if path is not None:
             self.open(path)
@@ -78,14 +79,14 @@ class Journal:
         """Keep one row; tensors are asked for their numbers now, since they will change."""
         with self._lock:
             self._recorder.row(rank, time_s, values)
-        if time.monotonic() > self._due_s:
+        if monotonic() > self._due_s:
             self.flush()
 
     def event(self, rank: int, time_s: float, kind: str, fields: Mapping[str, Any]) -> None:
         """Keep one event."""
         with self._lock:
             self._recorder.event(rank, time_s, kind, fields)
-        if self._prompt or time.monotonic() > self._due_s:
+        if self._prompt or monotonic() > self._due_s:
             self.flush()
 
     def flush(self) -> None:
@@ -97,7 +98,7 @@ class Journal:
             while self._file is not None and self.frames:
                 _append(self._file, self.frames[0])
                 del self.frames[0]
-            self._due_s = time.monotonic() + FLUSH_S
+            self._due_s = monotonic() + FLUSH_S
 
     def close(self) -> None:
         """Write what is pending and close the shard; more than once is fine."""
@@ -139,13 +140,20 @@ def packed(portion: Portion, counted: Counted) -> bytes:
 
 def replay(file: BinaryIO, recorder: Recorder) -> Counted:
     """Give everything in a journal to a recorder, up to a torn frame; return what the rank has counted last."""
+    last: Counted = {}
+    for portion, words, counted in frames(file):
+        recorder.absorb(portion, words)
+        last = counted
+    return last
+
+
+def frames(file: BinaryIO) -> Iterator[tuple[Portion, list[str], Counted]]:
+    """Yield what is in a journal frame by frame, with all texts so far, up to a torn one."""
     words: list[str] = []
-    counted: Counted = {}
     while (found := _next(file)) is not None:
         portion, counted = found
         words += portion.words
-        recorder.absorb(portion, words)
-    return counted
+        yield portion, words, counted
 
 
 def _next(file: BinaryIO) -> tuple[Portion, Counted] | None:

@@ -8,16 +8,40 @@ from __future__ import annotations
 
 import base64
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from spawnsim.errors import UsageError
 from spawnsim.plots import figures, raster, replacement, series, talk, timeuse
 from spawnsim.plots.gallery import metrics_of
-from spawnsim.plots.source import Groups, Recorded, grouped, setting
-from spawnsim.run.result import DASH, TOTALS
+from spawnsim.plots.source import KNOWN_ENDINGS, Groups, Recorded, grouped, setting
+from spawnsim.run.result import DASH, FINISHED, TOTALS
 
-MADE = ("date", "command", "machine", "threads")
+
+class Ending(NamedTuple):
+    """How a run ended: in a `word`, the line that says why, and all else that is known of it."""
+
+    word: str
+    reason: str
+    more: str
+
+    @classmethod
+    def of(cls, outcome: str) -> Ending:
+        r"""Return that of an outcome.
+
+        >>> (
+        ...     Ending.of("Deadlock: deadlock: 2 of 2 ranks wait\n  rank 0").word,
+        ...     Ending.of("RankError: no luck").word,
+        ... )
+        ('deadlock', 'failed')
+        """
+        line, _, more = outcome.partition("\n")
+        if line == FINISHED or line.startswith(KNOWN_ENDINGS):
+            return cls(line, "", more)
+        kind, _, reason = line.partition(": ")
+        word = kind.lower() if kind in ("Deadlock", "Livelock") else "failed"
+        return cls(word, (reason or line).removeprefix(f"{word}: "), more)
 
 
 class Picture(NamedTuple):
@@ -90,6 +114,7 @@ def contents(runs: Sequence[Recorded] | Groups, title: str) -> dict[str, Any]:
         "title": title,
         "setting": setting(found.runs),
         "total_names": TOTALS,
+        "ends": _ends(found.runs),
         "runs": [_row(run, name) for name, run in found.named],
         "finals": [row for name, run in found.named for row in _finals(run, name)],
         "time_use": [row for name, run in found.named if (row := _time_use(run, name))],
@@ -99,14 +124,40 @@ def contents(runs: Sequence[Recorded] | Groups, title: str) -> dict[str, Any]:
 
 
 def _row(run: Recorded, name: str) -> dict[str, Any]:
-    made = run.what.get("made")
     return {
         "name": name,
         "totals": {total: number(run.totals.get(total)) for total in TOTALS},
-        "outcome": run.outcome,
-        "made": {key: number(made.get(key) if isinstance(made, Mapping) else None) for key in MADE},
+        "ending": Ending.of(run.outcome),
+        "made": _made(run),
         "what": [(key, number(value)) for key, value in run.what.items()],
     }
+
+
+def _made(run: Recorded) -> dict[str, str]:
+    """Return when, how and with what a run was made."""
+    made, versions = (_mapping(run.what.get(name)) for name in ("made", "versions"))
+    with_what = {
+        "spawnsim": versions.get("spawnsim"), "seed": run.what.get("seed"), "threads": made.get("threads"),
+    }  # fmt: skip
+    facts = [
+        number(made.get("date")),
+        *(f"{name} {value}" for name, value in with_what.items() if value is not None),
+    ]
+    facts += [str(made["machine"])] if made.get("machine") else []
+    return {"facts": " · ".join(facts), "command": number(made.get("command"))}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _ends(runs: Sequence[Recorded]) -> str:
+    """Return how many runs ended in which way."""
+    words = Counter(Ending.of(run.outcome).word for run in runs)
+    if len(runs) == 1 or not words[FINISHED]:
+        return ", ".join(f"{count} {word}" if len(runs) > 1 else word for word, count in words.items())
+    rest = "".join(f", {count} {word}" for word, count in words.items() if word != FINISHED)
+    return f"{words[FINISHED]} of {len(runs)} finished{rest}"
 
 
 def render(runs: Sequence[Recorded] | Groups, title: str = "spawnsim report") -> str:

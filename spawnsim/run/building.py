@@ -51,6 +51,7 @@ def run(
     on_note: OnNote | None = None,
     overwrite: bool = False,
     whole: bool = False,
+    trace: bool = False,
 ) -> Run:
     """Run `main(comm, **parameters)` on virtual ranks and return what they recorded.
 
@@ -78,6 +79,7 @@ def run(
         on_note: is given a sentence when a rank computes for long without a call, with its line.
         overwrite: whether a run that `out` holds may be lost.
         whole: run the file whole on every rank, as an unmodified program, whatever it defines.
+        trace: keep all calls and messages in `out`, for `spawnsim trace`; results and digest are the same.
 
     Raises:
         ParameterError: a parameter has no meaning; nothing ran.
@@ -85,11 +87,14 @@ def run(
         SpawnsimError: another way in which a run can end, such as `Deadlock`.
     """
     _check(ranks, seed, deadline_s)
+    if trace and out is None:
+        raise ParameterError("trace: where to? Give the run folder that keeps it (--out DIR)")
     place = None if out is None else _free(out, overwrite)
     if isinstance(main, (str, Path)) and (whole or _whole(Path(main))):
         return _run_whole(
             Path(main), argv, options, ranks=ranks, platform=platform, stragglers=stragglers, faults=faults, seed=seed,
             compute=compute, out=place, deadline_s=deadline_s, progress=progress, on_error=on_error, on_note=on_note,
+            trace=trace,
         )  # fmt: skip
     task = program(main, parameters)
     deadline_s = 30.0 if deadline_s is None else deadline_s
@@ -103,11 +108,12 @@ def run(
     }  # fmt: skip
     if place is not None:
         require_possible(**setting)
-    keeper = Keeper(what, place, on_error, inputs)
+    keeper = Keeper(what, place, on_error, inputs, trace=trace)
     with keeper, _bar(progress, task, keeper.recorder, ranks) as told:
         keeper.counted = _simulate(
-            task, recorder=keeper.recorder, progress=told, on_error=keeper.tell, on_note=on_note, **setting
-        )
+            task, recorder=keeper.recorder, progress=told, on_error=keeper.tell, on_note=on_note, trace=keeper.trace,
+            **setting,
+        )  # fmt: skip
     return keeper.run
 
 
@@ -224,17 +230,22 @@ class Keeper:
         out: Path | None,
         on_error: OnError | None = None,
         inputs: Files | None = None,
+        *,
+        trace: bool = False,
     ) -> None:
         from spawnsim.record import Journal, Recorder, folder, journal
 
         self.what, self.out, self._inputs = dict(what), out, inputs or {}
         self.recorder: Recorder | Journal = Recorder()
+        self.trace: Journal | None = None  # what keeps the timeline
         self._on_error = on_error
         self.counted: Any = None  # a dataclass, once the building has counted
         self._run: Run | None = None
         if out is not None:
             folder.begin(out, what, inputs)
             self.recorder = Journal(journal.shard(out), prompt=False)
+            if trace:
+                self.trace = Journal(out / journal.FOLDER / journal.TRACE, prompt=False)
 
     @property
     def run(self) -> Run:
@@ -267,6 +278,8 @@ class Keeper:
         """Save what was recorded, and pass the error on, before the ranks are ended: that may hang."""
         if isinstance(error, SpawnsimError):
             self._save(error)
+            if self.trace is not None:
+                self.trace.flush()
             if self._on_error is not None:
                 self._on_error(error)
 
@@ -274,11 +287,14 @@ class Keeper:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        from spawnsim.record import Journal, journal
+        from spawnsim.record import Journal, folder, journal
 
         self._save(error)
         if self.out is not None and isinstance(self.recorder, Journal):
             self.recorder.close()
+            if self.trace is not None:
+                self.trace.close()
+                folder.keep_trace(self.out)
             journal.discard(self.out)
 
     def _save(self, error: BaseException | None) -> None:

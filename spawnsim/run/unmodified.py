@@ -65,6 +65,7 @@ def run_unmodified(
     progress: bool | Progress = False,
     on_error: OnError | None = None,
     on_note: OnNote | None = None,
+    trace: bool = False,
     **circumstances: Any,
 ) -> Run:
     """Run an unmodified program on virtual ranks; see `spawnsim.run` for the circumstances.
@@ -83,11 +84,11 @@ def run_unmodified(
     if out is not None:
         Cost.of(given["compute_s"])
         require_possible(**given | {"compute_s": 0.0})
-    keeper = Keeper(what, out, on_error, inputs)
+    keeper = Keeper(what, out, on_error, inputs, trace=trace)
     with keeper, listener(progress, keeper.recorder, given["ranks"]) as told, aborting():
         keeper.counted = run_program(
             script.path, script.argv, recorder=keeper.recorder, progress=told, warn=what["warnings"],
-            on_error=keeper.tell, on_note=on_note, **given, **script.options,
+            on_error=keeper.tell, on_note=on_note, trace=keeper.trace, **given, **script.options,
         )  # fmt: skip
     return keeper.run
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit
 
@@ -35,6 +36,9 @@ from spawnsim.virtual.platform import Platform, load_platform
 from spawnsim.virtual.trace import Trace
 from spawnsim.virtual.undelivered import undelivered
 from spawnsim.virtual.world import Rank, Recorder, World
+
+if TYPE_CHECKING:
+    from spawnsim.virtual.timeline import Timeline
 
 WORLD, SELF = "MPI_COMM_WORLD", "MPI_COMM_SELF"
 
@@ -94,7 +98,13 @@ class Setting:
 class Cluster:
     """A world, the program of each rank, and how it ended."""
 
-    def __init__(self, setting: Setting, recorder: Recorder, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        recorder: Recorder,
+        progress: Progress | None = None,
+        trace: Recorder | None = None,
+    ) -> None:
         platform, plan, model = setting.parts()
         kernel = Kernel(setting.deadline_s)
         ranks = [
@@ -120,6 +130,7 @@ class Cluster:
         self._owns = [Own(self.world, rank, model.open(setting.seed, rank.id)) for rank in ranks]
         self._finished = 0
         self._progress = progress
+        self._timeline = _timeline(self.world, trace)
         self._counted: Totals | None = None
         self._error: BaseException | None = None
 
@@ -189,7 +200,7 @@ class Cluster:
         kernel, self._began_s, self._on_error = self.world.kernel, time.perf_counter(), on_error
         with (
             per_rank(), TorchStates(kernel).in_place(), noticing(), torch_distributed.refused(),
-            stalls.noted(kernel, on_note),
+            stalls.noted(kernel, on_note), self._timeline.followed() if self._timeline else nullcontext(),
         ):  # fmt: skip
             kernel.run(self._judge)
         if self._error is not None:
@@ -203,6 +214,8 @@ class Cluster:
             task.clock for task in self.world.kernel.tasks if task.clock < math.inf
         ]  # inf: paused for ever
         self._counted = self._totals(max(clocks, default=0.0), time.perf_counter() - self._began_s)
+        if self._timeline:
+            self._timeline.finish(self._counted.virtual_seconds)
         self._error = self._wrong()
         if self._error is not None:
             self._error.totals = self._counted  # type: ignore[attr-defined]
@@ -266,6 +279,15 @@ class Cluster:
         )
 
 
+def _timeline(world: World, trace: Recorder | None) -> Timeline | None:
+    """Return what follows the ranks of a run that is traced. Others need not load it."""
+    if trace is None:
+        return None
+    from spawnsim.virtual.timeline import Timeline
+
+    return Timeline(world, trace)
+
+
 def _placed(error: SpawnsimError, task: Task) -> SpawnsimError:
     """Add rank, time and line to an error of a call, once."""
     if not getattr(error, "placed", False) and not isinstance(error, (RankError, Livelock)):
@@ -295,15 +317,16 @@ def simulate(
     progress: Progress | None = None,
     on_error: OnError = lambda error: None,
     on_note: OnNote | None = None,
+    trace: Recorder | None = None,
 ) -> Totals:
     """Run `main(comm)` on every rank of a virtual cluster.
 
     Returns the totals. Raises what ended the run otherwise (RankError, Deadlock, Timeout, …), after everything was
     recorded; the exception's `totals` say how far it came. `on_error` is told of it before the ranks are ended;
-    `on_note` is given a sentence when a rank computes for long.
+    `on_note` is given a sentence when a rank computes for long. `trace` gets the timeline: see `timeline`.
     """
     setting = Setting(ranks, platform, stragglers, faults, seed, compute_s, deadline_s)
-    cluster = Cluster(setting, recorder, progress)
+    cluster = Cluster(setting, recorder, progress, trace)
     for rank in range(ranks):
         cluster.comm_self(rank)
         cluster.start(rank, partial(_live, cluster, rank, main))

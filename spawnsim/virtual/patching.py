@@ -36,5 +36,6 @@ class Patches:
                     self._undo.close()
 
     def _put(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.callback(setattr, owner, name, getattr(owner, name))
+        before = vars(owner)[name] if name in vars(owner) else getattr(owner, name)  # a class method as it is
+        self._undo.callback(setattr, owner, name, before)
         setattr(owner, name, value)

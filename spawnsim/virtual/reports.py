@@ -120,7 +120,7 @@ def _frames(task: Task) -> tuple[FrameType | None, str]:
     )  # none while it runs: then it asks itself
     call = ""
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        call = frame.f_code.co_name if frame.f_code.co_name != "paying" else call  # what collects the tolls
+        call = frame.f_code.co_name if frame.f_code.co_name != "watching" else call  # see `calls`
         frame = frame.f_back
     return frame, call
 

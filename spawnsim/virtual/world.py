@@ -117,6 +117,8 @@ class World:
     contexts: int = 0  # communicators made so far
     open_contexts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     ledger: Any = None  # told of requests and communicators as they come and go; only program runs keep one
+    watchers: list[Any] = field(default_factory=list)  # of the ranks' calls: see `calls`
+    timeline: Any = None  # `timeline.Timeline`, if the run is traced
 
     def __post_init__(self) -> None:
         self.contention = model_of(self.kernel.env, self.network, len(self.ranks))

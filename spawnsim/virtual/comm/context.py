@@ -136,7 +136,7 @@ class Context:
         ):  # algorithms of two groups are not modelled: timed as an exchange of all with all
             part = call.part.copy() if call.lent else call.part  # the groups do not wait for each other
             call = replace(
-                call, timing="allgather", part=part, lent=False, nbytes=_total(call.nbytes), sizes="each"
+                call, timing="allgather", part=part, lent=False, nbytes=total(call.nbytes), sizes="each"
             )
         meeting.join(me, call)
         if meeting.here == len(self.everyone):
@@ -260,7 +260,7 @@ class Member(Attributed):
                 f"{call.describe()}: {task.name} has got hold of rank {self._me}'s handle of {self._label}; each rank "
                 "must use its own"
             )
-        rank.trace.note((task.clock, 2, call.root, int(_total(call.nbytes)), len(call.name)))
+        rank.trace.note((task.clock, 2, call.root, int(total(call.nbytes)), len(call.name)))
         rank.trace.cover(call.part)
         waiting = self._context.meet(rank.id, self._label, call)
         completion = waiting.meeting.gone[waiting.me]
@@ -278,7 +278,8 @@ class Member(Attributed):
         return waiting.meeting.outcome(waiting.me)
 
 
-def _total(nbytes: Any) -> int:
+def total(nbytes: Any) -> int:
+    """Return the bytes that a rank brings to a collective; see `Call`."""
     if isinstance(nbytes, tuple):  # a neighbour exchange: dests, and the size for each
         return sum(nbytes[1])
     return nbytes if isinstance(nbytes, int) else int(nbytes.sum())

@@ -71,7 +71,7 @@ class Carrier:
         self.script = script
         self.cost = Cost.of(how.get("cost"))
         self.code = _compiled(script.path)
-        self.cluster = Cluster(setting, recorder, how.get("progress"))
+        self.cluster = Cluster(setting, recorder, how.get("progress"), how.get("trace"))
         self.outcome, self.tolls, self.ledger = Outcome(), Tolls(self.cost), Ledger()
         self.on_error: OnError = how.get("on_error") or (lambda error: None)
         self.on_note: OnNote | None = how.get("on_note")
@@ -118,7 +118,7 @@ class Carrier:
             for rank in self.cluster.world.ranks:
                 rank.attachments[OPTIONS] = self._options = options
             stack.enter_context(virtual_time(self.script.virtual_time))
-            stack.enter_context(self.tolls.collected())
+            stack.enter_context(self.tolls.collected(self.cluster.world))
             stack.enter_context(self.processes.in_place())
             yield
 
@@ -242,6 +242,7 @@ def run_program(
     warn: list[str] | None = None,
     on_error: OnError | None = None,
     on_note: OnNote | None = None,
+    trace: Recorder | None = None,
     **options: Any,
 ) -> Totals:
     """Run an unmodified mpi4py program on every rank of a virtual cluster.
@@ -262,6 +263,7 @@ def run_program(
         warn: gets a line for each kind of thing that the program left open.
         on_error: is told what ended the run, before the ranks' programs are ended.
         on_note: is given a sentence when a rank computes for long.
+        trace: gets the timeline: see `spawnsim.virtual.timeline`.
         options: see `Script`.
 
     Raises what ended the run otherwise; a `RankError` whose cause is SystemExit for a status other than 0.
@@ -269,7 +271,14 @@ def run_program(
     script = Script(Path(path), tuple(map(str, argv)), **options)
     setting = Setting(ranks, platform, stragglers, faults, seed, 0.0, deadline_s)
     carrier = Carrier(
-        script, setting, recorder, cost=compute_s, progress=progress, on_error=on_error, on_note=on_note
+        script,
+        setting,
+        recorder,
+        cost=compute_s,
+        progress=progress,
+        on_error=on_error,
+        on_note=on_note,
+        trace=trace,
     )
     totals = carrier.run()
     if warn is not None:

@@ -1,15 +1,14 @@
 """What a program's computing between two calls of MPI costs: nothing, a constant, or what it really took.
 
 While a run lasts the calls of the virtual MPI pay first for the computing before them. A run whose computing costs
-nothing is not touched. This room knows the calls and their costs; it must not know what they do.
+nothing is not touched. This room knows costs; it must not know what the calls do.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,16 +16,13 @@ from typing import Any
 
 from spawnsim import units
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.comm.calling import CallingComm, held
+from spawnsim.virtual.calls import being_watched, watched
+from spawnsim.virtual.comm.calling import held
 from spawnsim.virtual.kernel import current_task
-from spawnsim.virtual.mpi import CLASSES, MPI
+from spawnsim.virtual.mpi import MPI
 from spawnsim.virtual.reports import PACKAGE
+from spawnsim.virtual.world import World
 
-# Calls that cost no computing: questions about handles, and the house's own doors.
-FREE = (
-    "Get_", "Set_", "Is_", "Compare", "py2f", "f2py", "fromhandle", "fromint", "toint", "Create_errhandler",
-    "Create_keyval", "Free_keyval", "Delete_attr", "Call_errhandler", "enter", "called", "over", "start", "prepare",
-)  # fmt: skip
 NONE = "none"
 
 
@@ -132,55 +128,30 @@ class Tolls:
             held("OWN").compute.spend(seconds, toll=True)
 
     @contextmanager
-    def collected(self) -> Iterator[None]:
+    def collected(self, world: World) -> Iterator[None]:
         """Let every call pay while the block runs."""
         if self.cost.free:
             yield
             return
-        before = [
-            (owner, name, raw)
-            for owner in _owners()
-            for name, raw in list(vars(owner).items())
-            if _paying(name, raw)
-        ]
-        measured = self.cost.factor is not None
-        reads = [(MPI, "Wtime", MPI.Wtime)] if measured else []
-        for owner, name, raw in [*before, *reads]:
-            setattr(owner, name, self._wrapped(raw))
-        try:
-            yield
-        finally:
-            for owner, name, raw in [*before, *reads]:
-                setattr(owner, name, raw)
-
-    def _wrapped(self, raw: Any) -> Any:
-        if isinstance(raw, classmethod):
-            return classmethod(self._wrapped(raw.__func__))
-
-        @functools.wraps(raw)
-        def paying(*args: Any, **kwargs: Any) -> Any:
-            meter = self.enter()
-            if meter is None:
-                return raw(*args, **kwargs)
+        world.watchers.append(self.watching)
+        reads = MPI.Wtime
+        with being_watched():
+            if self.cost.factor is not None:
+                MPI.Wtime = watched("Wtime", reads)
             try:
-                return raw(*args, **kwargs)
+                yield
             finally:
-                self.leave(meter)
+                MPI.Wtime = reads
 
-        return paying
-
-
-def _owners() -> list[Any]:
-    """Return the classes whose calls pay: the virtual MPI's, and those that they are put together from."""
-    found = dict.fromkeys(each for cls in CLASSES for each in cls.__mro__)
-    return [
-        each for each in found if each.__module__.startswith("spawnsim.virtual") and each is not CallingComm
-    ]
-
-
-def _paying(name: str, raw: Any) -> bool:
-    callable_ = isinstance(raw, (classmethod, type(_owners)))
-    return callable_ and not name.startswith("_") and not name.startswith(FREE)
+    def watching(self, name: str, subject: Any, call: Callable[[], Any]) -> Any:
+        """Make a call, which pays before."""
+        meter = self.enter()
+        if meter is None:
+            return call()
+        try:
+            return call()
+        finally:
+            self.leave(meter)
 
 
 def _site() -> str:

@@ -1,0 +1,301 @@
+"""The timeline of a run: each call of its ranks from begin to end, each message from its send to its arrival.
+
+Rows go to a recorder of their own, so nothing of this is part of the run's results or digest:
+
+* a call: `call` (its name), `number` (on its rank), `end_s`, and what is known of it: `task` (of background tasks),
+  `comm`, `dest` or `source` (ranks of the world), `tag`, `sent` and `received` (bytes), `messages`, `root`, `context`
+  and `collective` (numbers, equal for all parts of one), `times` (of polls in a row), `error` (what it raised), `waits`
+  (if it never returned);
+* a message, by its receiver: `source`, `out` and `into` (numbers of the calls that sent and received it), `sent_s`,
+  `arrival_s`, `tag`, `bytes`.
+
+Calls in which no time passes and nothing moves are left out, and of calls within calls the outermost is kept. A rank
+whose share of `MOST` is used up is followed no further, so memory and file are bounded whatever a run does.
+
+This room knows calls and what moves in them. It must not know how rows are kept or drawn.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from greenlet import GreenletExit
+
+from spawnsim.virtual import wire
+from spawnsim.virtual.calls import being_watched
+from spawnsim.virtual.comm import transport
+from spawnsim.virtual.comm.context import Member, total
+from spawnsim.virtual.comm.transport import Transport
+from spawnsim.virtual.completion import Message
+from spawnsim.virtual.faults.events import Pause
+from spawnsim.virtual.meeting import Call as Collective
+from spawnsim.virtual.meeting import Meeting
+from spawnsim.virtual.onesided.epochs import Epochs
+from spawnsim.virtual.onesided.service import Access, Windows
+from spawnsim.virtual.own import Background, Clock, Compute
+from spawnsim.virtual.patching import Patches, Put
+from spawnsim.virtual.requests import Request
+from spawnsim.virtual.tasks import RankDied, Task, current_task
+from spawnsim.virtual.world import Rank, Recorder, World
+
+MOST = 2_000_000  # calls and messages of a run: some 150 MB on disk while it runs, a fifth of that or less afterwards
+OWN = ((Compute, "spend", "compute"), (Clock, "sleep", "sleep"), (Background, "join", "join"))
+
+
+class Call:
+    """One call under way, or just over. `task` is which one of its rank makes it; `facts` are what moves in it."""
+
+    __slots__ = ("begin_s", "comm", "end_s", "error", "facts", "name", "number", "task", "times")
+
+    def __init__(self, name: str, number: int, begin_s: float, *, comm: str, task: int) -> None:
+        self.name, self.number, self.begin_s, self.end_s = name, number, begin_s, begin_s
+        self.comm, self.task = comm, task
+        self.facts: dict[str, Any] = {}
+        self.times, self.error = 1, ""
+
+    def moved(self, peer: str, rank: int, tag: int | None, nbytes: int) -> None:
+        """Note a message or an access: `peer` is "dest" or "source". Peers are told of as long as there is one."""
+        facts, amount = self.facts, "sent" if peer == "dest" else "received"
+        facts["messages"] = facts.get("messages", 0) + 1
+        facts[amount] = facts.get(amount, 0) + nbytes
+        for name, value in ((peer, rank), ("tag", tag)):
+            if value is not None:
+                facts[name] = value if facts.get(name, value) == value else None
+
+    def follows(self, last: Call) -> bool:
+        """Whether it is one more poll in a row, in which nothing has moved."""
+        quiet = not (self.facts or last.facts or self.error or last.error)
+        return quiet and self.name == last.name and self.begin_s == last.end_s and self.name not in _OWN_NAMES
+
+    def row(self) -> dict[str, Any]:
+        """Return what is recorded of it; facts that turned out to differ are none."""
+        values: dict[str, Any] = {"call": self.name, "number": self.number, "end_s": self.end_s}
+        values |= {name: value for name, value in self.facts.items() if value is not None}
+        if values.get("messages") == 1:
+            del values["messages"]
+        more = {
+            "comm": self.comm, "task": self.task, "error": self.error, "times": self.times if self.times > 1 else 0
+        }  # fmt: skip
+        return values | {name: value for name, value in more.items() if value}
+
+
+_OWN_NAMES = {called for _, _, called in OWN}
+
+
+class Timeline:
+    """Follows the ranks of a world; `sink` keeps what they do."""
+
+    def __init__(self, world: World, sink: Recorder) -> None:
+        self._world, self._sink, self._over = world, sink, False
+        self._calls: dict[Task, Call] = {}  # under way
+        self._last: dict[Task, Call] = {}  # over; a poll may follow
+        self._places: dict[Task, int] = {}  # among the tasks of its rank
+        self._left = [max(1, MOST // len(world.ranks))] * len(world.ranks)
+        self._numbers: Counter[int] = Counter()
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow the ranks while the block runs: within whatever else watches them."""
+        self._world.timeline = self
+        self._world.watchers.append(self.watching)
+        with being_watched(), _noting():
+            yield
+
+    def watching(self, name: str, subject: Any, call: Callable[[], Any]) -> Any:
+        """Make a call, and take it down."""
+        task = current_task()
+        assert task is not None
+        rank = self._world.ranks[task.rank]
+        if self._over or task in self._calls or rank.dead or self._left[rank.id] <= 0:
+            return call()
+        if task not in self._places:
+            self._places[task] = rank.tasks.index(task) if task in rank.tasks else 0
+        self._numbers[rank.id] += 1
+        number, place = self._numbers[rank.id], self._places[task]
+        own = self._calls[task] = Call(name, number, task.clock, comm=_comm(subject), task=place)
+        try:
+            return call()
+        except BaseException as error:
+            own.error = "died" if isinstance(error, RankDied) else type(error).__name__
+            raise
+        finally:
+            if not self._over:
+                del self._calls[task]
+                own.end_s = task.clock
+                self._done(task, own)
+
+    def _done(self, task: Task, own: Call) -> None:
+        """Keep a call that is over, unless nothing has come of it."""
+        if own.end_s == own.begin_s and not own.facts and not own.error:
+            return
+        last = self._last.get(task)
+        if last is not None and own.follows(last):
+            last.end_s, last.times = own.end_s, last.times + 1
+            return
+        self._last[task] = own
+        if last is not None:
+            self._row(task.rank, last.begin_s, last.row())
+
+    def _row(self, rank: int, time_s: float, values: dict[str, Any]) -> None:
+        self._left[rank] -= 1
+        if self._left[rank] >= 0:
+            self._sink.row(rank, time_s, values)
+        if self._left[rank] == 0:
+            self._sink.event(rank, time_s, "full", {})
+
+    # -- what moves in a call ----------------------------------------------------------------------------------
+
+    def call_of(self, task: Task, rank: int) -> Call | None:
+        """Return the call that a task makes, if it is of this rank, and followed."""
+        return self._calls.get(task) if task.rank == rank else None
+
+    def sent(self, call: Call, mailbox: Any, message: Message, task: Task) -> None:
+        """Note a message that leaves; it carries from where and when."""
+        call.moved("dest", mailbox.rank, message.tag, message.nbytes)
+        message.origin = task.rank, call.number, task.clock  # type: ignore[attr-defined]
+
+    def received(self, call: Call, message: Message, rank: int, now_s: float) -> None:
+        """Note a message that was received."""
+        origin = getattr(message, "origin", None)
+        if origin is None:  # a copy that a fault has made, or of a call that nobody follows
+            return
+        source, out, sent_s = origin
+        call.moved("source", source, message.tag, message.nbytes)
+        values = {
+            "source": source, "out": out, "into": call.number, "sent_s": sent_s,
+            "arrival_s": now_s if message.arrival_s is None else message.arrival_s,
+            "tag": message.tag, "bytes": message.nbytes,
+        }  # fmt: skip
+        self._row(rank, now_s, values)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def finish(self, end_s: float) -> None:
+        """Keep what is left, now that the run has ended at a time: calls that never return, and what ranks raised."""
+        world, self._over = self._world, True
+        ending = getattr(world.kernel.failure, "_task", None)
+        for task in world.kernel.tasks:
+            if task in self._last:
+                own = self._last[task]
+                self._row(task.rank, own.begin_s, own.row())
+            if task in self._calls:
+                own = self._calls[task]
+                own.end_s, own.error = max(end_s, own.begin_s), "not over when the run ended"
+                if task.wait is not None:
+                    own.facts["waits"] = task.wait.describe()
+                self._row(task.rank, own.begin_s, own.row())
+            error = task.error or (world.kernel.failure if task is ending else None)
+            if error is not None and not isinstance(error, (GreenletExit, KeyboardInterrupt)):
+                said = f"{type(error).__name__}: {error}"
+                self._sink.event(task.rank, min(task.clock, end_s), "raised", {"error": said})
+        for fault in world.plan.faults if world.plan is not None else ():
+            if isinstance(fault, Pause) and fault.at_s <= end_s:
+                lasts_s = min(fault.for_s, end_s - fault.at_s)
+                self._sink.event(fault.rank, fault.at_s, "pause", {"seconds": lasts_s})
+
+
+def _comm(subject: Any) -> str:
+    """Return the name of the communicator of which a call's object is, if it is of one."""
+    if isinstance(subject, (Member, Epochs)):
+        return subject._label if subject._identity is not None else ""
+    if isinstance(subject, Request):
+        waiting = getattr(subject, "_waiting", None)
+        return str(getattr(getattr(waiting, "meeting", waiting), "comm", ""))
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------------- noting
+def _followed(name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call that is none of MPI's, as the timeline makes it."""
+
+    @functools.wraps(raw)
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        task = current_task()
+        timeline: Timeline | None = None if task is None else task.kernel.owner.timeline
+        if timeline is None:
+            return raw(*args, **kwargs)
+        return timeline.watching(name, None, functools.partial(raw, *args, **kwargs))
+
+    return watching
+
+
+def _noted(
+    raw: Callable[..., Any], note: Callable[[Timeline, Task, Any], None], *, after: bool = False
+) -> Any:
+    """Return a function of this house that tells the timeline what it does within a call.
+
+    `note` is given the function's arguments, or `after` it the first one and what it returned.
+    """
+
+    @functools.wraps(raw)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        task = current_task()
+        timeline: Timeline | None = None if task is None else task.kernel.owner.timeline
+        if timeline is None or task is None:
+            return raw(*args, **kwargs)
+        if not after:
+            note(timeline, task, args)
+            return raw(*args, **kwargs)
+        result = raw(*args, **kwargs)
+        note(timeline, task, (args[0], result))
+        return result
+
+    return noted
+
+
+def _sent(timeline: Timeline, task: Task, given: tuple[World, Any, Message]) -> None:
+    call = timeline.call_of(task, task.rank)
+    if call is not None:
+        timeline.sent(call, given[1], given[2], task)
+
+
+def _received(timeline: Timeline, task: Task, given: tuple[Transport, Message]) -> None:
+    call = timeline.call_of(task, given[0]._rank.id)
+    if call is not None:
+        timeline.received(call, given[1], task.rank, task.clock)
+
+
+def _joined(timeline: Timeline, task: Task, given: tuple[Member, Collective]) -> None:
+    member, collective = given
+    call = timeline.call_of(task, member._rank.id)
+    if call is not None and member._identity is not None:
+        context = member._context
+        number = context.calls.get(member._rank.id, 0)
+        call.facts |= {"context": context.number, "collective": number, "sent": total(collective.nbytes)}
+        if collective.root >= 0:
+            call.facts["root"] = collective.root
+
+
+def _left(timeline: Timeline, task: Task, given: tuple[Meeting, int]) -> None:
+    meeting, me = given
+    call = timeline.call_of(task, meeting.members[me])
+    if call is not None and meeting.context is not None:
+        call.facts |= {"context": meeting.context.number, "collective": meeting.number}
+
+
+def _asked(timeline: Timeline, task: Task, given: tuple[Windows, Rank, int, Access]) -> None:
+    windows, origin, place, access = given
+    call = timeline.call_of(task, origin.id)
+    if call is not None:
+        there, back = access.nbytes
+        call.moved("dest", windows.targets[place].rank.id, None, there)
+        if back:
+            call.facts["received"] = call.facts.get("received", 0) + back
+
+
+def _install(put: Put) -> None:
+    for owner, name, called in OWN:
+        put(owner, name, _followed(called, getattr(owner, name)))
+    put(transport, "send", _noted(wire.send, _sent))
+    put(Transport, "_accept", _noted(Transport._accept, _received, after=True))
+    put(Transport, "_taken", _noted(Transport._taken, _received))
+    put(Member, "_join", _noted(Member._join, _joined))
+    put(Meeting, "outcome", _noted(Meeting.outcome, _left))
+    put(Windows, "request", _noted(Windows.request, _asked))
+
+
+_noting = Patches(_install).in_place
