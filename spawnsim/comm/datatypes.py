@@ -156,7 +156,7 @@ class Datatype(Constructors):
     def Get_envelope(self) -> tuple[int, int, int, int, int]:
         """Return (integers, addresses, large counts, datatypes, combiner): how much `Get_contents` returns."""
         self.live()
-        return self.recipe.envelope()
+        return self.recipe.envelope
 
     def Get_contents(self) -> tuple[list[int], list[int], list[int], list[Datatype]]:
         """Return the arguments that made the type."""
@@ -168,12 +168,9 @@ class Datatype(Constructors):
     def decode(self) -> tuple[Datatype, str, dict[str, Any]]:
         """Return (base type, combiner's name, arguments by name)."""
         self.live()
-        base = self if self.recipe.name == "NAMED" else self.recipe.base
-        return (
-            base if base is not None else tables().DATATYPE_NULL,
-            self.recipe.name,
-            dict(self.recipe.parameters),
-        )
+        made = self.recipe.copied()
+        base = self if self.recipe.name == "NAMED" else made["base"]
+        return base if base is not None else tables().DATATYPE_NULL, self.recipe.name, made["parameters"]
 
     envelope = property(Get_envelope)
     contents = property(Get_contents)
@@ -197,15 +194,17 @@ class Datatype(Constructors):
 
     @property
     def typestr(self) -> str:
-        """The type string of the array interface ("f8" for `DOUBLE`)."""
-        self.tocode()
+        """The type string of the array interface: "f8" for `DOUBLE`, "V16" for others of 16 bytes, "" for none."""
+        if not self.code:
+            return f"V{self.extent}" if self else ""
         kinds = {"c": "S1", "U": "U1"}
         return kinds.get(self.code) or f"{_dtype(self).kind}{_dtype(self).itemsize}"
 
     @property
     def typechar(self) -> str:
-        """The character code ("d" for `DOUBLE`)."""
-        self.tocode()
+        """The character code ("d" for `DOUBLE`), "V" for others, "" for the null type."""
+        if not self.code:
+            return "V" if self else ""
         return self.code if self.code in ("c", "U") else _dtype(self).char
 
     # Packing by hand

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -30,15 +31,30 @@ _LISTS_WITH_LENGTH: Final = ("INDEXED", "HINDEXED", "STRUCT", "INDEXED_BLOCK", "
 
 @dataclass(frozen=True)
 class Recipe:
-    """The constructor's name, the type that it was called on (None for none), and its arguments by name."""
+    """The constructor's name, the type that it was called on (None for none), and its arguments by name.
+
+    It keeps handles of its own of the types, and gives out copies: whoever has them may free them.
+    """
 
     name: str
     base: Datatype | None
     parameters: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        for name, value in self.copied().items():
+            object.__setattr__(self, name, value)
+
+    def copied(self) -> dict[str, Any]:
+        """Return base and parameters, with new handles of types."""
+        parameters = dict(self.parameters)
+        if "datatypes" in parameters:
+            parameters["datatypes"] = [_copy(each) for each in parameters["datatypes"]]
+        return {"base": None if self.base is None else _copy(self.base), "parameters": parameters}
+
     def contents(self) -> tuple[list[int], list[int], list[int], list[Datatype]]:
         """Return (integers, addresses, large counts, datatypes)."""
-        types = list(self.parameters.get("datatypes", [self.base] if self.base is not None else []))
+        own = self.copied()
+        types = own["parameters"].get("datatypes", [own["base"]] if self.base is not None else [])
         numbers = {key: value for key, value in self.parameters.items() if key != "datatypes"}
         plain = _PLAIN.get(self.name, ())
         if "ndims" in plain:
@@ -55,11 +71,16 @@ class Recipe:
         head = {key: numbers[key] for key in ("size", "rank")}
         return head | count | {key: value for key, value in numbers.items() if key not in head}
 
+    @cached_property
     def envelope(self) -> tuple[int, int, int, int, int]:
-        """Return (integers, addresses, large counts, datatypes, combiner)."""
+        """The numbers of (integers, addresses, large counts, datatypes, combiner)."""
         integers, addresses, counts, types = self.contents()
         combiner = getattr(c, f"COMBINER_{self.name}")
         return len(integers), len(addresses), len(counts), len(types), combiner
+
+
+def _copy(datatype: Datatype) -> Datatype:
+    return datatype if datatype.is_predefined else type(datatype)(datatype)
 
 
 def _flat(values: Any) -> list[int]:

@@ -141,3 +141,30 @@ def test_packing_beyond_the_buffer_is_truncation():
     """A packed buffer that is too short is an error, where C would write beyond it."""
     with pytest.raises(comm.Truncated, match="12 bytes at position 0 do not fit a buffer of 8"):
         MPI.INT.Pack(np.zeros(3, np.int32), np.zeros(8, np.uint8), 0, None)
+
+
+def test_a_type_outlives_the_handles_of_those_it_was_made_of():
+    """MPI says so; a base that was freed, by the program or by who took the type apart, was gone from its parts."""
+    pair = MPI.Datatype.Create_struct([1, 2], [0, 8], [MPI.INT, MPI.DOUBLE])
+    padded = pair.Create_resized(0, 32)
+    rows = MPI.Datatype.Create_struct([1, 1], [0, 64], [padded, pair])
+    pair.Free()
+    for _ in range(2):
+        base, name, arguments = padded.decode()
+        assert (name, arguments["extent"], base.combiner) == ("RESIZED", 32, MPI.COMBINER_STRUCT)
+        base.Free()
+        for part in (*rows.Get_contents()[3], *rows.decode()[2]["datatypes"]):
+            part.Free()
+    assert (rows.Get_size(), rows.Get_envelope()[3]) == (40, 2)
+
+
+def test_types_of_several_parts_have_a_type_string():
+    """It is V and their extent, as in mpi4py; numpy takes it for that many bytes."""
+    pair = MPI.Datatype.Create_struct([1, 2], [0, 8], [MPI.INT, MPI.DOUBLE])
+    assert (pair.typestr, pair.typechar, MPI.DOUBLE.typestr, MPI.DOUBLE.Dup().typechar) == (
+        "V24",
+        "V",
+        "f8",
+        "d",
+    )
+    assert (MPI.DATATYPE_NULL.typestr, MPI.DATATYPE_NULL.typechar) == ("", "")

@@ -80,9 +80,9 @@ class Making(Member):
 
     def Graph_map(self, index: Sequence[int], edges: Sequence[int]) -> int:
         """Return the rank that this one would have in a graph."""
-        from spawnsim.virtual.comm.shaping import mapped
+        from spawnsim.virtual.comm.shaping import ends_of, mapped
 
-        return mapped(self, [len(index)])
+        return mapped(self, [len(ends_of(index, edges))])
 
     def Spawn(
         self, command: str, args: Sequence[str] | None = None, maxprocs: int = 1, info: Info = INFO_NULL,

@@ -9,9 +9,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from spawnsim.comm.constants import CART, DIST_GRAPH, GRAPH, UNDEFINED
+from spawnsim.comm.constants import CART, DIST_GRAPH, GRAPH, UNDEFINED, WEIGHTS_EMPTY
 from spawnsim.comm.failures import ERR_ARG, ERR_DIMS, CallError
 from spawnsim.comm.integers import each_integer
+from spawnsim.errors import ParameterError
 from spawnsim.virtual.comm.communicators import COMM_NULL, Intracomm
 from spawnsim.virtual.comm.context import Context
 from spawnsim.virtual.comm.grids import Cartesian, DistGraph, Graph
@@ -38,19 +39,18 @@ def create_cart(
     sizes = tuple(each_integer([dims] if isinstance(dims, int) else dims))
     rings = [bool(periods)] * len(sizes) if periods is None or isinstance(periods, (bool, int)) else periods
     shape = Cartesian(sizes, tuple(map(bool, each_integer(rings))))
-    if len(shape.periods) != len(sizes) or any(dim < 1 for dim in sizes):
-        raise CallError(
-            ERR_DIMS,
-            f"Create_cart({list(sizes)}, {list(rings)}): one positive length and flag each",
+    if len(shape.periods) != len(sizes):
+        raise ParameterError(
+            f"Create_cart({list(sizes)}, {list(rings)}): one flag for each of {len(sizes)} lengths"
         )
+    if any(dim < 1 for dim in sizes):
+        raise CallError(ERR_DIMS, f"Create_cart({list(sizes)}): lengths must be positive")
     return _first_ranks(self, Cartcomm, shape, "Create_cart")
 
 
 def create_graph(self: Intracomm, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> Any:
     """Return a graph of the first ranks; those left over get COMM_NULL."""
-    ends, edges = tuple(each_integer(index)), each_integer(edges)
-    if len(ends) > 1 and ends[0] == 0 and ends[-1] == len(edges):  # mpi4py takes an adjacency array, too
-        ends = ends[1:]
+    ends, edges = ends_of(index, edges), each_integer(edges)
     shape = Graph(ends, tuple(edges))
     if shape.index and shape.index[-1] > len(shape.edges):
         raise CallError(
@@ -119,8 +119,16 @@ def _by_rank(edges: dict[int, list[tuple[int, int]]], size: int, weighted: bool)
 
 
 def _weights(weights: Any) -> list[int] | None:
-    """Return weights as a list; None, or MPI's UNWEIGHTED, is none."""
-    return None if weights is None or isinstance(weights, int) else each_integer(weights)
+    """Return weights as a list; None, or MPI's UNWEIGHTED, is none. WEIGHTS_EMPTY are those of no edges."""
+    if weights is None or isinstance(weights, int):
+        return [] if weights == WEIGHTS_EMPTY else None
+    return each_integer(weights)
+
+
+def ends_of(index: Sequence[int], edges: Sequence[int]) -> tuple[int, ...]:
+    """Return where each place's edges end; mpi4py takes an adjacency array, which begins with 0, too."""
+    ends = tuple(each_integer(index))
+    return ends[1:] if len(ends) > 1 and ends[0] == 0 and ends[-1] == len(edges) else ends
 
 
 def self_enter(comm: Intracomm, context: Context) -> Distgraphcomm:

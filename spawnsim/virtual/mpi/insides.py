@@ -50,8 +50,8 @@ def _commctx_inter(comm: Intercomm) -> tuple[Intercomm, int, Intracomm, bool]:
 
 
 def _typecode(datatype: Datatype) -> str | None:
-    """Return the type string of a datatype, or None."""
-    return str(datatype.dtype.str[1:]) if datatype.dtype is not None and datatype.is_predefined else None
+    """Return the typecode of a datatype, or None."""
+    return datatype.code or None
 
 
 def _typealign(datatype: Datatype) -> int | None:
