@@ -11,12 +11,17 @@ from matplotlib.figure import Figure
 
 from spawnsim.plots import style
 from spawnsim.plots.replacement import Replacements, per_rank, rank_edges, replacements
+from spawnsim.plots.series import per_rank_last
 from spawnsim.plots.source import Recorded, clock_of, grouped, label, ranks_of
 
 
 def of(run: Recorded) -> Replacements:
-    """Return the replacements of a run, up to its last recorded row: shutting down may take seconds more."""
-    return replacements(run.events, ranks_of(run), float(run.table["time_s"].max(initial=0.0)))
+    """Return the replacements of a run, until half of its ranks have recorded their last row.
+
+    Stragglers that go on alone would leave most of an axis empty. Replacements that come later count, and end it.
+    """
+    ends_s = per_rank_last(run.table, "time_s")
+    return replacements(run.events, ranks_of(run), float(np.median(ends_s)) if len(ends_s) else 0.0)
 
 
 def draw(info: Replacements, ax: Axes | None = None, *, colour: str = style.LOOKS[1].colour) -> Axes:
