@@ -193,7 +193,10 @@ def lines_caption(found: Groups, curves: Sequence[Curve], one: str) -> str:
             parts.append("thin: single seeds that go on longer")
     virtual = [group for group in found if not group.real]
     if len(virtual) < len(found.groups):
-        parts.append("markers: real ranks, median, seconds since each rank's first row")
+        made = [run.what.get("made") for group in found if group.real for run in group.runs]
+        machines = {str(each["machine"]) for each in made if isinstance(each, Mapping) and "machine" in each}
+        where = f" on {machines.pop()}" if len(machines) == 1 else ""
+        parts.append(f"markers: real ranks{where}, median, seconds since each rank's first row")
     return "; ".join(parts)
 
 

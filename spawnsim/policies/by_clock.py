@@ -83,7 +83,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         self._wanted = True
         self._background = background
         self._group: object = None
-        self._began_s = 0.0  # of averaging by the clock
+        self._began_s = math.inf  # when averaging by the clock began
         self._engine: ProgressEngine | None = None
         self._model: torch.nn.Module | None = None
         self._weights = Lock()
@@ -156,9 +156,9 @@ class AsyncModelAveragePolicy(SpawnPolicy):
     def _start(self, engine: ProgressEngine) -> None:
         """Begin to average by the clock, if that is wanted."""
         self._started = True
-        self._began_s = engine.comm.clock.now()
         if self._wanted:
-            engine.exchanges.set_active(True, engine.comm.clock.now())
+            self._began_s = engine.comm.clock.now()
+            engine.exchanges.set_active(True, self._began_s)
 
     # ------------------------------------------------------------------------------------------- abort, resume
     @property
