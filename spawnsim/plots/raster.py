@@ -41,7 +41,7 @@ def draw(info: Replacements, ax: Axes | None = None, *, colour: str = style.LOOK
 def _draw_rate(info: Replacements, ax: Axes, colour: str) -> None:
     counts, edges = np.histogram(info.time_s, bins=120, range=(0, info.end_s or 1))
     ax.stairs(counts / max(np.diff(edges)[0], 1e-12), edges, fill=True, color=colour, alpha=0.75)
-    ax.set_ylabel("per second", fontsize=11)
+    ax.set_ylabel("replaced\nper second", fontsize=11)
     ax.locator_params(axis="y", nbins=3)
     ax.tick_params(labelbottom=False)
     style.in_thousands(ax, "y")
@@ -60,7 +60,8 @@ def _draw_margin(info: Replacements, ax: Axes, colour: str) -> None:
         color=colour,
         alpha=0.75,
     )
-    ax.set_xlabel("times\nreplaced", fontsize=11)
+    mean = f",\nmean of {most}" if (most := int(held.max(initial=1))) > 1 else ""
+    ax.set_xlabel(f"times\nreplaced{mean}", fontsize=11)
     ax.set_xlim(left=0)
     ax.tick_params(labelleft=False)
 
