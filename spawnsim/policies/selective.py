@@ -81,7 +81,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     model, and the replaced rank takes it over at the first call after that. No call waits for another rank.
 
     Ranks are compared by what they give as `local_metric`: it must mean the same on all of them, such as an accuracy on
-    the same held-out data. The loss on a rank's own data tells how hard these are; selection by it can be worse than none.
+    the same held-out data. The loss on a rank's own data tells how hard these are, not how good its model is.
 
     Args:
         model_builder: makes the fresh (model, optimizer) that a replaced rank goes on with; None overwrites its own.
