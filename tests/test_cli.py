@@ -318,7 +318,9 @@ def test_json_prints_the_totals_alone(train: Path, capsys: pytest.CaptureFixture
     assert captured.err == "hello\nhello\n"
 
 
-def test_warnings_of_a_run_are_printed_once_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_of_a_run_are_printed_once_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Events "warning" of 12 ranks, of which two say the same; a row without `iteration` leaves the total alone."""
     file = tmp_path / "warns.py"
     file.write_text(
