@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help install demo test lint format check check-real check-others check-openmpi bench clean
 
 help:
-	@echo "make demo    1,000 virtual ranks on digits under three policies, figures in demo/"
+	@echo "make demo    five policies against the clock, 1,000 virtual ranks, 4 real ones: figures in demo/"
 	@echo "make test    lint, types, layering, all tests"
 	@echo "make bench   benchmarks"
 

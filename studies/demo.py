@@ -1,61 +1,100 @@
-"""The main job: 1,000 virtual ranks learn digits under three policies, then 4 real MPI ranks run the same file.
+"""The main job: five policies of exchange against the clock, in two settings; then 1,000 virtual ranks; then real ones.
 
-    spawnsim study demo            (three to five minutes on 2 cores)
-    spawnsim study demo --quick    (64 virtual ranks)
+    spawnsim study demo            (three to four minutes on 2 cores)
+    spawnsim study demo --quick    (fewer ranks, one seed)
 
-It writes, into runs/demo or the folder given by --out: convergence and diversity against seconds and iterations,
-who was replaced when and by whom, and real ranks (markers) over virtual ones (lines).
+On a cluster in which one rank in twenty is ten times slower than the others, digits are learnt twice: by ranks
+whose data differ, and by ranks whose learning rates differ. It writes, into runs/demo or the folder given by --out:
+accuracy against virtual time, and a table with the time to a target; of 1,000 ranks, who was replaced when and by whom;
+and real ranks (markers) over virtual ones (lines).
 """
+
+import math
 
 import numpy as np
 
-from spawnsim.plots import convergence, diversity, lineage, raster
+from spawnsim.plots import convergence, lineage, raster, series
 from spawnsim.study import Cell, Context
 
-POLICIES = ("none", "average", "selective")
-LEARNING = {
-    "iterations": 200,
-    "alpha": 1.0,
-    "judge": "accuracy",
-    "accuracy_every": 5,
-    "replacement_ratio": 0.3,
+POLICIES = ("none", "average", "selective", "groups", "clock")
+SETTINGS = {
+    "Data differ": {"alpha": 0.3, "spread": 0.0},
+    "Learning rates differ": {"alpha": None, "spread": 2.0},
 }
-CLUSTER = {"platform": "ethernet-10g", "stragglers": "lognormal:0.3", "compute": "10 ms"}
-WIDER = {
+LEARNING = {"iterations": 200, "average_every": 10, "replacement_ratio": 0.5, "judge": "accuracy"}
+MEASURED = {"consensus_every_s": 0.1}  # as a round begins, like the accuracy: just after it, both are higher
+CLUSTER = {"platform": "ethernet-10g", "stragglers": "slow:0.05,10", "compute": "10 ms"}
+SEEDS = (7, 8, 9)
+TARGET = 0.8
+REAL = {
+    "alpha": 1.0,
     "hidden": (256, 256),
     "iterations": 400,
-}  # on real ranks, a step that takes a millisecond rather than 0.1
+}  # there a step takes a millisecond rather than 0.1
+ON_REAL_RANKS = ("none", "average", "selective")
 
 
 def study(context: Context) -> None:
-    """Run the virtual cluster, draw; run real ranks and their virtual twins, draw; print the table."""
-    cluster = context.sweep(cells(context, ranks=64 if context.quick else 1000, world=CLUSTER))
-    runs = [each.run for each in cluster]
-    for name in ("accuracy", "loss"):
-        context.save(convergence.figure(runs, name), f"convergence-{name}")
-    context.save(diversity.figure(runs), "diversity")
-    context.save(raster.figure(runs[-1]), "replacement-raster")
-    context.save(lineage.figure(runs[-1]), "replacement-lineage")
-
-    real = context.alone().sweep(cells(context, WIDER, ranks=4, backend="mpi"))
-    twins = on_virtual_twins(context, real)
-    both = [each.run for each in twins + real]
-    context.save(convergence.figure(both, title="One file, virtual and real"), "real-and-virtual")
-
-    show(context, cluster + real)
+    """Run each part and draw it; print the tables."""
+    virtual(context)
+    real(context)
+    context.say(f"all of it is in {context.out}/")
 
 
-def cells(context, more=None, **where):
-    """One run of studies/digits.py per policy, at some place."""
-    file, learning = context.file("digits.py"), LEARNING | (more or {})
-    return [Cell(file=file, seed=7, parameters={"policy": name, **learning}, **where) for name in POLICIES]
+def virtual(context):
+    """All policies in both settings, over seeds; and many ranks: who is replaced, and by whom."""
+    ranks, crowd, seeds = (32, 100, SEEDS[:1]) if context.quick else (64, 1000, SEEDS)
+    crowded = cell(
+        context, "selective", ranks=crowd, seed=SEEDS[0], world=CLUSTER, **SETTINGS["Learning rates differ"]
+    )
+    cells = {
+        setting: [
+            cell(context, policy, ranks=ranks, seed=seed, world=CLUSTER, **how, **MEASURED)
+            for policy in POLICIES
+            for seed in seeds
+        ]
+        for setting, how in SETTINGS.items()
+    }
+    many, *others = context.sweep([crowded, *(each for some in cells.values() for each in some)])
+    results = iter(others)
+    runs = {setting: [next(results).run for _ in some] for setting, some in cells.items()}
+    context.save(
+        convergence.race(runs, TARGET, "Which exchange of weights? It depends on what differs among ranks"),
+        "race",
+    )
+    show(context, [row for setting, some in runs.items() for row in rows(setting, some)], "race")
+    context.say(
+        f"{crowd:,} ranks took {many.cost.wall_s:.0f} s and {many.cost.peak_memory_B / 2**20:.0f} MiB"
+    )
+    context.save(raster.figure(many.run), "replacement-raster")
+    context.save(lineage.figure(many.run), "replacement-lineage")
 
 
-def on_virtual_twins(context, real):
-    """4 virtual ranks that compute for as long as the real ones did without any policy: nothing else is fitted."""
-    step_s = seconds_per_iteration(real[POLICIES.index("none")].run)
+def real(context):
+    """Four real ranks, and four virtual ones that compute for as long as these did without any policy."""
+    measured = context.alone().sweep(
+        [cell(context, policy, ranks=4, backend="mpi", **REAL) for policy in ON_REAL_RANKS]
+    )
+    step_s = seconds_per_iteration(measured[ON_REAL_RANKS.index("none")].run)
     context.say(f"an iteration took {1e3 * step_s:.2g} ms on a real rank; its virtual twin is given that")
-    return context.sweep(cells(context, WIDER, ranks=4, world={"platform": "laptop", "compute": step_s}))
+    world = {"platform": "laptop", "compute": step_s}
+    twins = context.sweep([cell(context, policy, ranks=4, world=world, **REAL) for policy in ON_REAL_RANKS])
+    both = [each.run for each in twins + measured]
+    context.save(convergence.figure(both, title="One file, virtual and real"), "real-and-virtual")
+    show(context, [ended(virtual, on_mpi) for virtual, on_mpi in zip(twins, measured, strict=True)], "real")
+
+
+def cell(context, policy, *, ranks, seed=SEEDS[0], backend="virtual", world=None, **parameters):
+    """One run of studies/digits.py."""
+    learning = {"policy": policy} | LEARNING | parameters
+    return Cell(
+        file=context.file("digits.py"),
+        ranks=ranks,
+        seed=seed,
+        backend=backend,
+        parameters=learning,
+        world=world or {},
+    )
 
 
 def seconds_per_iteration(run):
@@ -64,29 +103,54 @@ def seconds_per_iteration(run):
     return float(f"{steps_s.mean():.2g}")
 
 
-COLUMNS = "{policy:10} {ranks:>13} {accuracy:>9} {seconds:>9} {replaced:>9} {wall:>9} {memory:>9}  {digest}"
+# ------------------------------------------------------------------------------------------------------- tables
+def rows(setting, runs):
+    """What each policy came to: the median over seeds, and over ranks where it is of their own models."""
+    for policy in POLICIES:
+        some = [run for run in runs if run.what["parameters"]["policy"] == policy]
+        own = [convergence.curve(run.table, "accuracy", points=convergence.POINTS) for run in some]
+        mean = [convergence.of_mean_model(run) for run in some]
+        yield {
+            "setting": setting.lower(),
+            "policy": policy,
+            "ranks' accuracy": over_seeds([info.end for info in own], ".2f"),
+            f"at {TARGET:g}": over_seeds([convergence.first_at(info, TARGET) for info in own], ".1f", " s"),
+            "mean model": over_seeds([info.end for info in mean], ".2f"),
+            f"mean at {TARGET:g}": over_seeds([convergence.first_at(info, TARGET) for info in mean], ".1f", " s"),
+            "median rank ended": over_seeds(
+                [float(np.median(series.per_rank_last(run.table, "time_s"))) for run in some], ".1f", " s"
+            ),
+        }  # fmt: skip
 
 
-def show(context, results):
-    """Print a table, one line per run, and keep it as JSON."""
-    names = ("policy", "ranks", "accuracy", "seconds", "replaced", "wall", "memory", "digest")
-    rows = [row(each) for each in results]
-    for each in [dict(zip(names, names, strict=True)), *rows]:
-        context.say(COLUMNS.format(**each))
-    context.save_table(rows, "summary")
-    context.say(f"all of it is in {context.out}/")
+def over_seeds(values, form, unit=""):
+    """The median over seeds, with the least and largest value; "never" where the half did not come there."""
+    median, low, high = (float(f(values)) for f in (np.median, min, max))
+    if not math.isfinite(median):
+        return "never" if not math.isfinite(low) else f"never (one: {low:{form}}{unit})"
+    shown = f"{median:{form}}{unit}"
+    highest = f"{high:{form}}" if math.isfinite(high) else "never"
+    return shown if len(values) == 1 else f"{shown} ({low:{form}} to {highest})"
 
 
-def row(result):
-    """What a run came to: the accuracy is the median over ranks at the end."""
-    totals, cost, real = result.run.totals, result.cost, result.cell.backend != "virtual"
+def ended(virtual, measured):
+    """The end of a run on virtual ranks and on real ones."""
+    ends = [
+        float(np.median(series.per_rank_last(each.run.table, "accuracy"))) for each in (virtual, measured)
+    ]
+    seconds = [convergence.training_s(each.run) for each in (virtual, measured)]
     return {
-        "policy": result.cell.parameters["policy"],
-        "ranks": f"{result.cell.ranks:,} {'real' if real else 'virtual'}",
-        "accuracy": f"{convergence.curve(result.run.table, 'accuracy', over='iteration').median[-1]:.3f}",
-        "seconds": f"{convergence.training_s(result.run):.3g} s",
-        "replaced": f"{totals['replacements']:,}",
-        "wall": f"{cost.wall_s:.1f} s",
-        "memory": f"{cost.peak_memory_B / 2**20:.0f} MiB",
-        "digest": totals["digest"] or "(real time has none)",
+        "policy": virtual.cell.parameters["policy"],
+        "accuracy, virtual": f"{ends[0]:.4f}",
+        "real": f"{ends[1]:.4f}",
+        "seconds, virtual": f"{seconds[0]:.2f}",
+        "real ": f"{seconds[1]:.2f}",
     }
+
+
+def show(context, table, stem):
+    """Print a table, one line per row, and keep it as JSON."""
+    widths = {name: max(len(name), *(len(row[name]) for row in table)) for name in table[0]}
+    for row in [dict(zip(widths, widths, strict=True)), *table]:
+        context.say("  ".join(f"{row[name]:<{width}}" for name, width in widths.items()).rstrip())
+    context.save_table(table, stem)

@@ -1,50 +1,70 @@
-"""Digits on many ranks, under one of three policies: "none", "average" (everybody), "selective" (best replace worst).
+"""Digits on many ranks, under one of five policies of exchange.
 
     spawnsim run studies/digits.py --ranks 1000 --platform ethernet-10g --straggler lognormal:0.3 --seed 7 --out runs/a
     spawnsim run studies/digits.py --ranks 1000 --set policy=average --set alpha=0.1 --seed 7 --out runs/b
     spawnsim run studies/digits.py --backend mpi -n 4 --seed 7 --out runs/c
     spawnsim plot runs/a runs/b runs/c
 
-`pip install "spawnsim[demo]"` brings the images.
+"none"; "average" (everybody, in step); "selective" (the worst take the mean of eight others); "groups" (random ones,
+and nobody waits); "clock" (everybody, by the clock, beside training). `pip install "spawnsim[demo]"` brings the images.
 """
+
+from contextlib import nullcontext
 
 from spawnsim import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 from spawnsim.errors import ParameterError
+from spawnsim.policies import AsyncModelAveragePolicy, Consensus, DecentralizedAveragingPolicy
+from spawnsim.policies.groups import RandomGroups
 from spawnsim.workloads import Digits
+
+POLICIES = ("none", "average", "selective", "groups", "clock")
 
 
 def main(
     comm,
-    policy="selective",  # "none", "average" or "selective"
+    policy="selective",  # one of the five
     iterations=200,
     alpha=0.3,  # Dirichlet split of the classes over ranks; 0.1: one or two digits each; None: even
+    spread=0.0,  # of the ranks' learning rates: 0.1 · exp(spread · N(0, 1))
     average_every=10,
     replacement_ratio=0.2,  # of the ranks, the worst ones; "selective" alone
-    cooldown=0,  # iterations between two replacements of one rank, at least; likewise
+    cooldown=0,  # iterations between two rounds of replacements, at least; likewise
     compression=None,  # of the models that "selective" sends: "float16", "bfloat16", "blockwise8", …; None: none
+    group_size=16,  # of "groups"
+    interval_ms=50.0,  # of "clock"
     accuracy_every=10,
+    consensus_every_s=None,  # seconds between judgements of the mean of all models; None: never
     hidden=(32,),  # widths of the hidden layers
     judge="loss",  # selection goes by "loss" (of the own batch) or "accuracy" (on the held-out images not reported)
 ):
     """Train on this rank's shard, and exchange models with the others."""
-    digits = Digits(comm.rng, comm.Get_rank(), comm.Get_size(), alpha=alpha, hidden=hidden)
+    if policy not in POLICIES:
+        raise ParameterError(f"policy={policy!r}: choose {', '.join(POLICIES)}")
+    lr = 0.1 * float(comm.rng("rate").lognormal(0.0, spread))
+    digits = Digits(comm.rng, comm.Get_rank(), comm.Get_size(), alpha=alpha, hidden=hidden, lr=lr)
     model, optimizer = digits.build()
 
-    if policy == "none":
-        exchange = None
-    elif policy == "average":
+    exchange, training = None, nullcontext
+    if policy == "average":
         exchange = AverageAllPolicy(average_every=average_every)
     elif policy == "selective":
         exchange = AsyncSelectiveAveragingPolicy(
             digits.build, average_every=average_every, replacement_ratio=replacement_ratio, cooldown=cooldown,
             compression=compression,
         )  # fmt: skip
-    else:
-        raise ParameterError(f'policy={policy!r}: choose "none", "average" or "selective"')
+    elif policy == "groups":
+        exchange = DecentralizedAveragingPolicy(
+            average_every, asynchronous=True, matchmaking=RandomGroups(group_size), target_group_size=group_size,
+            min_matchmaking_time=0.05, request_timeout=0.04, step_timeout=0.3,
+        )  # fmt: skip
+    elif policy == "clock":
+        exchange = AsyncModelAveragePolicy(sync_interval_ms=interval_ms, background=True)
+        training = exchange.weights  # held while a step changes them
 
     judged, reported = (slice(0, None, 2), slice(1, None, 2)) if judge == "accuracy" else (None, slice(None))
+    consensus = Consensus(comm, model, consensus_every_s) if consensus_every_s else None
     for iteration in range(iterations):
-        with comm.compute() as block:
+        with comm.compute() as block, training():
             loss = digits.step(model, optimizer)
         if judged is None:
             metric = -loss
@@ -53,9 +73,15 @@ def main(
         info = {}
         if exchange is not None:
             model, optimizer, info = exchange(iteration, model, optimizer, local_metric=metric, group=comm)
+            info.pop("missing", None)  # of "groups": who did not come, which is no number
         if (iteration + 1) % accuracy_every == 0:  # measured outside of compute(): free on virtual ranks
             info = {**info, "accuracy": digits.accuracy(model, reported)}
+        if consensus is not None:
+            consensus.passed(model)
         comm.record(iteration=iteration, loss=loss, compute_s=block.seconds, **info)
 
     if exchange is not None:
         exchange.shutdown()
+    if consensus is not None:
+        for at_s, mean in consensus.means():
+            comm.record.event("consensus", at_s=at_s, accuracy=digits.accuracy(mean, reported))

@@ -318,6 +318,24 @@ def test_json_prints_the_totals_alone(train: Path, capsys: pytest.CaptureFixture
     assert captured.err == "hello\nhello\n"
 
 
+def test_warnings_of_a_run_are_printed_once_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Events "warning" of 12 ranks, of which two say the same; a row without `iteration` leaves the total alone."""
+    file = tmp_path / "warns.py"
+    file.write_text(
+        "def main(comm):\n    for iteration in range(4):\n        comm.record(iteration=iteration)\n"
+        "    comm.record(score=1.0)\n    if comm.rank > 9:\n        comm.record.event('warning', text='too long')\n"
+    )
+    assert cli.main(["run", str(file), "-n", "12", "--out", str(tmp_path / "a")]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "spawnsim: warning: too long\n"
+    assert "iterations       4\n" in captured.out
+    assert spawnsim.Run.load(tmp_path / "a").what["warnings"] == ["too long"]
+    assert cli.main(["run", str(file), "-n", "12", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.usefixtures("paper")
 def test_a_raising_program_shows_its_own_traceback_once(
     train: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

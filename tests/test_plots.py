@@ -499,6 +499,48 @@ def test_every_axis_has_a_label(runs: list[plots.Recorded]):
         assert not bare, stem
 
 
+def told(accuracies: list[float], policy: str = "selective", seed: int = 7) -> Run:
+    """Return a run of 20 ranks whose mean model has these accuracies, 50 ms apart."""
+    run = synthetic.run(policy, ranks=20, iterations=30, seed=seed)
+    means = [
+        {"kind": "consensus", "time_s": 9.0, "rank": 0, "at_s": 0.05 * tick, "accuracy": each}
+        for tick, each in enumerate(accuracies)
+    ]
+    return dataclasses.replace(run, events=[*run.events, *means])
+
+
+def test_the_mean_model_has_a_curve_and_a_time_at_which_it_reaches_a_target():
+    """The first time counts, also where it falls back; a target that is never reached is infinitely far."""
+    info = convergence.of_mean_model(told([0.1, 0.7, 0.85, 0.7, 0.9]))
+    assert info.x.tolist() == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
+    assert [convergence.first_at(info, target) for target in (0.1, 0.8, 0.95)] == [0, 0.1, np.inf]
+    with pytest.raises(
+        ParameterError, match=r'no event "consensus" was recorded: see spawnsim.policies.Consensus'
+    ):
+        convergence.of_mean_model(synthetic.run(ranks=3))
+
+
+def test_a_race_has_a_row_for_each_setting_and_names_each_policy_once_in_it():
+    """Three seeds each are drawn, and the caption says so, with the target; policies look alike in all rows."""
+    runs = [told([0.1, 0.5, 0.9], policy, seed) for policy in ("none", "average") for seed in (1, 2, 3)]
+    figure = convergence.race({"Data differ": runs, "Rates differ": runs[:3]}, 0.8, "Who is first?")
+    assert [len(ax.texts) for ax in figure.axes] == [0, 2, 0, 1]
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
+    assert titles[1] == "Data differ:\nthe mean of all ranks' models" and titles[2].startswith(
+        "Rates differ:"
+    )
+    caption = figure._supxlabel.get_text().replace("\n", " ")
+    assert "thin: each of 3 seeds" in caption and caption.endswith("dotted: accuracy 0.8")
+    assert figure.axes[1].lines[0].get_color() == figure.axes[3].lines[0].get_color()
+
+
+def test_a_raster_ends_when_half_of_the_ranks_have_ended():
+    """One straggler that goes on alone does not leave the axis empty."""
+    rows = table(rank=[0, 1, 2], time_s=[2, 2.5, 40])
+    run = Run({"backend": "virtual"}, Table(rows), events((1, 1.0, [0])), {"ranks": 3})
+    assert raster.of(run).end_s == 2.5
+
+
 def test_draw_takes_given_axes_or_makes_its_own(runs: list[plots.Recorded]):
     """`draw(info)` returns new axes, `draw(info, ax)` the given ones."""
     ax = Figure().subplots()

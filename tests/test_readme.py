@@ -56,6 +56,14 @@ def test_the_program_gives_one_digest_per_seed(train: Path) -> None:
     assert first["replacements"] > 0
 
 
+def test_the_program_exchanges_again_and_again(train: Path) -> None:
+    """Replacements come in most rounds, and nothing is to be warned of: its settings fit its length."""
+    run = spawnsim.run(train, ranks=20, seed=7, stragglers="lognormal:0.3")
+    rounds = {event["round"] for event in run.events if event["kind"] == "replacement"}
+    assert rounds >= {10, 20, 30, 40, 50, 60, 70, 80}
+    assert "warnings" not in run.what
+
+
 @pytest.mark.mpi
 def test_the_same_file_runs_on_real_ranks(train: Path) -> None:
     """Unchanged, under mpiexec."""

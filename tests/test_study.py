@@ -383,3 +383,13 @@ def test_the_networks_figure_says_what_its_bars_say(table: list[list[float]], sa
     drawn = figure(np.array(table, dtype=float), 8, 256 * 2**10)
     assert says in drawn.get_suptitle()
     assert "256 KiB" in drawn.get_supxlabel()
+
+
+def test_a_pool_tells_its_processes_to_use_one_thread_and_leaves_the_environment_alone(monkeypatch):
+    """Libraries ask when they are loaded, which is before a process gets its run."""
+    for name in threads.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with sweeping.pool(1) as executor:
+        assert executor.submit(os.getenv, "OMP_NUM_THREADS").result() == "1"
+        first, second = (executor.submit(os.getpid).result() for _ in range(2))
+    assert first != second and "OMP_NUM_THREADS" not in os.environ

@@ -116,5 +116,19 @@ def test_hypergrid_tells_each_mode_once(spies):
 @pytest.mark.parametrize("study", ["digits", "hypergrid"])
 def test_an_unknown_policy_is_refused_with_the_known_ones(study, spies):
     """The message lists what can be chosen."""
-    with pytest.raises(ParameterError, match="policy='gossip': choose \"none\""):
+    with pytest.raises(ParameterError, match=r"policy='gossip': choose \"?none"):
         load(STUDIES / f"{study}.py")(Solo(), policy="gossip")
+
+
+@pytest.mark.parametrize("policy", ["none", "average", "selective", "groups", "clock"])
+def test_digits_judges_the_mean_of_all_models_under_each_policy(policy):
+    """12 ranks with learning rates of their own: at each tenth of a second, until the last one has ended."""
+    how = {"policy": policy, "iterations": 40, "spread": 0.5, "group_size": 4, "consensus_every_s": 0.1}
+    run = spawnsim.run(
+        STUDIES / "digits.py", ranks=12, parameters=how, compute="10 ms", stragglers="lognormal:0.3"
+    )
+    found = [event for event in run.events if event["kind"] == "consensus"]
+    assert [event["at_s"] for event in found] == pytest.approx([0.1 * tick for tick in range(len(found))])
+    assert 0.1 * len(found) > run.table["time_s"].max() > 0.4 - 1e-6
+    assert found[0]["accuracy"] < 0.3 < 0.5 < found[-1]["accuracy"]
+    assert run.totals["iterations"] == 40

@@ -75,7 +75,7 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
 
 
 def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here: Here) -> int:
-    from spawnsim.cli.run import show
+    from spawnsim.cli.run import show, tell
     from spawnsim.real.launching.keeper import keep
     from spawnsim.real.launching.launch import require_fit
     from spawnsim.real.launching.roll import ENDED, SURVIVE, scratch, sign, sign_stage
@@ -102,6 +102,8 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
         ) as error:  # before its program began; one of the program itself does not come here
             return _never_began(error, here)
     if result is not None:
+        if not options.quiet:
+            tell(result.what)
         show(result, as_json=options.json, quiet=options.quiet, out=options.out)
     sign_stage(ENDED, here.rank, os.environ)
     return 0

@@ -107,7 +107,7 @@ def program_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def tell(what: Mapping[str, Any]) -> None:
-    """Print what the user of an unmodified program should know."""
+    """Print what was noticed of a run, a line each."""
     for kind in ("note", "warning"):
         for sentence in what.get(f"{kind}s", ()):
             print(f"spawnsim: {kind}: {sentence}", file=sys.stderr)

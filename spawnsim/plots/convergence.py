@@ -5,7 +5,7 @@ This room knows curves; it must not know policies' insides. `curve` is pure, `dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from spawnsim.plots.series import (
 from spawnsim.plots.source import Group, Groups, Recorded, clock_of, grouped, is_real
 
 BANDS = 6  # of more curves none has its band drawn: they would be one brown area
+POINTS = 2000  # of a curve whose axis is logarithmic: 240 would leave its beginning to a few
 QUANTITIES = {"loss": "loss on own data", "accuracy": "test accuracy", "wait_s": "waiting time (s)"}
 
 
@@ -54,14 +55,31 @@ class Curve(NamedTuple):
         return float((self if len(self.median) else longest).median[-1])
 
 
-def curve(table: Table, name: str, *, over: str = "time_s", band: tuple[float, float] = BAND) -> Curve:
+def curve(
+    table: Table, name: str, *, over: str = "time_s", band: tuple[float, float] = BAND, points: int = 240
+) -> Curve:
     """Return the median and band over ranks of one run, each rank's last value carried forward."""
-    grid = carried_forward(table, name, over)
+    grid = carried_forward(table, name, over, points)
     low, median, high = quantiles(grid, (band[0], 0.5, band[1]))
     known = ~np.isnan(median)
     if not known.any():
         raise ParameterError(f"column {name!r}: fewer than half of the ranks have a number, at any time")
     return Curve(grid.x[known], median[known], low[known], high[known])
+
+
+def of_mean_model(run: Recorded) -> Curve:
+    """Return the accuracy of the mean of all ranks' models over time, from a run's events "consensus"."""
+    told = [event for event in run.events if event.get("kind") == "consensus"]
+    if not told:
+        raise ParameterError('no event "consensus" was recorded: see spawnsim.policies.Consensus')
+    at_s, accuracy = (np.array([event[name] for event in told], dtype=float) for name in ("at_s", "accuracy"))
+    return Curve(at_s, accuracy, accuracy, accuracy)
+
+
+def first_at(info: Curve, target: float) -> float:
+    """Return where a curve first reaches a height; infinite if it never does."""
+    reached = np.flatnonzero(info.median >= target)
+    return float(info.x[reached[0]]) if len(reached) else float("inf")
 
 
 def since_start(run: Recorded) -> Table:
@@ -78,7 +96,7 @@ def training_s(run: Recorded) -> float:
     return float(since_start(run)["time_s"].max(initial=0.0))
 
 
-def over_seeds(curves: Sequence[Curve], *, level: float = 0.9, seed: int = 0) -> Curve:
+def over_seeds(curves: Sequence[Curve], *, level: float = 0.9, seed: int = 0, points: int = 240) -> Curve:
     """Return the median over seeds of the runs' medians, where all of them have values; one curve as it is.
 
     From five seeds on low and high are those of a bootstrap interval; of fewer they are the median's.
@@ -88,7 +106,7 @@ def over_seeds(curves: Sequence[Curve], *, level: float = 0.9, seed: int = 0) ->
     first, last = max(c.x[0] for c in curves), min(c.x[-1] for c in curves)
     x = np.unique(np.concatenate([c.x for c in curves]))
     x = x[(x >= first) & (x <= last)]
-    x = x[style.evenly(len(x), 240)] if len(x) else x
+    x = x[style.evenly(len(x), points)] if len(x) else x
     heights = np.stack([resampled(c.x, c.median, x) for c in curves])
     if len(curves) < FEW:
         median = low = high = np.median(heights, axis=0)
@@ -175,7 +193,10 @@ def lines_caption(found: Groups, curves: Sequence[Curve], one: str) -> str:
             parts.append("thin: single seeds that go on longer")
     virtual = [group for group in found if not group.real]
     if len(virtual) < len(found.groups):
-        parts.append("markers: real ranks, median, seconds since each rank's first row")
+        made = [run.what.get("made") for group in found if group.real for run in group.runs]
+        machines = {str(each["machine"]) for each in made if isinstance(each, Mapping) and "machine" in each}
+        where = f" on {machines.pop()}" if len(machines) == 1 else ""
+        parts.append(f"markers: real ranks{where}, median, seconds since each rank's first row")
     return "; ".join(parts)
 
 
@@ -208,6 +229,55 @@ def figure(runs: Sequence[Recorded] | Groups, name: str = "accuracy", title: str
         if {group.real for group in found} == {False, True}:
             _explain_markers(left)
     return drawn
+
+
+def race(settings: Mapping[str, Sequence[Recorded]], target: float, title: str) -> Figure:
+    """Return a figure of accuracy against the clock: a row for each setting, the ranks' own models beside their mean.
+
+    Args:
+        settings: runs by what is said of them; within one, runs differ in their policy and seed alone.
+        target: an accuracy at which a line is drawn.
+        title: of the figure.
+    """
+    rows = {name: grouped(runs) for name, runs in settings.items()}
+    looks = style.looks(group.name for found in rows.values() for group in found)
+    own, mean = "each rank's own model, median over ranks", "the mean of all ranks' models"
+    with style.talk():
+        drawn = Figure(figsize=(10.8, 1.8 + 3.1 * len(rows)))
+        panels = drawn.subplots(len(rows), 2, sharex=True, sharey=True, squeeze=False)
+        curves: list[Curve] = []
+        for (name, found), (left, right) in zip(rows.items(), panels, strict=True):
+            for ax, what in ((left, own), (right, mean)):
+                ends = _run_against_the_clock(found, ax, looks, curves, whole=ax is right)
+                ax.axhline(target, color="#777777", linewidth=1.0, linestyle=":")
+                ax.set_title(f"{name}:\n{what}", fontsize=12)
+            left.set_ylabel("test accuracy")
+            style.label_ends(right, ends, looks)
+        panels[0, 0].set(xscale="log", xlim=(0.1, max(info.x[-1] for info in curves)), ylim=(0, 1))
+        for ax in panels[-1]:
+            ax.set_xlabel(clock_of([run for found in rows.values() for run in found.runs]))
+            style.plain_seconds(ax)
+        everything = grouped([run for found in rows.values() for run in found.runs])
+        lines = lines_caption(everything, curves, "line: one seed")
+        style.frame(drawn, title, f"{everything.caption()}\n{lines}; dotted: accuracy {target:g}")
+    return drawn
+
+
+def _run_against_the_clock(
+    found: Groups, ax: Axes, looks: Mapping[str, style.Look], curves: list[Curve], *, whole: bool
+) -> dict[str, float]:
+    """Draw each group's curve, `whole`: of the mean model; return the heights at which they end, by label."""
+    ends = {}
+    for group in found:
+        each = [
+            of_mean_model(run) if whole else curve(since_start(run), "accuracy", points=POINTS)
+            for run in group.runs
+        ]
+        info = over_seeds(each, points=POINTS)
+        draw(info, ax, look=looks[group.name], band=info.runs >= FEW)
+        curves.append(info)
+        ends[group.label] = info.end
+    return ends
 
 
 def _virtual_first(found: Groups, ends: dict[str, float]) -> dict[str, float]:

@@ -11,12 +11,17 @@ from matplotlib.figure import Figure
 
 from spawnsim.plots import style
 from spawnsim.plots.replacement import Replacements, per_rank, rank_edges, replacements
+from spawnsim.plots.series import per_rank_last
 from spawnsim.plots.source import Recorded, clock_of, grouped, label, ranks_of
 
 
 def of(run: Recorded) -> Replacements:
-    """Return the replacements of a run, up to its last recorded row: shutting down may take seconds more."""
-    return replacements(run.events, ranks_of(run), float(run.table["time_s"].max(initial=0.0)))
+    """Return the replacements of a run, until half of its ranks have recorded their last row.
+
+    Stragglers that go on alone would leave most of an axis empty. Replacements that come later count, and end it.
+    """
+    ends_s = per_rank_last(run.table, "time_s")
+    return replacements(run.events, ranks_of(run), float(np.median(ends_s)) if len(ends_s) else 0.0)
 
 
 def draw(info: Replacements, ax: Axes | None = None, *, colour: str = style.LOOKS[1].colour) -> Axes:
@@ -36,7 +41,7 @@ def draw(info: Replacements, ax: Axes | None = None, *, colour: str = style.LOOK
 def _draw_rate(info: Replacements, ax: Axes, colour: str) -> None:
     counts, edges = np.histogram(info.time_s, bins=120, range=(0, info.end_s or 1))
     ax.stairs(counts / max(np.diff(edges)[0], 1e-12), edges, fill=True, color=colour, alpha=0.75)
-    ax.set_ylabel("per second", fontsize=11)
+    ax.set_ylabel("replaced\nper second", fontsize=11)
     ax.locator_params(axis="y", nbins=3)
     ax.tick_params(labelbottom=False)
     style.in_thousands(ax, "y")
@@ -55,7 +60,8 @@ def _draw_margin(info: Replacements, ax: Axes, colour: str) -> None:
         color=colour,
         alpha=0.75,
     )
-    ax.set_xlabel("times\nreplaced", fontsize=11)
+    mean = f",\nmean of {most}" if (most := int(held.max(initial=1))) > 1 else ""
+    ax.set_xlabel(f"times\nreplaced{mean}", fontsize=11)
     ax.set_xlim(left=0)
     ax.tick_params(labelleft=False)
 

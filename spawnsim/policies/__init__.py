@@ -12,6 +12,7 @@ from __future__ import annotations
 from spawnsim.policies.average_all import AverageAllPolicy
 from spawnsim.policies.by_clock import AsyncModelAveragePolicy
 from spawnsim.policies.cadence import Cadence, Every, When
+from spawnsim.policies.consensus import Consensus
 from spawnsim.policies.deadlines import Adaptive, Deadline, Fixed
 from spawnsim.policies.donors import Best, ByMetric, Neighbours, Uniform
 from spawnsim.policies.groups import DecentralizedAverager, DecentralizedAveragingPolicy
@@ -34,6 +35,7 @@ __all__ = [
     "Best",
     "ByMetric",
     "Cadence",
+    "Consensus",
     "Deadline",
     "DecentralizedAverager",
     "DecentralizedAveragingPolicy",

@@ -42,6 +42,7 @@ class Replacement:
     nbytes: int = 0
     wait_s: float = 0.0
     unmatched: tuple[str, ...] = ()
+    mode: str = ""  # "max" or "min", where it is known which metrics are better
 
     @property
     def staleness(self) -> int:
@@ -69,7 +70,7 @@ class Replacement:
             versions=[gift.iteration for gift in self.gifts], asked=self.asked, metric=self.metric, low=self.low,
             high=self.high, bytes=self.nbytes, wait_s=self.wait_s, served=served,
             strategy=renewal.strategy, momentum=renewal.momentum, rule=renewal.rule,
-            optimizer_state=renewal.travels.optimizer_state,
+            optimizer_state=renewal.travels.optimizer_state, mode=self.mode,
         )  # fmt: skip
         if self.unmatched:
             shown = ", ".join(self.unmatched[:5]) + (", …" if len(self.unmatched) > 5 else "")

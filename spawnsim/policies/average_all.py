@@ -61,6 +61,7 @@ class AverageAllPolicy(SpawnPolicy):
         self.timing = timing if timing is not None else {}
         self.num_averagings = self.num_healed = 0
         self._bound: tuple[object, Comm] | None = None
+        self._latest: tuple[int, object] | None = None  # iteration and group
         self._mean: GroupMean | None = None
         self._collect, self._live = Collector(self.travels), dict[str, torch.Tensor]()
         self._idle = blank_info("none", self.average_every)
@@ -77,6 +78,7 @@ class AverageAllPolicy(SpawnPolicy):
         info = self._idle.copy()
         if local_metric is not None:
             info["local_metric"] = as_metric(local_metric)
+        self._latest = (iteration, group)
         if self.cadence.due(iteration):
             self._average(self._comm(group), model, optimizer, info)
         return model, optimizer, info
@@ -118,6 +120,12 @@ class AverageAllPolicy(SpawnPolicy):
             )
         self._live = live
         return self._mean
+
+    def shutdown(self) -> None:
+        """Say so if the cadence was longer than the run. Not collective; may be called twice."""
+        latest, self._latest = self._latest, None
+        if latest is not None:
+            self.warn_if_never_due(*latest)
 
     @property
     def stats(self) -> dict[str, float]:

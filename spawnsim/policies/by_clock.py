@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError, UsageError, WorldError
 from spawnsim.policies.groups.parts import Vector
 from spawnsim.policies.groups.peers import Mode, check_mode
@@ -82,6 +83,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         self._wanted = True
         self._background = background
         self._group: object = None
+        self._began_s = math.inf  # when averaging by the clock began
         self._engine: ProgressEngine | None = None
         self._model: torch.nn.Module | None = None
         self._weights = Lock()
@@ -155,7 +157,8 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         """Begin to average by the clock, if that is wanted."""
         self._started = True
         if self._wanted:
-            engine.exchanges.set_active(True, engine.comm.clock.now())
+            self._began_s = engine.comm.clock.now()
+            engine.exchanges.set_active(True, self._began_s)
 
     # ------------------------------------------------------------------------------------------- abort, resume
     @property
@@ -215,11 +218,18 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         if engine is None:
             return
         if self._started:
+            self._warn_if_too_slow(engine.comm)
             self._leave(engine, for_good=True)
         engine.stop(self.pace.patience_s)
         self._end(engine)
         self._warm_up.detach()
         self._engine = None
+
+    def _warn_if_too_slow(self, comm: Comm) -> None:
+        lasted_s = comm.clock.now() - self._began_s
+        if self.num_averagings == 0 and self.pace.interval_s > lasted_s > 0 and comm.Get_size() > 1:
+            longer = f"sync_interval_ms={1000 * self.pace.interval_s:g} exceeds"
+            self.warn(comm, f"{longer} the {1000 * lasted_s:.3g} ms of training: never averaged")
 
     @property
     def num_averagings(self) -> int:

@@ -48,6 +48,11 @@ class Every:
         if self.start < 0:
             raise ParameterError(f"start={self.start}: give an iteration of at least 0")
 
+    @property
+    def first(self) -> int:
+        """The first iteration after 0 at which to act."""
+        return -(-max(self.start, 1) // self.period) * self.period
+
     def due(self, iteration: int) -> bool:
         """Return whether `iteration` is a multiple of the period, not before `start`."""
         if iteration % self.period or iteration < self.start:

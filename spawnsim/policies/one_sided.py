@@ -211,7 +211,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             wait_s, (low, high) = comm.clock.now() - began_s, span(reports)
             account = Replacement(
                 iteration, compared if self._by_board else iteration, iteration, info["local_metric"], gifts, low, high,
-                nbytes, wait_s, new.unmatched,
+                nbytes, wait_s, new.unmatched, self.mode,
             )
             self._count(iteration, wait_s)
             self._rounds.close()
@@ -278,6 +278,10 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
     def shutdown(self) -> None:
         """Offer nothing any more and free the windows, if all others come within `windows.shutdown_timeout_s`."""
         opened, self._opened = self._opened, None
+        if opened is not None and self._by_board:
+            self.warn_if_never_due(self.total_iterations - 1, opened.comm)
+        elif opened is not None and self.replacement_mode == "age":
+            self.warn_if_all_lived(self.age_range, self.total_iterations, opened.comm)
         if opened is not None and not opened.close(self.windows.shutdown_timeout_s):
             logger.warning("rank %d: not all ranks came to free the windows: they stay", opened.comm.Get_rank())
 

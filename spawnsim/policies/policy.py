@@ -102,6 +102,28 @@ class SpawnPolicy(ABC):
     ) -> None:
         self.shutdown()
 
+    def warn(self, group: Any, sentence: str, *, by: int = 0) -> None:
+        """Record an event "warning", on one rank of the group alone: it becomes one of `run.what["warnings"]`."""
+        record = getattr(group, "record", None)  # of other packages' communicators nothing is recorded
+        if record is not None and group.Get_rank() == by:
+            record.event("warning", text=f"{type(self).__name__}: {sentence}")
+
+    def warn_if_never_due(self, last: int, group: Any) -> None:
+        """Warn if `average_every` is longer than a run whose last iteration is `last`, so that nothing happened."""
+        if isinstance(self.cadence, Every) and 0 < last < self.cadence.first:
+            only = " but the first" if self.cadence.at_zero else ""
+            self.warn(
+                group,
+                f"average_every={self.cadence.period} exceeds the {last + 1} iterations: due in none{only}",
+            )
+
+    def warn_if_all_lived(self, age_range: tuple[int, int], calls: int, group: Any) -> None:
+        """Warn if no rank can have reached the age at which it is replaced."""
+        if age_range[0] >= calls:
+            self.warn(
+                group, f"age_range={age_range} begins beyond the {calls} iterations: nobody was replaced"
+            )
+
     def note(self, step: str, seconds: float) -> None:
         """Add a duration to `timing` under a step's name."""
         self.timing.setdefault(step, []).append(seconds)

@@ -80,6 +80,9 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     names those to be replaced and their donors; donors answer at their next call with a snapshot of their current
     model, and the replaced rank takes it over at the first call after that. No call waits for another rank.
 
+    Ranks are compared by what they give as `local_metric`: it must mean the same on all of them, such as an accuracy on
+    the same held-out data. The loss on a rank's own data tells how hard these are, not how good its model is.
+
     Args:
         model_builder: makes the fresh (model, optimizer) that a replaced rank goes on with; None overwrites its own.
         average_every: iterations between reports.
@@ -149,6 +152,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self.timing = timing if timing is not None else {}
         self.unmatched: tuple[str, ...] = ()
         self._group: object = None
+        self._judged = False  # whether a metric was ever given
         self._exchange: Exchange | None = None
         self._age: Age | None = None
         self._resume: dict[str, Any] = {}
@@ -172,6 +176,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         info = self._idle.copy()
         if local_metric is not None:
             info["local_metric"] = as_metric(local_metric)
+            self._judged = True
         expired = self._age.tick() if self._age is not None else False
         if local_metric is not None and self.cadence.due(iteration):
             exchange.report(iteration, info["local_metric"], expired=expired)
@@ -224,7 +229,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         assignment = outcome.assignment
         account = Replacement(
             iteration, assignment.round, asked, info["local_metric"], gifts, assignment.low, assignment.high,
-            outcome.nbytes, outcome.wait_s, new.unmatched,
+            outcome.nbytes, outcome.wait_s, new.unmatched, self.mode,
         )  # fmt: skip
         account.tell(info, self.num_replacements)
         account.record(exchange.comm, self.renewal, served="before")
@@ -245,11 +250,24 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         if exchange is None or self._latest is None:
             return
         self._resume = self._progress(exchange)
+        self._warn_if_idle(exchange, self._latest[0])
         if not Leaving(exchange, *self._latest)():
             logger.warning(
                 "rank %d: shut down with %d messages under way", exchange.comm.rank, exchange.mailbox.unfinished
             )
         self._latest = None
+
+    def _warn_if_idle(self, exchange: Exchange, last: int) -> None:
+        """Say what has kept this policy from acting in a run whose last iteration is `last`, if anything has."""
+        comm, books = exchange.comm, exchange.coordinator
+        self.warn_if_never_due(last, comm)
+        if not self._judged and last > 0:
+            self.warn(comm, "it was given no local_metric: without one nobody is replaced")
+        if self.replacement_mode == "age":
+            self.warn_if_all_lived(self.age_range, last + 1, comm)
+        if books is not None and books.counts["cooldown"] and self._cooldown > last:
+            sentence = f"cooldown={self._cooldown} exceeds the {last + 1} iterations: one round replaced ranks"
+            self.warn(comm, f"{sentence}, {books.counts['cooldown']} later ones nobody", by=comm.Get_rank())
 
     @property
     def stats(self) -> dict[str, float]:

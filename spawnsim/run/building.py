@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from spawnsim.errors import ParameterError, RankError, SpawnsimError, StorageError
 from spawnsim.run import interrupts
 from spawnsim.run.program import Main, Program, program
-from spawnsim.run.result import FINISHED, Run, totals_of
+from spawnsim.run.result import FINISHED, Run, totals_of, warned
 from spawnsim.run.threads import one_thread
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class Keeper:
             self.what["warnings"] = [*self.what.get("warnings", ()), *mistakes]
         add_late(self.what, self._inputs, self.out)
         totals = totals_of(table, events, {"ranks": self.what.get("ranks")} | counted)
-        return Run(self.what, table, events, totals, outcome)
+        return Run(warned(self.what, table, events), table, events, totals, outcome)
 
     def _recorded(self) -> Recorder:
         from spawnsim.record import Recorder, merge

@@ -22,7 +22,7 @@ from spawnsim.errors import ParameterError, UnsupportedError, WorldError
 from spawnsim.run.bar import Steps
 from spawnsim.run.building import add_late, describe
 from spawnsim.run.program import Program
-from spawnsim.run.result import FINISHED, Run, results_digest, totals_of
+from spawnsim.run.result import FINISHED, Run, results_digest, totals_of, warned
 
 if TYPE_CHECKING:
     from spawnsim.record import Journal
@@ -162,7 +162,9 @@ def _result(merged: Merged, *, what: Mapping[str, Any], counted: Mapping[str, An
     known = {name: sum(each.get(name, 0) for each in of_ranks) for name in ("messages", "bytes", "events")}
     known["virtual_seconds"] = max((each.get("clock_s", 0.0) for each in of_ranks), default=0.0)
     totals = totals_of(table, events, {**counted, **known})
-    return Run(what, table, events, totals | {"digest": results_digest(table)}, outcome)
+    return Run(
+        warned(what, table, events), table, events, totals | {"digest": results_digest(table)}, outcome
+    )
 
 
 def tidy(out: Path, status: int, cause: str = "") -> bool:

@@ -36,6 +36,7 @@ TOTALS = (
   `_s`), so it tells whether two runs have come to equal results bit for bit; None if nothing was recorded.
 """
 FINISHED = "finished"
+LEAST_COMPARED = 20  # replacements, for a majority to say something
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,7 +44,7 @@ class Run:
     """What one run left behind.
 
     Attributes:
-        what: what ran: file, parameters, ranks, platform, seed, versions.
+        what: what ran: file, parameters, ranks, platform, seed, versions; "warnings": sentences, if there are any.
         table: numpy columns by name, one row per `comm.record`, ordered by rank; see `spawnsim.record.Table`.
         events: dicts with "kind", "time_s", "rank" and the event's own fields, by time.
         totals: the values named in `TOTALS`, see there.
@@ -130,6 +131,51 @@ def totals_of(table: Table, events: Sequence[Event], counted: Mapping[str, Any])
     return {name: own.get(name, counted.get(name)) for name in TOTALS}
 
 
+def warned(what: Mapping[str, Any], table: Table, events: Sequence[Event]) -> dict[str, Any]:
+    """Return what ran, with `warnings_of` its rows and events among its "warnings", if there are any."""
+    found = [*what.get("warnings", ()), *warnings_of(table, events)]
+    return dict(what) | ({"warnings": [*dict.fromkeys(found)]} if found else {})
+
+
+def warnings_of(table: Table, events: Sequence[Event]) -> list[str]:
+    """Return what a run's own rows and events say against it: events "warning", and metrics that mislead."""
+    told = [str(event["text"]) for event in events if event["kind"] == "warning" and "text" in event]
+    return [*dict.fromkeys(told), *_metrics_that_mislead(table, events)]
+
+
+def _metrics_that_mislead(table: Table, events: Sequence[Event]) -> list[str]:
+    """Return a warning where replaced ranks did worse by their own metric, mostly, than before.
+
+    A rank is replaced since its metric is behind others'. If these measure the same, the donors' weights improve it; on
+    a metric of the rank's own data they seldom do. Seen where rows hold the policy's `info`, and the iteration after a
+    replacement has a metric of its own.
+    """
+    import numpy as np
+
+    judged = [
+        event for event in events if event["kind"] == "replacement" and event.get("mode") in ("max", "min")
+    ]
+    known = all(name in table and table[name].dtype.kind in "if" for name in ("iteration", "local_metric"))
+    if len(judged) < LEAST_COMPARED or not known:
+        return []
+    rank, iteration, metric = (np.asarray(table[name]) for name in ("rank", "iteration", "local_metric"))
+    worse = compared = 0
+    for event in judged:
+        first, end = np.searchsorted(rank, (event["rank"], event["rank"] + 1))
+        rows = first + np.flatnonzero(iteration[first:end] == event["iteration"])
+        if len(rows) != 1 or rows[0] + 1 == end:
+            continue
+        gain = float(metric[rows[0] + 1] - metric[rows[0]]) * (1 if event["mode"] == "max" else -1)
+        compared += bool(np.isfinite(gain) and gain != 0)
+        worse += gain < 0
+    if compared < LEAST_COMPARED or worse <= compared / 2:
+        return []
+    return [
+        f"after {worse} of {compared} replacements the replaced rank's local_metric was worse than before: do ranks "
+        "measure it on the same data? The loss on a rank's own data says how hard these are, not how good its model is"
+    ]
+
+
 def whole_digest(trace: str, table: Table, events: Sequence[Event] = ()) -> str:
     """Return the digest of a run: of its trace, and of all rows and events that its ranks recorded.
 
@@ -166,8 +212,8 @@ def iterations(table: Table) -> int:
     if not table.rows:
         return 0
     if "iteration" in table and table["iteration"].dtype.kind in "if":
-        largest = table["iteration"].max()
-        return int(largest) + 1 if largest == largest else 0
+        known = table["iteration"][table["iteration"] == table["iteration"]]  # rows may lack it
+        return int(known.max(initial=-1)) + 1
     import numpy as np
 
     return int(np.bincount(table["rank"]).max())

@@ -17,11 +17,18 @@ from pathlib import Path
 from threading import Thread
 
 from spawnsim.errors import SpawnsimError, StudyError
+from spawnsim.run.threads import one_thread
 from spawnsim.study.cell import Cell
 from spawnsim.study.execute import execute, prepare
 from spawnsim.study.store import Cost, Store
 
 Say = Callable[[str], None]
+PRELOADED = [
+    "spawnsim.study.execute",
+    "spawnsim.policies",
+    "spawnsim.virtual",
+    "sklearn.datasets",
+]  # those there are
 
 
 @dataclass(frozen=True)
@@ -58,18 +65,21 @@ STOPPING_S = 5.0  # for which a run that is told to stop may go on writing what 
 def pool(jobs: int) -> Iterator[Executor]:
     """Give a pool of fresh processes, one per run, of one thread each: a run's peak memory is its own.
 
+    They are forked from one that has loaded what runs need, which takes longer than a short run, and begun nothing.
+
     When the block is left by an exception, such as Ctrl-C, nothing more begins, and what runs is told to stop.
     """
     others = set(multiprocessing.active_children())
-    executor = ProcessPoolExecutor(
-        jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1, initializer=prepare
-    )
-    try:
-        yield executor
-    except BaseException:
-        _stop(executor, others)
-        raise
-    executor.shutdown()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with one_thread():  # libraries ask when they are loaded, which is before a run begins
+        executor = ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1, initializer=prepare)
+        try:
+            yield executor
+        except BaseException:
+            _stop(executor, others)
+            raise
+        executor.shutdown()
 
 
 def _stop(executor: Executor, others: Collection[BaseProcess]) -> None:

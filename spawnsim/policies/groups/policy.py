@@ -220,9 +220,11 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
 
     def shutdown(self) -> None:
         """Leave: cancel what is under way and take back declarations. Not collective; may be called twice."""
+        if self._latest is not None:
+            self.warn_if_never_due(self._latest[0], self._group)
         if self.averager is not None:
             self.averager.shutdown()
-        self._control = None
+        self._control = self._latest = None
 
     @property
     def stats(self) -> dict[str, float]:

@@ -1,0 +1,133 @@
+"""What a run says of a policy that could not act in it, and of metrics that cannot be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import spawnsim
+from spawnsim import (
+    AsyncModelAveragePolicy,
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    DecentralizedAveragingPolicy,
+)
+from spawnsim.policies import Every, OneSidedSelectiveAveragingPolicy
+
+RANKS, ITERATIONS = 12, 30
+
+
+def warned(make: Any, metric: Any = lambda rank: float(rank)) -> list[str]:
+    """Return the warnings of 12 ranks that call a policy 30 times, 10 ms apart."""
+
+    def main(comm: Any) -> None:
+        model = torch.nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = make()
+        for iteration in range(ITERATIONS):
+            with comm.compute(0.01):
+                pass
+            model, optimizer, _ = policy(iteration, model, optimizer, metric(comm.rank), comm)
+        policy.shutdown()
+        policy.shutdown()
+
+    found: list[str] = spawnsim.run(main, ranks=RANKS).what.get("warnings", [])
+    return found
+
+
+def one_sided(every: int, **how: Any) -> OneSidedSelectiveAveragingPolicy:
+    """Return the policy over windows, which the first call makes."""
+    return OneSidedSelectiveAveragingPolicy(None, None, every, **how)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda: AverageAllPolicy(40),
+            "average_every=40 exceeds the 30 iterations: due in none but the first",
+        ),
+        (
+            lambda: AverageAllPolicy(40, cadence=Every(40)),
+            "average_every=40 exceeds the 30 iterations: due in none",
+        ),
+        (lambda: DecentralizedAveragingPolicy(40), "average_every=40 exceeds the 30 iterations: due in none"),
+        (
+            lambda: AsyncSelectiveAveragingPolicy(None, 40),
+            "average_every=40 exceeds the 30 iterations: due in none",
+        ),
+        (
+            lambda: AsyncSelectiveAveragingPolicy(None, 5, cooldown=200),
+            "cooldown=200 exceeds the 30 iterations: one round replaced ranks, 4 later ones nobody",
+        ),
+        (
+            lambda: AsyncSelectiveAveragingPolicy(None, 5, replacement_mode="age"),
+            "age_range=(50, 150) begins beyond the 30 iterations: nobody was replaced",
+        ),
+        (
+            lambda: one_sided(40, replacement_mode="worst_ratio"),
+            "average_every=40 exceeds the 30 iterations: due in none",
+        ),
+        (
+            lambda: one_sided(5, replacement_mode="age"),
+            "age_range=(50, 150) begins beyond the 30 iterations: nobody was replaced",
+        ),
+        (
+            lambda: AsyncModelAveragePolicy(sync_interval_ms=500),
+            "sync_interval_ms=500 exceeds the 290 ms of training: never averaged",
+        ),
+    ],
+)
+def test_a_policy_that_cannot_act_says_so_once(make: Any, sentence: str) -> None:
+    """One sentence for all ranks and both calls of `shutdown`, with the setting and the length of the run."""
+    assert warned(make) == [f"{type(make()).__name__}: {sentence}"]
+
+
+def test_selection_without_a_metric_is_told() -> None:
+    """Nobody is ever replaced then."""
+    (found,) = warned(lambda: AsyncSelectiveAveragingPolicy(None, 5), metric=lambda rank: None)
+    assert "no local_metric" in found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: AverageAllPolicy(29),
+        lambda: AsyncSelectiveAveragingPolicy(None, 5),
+        lambda: AsyncSelectiveAveragingPolicy(None, 5, cooldown=10),
+        lambda: one_sided(5, replacement_mode="worst_ratio"),
+        lambda: AsyncModelAveragePolicy(sync_interval_ms=50),
+    ],
+)
+def test_a_policy_that_acts_is_not_warned_of(make: Any) -> None:
+    """Not even at the shortest possible run, or where a cooldown skips rounds as it should."""
+    assert warned(make) == []
+
+
+@pytest.mark.parametrize("how", [{}, {"mode": "min"}])
+@pytest.mark.parametrize("own_data", [True, False])
+def test_a_metric_of_a_ranks_own_data_is_noticed(own_data: bool, how: dict[str, Any]) -> None:
+    """Each rank fits a number of its own, or all the same one: replacing makes the own loss worse, or better."""
+    sign = 1.0 if how else -1.0
+
+    def main(comm: Any) -> None:
+        wanted = float(10 * comm.rank if own_data else RANKS)
+        learnt = wanted + (1 + comm.rank) / 10 if own_data else float(comm.rank)
+        model = torch.nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        policy = AsyncSelectiveAveragingPolicy(None, 10, **how)
+        for iteration in range(200):
+            if iteration % 10 == 0:
+                torch.nn.init.constant_(model.weight, learnt)
+            with comm.compute(0.01):
+                loss = abs(model.weight.item() - wanted)
+            model, optimizer, info = policy(iteration, model, optimizer, sign * loss, comm)
+            comm.record(iteration=iteration, **info)
+        policy.shutdown()
+
+    run = spawnsim.run(main, ranks=RANKS)
+    found = run.what.get("warnings", [])
+    assert run.totals["replacements"] > 20
+    assert [("local_metric was worse than before" in each) for each in found] == [True] * own_data
