@@ -5,10 +5,12 @@ The simulation needs no such buffer; it is kept because programs ask for it, and
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from spawnsim.comm.constants import BSEND_OVERHEAD, BUFFER_AUTOMATIC
-from spawnsim.comm.failures import ERR_BUFFER, CallError
+from spawnsim.comm.failures import ERR_BUFFER, CallError, SpecBufferError
+from spawnsim.comm.memory import flat
 from spawnsim.virtual.comm.payload import dumps, pack
 from spawnsim.virtual.comm.transport import Transport
 from spawnsim.virtual.requests import Request
@@ -57,8 +59,8 @@ class BufferedSends(Transport):
         nbytes = len(payload) if type(payload) is bytes else payload.nbytes
         if attached is None:
             raise CallError(ERR_BUFFER, "a buffered send without a buffer: call MPI.Attach_buffer first")
-        if attached is not BUFFER_AUTOMATIC and nbytes + BSEND_OVERHEAD > memoryview(attached).nbytes:
-            have = memoryview(attached).nbytes
+        have = math.inf if attached is BUFFER_AUTOMATIC else flat(attached).nbytes
+        if nbytes + BSEND_OVERHEAD > have:
             raise CallError(
                 ERR_BUFFER, f"the attached buffer of {have} bytes is too short: {nbytes} + {BSEND_OVERHEAD}"
             )
@@ -69,6 +71,8 @@ def attach(held: dict[Any, Any], owner: Any, buf: Any) -> None:
     """Attach a buffer for an owner: a context, or None for the program."""
     if ("buffer", owner) in held:
         raise CallError(ERR_BUFFER, "a buffer is attached already: detach it first")
+    if buf is not None and buf is not BUFFER_AUTOMATIC and not flat(buf).flags.writeable:
+        raise SpecBufferError("the buffer to be attached is read-only: pass memory that can be written")
     held["buffer", owner] = BUFFER_AUTOMATIC if buf is None else buf
 
 
