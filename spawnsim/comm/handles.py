@@ -7,13 +7,14 @@ table of keyvals exists anywhere.
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, Final, Self
 from weakref import WeakValueDictionary
 
 from spawnsim.comm.constants import KEYVAL_INVALID
-from spawnsim.comm.failures import ERR_ERRHANDLER, ERR_KEYVAL, CallError
+from spawnsim.comm.failures import ERR_ERRHANDLER, ERR_KEYVAL, ERR_OTHER, CallError
 from spawnsim.errors import UnsupportedError
 
 
@@ -127,6 +128,17 @@ class Keyval(int):
 _fresh = itertools.count(0x24000001)
 
 
+def _called_back(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a keyval's function. MPI stands between it and the program: its error is told, and becomes one of MPI's."""
+    try:
+        return function(*args)
+    except Exception as error:
+        traceback.print_exception(error)
+        raise CallError(
+            ERR_OTHER, f"the keyval's {function.__name__} raised {type(error).__name__}: {error}"
+        ) from error
+
+
 class Attributes(Identity):
     """Cached attributes, as datatypes, communicators and windows have them: the behaviour, without slots."""
 
@@ -152,13 +164,14 @@ class Attributes(Identity):
             raise CallError(ERR_KEYVAL, f"nothing is stored under keyval {int(keyval)}")
         value = self._attributes.pop(key)
         if isinstance(key, Keyval) and key.delete_fn is not None:
-            key.delete_fn(self, key, value)
+            _called_back(key.delete_fn, self, key, value)
 
     def copy_attributes(self, to: Attributes) -> None:
         """Copy the attributes that want it to a duplicate; `copy_fn` True copies, a callable says what."""
         for key, value in self._attributes.items():
             rule = key.copy_fn if isinstance(key, Keyval) else None
-            copied = rule(self, key, value) if callable(rule) else value if rule else NotImplemented
+            kept = value if rule else NotImplemented
+            copied = _called_back(rule, self, key, value) if callable(rule) else kept
             if copied is not NotImplemented:
                 to._attributes[key] = copied
 

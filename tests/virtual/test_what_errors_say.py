@@ -346,3 +346,18 @@ def test_a_crash_tells_of_the_mistakes_before_it():
     with pytest.raises(Deadlock) as caught:
         run(main, 12)
     assert any("warning: rank 1" in note and "received float64" in note for note in caught.value.__notes__)
+
+
+def test_a_datatype_may_be_freed_while_its_message_is_under_way():
+    """What is compared when a request is collected is kept from its start."""
+
+    def main(comm):
+        rows, got = np.arange(12.0), np.zeros(12)
+        other, kind = 1 - comm.rank, DOUBLE.Create_contiguous(12).Commit()
+        requests = [comm.Irecv([got, 1, kind], other), comm.Isend([rows, 1, kind], other)]
+        kind.Free()
+        for request in requests:
+            request.Wait()
+        assert (got == rows).all()
+
+    assert mistakes(main, 2) == ()

@@ -7,7 +7,7 @@ meeting is that of all ranks of both groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from spawnsim.comm import reductions
 from spawnsim.comm.buffers import as_buffer
@@ -17,7 +17,6 @@ from spawnsim.comm.group import Group
 from spawnsim.comm.info import INFO_NULL, Info
 from spawnsim.comm.integers import integer
 from spawnsim.comm.ops import SUM, Op
-from spawnsim.errors import UnsupportedError
 from spawnsim.virtual.comm import plans
 from spawnsim.virtual.comm.communicators import Comm, Intracomm
 from spawnsim.virtual.comm.context import Context
@@ -70,11 +69,18 @@ class Intercomm(Comm):
     def Create_from_groups(
         cls, local_group: Group, local_leader: int, remote_group: Group, remote_leader: int,
         stringtag: str = "org.mpi4py", info: Info = INFO_NULL, errhandler: Any = None,
-    ) -> NoReturn:  # fmt: skip
-        """Refuse: sessions are outside the simulation."""
-        raise UnsupportedError(
-            "Intercomm.Create_from_groups: sessions are not simulated; use Create_intercomm"
-        )
+    ) -> Intercomm:  # fmt: skip
+        """Return an intercommunicator of two groups, whose members alone call, out of COMM_WORLD."""
+        from spawnsim.virtual.comm.calling import held
+        from spawnsim.virtual.comm.subgroups import create_from_group
+
+        local, world = create_from_group(local_group, stringtag, errhandler), held("COMM_WORLD")
+        leader = remote_group.members[integer(remote_leader)]
+        made: Intercomm = local.Create_intercomm(local_leader, world, leader)
+        if errhandler is not None:
+            made.Set_errhandler(errhandler)
+        local.Free()
+        return made
 
     # -- collectives -------------------------------------------------------------------------------------------
 

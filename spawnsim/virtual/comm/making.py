@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from spawnsim.comm.group import Group
 from spawnsim.comm.info import INFO_NULL, Info
+from spawnsim.comm.integers import integer
 from spawnsim.errors import UnsupportedError
 from spawnsim.virtual.comm.context import Member
 
@@ -25,14 +26,16 @@ class Making(Member):
         """Return a communicator of a group's members; they alone call."""
         from spawnsim.virtual.comm.subgroups import create_group
 
-        return create_group(self, group, tag)
+        return create_group(self, group, integer(tag))
 
     @classmethod
     def Create_from_group(
         cls, group: Group, stringtag: str = "org.mpi4py", info: Info = INFO_NULL, errhandler: Any = None
-    ) -> NoReturn:
-        """Refuse: sessions are outside the simulation."""
-        raise UnsupportedError("Intracomm.Create_from_group: sessions are not simulated; use Create_group")
+    ) -> Any:
+        """Return a communicator of a group's members, who alone call, out of COMM_WORLD."""
+        from spawnsim.virtual.comm.subgroups import create_from_group
+
+        return create_from_group(group, stringtag, errhandler)
 
     def Create_cart(
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False

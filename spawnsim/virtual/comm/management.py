@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable
 from typing import Any, Self
 
 from spawnsim.comm.constants import (
+    COMM_TYPE_HW_GUIDED,
+    COMM_TYPE_RESOURCE_GUIDED,
     COMM_TYPE_SHARED,
     CONGRUENT,
     IDENT,
@@ -210,7 +212,12 @@ class Management(Belongings):
         split_type, key = integer(split_type), integer(key)
         if split_type == UNDEFINED:
             return self._split("Split_type", UNDEFINED, key)
-        if split_type != COMM_TYPE_SHARED:  # the virtual hardware has no parts that a program could name
+        guided = split_type in (COMM_TYPE_HW_GUIDED, COMM_TYPE_RESOURCE_GUIDED)
+        if guided and info and info.Get("mpi_hw_resource_type") == "mpi_shared_memory":
+            split_type = COMM_TYPE_SHARED
+        if (
+            split_type != COMM_TYPE_SHARED
+        ):  # the virtual hardware has no other parts that a program could name
             return self._split("Split_type", UNDEFINED, key)
         node = int(self._world.network.place(np.array([self._rank.id]))[0])
         return self._split("Split_type", ("node", node), key)

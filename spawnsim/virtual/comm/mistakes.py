@@ -25,7 +25,7 @@ SAMPLES = 32  # bytes of a buffer that are compared; their distance is odd, so t
 
 def check_type(world: World, label: str, buf: Any, message: Message) -> None:
     """Warn if a message of numbers of one type is received as numbers of another. Bytes may be received as anything."""
-    sent, received = message.dtype, as_buffer(buf).dtype
+    sent, received = message.dtype, buf.dtype
     if sent is None or received is None or sent == received or 1 in (sent.itemsize, received.itemsize):
         return
     if message.nbytes and (sent.kind, sent.itemsize) != (received.kind, received.itemsize):
@@ -46,7 +46,8 @@ def watched(world: World, buf: Any, payload: Any, call: tuple[str, int]) -> Call
             return None
         step = len(payload) // SAMPLES | 1
         return partial(_compare, world, buf, (step, payload[::step], *call))
-    if not payload.nbytes or not as_buffer(buf).datatype.is_predefined:
+    buf = as_buffer(buf)
+    if not payload.nbytes or not buf.datatype.is_predefined:
         return None
     step = payload.nbytes // SAMPLES | 1
     return partial(_compare, world, buf, (step, as_bytes(payload)[::step].tobytes(), *call))
@@ -54,7 +55,7 @@ def watched(world: World, buf: Any, payload: Any, call: tuple[str, int]) -> Call
 
 def _compare(world: World, buf: Any, sent: tuple[int, bytes, str, int], _status: Status) -> None:
     step, before, operation, dest = sent
-    memory: Any = memoryview(buf.data) if type(buf) is np.ndarray else as_bytes(as_buffer(buf).array).data
+    memory: Any = memoryview(buf.data) if type(buf) is np.ndarray else as_bytes(buf.array).data
     if memory.cast("B")[::step].tobytes() != before:
         _warn(
             world,

@@ -64,11 +64,13 @@ def unpack(spec: Any, payload: Any) -> None:
 
 
 def receiver(spec: Any) -> Callable[[Any], None]:
-    """Return what writes a later payload into a buffer. The program may free the datatype meanwhile."""
-    if type(spec) is np.ndarray:
-        return partial(unpack, spec)
-    target = as_buffer(spec)
-    return lambda payload: _write(target, payload)
+    """Return what writes a later payload into what `kept` has returned."""
+    return partial(unpack if type(spec) is np.ndarray else _write, spec)
+
+
+def kept(spec: Any) -> Any:
+    """Return what is kept of a buffer until a later call: the program may free the datatype meanwhile."""
+    return spec if type(spec) is np.ndarray else as_buffer(spec)
 
 
 def _write(target: Any, payload: Any) -> None:

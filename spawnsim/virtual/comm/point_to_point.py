@@ -11,7 +11,7 @@ from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL
 from spawnsim.comm.failures import Truncated
 from spawnsim.comm.integers import integer
 from spawnsim.comm.status import Status
-from spawnsim.virtual.comm.payload import check_target, dumps, loads, pack, receiver, unpack
+from spawnsim.virtual.comm.payload import check_target, dumps, kept, loads, pack, receiver, unpack
 from spawnsim.virtual.comm.transport import Transport, receive_nothing
 from spawnsim.virtual.requests import Request
 from spawnsim.virtual.several import fill
@@ -137,13 +137,15 @@ class Buffers(Transport):
             unpack(buf, message.payload)
         except Truncated as error:
             raise self._unfit(error, message) from None
-        self._check_type(buf, message)
+        if message.dtype is not None:
+            self._check_type(kept(buf), message)
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Start to receive into a buffer, which is filled when the request is collected."""
         if type(source) is not int:
             source = integer(source)
         check_target(buf, source)
+        buf = kept(buf)
         return self._irecv(source, tag, "Irecv", receiver(buf), buf=buf)
 
     def Sendrecv(

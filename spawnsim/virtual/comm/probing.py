@@ -9,7 +9,7 @@ from spawnsim.comm.failures import ERR_REQUEST, CallError
 from spawnsim.comm.handles import Handle
 from spawnsim.comm.integers import integer
 from spawnsim.comm.status import Status
-from spawnsim.virtual.comm.payload import loads, receiver
+from spawnsim.virtual.comm.payload import kept, loads, receiver
 from spawnsim.virtual.comm.transport import Transport, receive_nothing
 from spawnsim.virtual.completion import Completion, Receive
 from spawnsim.virtual.completion import Message as Letter
@@ -180,7 +180,7 @@ class Message(Handle):
 
     def Irecv(self, buf: Any) -> Request:
         """Start to receive the message into a buffer."""
-        return self._receive(receiver(buf), buf)
+        return self._receive(receiver(kept(buf)), kept(buf))
 
     def irecv(self) -> Request:
         """Start to receive the message's object."""

@@ -178,7 +178,7 @@ class Transport(Member):
     def _check_type(self, buf: Any, message: Message) -> None:
         """Warn if a message was received into a buffer of another type; the usual case costs next to nothing."""
         dtype = message.dtype
-        if dtype is not None and (type(buf) is not np.ndarray or buf.dtype is not dtype):
+        if dtype is not None and buf.dtype is not dtype:
             check_type(self._world, self._label, buf, message)
 
     def _unfit(self, error: Exception, message: Message) -> Exception:

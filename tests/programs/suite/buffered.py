@@ -35,4 +35,6 @@ for memory in (Exporter(np.zeros(600)), torch.zeros(1200), bytearray(5000), arra
 try:
     MPI.Attach_buffer(bytes(500))
 except BufferError:
-    print(f"rank {comm.rank} of {comm.size}: read-only memory is refused")
+    refused = comm.reduce(1)  # the launcher may mix the lines of several ranks
+    if comm.rank == 0:
+        print(refused, "ranks were refused to attach read-only memory")

@@ -59,6 +59,23 @@ cart.Free()
 node = comm.Split_type(MPI.COMM_TYPE_SHARED)
 assert node.size >= 1
 node.Free()
+info = MPI.Info.Create({"mpi_hw_resource_type": "mpi_shared_memory"})
+for guided in (MPI.COMM_TYPE_HW_GUIDED, MPI.COMM_TYPE_RESOURCE_GUIDED):
+    assert comm.Split_type(guided) == MPI.COMM_NULL
+    node = comm.Split_type(guided, info=info)
+    assert node.size >= 1
+    node.Free()
+low = range((size + 1) // 2)
+mine = comm.group.Incl([r for r in range(size) if (r in low) == (rank in low)])
+others = comm.group.Excl(low) if rank in low else comm.group.Incl(low)
+alone = MPI.Intracomm.Create_from_group(mine, "halves")
+assert alone.allreduce(1) == mine.size
+alone.Free()
+if others.size:
+    both = MPI.Intercomm.Create_from_groups(mine, 0, others, 0, "both")
+    assert (both.size, both.remote_size) == (mine.size, others.size)
+    assert both.allreduce(rank) == sum(r for r in range(size) if (r in low) != (rank in low))
+    both.Free()
 comm.Set_name("everyone")
 assert comm.Get_name() == "everyone"
 if rank == 0:
