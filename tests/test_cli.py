@@ -334,6 +334,21 @@ def test_a_raising_program_shows_its_own_traceback_once(
     assert "What was recorded until then" in err
 
 
+def test_a_program_that_outlives_no_rank_is_told_where_it_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The traceback ends in the program, and the last line does not date the death by the call that met it."""
+    file = tmp_path / "train.py"
+    file.write_text(
+        "def main(comm):\n    while True:\n        comm.clock.sleep(0.2)\n        comm.Barrier()\n"
+    )
+    assert cli.main(["run", str(file), "-n", "3", "--faults", "crash:2@0.3s"]) == 122
+    said = capsys.readouterr().err.splitlines()
+    assert sum(line.lstrip().startswith("File ") for line in said) == 1
+    assert "(train.py:4): rank 0 was in Barrier" in said[-1]
+    assert said[-1].endswith("and rank 2 has failed")
+
+
 @pytest.mark.parametrize(
     ("line", "code", "last"),
     [
