@@ -160,6 +160,8 @@ def test_main_must_take_a_communicator() -> None:
     """A `main()` without arguments, or no function at all, is told at once."""
     with pytest.raises(ParameterError, match="its first one is the communicator"):
         program(lambda: None)
+    with pytest.raises(ParameterError, match=r"main\(iterations=3\): .* write main\(comm, iterations=3\)"):
+        program(lambda iterations=3: iterations)
     with pytest.raises(ParameterError, match="main is a int"):
         program(3)  # type: ignore[arg-type]
     with pytest.raises(ParameterError, match="needs a value for lr"):
@@ -350,6 +352,21 @@ def test_a_raising_program_shows_its_own_traceback_once(
     assert "What was recorded until then" in err
 
 
+def test_a_program_that_outlives_no_rank_is_told_where_it_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The traceback ends in the program, and the last line does not date the death by the call that met it."""
+    file = tmp_path / "train.py"
+    file.write_text(
+        "def main(comm):\n    while True:\n        comm.clock.sleep(0.2)\n        comm.Barrier()\n"
+    )
+    assert cli.main(["run", str(file), "-n", "3", "--faults", "crash:2@0.3s"]) == 122
+    said = capsys.readouterr().err.splitlines()
+    assert sum(line.lstrip().startswith("File ") for line in said) == 1
+    assert "(train.py:4): rank 0 was in Barrier" in said[-1]
+    assert said[-1].endswith("and rank 2 has failed")
+
+
 @pytest.mark.parametrize(
     ("line", "code", "last"),
     [
@@ -534,11 +551,17 @@ def test_list_prints_names_that_other_commands_take(capsys: pytest.CaptureFixtur
     """Each section has its names with one line each."""
     assert cli.main(["list"]) == 0
     out = capsys.readouterr().out
-    for name in ("ethernet-10g", "lognormal:SIGMA", "AverageAllPolicy", "Digits"):
+    for name in (
+        "ethernet-10g",
+        "lognormal:SIGMA",
+        "pause:RANKS@START[+LENGTH]",
+        "AverageAllPolicy",
+        "Digits",
+    ):
         assert f"  {name} " in out
 
 
 def test_list_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     """An unknown section exits with 2 and names the known ones."""
     assert cli.main(["list", "fish"]) == 2
-    assert "platforms, stragglers, policies, workloads, studies" in capsys.readouterr().err
+    assert "platforms, stragglers, faults, policies, workloads, studies" in capsys.readouterr().err

@@ -353,7 +353,10 @@ def test_an_unknown_study_is_answered_with_those_there_are(tmp_path: Path, monke
         commands.find("nonsense")
     path = tmp_path / "empty.py"
     path.touch()
-    with pytest.raises(ParameterError, match="no function `study"):
+    with pytest.raises(ParameterError, match=r"no function `study\(context\)`$"):
+        commands.load(path)
+    path.write_text("def main(comm):\n    pass\n")
+    with pytest.raises(ParameterError, match=r"it has `main`, so run it: spawnsim run .*empty.py"):
         commands.load(path)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import traceback
 from pathlib import Path
-from types import TracebackType
 
 import spawnsim
 from spawnsim.errors import InternalError, ProgramError, RankError, SpawnsimError, UsageError
@@ -80,12 +79,19 @@ def internal(error: Exception) -> int:
 
 
 def program_traceback(error: BaseException) -> str:
-    """Return an exception's traceback from where the program begins: the frames of the house above it left out."""
+    """Return an exception's traceback from where the program begins: the frames of the house above it left out.
+
+    Of an error of the house's, which says what happened, those below the program's last one are left out, too.
+    """
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and _is_ours(trace):
+    while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    shown = traceback.TracebackException(type(error), error, trace)
+    if isinstance(error, SpawnsimError):
+        while len(shown.stack) > 1 and _is_ours(shown.stack[-1].filename):
+            shown.stack.pop()
+    return "".join(shown.format()).rstrip()
 
 
-def _is_ours(trace: TracebackType) -> bool:
-    return trace.tb_frame.f_code.co_filename.startswith((_HOUSE, "<frozen importlib"))
+def _is_ours(filename: str) -> bool:
+    return filename.startswith((_HOUSE, "<frozen importlib"))

@@ -45,6 +45,13 @@ def stragglers() -> Iterator[Line]:
         yield form, _summary(model)
 
 
+def faults() -> Iterator[Line]:
+    """Yield the forms that `--faults` takes, joined by ";"."""
+    text = import_module("spawnsim.virtual.faults.text")
+    for kind in text.KINDS.values():
+        yield text.form(kind), _summary(kind)
+
+
 def policies() -> Iterator[Line]:
     """Yield the policies."""
     yield from _classes("spawnsim.policies", lambda name: name.endswith("Policy") or "Policympi4py" in name)
@@ -80,6 +87,7 @@ def studies() -> Iterator[Line]:
 SECTIONS: dict[str, Callable[[], Iterator[Line]]] = {
     "platforms": platforms,
     "stragglers": stragglers,
+    "faults": faults,
     "policies": policies,
     "workloads": workloads,
     "studies": studies,

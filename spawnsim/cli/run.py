@@ -136,7 +136,10 @@ def parser() -> Parser:
         metavar="S",
         help="virtual compute times, such as lognormal:0.3 or pareto:2.5",
     )
-    add("--faults", metavar="F", help="virtual fault plan")
+    add(
+        "--faults", metavar="F",
+        help="virtual fault plan, such as 'crash:17@3.5s; drop:*>3@0s+5s,0.1'; see `spawnsim list faults`",
+    )  # fmt: skip
     add(
         "--compute",
         metavar="S",

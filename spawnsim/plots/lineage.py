@@ -93,7 +93,8 @@ def draw_never(info: Replacements, ax: Axes | None = None) -> Axes:
 
 
 def _caption(run: Recorded, info: Replacements) -> str:
-    facts = f"{style.counted(len(info.rank))} replacements, {style.counted(len(info.donor))} donor → replaced pairs"
+    replaced, pairs = len(info.rank), len(info.donor)
+    facts = f"{style.counted(replaced, 'replacement')}, {style.counted(pairs, 'donor → replaced pair')}"
     top = (
         f"the busiest tenth of donors gave {top_share(gifts(info)):.0%}"
         if len(info.donor)

@@ -81,7 +81,7 @@ def figure(run: Recorded, title: str = "", *, name: str = "") -> Figure:
         _draw_rate(info, grid[0, 0], colour)
         _draw_margin(info, grid[1, 1], colour)
         style.plain_seconds(grid[1, 0])
-        caption = f"{found.caption()}\n{style.counted(len(info.rank))} replacements"
+        caption = f"{found.caption()}\n{style.counted(len(info.rank), 'replacement')}"
         default = f"Which rank was replaced, and when{f': {name}' if name else ''}"
         style.frame(drawn, title or default, caption)
     return drawn

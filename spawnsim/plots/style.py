@@ -164,13 +164,15 @@ def plain_seconds(ax: Axes) -> None:
     ax.set_xlabel(ax.get_xlabel().replace("(s)", f"({unit})"))
 
 
-def counted(number: float) -> str:
-    """Return a whole number with thousands separated.
+def counted(number: float, noun: str = "") -> str:
+    """Return a whole number with thousands separated, and what is counted: one, or many of them.
 
     >>> counted(12345)
     '12,345'
+    >>> counted(1, "replacement")
+    '1 replacement'
     """
-    return f"{int(number):,}"
+    return f"{int(number):,}" + (f" {noun}{'s' * (number != 1)}" if noun else "")
 
 
 def in_thousands(ax: Axes, which: str) -> None:

@@ -82,6 +82,11 @@ def _parameters(function: Main) -> _Takes:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in (*positional, inspect.Parameter.VAR_POSITIONAL):
         raise ParameterError("main takes no argument: its first one is the communicator, main(comm)")
+    if parameters[0].default not in (inspect.Parameter.empty, None):
+        given = ", ".join(str(each) for each in parameters)
+        raise ParameterError(
+            f"main({given}): the first argument is the communicator: write main(comm, {given})"
+        )
     named = [each for each in parameters[1:] if each.kind in (positional[1], inspect.Parameter.KEYWORD_ONLY)]
     return _Takes(
         names=tuple(each.name for each in named),

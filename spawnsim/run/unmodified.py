@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,7 @@ def run_unmodified(
     from spawnsim.virtual.programs import Cost, run_program
 
     deadline_s = math.inf if deadline_s is None else deadline_s
+    _require_installed(script)
     notice_imports()
     what, inputs = script.describe(
         circumstances | {"deadline_s": None if math.isinf(deadline_s) else deadline_s}
@@ -91,6 +93,19 @@ def run_unmodified(
             on_error=keeper.tell, on_note=on_note, trace=keeper.trace, **given, **script.options,
         )  # fmt: skip
     return keeper.run
+
+
+def _require_installed(script: Script) -> None:
+    """Raise `ParameterError` for a private package that is not there: naming it would do nothing."""
+    for name in script.options.get("private", ()):
+        beside = script.path.resolve().parent / name
+        found = name.isidentifier() and (
+            beside.exists() or beside.with_suffix(".py").exists() or find_spec(name)
+        )
+        if not found:
+            raise ParameterError(
+                f"private={name!r}: no installed package has this name; give the one that is imported"
+            )
 
 
 def is_unmodified(path: Path) -> bool:

@@ -84,5 +84,6 @@ def load(path: Path) -> Callable[[Context], None]:
     spec.loader.exec_module(module)
     study: Callable[[Context], None] | None = getattr(module, "study", None)
     if study is None:
-        raise ParameterError(f"{path} has no function `study(context)`")
+        what = f"; it has `main`, so run it: spawnsim run {path} --ranks N" if hasattr(module, "main") else ""
+        raise ParameterError(f"{path} has no function `study(context)`{what}")
     return study

@@ -260,7 +260,12 @@ class Cluster:
             return _placed(error, task) if isinstance(error, SpawnsimError) else error
         kind = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         place = _line(error)
-        wrapped = RankError(task.rank, task.clock, f"{task.name} raised {kind} at {task.clock:.6g} s{place}")
+        told = f"{task.name} raised {kind} at {task.clock:.6g} s{place}"
+        if isinstance(
+            error, RankFailed
+        ):  # it says when the call was made; it was not then that the other died
+            told = f"{task.name} raised {type(error).__name__}{place}: {error}"
+        wrapped = RankError(task.rank, task.clock, told)
         wrapped.__cause__ = error
         return wrapped
 

@@ -434,6 +434,26 @@ def test_programs_are_told_from_files_with_a_main(tmp_path: Path, text: str, who
     assert is_unmodified(tmp_path / "file.py") == whole
 
 
+def test_a_line_without_calls_that_shall_cost_is_told(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who counts lines wrongly reads that nothing was paid there; one that was met is not named."""
+    path = script("comm.Barrier()")
+    costs = "program.py:5=1s,program.py:99=1s"
+    assert cli.main(["run", str(path), "--ranks", "2", "--compute", costs]) == 0
+    assert "warning: no call was made at program.py:99:" in capsys.readouterr().err
+
+
+def test_a_private_package_that_is_not_there_is_refused(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its name is wrong: it would do nothing."""
+    path = script("comm.Barrier()")
+    assert cli.main(["run", str(path), "--ranks", "2", "--private", "no_such_package"]) == 2
+    assert "no installed package has this name" in capsys.readouterr().err
+    assert cli.main(["run", str(path), "--ranks", "2", "--private", "tqdm"]) == 0
+
+
 def test_the_command(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`spawnsim run program.py --ranks 3 …`: what is no option goes to the program."""
     path = script("print(sys.argv[1:])\ncomm.isend(1, 0)")

@@ -29,6 +29,25 @@ _WHERE = ("rank", "members", "source", "dest", "at_s", "for_s")
 FORM = "KIND:WHERE@START[+LENGTH][,PARAMETERS], such as crash:17@3.5s, pause:3@1s+6s or drop:*>3@0s+5s,0.1"
 
 
+def form(kind: type[Fault]) -> str:
+    """Return how a fault of a kind is written.
+
+    >>> form(KINDS["pause"])
+    'pause:RANKS@START[+LENGTH]'
+    """
+    parts = fields(kind)
+    where = "FROM>TO" if issubclass(kind, LinkFault) else "RANKS"
+    length = "[+LENGTH]" * any(part.name == "for_s" for part in parts)
+    own = [
+        (f",{part.name.removesuffix('_s').upper()}", part.default)
+        for part in parts
+        if part.name not in _WHERE
+    ]
+    return f"{kind.kind}:{where}@START{length}" + "".join(
+        word if default is MISSING else f"[{word}]" for word, default in own
+    )
+
+
 def from_text(words: str) -> tuple[Fault, ...]:
     """Return the faults that a text names."""
     parts = [part.strip() for part in words.split(";")]

@@ -282,7 +282,7 @@ def run_program(
     )
     totals = carrier.run()
     if warn is not None:
-        warn.extend(carrier.ledger.warnings(carrier.cluster.world))
+        warn.extend([*carrier.ledger.warnings(carrier.cluster.world), *carrier.tolls.warnings()])
     failed = {rank: status for rank, status in sorted(carrier.outcome.statuses.items()) if status}
     for rank, status in failed.items():
         time_s = carrier.outcome.ends_s.get(rank, totals.virtual_seconds)

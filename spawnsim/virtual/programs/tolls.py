@@ -93,6 +93,15 @@ class Tolls:
     def __init__(self, cost: Cost) -> None:
         self.cost = cost
         self._meters: dict[int, Meter] = {}
+        self._unmet = set(cost.sites)
+
+    def warnings(self) -> list[str]:
+        """Return a line about the call sites that have a cost and that no call came from."""
+        if not self._unmet:
+            return []
+        return [
+            f"no call was made at {', '.join(sorted(self._unmet))}: what --compute says of it has no effect"
+        ]
 
     def enter(self) -> Meter | None:
         """Pay for the computing before a call; None inside another call, or outside ranks."""
@@ -123,7 +132,11 @@ class Tolls:
         if cost.factor is not None:
             seconds = (_clock() - meter.since_s) * cost.factor
         else:
-            seconds = cost.call_s + (cost.sites.get(_site(), 0.0) if cost.sites else 0.0)
+            seconds = cost.call_s
+            if cost.sites:
+                site = _site()
+                self._unmet.discard(site)
+                seconds += cost.sites.get(site, 0.0)
         if seconds > 0:
             held("OWN").compute.spend(seconds, toll=True)
 
