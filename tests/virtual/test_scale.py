@@ -9,6 +9,7 @@ from virtual_run import run
 
 from spawnsim.comm import IN_PLACE, reductions
 from spawnsim.errors import Timeout
+from spawnsim.virtual.garbage import FEW
 
 RANKS = 10_000
 
