@@ -18,6 +18,7 @@ from spawnsim.comm.handles import Attributed
 from spawnsim.comm.integers import AINT, each_integer, integer
 from spawnsim.comm.layouts import Layout, integers, place, repeat
 from spawnsim.comm.recipes import Recipe, darray_displacements, subarray_layout
+from spawnsim.errors import ParameterError
 
 if TYPE_CHECKING:
     from spawnsim.comm.datatypes import Datatype
@@ -99,7 +100,7 @@ class Constructors(Attributed):
     ) -> Self:
         """Return blocks of several types at byte displacements; the extent is rounded up to the alignment, as in C."""
         if not len(blocklengths) == len(displacements) == len(datatypes):
-            raise CallError(ERR_ARG, "blocklengths, displacements and datatypes differ in length")
+            raise ParameterError("Create_struct: blocklengths, displacements and datatypes differ in length")
         layouts = [datatype.live() for datatype in datatypes]
         lengths, starts = _list(blocklengths), _list(displacements)
         parts = zip(layouts, map(_count, lengths), starts, strict=True)

@@ -109,8 +109,7 @@ class Datatype(Constructors):
 
     def Get_name(self) -> str:
         """Return the name: "MPI_DOUBLE"; derived types have none until they are given one."""
-        self.live()
-        return self._name
+        return self._name if self else "MPI_DATATYPE_NULL"
 
     def Set_name(self, name: str) -> None:
         """Give the type a name."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from virtual_run import platform, run
 
-from spawnsim.errors import Deadlock, SpawnsimError
+from spawnsim.errors import Deadlock, Revoked, SpawnsimError
 from spawnsim.virtual import kernel
 from spawnsim.virtual.mpi import MPI
 
@@ -439,3 +439,23 @@ def test_a_wait_whose_end_is_known_ends_when_the_communicator_is_revoked(revoked
     _, notes = run(main, 12, faults="crash:0@0.05s; crash:5@50s", deadline_s=deadline_s)
     assert notes.column("end") == {11: end}
     assert notes.column("at")[11] == pytest.approx(at_s, abs=0.002)
+
+
+def test_what_is_local_works_on_a_communicator_that_was_revoked():
+    """A peer may revoke it at any time: its name, error handler, hints and attributes are this rank's alone."""
+
+    def main(comm):
+        own = comm.Dup()
+        if comm.rank == 7:
+            own.Revoke()
+        comm.Barrier()
+        assert own.Is_revoked()
+        own.Set_errhandler(MPI.ERRORS_RETURN)
+        own.Set_name("old")
+        own.Set_info(own.Get_info())
+        assert (own.Get_errhandler(), own.Get_name()) == (MPI.ERRORS_RETURN, "old")
+        assert own.Get_attr(MPI.TAG_UB) == comm.Get_attr(MPI.TAG_UB)
+        with pytest.raises(Revoked):
+            own.Barrier()
+
+    run(main, 12)

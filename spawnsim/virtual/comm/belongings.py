@@ -25,6 +25,7 @@ class Belongings(Member, Named):
     """Hints, error handlers, Abort."""
 
     __slots__ = ()
+    _kind = "COMM"
 
     def Abort(self, errorcode: int = 0) -> NoReturn:
         """End the whole run, with this exit status."""

@@ -204,9 +204,13 @@ class Member(Attributed):
         """The world ranks of this rank's own group."""
         return self._context.sides[self._side]
 
-    def _need(self) -> None:
+    def _exist(self) -> None:
         if self._identity is None:
             raise CallError(ERR_COMM, "the communicator is null, or was freed before")
+
+    def _need(self) -> None:
+        """Refuse one that is null or freed, or was revoked."""
+        self._exist()
         if self._context.revoked_s is not None:
             why = self._why_revoked()
             if why:

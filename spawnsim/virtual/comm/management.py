@@ -83,7 +83,7 @@ class Management(Belongings):
 
     def Get_attr(self, keyval: int) -> int | Any | None:
         """Return an attribute: MPI's own (TAG_UB, UNIVERSE_SIZE, …) or one of the program."""
-        self._need()
+        self._exist()
         own = {
             TAG_UB: TAG_UB_VALUE, IO: PROC_NULL, WTIME_IS_GLOBAL: True,
             UNIVERSE_SIZE: len(self._world.ranks), LASTUSEDCODE: ERR_LASTCODE,

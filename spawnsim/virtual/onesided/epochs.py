@@ -44,9 +44,13 @@ class Epochs(Attributes):
     _errhandler: Any
     _info: Info
 
-    def _need(self) -> None:
+    def _exist(self) -> None:
         if self._identity is None:
             raise CallError(ERR_WIN, "the window is null, or was freed before")
+
+    def _need(self) -> None:
+        """Refuse one that is null or freed, or whose communicator was revoked."""
+        self._exist()
         if self._comm._context.revoked_s is not None:
             self._comm._need()
 

@@ -32,6 +32,8 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
     It is an array of this rank's part, so that `memoryview(win)` and `np.frombuffer(win)` work, as with mpi4py.
     """
 
+    _kind = "WIN"
+
     def __new__(cls, win: Win | None = None) -> Self:
         """Return a null window, or a copy of the handle of another."""
         live = win is not None and win._identity is not None
