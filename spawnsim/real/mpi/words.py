@@ -200,9 +200,8 @@ def _parameters(kind: type, operation: str) -> tuple[str, ...]:
 
 
 def _named(thing: Any) -> Any:
-    """Return mpi4py's object of the same name for a predefined one (it pickles as its name), else None."""
-    reduced = thing.__reduce__()
-    return getattr(MPI, reduced) if isinstance(reduced, str) else None
+    """Return mpi4py's object of the same name for a predefined operation or error handler, else None."""
+    return getattr(MPI, thing.name) if thing.function is None else None
 
 
 def _info(info: Info) -> MPI.Info:
