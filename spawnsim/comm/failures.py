@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from collections.abc import Iterable
 from typing import Final
 
+from spawnsim import errors
 from spawnsim.errors import ParameterError, TruncationError, UsageError
 
 SUCCESS: Final = 0
@@ -264,3 +266,22 @@ class UnknownTypeError(UsageError, KeyError, ValueError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class RankFailed(errors.RankFailed, MPIException):
+    """The dead are needed: `spawnsim.errors.RankFailed` where a program may wait for an `MPI.Exception`."""
+
+    def __init__(self, ranks: Iterable[int], message: str = "") -> None:
+        errors.RankFailed.__init__(self, ranks, message)
+        self.ob_mpi, self.message = ERR_PROC_FAILED, message
+
+
+class Revoked(errors.Revoked, MPIException):
+    """The communicator is revoked: `spawnsim.errors.Revoked` where a program may wait for an `MPI.Exception`."""
+
+    def __init__(self, message: str = "") -> None:
+        self.ob_mpi, self.message = ERR_REVOKED, message
+        Exception.__init__(self, message)
+
+    def __str__(self) -> str:
+        return self.message

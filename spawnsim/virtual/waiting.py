@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
-from spawnsim.errors import RankFailed, Revoked
+from spawnsim.comm.failures import RankFailed, Revoked
 from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.tasks import Task, timeout
 from spawnsim.virtual.world import World

@@ -1,12 +1,13 @@
 """What a recovery ends and what it leaves alone, who is awaited at one, and who is given up."""
 
 import math
+import pickle
 
 import numpy as np
 import pytest
 from virtual_run import platform, run
 
-from spawnsim.errors import Deadlock, Revoked, SpawnsimError
+from spawnsim.errors import Deadlock, RankFailed, Revoked, SpawnsimError
 from spawnsim.virtual import kernel
 from spawnsim.virtual.mpi import MPI
 
@@ -459,3 +460,29 @@ def test_what_is_local_works_on_a_communicator_that_was_revoked():
             own.Barrier()
 
     run(main, 12)
+
+
+def test_programs_of_mpi4py_meet_deaths_and_revocations_as_its_exceptions():
+    """With their error classes, as programs for ULFM ask for them."""
+    found = {}
+
+    def main(comm):
+        with pytest.raises(MPI.Exception) as died:
+            comm.Recv(np.zeros(1), source=11)
+        assert isinstance(died.value, RankFailed)
+        assert died.value.ranks == (11,)
+        found[comm.rank] = [died.value.Get_error_class()]
+        own = comm.Shrink()
+        own.Revoke()
+        for call in (
+            own.Barrier,
+            lambda: own.Send(np.zeros(1), MPI.PROC_NULL),
+            lambda: own.Irecv(np.zeros(1), 0),
+        ):
+            with pytest.raises(MPI.Exception) as revoked:
+                call()
+            assert isinstance(pickle.loads(pickle.dumps(revoked.value)), Revoked)
+            found[comm.rank].append(revoked.value.error_class)
+
+    run(main, 12, faults="crash:11@0.5s")
+    assert found == {rank: [MPI.ERR_PROC_FAILED] + [MPI.ERR_REVOKED] * 3 for rank in range(11)}

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL, TAG_UB_VALUE
-from spawnsim.comm.failures import ERR_COMM, ERR_RANK, ERR_ROOT, ERR_TAG, CallError
+from spawnsim.comm.failures import ERR_COMM, ERR_RANK, ERR_ROOT, ERR_TAG, CallError, Revoked
 from spawnsim.comm.handles import Attributed
 from spawnsim.comm.info import Info
-from spawnsim.errors import Revoked, UsageError
+from spawnsim.errors import UsageError
 from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.departures import WaitingForMeeting
 from spawnsim.virtual.matching import Mailbox

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from spawnsim.errors import Revoked
+from spawnsim.comm.failures import Revoked
 from spawnsim.virtual.comm.context import Context
 from spawnsim.virtual.completion import Message
 from spawnsim.virtual.matching import Mailbox

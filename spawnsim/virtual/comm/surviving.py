@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.failures import Revoked
 from spawnsim.comm.group import Group
 from spawnsim.comm.recovery import Capabilities, Recovery
-from spawnsim.errors import Revoked, Timeout, UnsupportedError
+from spawnsim.errors import Timeout, UnsupportedError
 from spawnsim.virtual.comm.agreements import Agreement, Regrouping, WaitingForLiving
 from spawnsim.virtual.comm.context import GIVEN_UP, Context, Member
 from spawnsim.virtual.comm.revoking import family, revoke
