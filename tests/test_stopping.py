@@ -190,6 +190,29 @@ def test_a_study_stops_at_once_and_goes_on_from_there(
     assert (started.returncode, err) == (128 + number, f"spawnsim: {word}; {kept}\n")
 
 
+IDLE = """
+import time
+from spawnsim.study.sweeping import pool
+
+if __name__ == "__main__":
+    try:
+        with pool(2) as executor:
+            executor.submit(time.sleep, 0).result()
+            time.sleep(1.0)  # another process waits for work by now
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        print("stopped")
+"""
+
+
+def test_processes_that_wait_for_work_end_without_a_word(tmp_path: Path) -> None:
+    """They printed a traceback each."""
+    file = tmp_path / "idle.py"
+    file.write_text(IDLE)
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("stopped\n", "", 0)
+
+
 def _await(folder: Path, started: subprocess.Popen[str]) -> int:
     """Wait for the first run of a study; return how many there are."""
     while True:

@@ -43,24 +43,18 @@ def number_of(stop: KeyboardInterrupt) -> int:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """While the block runs, a signal to stop raises `Stopped` in the main thread."""
-    ours = heed_signals()
+    """While the block runs, a signal to stop raises `Stopped` in the main thread; one ignored, or handled, stays so."""
+    ours: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():
+        ours = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _stop)
     try:
         yield
     finally:
         for number in ours:
             if signal.getsignal(number) is _stop:
                 signal.signal(number, signal.SIG_DFL)
-
-
-def heed_signals() -> list[signal.Signals]:
-    """Let signals to stop raise `Stopped` from now on, and return them; those that are ignored, or handled, stay so."""
-    if threading.current_thread() is not threading.main_thread():
-        return []
-    ours = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, _stop)
-    return ours
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

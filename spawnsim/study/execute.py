@@ -17,7 +17,7 @@ from pathlib import Path
 
 from spawnsim.errors import ParameterError, WorldError
 from spawnsim.run import run, threads
-from spawnsim.run.interrupts import heed_signals
+from spawnsim.run.interrupts import stoppable
 from spawnsim.study.cell import Cell
 from spawnsim.study.store import Cost, Store, write_cost
 
@@ -34,7 +34,8 @@ def execute(cell: Cell, root: Path) -> Cost:
             f"files that {cell.name} depends on were edited since the study began: start it again"
         )
     load, began_s = os.getloadavg()[0], time.monotonic()
-    with store.draft(cell) as folder:
+    # Only here a signal raises: one that waits for work, in a pool that is told to stop, just ends.
+    with stoppable(), store.draft(cell) as folder:
         (_in_this_process if cell.backend == "virtual" else _launched)(cell, folder)
         cost = Cost(round(time.monotonic() - began_s, 3), _peak_memory(cell), round(load, 2))
         write_cost(folder, cost)
@@ -42,14 +43,13 @@ def execute(cell: Cell, root: Path) -> Cost:
 
 
 def prepare() -> None:
-    """Make a process of a pool ready for one run: one thread, and it stops when the study tells it to.
+    """Make a process of a pool ready for one run: one thread, and it is for the study to tell it to stop.
 
     Numeric libraries are told that are not loaded yet: runs share the machine's cores. Ctrl-C on a terminal reaches
     all processes; those of a pool leave it to the study's.
     """
     threads.use_one_thread()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    heed_signals()
 
 
 def _in_this_process(cell: Cell, folder: Path) -> None:
