@@ -12,6 +12,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -197,7 +198,10 @@ class Wire:
         """End both threads. Collective: each rank tells the next one, once all have nothing more to send."""
         self.closing = True
         if self.size > 1 and not self.fault:
-            self.send((self.rank + 1) % self.size, Parcel(STOP))
+            with suppress(
+                RankFailed
+            ):  # it was killed at its very end: it hears nothing, and its keeper tells of it
+                self.send((self.rank + 1) % self.size, Parcel(STOP))
         self._reap.release()
         for thread in self._threads:
             thread.join()
