@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import synthetic
 
-from spawnsim import report
 from spawnsim.plots import timeuse
 from spawnsim.plots.source import clock_of, grouped
 from spawnsim.report import page
+from spawnsim.report.command import report as report_command
 from spawnsim.run import Run
 
 
@@ -118,7 +118,7 @@ def test_the_page_tells_one_share_of_computing(runs: list[Run]):
 def test_the_command_writes_one_file(runs: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """`spawnsim report RUN --out PAGE` prints the page's path."""
     runs[0].save(tmp_path / "run")
-    assert report.main([str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
+    assert report_command([str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
 

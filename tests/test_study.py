@@ -343,7 +343,7 @@ def test_the_command_runs_a_study_from_a_path(tmp_path: Path, capsys: pytest.Cap
     path.write_text(
         "def study(context):\n    context.say(f'{context.name} {context.quick} {context.jobs} {context.out}')\n"
     )
-    assert study.main([str(path), "--quick", "--jobs", "3", "--out", "here"]) == 0
+    assert commands.main([str(path), "--quick", "--jobs", "3", "--out", "here"]) == 0
     assert capsys.readouterr().out == "mine True 3 here\n"
 
 

@@ -3,7 +3,6 @@
 This floor knows communicators, platforms and the virtual building. It must not know programs that train.
 """
 
-from spawnsim.calibrate.command import main
 from spawnsim.calibrate.fitting import fit
 from spawnsim.calibrate.judging import Pair, Score, compare, scores, table
 from spawnsim.calibrate.measuring import Measured, measure
@@ -12,5 +11,4 @@ from spawnsim.calibrate.stragglers import fit_stragglers
 
 __all__ = [
     "measure", "Measured", "Effort", "Point", "fit", "fit_stragglers", "compare", "scores", "table", "Pair", "Score",
-    "main",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The command line: one subcommand, one module with `main(arguments) -> exit code`.
+"""The command line: one subcommand, one function of its arguments that returns the exit code.
 
 This room knows which module serves a subcommand, and how each kind of error ends. A module is imported when its
 subcommand is called, so `spawnsim --help` is quick and needs nothing installed.
@@ -19,15 +19,15 @@ from spawnsim.options import Parser
 from spawnsim.run.threads import use_one_thread
 
 COMMANDS = {
-    "run": ("spawnsim.cli.run", "run a file on virtual ranks, or on real ones"),
-    "study": ("spawnsim.study", "run a study: a grid of runs, and its figures"),
-    "plot": ("spawnsim.plots.cli", "draw figures of runs"),
-    "report": ("spawnsim.report", "write one HTML page about runs"),
-    "trace": ("spawnsim.report.trace", "write a run's timeline for Perfetto or chrome://tracing"),
-    "calibrate": ("spawnsim.calibrate", "measure this cluster, and write a platform file"),
-    "validate": ("spawnsim.validate", "predict a real run, and compare"),
-    "list": ("spawnsim.cli.list", "list platforms, policies, workloads, studies"),
-    "doctor": ("spawnsim.real.launching.doctor", "say what this machine can run, and what to change"),
+    "run": ("spawnsim.cli.run:main", "run a file on virtual ranks, or on real ones"),
+    "study": ("spawnsim.study.command:main", "run a study: a grid of runs, and its figures"),
+    "plot": ("spawnsim.plots.cli:plot", "draw figures of runs"),
+    "report": ("spawnsim.report.command:report", "write one HTML page about runs"),
+    "trace": ("spawnsim.report.command:trace", "write a run's timeline for Perfetto or chrome://tracing"),
+    "calibrate": ("spawnsim.calibrate.command:main", "measure this cluster, and write a platform file"),
+    "validate": ("spawnsim.validate.command:main", "predict a real run, and compare"),
+    "list": ("spawnsim.cli.list:main", "list platforms, policies, workloads, studies"),
+    "doctor": ("spawnsim.real.launching.doctor:main", "say what this machine can run, and what to change"),
 }
 
 EXIT_CODES = f"""\
@@ -71,14 +71,14 @@ def _fix_hashing() -> None:
 
 
 def _serve(command: str, arguments: Sequence[str]) -> int:
-    name, _ = COMMANDS[command]
+    name, _, function = COMMANDS[command][0].partition(":")
     try:
         module = import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
             raise
         raise UnsupportedError(f"spawnsim {command}: not in this version ({__version__})") from error
-    code: int = module.main(arguments)
+    code: int = getattr(module, function)(arguments)
     return code
 
 

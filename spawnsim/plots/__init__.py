@@ -9,7 +9,6 @@ This floor knows tables, events and matplotlib; it must not know how runs are ma
 from __future__ import annotations
 
 from spawnsim.plots import convergence, diversity, gallery, lineage, raster, replacement, series, timeuse
-from spawnsim.plots.cli import main
 from spawnsim.plots.gallery import figures, save_all
 from spawnsim.plots.source import Group, Groups, Recorded, grouped, read
 from spawnsim.plots.style import FORMATS, save, talk
@@ -25,7 +24,6 @@ __all__ = [
     "gallery",
     "grouped",
     "lineage",
-    "main",
     "raster",
     "read",
     "replacement",

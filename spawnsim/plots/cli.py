@@ -15,7 +15,7 @@ from spawnsim.plots.style import FORMATS
 from spawnsim.record.folder import named
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def plot(argv: Sequence[str] | None = None) -> int:
     """Draw the figures of the run folders named in `argv`; print the paths; return the exit code."""
     parser = Parser(prog="spawnsim plot", description="Draw the figures of one or more runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")

@@ -2,9 +2,3 @@
 
 This floor knows finished runs and the figures below it; it must not know how runs are made.
 """
-
-from __future__ import annotations
-
-from spawnsim.report.command import main
-
-__all__ = ["main"]

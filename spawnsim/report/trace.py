@@ -15,7 +15,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import sys
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,12 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spawnsim.options import Parser
-from spawnsim.plots.source import Recorded, donors_of, grouped, is_real, ranks_of, read
-from spawnsim.record.folder import named, require_no_file_of_a_run
+from spawnsim.plots.source import Recorded, donors_of, grouped, is_real, ranks_of
 from spawnsim.record.plain import document
-from spawnsim.report.timeline import LIMIT, Row, Selection, Timeline, fitting
-from spawnsim.units import seconds
+from spawnsim.report.timeline import Row, Selection, Timeline, fitting
 
 Entry = dict[str, Any]
 LARGE = 20_000  # entries beyond which a file is packed unless its name says otherwise: some 4 MB
@@ -351,44 +347,3 @@ def write(drawing: Drawing, path: str | Path | None = None) -> Path:
         if file is not plain:
             file.close()
     return path
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`spawnsim trace RUN…`: write the runs named in `argv`; return the exit code."""
-    parser = Parser(
-        prog="spawnsim trace", description="Write runs as Chrome/Perfetto JSON: open it at ui.perfetto.dev."
-    )
-    add = parser.add_argument
-    add(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="run folder; its calls and messages are there if it ran with --trace",
-    )
-    add("--ranks", metavar="N|LIST", help="the first N ranks only, or these: 0-15, or 3,40-47 (default: all)")
-    add("--from", dest="begin", default="0", metavar="S", help="leave out what ended before: 2.5, or '10 ms'")
-    add("--until", default=None, metavar="S", help="leave out what began after")
-    add(
-        "--limit", type=int, default=LIMIT, metavar="N",
-        help="entries of the file at most: fewer ranks are shown, or less time (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--out",
-        help=f"the file; packed if it ends in {PACKED} (default: trace.json, or trace.json{PACKED} if large)",
-    )
-    args = parser.parse_args(argv)
-    out = None if args.out is None else named(args.out)
-    if out is not None:
-        require_no_file_of_a_run(out)
-    selection = Selection(
-        None if args.ranks is None else Selection.of_ranks(args.ranks),
-        seconds(args.begin),
-        math.inf if args.until is None else seconds(args.until),
-        args.limit,
-    )
-    drawing = draw([(read(folder), Timeline.of(Path(folder))) for folder in args.runs], selection)
-    path = write(drawing, out)
-    for note in drawing.notes:
-        sys.stderr.write(f"spawnsim: trace: {note}\n")
-    sys.stdout.write(f"{path}\n")
-    return 0

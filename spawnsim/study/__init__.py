@@ -6,9 +6,8 @@ This floor knows runs and figures; it must not know what a program trains or whi
 from __future__ import annotations
 
 from spawnsim.study.cell import Cell, grid
-from spawnsim.study.command import main
 from spawnsim.study.context import Context, Result
 from spawnsim.study.store import Cost, Store
 from spawnsim.study.sweeping import pool, sweep
 
-__all__ = ["Cell", "Context", "Cost", "Result", "Store", "grid", "main", "pool", "sweep"]
+__all__ = ["Cell", "Context", "Cost", "Result", "Store", "grid", "pool", "sweep"]

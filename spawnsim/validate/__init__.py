@@ -3,12 +3,11 @@
 This floor knows both buildings and what they are compared by. It must not know what programs train.
 """
 
-from spawnsim.validate.command import main
 from spawnsim.validate.comparing import Repeat, Row, differences, summary, table
 from spawnsim.validate.predicting import Prediction, Setting, Times, predict, times
 from spawnsim.validate.watching import Seen, watched
 
 __all__ = [
-    "main", "watched", "Seen", "predict", "Prediction", "Setting", "Times", "times", "Repeat", "Row", "summary",
+    "watched", "Seen", "predict", "Prediction", "Setting", "Times", "times", "Repeat", "Row", "summary",
     "table", "differences",
 ]  # fmt: skip
