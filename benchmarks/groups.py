@@ -11,7 +11,7 @@ import sys
 import torch
 
 import spawnsim
-from spawnsim.policies.groups import DecentralizedAverager
+from spawnsim.policies.averaging import DecentralizedAverager
 
 STEPS, RANKS, PLATFORMS = 3, (2, 4, 8, 16), ("infiniband-hdr", "ethernet-10g", "wan-volunteers")
 

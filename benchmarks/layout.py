@@ -25,7 +25,14 @@ import numpy as np
 import spawnsim
 
 PACKAGE = Path(spawnsim.__file__).parent
-PUBLIC = ("spawnsim", "spawnsim.policies", "spawnsim.run", "spawnsim.study", "spawnsim.plots", "spawnsim.testing")
+PUBLIC = (
+    "spawnsim",
+    "spawnsim.policies",
+    "spawnsim.run",
+    "spawnsim.study",
+    "spawnsim.plots",
+    "spawnsim.testing",
+)
 
 
 def files() -> list[Path]:
@@ -38,7 +45,11 @@ def _docstrings(tree: ast.Module) -> set[int]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and node.body:
             first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
                 lines |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     return lines
 
@@ -59,7 +70,9 @@ def count(path: Path) -> tuple[int, int, int]:
                 alone.add(token.start[0])
             comments += not token.string.lstrip("# ").startswith(("noqa", "type:", "fmt:", "pragma", "--"))
     code = sum(
-        1 for number, line in enumerate(lines, 1) if line.strip() and number not in docstrings and number not in alone
+        1
+        for number, line in enumerate(lines, 1)
+        if line.strip() and number not in docstrings and number not in alone
     )
     return len(lines), code, comments
 
@@ -158,7 +171,11 @@ def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:
 def _callables(label: str, value: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
     if inspect.isfunction(value):
         yield label, value
-    elif inspect.isclass(value) and value.__module__.startswith("spawnsim.") and not issubclass(value, BaseException):
+    elif (
+        inspect.isclass(value)
+        and value.__module__.startswith("spawnsim.")
+        and not issubclass(value, BaseException)
+    ):
         for name, member in vars(value).items():
             if inspect.isfunction(member) and (name == "__call__" or not name.startswith("_")):
                 yield f"{label}.{name}", member

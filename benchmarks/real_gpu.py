@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy
-from spawnsim.real.launching.gpus import cuda_aware, gpu_of_rank
-from spawnsim.real.launching.launch import recognise
+from spawnsim.real.launch.launchers import cuda_aware, detect_launcher, gpu_of_rank
 
 REPEATS = 5
 MILLION = 1_000_000
@@ -174,7 +173,7 @@ def measure(comm: Any) -> None:
 
 
 def main() -> None:
-    here = recognise()
+    here = detect_launcher()
     if not torch.cuda.is_available():
         if here.rank == 0:
             print("no CUDA device here: nothing to measure (benchmarks/real_policies.py measures on the CPU)")

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim import Run
-from spawnsim.real.launching.roll import WORLD
+from spawnsim.real.launch.processes import WORLD_ERROR
 
 ITERATIONS, DEADLINE_S = 30, 6.0
 HUNG_S = 90.0  # from the kill to the end
@@ -191,7 +191,7 @@ class Trial:
     def _status(self, early: bool) -> int:
         """Return the status that the job has to have: nobody may have seen how a victim died at its start."""
         if self._at_its_start() and "was killed by" not in self.found["err"]:
-            return WORLD
+            return WORLD_ERROR
         return 137 if self.job == "plain" or early else 0
 
     def _at_its_start(self) -> bool:

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, Wiring
-from spawnsim.policies.compression import Compression
-from spawnsim.policies.deadlines import Fixed
-from spawnsim.policies.messages import decode
-from spawnsim.policies.shelf import Shelf
-from spawnsim.policies.snapshot import Packer
+from spawnsim.policies.exchange.messages import decode
+from spawnsim.policies.exchange.snapshot_window import SnapshotWindow
+from spawnsim.policies.rules.cadence import Fixed
+from spawnsim.policies.state.snapshot import Compression, Packer
 from spawnsim.real.mpi import MPIComm, guarded, world
 
 REPEATS, MILLION = 7, 1_000_000
@@ -61,7 +60,7 @@ def copies(comm: MPIComm) -> None:
     """A donor's and a receiver's own work on one snapshot, in passes over the model."""
     live = {f"parameter/{name}": each.detach() for name, each in Weights(LENGTHS).named_parameters()}
     flat, other = np.ones(sum(LENGTHS), np.float32), np.ones(sum(LENGTHS), np.float32)
-    shelf = Shelf(comm, live, Fixed(9.0))
+    shelf = SnapshotWindow(comm, live, Fixed(9.0))
     calls: dict[str, Callable[[], object]] = {"a pass": lambda: np.copyto(flat, other)}
     for how in (None, "float16", "bfloat16"):
         packer = Packer(2**26, checksum=True, compression=Compression(how))
@@ -81,7 +80,7 @@ def copies(comm: MPIComm) -> None:
     shelf.free()
 
 
-def staged(live: dict[str, torch.Tensor], flat: np.ndarray[Any, Any], shelf: Shelf) -> None:
+def staged(live: dict[str, torch.Tensor], flat: np.ndarray[Any, Any], shelf: SnapshotWindow) -> None:
     """Publish as it was done before: copy to a stage, and from there to the window."""
     pieces = torch.split(torch.from_numpy(flat), LENGTHS)
     torch._foreach_copy_(list(pieces), list(live.values()))
@@ -90,7 +89,7 @@ def staged(live: dict[str, torch.Tensor], flat: np.ndarray[Any, Any], shelf: She
     window.Flush(me)
 
 
-def fetch(comm: MPIComm, shelf: Shelf, live: dict[str, torch.Tensor]) -> None:
+def fetch(comm: MPIComm, shelf: SnapshotWindow, live: dict[str, torch.Tensor]) -> None:
     """Take a donor's snapshot, against a bare Get of the same bytes."""
     for version in (1, 2):  # `staged` left no description in one of the slots
         shelf.publish(live, version)

@@ -2,15 +2,18 @@
 
 Names are loaded on first use: `import spawnsim` brings neither torch nor MPI nor pyplot.
 
-The floors, top to bottom (imports point down only; `lint-imports` holds it):
+The layers, top to bottom (imports point down only; `lint-imports` holds it):
 
     cli
-    study · report
+    study · report · fidelity
     plots · testing · run
     record
+    bagua · torchgfn
     policies | workloads | real | virtual     (siblings: none imports another)
     comm
-    errors · random · units · installed
+    options
+    columns · importing · random · units
+    errors
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from spawnsim.comm import Comm, as_comm
 from spawnsim.comm.job import world
-from spawnsim.distributed import broadcast
 from spawnsim.errors import UsageError
 from spawnsim.policies import AsyncModelAveragePolicy
-from spawnsim.policies.state import collect
+from spawnsim.policies.state.layout import collect
+from spawnsim.torchgfn.distributed import broadcast
 
 if TYPE_CHECKING:
     import torch

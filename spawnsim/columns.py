@@ -1,7 +1,7 @@
 """Archives of columns, such as a run's `metrics.npz`, read with suspicion: they may be torn, or somebody else's.
 
-Nothing that an archive claims is believed before memory is taken for it, and nothing is unpickled. This room knows
-archives and arrays; it must not know what columns mean, but for one: `rank`.
+Nothing that an archive claims is believed before memory is taken for it, and nothing is unpickled. What columns mean
+is not known here, but for one: `rank`.
 """
 
 from __future__ import annotations

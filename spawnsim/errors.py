@@ -1,14 +1,12 @@
-"""The errors of the house, sorted by whose fault they are.
+"""The errors that spawnsim raises, sorted by whose fault they are.
 
 `UsageError`: the program or its parameters (deadlock, mismatched collective, truncated buffer, bad value).
 `WorldError`: the world the program runs in (a rank failed, a communicator was revoked, a time-out).
 `InternalError`: ours.
 
 Each family has the exit status of a command, or of a real job, that ends by it. 1 and 2 are what Python and its
-command-line tools give; the others begin at 121, where they meet no `sys.exit(3)` of a program.
-
-This room knows words only: no communicator, no clock, no rank object. Every error can be rebuilt from its
-own `args`, because SimPy and pickle rebuild exceptions that way.
+command-line tools give; the others begin at 121, where they meet no `sys.exit(3)` of a program. Every error can be
+rebuilt from its own `args`, because SimPy and pickle rebuild exceptions that way.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Options on a command line: how they are read, and one line that says what is wrong with them.
 
-This room knows words and values; what an option means, the command knows.
+Words and values alone; what an option means, the command knows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random streams keyed by (seed, rank, purpose).
 
-A stream depends on its key alone: adding a rank, a fault or a policy shifts nobody else's draws. This room
-knows numpy's `SeedSequence` and nothing of ranks' lives or clocks.
+A stream depends on its key alone (numpy's `SeedSequence`): adding a rank, a fault or a policy shifts nobody else's
+draws.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Quantities with units in text: "25 Gbit/s", "2 us" and "64 KiB" become SI floats (seconds, bytes, bytes/s).
-
-This room knows words for units, and nothing of what the quantities are for.
-"""
+"""Quantities with units in text: "25 Gbit/s", "2 us" and "64 KiB" become SI floats (seconds, bytes, bytes/s)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from spawnsim.plots import convergence, lineage, raster, series
+from spawnsim.plots import convergence, replacement, series
 from spawnsim.study import Cell, Context
 
 POLICIES = ("none", "average", "selective", "groups", "clock")
@@ -66,8 +66,8 @@ def virtual(context):
     context.say(
         f"{crowd:,} ranks took {many.cost.wall_s:.0f} s and {many.cost.peak_memory_B / 2**20:.0f} MiB"
     )
-    context.save(raster.figure(many.run), "replacement-raster")
-    context.save(lineage.figure(many.run), "replacement-lineage")
+    context.save(replacement.raster_figure(many.run), "replacement-raster")
+    context.save(replacement.lineage_figure(many.run), "replacement-lineage")
 
 
 def real(context):

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from spawnsim import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 from spawnsim.errors import ParameterError
 from spawnsim.policies import AsyncModelAveragePolicy, Consensus, DecentralizedAveragingPolicy
-from spawnsim.policies.groups import RandomGroups
+from spawnsim.policies.averaging import RandomGroups
 from spawnsim.workloads import Digits
 
 POLICIES = ("none", "average", "selective", "groups", "clock")

@@ -16,9 +16,9 @@ from gfn.gym import HyperGrid
 from gfn.preprocessors import KHotPreprocessor
 from gfn.utils.modules import MLP
 
-from spawnsim.distributed import average_gradients, gather_distributed_data
 from spawnsim.errors import ParameterError
-from spawnsim.spawn_policy import (
+from spawnsim.torchgfn.distributed import average_gradients, gather_distributed_data
+from spawnsim.torchgfn.spawn_policy import (
     AsyncSelectiveAveragingPolicy,
     AsyncSelectiveAveragingPolicympi4pyFast,
     AverageAllPolicy,

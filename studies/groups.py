@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from spawnsim.policies.groups import DecentralizedAverager, Exponential, Grid, RandomGroups
+from spawnsim.policies.averaging import DecentralizedAverager, Exponential, Grid, RandomGroups
 
 STATIC = {"grid": lambda size: Grid(), "random": RandomGroups, "exponential": lambda size: Exponential()}
 

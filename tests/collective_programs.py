@@ -16,9 +16,9 @@ from virtual_run import Notes
 from spawnsim.errors import Timeout
 from spawnsim.virtual.cluster import Cluster, Setting
 from spawnsim.virtual.collectives import Edges, Selection
-from spawnsim.virtual.collectives.messages import Performer
+from spawnsim.virtual.collectives.reference import Performer
 from spawnsim.virtual.comm.context import Context
-from spawnsim.virtual.links import COLLECTIVE
+from spawnsim.virtual.faults.injection import COLLECTIVE
 from spawnsim.virtual.network import Hockney, LogGP, Nodes, Switch
 from spawnsim.virtual.platform import Platform
 

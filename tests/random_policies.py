@@ -17,7 +17,7 @@ from spawnsim.policies import (
     Windows,
     Wiring,
 )
-from spawnsim.policies.groups import Everyone, Exponential, Grid, Pairs
+from spawnsim.policies.averaging import Everyone, Exponential, Grid, Pairs
 
 
 class Draw:

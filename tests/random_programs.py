@@ -15,11 +15,11 @@ from virtual_run import run
 from spawnsim.comm import Status
 from spawnsim.comm.constants import LOCK_EXCLUSIVE, LOCK_SHARED
 from spawnsim.errors import Deadlock, Timeout
-from spawnsim.virtual.generators import per_rank
 from spawnsim.virtual.network import Switch
 from spawnsim.virtual.network.cost import Costs
 from spawnsim.virtual.network.links import Piece
 from spawnsim.virtual.platform import Platform
+from spawnsim.virtual.reproducibility import generators_per_rank
 from spawnsim.virtual.requests import Request
 
 LARGEST = 4096
@@ -613,7 +613,7 @@ def differing(seeds, name):
     threshold = gc.get_threshold()
     gc.set_threshold(0)
     try:
-        with per_rank():
+        with generators_per_rank():
             return {seed: found for seed in seeds if (found := differences(*shape(seed), name))}
     finally:
         gc.set_threshold(*threshold)

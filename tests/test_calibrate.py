@@ -11,24 +11,16 @@ import numpy as np
 import pytest
 
 from spawnsim import random
-from spawnsim.calibrate import Effort, Measured, command, compare, fit, fit_stragglers, measure, scores, table
-from spawnsim.calibrate.judging import ALL, Silence
-from spawnsim.calibrate.links import fit_lines
-from spawnsim.calibrate.measuring import doubts
-from spawnsim.calibrate.sampling import Point, held_out
+from spawnsim.cli import calibrate
 from spawnsim.errors import ParameterError, RankError, WorldError
+from spawnsim.fidelity import Effort, Measured, compare, fit, fit_stragglers, measure, score_table, scores
+from spawnsim.fidelity.fitting import fit_lines
+from spawnsim.fidelity.measuring import doubts
+from spawnsim.fidelity.microbenchmarks import Point, held_out
+from spawnsim.fidelity.scoring import ALL, NullRecorder
 from spawnsim.virtual import simulate
 from spawnsim.virtual.collectives import Selection
-from spawnsim.virtual.compute import (
-    Bimodal,
-    Exponential,
-    Fixed,
-    Gamma,
-    Lognormal,
-    Noise,
-    SlowRank,
-    Speed,
-)
+from spawnsim.virtual.compute import Bimodal, Exponential, Fixed, Gamma, Lognormal, Noise, SlowRank, Speed
 from spawnsim.virtual.network import Hockney, LogGP, Nodes, Piecewise, Switch
 from spawnsim.virtual.platform import Platform, load_platform
 
@@ -42,7 +34,7 @@ def _measured(platform: Platform, ranks: int = 4, per_node: int = 64, effort: Ef
     def program(comm: Any) -> None:
         found.append(measure(comm, effort, host=f"node {comm.Get_rank() // per_node}"))
 
-    simulate(program, ranks=ranks, platform=platform, recorder=Silence())
+    simulate(program, ranks=ranks, platform=platform, recorder=NullRecorder())
     return found[0]
 
 
@@ -166,7 +158,7 @@ def test_bad_durations_are_refused() -> None:
 def test_one_rank_alone_is_refused() -> None:
     """It has nobody to talk to."""
     with pytest.raises((ParameterError, RankError), match="at least 2 ranks: mpiexec -n 2"):
-        simulate(lambda comm: measure(comm), ranks=1, recorder=Silence())
+        simulate(lambda comm: measure(comm), ranks=1, recorder=NullRecorder())
 
 
 def test_doubtful_measurements_are_said_to_be() -> None:
@@ -189,7 +181,7 @@ def test_scores_tell_fitted_from_held_out() -> None:
     wrong = Platform("wrong", Switch(Hockney(2e-5, 1e9)), step=Fixed(0.001))
     found = {score.operation: score for score in scores(compare(measured, wrong))}
     assert found["p2p"].fitted == pytest.approx(1.0, abs=0.1)
-    assert "p2p" in table(tuple(found.values()))
+    assert "p2p" in score_table(tuple(found.values()))
 
 
 def _spoiled(measured: Measured, seconds: Callable[[Point], float]) -> Measured:
@@ -211,11 +203,11 @@ def test_measurements_that_fit_no_network_are_refused(
     """Times of a busy machine gave 1.5e19 MB/s and 0 us with status 0: no file, and one line that says what to do."""
     truth = Platform("truth", Switch(Hockney(1e-5, 1e9), eager_bytes=1 << 30), step=Fixed(0.001))
     spoiled = _spoiled(_measured(truth, ranks=2), seconds)
-    monkeypatch.setattr(command, "measure_here", lambda effort: spoiled)
+    monkeypatch.setattr(calibrate, "measure_here", lambda effort: spoiled)
     with pytest.raises(
         WorldError, match=rf"({says}).*no file was written: measure again while the machine is idle"
     ):
-        command.main(["--out", str(tmp_path / "here.toml")])
+        calibrate.main(["--out", str(tmp_path / "here.toml")])
     assert not (tmp_path / "here.toml").exists()
 
 
@@ -226,8 +218,8 @@ def test_a_flat_stretch_of_short_messages_is_no_fault(
     steps = ((0, LogGP(L=2e-5, o=1e-6, g=1e-6, G=0.0)), (4096, LogGP(L=2e-5, o=1e-6, g=1e-6, G=1e-9)))
     truth = Platform("truth", Switch(Piecewise(steps), eager_bytes=1 << 30), step=Fixed(0.001))
     measured = _measured(truth, ranks=2)
-    monkeypatch.setattr(command, "measure_here", lambda effort: measured)
-    assert command.main(["--out", str(tmp_path / "here.toml")]) == 0
+    monkeypatch.setattr(calibrate, "measure_here", lambda effort: measured)
+    assert calibrate.main(["--out", str(tmp_path / "here.toml")]) == 0
     link = load_platform(tmp_path / "here.toml").network.link  # type: ignore[attr-defined]
     bandwidths = [1.0 / step.G for _, step in link.steps]
     assert bandwidths[-1] == pytest.approx(1e9, rel=0.05)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spawnsim.real.launching.launch import find_library, flags
+from spawnsim.real.launch.launchers import find_library, flags
 from spawnsim.virtual.platform import load_platform
 
 pytestmark = pytest.mark.mpi

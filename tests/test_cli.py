@@ -16,9 +16,9 @@ import pytest
 import spawnsim
 from spawnsim import cli, options
 from spawnsim.errors import Deadlock, InternalError, Livelock, ParameterError, RankError, RankFailed, Timeout
-from spawnsim.run import building
-from spawnsim.run.bar import Bar
+from spawnsim.run import virtual
 from spawnsim.run.program import load, program
+from spawnsim.run.progress_bar import Bar
 from spawnsim.run.result import whole_digest
 
 PROGRAM = '''
@@ -66,7 +66,7 @@ def _paper(
 @pytest.fixture
 def paper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the virtual cluster."""
-    monkeypatch.setattr(building, "_simulate", _paper)
+    monkeypatch.setattr(virtual, "_simulate", _paper)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_a_failed_run_keeps_what_was_recorded(train: Path, tmp_path: Path) -> No
 
 def test_an_interrupted_run_keeps_what_was_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Ctrl-C is an outcome too."""
-    monkeypatch.setattr(building, "_simulate", _ending_with(KeyboardInterrupt()))
+    monkeypatch.setattr(virtual, "_simulate", _ending_with(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         spawnsim.run(lambda _comm: None, ranks=1, out=tmp_path)
     assert spawnsim.Run.load(tmp_path).outcome == "interrupted"
@@ -419,7 +419,7 @@ def test_each_ending_has_its_exit_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Errors end in one message on standard error, and standard output stays empty."""
-    monkeypatch.setattr(building, "_simulate", _ending_with(error))
+    monkeypatch.setattr(virtual, "_simulate", _ending_with(error))
     assert cli.main(["run", str(train), "-n", "1", "--json"]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -430,7 +430,7 @@ def test_a_program_that_asks_for_too_much_gets_no_traceback(
     train: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A deadlock is told in its own words."""
-    monkeypatch.setattr(building, "_simulate", _ending_with(Deadlock("rank 0 waits for rank 1")))
+    monkeypatch.setattr(virtual, "_simulate", _ending_with(Deadlock("rank 0 waits for rank 1")))
     assert cli.main(["run", str(train), "-n", "1"]) == 121
     assert capsys.readouterr().err == "spawnsim: rank 0 waits for rank 1\n"
 

@@ -9,18 +9,25 @@ import torch
 
 from spawnsim.errors import ParameterError
 from spawnsim.testing import every_case, find_cases, run_contract, run_real, run_virtual
-from spawnsim.testing.cases import ABSENT, FAILED, PASSED, SKIPPED, Case, Outcome, named
+from spawnsim.testing.cases import ABSENT, FAILED, PASSED, SKIPPED, Case, Outcome, cases_by_id
 
 assert torch  # loaded, so that its integers serve as ranks and tags here, too
 THEMES = sorted({case.theme for case in every_case()})
-OPTIONAL = {"persistent.partitioned_messages"}
+OPTIONAL = {"requests.partitioned_messages"}
 """Calls that a building may refuse by name."""
 NOT_YET: dict[str, set[str]] = {
     "virtual": set(),
-    "real": {"atomics.accumulating_through_a_derived_type"},
+    "real": {"locks.accumulating_through_a_derived_type"},
     "torch": {
-        f"integers.{name}"
-        for name in ("messages", "roots", "colors_and_keys", "lists", "one_sided", "what_is_no_number")
+        f"environment.{name}"
+        for name in (
+            "integers_in_messages",
+            "integers_as_roots",
+            "integers_as_colors_and_keys",
+            "integers_in_lists",
+            "integers_in_one_sided_calls",
+            "what_is_no_integer",
+        )
     },
 }
 """Cases that a building does not keep yet. Strike a case out when it passes: the lists may only shrink."""
@@ -64,7 +71,7 @@ def test_wrapped_ranks_keep_the_contract(backend: str) -> None:
 
 def test_what_virtual_ranks_do_not_keep_yet_is_up_to_date() -> None:
     """No case that passes on virtual ranks is listed as one that does not."""
-    outcomes = run_virtual(named(sorted(NOT_YET["virtual"])), 4)
+    outcomes = run_virtual(cases_by_id(sorted(NOT_YET["virtual"])), 4)
     assert [one.case for one in outcomes if one.status == PASSED] == []
 
 
@@ -77,7 +84,7 @@ def test_the_suite_is_large() -> None:
 
 def test_cases_are_found_by_words() -> None:
     """Words choose cases by theme or name; a word that chooses none is an error."""
-    assert {case.theme for case in find_cases(4, "groups. locks.exc")} == {"groups", "locks"}
+    assert {case.theme for case in find_cases(4, "objects. locks.exc")} == {"objects", "locks"}
     with pytest.raises(ParameterError, match=r"themes: .*locks"):
         find_cases(4, "no-such-case")
 
@@ -133,8 +140,8 @@ def test_a_real_job_goes_on_behind_failures(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "stubborn.py").write_text(STUBBORN, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("spawnsim.testing.jobs.GRACE_S", 0.5)
-    cases = named(["stubborn.fine", "stubborn.waits", "stubborn.dies", "stubborn.fine"])
+    monkeypatch.setattr("spawnsim.testing.runners.GRACE_S", 0.5)
+    cases = cases_by_id(["stubborn.fine", "stubborn.waits", "stubborn.dies", "stubborn.fine"])
     outcomes = list(run_real(cases, 2))
     assert [one.status for one in outcomes] == [PASSED, FAILED, FAILED, PASSED]
     assert "still inside: rank 1" in outcomes[1].text

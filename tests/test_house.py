@@ -24,7 +24,7 @@ every_file = pytest.mark.parametrize("path", FILES, ids=NAMES)
 
 # The seeds' signatures are kept verbatim, as their users call them.
 KEPT_SIGNATURES = (
-    "spawnsim/policies/", "spawnsim/spawn_policy", "spawnsim/distributed", "spawnsim/virtual/programs/futures",
+    "spawnsim/policies/", "spawnsim/torchgfn/", "spawnsim/virtual/scripts/package",
 )  # fmt: skip
 
 
@@ -52,8 +52,8 @@ def _names_of_mpi4py() -> frozenset[str]:
 
 @every_file
 def test_files_are_short(path: Path) -> None:
-    """No file has more than 450 lines."""
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 450
+    """No file has more than 550 lines."""
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 550
 
 
 @every_file

@@ -18,10 +18,17 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from spawnsim import plots
+from spawnsim.cli.results import plot as plot_command
 from spawnsim.errors import ParameterError
-from spawnsim.plots import convergence, diversity, lineage, raster, replacement, series, style, timeuse
-from spawnsim.plots.cli import plot as plot_command
-from spawnsim.plots.source import Groups, facts, grouped, setting
+from spawnsim.plots import (
+    convergence,
+    diversity,
+    replacement,
+    series,
+    style,
+    timeuse,
+)
+from spawnsim.plots.experiments import Groups, facts, grouped, setting
 from spawnsim.record import Table
 from spawnsim.run import Run
 
@@ -299,7 +306,7 @@ def test_replacements_count_donors_and_replaced():
     """Each donor of an event is a pair; counts are per rank."""
     info = replacement.replacements(events((1, 2.0, [0, 3]), (2, 1.0, [0])), ranks=4)
     assert replacement.per_rank(info).tolist() == [0, 1, 1, 0]
-    assert replacement.gifts(info).tolist() == [2, 0, 0, 1]
+    assert replacement.donations(info).tolist() == [2, 0, 0, 1]
     assert info.time_s.tolist() == [1, 2]
 
 
@@ -359,7 +366,7 @@ def test_no_replacement_at_all_is_no_error():
     """A run without events has empty arrays and full share."""
     info = replacement.replacements([], ranks=3, end_s=1.0)
     assert replacement.never_replaced(info)[1].tolist() == [1, 1]
-    assert replacement.top_share(replacement.gifts(info)) == 0
+    assert replacement.top_share(replacement.donations(info)) == 0
 
 
 # --------------------------------------------------------------------------------- diversity and time use
@@ -539,15 +546,20 @@ def test_a_raster_ends_when_half_of_the_ranks_have_ended():
     """One straggler that goes on alone does not leave the axis empty."""
     rows = table(rank=[0, 1, 2], time_s=[2, 2.5, 40])
     run = Run({"backend": "virtual"}, Table(rows), events((1, 1.0, [0])), {"ranks": 3})
-    assert raster.of(run).end_s == 2.5
+    assert replacement.replacements_of(run).end_s == 2.5
 
 
 def test_draw_takes_given_axes_or_makes_its_own(runs: list[plots.Recorded]):
     """`draw(info)` returns new axes, `draw(info, ax)` the given ones."""
     ax = Figure().subplots()
-    info = raster.of(runs[2])
-    assert raster.draw(info, ax) is ax
-    for draw in (raster.draw, lineage.draw_matrix, lineage.draw_counts, lineage.draw_never):
+    info = replacement.replacements_of(runs[2])
+    assert replacement.draw_raster(info, ax) is ax
+    for draw in (
+        replacement.draw_raster,
+        replacement.draw_matrix,
+        replacement.draw_counts,
+        replacement.draw_never,
+    ):
         assert draw(info).figure is not ax.figure
 
 
@@ -577,7 +589,7 @@ def test_the_command_says_when_there_is_nothing_to_draw(tmp_path: Path, capsys: 
 
 def test_figures_need_no_pyplot():
     """Importing and drawing leaves pyplot alone: no window, no global figure list."""
-    draw = "p.raster.draw(p.replacement.replacements([], 2, 1.0))"
+    draw = "p.replacement.draw_raster(p.replacement.replacements([], 2, 1.0))"
     code = f"import sys, spawnsim.plots as p; {draw}; print('matplotlib.pyplot' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -8,8 +8,8 @@ import pytest
 import random_calls
 from random_faults import KINDS, broken
 
-from spawnsim.policies.coordinator import Coordinator
-from spawnsim.policies.flat import GroupMean
+from spawnsim.policies.exchange.coordinator import Coordinator
+from spawnsim.policies.exchange.group_mean import GroupMean
 
 RUNS = dict.fromkeys(KINDS, 20) | {"liveness": 6}
 

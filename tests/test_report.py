@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import synthetic
 
+from spawnsim.cli.results import report as report_command
 from spawnsim.plots import timeuse
-from spawnsim.plots.source import clock_of, grouped
+from spawnsim.plots.experiments import clock_of, grouped
 from spawnsim.report import page
-from spawnsim.report.command import report as report_command
 from spawnsim.run import Run
 
 

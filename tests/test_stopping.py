@@ -15,8 +15,8 @@ import pytest
 
 import spawnsim
 from spawnsim.record import Recorder, journal
-from spawnsim.run import building
-from spawnsim.virtual import stalls
+from spawnsim.run import virtual
+from spawnsim.virtual import diagnosis
 
 PROGRAM = """
 import os, sys, time
@@ -160,7 +160,7 @@ def test_a_run_is_the_same_with_and_without_a_folder(tmp_path: Path, monkeypatch
     kept = spawnsim.run(main, ranks=12, out=tmp_path)
     assert kept.totals["digest"] == plain.totals["digest"] == spawnsim.Run.load(tmp_path).totals["digest"]
     assert [*kept.table] == [*plain.table]
-    assert isinstance(building.Keeper({}, None).recorder, Recorder)
+    assert isinstance(virtual.RunWriter({}, None).recorder, Recorder)
 
 
 STUDY = """
@@ -226,8 +226,8 @@ def _await(folder: Path, started: subprocess.Popen[str]) -> int:
 
 def test_a_rank_that_computes_for_ever_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """An endless loop says nothing by itself: notes do, at growing intervals, and change nothing of the run."""
-    monkeypatch.setattr(stalls, "LOOK_S", 0.01)
-    monkeypatch.setattr(stalls, "FIRST_S", 0.05)
+    monkeypatch.setattr(diagnosis, "LOOK_S", 0.01)
+    monkeypatch.setattr(diagnosis, "FIRST_S", 0.05)
     notes: list[str] = []
 
     def main(comm: spawnsim.Comm) -> None:

@@ -14,13 +14,13 @@ import pytest
 import synthetic
 
 from spawnsim import study
+from spawnsim.cli import study as commands
 from spawnsim.errors import ParameterError, StudyError, UsageError
 from spawnsim.record import manifest
-from spawnsim.run import threads
+from spawnsim.run import process_setup
 from spawnsim.study import Cell, Cost, Store, grid, sweeping
-from spawnsim.study import cell as cell_module
-from spawnsim.study import command as commands
-from spawnsim.study import execute as execution
+from spawnsim.study import store as cell_module
+from spawnsim.study import sweeping as execution
 
 PROGRAM = """
 def main(comm, policy="none", iterations=3):
@@ -147,8 +147,8 @@ def test_the_key_covers_the_library_and_nothing_beside(world: tuple[Path, dict[s
     assert Cell(file=program, ranks=2, world=circumstances).key == before
     root = manifest.PACKAGE
     covered = {path.relative_to(root).as_posix() for path in cell_module._sources(root)}
-    assert {"errors.py", "spawn_policy.py", "virtual/platform/presets/laptop.toml", "cli/run.py"} <= covered
-    assert {"distributed", "run", "policies", "comm"} <= {path.split("/")[0] for path in covered}
+    assert {"errors.py", "bagua.py", "virtual/platform/presets/laptop.toml", "cli/run.py"} <= covered
+    assert {"torchgfn", "run", "policies", "comm"} <= {path.split("/")[0] for path in covered}
     assert not any(path.startswith(("plots/", "report/")) for path in covered)
 
 
@@ -295,8 +295,8 @@ def test_any_executor_carries_a_sweep(program: Path, tmp_path: Path, monkeypatch
             return future
 
     sweeping.sweep(cells_of(program), Store(tmp_path / "a"), executor=Calling(), say=said.append)
-    with ThreadPoolExecutor(2) as threads:
-        sweeping.sweep(cells_of(program), Store(tmp_path / "b"), executor=threads, say=said.append)
+    with ThreadPoolExecutor(2) as workers:
+        sweeping.sweep(cells_of(program), Store(tmp_path / "b"), executor=workers, say=said.append)
     assert len(recorder.ran) == 8
     assert re.match(r"\[1/4\] program-\w+-n2-s[12]: 0.5 s, about .* left", said[0])
     assert said[3].endswith(" in all")
@@ -329,7 +329,7 @@ def test_a_program_that_raises_is_one_failed_run(program: Path, tmp_path: Path):
 def test_real_ranks_are_started_with_the_users_command(program: Path, tmp_path: Path):
     """Launched cells use `spawnsim run`; text stays text, also when it reads like a word for nothing."""
     cell = Cell(file=program, ranks=4, seed=7, backend="mpi", parameters={"policy": "none", "iterations": 5})
-    line = execution.command(cell, tmp_path)
+    line = execution.command_line(cell, tmp_path)
     assert line[1:4] == ["-m", "spawnsim", "run"]
     assert line[-4:] == ["--set", "policy='none'", "--set", "iterations=5"]
 
@@ -364,10 +364,10 @@ def test_workers_use_one_thread_each_unless_told_otherwise(monkeypatch: pytest.M
     """The pool's processes tell numeric libraries so before they are loaded."""
     monkeypatch.setattr(execution.signal, "signal", lambda *_: None)
     for told, used in (("7", "7"), (None, "1")):
-        for name in threads.VARIABLES:
+        for name in process_setup.VARIABLES:
             monkeypatch.setenv(name, told) if told else monkeypatch.delenv(name)
         execution.prepare()
-        assert {os.environ[name] for name in threads.VARIABLES} == {used}
+        assert {os.environ[name] for name in process_setup.VARIABLES} == {used}
 
 
 # ------------------------------------------------------------------------------------------- what studies draw
@@ -390,7 +390,7 @@ def test_the_networks_figure_says_what_its_bars_say(table: list[list[float]], sa
 
 def test_a_pool_tells_its_processes_to_use_one_thread_and_leaves_the_environment_alone(monkeypatch):
     """Libraries ask when they are loaded, which is before a process gets its run."""
-    for name in threads.VARIABLES:
+    for name in process_setup.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     with sweeping.pool(1) as executor:
         assert executor.submit(os.getenv, "OMP_NUM_THREADS").result() == "1"

@@ -20,8 +20,8 @@ from spawnsim import Run
 from spawnsim.cli import main as command
 from spawnsim.errors import Deadlock, ParameterError, RankError, WorldError
 from spawnsim.record import Table, folder, journal
-from spawnsim.report import trace
-from spawnsim.report.timeline import Selection, Timeline
+from spawnsim.report import perfetto
+from spawnsim.report.trace_reader import Selection, Timeline
 from spawnsim.run.result import totals_of
 from spawnsim.virtual import timeline
 
@@ -104,8 +104,8 @@ def arrows(entries: list[Entry]) -> list[tuple[Entry, Entry]]:
 
 def drawn(place: Path, **options: Any) -> list[Entry]:
     """Return the checked entries of a run folder's file."""
-    drawing = trace.draw([(Run.load(place), Timeline.of(place))], Selection(**options))
-    return checked(trace.write(drawing, place / "trace.json"))
+    drawing = perfetto.draw([(Run.load(place), Timeline.of(place))], Selection(**options))
+    return checked(perfetto.write(drawing, place / "trace.json"))
 
 
 def same_but_wall(one: Run, other: Run) -> bool:
@@ -395,11 +395,11 @@ def test_a_rank_is_followed_as_long_as_there_is_room(tmp_path: Path, monkeypatch
     found = Timeline.of(tmp_path / "run")
     assert found is not None
     assert Counter(found.amounts.rank.tolist()) == dict.fromkeys(range(RANKS), 20)
-    drawing = trace.draw([(Run.load(tmp_path / "run"), found)])
+    drawing = perfetto.draw([(Run.load(tmp_path / "run"), found)])
     assert any(
         "12 ranks were followed for the first part of the run alone, rank " in note for note in drawing.notes
     )
-    checked(trace.write(drawing, tmp_path / "trace.json"))
+    checked(perfetto.write(drawing, tmp_path / "trace.json"))
 
 
 def test_ranks_and_times_can_be_chosen(rings: Path):
@@ -418,7 +418,7 @@ def test_ranks_and_times_can_be_chosen(rings: Path):
 def test_a_choice_without_anything_is_told(rings: Path):
     """Ranks that the run has not, or a time after its end."""
     for nothing in ({"ranks": frozenset((99,))}, {"from_s": 1e6}):
-        drawing = trace.draw([(Run.load(rings), Timeline.of(rings))], Selection(**nothing))
+        drawing = perfetto.draw([(Run.load(rings), Timeline.of(rings))], Selection(**nothing))
         assert drawing.notes == ["test_trace: nothing was recorded of these ranks in this time"]
 
 
@@ -444,8 +444,8 @@ def test_ranks_are_named_as_a_number_or_a_list(text: str, ranks: set[int] | None
 def test_a_file_is_kept_to_a_size(rings: Path, limit: int):
     """Fewer ranks are shown, or less time: whole, and said in the file and to the user."""
     run, found = Run.load(rings), Timeline.of(rings)
-    drawing = trace.draw([(run, found)], Selection(limit=limit))
-    entries = checked(trace.write(drawing, rings.parent / f"{limit}.json"))
+    drawing = perfetto.draw([(run, found)], Selection(limit=limit))
+    entries = checked(perfetto.write(drawing, rings.parent / f"{limit}.json"))
     assert sum("ts" in entry for entry in entries) <= limit * 1.1
     (note,) = drawing.notes
     assert f"at most {limit} entries" in note
@@ -500,7 +500,7 @@ def test_the_command_line_traces_packs_and_says_what_is_missing(
     entries = checked(tmp_path / "trace.json")
     assert command(["trace", "run", "--out", "packed.json.gz"]) == 0
     assert checked(tmp_path / "packed.json.gz") == entries
-    monkeypatch.setattr(trace, "LARGE", 100)
+    monkeypatch.setattr(perfetto, "LARGE", 100)
     assert command(["trace", "run", "--ranks", "11"]) == 0
     assert {e["tid"] for e in checked(tmp_path / "trace.json.gz")} == set(range(11))
     capfd.readouterr()
@@ -547,7 +547,7 @@ def runs() -> list[Run]:
 def rows_drawn(runs: list[Run], path: Path, **options: Any) -> list[Entry]:
     """Return the checked entries of runs that were not traced."""
     return checked(
-        trace.write(trace.draw([(run, None) for run in runs], Selection(**options)), path / "t.json")
+        perfetto.write(perfetto.draw([(run, None) for run in runs], Selection(**options)), path / "t.json")
     )
 
 
@@ -557,7 +557,7 @@ def test_rows_of_any_run_are_drawn(runs: list[Run], tmp_path: Path):
     assert len({entry["pid"] for entry in entries}) == 2
     assert {entry["tid"] for entry in entries} == set(range(12))
     assert len(slices(entries, "compute")) == 2 * 12 * 25
-    notes = trace.draw([(run, None) for run in runs]).notes
+    notes = perfetto.draw([(run, None) for run in runs]).notes
     assert notes == [
         f"{name}: no calls and messages: the run was recorded without --trace"
         for name in ("average", "selective")

@@ -7,22 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spawnsim.calibrate.judging import Silence
 from spawnsim.errors import ParameterError
-from spawnsim.validate import (
+from spawnsim.fidelity import (
     Prediction,
     Repeat,
     Seen,
     Setting,
     Times,
     differences,
+    error_table,
     predict,
     summary,
-    table,
     times,
     watched,
 )
-from spawnsim.validate.predicting import MEASURES
+from spawnsim.fidelity.predicting import MEASURES
+from spawnsim.fidelity.scoring import NullRecorder
 from spawnsim.virtual import simulate
 from spawnsim.virtual.compute import Fixed
 from spawnsim.virtual.network import Hockney, Switch
@@ -47,7 +47,7 @@ def _run(program: Any, ranks: int = 4, **arguments: Any) -> list[Seen]:
     def watching(comm: Any) -> None:
         found[comm.Get_rank()] = watched(program, comm)
 
-    simulate(watching, ranks=ranks, recorder=Silence(), **arguments)
+    simulate(watching, ranks=ranks, recorder=NullRecorder(), **arguments)
     return [found[rank] for rank in range(ranks)]
 
 
@@ -137,7 +137,7 @@ def test_the_summary_takes_medians_over_repeats() -> None:
     assert rows["total"].measured == 11.0
     assert rows["total"].errors["replayed"] == pytest.approx((0.0, 11 / 12 - 1, 0.1))
     assert rows["waiting share"].errors["replayed"][0] == pytest.approx(0.1)
-    assert "+10.0 points" in table(tuple(rows.values()), 3)
+    assert "+10.0 points" in error_table(tuple(rows.values()), 3)
 
 
 def test_another_software_is_noticed() -> None:

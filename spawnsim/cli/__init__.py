@@ -1,7 +1,9 @@
 """The command line: one subcommand, one function of its arguments that returns the exit code.
 
-This room knows which module serves a subcommand, and how each kind of error ends. A module is imported when its
-subcommand is called, so `spawnsim --help` is quick and needs nothing installed.
+The table says which module serves a subcommand; it is imported when its subcommand is called, so `spawnsim --help` is
+quick and needs nothing installed. An error ends a command with one clear message on standard error and the exit code
+of its family. A traceback is shown for the program's own exception alone, and only the part of it that is the
+program's.
 """
 
 from __future__ import annotations
@@ -9,25 +11,120 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
+import spawnsim
 from spawnsim import __version__
-from spawnsim.cli.ending import internal, interrupted, report
-from spawnsim.errors import Deadlock, InternalError, SpawnsimError, UnsupportedError, UsageError, WorldError
+from spawnsim.errors import (
+    Deadlock,
+    InternalError,
+    ProgramError,
+    RankError,
+    SpawnsimError,
+    UnsupportedError,
+    UsageError,
+    WorldError,
+)
 from spawnsim.options import Parser
-from spawnsim.run.threads import use_one_thread
+from spawnsim.run import process_setup
+from spawnsim.run.process_setup import use_one_thread
+from spawnsim.run.progress_bar import beside_the_bar
+
+RAISERS = (RankError, ProgramError)  # their cause is an exception of the program's own
+_PACKAGE = str(Path(spawnsim.__file__).parent)
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of an error; that of the program is decided by what it raised."""
+    if isinstance(error, RAISERS):
+        cause, status = error.__cause__, getattr(error, "status", None)
+        if isinstance(cause, SpawnsimError):
+            return exit_code(cause)
+        status = cause.code if isinstance(cause, SystemExit) else status  # sys.exit(3), comm.Abort(3)
+        return status if isinstance(status, int) and 0 < status < 256 else error.exit_status
+    if isinstance(error, UsageError) and error.exit_status == 2 and getattr(error, "placed", False):
+        return SpawnsimError.exit_status  # a rank's call, no option of ours
+    return getattr(error, "exit_status", 1)
+
+
+def report_error(error: SpawnsimError, *, quiet: bool = False) -> int:
+    """Print an error (unless another rank does) and return its exit code."""
+    if not quiet:
+        print_error(error)
+    return exit_code(error)
+
+
+def print_error(error: BaseException) -> None:
+    """Print an error with its notes; of one that was printed before, the notes that are new."""
+    notes = list(getattr(error, "__notes__", ()))
+    known: list[str] | None = error.__dict__.get("_told")
+    lines = [f"spawnsim: {error}", *notes] if known is None else [note for note in notes if note not in known]
+    if known is None and isinstance(error, RAISERS) and error.__cause__ is not None:
+        lines.insert(0, program_traceback(error.__cause__))
+    error.__dict__["_told"] = notes
+    if lines:
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def print_error_beside_bar(error: BaseException) -> None:
+    """Print an error while the run's progress bar may stand on the terminal."""
+    with beside_the_bar():
+        print_error(error)
+
+
+def print_note_beside_bar(sentence: str) -> None:
+    """Print what the user may want to know while the run goes on."""
+    with beside_the_bar():
+        print(f"spawnsim: note: {sentence}", file=sys.stderr, flush=True)
+
+
+def report_interrupt(stop: KeyboardInterrupt) -> int:
+    """Say that the command was told to stop, and what is kept; return the status that a shell gives for the signal."""
+    notes = [note[0].lower() + note[1:] for note in getattr(stop, "__notes__", ())]
+    print("; ".join([f"spawnsim: {process_setup.outcome_of(stop)}", *notes]), file=sys.stderr, flush=True)
+    return 128 + process_setup.number_of(stop)
+
+
+def report_internal_error(error: Exception) -> int:
+    """Print what must not happen, with its traceback, and return the exit code for it."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    fault = "spawnsim: the fault above is ours; please report it with the command and the seed"
+    sys.stderr.write(f"{text}\n{fault}\n")  # in one piece: ranks write side by side
+    return InternalError.exit_status
+
+
+def program_traceback(error: BaseException) -> str:
+    """Return an exception's traceback from where the program begins: the frames of the house above it left out.
+
+    Of an error of the house's, which says what happened, those below the program's last one are left out, too.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    shown = traceback.TracebackException(type(error), error, trace)
+    if isinstance(error, SpawnsimError):
+        while len(shown.stack) > 1 and _is_ours(shown.stack[-1].filename):
+            shown.stack.pop()
+    return "".join(shown.format()).rstrip()
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith((_PACKAGE, "<frozen importlib"))
+
 
 COMMANDS = {
     "run": ("spawnsim.cli.run:main", "run a file on virtual ranks, or on real ones"),
-    "study": ("spawnsim.study.command:main", "run a study: a grid of runs, and its figures"),
-    "plot": ("spawnsim.plots.cli:plot", "draw figures of runs"),
-    "report": ("spawnsim.report.command:report", "write one HTML page about runs"),
-    "trace": ("spawnsim.report.command:trace", "write a run's timeline for Perfetto or chrome://tracing"),
-    "calibrate": ("spawnsim.calibrate.command:main", "measure this cluster, and write a platform file"),
-    "validate": ("spawnsim.validate.command:main", "predict a real run, and compare"),
-    "list": ("spawnsim.cli.list:main", "list platforms, policies, workloads, studies"),
-    "doctor": ("spawnsim.real.launching.doctor:main", "say what this machine can run, and what to change"),
+    "study": ("spawnsim.cli.study:main", "run a study: a grid of runs, and its figures"),
+    "plot": ("spawnsim.cli.results:plot", "draw figures of runs"),
+    "report": ("spawnsim.cli.results:report", "write one HTML page about runs"),
+    "trace": ("spawnsim.cli.results:trace", "write a run's timeline for Perfetto or chrome://tracing"),
+    "calibrate": ("spawnsim.cli.calibrate:main", "measure this cluster, and write a platform file"),
+    "validate": ("spawnsim.cli.validate:main", "predict a real run, and compare"),
+    "list": ("spawnsim.cli.listing:main", "list platforms, policies, workloads, studies"),
+    "doctor": ("spawnsim.real.launch.doctor:main", "say what this machine can run, and what to change"),
 }
 
 EXIT_CODES = f"""\
@@ -48,11 +145,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(argv)
         return _serve(arguments.command, arguments.arguments)
     except SpawnsimError as error:
-        return report(error)
+        return report_error(error)
     except KeyboardInterrupt as stop:
-        return interrupted(stop)
+        return report_interrupt(stop)
     except Exception as error:  # noqa: BLE001  the outermost door: what arrives here is our fault, and says so
-        return internal(error)
+        return report_internal_error(error)
 
 
 def entry() -> None:

@@ -1,33 +1,46 @@
 """`spawnsim run FILE`: one program on virtual ranks, or on real ones.
 
-This room knows options and how to print totals.
+On real ranks (`--backend mpi|torch`) this process is the launcher of the job, or one of its ranks, of which rank 0
+alone prints. A launcher loads neither numpy nor torch nor MPI, and a rank nothing that starts processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
+import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from spawnsim.cli.ending import note_beside_the_bar, tell_beside_the_bar
-from spawnsim.errors import ParameterError
+from spawnsim.cli import (
+    exit_code,
+    print_error_beside_bar,
+    print_note_beside_bar,
+    report_error,
+    report_internal_error,
+)
+from spawnsim.errors import InternalError, ParameterError, SpawnsimError
 from spawnsim.options import Parser, parameters
 from spawnsim.run import Run, run
-from spawnsim.run.interrupts import stoppable
+from spawnsim.run.process_setup import stoppable
+from spawnsim.run.program import program, require_main
+from spawnsim.run.real import Job, run_rank, tidy
 from spawnsim.run.result import shown
-from spawnsim.run.unmodified import is_unmodified, refuse_arguments
+from spawnsim.run.virtual import is_unmodified, refuse_arguments
+
+if TYPE_CHECKING:
+    from spawnsim.real.launch.launchers import LaunchContext
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the subcommand."""
     options, script_arguments = parse(argv)
     if options.backend != "virtual":
-        from spawnsim.cli.real import run_real
-
         refuse_arguments(script_arguments)
         if options.trace:
             raise ParameterError(
@@ -57,16 +70,16 @@ def main(argv: Sequence[str]) -> int:
             parameters=parameters(options.set),
             argv=script_arguments,
             options=program_options(options),
-            on_error=tell_beside_the_bar,
-            on_note=None if options.quiet else note_beside_the_bar,
+            on_error=print_error_beside_bar,
+            on_note=None if options.quiet else print_note_beside_bar,
         )
     if not options.quiet:
-        tell(result.what)
-    show(result, as_json=options.json, quiet=options.quiet, out=options.out)
+        print_notes(result.what)
+    print_totals(result, as_json=options.json, quiet=options.quiet, out=options.out)
     return 0
 
 
-def show(result: Run, *, as_json: bool, quiet: bool, out: str | Path | None) -> None:
+def print_totals(result: Run, *, as_json: bool, quiet: bool, out: str | Path | None) -> None:
     """Print the totals of a run that has finished."""
     if as_json:
         print(json.dumps(dict(result.totals)))
@@ -106,7 +119,7 @@ def program_options(options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tell(what: Mapping[str, Any]) -> None:
+def print_notes(what: Mapping[str, Any]) -> None:
     """Print what was noticed of a run, a line each."""
     for kind in ("note", "warning"):
         for sentence in what.get(f"{kind}s", ()):
@@ -199,3 +212,118 @@ def _add_program_options(parser: Parser) -> None:
         "--futures", action="store_true",
         help="rank 0 alone runs the program, the others work for its MPIPoolExecutor",
     )  # fmt: skip
+
+
+VIRTUAL_ONLY = ("platform", "straggler", "faults", "compute")
+TURN_S = 0.5  # how long ranks other than 0 leave it to rank 0 to speak
+
+
+def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
+    """Run the program for real and return the exit code."""
+    from spawnsim.real.launch.launchers import detect_launcher
+    from spawnsim.record.folder import named
+
+    unfit = [name for name in VIRTUAL_ONLY if getattr(options, name) is not None]
+    if unfit:
+        raise ParameterError(
+            f"--{unfit[0]} describes virtual ranks; --backend {options.backend} takes real time"
+        )
+    if options.out is not None:
+        options.out = named(options.out)
+    if options.survive and options.backend != "mpi":
+        raise ParameterError("--survive: torch.distributed outlives no rank; take --backend mpi")
+    here = detect_launcher()
+    if here.may_start and options.ranks not in (None, 1):
+        return _start(options, parameters)
+    if options.ranks not in (None, here.size):
+        raise ParameterError(
+            f"-n {options.ranks}: this process is one of {here.size} ranks already; leave -n away"
+        )
+    return _be_a_rank(options, parameters, here)
+
+
+def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
+    from spawnsim.options import arguments_of
+    from spawnsim.real.launch.launchers import start
+    from spawnsim.record.folder import require_free
+
+    require_main(options.file)  # else each rank would say so
+    if options.out is not None:
+        require_free(options.out, overwrite=options.overwrite)
+    arguments = [
+        "--backend", options.backend, "--seed", str(options.seed), "--deadline", str(options.deadline),
+        *arguments_of(parameters), *(["--json"] if options.json else []), *(["--quiet"] if options.quiet else []),
+        *(["--progress"] if _wants_bar(options) else []),
+        *(["--out", str(options.out)] if options.out is not None else []),
+        *(["--overwrite"] if options.overwrite else []),
+    ]  # fmt: skip
+    ended = start(options.file, options.ranks, arguments, survive=options.survive)
+    kept = ""
+    if options.out is not None and tidy(options.out, ended.status, ended.cause):
+        kept = f"; what was recorded until then: {options.out}"
+    if ended.cause:
+        print(f"spawnsim: {ended.cause}{kept}", file=sys.stderr)
+    return ended.status
+
+
+def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here: LaunchContext) -> int:
+    from spawnsim.real.launch.launchers import require_fit
+    from spawnsim.real.launch.processes import ENDED, SURVIVE, keep, register, register_stage, scratch_folder
+    from spawnsim.record.folder import require_free
+
+    keep(here.rank, os.environ)  # from here on this is the rank, and its parent its keeper
+    register(here.rank, os.environ, os.getpid())
+    if options.survive:
+        os.environ[SURVIVE] = "1"
+    write_whole_lines(sys.stdout, sys.stderr)
+    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+        try:
+            if options.backend == "mpi":
+                require_fit(here)
+            if options.out is not None:  # each rank looks before any of them has begun to write
+                require_free(options.out, overwrite=options.overwrite)
+            job = Job(
+                program(options.file, parameters), options.backend, out=options.out or scratch_folder(os.environ),
+                seed=options.seed, deadline_s=options.deadline, progress=_wants_bar(options),
+            )  # fmt: skip
+            result = run_rank(job)
+        except (
+            SpawnsimError
+        ) as error:  # before its program began; one of the program itself does not come here
+            return _never_began(error, here)
+    if result is not None:
+        if not options.quiet:
+            print_notes(result.what)
+        print_totals(result, as_json=options.json, quiet=options.quiet, out=options.out)
+    register_stage(ENDED, here.rank, os.environ)
+    return 0
+
+
+def _never_began(error: Exception, here: LaunchContext) -> int:
+    """Say why this rank cannot begin, if no other has said so, and let no other wait for it. Return the status."""
+    from spawnsim.real.launch.processes import WORLD_ERROR, end_job, record_first_end, wait_for_first_end
+
+    status = exit_code(error) if isinstance(error, SpawnsimError) else InternalError.exit_status
+    if status == WORLD_ERROR:  # another rank has gone, and how is for its keeper to say
+        wait_for_first_end(os.environ)
+    first = record_first_end(status, "", os.environ)
+    if first is None:  # nobody of ours has started the job
+        time.sleep(0.0 if here.rank == 0 else TURN_S)  # mostly all ranks find the same fault
+    if first is not False:
+        error.add_note(f"spawnsim: rank {here.rank} of {here.size} has not begun; the job ends")
+        report_error(error) if isinstance(error, SpawnsimError) else report_internal_error(error)
+        if first is None:
+            end_job(status, os.environ)
+    return status
+
+
+def write_whole_lines(*streams: Any) -> None:
+    """Let streams write a line when it is whole, so that launchers do not cut the lines of ranks into each other."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def _wants_bar(options: argparse.Namespace) -> bool:
+    """Whether rank 0 shows a bar: a rank's own standard error is no terminal, so its launcher decides."""
+    return options.progress or (sys.stderr.isatty() and not options.quiet)

@@ -9,13 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Self
 
 from spawnsim.comm.constants import MAX_INFO_KEY, MAX_INFO_VAL
-from spawnsim.comm.failures import (
-    ERR_ARG,
-    ERR_INFO_KEY,
-    ERR_INFO_NOKEY,
-    ERR_INFO_VALUE,
-    CallError,
-)
+from spawnsim.comm.failures import ERR_ARG, ERR_INFO_KEY, ERR_INFO_NOKEY, ERR_INFO_VALUE, CallError
 from spawnsim.comm.handles import Handle, reduced
 
 Items = "Info | Mapping[str, str] | Iterable[tuple[str, str]]"

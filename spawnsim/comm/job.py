@@ -35,7 +35,7 @@ def world(kind: str = "mpi") -> Comm:
 
 def virtual_world() -> Comm | None:
     """Return the calling virtual rank's COMM_WORLD, None outside virtual ranks."""
-    kernel: Any = sys.modules.get("spawnsim.virtual.kernel")
+    kernel: Any = sys.modules.get("spawnsim.virtual.engine.kernel")
     if kernel is None or kernel.current_task() is None:
         return None
     held: Comm = importlib.import_module("spawnsim.virtual.comm.calling").held("COMM_WORLD")

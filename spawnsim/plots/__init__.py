@@ -1,16 +1,15 @@
 """Figures from runs: convergence, replacement, time use, diversity.
 
-Each figure is a pure function from a table to a NamedTuple of arrays and a thin function `draw(info, ax=None)` that
+Each figure is a pure function from a table to a NamedTuple of arrays and a thin function `draw…(info, ax=None)` that
 returns the Axes; `figure(runs)` composes them at slide size. Nothing opens a window or changes matplotlib's state.
-
-This floor knows tables, events and matplotlib; it must not know how runs are made.
+How runs are made is not known here.
 """
 
 from __future__ import annotations
 
-from spawnsim.plots import convergence, diversity, gallery, lineage, raster, replacement, series, timeuse
+from spawnsim.plots import convergence, diversity, gallery, replacement, series, timeuse
+from spawnsim.plots.experiments import Group, Groups, Recorded, grouped, read
 from spawnsim.plots.gallery import figures, save_all
-from spawnsim.plots.source import Group, Groups, Recorded, grouped, read
 from spawnsim.plots.style import FORMATS, save, talk
 
 __all__ = [
@@ -23,10 +22,8 @@ __all__ = [
     "figures",
     "gallery",
     "grouped",
-    "lineage",
-    "raster",
-    "read",
     "replacement",
+    "read",
     "save",
     "save_all",
     "series",

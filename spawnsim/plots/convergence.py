@@ -1,6 +1,6 @@
 """How fast a metric converges: median and quantile band over ranks, against virtual seconds and iterations.
 
-This room knows curves; it must not know policies' insides. `curve` is pure, `draw` is thin, `figure` composes.
+`curve` is pure, `draw` is thin, `figure` composes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from spawnsim.errors import ParameterError
 from spawnsim.plots import style
+from spawnsim.plots.experiments import Group, Groups, Recorded, clock_of, grouped, is_real
 from spawnsim.plots.series import (
     BAND,
     FEW,
@@ -24,7 +25,6 @@ from spawnsim.plots.series import (
     quantiles,
     resampled,
 )
-from spawnsim.plots.source import Group, Groups, Recorded, clock_of, grouped, is_real
 
 BANDS = 6  # of more curves none has its band drawn: they would be one brown area
 POINTS = 2000  # of a curve whose axis is logarithmic: 240 would leave its beginning to a few

@@ -1,7 +1,4 @@
-"""How unlike the ranks are: standard deviation, coefficient of variation and range over ranks through time.
-
-This room knows spreads of a recorded column; it must not know what the column means.
-"""
+"""How unlike the ranks are: standard deviation, coefficient of variation and range over ranks through time."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from matplotlib.figure import Figure
 
 from spawnsim.plots import convergence, style
 from spawnsim.plots.convergence import QUANTITIES
+from spawnsim.plots.experiments import Groups, Recorded, clock_of, grouped
 from spawnsim.plots.series import Floats, Table, carried_forward
-from spawnsim.plots.source import Groups, Recorded, clock_of, grouped
 
 MEASURES = {"std": "standard deviation", "cv": "coefficient of variation (%)", "range": "range (max − min)"}
 

@@ -1,7 +1,4 @@
-"""All figures that a set of runs allows, made and saved together.
-
-This room knows which figure needs which columns and events; it must not know how any of them is drawn.
-"""
+"""All figures that a set of runs allows, made and saved together: which figure needs which columns and events."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from spawnsim.plots import convergence, diversity, lineage, raster, style, timeuse
-from spawnsim.plots.source import Groups, Recorded, grouped
+from spawnsim.plots import convergence, diversity, replacement, style, timeuse
+from spawnsim.plots.experiments import Groups, Recorded, grouped
 
 METRICS = ("accuracy", "modes_found", "loss")
 
@@ -64,8 +61,8 @@ def _replaced(found: Groups) -> Iterator[tuple[str, Figure]]:
     for name, run in found.named:
         if any(event.get("kind") == "replacement" for event in run.events):
             stem = stem_of(name)
-            yield f"replacement-raster-{stem}", raster.figure(run, name=name)
-            yield f"replacement-lineage-{stem}", lineage.figure(run, name=name)
+            yield f"replacement-raster-{stem}", replacement.raster_figure(run, name=name)
+            yield f"replacement-lineage-{stem}", replacement.lineage_figure(run, name=name)
 
 
 def save_all(

@@ -1,6 +1,6 @@
 """Averaging in groups: how large the groups were, and how fast the ranks agreed.
 
-This room knows columns that say round, group size and a value of each rank; it must not know how groups form.
+From columns that say round, group size and a value of each rank; how groups form is not known here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from spawnsim.plots import style
+from spawnsim.plots.experiments import Recorded, setting
 from spawnsim.plots.series import Floats, Table, numbers
-from spawnsim.plots.source import Recorded, setting
 
 GONE = 1e-24  # variances below this are rounding
 

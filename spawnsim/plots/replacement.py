@@ -1,6 +1,8 @@
-"""Who was replaced, when, by whom, how often: the events of kind "replacement" as arrays.
+"""Who was replaced, when, by whom, how often: the events of kind "replacement" as arrays, and drawn.
 
-This room knows replacement events and the number of ranks; it draws nothing (`lineage.py` and `raster.py` do).
+Two figures: the rank × time raster with its margins (`raster_figure`), and the donor × replaced matrix with how often
+each rank was replaced and which never was (`lineage_figure`). Dashed grey always means "what picking ranks at random
+would give".
 """
 
 from __future__ import annotations
@@ -9,10 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from spawnsim.plots.series import Floats
-from spawnsim.plots.source import donors_of
+from spawnsim.plots import style
+from spawnsim.plots.experiments import Recorded, clock_of, donors_of, grouped, label, ranks_of
+from spawnsim.plots.series import Floats, per_rank_last
 
 Ints = NDArray[np.int64]
 
@@ -79,7 +85,7 @@ def per_rank(info: Replacements) -> Ints:
     return np.bincount(info.rank, minlength=info.ranks)
 
 
-def gifts(info: Replacements) -> Ints:
+def donations(info: Replacements) -> Ints:
     """Return how often each rank was a donor, (ranks,)."""
     return np.bincount(info.donor, minlength=info.ranks)
 
@@ -132,3 +138,175 @@ def top_share(counts: Ints, part: float = 0.1) -> float:
         return 0.0
     top = max(1, round(part * len(counts)))
     return float(np.sort(counts)[-top:].sum() / counts.sum())
+
+
+def replacements_of(run: Recorded) -> Replacements:
+    """Return the replacements of a run, until half of its ranks have recorded their last row.
+
+    Stragglers that go on alone would leave most of an axis empty. Replacements that come later count, and end it.
+    """
+    ends_s = per_rank_last(run.table, "time_s")
+    return replacements(run.events, ranks_of(run), float(np.median(ends_s)) if len(ends_s) else 0.0)
+
+
+def draw_raster(info: Replacements, ax: Axes | None = None, *, colour: str = style.LOOKS[1].colour) -> Axes:
+    """Draw one mark per replacement at (time, rank); marks shrink and fade as they grow in number."""
+    ax = style.axes_or_new(ax)
+    events = max(len(info.rank), 1)
+    size = float(np.clip(40_000 / (events + 400), 1.2, 40))
+    alpha = float(np.clip(25_000 / events, 0.3, 0.9))
+    ax.scatter(info.time_s, info.rank, s=size, color=colour, alpha=alpha, linewidths=0, rasterized=True)
+    ax.set_xlim(0, info.end_s * 1.01 or 1)
+    ax.set_ylim(-0.5 - 0.005 * info.ranks, info.ranks - 0.5 + 0.005 * info.ranks)
+    ax.set(xlabel="virtual time (s)", ylabel="rank")
+    style.in_thousands(ax, "y")
+    return ax
+
+
+def _draw_rate(info: Replacements, ax: Axes, colour: str) -> None:
+    counts, edges = np.histogram(info.time_s, bins=120, range=(0, info.end_s or 1))
+    ax.stairs(counts / max(np.diff(edges)[0], 1e-12), edges, fill=True, color=colour, alpha=0.75)
+    ax.set_ylabel("replaced\nper second", fontsize=11)
+    ax.locator_params(axis="y", nbins=3)
+    ax.tick_params(labelbottom=False)
+    style.in_thousands(ax, "y")
+
+
+def _draw_margin(info: Replacements, ax: Axes, colour: str) -> None:
+    """Replacements per rank, averaged over bins of neighbouring ranks."""
+    edges = rank_edges(info.ranks, 100)
+    total, _ = np.histogram(np.arange(info.ranks), bins=edges, weights=per_rank(info))
+    held, _ = np.histogram(np.arange(info.ranks), bins=edges)
+    ax.stairs(
+        total / np.maximum(held, 1),
+        edges - 0.5,
+        orientation="horizontal",
+        fill=True,
+        color=colour,
+        alpha=0.75,
+    )
+    mean = f",\nmean of {most}" if (most := int(held.max(initial=1))) > 1 else ""
+    ax.set_xlabel(f"times\nreplaced{mean}", fontsize=11)
+    ax.set_xlim(left=0)
+    ax.tick_params(labelleft=False)
+
+
+def raster_figure(run: Recorded, title: str = "", *, name: str = "") -> Figure:
+    """Return the raster with the rate of replacements above it and the count per rank beside it."""
+    found = grouped([run], labels=[name] if name else [])
+    info, colour = replacements_of(run), style.looks([label(run)])[label(run)].colour
+    colour = style.LOOKS[1].colour if colour == style.KNOWN["none"].colour else colour
+    with style.talk():
+        drawn = Figure(figsize=(10.8, 6.2))
+        grid = drawn.subplots(
+            2, 2, sharex="col", sharey="row", width_ratios=(8, 1.1), height_ratios=(1, 5), squeeze=False
+        )
+        grid[0, 1].remove()
+        draw_raster(info, grid[1, 0], colour=colour).set_xlabel(clock_of([run]))
+        _draw_rate(info, grid[0, 0], colour)
+        _draw_margin(info, grid[1, 1], colour)
+        style.plain_seconds(grid[1, 0])
+        caption = f"{found.caption()}\n{style.counted(len(info.rank), 'replacement')}"
+        default = f"Which rank was replaced, and when{f': {name}' if name else ''}"
+        style.frame(drawn, title or default, caption)
+    return drawn
+
+
+INK, CHANCE = "#0072B2", "#777777"
+FEW_RANKS = 16
+
+
+def draw_matrix(info: Replacements, ax: Axes | None = None) -> Axes:
+    """Draw donor (down) against replaced (across) as a density; up to 16 ranks the numbers are written in."""
+    ax = style.axes_or_new(ax)
+    counts, edges = matrix(info)
+    mesh = ax.pcolormesh(edges - 0.5, edges - 0.5, counts, cmap="Blues", vmin=0, rasterized=True)
+    ax.grid(visible=False)
+    ax.set_aspect("equal")
+    ax.set(xlabel="replaced rank", ylabel="donor rank", title="who replaced whom")
+    if info.ranks <= FEW_RANKS:
+        _write_numbers(counts, ax)
+    else:
+        name = f"pairs per cell of {edges[1]:.0f} × {edges[1]:.0f} ranks"
+        ax.figure.colorbar(mesh, ax=ax, orientation="horizontal", shrink=0.5, aspect=24, pad=0.02, label=name)
+        ax.set(xlim=(-0.5, info.ranks - 0.5), ylim=(-0.5, info.ranks - 0.5))
+        for which in "xy":
+            style.in_thousands(ax, which)
+    return ax
+
+
+def _write_numbers(counts: np.ndarray[tuple[int, ...], np.dtype[np.float64]], ax: Axes) -> None:
+    for (donor, replaced), count in np.ndenumerate(counts):
+        dark = count > 0.6 * counts.max()
+        ax.text(
+            replaced, donor, f"{count:.0f}", ha="center", va="center", color="white" if dark else "#333333"
+        )
+    ax.set_xticks(range(len(counts)))
+    ax.set_yticks(range(len(counts)))
+
+
+def draw_counts(info: Replacements, ax: Axes | None = None) -> Axes:
+    """Draw the share of ranks replaced 0, 1, 2 … times, beside what chance alone would give."""
+    ax = style.axes_or_new(ax)
+    counts = np.bincount(per_rank(info)) / info.ranks
+    expected = by_chance(info).counts
+    ax.bar(np.arange(len(counts)), 100 * counts, color=INK, width=0.85, label="this run")
+    last = max(len(counts), int(np.searchsorted(np.cumsum(expected), 0.999)) + 1)
+    expected = expected[:last]
+    ax.plot(
+        np.arange(len(expected)), 100 * expected, color=CHANCE, linestyle="--", marker=".", label="at random"
+    )
+    ax.set(xlabel="times replaced", ylabel="share of ranks (%)", title="replacements per rank")
+    ax.set_xlim(-0.7, last - 0.3)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.legend(loc="upper right")
+    return ax
+
+
+def draw_never(info: Replacements, ax: Axes | None = None) -> Axes:
+    """Draw the share of ranks that still carry the model they began with, beside what chance would give."""
+    ax = style.axes_or_new(ax)
+    time_s, share = never_replaced(info)
+    chance = by_chance(info)
+    ax.step(time_s, 100 * share, where="post", color=INK, label="this run")
+    ax.step(
+        np.concatenate([[0.0], chance.time_s, [info.end_s]]),
+        100 * np.concatenate([[1.0], chance.never, chance.never[-1:] if len(chance.never) else [1.0]]),
+        where="post", color=CHANCE, linestyle="--", linewidth=1.8, label="at random",
+    )  # fmt: skip
+    ax.set(xlabel="virtual time (s)", ylabel="share of ranks (%)", title="never replaced so far")
+    ax.set_xlim(0, info.end_s or 1)
+    ax.set_ylim(0, 103)
+    return ax
+
+
+def _lineage_caption(run: Recorded, info: Replacements) -> str:
+    replaced, pairs = len(info.rank), len(info.donor)
+    facts = f"{style.counted(replaced, 'replacement')}, {style.counted(pairs, 'donor → replaced pair')}"
+    top = (
+        f"the busiest tenth of donors gave {top_share(donations(info)):.0%}"
+        if len(info.donor)
+        else "no donors recorded"
+    )
+    return f"{grouped([run]).caption()}\n{facts}; {top}; dashed: ranks picked at random in the same rounds"
+
+
+def lineage_figure(run: Recorded, title: str = "", *, name: str = "") -> Figure:
+    """Return the matrix (left) and the two distributions (right) of one run."""
+    info = replacements_of(run)
+    with style.talk():
+        drawn = Figure(figsize=(11.4, 6.4))
+        left, right = list(drawn.subfigures(1, 2, width_ratios=(1.2, 1), squeeze=False)[0])
+        draw_matrix(info, left.subplots())
+        below = _right_side(info, right)
+        below.set_xlabel(clock_of([run]))
+        style.plain_seconds(below)
+        default = f"Who replaced whom, and how evenly{f': {name}' if name else ''}"
+        style.frame(drawn, title or default, _lineage_caption(run, info))
+    return drawn
+
+
+def _right_side(info: Replacements, side: SubFigure) -> Axes:
+    above, below = side.subplots(2, 1)
+    draw_counts(info, above)
+    return draw_never(info, below)

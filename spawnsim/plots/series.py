@@ -1,7 +1,7 @@
 """From a table of rows (rank, time, value) to curves over ranks and over seeds.
 
-This room knows numpy arrays only: no file, no figure, no run object. Every function is pure, and the bootstrap
-draws from a seed that the caller can see.
+Numpy arrays only: no file, no figure, no run object. Every function is pure, and the bootstrap draws from a seed that
+the caller can see.
 """
 
 from __future__ import annotations

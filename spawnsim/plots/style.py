@@ -1,7 +1,7 @@
 """How figures look: the packaged style sheet, one look per policy, labels that do not collide, files.
 
-This room knows matplotlib and words such as "policy"; it must not know tables, runs or statistics. Nothing here
-touches matplotlib's global state: figures are made without pyplot, and the style lasts for one `with` block.
+Nothing here touches matplotlib's global state: figures are made without pyplot, and the style lasts for one `with`
+block. Tables, runs and statistics are not known here.
 """
 
 from __future__ import annotations

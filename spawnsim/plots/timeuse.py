@@ -1,7 +1,7 @@
 """Where the ranks' time goes: computing, or waiting and exchanging; and what load imbalance would cost in lockstep.
 
-This room knows the column `compute_s` (seconds that a row's computing took) and the ranks' last `time_s`. A policy's
-`wait_s` is not used: an asynchronous one counts time there in which its rank goes on computing.
+From the column `compute_s` (seconds that a row's computing took) and the ranks' last `time_s`. A policy's `wait_s` is
+not used: an asynchronous one counts time there in which its rank goes on computing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from spawnsim.plots import style
+from spawnsim.plots.experiments import Groups, Recorded, grouped
 from spawnsim.plots.series import Floats, Table, numbers, per_rank_last, per_rank_sum
-from spawnsim.plots.source import Groups, Recorded, grouped
 
 PANELS, COLUMNS = 8, 4
 COLOURS = {"computing": "#0072B2", "waiting and exchanging": "#E69F00"}

@@ -1,31 +1,30 @@
 """Policies: when, who, from whom, how much, and how weights travel between ranks.
 
-A policy is cadence × selection × donors × mixing × transport. The first four are plain functions and small frozen
-objects (`cadence`, `selection`, `donors`, `mixing`), tested without a communicator; transports are `average_all`
-(one collective), `selective` (asynchronous messages), `one_sided` (windows), `groups` (small groups that find each
-other) and `by_clock` (exchanges while training goes on). This floor knows `spawnsim.comm`,
-torch and numpy; it knows neither building.
+Open this folder and see the policies: `average_all` (one collective), `selective` (asynchronous messages), `one_sided`
+(windows), `decentralized` (small groups that find each other), `asynchronous` (exchanges while training goes on) and
+`replay` (a recorded run's decisions). `base` is the call that they share. What they are made of: `rules` (pure
+decisions: neither communicator nor torch), `state` (a model as bytes: no communicator), `exchange` (all that a rank
+tells others), and `averaging` (groups, pairs and trees of ranks that average). Policies know `spawnsim.comm`, torch
+and numpy, and no backend.
 """
 
 from __future__ import annotations
 
+from spawnsim.policies.asynchronous import AsyncModelAveragePolicy
 from spawnsim.policies.average_all import AverageAllPolicy
-from spawnsim.policies.by_clock import AsyncModelAveragePolicy
-from spawnsim.policies.cadence import Cadence, Every, When
-from spawnsim.policies.consensus import Consensus
-from spawnsim.policies.deadlines import Adaptive, Deadline, Fixed
-from spawnsim.policies.donors import Best, ByMetric, Neighbours, Uniform
-from spawnsim.policies.groups import DecentralizedAverager, DecentralizedAveragingPolicy
+from spawnsim.policies.averaging import DecentralizedAverager, DecentralizedAveragingPolicy
+from spawnsim.policies.base import SpawnPolicy
+from spawnsim.policies.exchange.coordinator import Wiring
+from spawnsim.policies.exchange.group_mean import Consensus
+from spawnsim.policies.exchange.replacement import Renewal
+from spawnsim.policies.exchange.window_set import Windows
 from spawnsim.policies.one_sided import OneSidedSelectiveAveragingPolicy
-from spawnsim.policies.policy import SpawnPolicy
-from spawnsim.policies.renewal import Renewal
 from spawnsim.policies.replay import ReplayPolicy, replay
-from spawnsim.policies.selection import Expired, Report, Threshold, WorstRatio
+from spawnsim.policies.rules.cadence import Adaptive, Cadence, Deadline, Every, Fixed, When
+from spawnsim.policies.rules.donors import Best, ByMetric, Neighbours, Uniform
+from spawnsim.policies.rules.selection import Expired, Report, Threshold, WorstRatio
 from spawnsim.policies.selective import AsyncSelectiveAveragingPolicy
-from spawnsim.policies.state import Travels
-from spawnsim.policies.storage import one_storage
-from spawnsim.policies.windows import Windows
-from spawnsim.policies.wiring import Wiring
+from spawnsim.policies.state.layout import Travels, one_storage
 
 __all__ = [
     "Adaptive",

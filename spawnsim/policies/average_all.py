@@ -1,6 +1,6 @@
 """`AverageAllPolicy`: every N iterations, all ranks of the group take the mean of their models.
 
-Transport: one Allreduce per wire dtype (`flat.py`). This room knows a group's clock, recorder and collectives.
+Transport: one Allreduce per wire dtype (`exchange/group_mean.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ import torch
 
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError, UsageError
-from spawnsim.policies.cadence import Cadence, Every
-from spawnsim.policies.collector import Collector
-from spawnsim.policies.flat import GroupMean
-from spawnsim.policies.mixing import check_momentum
-from spawnsim.policies.policy import Info, Result, SpawnPolicy, as_metric, blank_info
-from spawnsim.policies.state import Tensors, Travels, assign_optimizer, reset_if_not_finite, reset_optimizer
+from spawnsim.policies.base import Info, Result, SpawnPolicy, as_metric, blank_info
+from spawnsim.policies.exchange.group_mean import GroupMean
+from spawnsim.policies.rules.cadence import Cadence, Every
+from spawnsim.policies.rules.donors import check_momentum
+from spawnsim.policies.state.layout import (
+    Collector,
+    Tensors,
+    Travels,
+    assign_optimizer,
+    reset_if_not_finite,
+    reset_optimizer,
+)
 
 
 class AverageAllPolicy(SpawnPolicy):

@@ -1,8 +1,8 @@
-"""`OneSidedSelectiveAveragingPolicy`: ranks lay their models out in windows; a rank that dies takes from others'.
+"""`OneSidedSelectiveAveragingPolicy`: each rank exposes its model in an RMA window; a replaced rank reads its donors'.
 
-This room puts a cadence, a selection, rules for donors, a renewal and windows together (`shelf.py` for models,
-`board.py` for metrics). Each rank decides about itself; no rank ever has to call at the same time as another, once
-the windows have been made.
+It puts a cadence, a selection, rules for donors, a replacement and windows together (`exchange/snapshot_window.py` for
+models, `exchange/window_set.py` for metrics). Each rank decides about itself; no rank ever has to call at the same
+time as another, once the windows have been made.
 """
 
 from __future__ import annotations
@@ -15,21 +15,36 @@ from typing import Any, ClassVar
 import torch
 
 from spawnsim.errors import ParameterError
-from spawnsim.policies.account import Replacement, Whose, sound
-from spawnsim.policies.cadence import Cadence, Every
-from spawnsim.policies.codecs import Codec
-from spawnsim.policies.comparison import Lines, Rounds
-from spawnsim.policies.compression import Compression
-from spawnsim.policies.deciding import Rules, gifts_for
-from spawnsim.policies.donors import MOST, Count, DonorRule, Uniform, usual
-from spawnsim.policies.mixing import Mixing
-from spawnsim.policies.policy import Info, Result, SpawnPolicy, as_metric, blank_info
-from spawnsim.policies.renewal import Explore, Gift, ModelBuilder, Renewal, shared
-from spawnsim.policies.selection import (
+from spawnsim.policies.base import Info, Result, SpawnPolicy, as_metric, blank_info
+from spawnsim.policies.exchange.replacement import (
+    Contribution,
+    Explore,
+    ModelAndOptimizer,
+    ModelBuilder,
+    Renewal,
+    ReplacementRecord,
+    normalized,
+    without_nonfinite,
+)
+from spawnsim.policies.exchange.window_set import OpenWindows, Windows, metric_range
+from spawnsim.policies.rules.cadence import Cadence, Every
+from spawnsim.policies.rules.donors import (
+    MOST_DONORS,
+    Count,
+    DonorRule,
+    Mixing,
+    Rules,
+    Uniform,
+    choose_donors,
+    default_donors,
+)
+from spawnsim.policies.rules.selection import (
     Age,
     Mode,
     NanPolicy,
     Report,
+    ReportRounds,
+    ReportTable,
     Selection,
     admitted,
     behind,
@@ -37,9 +52,9 @@ from spawnsim.policies.selection import (
     spare_the_best,
 )
 from spawnsim.policies.selective import check_cooldown, selection_for
-from spawnsim.policies.snapshot import model_device
-from spawnsim.policies.state import Travels, collect
-from spawnsim.policies.windows import Opened, Windows, span
+from spawnsim.policies.state.codecs import Codec
+from spawnsim.policies.state.layout import Travels, collect
+from spawnsim.policies.state.snapshot import Compression, model_device
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +84,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         The rest is as in `AsyncSelectiveAveragingPolicy`.
     """
 
-    most_donors: ClassVar[int | None] = MOST
+    most_donors: ClassVar[int | None] = MOST_DONORS
 
     # fmt: off
     def __init__(
@@ -106,24 +121,24 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self.unmatched: tuple[str, ...] = ()
         self._donors = donors
         self._group = group
-        self._opened: Opened | None = None
-        self._life: Age | None = None
+        self._opened: OpenWindows | None = None
+        self._age: Age | None = None
         self._resume: dict[str, Any] = {}
         self._last_replaced = -math.inf
-        self._rounds = Rounds(self.average_every)
+        self._rounds = ReportRounds(self.average_every)
         self._idle = blank_info(replacement_mode, self.average_every if self._by_board else 1)
         if group is not None and model is not None:
             self.setup(group, model)
 
-    def setup(self, group: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Opened:
+    def setup(self, group: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> OpenWindows:
         """Make the windows; collective over the group. The constructor or the first call does it if you do not."""
         comm = self.comm_of(group)
         if self._donors is None:
             half = max(1, comm.Get_size() // 2)
             most = half if self.most_donors is None else min(half, self.most_donors)
-            self.rules = replace(self.rules, donors=usual(self.averaging_strategy, self.mode, most))
-        self._life = Age(self.age_range, comm.rng("age"))
-        self._life.age, self._life.max_age = self._resume.get("age", (0, self._life.max_age))
+            self.rules = replace(self.rules, donors=default_donors(self.averaging_strategy, self.mode, most))
+        self._age = Age(self.age_range, comm.rng("age"))
+        self._age.age, self._age.max_age = self._resume.get("age", (0, self._age.max_age))
         opened = self.windows.open(comm, collect(model, optimizer, self.renewal.travels), self.compression)
         self._group, self._opened = group, opened
         self._rounds.close()
@@ -162,24 +177,26 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         return model, optimizer, info
 
     # ------------------------------------------------------------------------------------------------ deciding
-    def _report(self, opened: Opened, iteration: int, metric: float, *, judged: bool) -> None:
+    def _report(self, opened: OpenWindows, iteration: int, metric: float, *, judged: bool) -> None:
         opened.board.report(metric, iteration)
         self._rounds.reported(iteration, judged=judged and self._by_board)
 
-    def _dying(self, opened: Opened, iteration: int, metric: float, *, due: bool) -> tuple[Lines, int] | None:
+    def _dying(
+        self, opened: OpenWindows, iteration: int, metric: float, *, due: bool
+    ) -> tuple[ReportTable, int] | None:
         """Return the board's lines, and at which iteration to compare, if this rank is to be replaced."""
         rested = iteration - self._last_replaced >= self.cooldown
         if self._by_board:
             if not self._rounds.due(iteration, last=due):
                 return None
             lines, me = opened.board.read(), opened.comm.Get_rank()
-            while verdict := self._rounds.judge(lines, lambda reports: me in self._doomed(reports)):
+            while verdict := self._rounds.judge(lines, lambda reports: me in self._selected(reports)):
                 compared, replaced = verdict
                 if replaced and rested:
                     return lines, compared
             return None
         if self.replacement_mode == "age":
-            dying = self._life is not None and self._life.tick()
+            dying = self._age is not None and self._age.tick()
         else:
             dying = rested and self.is_agent_dying(metric, self.threshold_metric)
         return (lines := opened.board.read(), lines.shared()) if dying else None
@@ -189,18 +206,19 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         if check_policy not in (0, 1):
             raise ParameterError(f"check_policy={check_policy!r}: give 0 (by metric) or 1 (by age)")
         if check_policy:
-            return self._life is not None and self.age >= self.max_age
+            return self._age is not None and self.age >= self.max_age
         return behind(float(local_metric), float(threshold_metric), self.mode)
 
-    def _doomed(self, reports: list[Report]) -> frozenset[int]:
+    def _selected(self, reports: list[Report]) -> frozenset[int]:
         """Return whom the selection would replace; ages are known to their own rank alone."""
         taking = admitted(reports, self.rules.nan_policy)
         return spare_the_best(self.rules.selection(taking), taking, self.mode)
 
     # --------------------------------------------------------------------------------------------- replacing
     def _replace(
-        self, opened: Opened, iteration: int, whose: Whose, info: Info, lines: Lines, compared: int
-    ) -> Whose:
+        self, opened: OpenWindows, iteration: int, whose: ModelAndOptimizer, info: Info, lines: ReportTable,
+        compared: int,
+    ) -> ModelAndOptimizer:
         comm, began_s = opened.comm, opened.comm.clock.now()
         opened.board.mark(busy=True)
         reports = lines.of_alive().near(compared) if lines.alive.sum() > 1 else lines.near(compared)
@@ -208,8 +226,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         if gifts or self.averaging_strategy == "reset_weights":
             new = self.renewal(*whose, gifts, reference={}, rng=comm.rng("explore"))
             whose, self.unmatched = (new.model, new.optimizer), new.unmatched
-            wait_s, (low, high) = comm.clock.now() - began_s, span(reports)
-            account = Replacement(
+            wait_s, (low, high) = comm.clock.now() - began_s, metric_range(reports)
+            account = ReplacementRecord(
                 iteration, compared if self._by_board else iteration, iteration, info["local_metric"], gifts, low, high,
                 nbytes, wait_s, new.unmatched, self.mode,
             )
@@ -228,35 +246,35 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self.note("replace", wait_s)
 
     def _take(
-        self, opened: Opened, whose: Whose, lines: Lines, reports: list[Report]
-    ) -> tuple[list[Gift], int]:
+        self, opened: OpenWindows, whose: ModelAndOptimizer, lines: ReportTable, reports: list[Report]
+    ) -> tuple[list[Contribution], int]:
         """Return the gifts of this rank's donors and their bytes; donors have finite metrics.
 
         Nor are they being replaced, but by age they may be: it says nothing of a model, and all may be of one age.
         """
         me, out = opened.comm.Get_rank(), {opened.comm.Get_rank()}
         if self._by_board or self.replacement_mode != "age":
-            out |= self._doomed(reports).union(lines.ranks[lines.busy].tolist())
+            out |= self._selected(reports).union(lines.ranks[lines.busy].tolist())
         givers = [report for report in reports if report.rank not in out and math.isfinite(report.metric)]
         if not givers or self.averaging_strategy == "reset_weights":
             return [], 0
-        donors, weights = gifts_for(me, givers, self.rules, opened.comm.rng("donors"))
+        donors, weights = choose_donors(me, givers, self.rules, opened.comm.rng("donors"))
         taken = opened.shelf.take(donors, model_device(whose[0]))
         share = dict(zip(donors, weights, strict=True))
-        gifts = [Gift(donor, got.iteration, share[donor], got.tensors) for donor, got in taken.items()]
-        kept = sound(opened.comm, gifts, whose, self.renewal) if self.guard else shared(gifts)
+        gifts = [Contribution(donor, got.iteration, share[donor], got.tensors) for donor, got in taken.items()]
+        kept = without_nonfinite(opened.comm, gifts, whose, self.renewal) if self.guard else normalized(gifts)
         return kept, sum(got.nbytes for got in taken.values())
 
     # ------------------------------------------------------------------------------------------------ looking
     @property
     def age(self) -> int:
         """Calls since this rank's life began."""
-        return self._life.age if self._life else 0
+        return self._age.age if self._age else 0
 
     @property
     def max_age(self) -> int:
         """The age at which this life ends; -1 before the windows are made."""
-        return self._life.max_age if self._life else -1
+        return self._age.max_age if self._age else -1
 
     @property
     def agents_killed(self) -> int:
@@ -265,8 +283,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
 
     def reset_age(self) -> None:
         """Begin a new life."""
-        if self._life is not None:
-            self._life.reset()
+        if self._age is not None:
+            self._age.reset()
 
     @property
     def stats(self) -> dict[str, float]:
@@ -287,7 +305,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return counters and the age."""
-        age = (self.age, self.max_age) if self._life else self._resume.get("age")
+        age = (self.age, self.max_age) if self._age else self._resume.get("age")
         last = self._last_replaced if math.isfinite(self._last_replaced) else None
         return {**super().state_dict(), "total_iterations": self.total_iterations, "age": age, "last_replaced": last}
 
@@ -297,5 +315,5 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self._idle["num_replacements_so_far"] = self.num_replacements
         self._last_replaced = -math.inf if state["last_replaced"] is None else state["last_replaced"]
         self._resume = {"age": tuple(state["age"])} if state["age"] else {}
-        if self._life is not None and self._resume:
-            self._life.age, self._life.max_age = self._resume["age"]
+        if self._age is not None and self._resume:
+            self._age.age, self._age.max_age = self._resume["age"]

@@ -1,8 +1,7 @@
 """A recorded run's decisions, taken again: same ranks, same iterations, same donors, same snapshots, same weights.
 
-This room knows "replacement" events and a communicator's messages. It decides nothing and compares no metric: where
-the recorded run did not wait, a replay does, so it works on any building and gives the same parameters wherever the
-training itself does.
+It reads "replacement" events, decides nothing and compares no metric: where the recorded run did not wait, a replay
+does, so it works on any backend and gives the same parameters wherever the training itself does.
 """
 
 from __future__ import annotations
@@ -17,20 +16,25 @@ import torch
 
 from spawnsim.comm import Comm, Status
 from spawnsim.errors import UsageError
-from spawnsim.policies.account import Replacement, Served
-from spawnsim.policies.codecs import Codec
-from spawnsim.policies.compression import Compression
-from spawnsim.policies.messages import Bytes, Message, decode
-from spawnsim.policies.policy import Info, Result, SpawnPolicy, as_metric, blank_info
-from spawnsim.policies.renewal import Explore, Gift, ModelBuilder, Renewal
-from spawnsim.policies.snapshot import Packer
-from spawnsim.policies.state import Tensors, Travels, collect
+from spawnsim.policies.base import Info, Result, SpawnPolicy, as_metric, blank_info
+from spawnsim.policies.exchange.messages import Bytes, Message, decode
+from spawnsim.policies.exchange.replacement import (
+    Contribution,
+    Explore,
+    ModelBuilder,
+    Renewal,
+    ReplacementRecord,
+    Served,
+)
+from spawnsim.policies.state.codecs import Codec
+from spawnsim.policies.state.layout import Tensors, Travels, collect
+from spawnsim.policies.state.snapshot import Compression, Packer
 
 TAG = 7003
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedReplacement:
     """One recorded replacement; ranks are those of the whole run."""
 
     iteration: int
@@ -44,7 +48,7 @@ class Recorded:
     renewal: Renewal
 
     @classmethod
-    def of(cls, event: Mapping[str, Any], renewal: Renewal) -> Recorded:
+    def of(cls, event: Mapping[str, Any], renewal: Renewal) -> RecordedReplacement:
         """Return the replacement of one event, carried out as it says, with the given builder and explorer."""
         try:
             travels = replace(renewal.travels, optimizer_state=event["optimizer_state"])
@@ -87,16 +91,18 @@ class ReplayPolicy(SpawnPolicy):
         super().__init__()
         events = list(events)
         self.recorded = [
-            Recorded.of(event, renewal) for event in events if event.get("kind") == "replacement"
+            RecordedReplacement.of(event, renewal) for event in events if event.get("kind") == "replacement"
         ]
         self._compressed: dict[int, str] = {
             event["rank"]: event["compression"] for event in events if event.get("kind") == "transport"
         }
         self._codec = Compression(compression)
         self._unpacker = Packer(2**62, compression=self._codec)
-        self._due: dict[tuple[int, int], Recorded] = {(r.replaced, r.iteration): r for r in self.recorded}
+        self._due: dict[tuple[int, int], RecordedReplacement] = {
+            (r.replaced, r.iteration): r for r in self.recorded
+        }
         self._asked = {(r.replaced, r.asked): r for r in self.recorded}
-        self._given: dict[tuple[int, int, str], list[Recorded]] = defaultdict(list)
+        self._given: dict[tuple[int, int, str], list[RecordedReplacement]] = defaultdict(list)
         for each in self.recorded:
             for donor, version in zip(each.donors, each.versions, strict=True):
                 self._given[donor, version, each.served].append(each)
@@ -148,20 +154,24 @@ class ReplayPolicy(SpawnPolicy):
         return self._packer
 
     def _take_over(
-        self, comm: Comm, due: Recorded, whose: tuple[torch.nn.Module, torch.optim.Optimizer], info: Info
+        self,
+        comm: Comm,
+        due: RecordedReplacement,
+        whose: tuple[torch.nn.Module, torch.optim.Optimizer],
+        info: Info,
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         began_s, members = comm.clock.now(), comm.Get_group().members
         donors = [members.index(donor) for donor in due.donors]
         messages = [self._receive(comm, donor, due.round) for donor in donors]
         gifts = [
-            Gift(donor, message.iteration, weight, self._unpacker.unpack([message]))
+            Contribution(donor, message.iteration, weight, self._unpacker.unpack([message]))
             for donor, message, weight in zip(donors, messages, due.weights, strict=True)
         ]
         new = due.renewal(*whose, gifts, reference=self._reference, rng=comm.rng("explore"))
         self._reference = {}
         self.num_replacements += 1
         self._idle["num_replacements_so_far"] = self.num_replacements
-        account = Replacement(
+        account = ReplacementRecord(
             due.iteration, due.round, due.asked, info["local_metric"], gifts,
             nbytes=sum(message.body.size for message in messages), wait_s=comm.clock.now() - began_s,
             unmatched=new.unmatched,

@@ -1,7 +1,7 @@
 """`AsyncSelectiveAveragingPolicy`: the worst ranks take over what better ones have learnt, and nobody waits.
 
-This room puts a cadence, rules (selection, donors, mixing), a renewal and an exchange together; the protocol is
-`exchange.py`, what a replacement does to a model is `renewal.py`.
+It puts a cadence, rules (selection, donors, mixing), a replacement and an exchange together; the protocol is
+`exchange/endpoint.py`, what a replacement does to a model is `exchange/replacement.py`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,31 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from spawnsim.errors import ParameterError
-from spawnsim.policies.account import Replacement, Whose, sound
-from spawnsim.policies.cadence import Cadence
-from spawnsim.policies.codecs import Codec
-from spawnsim.policies.compression import Compression
-from spawnsim.policies.deciding import Rules
-from spawnsim.policies.donors import MOST, Count, DonorRule, Uniform, usual
-from spawnsim.policies.exchange import Exchange
-from spawnsim.policies.intake import Outcome
-from spawnsim.policies.leaving import Leaving
-from spawnsim.policies.mixing import Mixing
-from spawnsim.policies.policy import Info, Result, SpawnPolicy, as_metric, blank_info
-from spawnsim.policies.renewal import Explore, Gift, ModelBuilder, Renewal, Rule, shared
-from spawnsim.policies.selection import (
+from spawnsim.policies.base import Info, Result, SpawnPolicy, as_metric, blank_info
+from spawnsim.policies.exchange.coordinator import Outcome, Wiring
+from spawnsim.policies.exchange.endpoint import Exchange, ShutdownDrain
+from spawnsim.policies.exchange.replacement import (
+    Contribution,
+    Explore,
+    ModelAndOptimizer,
+    ModelBuilder,
+    Renewal,
+    ReplacementRecord,
+    Rule,
+    normalized,
+    without_nonfinite,
+)
+from spawnsim.policies.rules.cadence import Cadence
+from spawnsim.policies.rules.donors import (
+    MOST_DONORS,
+    Count,
+    DonorRule,
+    Mixing,
+    Rules,
+    Uniform,
+    default_donors,
+)
+from spawnsim.policies.rules.selection import (
     Age,
     Expired,
     Mode,
@@ -36,9 +48,9 @@ from spawnsim.policies.selection import (
     check_mode,
     check_nan_policy,
 )
-from spawnsim.policies.snapshot import model_device
-from spawnsim.policies.state import Tensors, Travels
-from spawnsim.policies.wiring import Wiring
+from spawnsim.policies.state.codecs import Codec
+from spawnsim.policies.state.layout import Tensors, Travels
+from spawnsim.policies.state.snapshot import Compression, model_device
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +112,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             end at the next report).
         donors: a donor rule, or a number of donors drawn uniformly from the survivors (share if float; 1.0: all). By
             default the best alone for "best_only", which then gives to all replaced ranks; else all survivors, but 8 at
-            most, so that traffic and memory grow with the group and not with its square (`spawnsim.spawn_policy` takes
-            all, as the original does).
+            most, so that traffic and memory grow with the group and not with its square
+            (`spawnsim.torchgfn.spawn_policy` takes all, as the original does).
         selection, mixing, cadence: your own objects in place of the named ones.
         rule: "replace": the replaced rank takes the donors' weights as they are, which heals it whatever became of its
             own. It loses the steps that it took since it asked, one or two as a rule. "delta" adds these, so a rank
@@ -116,7 +128,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             with an event "left_out" and a warning; if none is left, the rank goes on with its own weights.
     """
 
-    most_donors: ClassVar[int | None] = MOST
+    most_donors: ClassVar[int | None] = MOST_DONORS
 
     # fmt: off
     def __init__(
@@ -189,7 +201,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     def _donors(self, donors: DonorRule | Count, strategy: str, mode: Mode) -> DonorRule:
         if donors is None:
-            return usual(strategy, mode, self.most_donors)
+            return default_donors(strategy, mode, self.most_donors)
         return donors if callable(donors) else Uniform(donors)
 
     def _join(self, group: Any) -> Exchange:
@@ -200,7 +212,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             comm, self.rules, self.wiring, travels=travels, cooldown=self._cooldown,
             compression=Compression(self.compression),
         )  # fmt: skip
-        exchange.intake.settled = resume.get("settled", -1)
+        exchange.inbox.settled = resume.get("settled", -1)
         if exchange.coordinator is not None:
             exchange.coordinator.last_trigger = resume.get("last_trigger", -self._cooldown)
         if self.replacement_mode == "age" and self._age is None:
@@ -227,7 +239,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             self._age.reset()
         self.note("wait", outcome.wait_s)
         assignment = outcome.assignment
-        account = Replacement(
+        account = ReplacementRecord(
             iteration, assignment.round, asked, info["local_metric"], gifts, assignment.low, assignment.high,
             outcome.nbytes, outcome.wait_s, new.unmatched, self.mode,
         )  # fmt: skip
@@ -236,13 +248,13 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._latest = (iteration, new.model, new.optimizer)
         return new.model, new.optimizer
 
-    def _gifts(self, exchange: Exchange, outcome: Outcome, whose: Whose) -> list[Gift]:
+    def _gifts(self, exchange: Exchange, outcome: Outcome, whose: ModelAndOptimizer) -> list[Contribution]:
         weights = dict(zip(outcome.assignment.donors, outcome.assignment.weights, strict=True))
         gifts = [
-            Gift(donor, outcome.given[donor][0].iteration, weights[donor], tensors)
+            Contribution(donor, outcome.given[donor][0].iteration, weights[donor], tensors)
             for donor, tensors in exchange.unpack(outcome, model_device(whose[0])).items()
         ]
-        return sound(exchange.comm, gifts, whose, self.renewal) if self.guard else shared(gifts)
+        return without_nonfinite(exchange.comm, gifts, whose, self.renewal) if self.guard else normalized(gifts)
 
     def shutdown(self) -> None:
         """Serve what was promised, for `wiring.shutdown_timeout_s` at most. Not collective; may be called twice."""
@@ -251,7 +263,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             return
         self._resume = self._progress(exchange)
         self._warn_if_idle(exchange, self._latest[0])
-        if not Leaving(exchange, *self._latest)():
+        if not ShutdownDrain(exchange, *self._latest)():
             logger.warning(
                 "rank %d: shut down with %d messages under way", exchange.comm.rank, exchange.mailbox.unfinished
             )
@@ -280,7 +292,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     def _progress(self, exchange: Exchange | None) -> dict[str, Any]:
         if exchange is None:
             return dict(self._resume)
-        state: dict[str, Any] = {"settled": exchange.intake.settled}
+        state: dict[str, Any] = {"settled": exchange.inbox.settled}
         if exchange.coordinator is not None:
             state["last_trigger"] = exchange.coordinator.last_trigger
         if self._age is not None:

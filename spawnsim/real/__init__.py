@@ -1,9 +1,9 @@
-"""The real building: a call blocks the process.
+"""Real ranks: processes on real machines, where a call blocks until the library has done it.
 
 * `real.mpi`: a communicator over mpi4py
 * `real.torch`: one over torch.distributed, for where there is no MPI
-* `real.rank`: what both have, whatever carries their messages
-* `real.launching`: starting ranks, and what the machine can run
+* `real.runtime`: what a rank has on any of these backends (requests, watchdog, abort, clock, records)
+* `real.launch`: starting and supervising a job, and what the machine can run
 
 Nothing is imported here, so that `import spawnsim.real` loads neither MPI nor torch.
 """

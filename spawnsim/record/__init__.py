@@ -1,13 +1,12 @@
 """What a run leaves behind: rows, events, a manifest, in memory and in a run folder.
 
-Recorders are observers. Communicators know them as a `Sink` (two methods) that is handed in, and no floor below
+Recorders are observers. Communicators know them as a `Sink` (two methods) that is handed in, and no layer below
 imports this one. Recording changes no clock and draws no random number.
 """
 
 from spawnsim.record.folder import read_events, read_manifest, read_table, write
 from spawnsim.record.journal import Journal, merge
-from spawnsim.record.recorder import Event, Recorder, Sink
-from spawnsim.record.table import Table
+from spawnsim.record.recorder import Event, Recorder, Sink, Table
 
 __all__ = [
     "Event", "Journal", "Recorder", "Sink", "Table", "merge", "read_events", "read_manifest", "read_table", "write",

@@ -2,8 +2,6 @@
 
 Each file is written beside its place and then moved there, so a reader finds the old file or the new one, whole.
 The bytes depend on the content alone (no time stamps inside the archive): equal runs give equal files.
-
-This room knows files. It knows nothing of how a run came about.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ from spawnsim.columns import MOST_RANKS, read_columns, require_ranks
 from spawnsim.errors import ParameterError
 from spawnsim.record import journal
 from spawnsim.record.manifest import INPUTS, Files, keep
-from spawnsim.record.plain import document
-from spawnsim.record.recorder import OWN, Event
-from spawnsim.record.table import Table
+from spawnsim.record.recorder import OWN, Event, Table, document
 
 MANIFEST, METRICS, EVENTS = "run.json", "metrics.npz", "events.jsonl"
 TRACE = "trace.gz"  # the timeline of a run that was traced: its journal, packed

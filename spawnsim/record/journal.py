@@ -1,12 +1,10 @@
 """A journal: what a process records, kept on disk while it runs, so that one that dies leaves what it saw.
 
-Each real rank appends to its own shard, all virtual ranks of a process to one, at most `FLUSH_S` late, one *frame* a
-time: a line of JSON (which rows follow, new texts, events, what the rank has counted), then the rows as the recorder
-packs them. Later anybody (rank 0, the rank that failed, the launcher) replays all shards into one `Recorder`; the last
-frame of a rank that was killed may be torn and is left out.
-
-This room knows files and recorders. It knows no communicator: whoever merges has seen to it that the others have
-closed their journals, or are dead.
+Each real rank appends to its own shard, all virtual ranks of a process to one, at most `FLUSH_S` late, one *frame*
+a time: a line of JSON (which rows follow, new texts, events, what the rank has counted), then the rows as the
+recorder packs them. Later anybody (rank 0, the rank that failed, the launcher) replays all shards into one
+`Recorder`; the last frame of a rank that was killed may be torn and is left out. Whoever merges has seen to it that
+the others have closed their journals, or are dead.
 """
 
 from __future__ import annotations
@@ -203,7 +201,7 @@ def merge_frames(parts: list[list[bytes]]) -> Merged:
     )
 
 
-def present(folder: Path) -> bool:
+def has_shards(folder: Path) -> bool:
     """Whether a run folder holds shards."""
     return any((folder / FOLDER).glob("rank*"))
 
@@ -217,7 +215,7 @@ def discard(folder: Path) -> None:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Keep others that would merge the same shards waiting: each then sees what those before it have closed."""
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     with (folder / FOLDER / "lock").open("w") as file:

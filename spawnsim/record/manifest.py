@@ -1,9 +1,8 @@
 """What ran: the program and all files that a run depends on, versions, and how the run was started.
 
-A run's *inputs* are files by name: `program/train.py` and the modules of its folder that it imports, `platform/x.toml`,
-`faults/plan.json`, `compute/a/metrics.npz`. What a program reads by itself is not among them.
-
-This room knows names, files and version numbers; it starts no process and imports no package to ask it.
+A run's *inputs* are files by name: `program/train.py` and the modules of its folder that it imports,
+`platform/x.toml`, `faults/plan.json`, `compute/a/metrics.npz`. What a program reads by itself is not among them. No
+process is started, and no package imported to ask it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from spawnsim import installed
+from spawnsim import importing
 from spawnsim.importing import imported_names
 
 PACKAGE = Path(__file__).parents[1]
@@ -34,7 +33,7 @@ PACKAGES = ("spawnsim", "numpy", "torch", "simpy", "greenlet", "mpi4py", "mpich"
 
 def versions() -> dict[str, str]:
     """Return the version of Python and of each installed package that can change a result."""
-    return {"python": platform.python_version()} | installed.versions(PACKAGES)
+    return {"python": platform.python_version()} | importing.versions(PACKAGES)
 
 
 def program(main: Callable[..., Any]) -> dict[str, Any]:

@@ -1,25 +1,161 @@
-"""The recorder: what `comm.record` writes to, in memory.
+"""The recorder: what `comm.record` writes to, in memory; and the table of columns that it gives back.
 
-Rows of one *shape* (the same names with the same types, in the same order) are packed one after another into one
-growing block of bytes, which numpy later reads as columns without copying. A row of eight numbers takes 84 bytes and
-about a microsecond, so 1,000 ranks may record 1,000 rows each.
-
-This room knows names, values, ranks and times. It knows no communicator, no file, and not whether time is virtual.
+Values become plain Python values first; whatever has `item()` (a numpy scalar, a tensor of one element) is asked for
+its number. Rows of one *shape* (the same names with the same types, in the same order) are packed one after another
+into one growing block of bytes, which numpy later reads as columns without copying. A row of eight numbers takes 84
+bytes and about a microsecond, so 1,000 ranks may record 1,000 rows each. No file is written here.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
-from spawnsim.record.plain import INT64, Scalar, document, scalar
-from spawnsim.record.table import Column, Table
+
+Scalar = float | int | bool | str | None
+INT64 = range(-(2**63), 2**63)
+
+
+def scalar(value: Any) -> Scalar:
+    """Return a value as float, int, bool, str or None; `ParameterError` for anything that is not one value."""
+    if value is None or isinstance(value, (bool, float, int, str)):
+        return _builtin(value)
+    if hasattr(value, "item") and _elements(value) == 1:
+        return scalar(value.item())
+    raise ParameterError(f"a {type(value).__name__} is not one number, bool or short text")
+
+
+def _builtin(value: Scalar) -> Scalar:
+    # numpy's float64 is a float, and an IntEnum an int: only the exact types have a column format.
+    for kind in (bool, float, int, str):
+        if isinstance(value, kind):
+            return value if type(value) is kind else kind(value)
+    return None
+
+
+def _elements(value: Any) -> int:
+    shape = getattr(value, "shape", ())
+    return math.prod(shape)
+
+
+def document(value: Any) -> Any:
+    """Return a value as JSON can hold it, in depth; what is not finite becomes None, what is unknown its repr."""
+    if isinstance(value, Mapping):
+        return {str(name): document(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [document(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(document(each) for each in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {"type": type(value).__name__} | document(vars_of(value))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        plain = _builtin(value)
+        return plain if not isinstance(plain, float) or math.isfinite(plain) else None
+    if hasattr(value, "tolist"):  # numpy arrays and scalars, tensors
+        return document(value.tolist())
+    return _named(value)
+
+
+def _named(value: Any) -> Any:
+    """Return an object's repr; where that is an address, its type and its attributes, as far as they are plain."""
+    text = repr(value)
+    if f" at {hex(id(value))}" not in text:
+        return text
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    own = getattr(value, "__dict__", {}) if not hasattr(value, "__qualname__") else {}
+    plain = {key: each for key, each in own.items() if isinstance(each, (bool, int, float, str, list, tuple))}
+    return {"type": name} | document(plain) if plain else name
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    """Return a dataclass's fields, one level deep, in the order of their definition."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+Column = NDArray[Any]
+
+
+class Table(Mapping[str, Column]):
+    """Columns by name, as a mapping: `table["loss"]` is a numpy array with one value per row.
+
+    A run's table has the columns `rank` (int32) and `time_s` (float64, the rank's clock) and one per recorded name;
+    rows are ordered by rank, then as recorded. Values that a row does not have are NaN ("" in a column of text).
+    """
+
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        self._columns = dict(columns)
+        lengths = {name: len(column) for name, column in self._columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise ParameterError(f"columns of one table have one length; found {lengths}")
+
+    def __getitem__(self, name: str) -> Column:
+        try:
+            return self._columns[name]
+        except KeyError:
+            raise KeyError(f"no column {name!r}; there are: {', '.join(self._columns)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return len(next(iter(self._columns.values()), ()))
+
+    def where(self, chosen: Column) -> Table:
+        """Return the rows that a mask (bool) or an index array (int) chooses."""
+        return Table({name: column[chosen] for name, column in self._columns.items()})
+
+    def of_rank(self, rank: int) -> Table:
+        """Return the rows of one rank."""
+        return self.where(self["rank"] == rank)
+
+    def digest(self) -> bytes:
+        """Return 16 bytes that tell whether two tables are equal bit for bit: names, types and values."""
+        whole = hashlib.blake2b(digest_size=16)
+        for name, column in sorted(self._columns.items()):
+            whole.update(f"{name} {column.dtype.str} ".encode())
+            whole.update(np.ascontiguousarray(column).tobytes())
+        return whole.digest()
+
+    def to_pandas(self) -> Any:
+        """Return a `pandas.DataFrame`; pandas must be installed."""
+        try:
+            import pandas as pd
+        except ModuleNotFoundError as error:
+            raise ParameterError("to_pandas() needs pandas: pip install pandas") from error
+        return pd.DataFrame(self._columns)
+
+    def __repr__(self) -> str:
+        return f"Table({self.rows:,} rows: {', '.join(self._columns)})"
+
+    def _repr_html_(self) -> str:
+        from html import escape  # needed here alone
+
+        head = "".join(f"<th>{escape(name)}</th>" for name in self)
+        body = "".join(
+            f"<tr>{''.join(f'<td>{escape(_cell(column[row]))}</td>' for column in self.values())}</tr>"
+            for row in range(min(self.rows, 5))
+        )
+        return f"<p>{self.rows:,} rows</p><table><tr>{head}</tr>{body}</table>"
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, np.floating) else str(value)
+
 
 OWN = ("rank", "time_s")  # added by the recorder: a row cannot have them too
 OWN_OF_EVENTS = ("kind", "time_s", "rank")

@@ -1,7 +1,6 @@
 """One self-contained HTML page about one or more runs: what ran, totals, figures, replacements, load imbalance.
 
-This room knows tables of text for a template that escapes everything; figures come ready-made from plots. The page
-loads nothing from elsewhere.
+The template escapes everything, and the page loads nothing from elsewhere; figures come ready-made from plots.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from spawnsim.errors import UsageError
-from spawnsim.plots import figures, raster, replacement, series, talk, timeuse
+from spawnsim.plots import figures, replacement, series, talk, timeuse
+from spawnsim.plots.experiments import KNOWN_ENDINGS, Groups, Recorded, grouped, setting
 from spawnsim.plots.gallery import metrics_of
-from spawnsim.plots.source import KNOWN_ENDINGS, Groups, Recorded, grouped, setting
 from spawnsim.run.result import DASH, FINISHED, TOTALS
 
 
@@ -98,11 +97,11 @@ def _time_use(run: Recorded, name: str) -> list[str] | None:
 
 
 def _replaced(run: Recorded, name: str) -> list[str] | None:
-    info = raster.of(run)
+    info = replacement.replacements_of(run)
     if not len(info.rank):
         return None
     counts = replacement.per_rank(info)
-    top = f"{replacement.top_share(replacement.gifts(info)):.0%}"
+    top = f"{replacement.top_share(replacement.donations(info)):.0%}"
     values = (len(info.rank), int((counts > 0).sum()), int(counts.max()), len(info.donor))
     return [name, *map(number, values), top]
 

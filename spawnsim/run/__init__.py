@@ -1,11 +1,11 @@
-"""Choose a building, run a program in it, hand back what was recorded.
+"""Run a program on virtual ranks, or as one rank of a real job, and hand back what was recorded.
 
 `import spawnsim` loads this package (so that `spawnsim.run` is the function, although a package has the same name);
 hence nothing here imports numpy, torch or MPI before a run begins.
 """
 
-from spawnsim.run.building import run
 from spawnsim.run.program import Program, load, program
 from spawnsim.run.result import Run
+from spawnsim.run.virtual import run
 
 __all__ = ["Program", "Run", "load", "program", "run"]

@@ -1,7 +1,4 @@
-"""Load a program's file and give its `main(comm, ...)` the parameters of the run.
-
-This room knows Python files and signatures, and nothing of where `main` will run.
-"""
+"""Load a program's file and give its `main(comm, ...)` the parameters of the run, wherever it will run."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
 """Run a program as one rank of a real job, and keep what all ranks recorded.
 
 Each rank writes its own shard of the run folder while it runs, its counts with it. At the end the lowest rank that
-lives merges the shards; when the job ends early, each rank that still can does so after its last words, and the
-launcher does it once more.
-
-This room knows two functions of a real building, `world` and `guarded`, what a home says at its end, and the run
-folder. It does not know which library moves the bytes.
+lives merges the shards; when the job ends early, each rank that still can does so just before it ends, and the
+launcher does it once more. Which library moves the bytes is not known here.
 """
 
 from __future__ import annotations
@@ -19,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spawnsim.errors import ParameterError, UnsupportedError, WorldError
-from spawnsim.run.bar import Steps
-from spawnsim.run.building import add_late, describe
 from spawnsim.run.program import Program
+from spawnsim.run.progress_bar import Steps
 from spawnsim.run.result import FINISHED, Run, results_digest, totals_of, warned
+from spawnsim.run.virtual import add_late, describe
 
 if TYPE_CHECKING:
     from spawnsim.record import Journal
@@ -49,23 +46,23 @@ def run_rank(job: Job) -> Run | None:
     An exception of the program ends the whole job and does not come back.
     """
     from spawnsim.random import seeded
-    from spawnsim.real.launching.roll import BEGUN, sign_stage
+    from spawnsim.real.launch.processes import BEGUN, register_stage
     from spawnsim.record import Journal
 
-    room = _room(job.backend)
+    room = _backend_module(job.backend)
     journal = Journal()
     comm = room.world(recorder=journal, seed=job.seed, deadline_s=job.deadline_s)
     with room.guarded(comm), seeded(comm.rng):
         shards = Shards(job, comm, journal)
         comm._home.ending.last_words.append(shards.last_words)
-        sign_stage(BEGUN, comm.rank, os.environ)
+        register_stage(BEGUN, comm.rank, os.environ)
         with Steps(journal, job.task.parameters.get("iterations"), shown=job.progress and comm.rank == 0):
             job.task(comm)
             comm._home.parting.settle()
         return shards.finish()
 
 
-def _room(backend: str) -> Any:
+def _backend_module(backend: str) -> Any:
     name = BACKENDS[backend]
     try:
         return import_module(name)
@@ -148,8 +145,8 @@ def collect(out: Path, *, what: Mapping[str, Any], counted: Mapping[str, Any], o
     """Merge the shards of a run folder into its own files, and return the run. The shards stay."""
     from spawnsim.record import journal as shards
 
-    with shards.alone(out):
-        if not shards.present(out):  # another has done so, and has taken this one for dead
+    with shards.locked(out):
+        if not shards.has_shards(out):  # another has done so, and has taken this one for dead
             return Run.load(out)
         run = _result(shards.merge(out), what=what, counted=counted, outcome=outcome)
         run.save(out)
@@ -175,7 +172,7 @@ def tidy(out: Path, status: int, cause: str = "") -> bool:
     from spawnsim.record import folder
     from spawnsim.record import journal as shards
 
-    if not shards.present(out):
+    if not shards.has_shards(out):
         shards.discard(out)
         return False
     try:

@@ -1,7 +1,4 @@
-"""A run, after it ran: table, events, totals; in memory, and as a run folder.
-
-This room knows results. It does not know how they came about.
-"""
+"""A run, after it ran: table, events, totals; in memory, and as a run folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What a study's file is given: sweeps, figures, and a place to say what it found.
 
-A study is a Python file with `def study(context: Context) -> None`. This room knows the contract and nothing of any
-particular study.
+A study is a Python file with `def study(context: Context) -> None`.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spawnsim.plots.source import read
+from spawnsim.plots.experiments import read
 from spawnsim.run import Run
 from spawnsim.study import sweeping
-from spawnsim.study.cell import Cell, Scalar, grid
-from spawnsim.study.store import Cost, Store
+from spawnsim.study.store import Cell, Cost, Scalar, Store, grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,23 +1,134 @@
-"""Where finished runs of a study lie: one folder per key; a folder that exists is done.
+"""One run of a study as a value with its key, and the store of finished runs: a folder per key.
 
-This room knows folders and renames. A run is written into a draft beside its place and renamed at the end, which is
-atomic: a study that was interrupted, or that two people run at once, never sees half a run.
+Equal keys mean equal results, so a key covers the text of the program and of its own modules, of the platform, the
+plan and the recorded run that its world names, of the library (without the packages that only look at results), and
+the versions of the packages below it. What a program reads by itself it does not cover: give such a file's digest as
+a parameter.
+
+A folder that exists is done: a run is written into a draft beside its place and renamed at the end, which is atomic.
+A study that was interrupted, or that two people run at once, never sees half a run.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any, Literal
 
 from spawnsim.errors import ParameterError
+from spawnsim.record import manifest
 from spawnsim.record.folder import read_manifest
-from spawnsim.record.manifest import file_digest
-from spawnsim.study.cell import Cell
+from spawnsim.record.manifest import Files, file_digest
+from spawnsim.record.recorder import document
+
+Scalar = str | int | float | bool | None
+ONLY_LOOK = {"plots", "report", "fidelity", "testing"}  # packages that change no result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run.
+
+    Attributes:
+        file: the program, a Python file with `main(comm, ...)`.
+        ranks: how many ranks.
+        seed: the run's seed.
+        backend: "virtual", "mpi" or "torch".
+        parameters: keyword arguments of `main`.
+        world: keyword arguments of `spawnsim.run`: platform, stragglers, faults …
+    """
+
+    file: Path
+    ranks: int
+    seed: int = 0
+    backend: Literal["virtual", "mpi", "torch"] = "virtual"
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    world: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not Path(self.file).is_file():
+            raise ParameterError(f"the study asks for {self.file}, which is no file")
+        if self.ranks < 1:
+            raise ParameterError(f"ranks={self.ranks}: give at least 1")
+
+    def description(self) -> dict[str, Any]:
+        """Return what distinguishes this run, without paths of this machine."""
+        return {
+            "file": Path(self.file).name,
+            "backend": self.backend,
+            "ranks": self.ranks,
+            "seed": self.seed,
+            "parameters": document(dict(sorted(self.parameters.items()))),
+            "world": {name: _without_folder(value) for name, value in sorted(self.world.items())},
+        }
+
+    def inputs(self) -> Files:
+        """Return the files that the run depends on, by name."""
+        return manifest.inputs(Path(self.file), **self.world)
+
+    @cached_property  # and so the same in every process that this cell is sent to, whatever is edited meanwhile
+    def key(self) -> str:
+        """The digest of the description, of all files that the run depends on, of the library and the versions."""
+        texts = {
+            "inputs": manifest.digests(self.inputs()),
+            "library": _library(),
+            "versions": manifest.versions(),
+        }
+        text = json.dumps(self.description() | texts, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """A short name for people: file, policy, ranks, backend, seed; the key tells the rest."""
+        values = [str(self.parameters[name]) for name in ("policy",) if name in self.parameters]
+        where = [] if self.backend == "virtual" else [self.backend]
+        return "-".join([Path(self.file).stem, *values, f"n{self.ranks}", *where, f"s{self.seed}"])
+
+
+def _without_folder(value: Any) -> Any:
+    """Return a circumstance as it is the same on each machine; what a file says is told by its digest."""
+    return Path(value).name if isinstance(value, (str, Path)) and os.path.exists(value) else document(value)
+
+
+@cache
+def _library() -> str:
+    """Return a digest of the library's files that can change a result: 10 ms, once per process."""
+    root = manifest.PACKAGE
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(_sources(root)):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for path in root.rglob("*"):
+        if path.suffix in (".py", ".toml") and path.relative_to(root).parts[0] not in ONLY_LOOK:
+            yield path
+
+
+def grid(
+    file: Path,
+    *,
+    ranks: Sequence[int],
+    seeds: Iterable[int],
+    over: Mapping[str, Sequence[Scalar]],
+    **world: Any,
+) -> list[Cell]:
+    """Return one cell per combination of `over`'s values, numbers of ranks and seeds, in that order."""
+    combinations = [dict(zip(over, values, strict=True)) for values in itertools.product(*over.values())]
+    return [
+        Cell(file=file, ranks=size, seed=seed, parameters=parameters, world=world)
+        for parameters, size, seed in itertools.product(combinations, ranks, list(seeds))
+    ]
+
 
 COST = "cost.json"
 

@@ -1,30 +1,109 @@
-"""Carry out cells that are not done yet, through any `concurrent.futures.Executor`.
+"""Carry out the cells of a study that are not done yet, through any `concurrent.futures.Executor`.
 
-This room knows cells, the store and executors; it must not know what a program computes.
+One cell runs in this process (virtual ranks) or through a launcher (real ranks). `execute` is a plain function of
+picklable values, so that any executor can carry it to another process or machine.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
 
-from spawnsim.errors import SpawnsimError, StudyError
-from spawnsim.run.threads import one_thread
-from spawnsim.study.cell import Cell
-from spawnsim.study.execute import execute, prepare
-from spawnsim.study.store import Cost, Store
+from spawnsim.errors import ParameterError, SpawnsimError, StudyError, WorldError
+from spawnsim.run import process_setup, run
+from spawnsim.run.process_setup import one_thread, stoppable
+from spawnsim.study.store import Cell, Cost, Store, write_cost
+
+LAST_LINES = 12
+
+
+def execute(cell: Cell, root: Path) -> Cost:
+    """Carry out `cell` into its place under `root`; a cell that is there already costs nothing more."""
+    store = Store(root)
+    if store.done(cell):
+        return store.cost(cell)
+    if replace(cell).key != cell.key:
+        raise ParameterError(
+            f"files that {cell.name} depends on were edited since the study began: start it again"
+        )
+    load, began_s = os.getloadavg()[0], time.monotonic()
+    # Only here a signal raises: one that waits for work, in a pool that is told to stop, just ends.
+    with stoppable(), store.draft(cell) as folder:
+        (_in_this_process if cell.backend == "virtual" else _by_launcher)(cell, folder)
+        cost = Cost(round(time.monotonic() - began_s, 3), _peak_memory(cell), round(load, 2))
+        write_cost(folder, cost)
+    return cost
+
+
+def prepare() -> None:
+    """Make a process of a pool ready for one run: one thread, and it is for the study to tell it to stop.
+
+    Numeric libraries are told that are not loaded yet: runs share the machine's cores. Ctrl-C on a terminal reaches
+    all processes; those of a pool leave it to the study's.
+    """
+    process_setup.use_one_thread()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _in_this_process(cell: Cell, folder: Path) -> None:
+    run(
+        cell.file, ranks=cell.ranks, seed=cell.seed, out=folder, parameters=dict(cell.parameters),
+        **dict(cell.world),
+    )  # fmt: skip
+
+
+def _by_launcher(cell: Cell, folder: Path) -> None:
+    """Start the same command that a person would type, and word its failure with its last lines."""
+    line = command_line(cell, folder)
+    done = subprocess.run(
+        line, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=dict.fromkeys(process_setup.VARIABLES, "1") | os.environ,
+    )  # fmt: skip
+    if done.returncode:
+        tail = "\n".join(done.stdout.splitlines()[-LAST_LINES:])
+        raise WorldError(f"{' '.join(line[1:])} ended with status {done.returncode}:\n{tail}")
+
+
+def command_line(cell: Cell, folder: Path) -> list[str]:
+    """Return the command line of a cell on real ranks; its values are Python literals, as `--set` reads them."""
+    line = [
+        sys.executable,
+        "-m",
+        "spawnsim",
+        "run",
+        str(cell.file),
+        "--backend",
+        cell.backend,
+        "-n",
+        str(cell.ranks),
+    ]
+    line += ["--seed", str(cell.seed), "--out", str(folder), "--quiet"]
+    return line + [part for name, value in cell.parameters.items() for part in ("--set", f"{name}={value!r}")]
+
+
+def _peak_memory(cell: Cell) -> int:
+    """Return bytes: this process's, or, for launched ranks, the largest single process's."""
+    whose = resource.RUSAGE_SELF if cell.backend == "virtual" else resource.RUSAGE_CHILDREN
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(whose).ru_maxrss * unit
+
 
 Say = Callable[[str], None]
 PRELOADED = [
-    "spawnsim.study.execute",
+    "spawnsim.study.sweeping",
     "spawnsim.policies",
     "spawnsim.virtual",
     "sklearn.datasets",

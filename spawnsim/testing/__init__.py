@@ -4,8 +4,7 @@
 inside a program of yours, on a communicator of yours.
 """
 
-from spawnsim.testing.cases import Case, Outcome, every_case, find_cases
-from spawnsim.testing.member import run_together
+from spawnsim.testing.cases import Case, Outcome, every_case, find_cases, run_together
 from spawnsim.testing.runners import BACKENDS, run_contract, run_real, run_virtual
 
 __all__ = [

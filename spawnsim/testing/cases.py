@@ -1,21 +1,116 @@
-"""The tests of the contract, found and named.
+"""The cases of the contract: what they may claim, how they are found, and how a rank runs them with the others.
 
-This room knows which tests there are, and how one ended. It runs none.
+Claims are about values and errors, and never send anything themselves, so that they hold on any communicator. A rank
+that runs cases uses a communicator's `Dup` and `allgather` alone to agree on how each ended, and logs what happens at
+once, so that whoever watches sees a failure even when the other ranks wait for ever.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import pkgutil
+import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-from spawnsim.errors import ParameterError
+import numpy as np
+
+from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.testing import contract
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+class Skipped(Exception):
+    """A test that has nothing to say here: too few ranks, or an optional library is missing."""
+
+
+def same(found: Any, wanted: Any) -> None:
+    """Claim that two values are equal in type of sequence, shape and content; arrays are compared exactly."""
+    if isinstance(found, np.ndarray) or isinstance(wanted, np.ndarray):
+        equal = np.array_equal(np.asarray(found), np.asarray(wanted))
+    else:
+        equal = bool(found == wanted)
+    if not equal:
+        raise AssertionError(f"found {found!r}, wanted {wanted!r}")
+
+
+def close(found: Any, wanted: Any, relative: float = 1e-12) -> None:
+    """Claim that numbers agree but for rounding."""
+    if not np.allclose(found, wanted, rtol=relative, atol=0.0):
+        raise AssertionError(f"found {found!r}, wanted {wanted!r}")
+
+
+def claim(truth: Any, what: str) -> None:
+    """Claim that something holds; `what` says it in words."""
+    if not truth:
+        raise AssertionError(what)
+
+
+@contextmanager
+def refused(*kinds: type[BaseException]) -> Iterator[None]:
+    """Claim that the block raises one of these errors."""
+    try:
+        yield
+    except kinds:
+        return
+    raise AssertionError(f"nothing was raised; wanted {' or '.join(kind.__name__ for kind in kinds)}")
+
+
+@contextmanager
+def fails(mpi: Any, error_class: int) -> Iterator[None]:
+    """Claim that the block raises `MPI.Exception` of an error class."""
+    try:
+        yield
+    except mpi.Exception as error:
+        found = error.Get_error_class()
+        if found != error_class:
+            text = mpi.Get_error_string(error_class)
+            raise AssertionError(
+                f"wanted error class {error_class} ({text}), found {found}: {error}"
+            ) from error
+        return
+    raise AssertionError(f"nothing was raised; wanted {mpi.Get_error_string(error_class)}")
+
+
+def needs(ranks: int = 1, at_most: int | None = None) -> Callable[[Test], Test]:
+    """Mark a test as one that makes sense from (and up to) a number of ranks."""
+
+    def mark(test: Test) -> Test:
+        test.__dict__["ranks"] = (ranks, at_most)
+        return test
+
+    return mark
+
+
+def ring(comm: Any) -> tuple[int, int, int, int]:
+    """Return (rank, size, left neighbour, right neighbour) on a ring of all ranks."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    return rank, size, (rank - 1) % size, (rank + 1) % size
+
+
+def poll(attempt: Callable[[], Any], tries: int = 100_000, limit_s: float = 30.0) -> Any:
+    """Call until the result is true and return it; each call to the library lets time pass.
+
+    Gives up after so many tries and so many seconds of wall time, both: on a busy machine the other ranks may not have
+    run at all while this one polled a hundred thousand times.
+    """
+    end, polls = time.monotonic() + limit_s, 0
+    while polls < tries or time.monotonic() < end:
+        found = attempt()
+        if found:
+            return found
+        polls += 1
+    raise AssertionError(f"still waiting after {polls} polls")
+
 
 PASSED, FAILED, SKIPPED, ABSENT = "passed", "failed", "skipped", "absent"
 """How a case can end; "absent": the communicator says that it does not offer a call (`UnsupportedError`)."""
@@ -83,11 +178,68 @@ def find_cases(ranks: int, match: str | None = None) -> list[Case]:
     return found
 
 
-def named(ids: Iterable[str]) -> list[Case]:
+def cases_by_id(ids: Iterable[str]) -> list[Case]:
     """Return the cases with these ids, in this order; a theme that is not ours is a module of yours."""
     by_id = {case.id: case for case in every_case()}
-    return [by_id.get(one) or _foreign(*one.rpartition(".")[::2]) for one in ids]
+    return [by_id.get(one) or _users_case(*one.rpartition(".")[::2]) for one in ids]
 
 
-def _foreign(module: str, name: str) -> Case:
+def _users_case(module: str, name: str) -> Case:
     return Case(module, name, getattr(importlib.import_module(module), name))
+
+
+_RANKING = (FAILED, ABSENT, SKIPPED, PASSED)
+
+
+def run_case(case: Case, MPI: Any, comm: Any) -> tuple[str, str]:  # mpi4py's name
+    """Run a case on this rank; return its status and, if it did not pass, why."""
+    try:
+        case.test(MPI, comm)
+    except Skipped as reason:
+        return SKIPPED, str(reason)
+    except UnsupportedError as reason:
+        return ABSENT, str(reason)
+    except Exception:  # noqa: BLE001  # whatever a case raises is its result
+        return FAILED, traceback.format_exc(limit=-4)
+    return PASSED, ""
+
+
+def merge_verdicts(case: str, verdicts: list[tuple[str, str]]) -> Outcome:
+    """Return the outcome of a case from the verdicts of all ranks: the worst one, with what its ranks said."""
+    worst = min((status for status, _ in verdicts), key=_RANKING.index)
+    said: dict[str, list[str]] = {}
+    for rank, (status, text) in enumerate(verdicts):
+        if status == worst and text:
+            said.setdefault(text, []).append(str(rank))
+    return Outcome(case, worst, "\n".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in said.items()))
+
+
+def run_together(MPI: Any, comm: Any, cases: Iterable[Case], log: Path | None = None) -> Iterator[Outcome]:
+    """Run cases on all ranks of a communicator, each on a duplicate of it, and yield the outcomes that all agree on.
+
+    A rank that fails goes to the agreement at once; if others wait for it inside the case, the run stands still:
+    let `spawnsim.testing.run_real` watch it, which starts a new job behind the case.
+    """
+    notes = CaseLog(log)
+    for case in cases:
+        notes.write(case=case.id)
+        own = comm.Dup()
+        verdict = run_case(case, MPI, own)
+        notes.write(case=case.id, status=verdict[0], text=verdict[1])
+        own.Free()
+        outcome = merge_verdicts(case.id, comm.allgather(verdict))
+        notes.write(case=case.id, agreed=outcome.status, text=outcome.text)
+        yield outcome
+
+
+class CaseLog:
+    """A log of JSON lines, or none."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = path.open("w", encoding="utf-8") if path is not None else None
+
+    def write(self, **fields: Any) -> None:
+        """Add a line that survives this process."""
+        if self._file is not None:
+            self._file.write(json.dumps({"time_s": time.time(), **fields}) + "\n")
+            self._file.flush()

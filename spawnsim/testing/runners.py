@@ -1,21 +1,146 @@
-"""Running the contract on virtual ranks, in this process, and on real ones, in a job.
+"""Running the contract on virtual ranks, in this process, and on real ones, in jobs.
 
-This room knows how each building is entered, and makes every failure an outcome.
+Makes every failure an outcome: a job is watched by its members' logs, and a new one goes on behind a case that killed
+or stopped it. Loads no MPI itself.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import json
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 from spawnsim.errors import RankError, SpawnsimError, UnsupportedError
 from spawnsim.record import Recorder
-from spawnsim.testing.cases import ABSENT, FAILED, PASSED, SKIPPED, Case, Outcome, find_cases
-from spawnsim.testing.claims import Skipped
-from spawnsim.testing.jobs import REAL_BACKENDS, member_command, watch
+from spawnsim.testing.cases import ABSENT, FAILED, PASSED, SKIPPED, Case, Outcome, Skipped, find_cases
+
+REAL_BACKENDS: Final = ("mpi", "real", "torch")
+"""`mpi`: bare mpi4py, which keeps the suite true; `real`, `torch`: spawnsim's communicators over MPI and torch."""
+PATIENCE_S: Final = 60.0  # a case that takes longer than this stands still
+GRACE_S: Final = 5.0  # after one rank has failed, the others get this long to end the case
+POLL_S: Final = 0.05
+
+
+@dataclass(frozen=True)
+class JobSnapshot:
+    """What the logs say: agreed outcomes, the case in hand, who has failed in it, and since when."""
+
+    outcomes: list[Outcome]
+    case: str | None
+    since_s: float
+    failures: dict[int, str]
+    inside: list[int]
+
+
+def read_logs(folder: Path, ranks: int) -> JobSnapshot:
+    """Return what the members of a job have written so far."""
+    logs = [_lines(folder / f"{rank}.jsonl") for rank in range(ranks)]
+    outcomes = [Outcome(line["case"], line["agreed"], line["text"]) for line in logs[0] if "agreed" in line]
+    done = {outcome.case for outcome in outcomes}
+    current = [line for log in logs for line in log if line["case"] not in done]
+    if not current:
+        return JobSnapshot(outcomes, None, 0.0, {}, [])
+    case = current[0]["case"]
+    verdicts = [
+        next((line for line in log if line["case"] == case and "status" in line), None) for log in logs
+    ]
+    failures = {rank: line["text"] for rank, line in enumerate(verdicts) if line and line["status"] == FAILED}
+    inside = [rank for rank, line in enumerate(verdicts) if line is None]
+    return JobSnapshot(outcomes, case, max(line["time_s"] for line in current), failures, inside)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+class Job:
+    """One started job and the folder of its members' logs."""
+
+    def __init__(self, command: Sequence[str], folder: Path) -> None:
+        self.folder = folder
+        self.output = folder / "output.txt"
+        with self.output.open("w", encoding="utf-8") as sink:
+            self.process = subprocess.Popen(
+                command,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def stop(self) -> None:
+        """End the job and all its processes; it leads a session of its own, so that no other is hit."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def tail(self) -> str:
+        """Return the end of what the job printed."""
+        return self.output.read_text(encoding="utf-8", errors="replace")[-2000:]
+
+
+def watch(command: Sequence[str], cases: list[Case], ranks: int) -> Iterator[Outcome]:
+    """Run cases in a job, and in a new one behind each case that kills or stops it; yield every outcome."""
+    left = [case.id for case in cases]
+    while left:
+        with tempfile.TemporaryDirectory(prefix="spawnsim-contract-") as name:
+            folder = Path(name)
+            (folder / "cases.json").write_text(json.dumps(left), encoding="utf-8")
+            job = Job([*command, str(folder)], folder)
+            try:
+                yield from _follow(job, left, ranks)
+            finally:
+                job.stop()
+
+
+def _follow(job: Job, left: list[str], ranks: int) -> Iterator[Outcome]:
+    """Yield outcomes as they are agreed on, and strike them out; the last may be the failure that ended the job."""
+    seen, moved_s = 0, time.time()
+    while True:
+        ended = job.process.poll()
+        sight = read_logs(job.folder, ranks)
+        for outcome in sight.outcomes[seen:]:
+            left.remove(outcome.case)
+            yield outcome
+        if len(sight.outcomes) > seen:
+            seen, moved_s = len(sight.outcomes), time.time()
+        if ended == 0 and not left:
+            return
+        waited_s = time.time() - max(sight.since_s, moved_s)
+        if ended is not None or waited_s > (GRACE_S if sight.failures else PATIENCE_S):
+            yield _ending(job, sight, left, ended)
+            return
+        time.sleep(POLL_S)
+
+
+def _ending(job: Job, sight: JobSnapshot, left: list[str], ended: int | None) -> Outcome:
+    """Return the failure of the case that a job died or stood still in, and strike the case out."""
+    how = "stood still" if ended is None else f"ended the job with status {ended}"
+    said = "\n".join(f"rank {rank}: {text}" for rank, text in sight.failures.items())
+    inside = f"; still inside: rank {', '.join(map(str, sight.inside))}" if sight.inside else ""
+    case = sight.case or (left[0] if left else "the end of the job")
+    if case in left:
+        left.remove(case)
+    return Outcome(case, FAILED, f"{how}{inside}\n{said}\n{job.tail()}")
+
+
+def worker_command(backend: str) -> list[str]:
+    """Return the arguments of Python for one member; the folder of logs follows them."""
+    return ["-m", "spawnsim.testing.worker", backend]
+
 
 BACKENDS = ("virtual", *REAL_BACKENDS)
 
@@ -71,7 +196,7 @@ def outcome_of(case: Case, run: Callable[[], Any]) -> Outcome:
 
 def run_real(cases: Iterable[Case], ranks: int, backend: str = "mpi") -> Iterator[Outcome]:
     """Run cases on real ranks that mpiexec or torchrun starts, in as many jobs as it takes."""
-    return watch([*_launcher(backend, ranks), *member_command(backend)], list(cases), ranks)
+    return watch([*_launcher(backend, ranks), *worker_command(backend)], list(cases), ranks)
 
 
 def _launcher(backend: str, ranks: int) -> list[str]:
@@ -80,10 +205,10 @@ def _launcher(backend: str, ranks: int) -> list[str]:
         return [
             sys.executable,
             "-m",
-            "spawnsim.real.launching.torchrun",
+            "spawnsim.real.launch.torchrun",
             "--standalone",
             f"--nproc-per-node={ranks}",
         ]
-    launch = importlib.import_module("spawnsim.real.launching.launch")
+    launch = importlib.import_module("spawnsim.real.launch.launchers")
     library = launch.find_library()
     return [library.mpiexec, *launch.flags(library, ranks), "-n", str(ranks), sys.executable]

@@ -1,4 +1,4 @@
-"""The virtual building: a deterministic cluster in one process."""
+"""The virtual backend: a deterministic cluster in one process."""
 
 from spawnsim.virtual.cluster import Setting, Totals, simulate
 

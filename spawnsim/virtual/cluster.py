@@ -1,6 +1,6 @@
 """A virtual cluster from beginning to end: build it, run a program on every rank, judge how it ended.
 
-This room knows how a run is put together. It must not know what programs do.
+How a run is put together is known here and nowhere else; what programs do is not.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from greenlet import GreenletExit
 
 from spawnsim.errors import Livelock, ParameterError, RankError, RankFailed, SpawnsimError, WorldError
 from spawnsim.random import Streams
-from spawnsim.virtual import reports, stalls, torch_distributed
+from spawnsim.virtual import diagnosis, torch_distributed
 from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.comm.belongings import ProgramAbort
 from spawnsim.virtual.comm.communicators import Intracomm, enter
 from spawnsim.virtual.comm.context import Context
 from spawnsim.virtual.compute import ComputeModel
+from spawnsim.virtual.diagnosis import LivelockWatchdog
+from spawnsim.virtual.digest import RankDigest
+from spawnsim.virtual.engine.kernel import Kernel, Task
+from spawnsim.virtual.engine.matching import undelivered
+from spawnsim.virtual.engine.world import Rank, Recorder, World
 from spawnsim.virtual.faults import Plan
-from spawnsim.virtual.generators import TorchStates, per_rank
-from spawnsim.virtual.kernel import Kernel, Task
-from spawnsim.virtual.leaks import noticing
-from spawnsim.virtual.links import Links
-from spawnsim.virtual.livelock import Watchdog
-from spawnsim.virtual.lives import Lives
-from spawnsim.virtual.own import Own
+from spawnsim.virtual.faults.crashes import Crashes
+from spawnsim.virtual.faults.injection import FaultyLinks
 from spawnsim.virtual.platform import Platform, load_platform
-from spawnsim.virtual.trace import Trace
-from spawnsim.virtual.undelivered import undelivered
-from spawnsim.virtual.world import Rank, Recorder, World
+from spawnsim.virtual.reproducibility import TorchStates, generators_per_rank, leaks_noticed
+from spawnsim.virtual.services import RankServices
 
 if TYPE_CHECKING:
     from spawnsim.virtual.timeline import Timeline
@@ -108,7 +107,7 @@ class Cluster:
         platform, plan, model = setting.parts()
         kernel = Kernel(setting.deadline_s)
         ranks = [
-            Rank(rank, kernel, Trace(rank), Streams(setting.seed, rank), death_s=plan.death_s(rank))
+            Rank(rank, kernel, RankDigest(rank), Streams(setting.seed, rank), death_s=plan.death_s(rank))
             for rank in range(setting.ranks)
         ]
         timing = Timing(platform.network, platform.collectives)
@@ -116,18 +115,18 @@ class Cluster:
             kernel, ranks, platform, platform.network, timing, recorder, setting.seed, plan or None
         )
         if plan.links:
-            self.world.links = Links(self.world)
+            self.world.links = FaultyLinks(self.world)
         for disturbed in plan.disturbed:
             ranks[disturbed].awake = partial(plan.awake_s, disturbed)
         for rank in ranks:
             rank.company = self.world.company_of(rank.id)
         if plan.paused:
-            kernel.roused = self._rouse
-        self.lives = Lives(self.world, self.refurnish)
+            kernel.on_wake = self._rouse
+        self.lives = Crashes(self.world, self.refurnish)
         kernel.owner, kernel.on_end = self.world, self._ended
-        Watchdog(kernel, self._under_way, self._livelock)
+        LivelockWatchdog(kernel, self._under_way, self._livelock)
         self._whole = Context(self.world, (tuple(range(setting.ranks)),))
-        self._owns = [Own(self.world, rank, model.open(setting.seed, rank.id)) for rank in ranks]
+        self._owns = [RankServices(self.world, rank, model.open(setting.seed, rank.id)) for rank in ranks]
         self._finished = 0
         self._progress = progress
         self._timeline = _timeline(self.world, trace)
@@ -138,7 +137,7 @@ class Cluster:
 
     def refurnish(self, rank: int) -> None:
         """Give a rank that has begun again members and a communicator of its own; its machine is as it was."""
-        self._owns[rank] = Own(self.world, self.world.ranks[rank], self._owns[rank].compute.sampler)
+        self._owns[rank] = RankServices(self.world, self.world.ranks[rank], self._owns[rank].compute.sampler)
         self.comm_self(rank)
 
     def comm_world(self, rank: int) -> Intracomm:
@@ -199,8 +198,8 @@ class Cluster:
         """
         kernel, self._began_s, self._on_error = self.world.kernel, time.perf_counter(), on_error
         with (
-            per_rank(), TorchStates(kernel).in_place(), noticing(), torch_distributed.refused(),
-            stalls.noted(kernel, on_note), self._timeline.followed() if self._timeline else nullcontext(),
+            generators_per_rank(), TorchStates(kernel).in_place(), leaks_noticed(), torch_distributed.refused(),
+            diagnosis.stalls_noted(kernel, on_note), self._timeline.followed() if self._timeline else nullcontext(),
         ):  # fmt: skip
             kernel.run(self._judge)
         if self._error is not None:
@@ -232,12 +231,12 @@ class Cluster:
         if waiting:
             alive = {task.rank for task in waiting}
             ended = [rank.id for rank in self.world.ranks if rank.id not in alive]
-            return reports.deadlock(waiting, ended)
+            return diagnosis.deadlock(waiting, ended)
         return None
 
     def _livelock(self, polls: int, since_s: float) -> Livelock:
         alive = [task for task in self.world.kernel.tasks if task.alive]
-        return reports.livelock(alive, polls, since_s)
+        return diagnosis.livelock(alive, polls, since_s)
 
     def _under_way(self) -> bool:
         """Whether a message that nobody has received is on its way."""
@@ -304,7 +303,7 @@ def _placed(error: SpawnsimError, task: Task) -> SpawnsimError:
 def _line(error: BaseException) -> str:
     """Return the line of the program that an error comes from."""
     stack = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
-    found = reports.line(stack[::-1])
+    found = diagnosis.line(stack[::-1])
     return f" ({found})" if found else ""
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spawnsim.virtual.completion import Uncertain
-from spawnsim.virtual.kernel import Kernel
+from spawnsim.virtual.engine.completion import Uncertain
+from spawnsim.virtual.engine.kernel import Kernel
+from spawnsim.virtual.engine.world import Rank
 from spawnsim.virtual.waiting import Dead
-from spawnsim.virtual.world import Rank
 
 if TYPE_CHECKING:
     from spawnsim.virtual.meeting import Meeting
@@ -52,7 +52,7 @@ class Departure(Uncertain):
 
 
 @dataclass(slots=True)
-class WaitingForMeeting:
+class WaitingForCollective:
     """A rank that waits for a collective to end."""
 
     meeting: Meeting

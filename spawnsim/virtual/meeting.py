@@ -19,10 +19,10 @@ import numpy as np
 
 from spawnsim.errors import MismatchError
 from spawnsim.virtual.collectives import Edges, Finish, Plan
-from spawnsim.virtual.completion import Completion
 from spawnsim.virtual.departures import Departure
-from spawnsim.virtual.strikes import Strikes
-from spawnsim.virtual.world import World
+from spawnsim.virtual.engine.completion import Completion
+from spawnsim.virtual.engine.world import World
+from spawnsim.virtual.faults.injection import CollectiveFaults
 
 EARLY = {"bcast", "reduce", "gather", "scatter", "scan", "exscan"}  # some ranks may leave before all arrive
 
@@ -72,7 +72,7 @@ class Meeting:
     calls: list[Call | None] = field(init=False)
     arrivals: np.ndarray[Any, np.dtype[np.float64]] = field(init=False)
     gone: list[Departure | None] = field(init=False)
-    strikes: Strikes | None = field(init=False, default=None)  # if links have faults
+    strikes: CollectiveFaults | None = field(init=False, default=None)  # if links have faults
     busy: dict[int, float] = field(default_factory=dict)  # whose cards were busy as they came, until when
     here: int = 0
     opening: int = -1  # who came first
@@ -89,7 +89,7 @@ class Meeting:
     def _open_to_faults(self) -> None:
         number = -1 if self.context is None else self.context.number
         fields = {"comm": self.comm, "number": self.number}
-        self.strikes = Strikes(self.world, self.members, (number, self.number), fields)
+        self.strikes = CollectiveFaults(self.world, self.members, (number, self.number), fields)
 
     # -- arriving --------------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class Meeting:
         heard = self if self.strikes is None else self._heard_by(me, self.strikes)
         return self.calls[me].outcome(heard, me)  # type: ignore[union-attr]
 
-    def _heard_by(self, me: int, strikes: Strikes) -> Meeting:
+    def _heard_by(self, me: int, strikes: CollectiveFaults) -> Meeting:
         """Return the meeting as member `me` hears it: over damaged links, contributions are not what they were."""
         strikes.note(me)
         calls = strikes.heard_by(me, self.calls)

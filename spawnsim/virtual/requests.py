@@ -15,11 +15,11 @@ from spawnsim.comm.failures import ERR_REQUEST, CallError
 from spawnsim.comm.handles import Handle
 from spawnsim.comm.status import Status
 from spawnsim.errors import Revoked, UnsupportedError
-from spawnsim.virtual.completion import Completion, Joint
+from spawnsim.virtual.engine.completion import AllOf, Completion
+from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.several import Several, done_now, fill, fill_empty, look
-from spawnsim.virtual.unattended import Unattended
+from spawnsim.virtual.unattended import FreedOperation
 from spawnsim.virtual.waiting import await_one, check_revoked
-from spawnsim.virtual.world import World
 
 PARTITIONS = "partitioned communication is not simulated: send each partition as a message of its own"
 Deliver = Callable[[Status], Any]
@@ -145,7 +145,7 @@ class Request(Several, Handle):
         self._need()
         if self._withdraw is not None:
             self._withdraw(self, look(self._world))
-            self._world.charge_look()
+            self._world.charge_poll()
 
     cancel = Cancel
 
@@ -155,7 +155,7 @@ class Request(Several, Handle):
         self._close()
         completion, self._identity, self._completion = self._completion, None, None
         if completion is not None and self._writes and not isinstance(self._deliver, Delivered):
-            Unattended(self._world, completion, self._deliver)
+            FreedOperation(self._world, completion, self._deliver)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self._identity is not None:
@@ -169,7 +169,7 @@ class Request(Several, Handle):
         self._close()
         other._close()
         parts = (self._completion, other._completion)
-        return Request.start(self._world, Joint(self._world.kernel, parts), self._waiting, self._deliver)
+        return Request.start(self._world, AllOf(self._world.kernel, parts), self._waiting, self._deliver)
 
     def _close(self) -> None:
         """Tell the ledger, if there is one, that nobody need wait any more."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
 from spawnsim.comm.failures import SpecTypeError
 from spawnsim.comm.status import Status
+from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.instatus import collect_all
 from spawnsim.virtual.waiting import WaitingForAny, await_any, finished
-from spawnsim.virtual.world import World
 
 if TYPE_CHECKING:
     from spawnsim.virtual.requests import Request
@@ -209,7 +209,7 @@ def done_now(world: World, *requests: Request, every: bool = False) -> list[int]
     known = sum(each.finish_s is not None for each in completions)
     if known == len(done) < len(completions) and (every or not done):
         world.kernel.fruitless()
-    world.charge_look()
+    world.charge_poll()
     return done
 
 

@@ -3,16 +3,18 @@
 Rows go to a recorder of their own, so nothing of this is part of the run's results or digest:
 
 * a call: `call` (its name), `number` (on its rank), `end_s`, and what is known of it: `task` (of background tasks),
-  `comm`, `dest` or `source` (ranks of the world), `tag`, `sent` and `received` (bytes), `messages`, `root`, `context`
-  and `collective` (numbers, equal for all parts of one), `times` (of polls in a row), `error` (what it raised), `waits`
-  (if it never returned);
+  `comm`, `dest` or `source` (ranks of the world), `tag`, `sent` and `received` (bytes), `messages`, `root`,
+  `context` and `collective` (numbers, equal for all parts of one), `times` (of polls in a row), `error` (what it
+  raised), `waits` (if it never returned);
 * a message, by its receiver: `source`, `out` and `into` (numbers of the calls that sent and received it), `sent_s`,
   `arrival_s`, `tag`, `bytes`.
 
 Calls in which no time passes and nothing moves are left out, and of calls within calls the outermost is kept. A rank
 whose share of `MOST` is used up is followed no further, so memory and file are bounded whatever a run does.
 
-This room knows calls and what moves in them. It must not know how rows are kept or drawn.
+While a run is watched, by the timeline or by the accounting of computing between calls, every call of the virtual
+MPI is wrapped, and the watchers of the calling rank's world are asked to make it. A run that nobody watches is not
+touched.
 """
 
 from __future__ import annotations
@@ -21,32 +23,77 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 from greenlet import GreenletExit
 
-from spawnsim.virtual import wire
-from spawnsim.virtual.calls import being_watched
 from spawnsim.virtual.comm import transport
+from spawnsim.virtual.comm.calling import CallingComm
 from spawnsim.virtual.comm.context import Member, total
 from spawnsim.virtual.comm.transport import Transport
-from spawnsim.virtual.completion import Message
+from spawnsim.virtual.engine import wire
+from spawnsim.virtual.engine.completion import Message
+from spawnsim.virtual.engine.kernel import RankDied, Task, current_task
+from spawnsim.virtual.engine.world import Rank, Recorder, World
 from spawnsim.virtual.faults.events import Pause
+from spawnsim.virtual.interpreter import Patches, Put
 from spawnsim.virtual.meeting import Call as Collective
 from spawnsim.virtual.meeting import Meeting
+from spawnsim.virtual.mpi import CLASSES
 from spawnsim.virtual.onesided.epochs import Epochs
 from spawnsim.virtual.onesided.service import Access, Windows
-from spawnsim.virtual.own import Background, Clock, Compute
-from spawnsim.virtual.patching import Patches, Put
 from spawnsim.virtual.requests import Request
-from spawnsim.virtual.tasks import RankDied, Task, current_task
-from spawnsim.virtual.world import Rank, Recorder, World
+from spawnsim.virtual.services import Background, Clock, Compute
+
+# Calls that cost no computing: questions about handles, and the house's own doors.
+UNWATCHED = (
+    "Get_", "Set_", "Is_", "Compare", "py2f", "f2py", "fromhandle", "fromint", "toint", "Create_errhandler",
+    "Create_keyval", "Free_keyval", "Delete_attr", "Call_errhandler", "enter", "called", "over", "start", "prepare",
+)  # fmt: skip
+Watcher = Callable[[str, Any, Callable[[], Any]], Any]
+"""Makes a call, given its name, the object whose method it is, and what makes it; returns what that returns."""
+
+
+def _calls() -> Iterator[tuple[type, str, Any]]:
+    """Yield class, name and function of all calls: of the virtual MPI's classes, and those that they are made of."""
+    for owner in dict.fromkeys(each for cls in CLASSES for each in cls.__mro__):
+        if owner.__module__.startswith("spawnsim.virtual") and owner is not CallingComm:
+            for name, raw in list(vars(owner).items()):
+                function = isinstance(raw, (classmethod, FunctionType))
+                if function and not name.startswith("_") and not name.startswith(UNWATCHED):
+                    yield owner, name, raw
+
+
+def watched(name: str, raw: Any) -> Any:
+    """Return a call that is made by the watchers of the calling rank's world, the first one outermost."""
+    if isinstance(raw, classmethod):
+        return classmethod(watched(name, raw.__func__))
+
+    @functools.wraps(raw)
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        task = current_task()
+        call = functools.partial(raw, *args, **kwargs)
+        for watcher in reversed(task.kernel.owner.watchers if task is not None else ()):
+            call = functools.partial(watcher, name, args[0] if args else None, call)
+        return call()
+
+    return watching
+
+
+def _watch_calls(put: Put) -> None:
+    for owner, name, raw in _calls():
+        put(owner, name, watched(name, raw))
+
+
+being_watched = Patches(_watch_calls).in_place
+
 
 MOST = 2_000_000  # calls and messages of a run: some 150 MB on disk while it runs, a fifth of that or less afterwards
 OWN = ((Compute, "spend", "compute"), (Clock, "sleep", "sleep"), (Background, "join", "join"))
 
 
-class Call:
+class CallRecord:
     """One call under way, or just over. `task` is which one of its rank makes it; `facts` are what moves in it."""
 
     __slots__ = ("begin_s", "comm", "end_s", "error", "facts", "name", "number", "task", "times")
@@ -66,7 +113,7 @@ class Call:
             if value is not None:
                 facts[name] = value if facts.get(name, value) == value else None
 
-    def follows(self, last: Call) -> bool:
+    def follows(self, last: CallRecord) -> bool:
         """Whether it is one more poll in a row, in which nothing has moved."""
         quiet = not (self.facts or last.facts or self.error or last.error)
         return quiet and self.name == last.name and self.begin_s == last.end_s and self.name not in _OWN_NAMES
@@ -91,8 +138,8 @@ class Timeline:
 
     def __init__(self, world: World, sink: Recorder) -> None:
         self._world, self._sink, self._over = world, sink, False
-        self._calls: dict[Task, Call] = {}  # under way
-        self._last: dict[Task, Call] = {}  # over; a poll may follow
+        self._calls: dict[Task, CallRecord] = {}  # under way
+        self._last: dict[Task, CallRecord] = {}  # over; a poll may follow
         self._places: dict[Task, int] = {}  # among the tasks of its rank
         self._left = [max(1, MOST // len(world.ranks))] * len(world.ranks)
         self._numbers: Counter[int] = Counter()
@@ -116,7 +163,7 @@ class Timeline:
             self._places[task] = rank.tasks.index(task) if task in rank.tasks else 0
         self._numbers[rank.id] += 1
         number, place = self._numbers[rank.id], self._places[task]
-        own = self._calls[task] = Call(name, number, task.clock, comm=_comm(subject), task=place)
+        own = self._calls[task] = CallRecord(name, number, task.clock, comm=_comm(subject), task=place)
         try:
             return call()
         except BaseException as error:
@@ -128,7 +175,7 @@ class Timeline:
                 own.end_s = task.clock
                 self._done(task, own)
 
-    def _done(self, task: Task, own: Call) -> None:
+    def _done(self, task: Task, own: CallRecord) -> None:
         """Keep a call that is over, unless nothing has come of it."""
         if own.end_s == own.begin_s and not own.facts and not own.error:
             return
@@ -149,16 +196,16 @@ class Timeline:
 
     # -- what moves in a call ----------------------------------------------------------------------------------
 
-    def call_of(self, task: Task, rank: int) -> Call | None:
+    def call_of(self, task: Task, rank: int) -> CallRecord | None:
         """Return the call that a task makes, if it is of this rank, and followed."""
         return self._calls.get(task) if task.rank == rank else None
 
-    def sent(self, call: Call, mailbox: Any, message: Message, task: Task) -> None:
+    def sent(self, call: CallRecord, mailbox: Any, message: Message, task: Task) -> None:
         """Note a message that leaves; it carries from where and when."""
         call.moved("dest", mailbox.rank, message.tag, message.nbytes)
         message.origin = task.rank, call.number, task.clock  # type: ignore[attr-defined]
 
-    def received(self, call: Call, message: Message, rank: int, now_s: float) -> None:
+    def received(self, call: CallRecord, message: Message, rank: int, now_s: float) -> None:
         """Note a message that was received."""
         origin = getattr(message, "origin", None)
         if origin is None:  # a copy that a fault has made, or of a call that nobody follows
@@ -287,7 +334,7 @@ def _asked(timeline: Timeline, task: Task, given: tuple[Windows, Rank, int, Acce
             call.facts["received"] = call.facts.get("received", 0) + back
 
 
-def _install(put: Put) -> None:
+def _note_moves(put: Put) -> None:
     for owner, name, called in OWN:
         put(owner, name, _followed(called, getattr(owner, name)))
     put(transport, "send", _noted(wire.send, _sent))
@@ -298,4 +345,4 @@ def _install(put: Put) -> None:
     put(Windows, "request", _noted(Windows.request, _asked))
 
 
-_noting = Patches(_install).in_place
+_noting = Patches(_note_moves).in_place

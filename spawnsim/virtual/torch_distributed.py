@@ -1,9 +1,9 @@
 """torch.distributed on virtual ranks: refused by name, since it would wait for other processes and freeze this one.
 
-During a run, three things that all of torch.distributed goes through end in one error: asking for the default group,
-meeting others, and making a store. A group of the process around the run is not seen. Other threads, and everything
-outside virtual ranks, go on as before; after the run torch.distributed is as it was. This module knows names of torch's
-internals, and never imports torch.
+During a run, three things that all of torch.distributed goes through end in one error: asking for the default
+group, meeting others, and making a store. A group of the process around the run is not seen. Other threads, and
+everything outside virtual ranks, go on as before; after the run torch.distributed is as it was. This module knows
+names of torch's internals, and never imports torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from spawnsim.errors import UnsupportedError
-from spawnsim.virtual.tasks import Task, current_task
+from spawnsim.virtual.engine.kernel import Task, current_task
 
 C10D, RENDEZVOUS = "torch.distributed.distributed_c10d", "torch.distributed.rendezvous"
 NATIVE = "torch._C._distributed_c10d"

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from spawnsim.comm.status import Status
-from spawnsim.virtual.completion import Completion, Joint
-from spawnsim.virtual.world import World
+from spawnsim.virtual.engine.completion import AllOf, Completion
+from spawnsim.virtual.engine.world import World
 
 
-class Unattended(Joint):
+class FreedOperation(AllOf):
     """Runs the delivery of a completion at its end, in the place of the request that has let go of it."""
 
     __slots__ = ("_deliver", "_part", "_rank")

@@ -13,9 +13,9 @@ from typing import Any
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.comm.failures import RankFailed, Revoked
-from spawnsim.virtual.completion import Completion
-from spawnsim.virtual.tasks import Task, timeout
-from spawnsim.virtual.world import World
+from spawnsim.virtual.engine.completion import Completion
+from spawnsim.virtual.engine.kernel import Task, timeout
+from spawnsim.virtual.engine.world import World
 
 Dead = AbstractSet[tuple[int, int]]  # the lives that are known to have ended: (rank of the world, life)
 

@@ -1,14 +1,12 @@
 """What ranks train on: small learners on real input, one object per rank.
 
-This floor knows torch, random streams and its own data. It must not know communicators, policies or clocks: a
-learner is given its rank and the number of ranks as plain integers, and never talks to another one.
+A learner is given its rank and the number of ranks as plain integers, and never talks to another one: communicators,
+policies and clocks are not known here.
 """
 
 from spawnsim.workloads.arena import Arena
 from spawnsim.workloads.digits import Digits
-from spawnsim.workloads.gflownet import GFlowNet
-from spawnsim.workloads.hypergrid import HyperGrid
-from spawnsim.workloads.mlp import MLP
-from spawnsim.workloads.sgd import SGD
+from spawnsim.workloads.gflownet import GFlowNet, HyperGrid
+from spawnsim.workloads.mlp import MLP, SGD
 
 __all__ = ["MLP", "SGD", "Arena", "Digits", "GFlowNet", "HyperGrid"]

@@ -1,7 +1,9 @@
 """Handwritten digits: a small classifier per rank, each on its own shard of real data.
 
-Knows the UCI digits (1,797 images of 8 x 8 pixels, shipped with scikit-learn), shards and one training step.
-Must not know communicators, policies or time: ranks agree on shards because they compute them from one seed.
+The data are the UCI digits (1,797 images of 8 x 8 pixels, shipped with scikit-learn). Shards are pure functions of
+(labels, number of ranks, seed): ranks agree on them without talking. The label skew is that of Hsu, Qi and Brown
+(2019), arXiv:1909.06335: every rank draws its own mixture of classes from a symmetric Dirichlet(alpha), and its
+samples from that mixture.
 """
 
 from __future__ import annotations
@@ -12,13 +14,69 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from spawnsim.errors import ParameterError, UsageError
-from spawnsim.random import Streams
-from spawnsim.workloads import shards
-from spawnsim.workloads.mlp import MLP, backpropagate, differentiate
-from spawnsim.workloads.sgd import SGD
+from spawnsim.random import Streams, generator
+from spawnsim.workloads.mlp import MLP, SGD, backpropagate, differentiate
+
+WORLD = -1  # the rank whose streams belong to everyone
+
+Indices = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+def check_shard(rank: int, size: int, minimum: int, alpha: float | None) -> None:
+    """Raise `ParameterError` unless these describe a rank's shard."""
+    if not 0 <= rank < size:
+        raise ParameterError(f"rank={rank}, size={size}: rank must be in 0..size-1")
+    if minimum < 1:
+        raise ParameterError(f"minimum={minimum}: give at least 1 sample for each rank")
+    if alpha is not None and not 0 < alpha < np.inf:
+        raise ParameterError(f"alpha={alpha}: give a positive number, or None for an even split")
+
+
+def mixture(labels: Indices, seed: int, rank: int, alpha: float | None) -> Floats:
+    """Return the rank's class probabilities, (classes,) float64; those of the data when alpha is None.
+
+    They depend on (seed, rank) alone: the same rank has the same taste in a larger world.
+    """
+    counts = np.bincount(labels)
+    if alpha is None:
+        return np.asarray(counts / counts.sum(), np.float64)
+    return generator(seed, rank, "shards.mixture").dirichlet(np.full(len(counts), alpha))
+
+
+def partition(labels: Indices, size: int, seed: int, alpha: float | None) -> list[Indices]:
+    """Deal samples to ranks, each at most once: `len(labels) // size` for every rank, the rest to nobody.
+
+    Under a Dirichlet split a class may run out; ranks served later then draw from their other classes.
+    """
+    rng = generator(seed, WORLD, "shards.partition")
+    order, share = rng.permutation(len(labels)), len(labels) // size
+    if alpha is None:
+        return [order[r * share : (r + 1) * share] for r in range(size)]
+    pools = [list(order[labels[order] == c]) for c in range(labels.max() + 1)]
+    return [_deal(pools, mixture(labels, seed, r, alpha), share, rng) for r in range(size)]
+
+
+def _deal(pools: list[list[int]], taste: Floats, share: int, rng: np.random.Generator) -> Indices:
+    taken: list[int] = []
+    while len(taken) < share:
+        stocked = np.array([bool(pool) for pool in pools])
+        wanted = taste * stocked
+        # A rank that wants only what is gone takes whatever there is.
+        chances = wanted / wanted.sum() if wanted.sum() > 0 else stocked / stocked.sum()
+        taken.append(pools[rng.choice(len(pools), p=chances)].pop())
+    return np.array(taken, np.int64)
+
+
+def bootstrap_shard(labels: Indices, seed: int, rank: int, *, count: int, alpha: float | None) -> Indices:
+    """Draw the rank's samples from its mixture, with replacement: classes first, then evenly within each."""
+    chances = (mixture(labels, seed, rank, alpha) / np.bincount(labels))[labels]
+    return generator(seed, rank, "shards.bootstrap").choice(len(labels), count, p=chances / chances.sum())
+
 
 CLASSES = 10
 PIXELS = 64
@@ -32,7 +90,7 @@ class Images:
 
     x: Tensor
     y: Tensor
-    labels: shards.Indices  # y again, for numpy
+    labels: Indices  # y again, for numpy
 
 
 @lru_cache(maxsize=1)
@@ -47,7 +105,7 @@ def load() -> tuple[Images, Images]:
     return _images(x[~held_out], y[~held_out]), _images(x[held_out], y[held_out])
 
 
-def _images(x: shards.Floats, y: shards.Indices) -> Images:
+def _images(x: Floats, y: Indices) -> Images:
     pixels, labels = (x / 16).astype(np.float32), y.astype(np.int64)
     images = Images(torch.from_numpy(pixels), torch.from_numpy(labels), labels)
     # The tensors share this memory; torch warns when asked to wrap what is read-only already.
@@ -56,13 +114,11 @@ def _images(x: shards.Floats, y: shards.Indices) -> Images:
 
 
 @lru_cache(maxsize=4)
-def _partition(size: int, seed: int, alpha: float | None) -> list[shards.Indices]:
-    return shards.partition(load()[0].labels, size, seed, alpha)
+def _partition(size: int, seed: int, alpha: float | None) -> list[Indices]:
+    return partition(load()[0].labels, size, seed, alpha)
 
 
-def shard(
-    rank: int, size: int, seed: int, *, alpha: float | None = None, minimum: int = 32
-) -> shards.Indices:
+def shard(rank: int, size: int, seed: int, *, alpha: float | None = None, minimum: int = 32) -> Indices:
     """Return the indices of a rank's training images.
 
     While there are `minimum` images for each rank, shards are disjoint and of one size. With more ranks than that
@@ -76,11 +132,11 @@ def shard(
             None splits evenly.
         minimum: images for each rank, at least 1.
     """
-    shards.check(rank, size, minimum, alpha)
+    check_shard(rank, size, minimum, alpha)
     labels = load()[0].labels
     if size * minimum <= len(labels):
         return _partition(size, seed, alpha)[rank]
-    return shards.bootstrap(labels, seed, rank, count=minimum, alpha=alpha)
+    return bootstrap_shard(labels, seed, rank, count=minimum, alpha=alpha)
 
 
 class Digits:
@@ -124,7 +180,7 @@ class Digits:
         self._batch = batch
         self._orders = rng("digits.batches")
         self._ahead: list[Tensor] = []
-        self._starts = (Streams(seed, shards.WORLD) if same_start else rng)("digits.init")
+        self._starts = (Streams(seed, WORLD) if same_start else rng)("digits.init")
 
     def build(self) -> tuple[MLP, SGD]:
         """Return a fresh model and its optimizer; asking again gives new initial weights."""

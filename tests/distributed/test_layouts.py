@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spawnsim.distributed import DistributedContext, RankLayout, arithmetic_layout, host_layout
 from spawnsim.errors import ParameterError
+from spawnsim.torchgfn.distributed import DistributedContext, RankLayout, arithmetic_layout, host_layout
 
 
 def test_the_last_rank_of_each_chunk_keeps_the_buffer() -> None:

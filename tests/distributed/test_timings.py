@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from spawnsim.distributed import report_load_imbalance, report_time_info
 from spawnsim.errors import ParameterError
+from spawnsim.torchgfn.distributed import report_load_imbalance, report_time_info
 
 # D11: a step that rank 0 lacks, iterations that rank 1 lacks, and a single number.
 TIMINGS = [
@@ -36,7 +36,7 @@ def test_time_info_has_each_rank_and_the_totals() -> None:
 
 def test_both_are_logged_once_as_a_table(caplog: pytest.LogCaptureFixture) -> None:
     """One record each, at level INFO; nothing is printed."""
-    with caplog.at_level(logging.INFO, "spawnsim.distributed"):
+    with caplog.at_level(logging.INFO, "spawnsim.torchgfn.distributed"):
         report_load_imbalance(TIMINGS, 3)
         report_time_info(TIMINGS, 3)
     first, second = (record.getMessage().splitlines() for record in caplog.records)

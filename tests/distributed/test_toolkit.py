@@ -15,8 +15,8 @@ from distributed.defects import DEFECTS
 from programs.toolkit import CHECKS, Check
 
 import spawnsim
-from spawnsim import distributed as toolkit
 from spawnsim.errors import ParameterError, RankError
+from spawnsim.torchgfn import distributed as toolkit
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "toolkit.py"
 NAMES = [
@@ -50,7 +50,7 @@ def test_on_processes(backend: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_names_of_the_original_are_there(name: str) -> None:
-    """Importable from `spawnsim.distributed`."""
+    """Importable from `spawnsim.torchgfn.distributed`."""
     assert hasattr(toolkit, name)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import spawnsim
-from spawnsim.policies.groups import DecentralizedAverager
+from spawnsim.policies.averaging import DecentralizedAverager
 
 QUICK = {"min_matchmaking_time": 0.5, "request_timeout": 0.3}
 

@@ -12,7 +12,7 @@ import torch
 
 import spawnsim
 from spawnsim.errors import ParameterError, Timeout, UsageError
-from spawnsim.policies.groups import (
+from spawnsim.policies.averaging import (
     AveragingFailed,
     Cancelled,
     DecentralizedAverager,

@@ -13,10 +13,10 @@ from effort import tried
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spawnsim.policies.codecs import NAMED, Codec
-from spawnsim.policies.groups.butterfly import Butterfly, Group, Limits, Member, Role
-from spawnsim.policies.groups.parts import Vector, average
-from spawnsim.policies.groups.words import Kind
+from spawnsim.policies.averaging.butterfly import Butterfly, Group, Limits, Member, Role
+from spawnsim.policies.averaging.messages import Kind
+from spawnsim.policies.averaging.vector import Vector, average
+from spawnsim.policies.state.codecs import NAMED, Codec
 
 SHAPES = ((33,), (5, 3), (), (2, 2, 2))
 

@@ -11,7 +11,7 @@ import torch
 
 import spawnsim
 from spawnsim.errors import ParameterError
-from spawnsim.policies.by_clock import AsyncModelAveragePolicy
+from spawnsim.policies.asynchronous import AsyncModelAveragePolicy
 
 MODES = ("all", "ring", "shift_one", "random")
 every_mode = pytest.mark.parametrize("mode", MODES)

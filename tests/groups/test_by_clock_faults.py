@@ -11,9 +11,9 @@ import torch
 
 import spawnsim
 from spawnsim.errors import RankFailed, Revoked, Timeout
-from spawnsim.policies.by_clock import AsyncModelAveragePolicy
-from spawnsim.policies.groups.leadership import Leadership, Roster, epoch_of, first_of
-from spawnsim.policies.groups.swaps import Pace
+from spawnsim.policies.asynchronous import AsyncModelAveragePolicy
+from spawnsim.policies.averaging.gossip import Pace
+from spawnsim.policies.averaging.leadership import Leadership, Roster, epoch_of, first_of
 
 MODES = ("all", "ring", "shift_one", "random")
 FAILED = (RankFailed, Revoked, Timeout)

@@ -12,8 +12,7 @@ import torch
 
 import spawnsim
 from spawnsim.errors import ParameterError
-from spawnsim.policies.codecs import NAMED, Bytes, Codec, Float16, NoCompression, Uniform8Bit
-from spawnsim.policies.groups import (
+from spawnsim.policies.averaging import (
     CompressionInfo,
     DecentralizedAverager,
     Everyone,
@@ -22,10 +21,19 @@ from spawnsim.policies.groups import (
     SizeAdaptiveCompression,
     TensorRole,
 )
-from spawnsim.policies.groups.compression import codecs_for, described
-from spawnsim.policies.groups.parts import Vector
-from spawnsim.policies.groups.policy import DecentralizedAveragingPolicy
-from spawnsim.policies.state import Travels
+from spawnsim.policies.averaging.vector import Vector
+from spawnsim.policies.decentralized import DecentralizedAveragingPolicy
+from spawnsim.policies.state.codecs import (
+    NAMED,
+    Bytes,
+    Codec,
+    Float16,
+    NoCompression,
+    Uniform8Bit,
+    codecs_for,
+    infos_by_place,
+)
+from spawnsim.policies.state.layout import Travels
 
 INFOS = [
     CompressionInfo("a", (10, 100), torch.float32, TensorRole.PARAMETER),
@@ -74,7 +82,7 @@ def test_bad_descriptions_are_refused() -> None:
 
     def main(comm: Any) -> None:
         tensors = [torch.zeros(3), torch.zeros(4)]
-        for infos in (described(tensors)[:1], described(tensors[::-1])):
+        for infos in (infos_by_place(tensors)[:1], infos_by_place(tensors[::-1])):
             with pytest.raises(ParameterError, match="tensor_infos"):
                 DecentralizedAverager(tensors, comm, prefix="t", tensor_infos=infos)
         with pytest.raises(ParameterError, match="codecs"):

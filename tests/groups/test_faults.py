@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import spawnsim
-from spawnsim.policies.groups import Cancelled, DecentralizedAverager, Everyone
-from spawnsim.policies.groups.words import Kind, Word
+from spawnsim.policies.averaging import Cancelled, DecentralizedAverager, Everyone
+from spawnsim.policies.averaging.messages import Kind, Message
 
 RANKS, VICTIM, LENGTH = 5, 2, 4000
 SENDER_S, REDUCER_S = 1.0, 3.0
@@ -27,9 +27,9 @@ class Faulty(DecentralizedAverager):
 
     def tamper(self, kind: Kind | None, number: int, strike: Callable[[], Any]) -> list[tuple[float, Kind]]:
         log: list[tuple[float, Kind]] = []
-        send = self.desk.post.send
+        send = self.engine.post.send
 
-        def logged(rank: int, word: Word) -> None:
+        def logged(rank: int, word: Message) -> None:
             lost = (
                 word.kind is kind and sum(each is kind for _, each in log) == number and strike() == "lose it"
             )
@@ -37,7 +37,7 @@ class Faulty(DecentralizedAverager):
             if not lost:
                 send(rank, word)
 
-        self.desk.post.send = logged  # type: ignore[method-assign]
+        self.engine.post.send = logged  # type: ignore[method-assign]
         return log
 
 
@@ -61,7 +61,7 @@ def play(
             logs[0] = averager.tamper(kind, number, lambda: strike and strike(comm, control))
         control = averager.step(wait=False)
         while not control.done():
-            averager.desk.drive(control.done, 0.5)
+            averager.engine.drive(control.done, 0.5)
         ended[comm.rank] = comm.clock.now()
         after[comm.rank] = values.numpy().copy()
         results[comm.rank] = control

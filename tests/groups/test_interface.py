@@ -9,8 +9,8 @@ import torch
 from groups.averagers import averager_of, play
 
 from spawnsim.errors import ParameterError, Timeout, UsageError
-from spawnsim.policies.groups import AveragingFailed, DecentralizedAverager, Stage
-from spawnsim.policies.groups.settings import FIRST_TAG, LAST_TAG, Settings
+from spawnsim.policies.averaging import AveragingFailed, DecentralizedAverager, Stage
+from spawnsim.policies.averaging.interface import FIRST_TAG, LAST_TAG, Settings
 
 
 def value_of(averager: DecentralizedAverager) -> list[float]:
@@ -184,10 +184,10 @@ def test_run_in_background() -> None:
     def main(comm: Any) -> None:
         ready = averager_of(comm)
         assert ready.run_in_background(await_ready=True, timeout=1.0) is None
-        assert ready.desk._began
+        assert ready.engine._began
         ready.run_in_background(await_ready=False)
         late = averager_of(comm, prefix="u")
-        late.desk._go_on = lambda: comm.clock.sleep(3.0)  # type: ignore[method-assign]
+        late.engine._go_on = lambda: comm.clock.sleep(3.0)  # type: ignore[method-assign]
         with pytest.raises(Timeout, match="not ready"):
             late.run_in_background(timeout=0.5)
         ready.shutdown()

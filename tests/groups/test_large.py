@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import spawnsim
-from spawnsim.policies.groups import DecentralizedAverager, Everyone, Grid
-from spawnsim.policies.groups.policy import DecentralizedAveragingPolicy
+from spawnsim.policies.averaging import DecentralizedAverager, Everyone, Grid
+from spawnsim.policies.decentralized import DecentralizedAveragingPolicy
 
 QUICK = {"min_matchmaking_time": 0.5, "request_timeout": 0.3}
 

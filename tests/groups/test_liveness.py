@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import spawnsim
-from spawnsim.policies.groups import Everyone, Exponential, Grid, Matchmaking, Pairs, RandomGroups
-from spawnsim.policies.groups.policy import DecentralizedAveragingPolicy
+from spawnsim.policies.averaging import Everyone, Exponential, Grid, Matchmaking, Pairs, RandomGroups
+from spawnsim.policies.decentralized import DecentralizedAveragingPolicy
 from spawnsim.virtual.faults import (
     Corrupt,
     Crash,

@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from spawnsim.policies.codecs import NAMED, pack
-from spawnsim.policies.groups.balance import whole
-from spawnsim.policies.groups.butterfly import Butterfly, Group, Limits, Member, Role
-from spawnsim.policies.groups.parts import Part, Vector
-from spawnsim.policies.groups.reducing import Reducer
+from spawnsim.policies.averaging.butterfly import Butterfly, Group, Limits, Member, PartReducer, Role
+from spawnsim.policies.averaging.vector import Part, Vector, whole_shares
+from spawnsim.policies.state.codecs import NAMED, pack
 
 SHAPES = [
     (3000, 128), (128,), (1, 1, 1, 1, 1, 1, 8), (1, 0), (0,), (), (65536,), (512, 204), (102, 1024), (1020,), (4096,),
@@ -34,7 +32,9 @@ def drawn(count: int, seed: int) -> list[torch.Tensor]:
 def apply_part_by_part(vector: Vector, fractions: Sequence[float], part_size_bytes: int) -> None:
     """Send each reducer its parts as bytes, take the sine there, and add what it makes of each part."""
     deltas, values = vector.zeros(), vector.read()
-    counts = whole(vector.count, np.asarray(fractions, float)) if vector.count else [0] * len(fractions)
+    counts = (
+        whole_shares(vector.count, np.asarray(fractions, float)) if vector.count else [0] * len(fractions)
+    )
     assert sum(counts) == vector.count
     for count, parts in zip(counts, vector.cut(counts, part_size_bytes), strict=True):
         assert sum(part.stop - part.start for part in parts) == count
@@ -75,7 +75,7 @@ def test_reducer(senders: int, parts: int, together: float) -> None:
     """Parts of 0, 1, 2, ... elements, from senders that run ahead of each other: the mean of all, for each."""
     rng = np.random.default_rng(senders + parts)
     sent = [[rng.normal(size=size).astype(np.float32) for size in range(parts)] for _ in range(senders)]
-    reducer = Reducer(range(senders), [Part(0, 0, size) for size in range(parts)])
+    reducer = PartReducer(range(senders), [Part(0, 0, size) for size in range(parts)])
     got: list[dict[int, np.ndarray]] = [{} for _ in range(senders)]
 
     def take_averages() -> None:

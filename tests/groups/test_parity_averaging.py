@@ -18,11 +18,10 @@ import torch
 
 import spawnsim
 from spawnsim.errors import ParameterError
-from spawnsim.policies.groups import AveragingFailed, DecentralizedAverager, Stage
-from spawnsim.policies.groups.balance import counts
-from spawnsim.policies.groups.directory import Asker, Entry, Shard
-from spawnsim.policies.groups.keys import group_key
-from spawnsim.policies.groups.words import Kind, Outgoing, Word
+from spawnsim.policies.averaging import AveragingFailed, DecentralizedAverager, Stage
+from spawnsim.policies.averaging.grouping import DirectoryClient, DirectoryShard, Entry, group_key
+from spawnsim.policies.averaging.messages import Kind, Message, Outgoing
+from spawnsim.policies.averaging.vector import element_counts
 
 QUICK = {"min_matchmaking_time": 0.5, "request_timeout": 0.3, "start": True}
 
@@ -154,23 +153,25 @@ def test_load_balancing() -> None:
         (2**20, [0.3, 0.5, 0.9, 0.6], [0, 169327, 602629, 276620]),
         (2**20, [0.0, 0.5, 0.0, 0.6], [0, 428963, 0, 619613]),
     ):
-        assert cost(length, counts(length, rates), rates) <= cost(length, reference, rates) * (1 + 1e-12)
-    assert counts(60, [0.55, 0.44, 0.40], 10) == [41, 19, 0]
-    assert counts(60, [0.32, 0.55, 0.44], 10) == [0, 40, 20]
-    two = counts(2, [0.55, 0.20, 0.44], 10)  # (1, 0, 1) there: a tie, by the cost of who has a share
+        assert cost(length, element_counts(length, rates), rates) <= cost(length, reference, rates) * (
+            1 + 1e-12
+        )
+    assert element_counts(60, [0.55, 0.44, 0.40], 10) == [41, 19, 0]
+    assert element_counts(60, [0.32, 0.55, 0.44], 10) == [0, 40, 20]
+    two = element_counts(2, [0.55, 0.20, 0.44], 10)  # (1, 0, 1) there: a tie, by the cost of who has a share
     assert sum(two) == 2
     assert two[1] == 0
-    assert counts(1, [0.55, 0.20, 0.44], 10) == [1, 0, 0]
-    assert counts(100, [None, None]) == [50, 50]
-    assert counts(100, [None] * 5) == [20] * 5
-    assert counts(100, [0, 0, 0, None, None]) == [0, 0, 0, 50, 50]
+    assert element_counts(1, [0.55, 0.20, 0.44], 10) == [1, 0, 0]
+    assert element_counts(100, [None, None]) == [50, 50]
+    assert element_counts(100, [None] * 5) == [20] * 5
+    assert element_counts(100, [0, 0, 0, None, None]) == [0, 0, 0, 50, 50]
     with pytest.raises(ParameterError):
-        counts(100, [0, 0, 0])
+        element_counts(100, [0, 0, 0])
     rng = np.random.default_rng(0)
     for _ in range(10):
         length, peers = int(rng.integers(1, 2**30)), int(rng.integers(1, 256))
         rates = list(rng.random(peers) * rng.random() * 1e5 + 1e-6)
-        found = counts(length, rates, int(rng.choice([0, rng.integers(0, length // 10 + 1)])))
+        found = element_counts(length, rates, int(rng.choice([0, rng.integers(0, length // 10 + 1)])))
         assert sum(found) == length
         assert min(found) >= 0
 
@@ -357,7 +358,7 @@ class Faulty(DecentralizedAverager):
         """Commit a fault from now on."""
         self.told: Counter[int] = Counter()  # words by destination, of the kind that fails
 
-        def fails(rank: int, word: Word) -> bool:
+        def fails(rank: int, word: Message) -> bool:
             if fault is Fault.FAIL_BEFORE:
                 return word.kind in (Kind.PART, Kind.DELTA)
             if fault in SENDING and word.kind is Kind.PART and rank == LAST:
@@ -368,19 +369,19 @@ class Faulty(DecentralizedAverager):
                 return self.told[rank] > 3
             return False
 
-        send = self.desk.post.send
+        send = self.engine.post.send
 
-        def late(rank: int, word: Word) -> None:
+        def late(rank: int, word: Message) -> None:
             self.comm.clock.sleep(10.0)
             send(rank, word)
 
-        def tampered(rank: int, word: Word) -> None:
+        def tampered(rank: int, word: Message) -> None:
             if not fails(rank, word):
                 send(rank, word)
             elif fault in (Fault.SLOW_SENDING, Fault.SLOW_REDUCING):
                 self.comm.background(partial(late, rank, word))
 
-        self.desk.post.send = tampered  # type: ignore[method-assign]
+        self.engine.post.send = tampered  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -441,8 +442,8 @@ class Declarations:
 
     def __init__(self, size: int = 12) -> None:
         self.now_s = 0.0
-        self.shards = [Shard() for _ in range(size)]
-        self.askers = [Asker(rank, size, 1.0) for rank in range(size)]
+        self.shards = [DirectoryShard() for _ in range(size)]
+        self.askers = [DirectoryClient(rank, size, 1.0) for rank in range(size)]
 
     def deliver(self, source: int, words: list[Outgoing]) -> None:
         """Hand words over, and what answers them."""

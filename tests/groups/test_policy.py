@@ -13,10 +13,10 @@ import torch
 import spawnsim
 from spawnsim.errors import ParameterError
 from spawnsim.plots import groups as figures
-from spawnsim.policies.groups import Exponential, Grid
-from spawnsim.policies.groups.policy import DecentralizedAveragingPolicy
-from spawnsim.policies.policy import blank_info
-from spawnsim.policies.state import Travels
+from spawnsim.policies.averaging import Exponential, Grid
+from spawnsim.policies.base import blank_info
+from spawnsim.policies.decentralized import DecentralizedAveragingPolicy
+from spawnsim.policies.state.layout import Travels
 
 STUDY = Path(__file__).parents[2] / "studies" / "groups.py"
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spawnsim.errors import RankFailed
-from spawnsim.policies.groups.post import AT_ONCE_NBYTES, Post
-from spawnsim.policies.groups.words import Foreign, Kind, Unreadable, Word, decode, encode
+from spawnsim.policies.averaging.messages import Foreign, Kind, Message, Unreadable, decode, encode
+from spawnsim.policies.averaging.progress import AT_ONCE_NBYTES, Endpoint
 
 LARGE = AT_ONCE_NBYTES + 1
 
@@ -74,16 +74,16 @@ class Glance:
         return self.source
 
 
-def post_on(wire: Wire, **parameters: Any) -> Post:
+def post_on(wire: Wire, **parameters: Any) -> Endpoint:
     """Return a post on a wire."""
-    post = Post(wire, 1, **parameters)  # type: ignore[arg-type]
+    post = Endpoint(wire, 1, **parameters)  # type: ignore[arg-type]
     post._status = Glance()  # type: ignore[assignment]
     return post
 
 
-def word(number: int, nbytes: int) -> Word:
+def word(number: int, nbytes: int) -> Message:
     """Return a word of so many bytes and some more."""
-    return Word(Kind.PART, number, body=np.full(nbytes, number % 251, np.uint8))
+    return Message(Kind.PART, number, body=np.full(nbytes, number % 251, np.uint8))
 
 
 @tried(60)
@@ -97,7 +97,7 @@ def test_words_of_a_rank_never_overtake(sent: list[tuple[int, int, int]]) -> Non
     """Whatever completes first: each rank's words come in the order in which it sent them, none is lost."""
     wire = Wire([(source, encode(word(n, nbytes)), tests) for n, (source, nbytes, tests) in enumerate(sent)])
     post = post_on(wire)
-    came: list[tuple[int, Word]] = []
+    came: list[tuple[int, Message]] = []
     for _ in range(sum(tests for _, _, tests in sent) + 1):
         came += post.poll()
     for source in (1, 2, 3):
@@ -127,7 +127,7 @@ def test_a_sender_that_dies_on_the_way_harms_no_other() -> None:
 @pytest.mark.parametrize("meta", [None, ("key", 3)])
 def test_words_come_back_as_they_were(nbytes: int, meta: Any) -> None:
     """In every size, with and without an object."""
-    sent = Word(Kind.DELTA, 2**60, 7, 0.25, True, meta, np.arange(nbytes).astype(np.uint8))
+    sent = Message(Kind.DELTA, 2**60, 7, 0.25, True, meta, np.arange(nbytes).astype(np.uint8))
     came = decode(encode(sent, 9), 9)
     assert (came.kind, came.number, came.part, came.value, came.raw, came.meta) == (
         sent.kind, sent.number, sent.part, sent.value, sent.raw, sent.meta,
@@ -141,7 +141,7 @@ def test_words_come_back_as_they_were(nbytes: int, meta: Any) -> None:
 def test_every_flipped_bit_is_noticed(nbytes: int, with_meta: bool, place: int, bit: int) -> None:
     """In the head: nothing can be read. In the body: the word comes without it."""
     buffer = encode(
-        Word(Kind.PART, 5, 1, 2.0, meta=(1, "x") if with_meta else None, body=np.ones(nbytes, np.uint8))
+        Message(Kind.PART, 5, 1, 2.0, meta=(1, "x") if with_meta else None, body=np.ones(nbytes, np.uint8))
     )
     place %= buffer.size
     buffer[place] ^= 1 << bit

@@ -10,24 +10,23 @@ from effort import tried
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spawnsim.policies.groups.parts import Part
-from spawnsim.policies.groups.reducing import Reduced, Reducer
-from spawnsim.policies.groups.sending import AHEAD, AHEAD_EACH, Sending
+from spawnsim.policies.averaging.butterfly import AHEAD, AHEAD_EACH, PartReducer, PartSender, ReducedPart
+from spawnsim.policies.averaging.vector import Part
 
 SENDERS = (4, 2, 9)
 
 
-def reducer_of(parts: int) -> Reducer:
+def reducer_of(parts: int) -> PartReducer:
     """Return a reducer of so many parts of two elements, for three senders."""
-    return Reducer(SENDERS, [Part(0, 2 * index, 2 * index + 2) for index in range(parts)])
+    return PartReducer(SENDERS, [Part(0, 2 * index, 2 * index + 2) for index in range(parts)])
 
 
-def give(reducer: Reducer, sender: int, index: int, value: float, weight: float = 1.0) -> bool:
+def give(reducer: PartReducer, sender: int, index: int, value: float, weight: float = 1.0) -> bool:
     """Hand one part over."""
     return reducer.take(sender, index, np.full(2, value), weight)
 
 
-def means(reduced: list[Reduced], sent: dict[int, float]) -> list[dict[int, float]]:
+def means(reduced: list[ReducedPart], sent: dict[int, float]) -> list[dict[int, float]]:
     """Return, for each part, the mean that each averaged sender ends with."""
     return [{sender: sent[sender] + delta[0] for sender, delta in each.deltas.items()} for each in reduced]
 
@@ -85,7 +84,7 @@ def test_without_any_part_or_weight_there_is_no_average() -> None:
 def test_everything_is_sent_in_order_and_not_too_far_ahead(reducers: int, parts: int, random: object) -> None:
     """Whichever reducer answers next: each gets all its parts in order, and never more than the window is open."""
     counts = {rank: (parts * (rank + 1)) // reducers for rank in range(reducers)}
-    sending = Sending(tuple(range(reducers)), counts)
+    sending = PartSender(tuple(range(reducers)), counts)
     wires: dict[int, deque[int]] = {rank: deque() for rank in range(reducers)}
     got: dict[int, list[int]] = {rank: [] for rank in range(reducers)}
     while not sending.finished:
@@ -104,7 +103,7 @@ def test_everything_is_sent_in_order_and_not_too_far_ahead(reducers: int, parts:
 
 def test_a_slow_reducer_holds_up_no_other() -> None:
     """Parts for the others go on while its window is full; when it is given up, all is over."""
-    sending = Sending((1, 2), {1: 100, 2: 100})
+    sending = PartSender((1, 2), {1: 100, 2: 100})
     sent: list[tuple[int, int]] = []
     while (found := sending.next()) is not None:
         sent.append(found)
@@ -122,7 +121,7 @@ def test_a_slow_reducer_holds_up_no_other() -> None:
 @pytest.mark.parametrize("sent", [0, 1, 3])
 def test_an_answer_to_a_part_that_was_not_sent_yet(sent: int) -> None:
     """A reducer that has averaged without this sender says so; it then gets no part of these any more."""
-    sending = Sending((1,), {1: 5})
+    sending = PartSender((1,), {1: 5})
     for _ in range(sent):
         sending.next()
     assert sending.answered(1, 3)  # the answers before were lost, or are told by it

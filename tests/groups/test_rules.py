@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from spawnsim.errors import ParameterError
-from spawnsim.policies.groups import Everyone, Exponential, Grid, Pairs, RandomGroups
-from spawnsim.policies.groups.balance import counts, fractions, slowest, whole
-from spawnsim.policies.groups.keys import keepers, next_bits
-from spawnsim.policies.groups.peers import partner, tree
+from spawnsim.policies.averaging import Everyone, Exponential, Grid, Pairs, RandomGroups
+from spawnsim.policies.averaging.gossip import partner, tree
+from spawnsim.policies.averaging.grouping import keepers, next_bits
+from spawnsim.policies.averaging.vector import element_counts, fractions, slowest_time, whole_shares
 
 RULES = [
     Everyone(),
@@ -131,7 +131,7 @@ def test_filling_water_solves_the_linear_programme(bandwidths: list[float]) -> N
         found = fractions(bandwidths)
         assert (found >= 0).all()
         assert found.sum() == pytest.approx(1)
-        assert slowest(found, bandwidths) == pytest.approx(
+        assert slowest_time(found, bandwidths) == pytest.approx(
             by_linear_programme(np.array(bandwidths)), rel=1e-6
         )
 
@@ -151,20 +151,21 @@ def test_never_slower_than_a_reference(length: int, bandwidths: tuple, reference
     """Hand-made partitions of the same vectors take at least as long (up to one element)."""
     known = [rate for rate in bandwidths if rate]
     rates = np.array([sum(known) / len(known) if rate is None else rate for rate in bandwidths])
-    found = np.array(counts(length, bandwidths))
+    found = np.array(element_counts(length, bandwidths))
     assert found.sum() == length
-    best = slowest(found / length, rates)
+    best = slowest_time(found / length, rates)
     if sum(reference) == length:
         assert (
             best
-            <= slowest(np.array(reference) / length, rates) + len(rates) / length / rates[rates > 0].min()
+            <= slowest_time(np.array(reference) / length, rates)
+            + len(rates) / length / rates[rates > 0].min()
         )
 
 
 def test_small_shares_are_left_out() -> None:
     """`min_size` holds where somebody can have that much."""
-    assert counts(60, (1.0, 1.0, 0.2), min_size=5)[2] == 0
-    assert sum(counts(60, (1.0, 1.0, 0.2), min_size=100)) == 60
+    assert element_counts(60, (1.0, 1.0, 0.2), min_size=5)[2] == 0
+    assert sum(element_counts(60, (1.0, 1.0, 0.2), min_size=100)) == 60
 
 
 @given(st.integers(1, 255), st.integers(1, 10**6), st.integers(0, 2**32))
@@ -173,7 +174,7 @@ def test_up_to_255_peers_share_every_element(peers: int, length: int, seed: int)
     rng = np.random.default_rng(seed)
     bandwidths = rng.uniform(0, 100, peers) * (rng.random(peers) > 0.1)
     bandwidths[0] = 1.0
-    found = np.array(counts(length, list(bandwidths), int(rng.integers(0, length + 1))))
+    found = np.array(element_counts(length, list(bandwidths), int(rng.integers(0, length + 1))))
     assert found.sum() == length
     assert (found >= 0).all()
     assert not found[bandwidths == 0].any()
@@ -181,7 +182,7 @@ def test_up_to_255_peers_share_every_element(peers: int, length: int, seed: int)
 
 def test_rounding_is_proportional() -> None:
     """Nobody is off by an element or more where the quotas are whole."""
-    assert whole(10, np.array([1.0, 2.0, 2.0])) == [2, 4, 4]
+    assert whole_shares(10, np.array([1.0, 2.0, 2.0])) == [2, 4, 4]
 
 
 def test_bad_parameters_are_refused() -> None:

@@ -12,11 +12,10 @@ from effort import tried
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spawnsim.policies.groups.butterfly import Member
-from spawnsim.policies.groups.directory import Asker, Entry, Shard
-from spawnsim.policies.groups.keys import keepers
-from spawnsim.policies.groups.search import Search, Terms
-from spawnsim.policies.groups.words import Kind, Reply, Word
+from spawnsim.policies.averaging.butterfly import Member
+from spawnsim.policies.averaging.grouping import DirectoryClient, DirectoryShard, Entry, keepers
+from spawnsim.policies.averaging.matchmaking import Search, SearchTerms
+from spawnsim.policies.averaging.messages import Kind, Message, Reply
 
 
 class Net:
@@ -29,14 +28,14 @@ class Net:
         self.rng = np.random.default_rng(seed)
         self.searches = {
             rank: Search(
-                Terms(
+                SearchTerms(
                     "key", 7, (place, rank), Member(rank), expires_s if math.isinf(place) else place, 3.0,
                     lambda: next(self.numbers), list, size, may_lead=not math.isinf(place),
                 )
             )
             for rank, place in places.items()
         }  # fmt: skip
-        self.wires: dict[tuple[int, int], deque[Word]] = {}
+        self.wires: dict[tuple[int, int], deque[Message]] = {}
         self.absent: set[tuple[int, int]] = set()  # (rank, group) that a rank has declined
 
     def collect(self) -> None:
@@ -132,9 +131,9 @@ def test_all_find_each_other() -> None:
     assert sorted(net.searches[9].group.ranks) == list(range(10))
 
 
-def request(rank: int = 5, place: float = 9.0, key: str = "key", schema: int = 7) -> Word:
+def request(rank: int = 5, place: float = 9.0, key: str = "key", schema: int = 7) -> Message:
     """Return a join request."""
-    return Word(Kind.JOIN, 99, meta=((place, rank), key, schema, Member(rank)))
+    return Message(Kind.JOIN, 99, meta=((place, rank), key, schema, Member(rank)))
 
 
 @pytest.mark.parametrize(
@@ -145,10 +144,10 @@ def request(rank: int = 5, place: float = 9.0, key: str = "key", schema: int = 7
         (request(schema=8), Reply.BAD_SCHEMA_HASH),
         (request(place=1.0), Reply.BAD_EXPIRATION_TIME),
         (request(rank=6), Reply.PROTOCOL_VIOLATION),
-        (Word(Kind.JOIN, 99, meta="?"), Reply.PROTOCOL_VIOLATION),
+        (Message(Kind.JOIN, 99, meta="?"), Reply.PROTOCOL_VIOLATION),
     ],
 )
-def test_replies(word: Word, reply: Reply) -> None:
+def test_replies(word: Message, reply: Reply) -> None:
     """A leader says why not."""
     [search] = Net({0: 5.0}, size=3).searches.values()
     search.handle(5, word, 0.0)
@@ -191,7 +190,7 @@ def test_a_silent_leader_is_given_up() -> None:
     search.tick(3.0)
     assert [(dest, word.kind) for dest, word in search.out] == [(1, Kind.LEAVE), (2, Kind.JOIN)]
     search.out.clear()
-    search.handle(1, Word(Kind.REPLY, first.number, Reply.ACCEPTED, meta=9.0), 3.1)
+    search.handle(1, Message(Kind.REPLY, first.number, Reply.ACCEPTED, meta=9.0), 3.1)
     assert [(dest, word.kind) for dest, word in search.out] == [(1, Kind.LEAVE)]
 
 
@@ -207,29 +206,29 @@ def test_a_follower_sends_its_own_followers_on() -> None:
 
 # ------------------------------------------------------------------------------------------------------ directory
 def declare(
-    shard: Shard, rank: int, place: float, now_s: float = 0.0, until_s: float = 9.0
-) -> list[tuple[int, Word]]:
+    shard: DirectoryShard, rank: int, place: float, now_s: float = 0.0, until_s: float = 9.0
+) -> list[tuple[int, Message]]:
     """Declare, and return what the keeper sends."""
-    return shard.handle(rank, Word(Kind.DECLARE, 0, 1, meta=("k", Entry(rank, place, until_s))), now_s)
+    return shard.handle(rank, Message(Kind.DECLARE, 0, 1, meta=("k", Entry(rank, place, until_s))), now_s)
 
 
 def test_declare_renew_leave() -> None:
     """A declaration is listed until it runs out or is taken back; renewing changes its place."""
-    shard = Shard()
+    shard = DirectoryShard()
     declare(shard, 3, 5.0)
     declare(shard, 4, 2.0, until_s=3.0)
     assert [entry.rank for entry in shard.find("k", 1.0)] == [4, 3]
     assert [entry.rank for entry in shard.find("k", 4.0)] == [3]
     declare(shard, 3, 8.0)
     assert shard.find("k", 4.0)[0].place == 8.0
-    shard.handle(3, Word(Kind.DECLARE, 0, 0, meta=("k", False)), 4.0)
+    shard.handle(3, Message(Kind.DECLARE, 0, 0, meta=("k", False)), 4.0)
     assert shard.find("k", 4.0) == shard.find("unknown", 4.0) == []
     assert len(shard) == 0
 
 
 def test_news_of_an_earlier_place() -> None:
     """Those who declared before hear of one whom they should ask."""
-    shard = Shard()
+    shard = DirectoryShard()
     declare(shard, 3, 5.0)
     assert [dest for dest, _ in declare(shard, 4, 6.0)] == [4]
     assert [dest for dest, _ in declare(shard, 5, 1.0)] == [3, 4, 5]
@@ -237,12 +236,12 @@ def test_news_of_an_earlier_place() -> None:
 
 def test_a_silent_keeper_is_replaced() -> None:
     """After the time-out the asker declares to another one, and trusts it again when it answers."""
-    asker = Asker(0, 50, 3.0)
+    asker = DirectoryClient(0, 50, 3.0)
     first = [dest for dest, _ in asker.ask("k", 0.0)]
     assert first == keepers("k", 50)
-    asker.handle(first[0], Word(Kind.LISTED, 0, meta=("k", [Entry(7, 1.0, 9.0)])))
+    asker.handle(first[0], Message(Kind.LISTED, 0, meta=("k", [Entry(7, 1.0, 9.0)])))
     assert [entry.rank for entry in asker.known("k", 0.0)] == [7]
     assert asker.tick(3.0) == {"k"}
     assert [dest for dest, _ in asker.ask("k", 3.0)] == keepers("k", 50, {first[1]})
-    asker.handle(first[1], Word(Kind.LISTED, 0, meta=("k", [])))
+    asker.handle(first[1], Message(Kind.LISTED, 0, meta=("k", [])))
     assert not asker.suspects

@@ -8,13 +8,13 @@ import pytest
 import torch
 from groups.averagers import QUICK, averager_of, play
 
-from spawnsim.policies.codecs import Uniform8Bit
-from spawnsim.policies.groups import (
+from spawnsim.policies.averaging import (
     CompressionInfo,
     DecentralizedAverager,
     SizeAdaptiveCompression,
     TensorRole,
 )
+from spawnsim.policies.state.codecs import Uniform8Bit
 
 
 def sharer_of(comm: Any, **parameters: Any) -> DecentralizedAverager:

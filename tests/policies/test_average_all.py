@@ -11,8 +11,8 @@ from policies.ranks import WIDE, Line, line, numbers, walk
 import spawnsim
 from spawnsim.errors import MismatchError, ParameterError, UsageError
 from spawnsim.policies import AverageAllPolicy, Every, Travels, one_storage
-from spawnsim.policies.memory import one_run
-from spawnsim.policies.state import collect
+from spawnsim.policies.state.arithmetic import as_one_view
+from spawnsim.policies.state.layout import collect
 
 KEYS = {
     "averaged_this_iteration", "replacement_mode", "is_replaced", "num_replacements_so_far", "local_metric",
@@ -185,7 +185,7 @@ def test_one_storage_moves_a_model_and_changes_nothing_else() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     live = collect(model, None, Travels())
     for dtype in (torch.float32, torch.float16, torch.int64):
-        assert one_run([tensor for tensor in live.values() if tensor.dtype == dtype]) is not None
+        assert as_one_view([tensor for tensor in live.values() if tensor.dtype == dtype]) is not None
     model[0](torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert torch.equal(model[0].weight, before["0.weight"] - 0.5)
@@ -202,11 +202,11 @@ def test_tensors_that_share_memory_are_not_parted() -> None:
 def test_a_run_of_tensors_is_recognised() -> None:
     """End to end, in order, of one dtype."""
     row = torch.arange(6.0)
-    run = one_run([row[:2], row[2:5].view(3), row[5]])
+    run = as_one_view([row[:2], row[2:5].view(3), row[5]])
     assert run is not None
     assert run.tolist() == row.tolist()
-    assert one_run([row[:2], row[3:]]) is None
-    assert one_run([row[:2], torch.zeros(2)]) is None
+    assert as_one_view([row[:2], row[3:]]) is None
+    assert as_one_view([row[:2], torch.zeros(2)]) is None
 
 
 def test_an_arena_row_is_averaged_in_place() -> None:

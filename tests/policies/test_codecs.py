@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spawnsim.errors import ParameterError
-from spawnsim.policies.codecs import NAMED, Uniform8Bit, as_codec, pack, unpack
+from spawnsim.policies.state.codecs import NAMED, Uniform8Bit, as_codec, pack, unpack
 
 BOUNDS = {
     "none": 0.0,

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from spawnsim.policies.collector import Collector
-from spawnsim.policies.state import Travels, collect
+from spawnsim.policies.state.layout import Collector, Travels, collect
 
 
 class Nested(torch.nn.Module):

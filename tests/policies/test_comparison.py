@@ -7,18 +7,17 @@ import math
 import numpy as np
 import pytest
 
-from spawnsim.policies.comparison import NEVER, Lines, Rounds
-from spawnsim.policies.selection import Report, WorstRatio
+from spawnsim.policies.rules.selection import NEVER, Report, ReportRounds, ReportTable, WorstRatio
 
 
-def lines(*rows: list[tuple[int, float]], dead: tuple[int, ...] = ()) -> Lines:
+def lines(*rows: list[tuple[int, float]], dead: tuple[int, ...] = ()) -> ReportTable:
     """Return the lines of ranks 0, 1, …, each with its reports (iteration, metric), newest first."""
     longest = max(map(len, rows))
     full = [row + [(NEVER, math.nan)] * (longest - len(row)) for row in rows]
     iterations = np.array([[iteration for iteration, _ in row] for row in full])
     metrics = np.array([[metric for _, metric in row] for row in full])
     alive = np.array([rank not in dead for rank in range(len(rows))])
-    return Lines(np.arange(len(rows)), iterations, metrics, np.zeros(len(rows), bool), alive)
+    return ReportTable(np.arange(len(rows)), iterations, metrics, np.zeros(len(rows), bool), alive)
 
 
 def metrics(reports: list[Report]) -> list[float]:
@@ -26,7 +25,7 @@ def metrics(reports: list[Report]) -> list[float]:
     return [report.metric for report in reports]
 
 
-def judge(rounds: Rounds, seen: Lines, me: int, ratio: float = 0.34) -> tuple[int, bool] | None:
+def judge(rounds: ReportRounds, seen: ReportTable, me: int, ratio: float = 0.34) -> tuple[int, bool] | None:
     """Judge by the worst share."""
     return rounds.judge(seen, lambda reports: me in WorstRatio(ratio)(reports))
 
@@ -44,7 +43,7 @@ def test_a_verdict_falls_as_soon_as_nothing_can_change_it() -> None:
     """Rank 2 has not reported yet: rank 0 is among the two worst whatever comes, rank 3 is not, rank 1 must wait."""
     seen = lines([(10, 0.0)], [(10, 1.0)], [(0, 5.0)], [(10, 3.0)])
     for me, verdict in ((0, (10, True)), (3, (10, False)), (1, None)):
-        rounds = Rounds(10)
+        rounds = ReportRounds(10)
         rounds.reported(0, judged=False)
         rounds.reported(10, judged=True)
         assert judge(rounds, seen, me, 0.5) == verdict
@@ -55,12 +54,12 @@ def test_a_verdict_falls_as_soon_as_nothing_can_change_it() -> None:
 def test_a_dead_rank_and_one_far_behind_are_not_waited_for() -> None:
     """The dead do not count; who is more than four reports behind counts with what it reported last."""
     seen = lines([(50, 0.0)], [(50, 1.0)], [(40, -9.0)], dead=(2,))
-    rounds = Rounds(10)
+    rounds = ReportRounds(10)
     for iteration in range(0, 60, 10):
         rounds.reported(iteration, judged=iteration == 50)
     assert judge(rounds, seen, 0) == (50, True)
     for newest, verdict in ((20, None), (10, (60, False))):
-        rounds = Rounds(10)
+        rounds = ReportRounds(10)
         for iteration in range(0, 70, 10):
             rounds.reported(iteration, judged=iteration == 60)
         assert judge(rounds, lines([(60, 0.0)], [(60, 1.0)], [(newest, -9.0)]), 0) == verdict
@@ -68,7 +67,7 @@ def test_a_dead_rank_and_one_far_behind_are_not_waited_for() -> None:
 
 def test_each_report_is_judged_once_in_order_and_none_for_ever() -> None:
     """One look half a period after each report; after four open ones the oldest is judged with what there is."""
-    rounds, seen = Rounds(10), lines([(50, 0.0)], [(0, 1.0)])
+    rounds, seen = ReportRounds(10), lines([(50, 0.0)], [(0, 1.0)])
     found = []
     for iteration in range(0, 60, 10):
         rounds.reported(iteration, judged=iteration > 0)
@@ -84,7 +83,7 @@ def test_each_report_is_judged_once_in_order_and_none_for_ever() -> None:
 @pytest.mark.parametrize("period", [1, 2, 3])
 def test_short_periods_are_judged_in_the_next_call(period: int) -> None:
     """Half a period is a call at least, and the next report is the last chance."""
-    rounds = Rounds(period)
+    rounds = ReportRounds(period)
     rounds.reported(period, judged=True)
     assert not rounds.due(period, last=True)
     assert rounds.due(period + 1, last=period == 1)

@@ -15,11 +15,10 @@ from policies.ranks import Line, Steps, line, walk
 
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy, Windows, replay
-from spawnsim.policies.codecs import Blockwise8Bit, Codec, Float16, NoCompression
-from spawnsim.policies.compression import MARK, Compression
-from spawnsim.policies.messages import decode
-from spawnsim.policies.snapshot import Packer
-from spawnsim.policies.state import Tensors
+from spawnsim.policies.exchange.messages import decode
+from spawnsim.policies.state.codecs import Blockwise8Bit, Codec, Float16, NoCompression
+from spawnsim.policies.state.layout import Tensors
+from spawnsim.policies.state.snapshot import MARK, Compression, Packer
 
 BF16_STEP = 2**-8
 every_transport = pytest.mark.parametrize("transport", ["messages", "flat", "per_parameter"])
@@ -90,8 +89,8 @@ def test_wide_values_stay_wide_under_a_codec() -> None:
 
 def test_what_would_not_become_smaller_travels_as_it_is() -> None:
     """A code book is longer than three numbers."""
-    assert set(Compression("uniform8").dress({"parameter/w": torch.ones(3)}).sources) == {"parameter/w"}
-    (name,) = Compression("uniform8").dress({"parameter/w": torch.ones(3000)}).sources
+    assert set(Compression("uniform8").encode({"parameter/w": torch.ones(3)}).sources) == {"parameter/w"}
+    (name,) = Compression("uniform8").encode({"parameter/w": torch.ones(3000)}).sources
     assert name.split(MARK) == ["parameter/w", "float32", "3000", "uniform8"]
 
 
@@ -99,7 +98,7 @@ def test_what_would_not_become_smaller_travels_as_it_is() -> None:
 def test_without_compression_the_live_tensors_are_what_is_sent(how: Any) -> None:
     """No copy, no mark."""
     live = state()
-    assert Compression(how).dress(live).sources is live
+    assert Compression(how).encode(live).sources is live
 
 
 def test_names() -> None:

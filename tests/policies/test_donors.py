@@ -11,9 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spawnsim.errors import ParameterError, UsageError
-from spawnsim.policies.deciding import Decision, Rules, decide
-from spawnsim.policies.donors import Best, ByMetric, DonorRule, Neighbours, Uniform
-from spawnsim.policies.selection import Report, WorstRatio
+from spawnsim.policies.rules.donors import (
+    Best,
+    ByMetric,
+    Decision,
+    DonorRule,
+    Neighbours,
+    Rules,
+    Uniform,
+    decide,
+)
+from spawnsim.policies.rules.selection import Report, WorstRatio
 
 RING = {rank: ((rank - 1) % 8, (rank + 1) % 8) for rank in range(8)}
 RULES: list[DonorRule] = [Uniform(), Uniform(2), Uniform(0.5), Best(2), ByMetric(2), Neighbours(RING)]

@@ -12,10 +12,10 @@ import torch
 from policies.ranks import Line, Steps, line, walk
 
 import spawnsim
-from spawnsim.distributed import average_gradients
 from spawnsim.errors import MismatchError
 from spawnsim.policies import AsyncModelAveragePolicy, AverageAllPolicy, Travels
-from spawnsim.policies.finite import all_finite, leave_out
+from spawnsim.policies.state.arithmetic import all_finite, leave_out
+from spawnsim.torchgfn.distributed import average_gradients
 
 RANKS = 10
 POISON = pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])

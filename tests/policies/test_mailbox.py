@@ -8,7 +8,7 @@ import numpy as np
 
 import spawnsim
 from spawnsim.errors import RankFailed
-from spawnsim.policies.mailbox import AT_ONCE_NBYTES, Mailbox
+from spawnsim.policies.exchange.endpoint import AT_ONCE_NBYTES, Mailbox
 
 
 class Slow:

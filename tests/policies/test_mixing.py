@@ -10,9 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spawnsim.policies import arithmetic
-from spawnsim.policies.arithmetic import blend, with_delta, with_momentum
-from spawnsim.policies.mixing import STRATEGIES, best_weights, mean_weights, softmax_weights, weights_for
+from spawnsim.policies.rules.donors import (
+    STRATEGIES,
+    best_weights,
+    mean_weights,
+    softmax_weights,
+    weights_for,
+)
+from spawnsim.policies.state import arithmetic
+from spawnsim.policies.state.arithmetic import blend, with_delta, with_momentum
 
 metrics = st.lists(st.floats(), min_size=1, max_size=30)
 tensors = st.lists(st.floats(-1e6, 1e6, width=32), min_size=4, max_size=4).map(torch.tensor)

@@ -13,9 +13,8 @@ from policies.ranks import Line, Steps, line, numbers, walk
 import spawnsim
 from spawnsim.errors import ParameterError
 from spawnsim.policies import OneSidedSelectiveAveragingPolicy, Windows
-from spawnsim.policies.deadlines import Adaptive, Fixed
-from spawnsim.policies.shelf import Shelf, _version
-from spawnsim.policies.slots import HEADER
+from spawnsim.policies.exchange.snapshot_window import HEADER, SnapshotWindow, _common_version
+from spawnsim.policies.rules.cadence import Adaptive, Fixed
 
 LAYOUTS = pytest.mark.parametrize("layout", ["flat", "per_parameter"])
 
@@ -389,7 +388,7 @@ def headers(*pairs: tuple[int, int]) -> list[np.ndarray]:
 )  # fmt: skip
 def test_the_version_that_all_windows_of_a_donor_hold(pairs: list[tuple[int, int]], version: int) -> None:
     """The slot before the newest is whole; further apart, the donor is between versions."""
-    assert _version(headers(*pairs)) == version
+    assert _common_version(headers(*pairs)) == version
 
 
 def test_a_read_that_was_overtaken_is_repeated() -> None:
@@ -399,7 +398,7 @@ def test_a_read_that_was_overtaken_is_repeated() -> None:
 
     def main(comm: Any) -> None:
         live = {"a": torch.zeros(200_000), "b": torch.zeros(3)}
-        shelf = Shelf(comm, live, Fixed(9.0))
+        shelf = SnapshotWindow(comm, live, Fixed(9.0))
         if comm.Get_rank() == 0:
             for iteration in range(1, 400):
                 for tensor in live.values():
@@ -424,7 +423,7 @@ def test_a_reader_waits_a_poll_not_the_donors_whole_computation() -> None:
     waits: list[float] = []
 
     def main(comm: Any) -> None:
-        shelf = Shelf(comm, {"a": torch.zeros(9)}, Adaptive())
+        shelf = SnapshotWindow(comm, {"a": torch.zeros(9)}, Adaptive())
         shelf.publish({"a": torch.ones(9)}, 0)
         for batch in range(100):
             with comm.compute(0.01):

@@ -14,8 +14,8 @@ from spawnsim.policies import (
     AverageAllPolicy,
     OneSidedSelectiveAveragingPolicy,
 )
-from spawnsim.policies.arithmetic import blend
-from spawnsim.policies.mixing import STRATEGIES
+from spawnsim.policies.rules.donors import STRATEGIES
+from spawnsim.policies.state.arithmetic import blend
 
 few = settings(max_examples=25, deadline=None)
 

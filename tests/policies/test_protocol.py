@@ -12,13 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spawnsim.errors import ParameterError
-from spawnsim.policies.coordinator import Coordinator
-from spawnsim.policies.deadlines import Adaptive, Fixed
-from spawnsim.policies.deciding import Decision, Rules
-from spawnsim.policies.donors import Uniform
-from spawnsim.policies.intake import Intake
-from spawnsim.policies.messages import Assignment, Kind, Message, Unreadable, decode, encode
-from spawnsim.policies.selection import Expired, Report, WorstRatio
+from spawnsim.policies.exchange.coordinator import Coordinator, Inbox
+from spawnsim.policies.exchange.messages import Assignment, Kind, Message, Unreadable, decode, encode
+from spawnsim.policies.rules.cadence import Adaptive, Fixed
+from spawnsim.policies.rules.donors import Decision, Rules, Uniform
+from spawnsim.policies.rules.selection import Expired, Report, WorstRatio
 
 RULES = Rules(WorstRatio(0.25), Uniform())
 BIG = 2**24 + 1  # float32 cannot hold it
@@ -154,74 +152,74 @@ def test_age_takes_those_whose_life_is_over() -> None:
     assert replaced(books.due(0.0)) == [(10, [2])]
 
 
-# ------------------------------------------------------------------------------------------------ intake
+# ------------------------------------------------------------------------------------------------ inbox
 def snapshot(round_: int, part: int = 0, parts: int = 1, iteration: int = 7) -> Message:
     """Return one part of a snapshot."""
     return Message(Kind.SNAPSHOT, round_, iteration, part, parts)
 
 
-def asked(*donors: int, round_: int = 10) -> Intake:
-    """Return an intake that waits for donors."""
-    intake = Intake(Fixed(1.0))
-    assert intake.assign(Assignment(round_, donors, (1 / len(donors),) * len(donors)), 0.0)
-    return intake
+def asked(*donors: int, round_: int = 10) -> Inbox:
+    """Return an inbox that waits for donors."""
+    inbox = Inbox(Fixed(1.0))
+    assert inbox.assign(Assignment(round_, donors, (1 / len(donors),) * len(donors)), 0.0)
+    return inbox
 
 
 def test_an_assignment_ends_when_all_donors_have_given_all_parts() -> None:
     """Parts may come in any order."""
-    intake = asked(1, 2)
-    intake.part(2, snapshot(10), 0.1)
-    intake.part(1, snapshot(10, 1, 2), 0.1)
-    assert intake.outcome(0.2) is None
-    intake.part(1, snapshot(10, 0, 2), 0.3)
-    outcome = intake.outcome(0.3)
+    inbox = asked(1, 2)
+    inbox.part(2, snapshot(10), 0.1)
+    inbox.part(1, snapshot(10, 1, 2), 0.1)
+    assert inbox.outcome(0.2) is None
+    inbox.part(1, snapshot(10, 0, 2), 0.3)
+    outcome = inbox.outcome(0.3)
     assert outcome is not None
     assert [[part.part for part in parts] for parts in outcome.given.values()] == [[0, 1], [0]]
-    assert (intake.settled, intake.waiting) == (10, False)
+    assert (inbox.settled, inbox.waiting) == (10, False)
 
 
 def test_an_incomplete_donor_is_left_out_at_the_deadline() -> None:
     """Half a snapshot is none."""
-    intake = asked(1, 2)
-    intake.part(1, snapshot(10, 0, 2), 0.1)
-    intake.part(2, snapshot(10), 0.1)
-    outcome = intake.outcome(1.0)
+    inbox = asked(1, 2)
+    inbox.part(1, snapshot(10, 0, 2), 0.1)
+    inbox.part(2, snapshot(10), 0.1)
+    outcome = inbox.outcome(1.0)
     assert outcome is not None
     assert list(outcome.given) == [2]
-    assert intake.counts["missing"] == 1
+    assert inbox.counts["missing"] == 1
 
 
 def test_late_foreign_and_duplicate_parts_are_dropped() -> None:
     """Other rounds, other ranks, the same part twice: counted, not taken."""
-    intake = asked(1)
-    intake.part(1, snapshot(5), 0.1)
-    intake.part(3, snapshot(10), 0.1)
-    intake.part(1, snapshot(10, 0, 2), 0.1)
-    intake.part(1, snapshot(10, 0, 2), 0.1)
-    assert intake.outcome(0.1) is None
-    assert (intake.counts["late"], intake.counts["duplicate"]) == (2, 1)
+    inbox = asked(1)
+    inbox.part(1, snapshot(5), 0.1)
+    inbox.part(3, snapshot(10), 0.1)
+    inbox.part(1, snapshot(10, 0, 2), 0.1)
+    inbox.part(1, snapshot(10, 0, 2), 0.1)
+    assert inbox.outcome(0.1) is None
+    assert (inbox.counts["late"], inbox.counts["duplicate"]) == (2, 1)
 
 
 def test_parts_of_two_snapshots_never_mix() -> None:
     """A second answer replaces the first, unfinished one."""
-    intake = asked(1)
-    intake.part(1, snapshot(10, 0, 2, iteration=7), 0.1)
-    intake.part(1, snapshot(10, 1, 2, iteration=8), 0.1)
-    assert intake.outcome(0.2) is None
-    intake.part(1, snapshot(10, 0, 2, iteration=8), 0.1)
-    outcome = intake.outcome(0.2)
+    inbox = asked(1)
+    inbox.part(1, snapshot(10, 0, 2, iteration=7), 0.1)
+    inbox.part(1, snapshot(10, 1, 2, iteration=8), 0.1)
+    assert inbox.outcome(0.2) is None
+    inbox.part(1, snapshot(10, 0, 2, iteration=8), 0.1)
+    outcome = inbox.outcome(0.2)
     assert outcome is not None
     assert {part.iteration for part in outcome.given[1]} == {8}
 
 
 def test_one_assignment_at_a_time_and_none_twice() -> None:
     """While one is open others are refused; one that has ended is not taken again."""
-    intake = asked(1)
-    assert not intake.assign(Assignment(20, (1,), (1.0,)), 0.0)
-    intake.part(1, snapshot(10), 0.1)
-    assert intake.outcome(0.1) is not None
-    assert not intake.assign(Assignment(10, (1,), (1.0,)), 0.2)
-    assert intake.assign(Assignment(20, (1,), (1.0,)), 0.2)
+    inbox = asked(1)
+    assert not inbox.assign(Assignment(20, (1,), (1.0,)), 0.0)
+    inbox.part(1, snapshot(10), 0.1)
+    assert inbox.outcome(0.1) is not None
+    assert not inbox.assign(Assignment(10, (1,), (1.0,)), 0.2)
+    assert inbox.assign(Assignment(20, (1,), (1.0,)), 0.2)
 
 
 # --------------------------------------------------------------------------------------------- messages
@@ -283,7 +281,7 @@ def test_losses_duplicates_and_any_order_break_no_promise(data: st.DataObject) -
 
     Donors are never replaced in the same round, nobody mixes rounds, every open state ends, and memory stays bounded.
     """
-    books, intakes = coordinator(), [Intake(Fixed(1.0)) for _ in range(4)]
+    books, intakes = coordinator(), [Inbox(Fixed(1.0)) for _ in range(4)]
     mail: list[tuple[int, Callable[[float], object]]] = []
 
     def post(step: int, deliver: Callable[[float], object]) -> None:
@@ -312,17 +310,17 @@ def test_losses_duplicates_and_any_order_break_no_promise(data: st.DataObject) -
             for rank, assignment in decision.assignments.items():
                 assert not set(assignment.donors) & decision.assignments.keys()
                 post(step, take(rank, assignment, step))
-        for intake in intakes:
-            outcome = intake.outcome(now_s)
+        for inbox in intakes:
+            outcome = inbox.outcome(now_s)
             if outcome is not None:
                 assert all(
                     p.round == outcome.assignment.round for parts in outcome.given.values() for p in parts
                 )
     assert not books.due(1e9)
     assert not books.waiting
-    for intake in intakes:
-        intake.outcome(1e9)
-        assert not intake.waiting
+    for inbox in intakes:
+        inbox.outcome(1e9)
+        assert not inbox.waiting
 
 
 @given(st.integers(0, 8 * 69 - 1))

@@ -13,7 +13,7 @@ import torch
 from policies.ranks import line, numbers
 
 import spawnsim
-from spawnsim import spawn_policy
+from spawnsim.torchgfn import spawn_policy
 
 SIGNATURES = {
     "AverageAllPolicy": "average_every",
@@ -60,7 +60,7 @@ def test_calls_have_the_seeds_arguments_in_their_order(name: str) -> None:
 def test_the_rest_of_the_seeds_names() -> None:
     """The base class, the logger, and the helper that ranks the worst."""
     assert inspect.isabstract(spawn_policy.SpawnPolicy)
-    assert spawn_policy.logger.name == "spawnsim.spawn_policy"
+    assert spawn_policy.logger.name == "spawnsim.torchgfn.spawn_policy"
     assert spawn_policy._compute_worst_ranks_by_ratio([3.0, 1.0, 2.0, float("nan")], 0.5) == {1, 3}
     assert spawn_policy._compute_worst_ranks_by_ratio([1.0], 0.5) == set()
 
@@ -178,7 +178,7 @@ def test_nothing_else_prints(capsys: pytest.CaptureFixture[str]) -> None:
 PROGRAM = """
 import torch
 from mpi4py import MPI
-from spawnsim.spawn_policy import *
+from spawnsim.torchgfn.spawn_policy import *
 
 comm = MPI.COMM_WORLD
 half = comm.Split(comm.rank % 2, comm.rank)

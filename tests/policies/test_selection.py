@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spawnsim.errors import ParameterError, UsageError
-from spawnsim.policies.selection import (
+from spawnsim.policies.rules.selection import (
     Age,
     Expired,
     Report,

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from spawnsim.errors import ParameterError, UsageError
-from spawnsim.policies.messages import Unreadable, decode
-from spawnsim.policies.renewal import Gift, Renewal
-from spawnsim.policies.snapshot import Packer
-from spawnsim.policies.state import Entry, Layout, Tensors, Travels, assign, assign_optimizer, collect
+from spawnsim.policies.exchange.messages import Unreadable, decode
+from spawnsim.policies.exchange.replacement import Contribution, Renewal
+from spawnsim.policies.state.layout import Entry, Layout, Tensors, Travels, assign, assign_optimizer, collect
+from spawnsim.policies.state.snapshot import Packer
 
 Pair = tuple[torch.nn.Module, torch.optim.Optimizer]
 
@@ -43,9 +43,9 @@ def pair(width: int = 3, lr: float = 0.1) -> Pair:
 
 def gift(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, weight: float = 1.0, donor: int = 0
-) -> Gift:
+) -> Contribution:
     """Return the state of a donor."""
-    return Gift(
+    return Contribution(
         donor,
         0,
         weight,
@@ -53,7 +53,9 @@ def gift(
     )
 
 
-def renewed(renewal: Renewal, whose: Pair, gifts: list[Gift], reference: Tensors | None = None) -> Pair:
+def renewed(
+    renewal: Renewal, whose: Pair, gifts: list[Contribution], reference: Tensors | None = None
+) -> Pair:
     """Carry a replacement out."""
     new = renewal(*whose, gifts, reference=reference or {}, rng=np.random.default_rng(0))
     return new.model, new.optimizer

@@ -14,10 +14,16 @@ from policies.ranks import line, numbers, walk
 
 import spawnsim
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, Wiring
-from spawnsim.policies.compression import Compression
-from spawnsim.policies.messages import checksum, decode
-from spawnsim.policies.snapshot import Packer, laid_out, lay_out, model_device, room_for
-from spawnsim.policies.state import Layout
+from spawnsim.policies.exchange.messages import checksum, decode
+from spawnsim.policies.state.layout import Layout
+from spawnsim.policies.state.snapshot import (
+    Compression,
+    Packer,
+    allocator_for,
+    laid_out,
+    lay_out,
+    model_device,
+)
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "transport.py"
 
@@ -135,11 +141,11 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 def test_a_device_is_left_and_reached_in_one_copy(elsewhere: torch.device) -> None:
     """Gathered there, copied once; spread there after one copy, but 0-dim tensors stay in main memory."""
     state = live(3.0) | {"buffer/count": torch.arange(5)}
-    dressed = Compression("float16").dress(state)
-    there = torch.zeros(dressed.layout.nbytes, dtype=torch.uint8)
-    lay_out(dressed.layout, there, dressed.sources, elsewhere)
-    for name, tensor in dressed.layout.views(there).items():
-        assert torch.equal(tensor, dressed.sources[name].to(dtype=tensor.dtype)), name
+    encoded = Compression("float16").encode(state)
+    there = torch.zeros(encoded.layout.nbytes, dtype=torch.uint8)
+    lay_out(encoded.layout, there, encoded.sources, elsewhere)
+    for name, tensor in encoded.layout.views(there).items():
+        assert torch.equal(tensor, encoded.sources[name].to(dtype=tensor.dtype)), name
     layout = Layout.of(state)
     memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
     lay_out(layout, memory, state)
@@ -156,7 +162,7 @@ def test_where_a_model_lies() -> None:
     assert model_device(torch.nn.Linear(1, 1)).type == "cpu"
     assert model_device(torch.nn.Linear(1, 1, device="meta")).type == "meta"
     assert model_device(torch.nn.Identity()).type == "cpu"
-    assert room_for(torch.device("cpu"))(7).shape == (7,)
+    assert allocator_for(torch.device("cpu"))(7).shape == (7,)
 
 
 @pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spawnsim import distributed as toolkit
 from spawnsim.errors import UnsupportedError
+from spawnsim.torchgfn import distributed as toolkit
 
 size = int(sys.argv[1])
 assert not dist.is_initialized()

@@ -19,11 +19,11 @@ import spawnsim
 from spawnsim import cli
 from spawnsim.errors import Deadlock, MismatchError, ParameterError, RankError, UnsupportedError
 from spawnsim.record import Recorder
-from spawnsim.run import unmodified
-from spawnsim.run.unmodified import is_unmodified
+from spawnsim.run import virtual
+from spawnsim.run.virtual import is_unmodified
 from spawnsim.virtual.cluster import Totals
 from spawnsim.virtual.comm.belongings import ProgramAbort
-from spawnsim.virtual.programs import run_program
+from spawnsim.virtual.scripts import run_program
 
 HEAD = "import sys\nfrom mpi4py import MPI\ncomm = MPI.COMM_WORLD\nrank, size = comm.rank, comm.size\n"
 
@@ -532,7 +532,7 @@ def test_a_file_that_speaks_mpi_through_a_package_runs_whole(
     """A package whose distribution requires mpi4py will do; any other file is run whole on demand."""
     path = tmp_path / "file.py"
     path.write_text("import heat_like\n")
-    monkeypatch.setattr(unmodified, "_packages_with_mpi", lambda: {"heat_like"})
+    monkeypatch.setattr(virtual, "_packages_with_mpi", lambda: {"heat_like"})
     assert is_unmodified(path)
     path.write_text("exec('from mpi4py import MPI; print(MPI.COMM_WORLD.rank)')\n")
     assert not is_unmodified(path)

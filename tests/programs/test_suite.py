@@ -13,7 +13,7 @@ import pytest
 from spawnsim.record import Recorder
 from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.platform import load_platform
-from spawnsim.virtual.programs import run_program
+from spawnsim.virtual.scripts import run_program
 
 SUITE = Path(__file__).parent / "suite"
 PROGRAMS = sorted(path.stem for path in SUITE.glob("*.py") if not path.stem.startswith("helper_"))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from spawnsim import distributed as toolkit
 from spawnsim.comm import BYTE, Status
 from spawnsim.errors import MismatchError, UnsupportedError
+from spawnsim.torchgfn import distributed as toolkit
 
 Check = Callable[[Any], None]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

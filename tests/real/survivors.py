@@ -304,9 +304,9 @@ def half_made(comm):
     """A rank dies while the others are in the library's own making of a window: the next one is made all the same."""
     part(comm, 1)
     if real(comm):  # past the meeting that keeps them out of the library without the dead
-        from spawnsim.real.mpi import leavable
+        from spawnsim.real.mpi import abortable
 
-        ended = _ends(lambda: leavable.making(comm, "Dup", comm._raw.Dup, meeting=False))
+        ended = _ends(lambda: abortable.make_detached(comm, "Dup", comm._raw.Dup, meeting=False))
     else:
         ended = _ends(lambda: comm.Win.Allocate(8, comm=comm))
     new = comm.recover().comm

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from spawnsim.real.launching.attending import attend
-from spawnsim.real.launching.filtering import Ended, Filter
+from spawnsim.real.launch.supervisor import JobEnd, LauncherOutput, supervise
 
 MPICH = b"""
 ===================================================================================
@@ -50,7 +49,7 @@ end without newline"""
 @pytest.mark.parametrize("banner", [MPICH, OPEN_MPI, TORCHRUN])
 def test_a_banner_is_taken_out_and_understood(banner: bytes, size: int) -> None:
     """However the text is cut on its way, the program's own text is left, and the process and signal are known."""
-    text, found = b"before\n" + banner + PROGRAM, Filter()
+    text, found = b"before\n" + banner + PROGRAM, LauncherOutput()
     chunks = [text[start : start + size] for start in range(0, len(text), size)]
     shown = b"".join(map(found, chunks)) + found.rest()
     assert shown == b"before\n" + PROGRAM
@@ -61,17 +60,20 @@ def test_a_banner_is_taken_out_and_understood(banner: bytes, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 def test_what_open_mpi_says_of_a_death_that_is_survived_is_taken_out(size: int) -> None:
     """The ranks themselves say what matters; an empty line of the program's stays."""
-    text, found = ULFM + b"mine\n\nmine\n" + ULFM, Filter()
+    text, found = ULFM + b"mine\n\nmine\n" + ULFM, LauncherOutput()
     chunks = [text[start : start + size] for start in range(0, len(text), size)]
     assert b"".join(map(found, chunks)) + found.rest() == b"mine\n\nmine\n"
     assert found.signal == 0
-    assert Filter()(b"3 more processes have sent help message help-mpi-ft.txt / module:untested\n") == b""
+    assert (
+        LauncherOutput()(b"3 more processes have sent help message help-mpi-ft.txt / module:untested\n")
+        == b""
+    )
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 def test_what_mpich_says_of_a_death_that_is_not_cleaned_up_is_understood(size: int) -> None:
     """No rule comes before, and no process is named; it goes to standard output."""
-    text, found = b"mine\n" + MPICH[MPICH.index(b"YOUR APPLICATION TERM") :] + PROGRAM, Filter()
+    text, found = b"mine\n" + MPICH[MPICH.index(b"YOUR APPLICATION TERM") :] + PROGRAM, LauncherOutput()
     chunks = [text[start : start + size] for start in range(0, len(text), size)]
     assert b"".join(map(found, chunks)) + found.rest() == b"mine\n" + PROGRAM
     assert (found.process, found.signal) == (-1, 9)
@@ -81,25 +83,25 @@ def test_what_mpich_says_of_a_death_that_is_not_cleaned_up_is_understood(size: i
 def test_a_line_of_ours_begins_with_nothing_else(size: int) -> None:
     """Open MPI's launcher puts a NUL before what is said of a death; its library's error about it is taken out."""
     lost = b"[here:12] PMIX ERROR: PMIX_ERR_UNREACH in file /a/b.c at line 121\n" if size > 1000 else b""
-    text, found = lost + b"\0spawnsim: rank 0 was killed\n" + lost, Filter()
+    text, found = lost + b"\0spawnsim: rank 0 was killed\n" + lost, LauncherOutput()
     chunks = [text[start : start + size] for start in range(0, len(text), size)]
     assert b"".join(map(found, chunks)) + found.rest() == b"spawnsim: rank 0 was killed\n"
 
 
 def test_a_bar_is_shown_at_once() -> None:
     """Text without a line's end is not held back, unless it may be the launcher's own."""
-    assert Filter()(b"\r 50%|##  |") == b"\r 50%|##  |"
-    assert Filter()(b"Abor") == b""
+    assert LauncherOutput()(b"\r 50%|##  |") == b"\r 50%|##  |"
+    assert LauncherOutput()(b"Abor") == b""
 
 
 @pytest.mark.parametrize("text", [b"\0", b"said\n\0", b"said\n\0" + OPEN_MPI + b"\0"])
 def test_a_launchers_nul_is_taken_out(text: bytes) -> None:
     """Open MPI's writes one behind the last line of a job that was aborted; a program's own stay."""
     for size in (1, 100_000):
-        found = Filter()
+        found = LauncherOutput()
         shown = b"".join(found(text[start : start + size]) for start in range(0, len(text), size))
         assert shown + found.rest() == text[: text.index(b"\0")]
-    mine = Filter()
+    mine = LauncherOutput()
     assert mine(b"a\0b\0") + mine.rest() == b"a\0b\0"
     assert mine(b"\0mine\n") + mine.rest() == b"\0mine\n"
 
@@ -112,5 +114,5 @@ def test_a_keeper_on_another_node_is_believed(capfd: pytest.CaptureFixture[str])
     ]
     lines = "".join(f"[spawnsim keeper] {each}\n" for each in said) + MPICH.decode()
     program = f"import sys; sys.stderr.write({lines!r}); sys.exit(1)"
-    assert attend([sys.executable, "-c", program]) == Ended(139, said[0].removeprefix("139 "))
+    assert supervise([sys.executable, "-c", program]) == JobEnd(139, said[0].removeprefix("139 "))
     assert capfd.readouterr() == ("", "")

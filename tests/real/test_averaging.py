@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 MODEL = """
     import torch
     from spawnsim.policies import AverageAllPolicy, Travels, one_storage
-    from spawnsim.policies.flat import Gathered, Large
+    from spawnsim.policies.exchange.group_mean import BufferedMean, InPlaceMean
 
     class Model(torch.nn.Module):
         def __init__(self, seed):
@@ -56,7 +56,7 @@ def test_every_kind_of_tensor_gets_the_mean_to_the_last_bit(ranks, momentum):
         policy = AverageAllPolicy(1, momentum={momentum})
         policy(1, model, None, group=comm)
         kinds = {{type(part) for part in policy._mean._parts}}
-        assert kinds == {{Gathered, Large}}
+        assert kinds == {{BufferedMean, InPlaceMean}}
         for name, value in model.state_dict().items():
             assert name == "count" or torch.equal(value, expected[name]), (name, together)
         assert model.count.tolist() == [2, 3]
@@ -81,7 +81,7 @@ def test_a_model_in_one_storage_is_one_sum(ranks):
         policy = AverageAllPolicy(1)
         policy(1, model, None, group=comm)
         (part,) = policy._mean._parts
-        assert type(part) is (Large if apart is None else Gathered)
+        assert type(part) is (InPlaceMean if apart is None else BufferedMean)
         for step in range(2):
             assert all((p == 1.5 + i).all() for i, p in enumerate(model.tensors))
             if apart is None:  # moved apart after the group has agreed

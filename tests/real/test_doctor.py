@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from spawnsim.real.launching import doctor, launch
-from spawnsim.real.launching.doctor import examine, main
+from spawnsim.real.launch import doctor, launchers
+from spawnsim.real.launch.doctor import examine, main
 
 
 @pytest.mark.mpi
@@ -26,7 +26,7 @@ def test_the_report_covers_machine_mpi_and_torch(capsys):
 
 def test_what_is_missing_is_a_finding_with_advice(monkeypatch, capsys):
     """No MPI and no torch: the report says what to install, and the status is 1."""
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: None)
     assert main([]) == 1
     said = capsys.readouterr().out
     assert "pip install 'spawnsim[mpi]'" in said

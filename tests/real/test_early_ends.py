@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from surviving import processes
 
-from spawnsim.real.launching.launch import find_library, flags
+from spawnsim.real.launch.launchers import find_library, flags
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(150)]
 
@@ -108,8 +108,8 @@ def test_a_rank_that_dies_before_it_has_a_keeper_is_missed(tmp_path, how, notice
     file = tmp_path / "train.py"
     file.write_text("def main(comm):\n    comm.Barrier()\n")
     program = (
-        "import sys\nfrom spawnsim.real.launching import launch\nsys.executable = sys.argv[1]\n"
-        "ended = launch.start(sys.argv[2], 3, ['--backend', 'mpi', '--quiet'], survive=True)\n"
+        "import sys\nfrom spawnsim.real.launch import launchers\nsys.executable = sys.argv[1]\n"
+        "ended = launchers.start(sys.argv[2], 3, ['--backend', 'mpi', '--quiet'], survive=True)\n"
         "print(ended.cause)\nsys.exit(ended.status)"
     )
     line = [sys.executable, "-c", program, str(python), str(file)]

@@ -28,9 +28,9 @@ from spawnsim.comm import DOUBLE, FLOAT, SUM
 from spawnsim.comm.constants import *
 from spawnsim.comm.failures import SpecBufferError
 from spawnsim.errors import *
-from spawnsim.real.launching.gpus import gpu_of_rank
-from spawnsim.real.rank.options import Options
-from spawnsim.real.rank.staging import Memory
+from spawnsim.real.launch.launchers import gpu_of_rank
+from spawnsim.real.runtime.services import Options
+from spawnsim.real.runtime.staging import Memory
 
 class Dirty(Memory):
     '''New memory shows: what a call leaves alone must not come back as whatever lay there.'''

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spawnsim.errors import ParameterError
-from spawnsim.real.launching.gpus import gpu_of_rank, local_rank
+from spawnsim.real.launch.launchers import gpu_of_rank, local_rank
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from spawnsim.real.launching import job as rooms
-from spawnsim.real.launching.filtering import Ended
-from spawnsim.real.launching.job import Job
-from spawnsim.real.launching.roll import BEGUN, ENDED, Roll, sign, sign_first_end, sign_stage
+from spawnsim.real.launch import supervisor as rooms
+from spawnsim.real.launch.processes import (
+    BEGUN,
+    ENDED,
+    ProcessRegistry,
+    record_first_end,
+    register,
+    register_stage,
+)
+from spawnsim.real.launch.supervisor import JobEnd, JobState
 
 BANNER = b"""--------------------------------------------------------------------------
 prterun noticed that process rank 2 with PID 2449 on node here exited on
@@ -32,50 +38,50 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 def test_the_first_end_is_the_one_that_counts(tmp_path: Path, environ: dict[str, str]) -> None:
     """Whatever the launcher says; a rank that has said all itself is not told of again."""
-    job = Job(Roll(tmp_path), 3, survive=False)
+    job = JobState(ProcessRegistry(tmp_path), 3, survive=False)
     job.filters[1](BANNER)
     assert not job.doomed()
-    assert sign_first_end(1, "", environ)
-    assert sign_first_end(137, "rank 1 was killed", environ) is False
-    assert job.ended(9) == Ended(1, "")
+    assert record_first_end(1, "", environ)
+    assert record_first_end(137, "rank 1 was killed", environ) is False
+    assert job.ended(9) == JobEnd(1, "")
 
 
 def test_who_was_told_to_stop_may_be_the_launchers_work(tmp_path: Path, environ: dict[str, str]) -> None:
     """Open MPI's names the rank that it had seen dying before."""
-    job = Job(Roll(tmp_path), 3, survive=False)
-    sign_first_end(143, "rank 0 was told to stop (SIGTERM)", environ)
-    assert job.ended(143) == Ended(143, "rank 0 was told to stop (SIGTERM)")
+    job = JobState(ProcessRegistry(tmp_path), 3, survive=False)
+    record_first_end(143, "rank 0 was told to stop (SIGTERM)", environ)
+    assert job.ended(143) == JobEnd(143, "rank 0 was told to stop (SIGTERM)")
     job.filters[1](BANNER)
-    assert job.ended(143) == Ended(137, "rank 2 (process 2449 on here) was killed by signal 9 (SIGKILL)")
+    assert job.ended(143) == JobEnd(137, "rank 2 (process 2449 on here) was killed by signal 9 (SIGKILL)")
 
 
 @pytest.mark.parametrize(
     ("status", "survive", "kept", "wanted"),
     [
-        (0, False, range(3), Ended(0, "")),
-        (0, True, range(3), Ended(122, "no rank has lived to the end")),
-        (255, False, range(3), Ended(255, "the launcher has ended with status 255: no rank has said why")),
+        (0, False, range(3), JobEnd(0, "")),
+        (0, True, range(3), JobEnd(122, "no rank has lived to the end")),
+        (255, False, range(3), JobEnd(255, "the launcher has ended with status 255: no rank has said why")),
         (
             -9,
             False,
             range(3),
-            Ended(137, "the launcher was killed by signal 9 (SIGKILL): no rank has said why"),
+            JobEnd(137, "the launcher was killed by signal 9 (SIGKILL): no rank has said why"),
         ),
-        (9, True, (0, 1), Ended(9, "the launcher has ended with status 9: rank 2 died at its start")),
-        (9, True, (1,), Ended(9, "the launcher has ended with status 9: ranks 0 and 2 died at their start")),
+        (9, True, (0, 1), JobEnd(9, "the launcher has ended with status 9: rank 2 died at its start")),
+        (9, True, (1,), JobEnd(9, "the launcher has ended with status 9: ranks 0 and 2 died at their start")),
     ],
 )
 def test_a_job_never_ends_without_a_word(
-    tmp_path: Path, environ: dict[str, str], status: int, survive: bool, kept: range, wanted: Ended
+    tmp_path: Path, environ: dict[str, str], status: int, survive: bool, kept: range, wanted: JobEnd
 ) -> None:
     """Where nobody has said why, what the launcher did is said."""
     for rank in kept:
-        sign(rank, environ, 1000 + rank)
-    job = Job(Roll(tmp_path), 3, survive=survive)
+        register(rank, environ, 1000 + rank)
+    job = JobState(ProcessRegistry(tmp_path), 3, survive=survive)
     assert job.ended(status) == wanted
     if status == 0:
-        sign_stage(ENDED, 1, environ)
-        assert job.ended(0) == Ended(0, "")
+        register_stage(ENDED, 1, environ)
+        assert job.ended(0) == JobEnd(0, "")
 
 
 @pytest.mark.parametrize(
@@ -94,11 +100,11 @@ def test_a_signal_without_a_process_is_told_as_such(
 ) -> None:
     """MPICH's launcher says no more of it in a job that survives its ranks, and ends it with that number as status."""
     for rank in kept:
-        sign(rank, environ, 1000 + rank)
-    sign("", environ, 999)
-    job = Job(Roll(tmp_path), 3, survive=True)
+        register(rank, environ, 1000 + rank)
+    register("", environ, 999)
+    job = JobState(ProcessRegistry(tmp_path), 3, survive=True)
     job.filters[0](SHORT)
-    assert job.ended(9) == Ended(137, who)
+    assert job.ended(9) == JobEnd(137, who)
 
 
 def test_a_job_that_has_lost_a_rank_is_doomed_when_all_have_had_their_last_words(
@@ -107,9 +113,12 @@ def test_a_job_that_has_lost_a_rank_is_doomed_when_all_have_had_their_last_words
     """Where not all programs have begun there are none."""
     now_s = [100.0]
     monkeypatch.setattr(rooms.time, "monotonic", lambda: now_s[0])
-    early, late = Job(Roll(tmp_path), 3, survive=False), Job(Roll(tmp_path), 1, survive=False)
-    sign_stage(BEGUN, 0, environ)
-    sign_first_end(137, "rank 1 was killed", environ)
+    early, late = (
+        JobState(ProcessRegistry(tmp_path), 3, survive=False),
+        JobState(ProcessRegistry(tmp_path), 1, survive=False),
+    )
+    register_stage(BEGUN, 0, environ)
+    record_first_end(137, "rank 1 was killed", environ)
     found = []
     for now_s[0] in (100.0, 100.0 + rooms.NO_WORDS_S + 0.1, 100.0 + rooms.LAST_WORDS_S + 0.1):
         found.append((early.doomed(), late.doomed()))
@@ -122,17 +131,17 @@ def test_a_rank_that_nobody_keeps_is_missed_in_time(
     """Not while the launcher may still be starting others, nor while one that has not signed runs."""
     now_s = [100.0]
     monkeypatch.setattr(rooms.time, "monotonic", lambda: now_s[0])
-    job = Job(Roll(tmp_path), 3, survive=True)
+    job = JobState(ProcessRegistry(tmp_path), 3, survive=True)
     running = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
-    sign("", environ, os.getpid())
-    sign(0, environ, running[0].pid)
+    register("", environ, os.getpid())
+    register(0, environ, running[0].pid)
     for now_s[0] in (100.0, 200.0):
         assert not job.doomed()  # one more runs than has signed
-    sign(2, environ, running[1].pid)
+    register(2, environ, running[1].pid)
     others = len(rooms.children(os.getpid())) - 2  # of this test's own process
     job.ranks += others
     for rank in range(3, 3 + others):
-        sign(rank, environ, 2**22 + rank)
+        register(rank, environ, 2**22 + rank)
     for now_s[0] in (200.0, 200.0 + rooms.STARTING_S / 2):
         assert not job.doomed()
     assert job.ended(1).status == 1
@@ -143,4 +152,4 @@ def test_a_rank_that_nobody_keeps_is_missed_in_time(
     for each in running:
         each.kill()
         each.wait()
-    assert job.ended(143) == Ended(122, "rank 1 died at its start: no job survives that")
+    assert job.ended(143) == JobEnd(122, "rank 1 died at its start: no job survives that")

@@ -14,16 +14,27 @@ from threading import Timer
 import pytest
 from surviving import processes
 
-from spawnsim.cli.real import _never_began
+from spawnsim.cli.run import _never_began
 from spawnsim.errors import RankFailed
-from spawnsim.real.launching.launch import Here, find_library
-from spawnsim.real.launching.orphans import adopted, children, see_off
-from spawnsim.real.launching.roll import BEGUN, DEAD, ENDED, Deaths, Roll, reached, sign, sign_first_end
+from spawnsim.real.launch.launchers import LaunchContext, find_library
+from spawnsim.real.launch.processes import (
+    BEGUN,
+    DEAD,
+    ENDED,
+    KnownDeaths,
+    ProcessRegistry,
+    children,
+    ranks_at_stage,
+    reap,
+    record_first_end,
+    register,
+    subreaper,
+)
 
 KEPT = """
 import os, signal, sys, time
-from spawnsim.real.launching.keeper import keep
-from spawnsim.real.launching.roll import BEGUN, ENDED, sign_stage
+from spawnsim.real.launch.processes import keep
+from spawnsim.real.launch.processes import BEGUN, ENDED, register_stage
 started = os.getpid()
 keep(1, os.environ)
 print(os.getpid() != started, os.getppid() == started, os.getpgid(0) == os.getpid(), flush=True)
@@ -63,10 +74,10 @@ def started(tmp_path: Path, body: str, **environ: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        ("sign_stage(ENDED, 1, os.environ)", 0, None),
+        ("register_stage(ENDED, 1, os.environ)", 0, None),
         ("", 0, "left before its program had ended"),
         ("sys.exit(7)", 7, "left with status 7"),
-        ("sign_stage(ENDED, 1, os.environ); sys.exit('no')", 1, "left with status 1"),
+        ("register_stage(ENDED, 1, os.environ); sys.exit('no')", 1, "left with status 1"),
         ("os._exit(9)", 9, "left with status 9"),
         ("1 / 0", 1, "left with status 1"),
     ],
@@ -78,10 +89,10 @@ def test_a_kept_rank_ends_with_its_own_status(
     keeper = started(tmp_path, body)
     out, _ = keeper.communicate(timeout=30)
     assert (keeper.returncode, out) == (status, "True True True\n")
-    roll, environ = Roll(tmp_path), {"SPAWNSIM_ROLL": str(tmp_path)}
+    roll, environ = ProcessRegistry(tmp_path), {"SPAWNSIM_ROLL": str(tmp_path)}
     found = roll.first_end()
     assert (found and found[0], found and found[1].partition(") ")[2]) == (said and (status or 122), said)
-    assert reached(DEAD, environ) == Deaths(environ)() == ({1} if said else set())
+    assert ranks_at_stage(DEAD, environ) == KnownDeaths(environ)() == ({1} if said else set())
     assert (roll.rank_of(keeper.pid), roll.ranks, roll.launchers) == ("1", {1}, [os.getpid()])
 
 
@@ -91,14 +102,14 @@ def test_a_death_is_told_once(tmp_path: Path, number: int) -> None:
     body = f"{NO_CORE}os.kill(os.getpid(), {number:d})"
     keeper = started(tmp_path, body)
     assert (keeper.communicate(timeout=30)[1], keeper.returncode) == ("", 128 + number)
-    told = Roll(tmp_path).first_end()
+    told = ProcessRegistry(tmp_path).first_end()
     assert told is not None
     assert told[0] == 128 + number
     sentence = rf"rank 1 \(process \d+ on {os.uname().nodename}\) was killed by signal {number:d} \(SIG\w+\)"
     assert re.fullmatch(sentence, told[1])
-    assert sign_first_end(9, "later", {}) is None
-    assert sign_first_end(9, "later", {"SPAWNSIM_ROLL": str(tmp_path)}) is False
-    assert Roll(tmp_path).first_end() == told
+    assert record_first_end(9, "later", {}) is None
+    assert record_first_end(9, "later", {"SPAWNSIM_ROLL": str(tmp_path)}) is False
+    assert ProcessRegistry(tmp_path).first_end() == told
     far = started(tmp_path, body, SPAWNSIM_ROLL=f"{tmp_path}/nowhere")
     spoken = rf"\[spawnsim keeper\] {128 + number} {sentence}\n"
     assert re.fullmatch(spoken, far.communicate(timeout=30)[1])
@@ -108,10 +119,10 @@ def test_a_death_is_told_once(tmp_path: Path, number: int) -> None:
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_death_ends_a_job_that_survives_if_the_program_had_not_begun(tmp_path: Path, begun: bool) -> None:
     """Else a line tells of it, survivors can read who it was, and the launcher sees nothing amiss."""
-    stage = "sign_stage(BEGUN, 1, os.environ); " if begun else ""
+    stage = "register_stage(BEGUN, 1, os.environ); " if begun else ""
     keeper = started(tmp_path, f"{stage}os.kill(os.getpid(), 9)", SPAWNSIM_SURVIVE="1")
-    said, found = keeper.communicate(timeout=30)[1], Roll(tmp_path).first_end()
-    assert reached(DEAD, {"SPAWNSIM_ROLL": str(tmp_path)}) == {1}
+    said, found = keeper.communicate(timeout=30)[1], ProcessRegistry(tmp_path).first_end()
+    assert ranks_at_stage(DEAD, {"SPAWNSIM_ROLL": str(tmp_path)}) == {1}
     if begun:
         assert (said.count("spawnsim: rank 1"), keeper.returncode, found) == (1, 0, None)
     else:
@@ -125,23 +136,28 @@ def test_a_rank_that_cannot_begin_leaves_the_word_to_the_keeper_of_the_dead(
     """Its peers see the closed connection sooner than the keeper sees the death."""
     monkeypatch.setenv("SPAWNSIM_ROLL", str(tmp_path))
     environ = {"SPAWNSIM_ROLL": str(tmp_path)}
-    later = Timer(0.1, sign_first_end, (137, "rank 0 was killed", environ))
+    later = Timer(0.1, record_first_end, (137, "rank 0 was killed", environ))
     later.start()
-    assert _never_began(RankFailed((), "allgather: a rank has gone"), Here("torchrun", 1, 2, "")) == 122
-    assert (Roll(tmp_path).first_end(), capsys.readouterr().err) == ((137, "rank 0 was killed"), "")
+    assert (
+        _never_began(RankFailed((), "allgather: a rank has gone"), LaunchContext("torchrun", 1, 2, "")) == 122
+    )
+    assert (ProcessRegistry(tmp_path).first_end(), capsys.readouterr().err) == (
+        (137, "rank 0 was killed"),
+        "",
+    )
     later.join()
 
 
 def test_who_writes_the_record_again_does_not_change_it(tmp_path: Path) -> None:
     """Nor does it look like a first one."""
     environ = {"SPAWNSIM_ROLL": str(tmp_path)}
-    assert [sign_first_end(status, f"at {status}", environ) for status in (3, 5, 7)] == [True, False, False]
-    assert Roll(tmp_path).first_end() == (3, "at 3")
-    assert not Roll(tmp_path).ranks
-    assert not Roll(tmp_path).ended_well
+    assert [record_first_end(status, f"at {status}", environ) for status in (3, 5, 7)] == [True, False, False]
+    assert ProcessRegistry(tmp_path).first_end() == (3, "at 3")
+    assert not ProcessRegistry(tmp_path).ranks
+    assert not ProcessRegistry(tmp_path).ended_well
     (tmp_path / f"{ENDED} 2").touch()
     (tmp_path / f"{BEGUN} 12").touch()
-    assert (Roll(tmp_path).ended_well, Roll(tmp_path).begun) == (True, {12})
+    assert (ProcessRegistry(tmp_path).ended_well, ProcessRegistry(tmp_path).begun) == (True, {12})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -168,7 +184,7 @@ def test_a_rank_that_is_stopped_hears_that_it_is_told_to_stop(tmp_path: Path) ->
     keeper.send_signal(signal.SIGTERM)
     assert keeper.wait(timeout=30) == 143
     keeper.communicate()
-    assert Roll(tmp_path).first_end() is None
+    assert ProcessRegistry(tmp_path).first_end() is None
 
 
 def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
@@ -180,38 +196,38 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
     start = (
         "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); time.sleep(60)"
     )
-    with adopted():
+    with subreaper():
         line = [sys.executable, "-c", start, body]
         launcher = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=given)
         assert launcher.stdout is not None
         assert [launcher.stdout.readline() for _ in range(2)][1] == "up\n"
         launcher.kill()
         launcher.wait()
-        see_off(Roll(tmp_path).processes)
+        reap(ProcessRegistry(tmp_path).processes)
     launcher.stdout.close()
     text = f"the launcher's process {launcher.pid}, which had started rank 1, has died"
-    assert Roll(tmp_path).first_end() == (122, text)
+    assert ProcessRegistry(tmp_path).first_end() == (122, text)
 
 
 def test_a_rank_dies_with_its_keeper_and_is_seen_off(tmp_path: Path) -> None:
     """A launcher that kills the keeper has killed the rank; whoever adopts orphans leaves no zombie."""
-    with adopted():
+    with subreaper():
         keeper = started(tmp_path, "print(os.getpid(), flush=True); time.sleep(60)")
         assert keeper.stdout is not None
         rank = int([keeper.stdout.readline() for _ in range(2)][1])
-        sign(1, {"SPAWNSIM_ROLL": str(tmp_path)}, rank)
+        register(1, {"SPAWNSIM_ROLL": str(tmp_path)}, rank)
         keeper.kill()
         keeper.communicate(timeout=30)
-        see_off([rank])
+        reap([rank])
     assert not Path(f"/proc/{rank}").exists()
-    assert Roll(tmp_path).first_end() is None
+    assert ProcessRegistry(tmp_path).first_end() is None
 
 
 def test_what_does_not_end_by_itself_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nobody else's process is touched."""
-    monkeypatch.setattr("spawnsim.real.launching.orphans.PATIENCE_S", 0.05)
+    monkeypatch.setattr("spawnsim.real.launch.processes.PATIENCE_S", 0.05)
     child = subprocess.Popen(["sleep", "60"])
-    see_off([os.getppid(), child.pid, 2**22 + 1])
+    reap([os.getppid(), child.pid, 2**22 + 1])
     assert not Path(f"/proc/{child.pid}").exists()
     assert child.wait() == 0  # somebody else has heard of its end
 

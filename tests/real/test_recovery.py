@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spawnsim.real.launching.launch import find_library
+from spawnsim.real.launch.launchers import find_library
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
@@ -69,7 +69,7 @@ def test_a_call_that_was_left_does_not_end_the_job(ranks):
     """While the others are asked about it the watchdog looks: such a call has met its deadline, but is not hanging."""
     ranks(
         """
-    from spawnsim.real.mpi.leavable import _late
+    from spawnsim.real.mpi.abortable import _late
     dog = comm._home.watchdog
     ask_all = dog.ask_all
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from spawnsim.real.launching import sweeping
-from spawnsim.real.launching.sweeping import swept
+from spawnsim.real.launch import supervisor
+from spawnsim.real.launch.supervisor import shared_memory_removed
 
 HOLDING = """
 import mmap, sys, time
@@ -25,13 +25,13 @@ time.sleep(60)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder in the place of the system's."""
-    monkeypatch.setattr(sweeping, "FOLDER", tmp_path)
+    monkeypatch.setattr(supervisor, "SHM_FOLDER", tmp_path)
     return tmp_path
 
 
 def test_what_nobody_uses_is_removed(folder: Path) -> None:
     """Whatever library has named it; also when the block raises."""
-    with pytest.raises(KeyError), swept():
+    with pytest.raises(KeyError), shared_memory_removed():
         for name in (
             "mpich_shm_1a_0",
             "mpich_shar_tmpOvrDPG",
@@ -48,8 +48,8 @@ def test_another_jobs_is_left_alone(folder: Path) -> None:
     """One that a process has mapped; one that was there before; one of another user."""
     used, older, foreign = (folder / f"mpich_shm_{name}_0" for name in "abc")
     older.write_bytes(bytes(100))
-    time.sleep(sweeping.CLOCK_S + 0.1)
-    with swept():
+    time.sleep(supervisor.FILE_TIME_S + 0.1)
+    with shared_memory_removed():
         used.write_bytes(bytes(100))
         foreign.write_bytes(bytes(100))
         if os.getuid() == 0:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spawnsim.comm import DOUBLE, FLOAT, INT
-from spawnsim.real.rank.tally import nbytes_of
+from spawnsim.real.runtime.services import nbytes_of
 
 TEN = np.zeros(10)
 

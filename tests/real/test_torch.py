@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from crew import first
 
-from spawnsim.real.torch.cards import Unfinished, verdict
+from spawnsim.real.torch.runtime import UnfinishedNccl, can_use_nccl
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -33,7 +33,7 @@ WORLD = "comm = world(seed=7, deadline_s={deadline_s})\nrank = comm.rank\n"
 
 def torchrun(n: int) -> list[str]:
     """Return the command line that starts n processes, up to the program."""
-    return [sys.executable, "-m", "spawnsim.real.launching.torchrun", "--standalone", f"--nproc-per-node={n}"]
+    return [sys.executable, "-m", "spawnsim.real.launch.torchrun", "--standalone", f"--nproc-per-node={n}"]
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ def test_a_program_without_guarded_ends_well(tmp_path):
 )
 def test_nccl_is_used_with_a_gpu_for_each_rank_alone(cards, nccl, said):
     """All ranks come to the same verdict, since NCCL hangs where two of them do not."""
-    found, why = verdict(cards)
+    found, why = can_use_nccl(cards)
     assert found is nccl
     assert said in why
     assert bool(said) == bool(why)
@@ -265,7 +265,7 @@ def test_nccl_is_used_with_a_gpu_for_each_rank_alone(cards, nccl, said):
 def test_the_watchdog_sees_what_the_gpu_has_not_finished():
     """A collective of NCCL stays among the calls that its rank is in until the GPU has done it."""
     dog = SimpleNamespace(active={}, progress=None)
-    unfinished, works = Unfinished(dog), [SimpleNamespace(is_completed=lambda: done) for _ in range(2)]
+    unfinished, works = UnfinishedNccl(dog), [SimpleNamespace(is_completed=lambda: done) for _ in range(2)]
     done = False
     for number, work in enumerate(works):
         unfinished.add(("Allreduce", number, None, 0.0, 1.0), work)

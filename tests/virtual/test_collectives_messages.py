@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from spawnsim.record import Recorder
 from spawnsim.virtual.cluster import Cluster, Setting
 from spawnsim.virtual.collectives import Plan, depends, finish
-from spawnsim.virtual.collectives.messages import Performer
+from spawnsim.virtual.collectives.reference import Performer
 from spawnsim.virtual.comm.context import Context
 from spawnsim.virtual.network import Network
-from spawnsim.virtual.platform.model import Platform
+from spawnsim.virtual.platform.files import Platform
 
 
 def interpret(one: Plan, network: Network, arrivals, ranks, free=None):

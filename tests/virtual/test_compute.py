@@ -25,11 +25,11 @@ from spawnsim.virtual.compute import (
     Speed,
     StreamKey,
     Trace,
-    noise,
     parse_base,
     parse_stragglers,
+    stragglers,
 )  # fmt: skip
-from spawnsim.virtual.compute.episodes import Timeline
+from spawnsim.virtual.compute.stragglers import Episodes
 
 KINDS = [Lognormal(0.6), Exponential(0.5), Pareto(3.0), Gamma(0.4), Bimodal(0.01, 8.0)]
 
@@ -86,8 +86,8 @@ def test_a_sampler_is_the_stream_whatever_the_block_size(
     model = ComputeModel(Fixed(2.0), (kind,))
     sample = model.open(seed=3, rank=5)
     blocks = [sample(None, 0.0) for _ in range(700)]
-    monkeypatch.setattr(noise, "SMALLEST_BLOCK", 1)
-    monkeypatch.setattr(noise, "LARGEST_BLOCK", 1)
+    monkeypatch.setattr(stragglers, "SMALLEST_BLOCK", 1)
+    monkeypatch.setattr(stragglers, "LARGEST_BLOCK", 1)
     sample = model.open(seed=3, rank=5)
     assert blocks == [sample(None, 0.0) for _ in range(700)]
 
@@ -149,8 +149,8 @@ def test_episodes_take_their_share_of_the_time() -> None:
 def test_episodes_are_a_function_of_rank_and_time() -> None:
     """Asked in any order and in any portions, work takes equally long."""
     model, key = Markov(1.0, 1.0, 3.0), StreamKey(4, 2, "episodes")
-    whole = Timeline(model, key.generator()).stretch(20.0, 0.0)
-    portions = Timeline(model, key.generator())
+    whole = Episodes(model, key.generator()).stretch(20.0, 0.0)
+    portions = Episodes(model, key.generator())
     late = portions.stretch(0.5, 30.0)
     now_s = 0.0
     for _ in range(200):

@@ -5,8 +5,8 @@ import pytest
 from virtual_run import BANDWIDTH, LATENCY, platform, run
 
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.card import Card
 from spawnsim.virtual.collectives import Selection, finish
+from spawnsim.virtual.engine.completion import ReceivingNic
 from spawnsim.virtual.network import FatTree, Hockney, HomeLinks, Nodes, Switch
 from spawnsim.virtual.platform import Platform
 from spawnsim.virtual.requests import Request
@@ -123,7 +123,7 @@ def test_of_what_comes_at_one_time_the_card_takes_first_what_was_sent_first():
 
 def test_a_card_books_the_first_gap_that_is_long_enough():
     """A message goes before, between or behind those that were let in, never beside them."""
-    card = Card()
+    card = ReceivingNic()
     assert [card.let_in(10.0, 2.0), card.let_in(20.0, 2.0), card.let_in(5.0, 2.0)] == [10.0, 20.0, 5.0]
     assert card.let_in(9.0, 4.0) == 14.0  # 5 to 9 would do but for 8 to 10
     assert card.let_in(15.0, 4.0) == 18.0

@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from spawnsim.virtual.collectives.faulty import Damage
-from spawnsim.virtual.damage import can_be_damaged, damaged, replaced
 from spawnsim.virtual.faults import Verdict
+from spawnsim.virtual.faults.injection import can_be_damaged, damaged, with_damaged_member
 
 REDUCING = ("reduce", "allreduce", "reduce_scatter")
 WHOLE = ("bcast", "allreduce", "allgather")  # all ranks end with all blocks
@@ -140,5 +140,5 @@ def test_what_has_no_bytes_cannot_be_damaged():
     assert all(map(can_be_damaged, (b"x", np.zeros(1), [b"", b"x"], {(1, 0): b"x"})))
     assert damaged((1, 2)) == (1, 2)
     assert damaged(np.zeros(0)).size == 0
-    assert replaced({1: b"\0", 2: b"\0"}, 2, 0.0) == {1: b"\0", 2: b"\x80"}
+    assert with_damaged_member({1: b"\0", 2: b"\0"}, 2, 0.0) == {1: b"\0", 2: b"\x80"}
     assert Damage(0, 1, 0, 0, 0.5) < Damage(0, 1, 0, 1, 0.0)

@@ -19,8 +19,8 @@ from spawnsim.comm.datatypes import BF16
 from spawnsim.comm.ops import NO_OP
 from spawnsim.comm.predefined import BYTE, DOUBLE
 from spawnsim.record import Recorder
-from spawnsim.virtual.checksums import SHORT_NBYTES, checksum
-from spawnsim.virtual.programs import run_program
+from spawnsim.virtual.digest import SHORT_NBYTES, checksum
+from spawnsim.virtual.scripts import run_program
 
 RANKS, ODD = 12, 7  # the rank whose number differs
 KIB, MIB = 1024, 1024**2

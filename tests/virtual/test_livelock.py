@@ -5,15 +5,15 @@ import pytest
 from virtual_run import LATENCY, OVERHEAD, run
 
 from spawnsim.errors import Livelock, Timeout
-from spawnsim.virtual import livelock
-from spawnsim.virtual.programs import run_program
+from spawnsim.virtual import diagnosis
+from spawnsim.virtual.scripts import run_program
 
 
 @pytest.fixture(autouse=True)
 def _short_limits(monkeypatch):
     """Let a hundredth of the polls be enough."""
-    monkeypatch.setattr(livelock, "LIMIT", 10_000)
-    monkeypatch.setattr(livelock, "EACH", 100)
+    monkeypatch.setattr(diagnosis, "LIVELOCK_POLLS", 10_000)
+    monkeypatch.setattr(diagnosis, "POLLS_EACH", 100)
 
 
 POLLS = {
@@ -148,7 +148,7 @@ def test_polls_that_read_the_clock_end_as_well(monkeypatch, pause_s, polls):
             comm.Iprobe()
             comm.clock.sleep(pause_s)
 
-    monkeypatch.setattr(livelock, "TIMED", 3)
+    monkeypatch.setattr(diagnosis, "TIMED_FACTOR", 3)
     with pytest.raises(Livelock, match=f"{polls} polls in a row"):
         run(main, 1)
 

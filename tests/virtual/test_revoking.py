@@ -8,7 +8,7 @@ import pytest
 from virtual_run import platform, run
 
 from spawnsim.errors import Deadlock, RankFailed, Revoked, SpawnsimError
-from spawnsim.virtual import kernel
+from spawnsim.virtual.engine import kernel
 from spawnsim.virtual.mpi import MPI
 
 

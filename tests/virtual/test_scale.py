@@ -9,7 +9,7 @@ from virtual_run import run
 
 from spawnsim.comm import IN_PLACE, reductions
 from spawnsim.errors import Timeout
-from spawnsim.virtual.garbage import FEW
+from spawnsim.virtual.interpreter import FEW_BLOCKS
 
 RANKS = 10_000
 
@@ -102,5 +102,5 @@ def test_many_runs_in_one_process_leave_nothing_behind():
     for _ in range(250):
         run(lambda comm: comm.Barrier(), 60)
         counts.append(len(gc.get_objects()))
-    assert max(counts) < counts[0] * 3 // 2 + FEW  # each object is one piece of memory or more
+    assert max(counts) < counts[0] * 3 // 2 + FEW_BLOCKS  # each object is one piece of memory or more
     assert min(counts[len(counts) // 3 :]) < counts[0] * 11 // 10

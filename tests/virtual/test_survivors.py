@@ -12,7 +12,7 @@ import pytest
 from virtual_run import platform, run
 
 from spawnsim.errors import RankError
-from spawnsim.virtual import kernel
+from spawnsim.virtual.engine import kernel
 
 REAL = Path(__file__).parent.parent / "real"
 DEADLINE_S = 1.5

@@ -14,7 +14,7 @@ from spawnsim.comm import DOUBLE, MAX, SUM
 from spawnsim.comm.failures import Truncated, Unreadable
 from spawnsim.errors import Deadlock, MismatchError, UsageError
 from spawnsim.virtual import simulate
-from spawnsim.virtual.programs import run_program
+from spawnsim.virtual.scripts import run_program
 
 
 @pytest.mark.parametrize("call", ["reduce", "allreduce", "scan", "exscan"])

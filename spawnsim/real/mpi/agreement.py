@@ -1,14 +1,15 @@
 """Who goes on together after a death: found out by small messages, and the same for all who go on.
 
-A *lineage* is a communicator with all that recoveries made of it. Its members meet in numbered rounds. In a round each
-says that it has come, and at which step it stands; the lowest that has come waits for those who live, and decides.
-Those decided say that they agree, then make their communicator and say so; whoever misses a word of one of them begins
-the next round, to which all who hear of it come, also those who were through already. So no death in between leaves
-anybody hanging, and few meet anybody in the making, where libraries bear it least.
+A *lineage* is a communicator with all that recoveries made of it. Its members meet in numbered rounds. In a round
+each says that it has come, and at which step it stands; the lowest that has come waits for those who live, and
+decides. Those decided say that they agree, then make their communicator and say so; whoever misses a word of one of
+them begins the next round, to which all who hear of it come, also those who were through already. So no death in
+between leaves anybody hanging, and few meet anybody in the making, where libraries bear it least.
 
-A rank that was not heard for `SILENT_S` is given up. Should it come back (it was stopped), it is told so: it is fenced.
-Without a majority rule, which would forbid to go on with one rank of two, a network that falls into halves makes two
-jobs. Runs in the watchdog's thread; knows its channel, and knows no communicator.
+A rank that was not heard for `SILENT_S` is given up. Should it come back (it was stopped), it is told so: it is
+fenced. Without a majority rule, which would forbid to go on with one rank of two, a network that falls into halves
+makes two jobs. Runs in the watchdog's thread; knows its channel, and knows no communicator. `ShutdownBarrier` is how
+the ranks of such a job part: a barrier of the library would wait for the dead, and so would the library's own end.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from spawnsim.real.rank.ending import Ending
-from spawnsim.real.rank.watchdog import GRACE_S
+from spawnsim.real.runtime.abort import AbortProtocol
+from spawnsim.real.runtime.watchdog import GRACE_S
 
 BEAT_S = 0.3  # how often those who wait say that they live
 LOOK_S = 2e-3
@@ -46,7 +47,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Round:
     """One rank's coming to one round. `members`: world ranks; `limit_s`: for those who live but do not come."""
 
     lineage: str
@@ -72,7 +73,9 @@ class Lineage:
 class Agreement:
     """One rank's side. `revoke(lineage)` ends its calls there; `over()` says whether its program has ended."""
 
-    def __init__(self, ending: Ending, revoke: Callable[[str], None], over: Callable[[], bool]) -> None:
+    def __init__(
+        self, ending: AbortProtocol, revoke: Callable[[str], None], over: Callable[[], bool]
+    ) -> None:
         self._watchdog = watchdog = ending.watchdog
         self._channel, self._me = watchdog.channel, watchdog.channel.rank
         self._revoke, self._over = revoke, over
@@ -133,13 +136,13 @@ class Agreement:
         self._revoke("")
 
     # ------------------------------------------------------------------------------------------------- meeting
-    def meet(self, meeting: Meeting) -> Decision | None:
+    def meet(self, meeting: Round) -> Decision | None:
         """Come to a round; return its decision, None if this rank is fenced or another round has begun."""
         state, number = self.lineages[meeting.lineage], meeting.number
         state.came[number][self._me] = meeting.step
         began_s = time.perf_counter()
         coming = {"kind": "come", "lineage": meeting.lineage, "number": number, "step": meeting.step}
-        beat = Beat(self, meeting, coming)
+        beat = Heartbeat(self, meeting, coming)
         while not self.fenced and state.highest <= number:
             if number in state.decided:
                 return state.decided[number]
@@ -151,7 +154,7 @@ class Agreement:
             time.sleep(LOOK_S)
         return None
 
-    def _settled(self, meeting: Meeting, began_s: float) -> list[int]:
+    def _settled(self, meeting: Round, began_s: float) -> list[int]:
         """Return who has come and lives, if nobody is awaited any more."""
         state, now_s = self.lineages[meeting.lineage], time.perf_counter()
         came, here = state.came[meeting.number], []
@@ -172,7 +175,7 @@ class Agreement:
         )  # the watchdog has waited that long
         return now_s - max(state.heard_s.get(member, began_s), began_s) > limit_s
 
-    def _decide(self, meeting: Meeting, members: list[int]) -> Decision:
+    def _decide(self, meeting: Round, members: list[int]) -> Decision:
         state = self.lineages[meeting.lineage]
         steps = [step for member, step in state.came[meeting.number].items() if member in members]
         step = min((step for step in steps if step is not None), default=None)
@@ -186,21 +189,21 @@ class Agreement:
                 self._channel.send(member, message)
         return decision
 
-    def agreed(self, meeting: Meeting, decision: Decision) -> bool:
+    def agreed(self, meeting: Round, decision: Decision) -> bool:
         """Wait until all who were decided have heard so, and live."""
         return self._all_say(AGREED, meeting, decision, lambda: True)
 
-    def confirm(self, meeting: Meeting, decision: Decision, ready: Callable[[], bool]) -> bool:
+    def confirm(self, meeting: Round, decision: Decision, ready: Callable[[], bool]) -> bool:
         """Wait until all who were decided have made their communicator, this rank too when `ready()`."""
         made = self._all_say(MADE, meeting, decision, ready)
         if made:
             self.lineages[meeting.lineage].done = meeting.number
         return made
 
-    def _all_say(self, word: str, meeting: Meeting, decision: Decision, ready: Callable[[], bool]) -> bool:
+    def _all_say(self, word: str, meeting: Round, decision: Decision, ready: Callable[[], bool]) -> bool:
         state, number = self.lineages[meeting.lineage], meeting.number
         began_s = time.perf_counter()
-        beat = Beat(self, meeting, {"kind": "alive", "lineage": meeting.lineage})
+        beat = Heartbeat(self, meeting, {"kind": "alive", "lineage": meeting.lineage})
         said = state.said[word, number, decision.by]
         while not self.fenced and state.highest <= number:
             if self._me not in said and ready():
@@ -218,7 +221,7 @@ class Agreement:
             time.sleep(LOOK_S)
         return False
 
-    def _missing(self, meeting: Meeting, awaited: set[int], began_s: float) -> bool:
+    def _missing(self, meeting: Round, awaited: set[int], began_s: float) -> bool:
         """Whether one who is awaited is silent, or all of it takes too long."""
         state, now_s = self.lineages[meeting.lineage], time.perf_counter()
         late = now_s - began_s > max(meeting.limit_s, 2 * SILENT_S)
@@ -234,10 +237,10 @@ class Agreement:
         self._tell(tuple(sorted(self.lost)), {"kind": "fenced"})
 
 
-class Beat:
+class Heartbeat:
     """Says something to all members of a meeting, every `BEAT_S` seconds."""
 
-    def __init__(self, agreement: Agreement, meeting: Meeting, message: dict[str, Any]) -> None:
+    def __init__(self, agreement: Agreement, meeting: Round, message: dict[str, Any]) -> None:
         self._agreement, self._message, self._due_s = agreement, message, 0.0
         self._members = tuple(member for member in meeting.members if member not in agreement.lost)
 
@@ -246,3 +249,37 @@ class Beat:
         if now_s >= self._due_s:
             self._due_s = now_s + BEAT_S
             self._agreement._tell(self._members, self._message)
+
+
+class ShutdownBarrier:
+    """One rank's side. `gone()`: world ranks that are dead or given up; `fence()` raises if this one is."""
+
+    def __init__(
+        self, ending: AbortProtocol, gone: Callable[[], set[int]], fence: Callable[[], None]
+    ) -> None:
+        self._watchdog, self._gone, self._fence = ending.watchdog, gone, fence
+        self._met = 0  # how many times this rank has come to a meeting
+        self._others: dict[int, int] = {}  # the same of others
+        self._watchdog.heard["parting"] = self._heard
+
+    def meet(self) -> Callable[[], bool]:
+        """Begin to wait for all who live."""
+        self._met += 1
+        number, channel = self._met, self._watchdog.channel
+        others = set(range(channel.size)) - {channel.rank}
+        self._watchdog.do(lambda: self._watchdog.tell_all({"kind": "parting", "met": number}))
+
+        def all_here() -> bool:
+            self._fence()
+            missing = {rank for rank in others if self._others.get(rank, 0) < number}
+            return not missing or missing <= self._gone()
+
+        return all_here
+
+    def lowest(self) -> int:
+        """Return the lowest rank that has come to the last meeting, and may have left since."""
+        came = {rank for rank, met in self._others.items() if met >= self._met}
+        return min({self._watchdog.channel.rank, *came})
+
+    def _heard(self, sender: int, message: dict[str, Any]) -> None:
+        self._others[sender] = message["met"]

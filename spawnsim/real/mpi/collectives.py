@@ -1,30 +1,247 @@
 """Collective calls on MPI: the library's own blocking calls, counted, and watched from outside.
 
-They are not rebuilt from non-blocking ones, because then sums would be taken in another order. Knows names of
-collectives and the watchdog's table; how buffers are spelled is mpi4py's business.
+They are not rebuilt from non-blocking ones, because then sums would be taken in another order. With fingerprints all
+ranks first check that they are in the same call: both MPIs accept a `Bcast` against an `Allreduce`, and SUM against
+MAX, without a word. Large sums among ranks of one node go through memory that they share: an MPI moves each byte of
+an Allreduce between two processes several times; here the floor is one pass to read and one to write. The order of
+these sums is the tree in which virtual ranks and MPICH sum, so the bits are the same with and without.
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import os
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
+from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.ops import SUM, Op
-from spawnsim.real.mpi.fingerprints import check
-from spawnsim.real.mpi.leavable import leavable, making
-from spawnsim.real.mpi.node import LARGE_NBYTES, Array, Library, Node, arrays
-from spawnsim.real.mpi.words import failure, peer
-from spawnsim.real.rank.ordered import ordered_allreduce
+from spawnsim.comm.predefined import NAMED
+from spawnsim.comm.reductions import tree_in_place
+from spawnsim.errors import MismatchError
+from spawnsim.real.mpi.abortable import abortable, make_detached
+from spawnsim.real.mpi.translation import failure, peer
+from spawnsim.real.runtime.ordered_sum import ordered_allreduce
 
 if TYPE_CHECKING:
     from spawnsim.real.mpi.comm import MPIComm
-    from spawnsim.real.mpi.home import Home
-    from spawnsim.real.rank.staging import Stage
+    from spawnsim.real.mpi.runtime import RankRuntime
+    from spawnsim.real.runtime.staging import Stage
+
+__all__ = [
+    "Collectives",
+    "MAKERS",
+]
+
+
+SAME_BUFFER = {
+    "Allreduce": 1, "Reduce": 0, "Bcast": 0, "Allgather": 0, "Alltoall": 0, "Reduce_scatter_block": 0, "Scan": 0,
+    "Exscan": 0,
+}  # fmt: skip
+"""Which argument must have the same dtype and count on all ranks."""
+
+
+@lru_cache(maxsize=64)
+def _parameters(operation: str) -> list[str]:
+    found = inspect.signature(getattr(MPI.Intracomm, operation)).parameters
+    return [name for name in found if name != "self"]
+
+
+def describe_call(operation: str, sequence: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return what must be equal on all ranks: operation, number, root, op, dtype and count."""
+    given = {**dict(zip(_parameters(operation), args, strict=False)), **kwargs}
+    words = [f"{operation} number {sequence}"]
+    if "root" in _parameters(operation):
+        words.append(f"root {given.get('root', 0)}")
+    if "op" in _parameters(operation):
+        op = given.get("op", MPI.SUM)
+        reduced = op.__reduce__() if isinstance(op, MPI.Op) else "a function"
+        words.append(reduced if isinstance(reduced, str) else "a user's op")
+    if operation in SAME_BUFFER:
+        words.append(_describe_buffer([*args, *kwargs.values()], SAME_BUFFER[operation]))
+    return ", ".join(words)
+
+
+def _describe_buffer(buffers: list[Any], which: int) -> str:
+    spec: Any = buffers[which] if which < len(buffers) else None
+    if spec is MPI.IN_PLACE or spec is None:
+        spec = buffers[1] if len(buffers) > 1 else None
+    if isinstance(spec, (list, tuple)) and spec:
+        spec = spec[0]
+    if hasattr(spec, "dtype") and hasattr(spec, "shape"):
+        return f"{str(spec.dtype).removeprefix('torch.')} × {int(np.prod(tuple(spec.shape)))}"
+    return "" if spec is None else f"{memoryview(spec).nbytes} bytes"
+
+
+def check_fingerprints(
+    raw: MPI.Intracomm, operation: str, sequence: int, args: tuple[Any, ...], *, kwargs: dict[str, Any]
+) -> None:
+    """Raise MismatchError, on all ranks, unless all are in the same collective with the same arguments."""
+    text = describe_call(operation, sequence, args, kwargs)
+    word = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    ends = np.array([word, -word], np.int64)
+    raw.Allreduce(MPI.IN_PLACE, ends, MPI.MIN)
+    if ends[0] != -ends[1]:
+        everyone = raw.allgather(text)
+        table = "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(everyone))
+        raise MismatchError(
+            f"ranks have met in different collectives:\n{table}\n  make the same call on every rank"
+        )
+
+
+Array = NDArray[Any]
+LARGE_NBYTES = 1 << 17
+"""Where two barriers begin to cost less than what the library does."""
+CHUNK_NBYTES = 1 << 21
+"""Bytes a round: they stay in the caches between being laid out, summed and taken, and ranks meet seldom enough."""
+SHM_SHARE = 0.25
+"""Of the free shared memory of a node: the library needs some of its own, and an overdrawn page kills the process."""
+
+
+class LibrarySum:
+    """The way through the library, for communicators with ranks on several nodes."""
+
+    def __init__(self, raw: MPI.Intracomm) -> None:
+        self._raw = raw
+
+    def allreduce(self, contribution: Array, into: Array) -> None:
+        """Put the sum of all ranks' contributions into `into`."""
+        self._raw.Allreduce(MPI.IN_PLACE if contribution is into else contribution, into)
+
+    def free(self) -> None:
+        """Nothing is held."""
+
+
+class SharedMemorySum:
+    """The shared memory of a communicator whose ranks all live on one node: two halves a rank, used in turn."""
+
+    def __init__(self, raw: MPI.Intracomm, home: RankRuntime) -> None:
+        self.label, self._home = f"{raw.Get_name()}/node{raw.Get_size()}", home
+        self._raw, self._rank, self._size = raw, raw.Get_rank(), raw.Get_size()
+        self._win = MPI.Win.Allocate_shared(2 * CHUNK_NBYTES, 1, comm=raw)
+        self._win.Lock_all(MPI.MODE_NOCHECK)
+        self._halves = [
+            np.asarray(self._win.Shared_query(rank)[0], np.uint8).reshape(2, CHUNK_NBYTES)
+            for rank in range(self._size)
+        ]
+        self._turn = 0
+        home.windows.append(self)
+
+    @classmethod
+    def of(cls, raw: MPI.Intracomm, home: RankRuntime) -> SharedMemorySum | LibrarySum:
+        """Return the way for large sums on this communicator; collective."""
+        return cls(raw, home) if _on_one_node(raw) else LibrarySum(raw)
+
+    def allreduce(self, contribution: Array, into: Array) -> None:
+        """Put the sum of all ranks' contributions into `into`; both flat, of one dtype, and perhaps the same memory."""
+        step, in_place = CHUNK_NBYTES // contribution.itemsize, contribution is into
+        for start in range(0, contribution.size, step):
+            piece = slice(start, start + step)
+            self._round(contribution[piece], into[piece], in_place=in_place)
+
+    def _round(self, contribution: Array, into: Array, *, in_place: bool) -> None:
+        """One chunk. A half is written again only two rounds later, when a barrier says that all have taken it.
+
+        The own slice stays where it is: it need not be seen by others before it is summed, nor be taken afterwards.
+        """
+        self._turn ^= 1
+        rank, length, kind = self._rank, contribution.size, contribution.dtype
+        low, high = rank * length // self._size, (rank + 1) * length // self._size
+        parts = [half[self._turn, : length * kind.itemsize].view(kind) for half in self._halves]
+        _copy_but(low, high, contribution, parts[rank])
+        if not in_place:
+            into[low:high] = contribution[low:high]
+        self._meet()
+        slices = [part[low:high] for part in parts]  # nobody else touches these
+        shared, slices[rank] = slices[-1], into[low:high]
+        total = tree_in_place(slices, _add)
+        if total is shared:
+            into[low:high] = total
+        else:
+            shared[:] = total
+        self._meet()
+        _copy_but(low, high, parts[-1], into)
+
+    def _meet(self) -> None:
+        self._win.Sync()
+        self._raw.Barrier()
+        self._win.Sync()
+
+    def free(self) -> None:
+        """Leave the communicator's shared memory; collective."""
+        self._home.windows.remove(self)
+        self.release()
+
+    def release(self) -> None:
+        """Give the memory back; collective, and works when the communicator is gone already."""
+        self._halves = []
+        self._win.Unlock_all()
+        self._win.Free()
+
+
+def _copy_but(low: int, high: int, source: Array, to: Array) -> None:
+    """Copy all but what lies from `low` to `high`."""
+    to[:low], to[high:] = source[:low], source[high:]
+
+
+def _add(one: Array, other: Array) -> Array:
+    return np.add(one, other, out=other)
+
+
+def _on_one_node(raw: MPI.Intracomm) -> bool:
+    """Return whether all ranks share a node with room for the memory; collective, the same on all ranks."""
+    if raw.Get_size() == 1:
+        return False
+    node = raw.Split_type(MPI.COMM_TYPE_SHARED)
+    fits = node.Get_size() == raw.Get_size() and _has_room(2 * CHUNK_NBYTES * raw.Get_size())
+    node.Free()
+    return bool(raw.allreduce(fits, MPI.LAND))
+
+
+def _has_room(nbytes: int) -> bool:
+    try:
+        disk = os.statvfs("/dev/shm")
+    except OSError:  # the library keeps its shared memory elsewhere, and sees to it itself
+        return True
+    return nbytes < SHM_SHARE * disk.f_bavail * disk.f_frsize
+
+
+def summable_arrays(sendbuf: Any, recvbuf: Any) -> tuple[Array, Array] | None:
+    """Return contribution and result as flat arrays if they are large and of one type that numpy sums, else None.
+
+    Both in mpi4py's words. All ranks of an Allreduce get the same answer, however each spells its buffers.
+    """
+    into = _summable_array(recvbuf)
+    if into is None or into.nbytes < LARGE_NBYTES or into.dtype.kind not in "fiu" or into.itemsize < 4:
+        return None
+    given = into if sendbuf is MPI.IN_PLACE else _summable_array(sendbuf)
+    same = given is not None and given.dtype == into.dtype and given.size == into.size
+    return (given, into) if same and given is not None else None
+
+
+def _summable_array(spec: Any) -> Array | None:
+    """Return the memory of a specification, or None if there is none in a row of one predefined type."""
+    try:
+        if type(spec) in (list, tuple):
+            spec = [_named(part) if isinstance(part, MPI.Datatype) else part for part in spec]
+        buffer = as_buffer(spec)
+    except (TypeError, ValueError, BufferError, KeyError):  # the library says what is wrong with it
+        return None
+    return buffer.array if buffer.dtype is not None and buffer.datatype.is_predefined else None
+
+
+def _named(datatype: MPI.Datatype) -> Any:
+    """Return spawnsim's type of the same name; a derived one is no type that is summed."""
+    return NAMED[datatype.Get_name()]
+
 
 BUFFER = (
     "Barrier", "Bcast", "Gather", "Gatherv", "Scatter", "Scatterv", "Allgather", "Allgatherv", "Alltoall",
@@ -68,9 +285,9 @@ class Collectives:
     """All collectives; the table above makes the methods."""
 
     _raw: MPI.Intracomm
-    _home: Home
+    _home: RankRuntime
     _sequence: int
-    _node: Node | Library | None  # how large sums go, once one has gone
+    _node: SharedMemorySum | LibrarySum | None  # how large sums go, once one has gone
     _shares: bool  # whether shared memory is a way at all
     _inter: bool  # only between groups can a root be ROOT or PROC_NULL
     label: str
@@ -100,18 +317,18 @@ class Collectives:
             kwargs = {key: peer(value) if key == "root" else value for key, value in kwargs.items()}
         self._sequence += 1
         home.tally.part(operation, args, kwargs, self.rank)
-        if home.leavable:
+        if home.abortable:
             comm = cast("MPIComm", self)
             if operation in MAKERS:
                 call = partial(getattr(self._raw, operation), *args, **kwargs)
-                return making(comm, operation, call, meeting=operation != "Create_group")
-            return function(self, *args) if function else leavable(comm, operation, args, kwargs)
+                return make_detached(comm, operation, call, meeting=operation != "Create_group")
+            return function(self, *args) if function else abortable(comm, operation, args, kwargs)
         watchdog, thread = home.watchdog, get_ident()
         active = watchdog.active
         active[thread] = (operation, self._sequence, self, perf_counter(), home.clock.limit_s())
         try:
             if home.fingerprints:
-                check(self._raw, operation, self._sequence, args, kwargs=kwargs)
+                check_fingerprints(self._raw, operation, self._sequence, args, kwargs=kwargs)
             if function is None:
                 return getattr(self._raw, operation)(*args, **kwargs)
             return function(self._raw, *args)
@@ -123,7 +340,7 @@ class Collectives:
 
     def _staged(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stage | None:
         """Return main memory for GPU tensors among translated arguments; None if the call can be made as it is."""
-        rank, direct = None if self._inter else self.rank, not self._home.leavable
+        rank, direct = None if self._inter else self.rank, not self._home.abortable
         return self._home.words.stage(self._raw, operation, args, kwargs, rank=rank, direct=direct)
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> None:
@@ -143,7 +360,7 @@ class Collectives:
             self._called("Allreduce", (sendbuf, recvbuf, op), {}, ordered_allreduce)
             return
         if self._shares and getattr(recvbuf, "nbytes", LARGE_NBYTES) >= LARGE_NBYTES and args[2] == MPI.SUM:
-            large = arrays(*args[:2])
+            large = summable_arrays(*args[:2])
             if large is not None:
                 self._called("Allreduce", args, {}, partial(self._on_node, large))
                 return
@@ -151,7 +368,7 @@ class Collectives:
 
     def _on_node(self, large: tuple[Array, Array], raw: MPI.Intracomm, *_: Any) -> None:
         if self._node is None:
-            self._node = Node.of(raw, self._home)
+            self._node = SharedMemorySum.of(raw, self._home)
         self._node.allreduce(*large)
 
 
@@ -159,5 +376,3 @@ for _name in BUFFER:
     setattr(Collectives, _name, _method(_name, objects=False))
 for _name in OBJECT:
     setattr(Collectives, _name, _method(_name, objects=True))
-
-__all__ = ["MAKERS", "Collectives"]

@@ -1,8 +1,8 @@
-"""`Comm` on a real MPI: a thin wrapper over mpi4py's communicators that keeps the promises of the house.
+"""`Comm` on a real MPI: a thin wrapper over mpi4py's communicators that keeps spawnsim's promises.
 
 All of mpi4py's methods are there, by delegation; communicators that they return come back wrapped and share the
-rank's five own members. Integers such as `ANY_SOURCE` are spawnsim's, whatever the library's own numbers are.
-Knows mpi4py; knows no policy, no run folder and no command line.
+rank's services (clock, rng, record, compute, background). Integers such as `ANY_SOURCE` are spawnsim's, whatever the
+library's own numbers are. Knows mpi4py; knows no policy, no run folder and no command line.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ from spawnsim.comm.group import Group
 from spawnsim.comm.handles import ERRORS_ARE_FATAL, ERRORS_RETURN, Errhandler
 from spawnsim.comm.recovery import Capabilities, Recovery
 from spawnsim.errors import UsageError
-from spawnsim.real.launching.launch import recognise, require_together
-from spawnsim.real.mpi import words
+from spawnsim.real.launch.launchers import detect_launcher, require_together
+from spawnsim.real.mpi import translation
 from spawnsim.real.mpi.collectives import MAKERS, Collectives
-from spawnsim.real.mpi.home import Home, abort
-from spawnsim.real.mpi.p2p import PointToPoint
+from spawnsim.real.mpi.point_to_point import MPIPersistent, MPIRequest, PointToPoint, wrap_request
 from spawnsim.real.mpi.recovery import SURVIVE, capabilities, prepare, recover
-from spawnsim.real.mpi.requests import MPIPersistent, MPIRequest, wrapped
+from spawnsim.real.mpi.runtime import RankRuntime, abort
+from spawnsim.real.mpi.translation import ulfm
 from spawnsim.real.mpi.windows import Windows
-from spawnsim.real.mpi.words import ulfm
-from spawnsim.real.rank.guard import close, guarded
-from spawnsim.real.rank.namespace import KINDS
-from spawnsim.real.rank.namespace import namespace as names
-from spawnsim.real.rank.options import Options
-from spawnsim.real.rank.own import Own, Recorder, Task
+from spawnsim.real.runtime.finalize import close, guarded
+from spawnsim.real.runtime.namespace import KINDS
+from spawnsim.real.runtime.namespace import namespace as names
+from spawnsim.real.runtime.services import Options, RankServices, Recorder, Task
 
 if TYPE_CHECKING:
-    from spawnsim.real.rank.staging import Stage
+    from spawnsim.real.runtime.staging import Stage
 
 
 class MPIComm(PointToPoint, Collectives):
@@ -45,13 +43,13 @@ class MPIComm(PointToPoint, Collectives):
 
     revoked = ""  # why, once it is
 
-    def __init__(self, raw: MPI.Comm, home: Home, label: str) -> None:
+    def __init__(self, raw: MPI.Comm, home: RankRuntime, label: str) -> None:
         self._home, self.label = home, label
         self._raw, self._sequence = cast("MPI.Intracomm", raw), 0
         self.rank, self.size = raw.Get_rank(), raw.Get_size()
         self.members = self._in_world(raw.Get_group())
         self._inter, self._node = raw.Is_inter(), None
-        self._shares = home.options.node_memory and self.size > 1 and not (self._inter or home.leavable)
+        self._shares = home.options.node_memory and self.size > 1 and not (self._inter or home.abortable)
         self.Win = Windows(self)
         raw.Set_attr(_keyval(), self)
         own = home.own
@@ -118,7 +116,7 @@ class MPIComm(PointToPoint, Collectives):
 
     def Get_attr(self, keyval: int) -> Any:
         """Return an attribute; spawnsim's numbers of the predefined ones are translated."""
-        return self._raw.Get_attr(words.keyval(keyval))
+        return self._raw.Get_attr(translation.keyval(keyval))
 
     def Get_topology(self) -> int:
         """Return the kind of topology, in spawnsim's numbers."""
@@ -157,7 +155,7 @@ class MPIComm(PointToPoint, Collectives):
     def Shift(self, direction: int, disp: int) -> tuple[int, int]:
         """Return source and destination of a shift on a Cartesian communicator; edges are PROC_NULL."""
         source, dest = self._raw.Shift(direction, disp)  # type: ignore[attr-defined]
-        return words.rank_back(source), words.rank_back(dest)
+        return translation.rank_back(source), translation.rank_back(dest)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -181,7 +179,9 @@ class MPIComm(PointToPoint, Collectives):
             try:
                 result = self._wrapped(raw(*given, **named), name, stage)
             except MPI.Exception as error:
-                raise words.failure(error, self._raw, f"rank {self.rank} of {self.label}: {name}") from None
+                raise translation.failure(
+                    error, self._raw, f"rank {self.rank} of {self.label}: {name}"
+                ) from None
             if stage is not None and not isinstance(result, MPIRequest):
                 stage.end()
             return result
@@ -193,15 +193,15 @@ class MPIComm(PointToPoint, Collectives):
         if isinstance(value, MPI.Comm):
             return MPIComm(value, self._home, f"{self.label}/{name}") if value else None
         if isinstance(value, MPI.Request):
-            return wrapped(value, self._home, (name, -1, self), stage)
+            return wrap_request(value, self._home, (name, -1, self), stage)
         if type(value) is tuple:
             return tuple([self._wrapped(part, name) for part in value])
         return value
 
     def _make(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        words = self._home.words
-        named = {key: words(value) for key, value in kwargs.items()}
-        raw = self._watched(name, tuple([words(value) for value in args]), named)
+        translate = self._home.words
+        named = {key: translate(value) for key, value in kwargs.items()}
+        raw = self._watched(name, tuple([translate(value) for value in args]), named)
         if raw == MPI.COMM_NULL:
             return None
         return MPIComm(raw, self._home, f"{self.label}/{name}{self._sequence}")
@@ -242,9 +242,9 @@ def world(
     options: Options | None = None,
 ) -> MPIComm:
     """Return the communicator of all ranks of this job. Collective; the clock starts when all have met."""
-    require_together(recognise(), MPI.COMM_WORLD.Get_size(), MPI.get_vendor()[0])
+    require_together(detect_launcher(), MPI.COMM_WORLD.Get_size(), MPI.get_vendor()[0])
     raw = MPI.COMM_WORLD.Dup()
-    own = Own(raw.Get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
+    own = RankServices(raw.Get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
     comm = _enter(raw, own, options or Options(survive=SURVIVE in os.environ), "world")
     raw.Set_name("MPI_COMM_WORLD")
     MPI.COMM_WORLD.Set_attr(
@@ -253,8 +253,8 @@ def world(
     return comm
 
 
-def _enter(raw: MPI.Intracomm, own: Own, options: Options, label: str) -> MPIComm:
-    home = Home(raw, own, options)
+def _enter(raw: MPI.Intracomm, own: RankServices, options: Options, label: str) -> MPIComm:
+    home = RankRuntime(raw, own, options)
     prepare(home)
     home.watchdog.start()
     comm = MPIComm(raw, home, label)
@@ -281,12 +281,14 @@ def wrap(raw: MPI.Comm) -> MPIComm:
     known = raw.Get_attr(_keyval())
     if isinstance(known, MPIComm) and not known._home.ending.over:
         return known
-    comm = _enter(raw, Own(raw.Get_rank(), recorder=None, seed=0, deadline_s=30.0), Options(), raw.Get_name())
+    comm = _enter(
+        raw, RankServices(raw.Get_rank(), recorder=None, seed=0, deadline_s=30.0), Options(), raw.Get_name()
+    )
     atexit.register(_part, comm._home)
     return comm
 
 
-def _part(home: Home) -> None:
+def _part(home: RankRuntime) -> None:
     """Part from the other ranks at the end of a program that knows nothing of `world()`.
 
     Policies may have sent messages to ranks that had ended; MPICH kills a job that finalizes with any of them.
@@ -311,7 +313,7 @@ def _compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
     try:
         return MPI.Compute_dims(nnodes, dims)
     except MPI.Exception as error:
-        raise words.failure(error, None, f"Compute_dims({nnodes}, {dims})") from error
+        raise translation.failure(error, None, f"Compute_dims({nnodes}, {dims})") from error
 
 
 __all__ = ["MPIComm", "Options", "close", "guarded", "namespace", "world", "wrap"]

@@ -1,9 +1,12 @@
 """After a death: a communicator of the survivors, on two paths of real MPI.
 
-A job that was started to survive (`spawnsim run --survive`, and collectives that can be left: `Options(survive=True)`)
-goes on by what watchdogs agree (`agreement`), on any MPI: so a rank that is stopped can be left as well as a dead one.
-Where the library tells of deaths (Open MPI under `--with-ft ulfm`) nobody waits for a silence. In a job of ULFM's that
-was not started so, the library revokes and shrinks, and a stopped rank is waited for. Knows mpi4py and the rank's home.
+A job that was started to survive (`spawnsim run --survive`, and collectives that can be left:
+`Options(survive=True)`) goes on by what watchdogs agree (`agreement`), on any MPI: so a rank that is stopped can be
+left as well as a dead one. Where the library tells of deaths (Open MPI under `--with-ft ulfm`) nobody waits for a
+silence. In a job of ULFM's that was not started so, the library revokes and shrinks, and a stopped rank is waited
+for. A communicator that is revoked has its library's handle taken away, so that no call on it needs to look first;
+what was under way keeps its memory for ever, since the library may still write there, and messages that come late are
+dropped and counted.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import signal
 import socket
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -25,19 +30,133 @@ from mpi4py import MPI
 from spawnsim.comm.constants import ANY_SOURCE
 from spawnsim.comm.recovery import Capabilities, Recovery
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout, WorldError
-from spawnsim.real.launching.roll import SURVIVE, Deaths
-from spawnsim.real.mpi.agreement import FENCED, Agreement, Decision, Meeting
-from spawnsim.real.mpi.farewell import Farewell
-from spawnsim.real.mpi.home import polling
-from spawnsim.real.mpi.leavable import Apart
-from spawnsim.real.mpi.revoking import Revoking
-from spawnsim.real.mpi.words import DETECTED_S, failed_ranks, failure, ulfm
-from spawnsim.real.rank.ending import refuse_recovery
-from spawnsim.real.rank.waiting import wait_until
+from spawnsim.real.launch.processes import SURVIVE, KnownDeaths
+from spawnsim.real.mpi.abortable import DetachedCall
+from spawnsim.real.mpi.agreement import FENCED, Agreement, Decision, Round, ShutdownBarrier
+from spawnsim.real.mpi.collectives import LibrarySum, SharedMemorySum
+from spawnsim.real.mpi.runtime import abort, acknowledge, over, polling
+from spawnsim.real.mpi.translation import DETECTED_S, failed_ranks, failure, ulfm
+from spawnsim.real.runtime.abort import refuse_recovery
+from spawnsim.real.runtime.requests import wait_until
 
 if TYPE_CHECKING:
     from spawnsim.real.mpi.comm import MPIComm
-    from spawnsim.real.mpi.home import Home
+    from spawnsim.real.mpi.runtime import RankRuntime
+
+__all__ = [
+    "SURVIVE",
+    "capabilities",
+    "prepare",
+    "recover",
+    "ulfm",
+]
+
+
+ALLOWED = ("tomemory", "Get_group", "Is_inter", "handle", "name")
+
+
+class RevokedHandle:
+    """Stands where a library's handle stood: any call raises `Revoked`; to free it does nothing."""
+
+    def __init__(self, beneath: Any, why: str) -> None:
+        self._beneath, self._why = beneath, why
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ALLOWED:
+            return getattr(self._beneath, name)
+        raise Revoked(f"{name} {self._why}")
+
+    def Free(self) -> None:
+        """Do nothing: freeing is collective, and some are dead."""
+
+    def Abort(self, errorcode: int = 0) -> None:
+        """End all ranks at once."""
+        abort(errorcode)
+
+
+class Revocation:
+    """One rank's revoked communicators. `dropped` counts late messages, by the world rank that sent them."""
+
+    def __init__(self, home: RankRuntime) -> None:
+        self._home = home
+        self.kept: list[Any] = []  # requests, buffers and windows that the library may still touch
+        self.dropped: Counter[int] = Counter()
+        self._old: list[tuple[Any, tuple[int, ...]]] = []
+        self._next, self._landing = 0, list[Any]()
+
+    def __call__(self, lineage: str, why: str) -> None:
+        """Revoke the communicators of a lineage ("": all there are) and what belongs to them; from any thread."""
+        home = self._home
+        for comm in list(home.comms):
+            inside = not lineage or comm.label == lineage or comm.label.startswith(f"{lineage}/")
+            if inside and not comm.revoked:
+                self._take(comm, f"on {comm.label}, which was revoked: {why}")
+        theirs = [
+            window
+            for window in home.windows
+            if not isinstance(window, SharedMemorySum) and window._comm.revoked
+        ]
+        for window in theirs:
+            home.windows.remove(window)
+            self.kept.append((window._raw, window._words))
+            why_not = f"on {window.label}, whose communicator was revoked: {why}"
+            for handle in ("_raw", "_words", "_tokens"):
+                setattr(window, handle, RevokedHandle(getattr(window, handle), why_not))
+        for request in home.registry.held():
+            self._end(request)
+
+    def _take(self, comm: Any, why: str) -> None:
+        raw = comm._raw
+        comm.revoked, comm._raw = why, RevokedHandle(raw, why)
+        if comm._node in self._home.windows:  # giving its memory back would need the dead
+            self._home.windows.remove(comm._node)
+            self.kept.append(comm._node)
+        comm._node = LibrarySum(comm._raw)
+        for name in [name for name, value in vars(comm).items() if isinstance(value, FunctionType)]:
+            del comm.__dict__[name]  # methods that were bound to the handle
+        self._old.append((raw, comm.members))
+
+    def _end(self, request: Any) -> None:
+        """Let an open request of a revoked communicator end in `Revoked`; a receive is taken back."""
+        operation, _, comm = request._what
+        if not comm.revoked or request.advance():
+            return
+        with request._lock:
+            if request.complete():
+                return
+            self.kept.append(request._raw)
+            if operation.endswith(("recv", "Recv")) and request._raw != MPI.REQUEST_NULL:
+                request._raw.Cancel()
+            request._error, request._complete = Revoked(f"{operation} {comm.revoked}"), True
+
+    # ---------------------------------------------------------------------------------------- late messages
+    def probe_by(self, current: Callable[[int, int], bool]) -> Callable[[int, int], bool]:
+        """Return a probe that takes a look at one of the old communicators as well."""
+
+        def probe(source: int, tag: int) -> bool:
+            self._drop_one()
+            return current(source, tag)
+
+        return probe
+
+    def _drop_one(self) -> None:
+        self._next = (self._next + 1) % len(self._old)
+        raw, members = self._old[self._next]
+        status = MPI.Status()
+        try:
+            message = raw.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status) if raw else None
+        except MPI.Exception:
+            acknowledge(raw)
+            return
+        if self._landing:
+            self._landing = [request for request in self._landing if not over(request)]
+        if message is None:
+            return
+        nbytes, source = status.Get_count(MPI.BYTE), members[status.Get_source()]
+        self._landing.append(message.Irecv([bytearray(nbytes), MPI.BYTE]))
+        self.dropped[source] += 1
+        self._home.own.record.event("late_message", source=source, nbytes=nbytes)
+
 
 T = TypeVar("T")
 ROUNDS = 16  # of one recovery, before it is given up
@@ -47,7 +166,7 @@ FUTILE = 5  # recoveries in a row from one step, before which nobody has died
 NOWHERE = np.iinfo(np.int64).max  # the step of a rank that gives none
 
 
-def capabilities(home: Home) -> Capabilities:
+def capabilities(home: RankRuntime) -> Capabilities:
     """Return what can be done, without trying it."""
     vendor, version = MPI.get_vendor()
     survives = ulfm() or (home.options.survive and SURVIVE in os.environ)
@@ -68,19 +187,19 @@ def capabilities(home: Home) -> Capabilities:
 class Survival:
     """What one rank needs to outlive others; each home has one. `dropped` messages are counted in `revoking`."""
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: RankRuntime) -> None:
         self._home = home
-        self.revoking = Revoking(home)
+        self.revoking = Revocation(home)
         self.kept = self.revoking.kept
         self.agreement = Agreement(home.ending, self._revoke, lambda: home.ending.over)
         home.ending.given_up = lambda: self.agreement.fenced
-        self.farewell: Farewell | None = None  # where ranks part without the library
+        self.farewell: ShutdownBarrier | None = None  # where ranks part without the library
         self.acknowledged: dict[str, set[int]] = {}  # world ranks, by communicator
         self._futile, self._step = 0, -1
         self._alone = False
         self._places: list[tuple[str, int]] = []
         self._base: Any = None
-        self._recorded = Deaths(os.environ)
+        self._recorded = KnownDeaths(os.environ)
 
     def prepare(self) -> None:
         """Make the rank fit to survive others: once MPI is up, since before it MPICH puts its own handler there."""
@@ -90,7 +209,7 @@ class Survival:
         self.agreement.dead = home.ending.dead = self.dead
         self._places = raw.allgather((socket.gethostname(), os.getpid()))
         home.parting.give_up = self.give_up
-        self.farewell = Farewell(home.ending, self._gone, self.fence)
+        self.farewell = ShutdownBarrier(home.ending, self._gone, self.fence)
         if home.options.survive and MPI.get_vendor()[0] == "MPICH":
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -151,12 +270,12 @@ class Survival:
         self._revoke(lineage)
         number, tries, gone = state.done + 1, 0, set[int]()
         for _ in range(ROUNDS):
-            meeting = Meeting(lineage, comm.members, max(number, state.highest), step, limit_s)
+            meeting = Round(lineage, comm.members, max(number, state.highest), step, limit_s)
             number = meeting.number
             decision = self._watched(partial(self.agreement.meet, meeting))
             if decision is not None and self._watched(partial(self.agreement.agreed, meeting, decision)):
                 tries, gone = tries * (gone == self._gone()) + 1, self._gone()
-                made = Apart(partial(self._make, decision, lineage, number))
+                made = DetachedCall(partial(self._make, decision, lineage, number))
                 if self._watched(partial(self.agreement.confirm, meeting, decision, made.well)):
                     return made.result(), decision
                 self.kept.append(made)
@@ -202,7 +321,7 @@ class Survival:
             raise error
         return result  # type: ignore[no-any-return]
 
-    def hope(self, comm: MPIComm, step: int | None, dead: tuple[int, ...]) -> None:
+    def refuse_futile(self, comm: MPIComm, step: int | None, dead: tuple[int, ...]) -> None:
         """Refuse to recover for ever from what is no death: a program that tries again each time would never end."""
         self._futile = 0 if dead or step is None or step != self._step else self._futile + 1
         self._step = -1 if step is None else step
@@ -254,7 +373,7 @@ def lineage_of(comm: MPIComm) -> str:
     return head if last.startswith("recovered") else comm.label
 
 
-def prepare(home: Home) -> None:
+def prepare(home: RankRuntime) -> None:
     """Called once MPI is up, on all ranks."""
     home.survival = Survival(home)
     if home.options.survive or ulfm():
@@ -272,8 +391,8 @@ def recover(comm: MPIComm, step: int | None = None) -> Recovery:
     """
     home, survival = comm._home, comm._home.survival
     survival.fence()
-    if ulfm() and not home.leavable:
-        raw, agreed = _shrunk(comm, step)
+    if ulfm() and not home.abortable:
+        raw, agreed = _shrink_by_ulfm(comm, step)
         survival.revoking(
             lineage_of(comm), "it has been recovered; use the communicator that recover() returned"
         )
@@ -302,12 +421,12 @@ def _recovered(comm: MPIComm, raw: Any, step: int | None) -> Recovery:
     state = survival.agreement.lineages[lineage]
     if state.highest > state.done:  # another round has begun since
         survival.revoking(lineage, "ranks recover from a death; recover() too")
-    survival.hope(survivors, step, dead)
+    survival.refuse_futile(survivors, step, dead)
     comm.record.event("recovered", dead=list(dead), size=survivors.size, step=-1 if step is None else step)
     return Recovery(survivors, old, step, dead)
 
 
-def _shrunk(comm: MPIComm, step: int | None) -> tuple[Any, int | None]:
+def _shrink_by_ulfm(comm: MPIComm, step: int | None) -> tuple[Any, int | None]:
     """ULFM's way: revoke, so that all come here, and shrink, until nobody dies meanwhile."""
     raw: Any = comm._raw
     error: SpawnsimError | None = None
@@ -321,19 +440,16 @@ def _shrunk(comm: MPIComm, step: int | None) -> tuple[Any, int | None]:
             raw.Allreduce(MPI.IN_PLACE, agreed, MPI.MIN)
         except MPI.Exception as found:
             whole, error = 0, failure(found, raw, f"rank {comm.rank} of {comm.label}: recover")
-        if _all(raw, whole):
+        if _all_agree(raw, whole):
             return raw, None if agreed[0] == NOWHERE else int(agreed[0])
     raise error or Timeout(
         (), "recover", -1, f"rank {comm.rank} of {comm.label}: {ROUNDS} rounds, and no agreement"
     )
 
 
-def _all(raw: Any, flag: int) -> bool:
+def _all_agree(raw: Any, flag: int) -> bool:
     """Return whether all survivors say yes; the same on all of them, also when one dies now."""
     try:
         return bool(raw.Agree(flag))
     except MPI.Exception:
         return False
-
-
-__all__ = ["SURVIVE", "capabilities", "prepare", "recover", "ulfm"]

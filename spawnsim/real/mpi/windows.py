@@ -1,8 +1,8 @@
 """Windows on MPI that work while their owners compute.
 
 The recipe, by measurement on both MPIs: memory by `Allocate`, one `Lock_all` taken at birth and held until `Free`,
-accesses completed by `Flush`. So the house keeps locks and epochs of its own, in the rooms beside this one. Knows
-mpi4py's windows and the rank's home; knows nothing of what the memory holds.
+accesses completed by `Flush`. So spawnsim keeps locks and epochs of its own (`runtime.rma_sync`); a lock is an atomic
+on a small window of lock words, and a `Get` under a shared lock costs no message of its own.
 """
 
 from __future__ import annotations
@@ -15,35 +15,73 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
+from spawnsim.comm.constants import LOCK_EXCLUSIVE
 from spawnsim.comm.ops import SUM
 from spawnsim.errors import UnsupportedError
-from spawnsim.real.mpi import words
-from spawnsim.real.mpi.leavable import leaving, together
-from spawnsim.real.mpi.locks import LockWords
-from spawnsim.real.mpi.requests import MPIRequest
-from spawnsim.real.rank.epochs import Epochs
+from spawnsim.real.mpi import translation
+from spawnsim.real.mpi.abortable import make_collectively, run_detached
+from spawnsim.real.mpi.point_to_point import MPIRequest
+from spawnsim.real.runtime.rma_sync import ActiveTarget, PassiveTarget
 
 if TYPE_CHECKING:
     from spawnsim.real.mpi.comm import MPIComm
-    from spawnsim.real.rank.staging import Stage
+    from spawnsim.real.runtime.staging import Stage
+
+
+WRITER = 1 << 40  # added to a lock word by the one exclusive holder; shared holders add 1
+
+
+class LockWords(PassiveTarget):
+    """Lock and Unlock of one rank's window."""
+
+    _words: Any  # mpi4py's window of a lock word per rank
+    _one: NDArray[np.int64]
+    _was: NDArray[np.int64]
+
+    def _acquire(self, rank: int, lock_type: int, limit_s: float, call: tuple[str, int, Any]) -> bool:
+        taken: bool = self._home.wait(lambda: self._take(rank, lock_type), limit_s, call)
+        return taken
+
+    def _take(self, rank: int, lock_type: int) -> bool:
+        """Try once to take a lock word: the writer needs it at zero, a reader needs it without a writer."""
+        if lock_type == LOCK_EXCLUSIVE:
+            compare = np.zeros(1, np.int64)
+            self._one[0] = WRITER
+            self._words.Compare_and_swap(self._one, compare, self._was, rank)
+            self._words.Flush(rank)
+            return int(self._was[0]) == 0
+        if self._add(rank, 1) < WRITER:
+            return True
+        self._add(rank, -1)
+        return False
+
+    def _release(self, rank: int, lock_type: int) -> None:
+        self._add(rank, -(WRITER if lock_type == LOCK_EXCLUSIVE else 1))
+
+    def _add(self, rank: int, share: int) -> int:
+        self._one[0] = share
+        self._words.Fetch_and_op(self._one, self._was, rank)
+        self._words.Flush(rank)
+        return int(self._was[0])
 
 
 @dataclass(frozen=True)
-class Target:
+class WatchedTarget:
     """The part of a window that a call waits for, in the watchdog's terms."""
 
     label: str
     members: tuple[int, ...]
 
 
-class MPIWin(LockWords, Epochs):
+class MPIWin(LockWords, ActiveTarget):
     """A window: mpi4py's methods. Make one by `comm.Win.Allocate(nbytes)` or `comm.Win.Create(memory)`; collective."""
 
     def __init__(self, raw: MPI.Win, comm: MPIComm) -> None:
         self._raw, self._comm, self._home = raw, comm, comm._home
-        self._words = together(comm, MPI.Win.Allocate, 8, 8, MPI.INFO_NULL)
-        self._tokens = together(
+        self._words = make_collectively(comm, MPI.Win.Allocate, 8, 8, MPI.INFO_NULL)
+        self._tokens = make_collectively(
             comm, MPI.Intracomm.Dup
         )  # of epochs, so that no receive of the program takes one
         word: Any = self._words.tomemory()
@@ -57,7 +95,7 @@ class MPIWin(LockWords, Epochs):
         self._home.windows.append(self)
         raw.Lock_all(MPI.MODE_NOCHECK)
         self._words.Lock_all(MPI.MODE_NOCHECK)
-        self._targets = [Target(f"the window of {comm.label}", (member,)) for member in comm.members]
+        self._targets = [WatchedTarget(f"the window of {comm.label}", (member,)) for member in comm.members]
         comm.Barrier()
 
     # ------------------------------------------------------------------------------------------------ memory
@@ -109,23 +147,25 @@ class MPIWin(LockWords, Epochs):
 
     def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
         (origin,) = self._buffers("Get", target_rank, origin)
-        self._raw.Get(origin, words.peer(target_rank), self._home.words(target))
+        self._raw.Get(origin, translation.peer(target_rank), self._home.words(target))
 
     def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
         (origin,) = self._buffers("Put", target_rank, origin)
-        self._raw.Put(origin, words.peer(target_rank), self._home.words(target))
+        self._raw.Put(origin, translation.peer(target_rank), self._home.words(target))
 
     def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Any = SUM) -> None:
         translate = self._home.words
         (origin,) = self._buffers("Accumulate", target_rank, origin)
-        self._raw.Accumulate(origin, words.peer(target_rank), translate(target), translate(op))
+        self._raw.Accumulate(origin, translation.peer(target_rank), translate(target), translate(op))
 
     def Get_accumulate(
         self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Any = SUM
     ) -> None:
         translate = self._home.words
         origin, result = self._buffers("Get_accumulate", target_rank, origin, result)
-        self._raw.Get_accumulate(origin, result, words.peer(target_rank), translate(target), translate(op))
+        self._raw.Get_accumulate(
+            origin, result, translation.peer(target_rank), translate(target), translate(op)
+        )
 
     def Fetch_and_op(
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Any = SUM
@@ -152,15 +192,15 @@ class MPIWin(LockWords, Epochs):
         stage = translate.stage(self._raw, operation, (origin,)) if translate.devices else None
         if stage is not None:
             (origin,) = stage.args
-        raw = getattr(self._raw, operation)(origin, words.peer(target_rank), translate(target))
+        raw = getattr(self._raw, operation)(origin, translation.peer(target_rank), translate(target))
         return MPIRequest.of(raw, self._home, (f"Win.{operation}", target_rank, self._comm), stage)
 
     # -------------------------------------------------------------------------------------------- completion
     def Flush(self, rank: int) -> None:
         """Complete all calls to one rank; watched, since it waits for the target's next poll on some paths."""
         home, thread = self._home, get_ident()
-        if home.leavable and rank != self._comm.rank:
-            leaving(self._comm, f"Win.Flush of rank {rank}", partial(self._raw.Flush, rank), [rank])
+        if home.abortable and rank != self._comm.rank:
+            run_detached(self._comm, f"Win.Flush of rank {rank}", partial(self._raw.Flush, rank), [rank])
             self._land(rank)
             return
         active = home.watchdog.active
@@ -193,7 +233,7 @@ class MPIWin(LockWords, Epochs):
 
     def Get_attr(self, keyval: int) -> Any:
         """Return an attribute; spawnsim's numbers of the predefined ones are translated."""
-        return self._raw.Get_attr(words.keyval(keyval))
+        return self._raw.Get_attr(translation.keyval(keyval))
 
     def __bool__(self) -> bool:
         return bool(self._raw)
@@ -208,8 +248,8 @@ class MPIWin(LockWords, Epochs):
     def Free(self) -> None:
         self._home.windows.remove(self)
         self._comm.Barrier()
-        if self._home.leavable:
-            leaving(self._comm, "Win.Free", self.release)
+        if self._home.abortable:
+            run_detached(self._comm, "Win.Free", self.release)
         else:
             self.release()
 
@@ -234,17 +274,17 @@ class Windows:
 
     def Allocate(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window over `size` new bytes on each rank: the one that others reach while this rank computes."""
-        raw = together(self._comm, MPI.Win.Allocate, size, disp_unit, info or MPI.INFO_NULL)
+        raw = make_collectively(self._comm, MPI.Win.Allocate, size, disp_unit, info or MPI.INFO_NULL)
         return MPIWin(raw, self._comm)
 
     def Allocate_shared(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window that all ranks of one node map into their memory (see `Shared_query`)."""
-        raw = together(self._comm, MPI.Win.Allocate_shared, size, disp_unit, info or MPI.INFO_NULL)
+        raw = make_collectively(self._comm, MPI.Win.Allocate_shared, size, disp_unit, info or MPI.INFO_NULL)
         return MPIWin(raw, self._comm)
 
     def Create_dynamic(self, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window without memory: `Attach` adds some, and targets are addresses."""
-        raw = together(self._comm, MPI.Win.Create_dynamic, info or MPI.INFO_NULL)
+        raw = make_collectively(self._comm, MPI.Win.Create_dynamic, info or MPI.INFO_NULL)
         return MPIWin(raw, self._comm)
 
     def Create(self, memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
@@ -256,5 +296,5 @@ class Windows:
                 "Win.Create over GPU memory: use Win.Allocate, and Put GPU tensors into it and Get them from it"
             )
         home.needy = True
-        raw = together(self._comm, MPI.Win.Create, memory, disp_unit, info or MPI.INFO_NULL)
+        raw = make_collectively(self._comm, MPI.Win.Create, memory, disp_unit, info or MPI.INFO_NULL)
         return MPIWin(raw, self._comm)

@@ -1,14 +1,19 @@
 """Collectives that torch has: Barrier, Bcast, Reduce, Allreduce, Allgather, on the user's own memory.
 
-Tensors on a GPU go to NCCL where the group has it, else over gloo by way of pinned memory. What torch cannot reduce
-(other types, other ops, ops of the program) is combined in rank order over the wire. Knows buffers and torch's calls.
+Each is counted, bounded by its deadline, known to the watchdog and, on demand, compared between ranks; the way
+through is short, because between two calls each line costs several times what it costs in a loop of its own. Tensors
+on a GPU go to NCCL where the group has it, else over gloo by way of pinned memory. What torch cannot reduce (other
+types, other ops, ops of the program) is combined in rank order over the wire.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from threading import get_ident
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,14 +21,146 @@ import torch.distributed as dist
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import IN_PLACE
 from spawnsim.comm.ops import BAND, BOR, BXOR, MAX, MIN, PROD, SUM, Op
-from spawnsim.errors import ParameterError
-from spawnsim.real.rank.ordered import ordered_allreduce
-from spawnsim.real.rank.pending import Pending
+from spawnsim.errors import MismatchError, ParameterError, Timeout, UsageError
+from spawnsim.real.runtime.ordered_sum import ordered_allreduce
+from spawnsim.real.runtime.requests import RealRequest
+from spawnsim.real.runtime.watchdog import verdict
 from spawnsim.real.torch.exchanges import Exchanges, as_blocks
-from spawnsim.real.torch.memory import as_plain, bytes_of, flat, on_gpu, staged
-from spawnsim.real.torch.requests import Together, Working
-from spawnsim.real.torch.running import Running, shape
-from spawnsim.real.torch.wire import tensor_of
+from spawnsim.real.torch.point_to_point import (
+    CompositeRequest,
+    WorkRequest,
+    as_plain,
+    bytes_of,
+    flat_tensor,
+    on_gpu,
+    staged,
+)
+from spawnsim.real.torch.transport import rank_gone, tensor_of
+
+if TYPE_CHECKING:
+    from spawnsim.real.torch.runtime import RankRuntime
+
+
+Fingerprint = tuple[str, Any]
+"""What all ranks must agree on beside the operation: a text, and a buffer whose type and count count."""
+NEVER = float("inf")
+SHORTEST_S = 1e-3  # torch counts milliseconds, and means for ever by 0
+AGREEING: Any = dist.AllreduceOptions()
+AGREEING.reduceOp = dist.ReduceOp.MIN
+
+
+class WatchedCollectives:
+    """Starting a collective of a group and waiting for it."""
+
+    _home: RankRuntime
+    _gloo: Any
+    _sequence: int
+    label: str
+    members: tuple[int, ...]
+    _freed: bool
+    _active: dict[int, Any]  # the watchdog's
+    clock: Any
+    rank: int
+    size: int
+
+    if TYPE_CHECKING:
+
+        def _live(self) -> None:
+            """Refuse a freed communicator."""
+
+        def _on_gpus(self) -> Any:
+            """Return NCCL's group of these ranks."""
+
+    def _count(self, operation: str) -> int:
+        self._live()
+        self._sequence += 1
+        return self._sequence
+
+    # ---------------------------------------------------------------------------------------- running and waiting
+    def _run_watched(
+        self, operation: str, start: Callable[..., Any], args: Any, what: Fingerprint | None = None
+    ) -> None:
+        """Start a collective of torch, `start(*args)`, and wait for it while the watchdog knows of it."""
+        if self._freed:
+            self._live()
+        home, thread, began = self._home, get_ident(), perf_counter()
+        self._sequence = number = self._sequence + 1
+        active, limit_s = self._active, self.clock.limit_s() + 0.0
+        home.tally.native(operation, args, self.rank)
+        active[thread] = (operation, number, self, began, NEVER)
+        try:
+            if home.fingerprints:
+                self._agreed(operation, number, what)
+            start(*args).wait(limit_s if limit_s > SHORTEST_S else SHORTEST_S)
+        except RuntimeError as error:
+            raise self._failure(error, (operation, number, self, began, limit_s)) from None
+        finally:
+            home.watchdog.last = active.pop(thread, None)
+
+    def _run_on_stream(
+        self, operation: str, start: Callable[..., Any], args: Any, what: Fingerprint | None = None
+    ) -> None:
+        """Start a collective of NCCL: the caller's stream waits for it, and the host does not.
+
+        So the call returns before its deadline, whatever happens; the watchdog ends the job, and says who is missing,
+        when the GPU has not finished by then.
+        """
+        home, number = self._home, self._count(operation)
+        if home.fingerprints:
+            self._agreed(operation, number, what)
+        call = (operation, number, self, perf_counter(), home.clock.limit_s())
+        home.tally.native(operation, args, self.rank)
+        work = start(*args)
+        work.wait()
+        home.unfinished.add(call, work)
+
+    def _group_for(self, tensor: torch.Tensor) -> tuple[Any, Callable[..., None]]:
+        """Return torch's group that reaches a tensor's memory, and how its calls are waited for."""
+        return (self._gloo, self._run_watched) if tensor.is_cpu else (self._on_gpus(), self._run_on_stream)
+
+    def _failure(self, error: RuntimeError, call: Any) -> Exception:
+        if isinstance(error, UsageError):
+            return error
+        if "timed out" not in str(error).lower():
+            what = f"rank {self.rank} of {self.label}: {call[0]} number {call[1]}"
+            return rank_gone(what, error)
+        everyone = self._home.watchdog.ask_all()
+        missing, text = verdict(call, [everyone[member] for member in self.members])
+        return Timeout(missing, call[0], call[1], text)
+
+    def _agreed(self, operation: str, number: int, what: Fingerprint | None) -> None:
+        self._same(
+            f"{operation} number {number}, " + (f"{what[0]}, {dtype_and_count(what[1])}" if what else "")
+        )
+
+    def _same(self, text: str) -> None:
+        """Raise MismatchError, on all ranks, unless all are in the same collective with the same arguments."""
+        word = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        ends = torch.tensor([word, -word])
+        self._gloo.allreduce([ends], AGREEING).wait()
+        if int(ends[0]) != -int(ends[1]):
+            everyone = self._texts(text)
+            table = "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(everyone))
+            text = f"ranks have met in different collectives:\n{table}\n  make the same call on every rank"
+            raise MismatchError(text)
+
+    def _texts(self, text: str) -> list[str]:
+        """Gather one text per rank by fixed-size records."""
+        mine = torch.zeros(256, dtype=torch.uint8)
+        said = torch.frombuffer(bytearray(text.encode()[:256]), dtype=torch.uint8)
+        mine[: said.numel()] = said
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        self._gloo.allgather([everyone], [mine]).wait()
+        return [bytes(record.tolist()).rstrip(b"\0").decode(errors="replace") for record in everyone]
+
+
+def dtype_and_count(buf: Any) -> str:
+    """Return dtype and count, for fingerprints."""
+    if isinstance(buf, torch.Tensor):
+        return f"{buf.dtype} × {buf.numel()}".removeprefix("torch.")
+    buffer = as_buffer(buf)
+    return f"{buffer.dtype} × {buffer.count}"
+
 
 Tensor = torch.Tensor
 NATIVE = {
@@ -60,37 +197,37 @@ def _reduced(op: str, root: int) -> Any:
     return _filled(dist.ReduceOptions(), reduceOp=(NATIVE | BITWISE)[op], rootRank=root)
 
 
-class Native(Running, Exchanges):
+class NativeCollectives(WatchedCollectives, Exchanges):
     """The collectives of torch's groups, counted, bounded and watched."""
 
     # ------------------------------------------------------------------------------------------------- the calls
     def Barrier(self) -> None:
-        self._ran("Barrier", self._gloo.barrier, (BARRIER,))
+        self._run_watched("Barrier", self._gloo.barrier, (BARRIER,))
 
     barrier = Barrier
 
-    def Ibarrier(self) -> Pending:
+    def Ibarrier(self) -> RealRequest:
         return self._begun("Ibarrier", self._gloo.barrier, (BARRIER,))
 
     def _begun(
         self, operation: str, start: Callable[..., Any], args: Any, after: Callable[[], object] | None = None
-    ) -> Working:
+    ) -> WorkRequest:
         self._count(operation)
         self._home.tally.native(operation, args, self.rank)
-        return Working.of(self._home, (operation, -1, self), start(*args), after)
+        return WorkRequest.of(self._home, (operation, -1, self), start(*args), after)
 
     def Bcast(self, buf: Any, root: int = 0) -> None:
         self._root(root, "Bcast")
         tensor, after = self._native(buf)
-        group, ran = self._way(tensor)
+        group, ran = self._group_for(tensor)
         ran("Bcast", group.broadcast, ([tensor], _rooted(root)), (f"root {root}", buf))
         if after is not None:
             after()
 
-    def Ibcast(self, buf: Any, root: int = 0) -> Pending:
+    def Ibcast(self, buf: Any, root: int = 0) -> RealRequest:
         self._root(root, "Ibcast")
         tensor, after = self._native(buf)
-        return self._begun("Ibcast", self._way(tensor)[0].broadcast, ([tensor], _rooted(root)), after)
+        return self._begun("Ibcast", self._group_for(tensor)[0].broadcast, ([tensor], _rooted(root)), after)
 
     def _native(self, buf: Any) -> tuple[Tensor, Callable[[], object] | None]:
         """Return a tensor to broadcast: any type as its bytes, staged if torch's group cannot reach it."""
@@ -99,7 +236,7 @@ class Native(Running, Exchanges):
         if on_gpu(buf) and not self._home.has_nccl:
             host = staged(buf).copy_(buf)
             return host.view(-1).view(torch.uint8), lambda: buf.copy_(host)
-        plain = flat(buf, writable=True)
+        plain = flat_tensor(buf, writable=True)
         if plain is not None:
             return plain, None
         buffer = as_buffer(buf, writable=True)
@@ -110,7 +247,7 @@ class Native(Running, Exchanges):
         if sendbuf is IN_PLACE and type(recvbuf) is Tensor and recvbuf.is_cpu and not self._home.ordered:
             options = REDUCING.get((recvbuf.dtype, op.name))
             if options is not None and recvbuf.is_contiguous():  # the short way of a plain tensor
-                self._ran("Allreduce", self._gloo.allreduce, ([recvbuf], options), (op.name, recvbuf))
+                self._run_watched("Allreduce", self._gloo.allreduce, ([recvbuf], options), (op.name, recvbuf))
                 return
         if self._staged(recvbuf, op):
             self._by_host(self.Allreduce, sendbuf, recvbuf, op)
@@ -121,18 +258,20 @@ class Native(Running, Exchanges):
             if tensor is None:
                 self._met(self._reduction("Allreduce", (sendbuf, recvbuf), op, None), "Allreduce")
                 return
-            group, ran = self._way(tensor)
+            group, ran = self._group_for(tensor)
             ran("Allreduce", group.allreduce, ([tensor], options), (op.name, tensor))
 
-    def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Pending:
+    def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> RealRequest:
         if self._staged(recvbuf, op):
             host = staged(recvbuf).copy_(recvbuf if sendbuf is IN_PLACE else sendbuf)
             inner = [self.Iallreduce(IN_PLACE, host, op)]
-            return Together.of(self._home, ("Iallreduce", -1, self), inner, lambda: recvbuf.copy_(host))
+            return CompositeRequest.of(
+                self._home, ("Iallreduce", -1, self), inner, lambda: recvbuf.copy_(host)
+            )
         tensor, options = self._reducible(sendbuf, recvbuf, op)
         if tensor is None:
             return self._reduction("Iallreduce", (sendbuf, recvbuf), op, None)
-        return self._begun("Iallreduce", self._way(tensor)[0].allreduce, ([tensor], options))
+        return self._begun("Iallreduce", self._group_for(tensor)[0].allreduce, ([tensor], options))
 
     def _staged(self, buf: Any, op: Op) -> bool:
         """Whether a reduction of a GPU's memory goes by way of main memory."""
@@ -148,12 +287,12 @@ class Native(Running, Exchanges):
     def _reducible(self, sendbuf: Any, recvbuf: Any, op: Op) -> tuple[Tensor | None, Any]:
         """Return the contribution in the receiving memory, and torch's options; None if torch cannot reduce it."""
         plain = type(recvbuf) is Tensor and not recvbuf.requires_grad and recvbuf.is_contiguous()
-        into = recvbuf if plain else flat(recvbuf, writable=True)
+        into = recvbuf if plain else flat_tensor(recvbuf, writable=True)
         options = None if into is None else REDUCING.get((into.dtype, op.name))
         if sendbuf is IN_PLACE:
             return (None if options is None else into), options
-        _agree(sendbuf, recvbuf)
-        given = None if options is None else flat(sendbuf)
+        _require_same_shape(sendbuf, recvbuf)
+        given = None if options is None else flat_tensor(sendbuf)
         if into is None or given is None or given.dtype != into.dtype:
             return None, None
         if given.data_ptr() != into.data_ptr():
@@ -174,16 +313,16 @@ class Native(Running, Exchanges):
             self._met(self._reduction("Reduce", (sendbuf, recvbuf), op, root), "Reduce")
             return
         what = f"{op.name}, root {root}", tensor
-        self._ran("Reduce", self._gloo.reduce, ([tensor], _reduced(op.name, root)), what)
+        self._run_watched("Reduce", self._gloo.reduce, ([tensor], _reduced(op.name, root)), what)
 
     def _contribution(self, sendbuf: Any, recvbuf: Any, op: Op, *, root: int) -> Tensor | None:
         """Return what torch may sum in: the root's receiving memory, elsewhere a copy; None if it cannot."""
         if self.rank == root:
             return self._reducible(sendbuf, recvbuf, op)[0]
-        given = flat(sendbuf)
+        given = flat_tensor(sendbuf)
         return given.clone() if given is not None and (given.dtype, op.name) in REDUCING else None
 
-    def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Together:
+    def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> CompositeRequest:
         self._root(root, "Ireduce")
         return self._reduction("Ireduce", (sendbuf, recvbuf), op, root)
 
@@ -192,7 +331,7 @@ class Native(Running, Exchanges):
         if into is None:
             self._met(self._allgather("Allgather", sendbuf, recvbuf), "Allgather")
             return
-        group, ran = self._way(into)
+        group, ran = self._group_for(into)
         ran("Allgather", group._allgather_base, (into, given), ("", given))
         if after is not None:
             after()
@@ -202,8 +341,8 @@ class Native(Running, Exchanges):
 
         However a rank spells its part, the bytes are the same: ranks may spell theirs differently.
         """
-        into = flat(recvbuf, writable=True) if as_plain(recvbuf) else None
-        given = flat(sendbuf) if as_plain(sendbuf) else None
+        into = flat_tensor(recvbuf, writable=True) if as_plain(recvbuf) else None
+        given = flat_tensor(sendbuf) if as_plain(sendbuf) else None
         if into is not None and given is not None and given.dtype == into.dtype:
             if given.numel() * self.size != into.numel():
                 return None, None, None
@@ -224,10 +363,12 @@ class Native(Running, Exchanges):
         return table, tensor_of(own), after
 
 
-def _agree(sendbuf: Any, recvbuf: Any) -> None:
+def _require_same_shape(sendbuf: Any, recvbuf: Any) -> None:
     """Refuse a reduction between buffers of different counts or types."""
     plain = type(sendbuf) is type(recvbuf) is Tensor  # the quick look, without words
     if plain and sendbuf.dtype == recvbuf.dtype and sendbuf.numel() == recvbuf.numel():
         return
-    if shape(sendbuf) != shape(recvbuf):
-        raise ParameterError(f"mismatch in send ({shape(sendbuf)}) and receive buffer ({shape(recvbuf)})")
+    if dtype_and_count(sendbuf) != dtype_and_count(recvbuf):
+        raise ParameterError(
+            f"mismatch in send ({dtype_and_count(sendbuf)}) and receive buffer ({dtype_and_count(recvbuf)})"
+        )

@@ -1,8 +1,8 @@
 """`Comm` over torch.distributed: gloo on CPU, NCCL on GPUs with gloo beside it, for where there is no MPI.
 
-Under torchrun, mpiexec, srun, or as one process. Collectives are torch's; messages and windows travel over one wire per
-rank (see `real.torch`). What is not offered raises `UnsupportedError` and names the alternative. Knows torch; knows no
-policy, no run folder and no command line.
+Under torchrun, mpiexec, srun, or as one process. Collectives are torch's; messages and windows travel over one wire
+per rank (see `real.torch`). What is not offered raises `UnsupportedError` and names the alternative. Knows torch;
+knows no policy, no run folder and no command line.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,23 +26,63 @@ from spawnsim.comm.failures import ERR_COMM, CallError
 from spawnsim.comm.group import Group
 from spawnsim.comm.recovery import Capabilities
 from spawnsim.errors import UnsupportedError, UsageError
-from spawnsim.real.launching.launch import recognise
-from spawnsim.real.rank.ending import refuse_recovery
-from spawnsim.real.rank.guard import close, guarded
-from spawnsim.real.rank.options import Options
-from spawnsim.real.rank.own import Own, Recorder, Task
-from spawnsim.real.torch.cards import beneath, card, verdict
-from spawnsim.real.torch.collectives import Native
-from spawnsim.real.torch.groups import make_group
-from spawnsim.real.torch.home import Home
-from spawnsim.real.torch.joining import join
-from spawnsim.real.torch.lacking import SURVIVAL, namespace, refusal
-from spawnsim.real.torch.objects import Objects
-from spawnsim.real.torch.p2p import PointToPoint
+from spawnsim.real.launch.launchers import detect_launcher
+from spawnsim.real.runtime.abort import refuse_recovery
+from spawnsim.real.runtime.finalize import close, guarded
+from spawnsim.real.runtime.namespace import namespace as names
+from spawnsim.real.runtime.services import Options, RankServices, Recorder, Task
+from spawnsim.real.torch.collectives import NativeCollectives
+from spawnsim.real.torch.exchanges import ObjectCollectives
+from spawnsim.real.torch.point_to_point import PointToPoint
+from spawnsim.real.torch.process_groups import join, make_group
+from spawnsim.real.torch.runtime import RankRuntime, backend_of, can_use_nccl, gpu_report
 from spawnsim.real.torch.windows import Windows
 
+__all__ = [
+    "Options",
+    "TorchComm",
+    "close",
+    "guarded",
+    "namespace",
+    "world",
+    "wrap",
+]
 
-class Inner(PointToPoint):
+
+INSTEAD = {
+    "Send_init": "Isend", "Recv_init": "Irecv", "Ssend_init": "Issend", "Bcast_init": "Ibcast",
+    "Psend_init": "Isend", "Precv_init": "Irecv", "Attach_buffer": "bsend, which has its own", "Spawn": "torchrun",
+    "Create_cart": "Split and rank arithmetic", "Create_graph": "Split", "Create_dist_graph": "Split",
+    "Create_intercomm": "Split of one communicator",
+}  # fmt: skip
+SURVIVAL = "to survive a rank's death use torchrun --max-restarts, or --backend mpi --survive"
+
+
+class MissingCall(UnsupportedError, AttributeError):
+    """A name that is not here, so that `hasattr` says False."""
+
+
+def refusal(name: str) -> MissingCall:
+    """Return the error for one of mpi4py's methods that is not here."""
+    if name in INSTEAD:
+        return MissingCall(f"{name}: not over torch.distributed; use {INSTEAD[name]}, or --backend mpi")
+    return MissingCall(f"{name}: not over torch.distributed; --backend mpi has all of mpi4py's calls")
+
+
+def namespace(comm: Any) -> SimpleNamespace:
+    """Return `MPI` for programs on `comm`: mpi4py's names in spawnsim's words."""
+    found = names(comm)
+    return TorchNamespace(**vars(found))
+
+
+class TorchNamespace(SimpleNamespace):
+    """A namespace that says what is missing, and what to do."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise MissingCall(f"MPI.{name}: not over torch.distributed; --backend mpi has all of mpi4py's names")
+
+
+class InnerChannel(PointToPoint):
     """The channel of a communicator's own exchanges: the same ranks, another context."""
 
     def __init__(self, comm: TorchComm) -> None:
@@ -50,17 +91,17 @@ class Inner(PointToPoint):
         self._home.mailbox.open(self._context, comm.members)
 
 
-class TorchComm(PointToPoint, Native, Objects):
+class TorchComm(PointToPoint, NativeCollectives, ObjectCollectives):
     """A communicator of real ranks. Made by `world()`, by its own `Split`, `Dup`, …, and by `wrap()`."""
 
-    def __init__(self, home: Home, members: tuple[int, ...], label: str) -> None:
+    def __init__(self, home: RankRuntime, members: tuple[int, ...], label: str) -> None:
         self._home, self.label, self.members = home, label, members
         self.rank, self.size = members.index(home.wire.rank), len(members)
         self._sequence, self._made = 0, Counter[str]()
         self._context = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=7).digest(), "little") & ~1
         home.mailbox.open(self._context, members)
-        self._inner = Inner(self)
-        own_gloo = beneath(home.group, "cpu") if label == "world" else None
+        self._inner = InnerChannel(self)
+        own_gloo = backend_of(home.group, "cpu") if label == "world" else None
         self._gloo = own_gloo if own_gloo and own_gloo.name() == "gloo" else home.gloo(label, members)
         self._nccl: Any = None
         self._process_group: Any = None
@@ -74,7 +115,7 @@ class TorchComm(PointToPoint, Native, Objects):
         """Return NCCL's group of these ranks, made when all of them first need it."""
         if self._nccl is None:
             home, whole = self._home, self.label == "world"
-            self._nccl = beneath(home.group, "cuda") if whole else home.nccl(self.label, self.members)
+            self._nccl = backend_of(home.group, "cuda") if whole else home.nccl(self.label, self.members)
         return self._nccl
 
     # ------------------------------------------------------------------------------------------ own members
@@ -244,8 +285,8 @@ def world(
     """
     entered = not dist.is_initialized()
     if entered:
-        join(recognise(), backend)
-    own = Own(dist.get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
+        join(detect_launcher(), backend)
+    own = RankServices(dist.get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
     comm = _enter(dist.group.WORLD, own, options or Options())
     comm._home.leaves_torch = entered
     _WRAPPED[comm._home.group] = comm  # whoever wraps it means this run: its seed, recorder and deadline
@@ -254,7 +295,7 @@ def world(
     return comm
 
 
-def _leave(home: Home) -> None:
+def _leave(home: RankRuntime) -> None:
     """Part from the others at the end of a program without `guarded`; one that raised has no time for it.
 
     A process that ends while the wire's thread receives may end in C++'s `terminate`.
@@ -263,12 +304,12 @@ def _leave(home: Home) -> None:
         home.goodbye()
 
 
-def _enter(group: Any, own: Own, options: Options) -> TorchComm:
-    home = Home(group, own, options)
+def _enter(group: Any, own: RankServices, options: Options) -> TorchComm:
+    home = RankRuntime(group, own, options)
     home.wire.start()
     home.watchdog.start()
     comm = TorchComm(home, tuple(range(group.size())), "world")
-    home.has_nccl, home.lacks = verdict(comm.allgather(card(group)))
+    home.has_nccl, home.lacks = can_use_nccl(comm.allgather(gpu_report(group)))
     if home.lacks and comm.rank == 0:
         warnings.warn(home.lacks, RuntimeWarning, stacklevel=3)
     comm.Barrier()
@@ -286,9 +327,6 @@ def wrap(group: Any) -> TorchComm:
         raise UsageError(f"{group!r}: pass a torch.distributed process group that this rank is in")
     known = _WRAPPED.get(group)
     if known is None or known._home.ending.over:
-        own = Own(group.rank(), recorder=None, seed=0, deadline_s=30.0)
+        own = RankServices(group.rank(), recorder=None, seed=0, deadline_s=30.0)
         known = _WRAPPED[group] = _enter(group, own, Options())
     return known
-
-
-__all__ = ["Options", "TorchComm", "close", "guarded", "namespace", "world", "wrap"]

@@ -1,12 +1,14 @@
-"""Collectives that are exchanges over the wire: gathers, scatters, all-to-alls, and reductions that torch has not.
+"""Collectives made of messages over the wire: gathers, scatters, all-to-alls, objects, reductions that torch has not.
 
-Each call is a plan (what goes to whom, what comes from whom, what to do with it), which the blocking form waits for and
-the `I` form returns. Knows buffers and this communicator's inner point-to-point channel.
+Each call is a plan (what goes to whom, what comes from whom, what to do with it), which the blocking form waits for
+and the `I` form returns. Objects are pickled once per call and combined in rank order. Knows buffers and this
+communicator's inner point-to-point channel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce as fold
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,15 +20,15 @@ from spawnsim.comm.failures import ERR_ROOT, CallError
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.comm.regions import Buffer
-from spawnsim.errors import Timeout
-from spawnsim.real.rank.pending import Pending
-from spawnsim.real.torch.memory import Target, bytes_of
-from spawnsim.real.torch.requests import Together
-from spawnsim.real.torch.wire import Bytes
+from spawnsim.errors import ParameterError, Timeout
+from spawnsim.real.runtime.requests import RealRequest
+from spawnsim.real.torch.point_to_point import OBJECT, CompositeRequest, ReceiveTarget, bytes_of
+from spawnsim.real.torch.transport import Bytes, as_payload
 
 if TYPE_CHECKING:
-    from spawnsim.real.torch.home import Home
-    from spawnsim.real.torch.p2p import PointToPoint
+    from spawnsim.real.torch.point_to_point import PointToPoint
+    from spawnsim.real.torch.runtime import RankRuntime
+
 
 Sends = Iterable[tuple[int, Bytes]]
 Receives = Iterable[tuple[int, Buffer]]
@@ -35,7 +37,7 @@ Receives = Iterable[tuple[int, Buffer]]
 class Exchanges:
     """Gather, Scatter, Alltoall, Scan and their kin, by plans."""
 
-    _home: Home
+    _home: RankRuntime
     _inner: PointToPoint
     rank: int
     size: int
@@ -47,16 +49,16 @@ class Exchanges:
 
     def _plan(
         self, operation: str, sends: Sends, receives: Receives, after: Callable[[], object] | None = None
-    ) -> Together:
+    ) -> CompositeRequest:
         """Begin an exchange; a block to oneself is copied by the mailbox as well."""
         tag, inner = self._count(operation), self._inner
-        parts: list[Pending] = [
-            inner._receive(rank, tag, operation, Target(block)) for rank, block in receives
+        parts: list[RealRequest] = [
+            inner._receive(rank, tag, operation, ReceiveTarget(block)) for rank, block in receives
         ]
         parts += [inner._start(data, (rank, tag), operation) for rank, data in sends]
-        return Together.of(self._home, (operation, -1, self), parts, after)
+        return CompositeRequest.of(self._home, (operation, -1, self), parts, after)
 
-    def _met(self, request: Together, operation: str) -> Any:
+    def _met(self, request: CompositeRequest, operation: str) -> Any:
         """Wait for an exchange; past the deadline, say who is missing."""
         try:
             return request.wait()
@@ -72,7 +74,7 @@ class Exchanges:
             )
 
     # --------------------------------------------------------------------------------------- gather and scatter
-    def _gather(self, operation: str, sendbuf: Any, recvbuf: Any, root: int) -> Together:
+    def _gather(self, operation: str, sendbuf: Any, recvbuf: Any, root: int) -> CompositeRequest:
         self._root(root, operation)
         blocks: list[tuple[int, Buffer]] = []
         if self.rank == root:
@@ -83,7 +85,7 @@ class Exchanges:
         sends = [] if sendbuf is IN_PLACE else [(root, bytes_of(as_buffer(sendbuf)))]
         return self._plan(operation, sends, blocks)
 
-    def _scatter(self, operation: str, sendbuf: Any, recvbuf: Any, root: int) -> Together:
+    def _scatter(self, operation: str, sendbuf: Any, recvbuf: Any, root: int) -> CompositeRequest:
         self._root(root, operation)
         sends: list[tuple[int, Bytes]] = []
         if self.rank == root:
@@ -94,13 +96,13 @@ class Exchanges:
         blocks = [] if recvbuf is IN_PLACE else [(root, as_buffer(recvbuf, writable=True))]
         return self._plan(operation, sends, blocks)
 
-    def _allgather(self, operation: str, sendbuf: Any, recvbuf: Any) -> Together:
+    def _allgather(self, operation: str, sendbuf: Any, recvbuf: Any) -> CompositeRequest:
         table = as_blocks(recvbuf, self.size, vector=operation.endswith("v"), writable=True)
         own = bytes_of(table[self.rank] if sendbuf is IN_PLACE else as_buffer(sendbuf))
         others = [r for r in range(self.size) if r != self.rank or sendbuf is not IN_PLACE]
         return self._plan(operation, [(r, own) for r in others], [(r, table[r]) for r in others])
 
-    def _alltoall(self, operation: str, sendbuf: Any, recvbuf: Any) -> Together:
+    def _alltoall(self, operation: str, sendbuf: Any, recvbuf: Any) -> CompositeRequest:
         kind = {"vector": operation[-1] in "vw", "types": operation[-1] == "w"}
         into = as_blocks(recvbuf, self.size, writable=True, **kind)
         given = into if sendbuf is IN_PLACE else as_blocks(sendbuf, self.size, **kind)
@@ -117,7 +119,7 @@ class Exchanges:
         op: Op,
         *,
         finish: Callable[[Any], object],
-    ) -> Together:
+    ) -> CompositeRequest:
         """Combine in rank order what `ranks[0]` contribute; `ranks[1]` are those who need this rank's part."""
         op.check(given.datatype)
         own, datatype = given.pack(), given.datatype
@@ -134,7 +136,9 @@ class Exchanges:
         blocks = [(rank, as_buffer(as_bytes(part))) for rank, part in parts.items()]
         return self._plan(operation, [(rank, as_bytes(own)) for rank in dests], blocks, combine)
 
-    def _reduction(self, operation: str, buffers: tuple[Any, Any], op: Op, root: int | None) -> Together:
+    def _reduction(
+        self, operation: str, buffers: tuple[Any, Any], op: Op, root: int | None
+    ) -> CompositeRequest:
         sendbuf, recvbuf = buffers
         everyone, mine = list(range(self.size)), root is None or root == self.rank
         into = as_buffer(recvbuf, writable=True) if mine else None
@@ -143,7 +147,7 @@ class Exchanges:
         ranks = (everyone if mine else [], everyone if root is None else [root])
         return self._fold(operation, given, ranks, op, finish=finish)
 
-    def _scan(self, operation: str, sendbuf: Any, recvbuf: Any, op: Op) -> Together:
+    def _scan(self, operation: str, sendbuf: Any, recvbuf: Any, op: Op) -> CompositeRequest:
         into = as_buffer(recvbuf, writable=True)
         given = into if sendbuf is IN_PLACE else as_buffer(sendbuf)
         before = list(range(self.rank + (operation == "Scan")))
@@ -156,10 +160,10 @@ class Exchanges:
     def Exscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
         self._met(self._scan("Exscan", sendbuf, recvbuf, op), "Exscan")
 
-    def Iscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Pending:
+    def Iscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> RealRequest:
         return self._scan("Scan", sendbuf, recvbuf, op)
 
-    def Iexscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Pending:
+    def Iexscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> RealRequest:
         return self._scan("Exscan", sendbuf, recvbuf, op)
 
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
@@ -212,7 +216,7 @@ def _forms(name: str, plan: str, *, rooted: bool) -> None:
     """Add the blocking and the `I` form of one exchange."""
     if rooted:
 
-        def begin(self: Exchanges, sendbuf: Any, recvbuf: Any, root: int = 0) -> Together:
+        def begin(self: Exchanges, sendbuf: Any, recvbuf: Any, root: int = 0) -> CompositeRequest:
             return getattr(self, plan)(name, sendbuf, recvbuf, root)  # type: ignore[no-any-return]
 
         def block(self: Exchanges, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
@@ -221,7 +225,7 @@ def _forms(name: str, plan: str, *, rooted: bool) -> None:
         setattr(Exchanges, name, block)
     else:
 
-        def begin_all(self: Exchanges, sendbuf: Any, recvbuf: Any) -> Together:
+        def begin_all(self: Exchanges, sendbuf: Any, recvbuf: Any) -> CompositeRequest:
             return getattr(self, plan)(name, sendbuf, recvbuf)  # type: ignore[no-any-return]
 
         def block_all(self: Exchanges, sendbuf: Any, recvbuf: Any) -> None:
@@ -239,3 +243,70 @@ for _name in ("Allgather", "Allgatherv"):
     _forms(_name, "_allgather", rooted=False)
 for _name in ("Alltoall", "Alltoallv", "Alltoallw"):
     _forms(_name, "_alltoall", rooted=False)
+
+
+Combine = Callable[[Any, Any], Any]
+
+
+class ObjectCollectives(Exchanges):
+    """bcast, gather, allreduce and their kin."""
+
+    def _swap(self, operation: str, objects: dict[int, Any], sources: Sequence[int]) -> list[Any]:
+        """Send `objects[rank]` to each rank, return what the sources sent here, in their order."""
+        tag, inner = self._count(operation), self._inner
+        receiving = [inner._receive(rank, tag, operation, OBJECT) for rank in sources]
+        pickled: dict[int, Any] = {}
+        for thing in objects.values():
+            if id(thing) not in pickled:
+                pickled[id(thing)] = as_payload(self._home.pickle.dumps(thing))
+        sending = [
+            inner._start(pickled[id(thing)], (rank, tag), operation) for rank, thing in objects.items()
+        ]
+        parts: list[RealRequest] = [*receiving, *sending]
+        self._met(CompositeRequest.of(self._home, (operation, -1, self), parts), operation)
+        return [request.value for request in receiving]
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        self._root(root, "bcast")
+        sends = dict.fromkeys(range(self.size), obj) if self.rank == root else {}
+        return self._swap("bcast", sends, [root])[0]
+
+    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
+        self._root(root, "gather")
+        found = self._swap("gather", {root: sendobj}, range(self.size) if self.rank == root else [])
+        return found if self.rank == root else None
+
+    def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
+        self._root(root, "scatter")
+        sends: dict[int, Any] = {}
+        if self.rank == root:
+            sends = dict(enumerate(self._one_each(sendobj, "scatter")))
+        return self._swap("scatter", sends, [root])[0]
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        return self._swap("allgather", dict.fromkeys(range(self.size), sendobj), range(self.size))
+
+    def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
+        return self._swap("alltoall", dict(enumerate(self._one_each(sendobj, "alltoall"))), range(self.size))
+
+    def _one_each(self, objects: Sequence[Any] | None, operation: str) -> list[Any]:
+        given = list(objects) if objects is not None else []
+        if len(given) != self.size:
+            raise ParameterError(
+                f"{operation}: give a list of {self.size} objects, one per rank, not {len(given)}"
+            )
+        return given
+
+    def reduce(self, sendobj: Any, op: Combine = SUM, root: int = 0) -> Any:
+        found = self.gather(sendobj, root)
+        return None if found is None else fold(op, found)
+
+    def allreduce(self, sendobj: Any, op: Combine = SUM) -> Any:
+        return fold(op, self.allgather(sendobj))
+
+    def scan(self, sendobj: Any, op: Combine = SUM) -> Any:
+        return fold(op, self.allgather(sendobj)[: self.rank + 1])
+
+    def exscan(self, sendobj: Any, op: Combine = SUM) -> Any:
+        before = self.allgather(sendobj)[: self.rank]
+        return fold(op, before) if before else None

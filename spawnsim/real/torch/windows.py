@@ -1,55 +1,246 @@
-"""Windows over the wire, seen from the rank that accesses: mpi4py's methods over requests to the parts' servers.
+"""Windows over the wire: mpi4py's one-sided calls, as requests that the wire's thread of the target serves.
 
-The owner's own loads and stores are not ordered with others' accesses: it locks its own part, or publishes whole
-snapshots. Knows buffers, parcels and the server; knows nothing of what the memory holds.
+So accesses are served while the target's program computes. Each is served as a whole, so none sees half of another; a
+part counts its versions. A large Get leaves straight from the part, without a copy: accesses that would change what
+is leaving wait until it has left. The owner's own loads and stores are not ordered with others' accesses: it locks
+its own part, or publishes whole snapshots.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Condition
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spawnsim.comm.buffers import as_buffer
-from spawnsim.comm.constants import PROC_NULL
+from spawnsim.comm.constants import LOCK_EXCLUSIVE, PROC_NULL
+from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_RANK, CallError
 from spawnsim.comm.memory import as_bytes
+from spawnsim.comm.ops import BY_NAME as OPS
 from spawnsim.comm.ops import SUM, Op
+from spawnsim.comm.predefined import BY_NAME as TYPES
 from spawnsim.comm.regions import Buffer
 from spawnsim.comm.vectors import as_target
 from spawnsim.errors import ParameterError, Timeout, UnsupportedError, UsageError
-from spawnsim.real.rank.epochs import Epochs
-from spawnsim.real.rank.locks import Locks
-from spawnsim.real.rank.pending import Pending
-from spawnsim.real.torch.memory import bytes_of
-from spawnsim.real.torch.serving import (
-    ACCUMULATE,
-    CANCEL,
-    GET,
-    LOCK,
-    PUT,
-    REQUEST,
-    SWAP,
-    TOKEN,
-    UNLOCK,
-    Part,
-    Wanted,
-    accumulation,
-)
-from spawnsim.real.torch.wire import Bytes, Parcel
+from spawnsim.real.runtime.requests import RealRequest
+from spawnsim.real.runtime.rma_sync import ActiveTarget, PassiveTarget
+from spawnsim.real.torch.point_to_point import bytes_of
+from spawnsim.real.torch.transport import INLINE_NBYTES, Bytes, Parcel, Wire
 
 if TYPE_CHECKING:
     from spawnsim.real.torch.comm import TorchComm
 
 
-class Access(Pending):
+REQUEST, REPLY = 5, 6
+GET, PUT, ACCUMULATE, SWAP, LOCK, UNLOCK, CANCEL, TOKEN = range(8)
+CHANGES = (PUT, ACCUMULATE, SWAP)
+OP_NAMES, TYPE_NAMES = list(OPS), list(TYPES)
+
+
+@dataclass
+class WindowPart:
+    """One rank's memory of a window, and who has locked it."""
+
+    memory: Bytes
+    version: int = 0
+    writer: bool = False
+    readers: int = 0
+    queue: deque[tuple[Parcel, bool]] = field(default_factory=deque)
+    told: Callable[[int, int], None] | None = None  # takes the sender and the token of an epoch
+    leaving: list[slice] = field(default_factory=list)  # what is being sent right now
+    later: deque[tuple[Parcel, Bytes]] = field(default_factory=deque)  # accesses that wait for it
+
+    def must_wait(self, parcel: Parcel, payload: Bytes) -> bool:
+        """Whether an access would change what is leaving, or comes behind one to the same bytes that waits."""
+        busy = [byte_range(*waiting) for waiting in self.later]
+        if parcel.first in CHANGES:
+            busy += self.leaving
+        own = byte_range(parcel, payload)
+        return any(own.start < other.stop and other.start < own.stop for other in busy)
+
+
+def byte_range(parcel: Parcel, payload: Bytes) -> slice:
+    """Return the bytes of a part that an access touches."""
+    nbytes = parcel.second if parcel.first == GET else payload.size // (1 + (parcel.first == SWAP))
+    return slice(parcel.tag, parcel.tag + nbytes)
+
+
+@dataclass
+class PendingAccess:
+    """An access that waits for its answer."""
+
+    into: Bytes | None = None
+    complete: bool = False
+    version: int = 0
+    then: Callable[[], object] | None = None
+
+
+class WindowServer:
+    """Serves this rank's parts of all windows, and takes the answers to its own accesses."""
+
+    def __init__(self, wire: Wire, condition: Condition) -> None:
+        self._wire, self._condition = wire, condition
+        self.parts: dict[int, WindowPart] = {}
+        self.wanted: dict[int, PendingAccess] = {}
+        self._wire.receivers[REQUEST] = self
+        self._wire.receivers[REPLY] = ReplyReceiver(self, condition)
+
+    def begin(self, parcel: Parcel) -> Bytes | None:
+        """Use new memory: a Put shows as a whole."""
+        return None
+
+    def done(self, parcel: Parcel, payload: Bytes) -> None:
+        """Serve one request."""
+        part = self.parts[parcel.context]
+        if parcel.first == TOKEN and part.told is not None:
+            part.told(parcel.source, parcel.second)
+            with self._condition:
+                self._condition.notify_all()
+            return
+        if parcel.first in (LOCK, UNLOCK, CANCEL):
+            self._lock(part, parcel)
+        else:
+            with self._condition:  # which is re-entrant: who has waited is served before anybody else
+                if part.must_wait(parcel, payload):
+                    part.later.append((parcel, payload))
+                else:
+                    self._serve(part, parcel, payload)
+
+    def _serve(self, part: WindowPart, parcel: Parcel, payload: Bytes) -> None:
+        what = byte_range(parcel, payload)
+        if parcel.first != GET or parcel.source == self._wire.rank or parcel.second <= INLINE_NBYTES:
+            self._answer(parcel, part, self._access(part, parcel, payload))
+            return
+        part.leaving.append(what)
+        self._answer(parcel, part, part.memory[what], partial(self._left, part, what))
+
+    def _left(self, part: WindowPart, what: slice) -> None:
+        """Serve those who have waited for a Get to leave."""
+        with self._condition:
+            part.leaving.remove(what)
+            waiting, part.later = part.later, deque()
+            for parcel, payload in waiting:
+                self.done(parcel, payload)
+
+    def _lock(self, part: WindowPart, parcel: Parcel) -> None:
+        with self._condition:
+            if parcel.first == LOCK:
+                part.queue.append((parcel, parcel.second == LOCK_EXCLUSIVE))
+            elif parcel.first == UNLOCK:
+                self._unlock(part, parcel.second == LOCK_EXCLUSIVE)
+            else:
+                part.queue = deque(entry for entry in part.queue if entry[0].ident != parcel.second)
+        if parcel.first != LOCK:
+            self._answer(parcel, part)
+        self._grant(part)
+
+    def _access(self, part: WindowPart, parcel: Parcel, payload: Bytes) -> Bytes | None:
+        kind, start = parcel.first, parcel.tag
+        if kind == GET:
+            return part.memory[start : start + parcel.second].copy()
+        if kind == SWAP:  # compare value, then new value
+            half = payload.size // 2
+            place = part.memory[start : start + half]
+            before = place.copy()
+            if (place == payload[:half]).all():
+                place[:] = payload[half:]
+                part.version += 1
+            return before
+        room = part.memory[start : start + payload.size]
+        old = room.copy() if parcel.third else None
+        part.version += 1
+        if kind == PUT:
+            room[:] = payload
+        else:
+            _combine(parcel.second, payload, room)
+        return old
+
+    def _answer(
+        self,
+        parcel: Parcel,
+        part: WindowPart,
+        answer: Bytes | None = None,
+        then: Callable[[], object] | None = None,
+    ) -> None:
+        self._wire.send(parcel.source, Parcel(REPLY, ident=parcel.ident, first=part.version), answer, then)
+
+    def _unlock(self, part: WindowPart, exclusive: bool) -> None:
+        if exclusive:
+            part.writer, part.version = False, part.version + 1
+        else:
+            part.readers -= 1
+
+    def _grant(self, part: WindowPart) -> None:
+        """Give the part to those who wait for it, in their order."""
+        granted: list[Parcel] = []
+        with self._condition:
+            while part.queue and not part.writer:
+                parcel, exclusive = part.queue[0]
+                if exclusive and part.readers:
+                    break
+                part.queue.popleft()
+                part.writer, part.readers = exclusive, part.readers + (not exclusive)
+                granted.append(parcel)
+        for parcel in granted:
+            self._answer(parcel, part)
+
+
+def accumulate_code(op: Op, datatype: Datatype) -> int:
+    """Return the number under which an op on a predefined type travels."""
+    named = next((name for name, known in TYPES.items() if known is datatype), None)
+    if named is None or op.name not in OPS:
+        raise UnsupportedError(
+            "windows over torch combine predefined types by predefined ops: or use --backend mpi"
+        )
+    return OP_NAMES.index(op.name) * len(TYPE_NAMES) + TYPE_NAMES.index(named)
+
+
+def _combine(code: int, payload: Bytes, room: Bytes) -> None:
+    """Combine bytes of elements into a part: `room = room op payload`, as MPI's Accumulate."""
+    number, kind = divmod(code, len(TYPE_NAMES))
+    op, dtype = OPS[OP_NAMES[number]], np.dtype(TYPES[TYPE_NAMES[kind]].dtype)
+    if op.name == "REPLACE":
+        room[:] = payload
+    elif op.name != "NO_OP":
+        room[:] = as_bytes(op.reduce(room.copy().view(dtype), payload.copy().view(dtype)))
+
+
+class ReplyReceiver:
+    """Receiver of the answers."""
+
+    def __init__(self, server: WindowServer, condition: Condition) -> None:
+        self._server, self._condition = server, condition
+
+    def begin(self, parcel: Parcel) -> Bytes | None:
+        """A Get goes straight to the caller's memory."""
+        wanted = self._server.wanted.get(parcel.ident)
+        return wanted.into if wanted is not None and wanted.into is not None and parcel.nbytes else None
+
+    def done(self, parcel: Parcel, payload: Bytes) -> None:
+        """Complete the access."""
+        with self._condition:
+            wanted = self._server.wanted.pop(parcel.ident, None)
+            if wanted is not None:
+                wanted.version, wanted.complete = parcel.first, True
+                if wanted.then is not None:
+                    wanted.then()
+            self._condition.notify_all()
+
+
+class AccessRequest(RealRequest):
     """The request of `Rget` and `Rput`."""
 
     __slots__ = ("_wanted",)
-    _wanted: Wanted
+    _wanted: PendingAccess
 
     @classmethod
-    def of(cls, home: Any, what: tuple[str, int, Any], wanted: Wanted) -> Access:
+    def of(cls, home: Any, what: tuple[str, int, Any], wanted: PendingAccess) -> AccessRequest:
         """Return the request of an access."""
         self = cls()
         self._wanted = wanted
@@ -60,7 +251,7 @@ class Access(Pending):
         return self._wanted.complete
 
 
-class TorchWin(Locks, Epochs):
+class TorchWin(PassiveTarget, ActiveTarget):
     """A window: mpi4py's methods. Made by `comm.Win.Allocate` and `comm.Win.Create`; collective."""
 
     def __init__(self, comm: TorchComm, memory: Bytes, disp_unit: int) -> None:
@@ -69,10 +260,10 @@ class TorchWin(Locks, Epochs):
         comm._made["Win"] += 1
         self._ident = comm._context ^ (comm._made["Win"] << 1) ^ (1 << 60)
         self._begin_epochs()
-        self._server.parts[self._ident] = Part(memory, told=self._hear)
+        self._server.parts[self._ident] = WindowPart(memory, told=self._hear)
         facts = comm.allgather((memory.nbytes, disp_unit))
         self._sizes, self._units = [size for size, _ in facts], [unit for _, unit in facts]
-        self._open: dict[int, list[Wanted]] = {rank: [] for rank in range(comm.size)}
+        self._open: dict[int, list[PendingAccess]] = {rank: [] for rank in range(comm.size)}
         self._held: dict[int, int] = {}
         self._versions: dict[int, int] = {}
         comm.Barrier()
@@ -86,7 +277,9 @@ class TorchWin(Locks, Epochs):
         return self._versions.get(rank, 0)
 
     # ------------------------------------------------------------------------------------------------ accesses
-    def _ask(self, rank: int, request: Parcel, wanted: Wanted, payload: Bytes | None = None) -> Wanted:
+    def _ask(
+        self, rank: int, request: Parcel, wanted: PendingAccess, payload: Bytes | None = None
+    ) -> PendingAccess:
         if rank == PROC_NULL:
             wanted.complete = True
             return wanted
@@ -114,32 +307,32 @@ class TorchWin(Locks, Epochs):
             raise UsageError(f"rank {self._comm.rank}: access to bytes {start} to {start + nbytes}; {have}")
         return start, nbytes
 
-    def _get(self, origin: Any, rank: int, target: Any) -> Wanted:
+    def _get(self, origin: Any, rank: int, target: Any) -> PendingAccess:
         into = as_buffer(origin, writable=True)
         start, nbytes = self._range(rank, target, into)
         straight = into.datatype.is_predefined and into.datatype.dense and into.nbytes == nbytes
         memory = as_bytes(into.array) if straight else np.empty(nbytes, np.uint8)
-        wanted = Wanted(memory, then=None if straight else lambda: into.unpack(memory))
+        wanted = PendingAccess(memory, then=None if straight else lambda: into.unpack(memory))
         return self._ask(rank, Parcel(0, tag=start, first=GET, second=nbytes), wanted)
 
     def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
         self._get(origin, target_rank, target)
 
-    def Rget(self, origin: Any, target_rank: int, target: Any = None) -> Pending:
+    def Rget(self, origin: Any, target_rank: int, target: Any = None) -> RealRequest:
         wanted = self._get(origin, target_rank, target)
-        return Access.of(self._home, ("Win.Rget", target_rank, self._comm), wanted)
+        return AccessRequest.of(self._home, ("Win.Rget", target_rank, self._comm), wanted)
 
-    def _put(self, origin: Any, rank: int, target: Any) -> Wanted:
+    def _put(self, origin: Any, rank: int, target: Any) -> PendingAccess:
         given = as_buffer(origin)
         start, _ = self._range(rank, target, given)
-        return self._ask(rank, Parcel(0, tag=start, first=PUT), Wanted(), bytes_of(given))
+        return self._ask(rank, Parcel(0, tag=start, first=PUT), PendingAccess(), bytes_of(given))
 
     def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
         self._put(origin, target_rank, target)
 
-    def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Pending:
+    def Rput(self, origin: Any, target_rank: int, target: Any = None) -> RealRequest:
         wanted = self._put(origin, target_rank, target)
-        return Access.of(self._home, ("Win.Rput", target_rank, self._comm), wanted)
+        return AccessRequest.of(self._home, ("Win.Rput", target_rank, self._comm), wanted)
 
     def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> None:
         self._accumulate((origin, None), target_rank, target, op)
@@ -153,10 +346,10 @@ class TorchWin(Locks, Epochs):
         given = as_buffer(buffers[0])
         op.check(given.datatype, one_sided=True)
         start, _ = self._range(rank, target, given)
-        code = accumulation(op, given.datatype)
+        code = accumulate_code(op, given.datatype)
         into = None if buffers[1] is None else as_bytes(as_buffer(buffers[1], writable=True).array)
         parcel = Parcel(0, tag=start, first=ACCUMULATE, second=code, third=int(into is not None))
-        self._ask(rank, parcel, Wanted(into), bytes_of(given))
+        self._ask(rank, parcel, PendingAccess(into), bytes_of(given))
 
     def Fetch_and_op(
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
@@ -172,7 +365,7 @@ class TorchWin(Locks, Epochs):
         start, _ = self._range(target_rank, target_disp, given)
         payload = np.concatenate([as_bytes(as_buffer(_one(compare)).pack()), as_bytes(given.pack())])
         into = as_bytes(as_buffer(_one(result), writable=True).array)
-        self._ask(target_rank, Parcel(0, tag=start, first=SWAP), Wanted(into), payload)
+        self._ask(target_rank, Parcel(0, tag=start, first=SWAP), PendingAccess(into), payload)
 
     # ------------------------------------------------------------------------------------------ tokens of epochs
     def _tell(self, rank: int, token: int) -> None:
@@ -208,15 +401,15 @@ class TorchWin(Locks, Epochs):
 
     def _acquire(self, rank: int, lock_type: int, limit_s: float, call: tuple[str, int, Any]) -> bool:
         request = Parcel(0, first=LOCK, second=lock_type)
-        wanted = self._ask(rank, request, Wanted())
+        wanted = self._ask(rank, request, PendingAccess())
         self._open[rank].remove(wanted)
         if not self._home.wait(lambda: wanted.complete, limit_s, call):
-            self._ask(rank, Parcel(0, first=CANCEL, second=request.ident), Wanted())
+            self._ask(rank, Parcel(0, first=CANCEL, second=request.ident), PendingAccess())
             self.Flush(rank)
         return wanted.complete
 
     def _release(self, rank: int, lock_type: int) -> None:
-        self._ask(rank, Parcel(0, first=UNLOCK, second=lock_type), Wanted())
+        self._ask(rank, Parcel(0, first=UNLOCK, second=lock_type), PendingAccess())
         self.Flush(rank)
 
     def Fence(self, assertion: int = 0) -> None:

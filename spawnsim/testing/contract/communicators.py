@@ -1,4 +1,4 @@
-"""Communicators: making, comparing, naming and leaving them."""
+"""Communicators: making, comparing, naming and leaving them; groups and their algebra; intercommunicators."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.testing.claims import claim, fails, needs, ring, same
+from spawnsim.testing.cases import claim, fails, needs, ring, same
 
 
 def rank_and_size(MPI: Any, comm: Any) -> None:
@@ -248,3 +248,246 @@ def groups_of_communicators(MPI: Any, comm: Any) -> None:
     same(part.Get_group().Translate_ranks(None, group), list(range(comm.Get_size()))[::-1])
     part.Free()
     group.Free()
+
+
+def ranks_in(group: Any, whole: Any) -> list[int]:
+    """Return a group's members as ranks of another group."""
+    return list(group.Translate_ranks(list(range(group.Get_size())), whole))
+
+
+def inclusion_of_ranks(MPI: Any, comm: Any) -> None:
+    """Incl takes ranks in the order given; ranges are first, last, stride."""
+    group, size = comm.Get_group(), comm.Get_size()
+    same(ranks_in(group.Incl(list(range(size))[::-1]), group), list(range(size))[::-1])
+    same(ranks_in(group.Range_incl([(0, size - 1, 2)]), group), list(range(0, size, 2)))
+    same(ranks_in(group.Range_incl([(size - 1, 0, -1)]), group), list(range(size))[::-1])
+
+
+def exclusion_of_ranks(MPI: Any, comm: Any) -> None:
+    """Excl leaves ranks out and keeps the order of the others."""
+    group, size = comm.Get_group(), comm.Get_size()
+    same(ranks_in(group.Excl([0]), group), list(range(1, size)))
+    same(ranks_in(group.Range_excl([(0, size - 1, 2)]), group), list(range(1, size, 2)))
+    same(group.Excl(list(range(size))).Get_size(), 0)
+
+
+def unions_intersections_differences_of_groups(MPI: Any, comm: Any) -> None:
+    """The algebra keeps the order of the first group."""
+    group, size = comm.Get_group(), comm.Get_size()
+    even, low = (
+        group.Range_incl([(0, size - 1, 2)]),
+        group.Range_incl([(0, size // 2, 1)] if size > 1 else [(0, 0, 1)]),
+    )
+    evens, lows = ranks_in(even, group), ranks_in(low, group)
+    same(ranks_in(MPI.Group.Union(even, low), group), evens + [r for r in lows if r not in evens])
+    same(ranks_in(MPI.Group.Intersection(low, even), group), [r for r in lows if r in evens])
+    same(ranks_in(MPI.Group.Difference(low, even), group), [r for r in lows if r not in evens])
+
+
+def comparisons_of_groups(MPI: Any, comm: Any) -> None:
+    """Groups are identical, similar or unequal."""
+    group, size = comm.Get_group(), comm.Get_size()
+    mirrored = group.Incl(list(range(size))[::-1])
+    same(group.Compare(group.Dup()), MPI.IDENT)
+    same(group.Compare(mirrored), MPI.SIMILAR if size > 1 else MPI.IDENT)
+    same(group.Compare(MPI.GROUP_EMPTY), MPI.UNEQUAL)
+
+
+def empty_groups(MPI: Any, comm: Any) -> None:
+    """The empty group has no members and no rank for anyone."""
+    same((MPI.GROUP_EMPTY.Get_size(), MPI.GROUP_EMPTY.Get_rank()), (0, MPI.UNDEFINED))
+    claim(comm.Get_group().Incl([]) == MPI.GROUP_EMPTY, "a group of nobody is the empty group")
+
+
+@needs(ranks=2)
+def rank_of_a_stranger_in_a_group(MPI: Any, comm: Any) -> None:
+    """Who is not a member has rank UNDEFINED, and is translated to it."""
+    group = comm.Get_group()
+    others = group.Excl([0])
+    same(others.Get_rank(), MPI.UNDEFINED if comm.Get_rank() == 0 else comm.Get_rank() - 1)
+    same(group.Translate_ranks([0, 1], others), [MPI.UNDEFINED, 0])
+
+
+def nowhere_is_translated_to_nowhere(MPI: Any, comm: Any) -> None:
+    """PROC_NULL stays PROC_NULL in every group."""
+    group = comm.Get_group()
+    same(group.Translate_ranks([MPI.PROC_NULL, 0], group), [MPI.PROC_NULL, 0])
+
+
+def ranks_outside_a_group(MPI: Any, comm: Any) -> None:
+    """A rank that does not exist is ERR_RANK."""
+    group, size = comm.Get_group(), comm.Get_size()
+    for call in (group.Incl, group.Excl):
+        with fails(MPI, MPI.ERR_RANK):
+            call([size])
+
+
+def null_groups(MPI: Any, comm: Any) -> None:
+    """A freed group is null and of no use."""
+    group = comm.Get_group()
+    group.Free()
+    claim(group == MPI.GROUP_NULL and not group, "a freed group is null")
+    with fails(MPI, MPI.ERR_GROUP):
+        group.Get_size()
+
+
+def bridged(comm: Any) -> tuple[Any, Any, int]:
+    """Return (local communicator, intercommunicator, side): even ranks on side 0, odd ones on side 1."""
+    side = comm.Get_rank() % 2
+    local = comm.Split(side)
+    return local, local.Create_intercomm(0, comm, 1 - side, tag=9), side
+
+
+def sides(comm: Any, side: int) -> list[int]:
+    """Return the ranks of one side."""
+    return list(range(side, comm.Get_size(), 2))
+
+
+@needs(ranks=2)
+def sizes_and_groups_of_intercomms(MPI: Any, comm: Any) -> None:
+    """Local and remote sizes, ranks and groups."""
+    local, bridge, side = bridged(comm)
+    same((bridge.Get_size(), bridge.Get_remote_size()), (len(sides(comm, side)), len(sides(comm, 1 - side))))
+    same((bridge.Get_rank(), bridge.Is_inter(), bridge.is_intra), (local.Get_rank(), True, False))
+    whole = comm.Get_group()
+    remote = bridge.Get_remote_group()
+    same(remote.Translate_ranks(list(range(remote.Get_size())), whole), sides(comm, 1 - side))
+    same((bridge.remote_size, bridge.remote_group.Get_size()), (bridge.Get_remote_size(),) * 2)
+    claim(isinstance(bridge, MPI.Intercomm), "its class says so")
+    bridge.Free()
+    local.Free()
+
+
+@needs(ranks=2)
+def messages_across(MPI: Any, comm: Any) -> None:
+    """Ranks of messages are those of the other side."""
+    local, bridge, side = bridged(comm)
+    partner = min(bridge.Get_rank(), bridge.Get_remote_size() - 1)
+    if bridge.Get_rank() < bridge.Get_remote_size():
+        status, target = MPI.Status(), np.zeros(1, np.int64)
+        bridge.Sendrecv(np.full(1, comm.Get_rank()), partner, 1, target, partner, 1, status)
+        same((int(target[0]), status.source), (sides(comm, 1 - side)[partner], partner))
+        same(bridge.sendrecv("text", dest=partner, source=partner), "text")
+    bridge.Free()
+    local.Free()
+
+
+@needs(ranks=2)
+def bcast_across(MPI: Any, comm: Any) -> None:
+    """One rank of one side is ROOT, its fellows PROC_NULL, the other side names it."""
+    local, bridge, side = bridged(comm)
+    root = (MPI.ROOT if bridge.Get_rank() == 0 else MPI.PROC_NULL) if side == 0 else 0
+    buf = np.full(2, 7 if side == 0 else -1)
+    bridge.Bcast(buf, root=root)
+    same(buf, np.full(2, 7))
+    found = bridge.bcast("object" if root == MPI.ROOT else None, root=root)
+    same(found, "object" if side == 1 else None)
+    bridge.Free()
+    local.Free()
+
+
+@needs(ranks=2)
+def gather_across(MPI: Any, comm: Any) -> None:
+    """The ROOT of one side gathers from all of the other, and scatters back."""
+    local, bridge, side = bridged(comm)
+    if side == 1:
+        bridge.Gather(np.full(1, comm.Get_rank()), None, root=0)
+        target = np.zeros(1, np.int64)
+        bridge.Scatter(None, target, root=0)
+        same(int(target[0]), comm.Get_rank())
+    else:
+        root = MPI.ROOT if bridge.Get_rank() == 0 else MPI.PROC_NULL
+        table = np.zeros(bridge.Get_remote_size(), np.int64)
+        bridge.Gather(None, table if root == MPI.ROOT else None, root=root)
+        if root == MPI.ROOT:
+            same(table, sides(comm, 1))
+        bridge.Scatter(table if root == MPI.ROOT else None, None, root=root)
+    bridge.Free()
+    local.Free()
+
+
+@needs(ranks=2)
+def allgather_across(MPI: Any, comm: Any) -> None:
+    """Each side gets the blocks of the other."""
+    local, bridge, side = bridged(comm)
+    table = np.zeros(bridge.Get_remote_size(), np.int64)
+    bridge.Allgather(np.full(1, comm.Get_rank()), table)
+    same(table, sides(comm, 1 - side))
+    same(bridge.allgather(comm.Get_rank()), sides(comm, 1 - side))
+    bridge.Free()
+    local.Free()
+
+
+@needs(ranks=2)
+def allreduce_across(MPI: Any, comm: Any) -> None:
+    """Each side gets the sum of the other."""
+    local, bridge, side = bridged(comm)
+    total = np.zeros(1, np.int64)
+    bridge.Allreduce(np.full(1, comm.Get_rank()), total)
+    same(int(total[0]), sum(sides(comm, 1 - side)))
+    same(bridge.allreduce(comm.Get_rank()), sum(sides(comm, 1 - side)))
+    bridge.Free()
+    local.Free()
+
+
+@needs(ranks=2)
+def alltoall_across(MPI: Any, comm: Any) -> None:
+    """Blocks are exchanged with the other side."""
+    local, bridge, side = bridged(comm)
+    mine, remote = comm.Get_rank(), bridge.Get_remote_size()
+    target = np.zeros(remote, np.int64)
+    bridge.Alltoall(np.arange(remote) + 100 * mine, target)
+    same(target, [100 * other + bridge.Get_rank() for other in sides(comm, 1 - side)])
+    bridge.Free()
+    local.Free()
+
+
+@needs(ranks=2)
+def reduce_across(MPI: Any, comm: Any) -> None:
+    """The ROOT of one side gets the sum of the other."""
+    local, bridge, side = bridged(comm)
+    total = np.full(1, -1)
+    if side == 1:
+        bridge.Reduce(np.full(1, comm.Get_rank()), None, root=0)
+    else:
+        root = MPI.ROOT if bridge.Get_rank() == 0 else MPI.PROC_NULL
+        bridge.Reduce(None, total if root == MPI.ROOT else None, root=root)
+        same(int(total[0]), sum(sides(comm, 1)) if root == MPI.ROOT else -1)
+    bridge.Free()
+    local.Free()
+
+
+@needs(ranks=2)
+def barrier_across(MPI: Any, comm: Any) -> None:
+    """A barrier holds both sides."""
+    local, bridge, _ = bridged(comm)
+    bridge.Barrier()
+    bridge.Ibarrier().Wait()
+    bridge.Free()
+    local.Free()
+
+
+@needs(ranks=2)
+def merge_of_intercomms(MPI: Any, comm: Any) -> None:
+    """Merging gives one intracommunicator, the high side last."""
+    local, bridge, side = bridged(comm)
+    for high in (0, 1):
+        whole = bridge.Merge(high=side == high)
+        order = sides(comm, 1 - high) + sides(comm, high)
+        same(whole.allgather(comm.Get_rank()), order)
+        same(whole.Is_intra(), True)
+        whole.Free()
+    bridge.Free()
+    local.Free()
+
+
+@needs(ranks=2)
+def duplicates_and_splits_of_intercomms(MPI: Any, comm: Any) -> None:
+    """An intercommunicator can be duplicated and split."""
+    local, bridge, side = bridged(comm)
+    twin = bridge.Dup()
+    same((twin.allgather(side), twin.Compare(bridge)), ([1 - side] * bridge.Get_remote_size(), MPI.CONGRUENT))
+    part = bridge.Split(0, 0)
+    same(part.Get_remote_size(), bridge.Get_remote_size())
+    for one in (part, twin, bridge, local):
+        one.Free()

@@ -1,13 +1,20 @@
-"""The world of a program: time, versions, memory, hints, pickling."""
+"""The environment of a program: time, versions, memory, hints; how mistakes are told; what serves as a number.
+
+A mistake is told at once, to the rank that made it. Ranks, tags and counts may be of other types than Python's own:
+whatever C can be given.
+"""
 
 from __future__ import annotations
 
 import pickle
+import sys
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from spawnsim.testing.claims import claim, fails, refused, same
+from spawnsim.testing.cases import Skipped, claim, fails, needs, refused, ring, same
 
 
 def time_moves_forward(MPI: Any, comm: Any) -> None:
@@ -135,3 +142,308 @@ def truth_of_handles(MPI: Any, comm: Any) -> None:
     for one in (comm, MPI.INT, MPI.SUM, comm.Get_group(), MPI.GROUP_EMPTY):
         same(bool(one), True)
     same(MPI.Comm() == MPI.COMM_NULL, True)
+
+
+def ranks_that_do_not_exist(MPI: Any, comm: Any) -> None:
+    """A peer outside the communicator is ERR_RANK, in every call that names one."""
+    size, buf = comm.Get_size(), np.zeros(1)
+    for call in (comm.Send, comm.Isend, comm.Ssend, comm.Irecv, comm.Recv):
+        for peer in (size, -77):
+            with fails(MPI, MPI.ERR_RANK):
+                call(buf, peer)
+    with fails(MPI, MPI.ERR_RANK):
+        comm.send(1, dest=size)
+    with fails(MPI, MPI.ERR_RANK):
+        comm.recv(source=size)
+    with fails(MPI, MPI.ERR_RANK):
+        comm.Iprobe(size)
+
+
+def tags_that_do_not_exist(MPI: Any, comm: Any) -> None:
+    """Negative tags are ERR_TAG in sends."""
+    rank = comm.Get_rank()
+    with fails(MPI, MPI.ERR_TAG):
+        comm.Isend(np.zeros(1), dest=rank, tag=-5)
+    with fails(MPI, MPI.ERR_TAG):
+        comm.isend(1, dest=rank, tag=MPI.ANY_TAG)
+
+
+def roots_that_do_not_exist(MPI: Any, comm: Any) -> None:
+    """A root outside the communicator is ERR_ROOT."""
+    size = comm.Get_size()
+    for call in (comm.Bcast, comm.Ibcast):
+        for root in (size, -77):
+            with fails(MPI, MPI.ERR_ROOT):
+                call(np.zeros(1), root=root)
+
+
+def null_communicators(MPI: Any, comm: Any) -> None:
+    """COMM_NULL is of no use: ERR_COMM."""
+    for name in ("Get_rank", "Get_size", "Barrier", "Free"):
+        with fails(MPI, MPI.ERR_COMM):
+            getattr(MPI.COMM_NULL, name)()
+
+
+def a_communicator_works_on_after_errors(MPI: Any, comm: Any) -> None:
+    """An error leaves the communicator as it was."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    with fails(MPI, MPI.ERR_RANK):
+        comm.Send(np.zeros(1), dest=size)
+    same(comm.allreduce(1), size)
+    same(comm.sendrecv("still here", dest=rank, source=rank), "still here")
+
+
+def exceptions_are_codes(MPI: Any, comm: Any) -> None:
+    """MPI.Exception compares with codes, knows its class and text, and is a RuntimeError."""
+    try:
+        comm.Send(np.zeros(1), dest=comm.Get_size())
+    except MPI.Exception as error:
+        claim(isinstance(error, RuntimeError), "MPI.Exception is a RuntimeError")
+        same(error.Get_error_class(), MPI.ERR_RANK)
+        claim(str(error) and error.Get_error_string() and error.error_string, "it has a text")
+        claim(bool(error) and int(error) == error.Get_error_code() == error.error_code, "it is its code")
+    made = MPI.Exception(MPI.ERR_TAG)
+    claim(made == MPI.ERR_TAG and made != MPI.ERR_RANK and made > MPI.SUCCESS, "it compares as a number")
+    same((hash(made), made.Get_error_class()), (hash(MPI.ERR_TAG), MPI.ERR_TAG))
+
+
+def texts_of_errors(MPI: Any, comm: Any) -> None:
+    """Every error class has a text, and is its own class."""
+    for name in (
+        "SUCCESS",
+        "ERR_BUFFER",
+        "ERR_COUNT",
+        "ERR_TYPE",
+        "ERR_TAG",
+        "ERR_COMM",
+        "ERR_RANK",
+        "ERR_ROOT",
+        "ERR_OP",
+    ):
+        code = getattr(MPI, name)
+        claim(MPI.Get_error_string(code), f"{name} has a text")
+        same(MPI.Get_error_class(code), code)
+
+
+def errors_of_the_program(MPI: Any, comm: Any) -> None:
+    """Programs add error classes, codes and texts."""
+    error_class = MPI.Add_error_class()
+    code = MPI.Add_error_code(error_class)
+    MPI.Add_error_string(code, "out of coffee")
+    same((MPI.Get_error_class(code), MPI.Get_error_string(code)), (error_class, "out of coffee"))
+    same(MPI.Exception(code).Get_error_class(), error_class)
+
+
+def errors_return_by_default(MPI: Any, comm: Any) -> None:
+    """Errors are exceptions in Python; the handler of a duplicate is its parent's."""
+    twin = comm.Dup()
+    with fails(MPI, MPI.ERR_RANK):
+        twin.Send(np.zeros(1), dest=comm.Get_size())
+    handler = twin.Get_errhandler()
+    same(handler == MPI.ERRORS_RETURN, True)
+    handler.Free()
+    twin.Free()
+
+
+def missing_arguments(MPI: Any, comm: Any) -> None:
+    """Python's own errors are raised for calls that cannot be."""
+    with refused(TypeError):
+        comm.Send(np.zeros(1))
+    with refused(TypeError):
+        comm.send()
+    with refused(TypeError):
+        comm.Bcast(np.zeros(1), root="zero")
+    with refused(AttributeError):
+        comm.no_such_call()
+
+
+def counts_are_checked(MPI: Any, comm: Any) -> None:
+    """Counts must be whole numbers of at least zero."""
+    rank = comm.Get_rank()
+    with refused(ValueError):
+        comm.Isend([np.zeros(2), -1, MPI.DOUBLE], dest=rank)
+    with refused(TypeError):
+        comm.Isend([np.zeros(2), 1.5, MPI.DOUBLE], dest=rank)
+    with refused(ValueError):
+        comm.Isend([None, 1, MPI.DOUBLE], dest=rank)
+
+
+def keyvals_are_checked(MPI: Any, comm: Any) -> None:
+    """A keyval that nobody made is refused."""
+    with refused(MPI.Exception):
+        comm.Set_attr(MPI.KEYVAL_INVALID, 1)
+
+
+def null_requests_and_operations(MPI: Any, comm: Any) -> None:
+    """Cancelling or freeing a null request, freeing a null operation, are errors."""
+    with fails(MPI, MPI.ERR_REQUEST):
+        MPI.REQUEST_NULL.Cancel()
+    with fails(MPI, MPI.ERR_REQUEST):
+        MPI.Request().Free()
+    with fails(MPI, MPI.ERR_OP):
+        MPI.Op(MPI.OP_NULL).Free()
+    with fails(MPI, MPI.ERR_OP):
+        MPI.Op(MPI.SUM).Free()
+
+
+def predefined_communicators_stay(MPI: Any, comm: Any) -> None:
+    """COMM_WORLD cannot be freed."""
+    with fails(MPI, MPI.ERR_COMM):
+        MPI.COMM_WORLD.Free()
+    same(MPI.COMM_WORLD.Get_size(), comm.Get_size())
+
+
+def errors_of_the_program_can_be_removed(MPI: Any, comm: Any) -> None:
+    """What was added can be taken away, where the library is recent enough."""
+    error_class = MPI.Add_error_class()
+    code = MPI.Add_error_code(error_class)
+    MPI.Add_error_string(code, "out of coffee")
+    try:
+        MPI.Remove_error_string(code)
+        MPI.Remove_error_code(code)
+        MPI.Remove_error_class(error_class)
+    except NotImplementedError:
+        raise Skipped("this MPI removes no errors") from None
+
+
+def integer_types() -> Iterator[Callable[[int], Any]]:
+    """Yield types that are integers: they serve as ranks and tags, and in lists. Torch's if it is loaded already."""
+    yield from (np.int64, np.int32, np.uint8, np.array)
+    if "torch" in sys.modules:
+        yield sys.modules["torch"].tensor
+
+
+def number_types() -> Iterator[Callable[[int], Any]]:
+    """Yield types that C takes for a rank or a tag: floats are cut off."""
+    yield from integer_types()
+    yield from (float, np.float64, Fraction, lambda value: value + 0.75)
+
+
+def integers_in_messages(MPI: Any, comm: Any) -> None:
+    """Sends, receives and probes take them for ranks and tags, and match those of any other type."""
+    rank, _, left, right = ring(comm)
+    for made in number_types():
+        target, status = np.zeros(1), MPI.Status()
+        request = comm.Irecv(target, made(left), made(3))
+        comm.Send(np.full(1, float(rank)), made(right), made(3))
+        request.Wait(status)
+        same((target[0], status.source, status.tag), (left, left, 3))
+        sent = comm.isend("x", made(right), made(4))
+        claim(comm.Probe(made(left), made(4)), "a probe finds the message")
+        claim(comm.Iprobe(made(left), made(4)), "a probe finds the message again")
+        same(comm.recv(source=made(left), tag=made(4)), "x")
+        sent.wait()
+        same(comm.sendrecv(rank, made(right), made(5), None, made(left), made(5)), left)
+        comm.Sendrecv(np.full(1, float(rank)), made(right), made(6), target, made(left), made(6))
+        same(target[0], left)
+
+
+def integers_in_persistent_messages(MPI: Any, comm: Any) -> None:
+    """Persistent requests take them when they are prepared."""
+    rank, _, left, right = ring(comm)
+    for made in number_types():
+        target = np.zeros(1)
+        requests = [
+            comm.Recv_init(target, made(left), made(7)),
+            comm.Send_init(np.full(1, float(rank)), made(right), made(7)),
+        ]
+        MPI.Prequest.Startall(requests)
+        MPI.Request.Waitall(requests)
+        same(target[0], left)
+
+
+def integers_as_roots(MPI: Any, comm: Any) -> None:
+    """Collectives take them for the root."""
+    rank, size, _, _ = ring(comm)
+    root = size - 1
+    for made in number_types():
+        same(comm.bcast(rank, made(root)), root)
+        same(comm.gather(rank, made(root)), list(range(size)) if rank == root else None)
+        same(comm.scatter([*range(size)] if rank == root else None, made(root)), rank)
+        same(comm.reduce(1, root=made(root)), size if rank == root else None)
+        target = np.full(1, float(rank))
+        comm.Bcast(target, made(root))
+        same(target[0], root)
+        comm.Ibcast(target, made(0)).Wait()
+        comm.Reduce(np.ones(1), np.zeros(1), root=made(root))
+
+
+def integers_as_colors_and_keys(MPI: Any, comm: Any) -> None:
+    """Split takes them; the order follows their values."""
+    rank, size, _, _ = ring(comm)
+    for made in number_types():
+        sub = comm.Split(made(rank % 2), made(size - rank))
+        same(sub.Get_size(), len(range(rank % 2, size, 2)))
+        same(sub.Get_rank(), len(range(rank + 2, size, 2)))
+        sub.Free()
+
+
+def integers_in_grids(MPI: Any, comm: Any) -> None:
+    """Dimensions, directions, displacements and coordinates of a grid."""
+    rank, size, left, right = ring(comm)
+    for made in integer_types():
+        grid = comm.Create_cart([made(size)], [made(1)])
+        same(grid.Shift(made(0), made(1)), (left, right))
+        same(grid.Get_coords(made(rank)), [rank])
+        same(grid.Get_cart_rank([made(rank)]), rank)
+        grid.Free()
+        same(MPI.Compute_dims(made(6), [made(3), made(0)]), [3, 2])
+
+
+def integers_in_lists(MPI: Any, comm: Any) -> None:
+    """Lists of ranks, counts and displacements: of integers only."""
+    rank, size, _, _ = ring(comm)
+    group = comm.Get_group()
+    for made in integer_types():
+        same(group.Incl([made(size - 1)]).Get_size(), 1)
+        same(group.Translate_ranks([made(rank)]), [rank])
+        datatype = MPI.INT.Create_indexed([made(1), made(2)], [made(0), made(2)])
+        same(datatype.Get_size(), 12)
+        same({type(each) for part in datatype.Get_contents()[:3] for each in part}, {int})
+        datatype.Free()
+        sums = np.zeros(1)
+        comm.Reduce_scatter(np.ones(size), sums, [made(1)] * size)
+        same(sums[0], size)
+    for value in (0.0, np.float64(0), Fraction(0), "0", None):
+        with refused(TypeError):
+            group.Incl([value])
+
+
+@needs(2)
+def integers_in_one_sided_calls(MPI: Any, comm: Any) -> None:
+    """Windows take them for sizes, targets and displacements."""
+    rank, _, left, right = ring(comm)
+    for made in integer_types():
+        window = MPI.Win.Allocate(made(16), made(8), comm=comm)
+        found = np.zeros(1)
+        window.Lock(made(right))
+        window.Put(np.full(1, float(rank)), made(right), made(1))
+        window.Flush(made(right))
+        window.Fetch_and_op(np.ones(1), found, made(right), made(1))
+        window.Unlock(made(right))
+        comm.Barrier()
+        same(found[0], rank)
+        same(np.frombuffer(window.tomemory(), "d")[1], left + 1.0)
+        window.Free()
+
+
+def what_is_no_integer(MPI: Any, comm: Any) -> None:
+    """Text, None and lists are a TypeError, in whatever place."""
+    rank = comm.Get_rank()
+    for value in ("0", None, [0], 1j):
+        with refused(TypeError):
+            comm.send("x", value)
+        with refused(TypeError):
+            comm.isend("x", rank, value)
+        with refused(TypeError):
+            comm.Irecv(np.zeros(1), value)
+        with refused(TypeError):
+            comm.Iprobe(rank, value)
+        with refused(TypeError):
+            comm.Send_init(np.zeros(1), value)
+        with refused(TypeError):
+            comm.bcast(1, value)
+        with refused(TypeError):
+            comm.Split(value)
+    with refused(OverflowError):
+        comm.Split(1 << 40)

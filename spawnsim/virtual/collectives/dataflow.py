@@ -3,7 +3,7 @@
 Every rank's clock, and the two directions of its network card, are one vector each; a round is a few operations on
 them. A rank that has not arrived is NaN; it makes NaN of exactly those that wait for it.
 
-This room knows schedules and costs. It must not know the kernel, ranks' programs or buffers.
+Schedules and costs are known here; the kernel, ranks' programs and buffers are not.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spawnsim.virtual.collectives.amounts import Amounts, Lengths
-from spawnsim.virtual.collectives.schedule import Lane, Pattern, Schedule
+from spawnsim.virtual.collectives.schedule import Lane, Lengths, MessageSizes, Pattern, Schedule
 from spawnsim.virtual.network.cost import Costs, Floats, Ints, Network
 
 
@@ -136,7 +135,7 @@ class Fold:
         after = np.cumsum(busy_s)
         self.clock[hub] = after[-1] + np.maximum(self.clock[hub], (arrival - (after - busy_s)).max())
 
-    def star(self, star: Lane, amounts: Amounts, gamma: float) -> None:
+    def star(self, star: Lane, amounts: MessageSizes, gamma: float) -> None:
         """Let the one round of a star go by."""
         pattern, nbytes = star.pattern, amounts.of(star)
         costs, work_s = self.costs(pattern, nbytes), np.multiply(nbytes, gamma)
@@ -145,7 +144,7 @@ class Fold:
         else:
             self.fan_in(pattern, costs, self.send(pattern, costs, nbytes), work_s)
 
-    def round(self, lanes: tuple[Lane, ...], amounts: Amounts, gamma: float) -> None:
+    def round(self, lanes: tuple[Lane, ...], amounts: MessageSizes, gamma: float) -> None:
         """Let one round go by."""
         flying = []
         for lane in lanes:
@@ -164,7 +163,7 @@ class Fold:
 
 def run(
     schedule: Schedule,
-    amounts: Amounts,
+    amounts: MessageSizes,
     arrivals: Floats,
     network: Network,
     *,

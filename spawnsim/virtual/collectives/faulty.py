@@ -3,7 +3,7 @@
 A message that is late arrives later; one that is lost never arrives, so that whoever waits for it waits for ever. What
 was damaged in a message stays damaged in all that is made of it: it is followed block by block, from rank to rank.
 
-This room knows schedules, costs and verdicts. It must not know the kernel, ranks' programs or buffers.
+Schedules, costs and verdicts are known here; the kernel, ranks' programs and buffers are not.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from spawnsim.virtual.collectives.amounts import Amounts, Lengths
 from spawnsim.virtual.collectives.dataflow import Finish, Fold
-from spawnsim.virtual.collectives.schedule import Lane, Pattern, Schedule
+from spawnsim.virtual.collectives.schedule import Lane, Lengths, MessageSizes, Pattern, Schedule
 from spawnsim.virtual.faults import Verdict
 from spawnsim.virtual.network.cost import Floats, Ints, Network
 
 
 class Judge(Protocol):
-    """Who knows what becomes of messages: see `spawnsim.virtual.strikes`."""
+    """Who knows what becomes of messages: see `spawnsim.virtual.faults.injection`."""
 
     def strikes(
         self, source: Ints, dest: Ints, sent_s: Floats, numbers: Ints
@@ -102,7 +101,7 @@ class FaultyFold(Fold):
         self.late: dict[int, int] = {}
         self.damage: dict[int, set[Damage]] = {}
 
-    def faulty_round(self, lanes: tuple[Lane, ...], amounts: Amounts, *, reduces: bool) -> None:
+    def faulty_round(self, lanes: tuple[Lane, ...], amounts: MessageSizes, *, reduces: bool) -> None:
         """Let one round go by."""
         flying = []
         for lane in lanes:
@@ -206,7 +205,7 @@ def _of(values: Ints | Floats | float, index: int) -> float:
 
 def run_struck(
     schedule: Schedule,
-    amounts: Amounts,
+    amounts: MessageSizes,
     arrivals: Floats,
     network: Network,
     *,

@@ -1,10 +1,15 @@
-"""The shape of a collective algorithm: rounds of messages, free of sizes, of networks and of times.
+"""The shape of a collective algorithm: rounds of messages, free of networks and of times; and the sizes of one call.
 
 A rank goes through the rounds in order. In each round it first does all its sends, lane by lane, and then takes all
 its messages, lane by lane. In one lane a rank sends at most one message and takes at most one. Ranks are relative to
-the root, which is 0. What a message carries is told in blocks: so many, cyclically, from a first one on.
+the root, which is 0. What a message carries is told in blocks: so many, cyclically, from a first one on. A schedule
+holds indices alone; how many bytes its messages carry in one call, `MessageSizes` says. Sizes as callers give them, in
+bytes:
 
-This room knows indices. It must not know bytes, networks, clocks or the kernel.
+* bcast, reduce, allreduce, scan, exscan: the vector, one int;
+* gather, scatter, allgather, reduce_scatter: the block of one rank, an int, or one per rank, an array (P,);
+* alltoall: the block of one pair, an int, or an array (P, P) with [source, dest];
+* barrier: anything; it sends empty messages.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from spawnsim.errors import ParameterError
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -122,3 +129,82 @@ def one_by_one(lanes: Iterable[Lane], *, reduces: bool = False) -> tuple[Round, 
 def masks(size: int) -> list[int]:
     """Return the powers of two below `size`, rising."""
     return [1 << k for k in range((size - 1).bit_length())]
+
+
+Sizes = int | Ints
+Lengths = float | Ints | Floats
+"""Bytes of messages. Parts of a vector may be fractions of a byte: so every cut is even, and closed forms are exact."""
+
+
+def _common_size(sizes: Sizes) -> int | None:
+    """Return the one size that all have, or None."""
+    if not isinstance(sizes, np.ndarray):
+        return int(sizes)
+    first = int(sizes.flat[0]) if sizes.size else 0
+    return first if bool((sizes == first).all()) else None
+
+
+class MessageSizes:
+    """The sizes of one call, for a given schedule: `of(lane)` is one number where all messages are equally long.
+
+    Raises:
+        ParameterError: Sizes that do not fit the schedule.
+    """
+
+    def __init__(self, schedule: Schedule, sizes: Sizes) -> None:
+        self.each: float | None
+        self._ends: Ints | None = None
+        self._pairs: Ints | None = None
+        self._count = schedule.parts if schedule.cut == "vector" else schedule.size
+        if schedule.cut == "vector":
+            self._vector(sizes, schedule.parts)
+        else:
+            self._blocks(schedule, sizes)
+
+    def _vector(self, sizes: Sizes, parts: int) -> None:
+        nbytes = _common_size(sizes)
+        if nbytes is None or nbytes < 0:
+            raise ParameterError(
+                f"sizes={sizes}: give the length of the vector in bytes, one int of at least 0"
+            )
+        self.each = nbytes / parts if nbytes % parts else nbytes // parts
+
+    def _blocks(self, schedule: Schedule, sizes: Sizes) -> None:
+        wanted = (schedule.size,) * (2 if schedule.cut == "pairs" else 1)
+        if isinstance(sizes, np.ndarray) and schedule.cut != "edges" and sizes.shape != wanted:
+            raise ParameterError(f"sizes of shape {sizes.shape}: give one int, or an array of shape {wanted}")
+        if np.any(np.asarray(sizes) < 0):
+            raise ParameterError(f"sizes={sizes}: give bytes of at least 0")
+        self.each = _common_size(sizes)
+        if self.each is None and isinstance(sizes, np.ndarray):
+            if schedule.cut == "pairs":
+                self._pairs = sizes
+            else:
+                self._cumulate(sizes)
+
+    def _cumulate(self, blocks: Ints) -> None:
+        self._ends = np.concatenate([[0], np.cumsum(np.concatenate([blocks, blocks]))])
+
+    def of(self, lane: Lane) -> Lengths:
+        """Return the bytes of the lane's messages: one number for all, or an array (M,)."""
+        if self.each is not None:
+            blocks = lane.blocks
+            return blocks * np.float64(self.each) if isinstance(blocks, np.ndarray) else blocks * self.each
+        if self._ends is not None:
+            begin = np.asarray(lane.first)
+            nbytes: Ints = self._ends[begin + lane.blocks] - self._ends[begin]
+            return nbytes if nbytes.ndim else int(nbytes)
+        assert self._pairs is not None
+        if not np.all(np.asarray(lane.blocks) == 1):
+            raise ParameterError(
+                "this alltoall needs blocks of one size (Bruck's does): choose pairwise or linear"
+            )
+        unequal: Ints = self._pairs[lane.pattern.source, lane.pattern.dest]
+        return unequal
+
+    def share(self, block: int, place: float) -> float:
+        """Return where in the whole, from 0 to 1, a place in a block lies. The blocks are of one size, or of any."""
+        if self._ends is None:
+            return (block + place) / self._count
+        begin, end, count = self._ends[block], self._ends[block + 1], (len(self._ends) - 1) // 2
+        return float((begin + place * (end - begin)) / max(self._ends[count], 1))

@@ -14,7 +14,7 @@ from typing import Any
 
 from spawnsim.virtual.comm.context import Context
 from spawnsim.virtual.comm.revoking import close, family, give_up
-from spawnsim.virtual.completion import Completion
+from spawnsim.virtual.engine.completion import Completion
 from spawnsim.virtual.waiting import Unbroken
 
 SILENT_S = 3.0  # a paused rank is given up after this time; real ranks, which must ask, take as long

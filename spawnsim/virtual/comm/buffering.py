@@ -13,8 +13,8 @@ from spawnsim.comm.failures import ERR_BUFFER, CallError, SpecBufferError
 from spawnsim.comm.memory import flat
 from spawnsim.virtual.comm.payload import dumps, pack
 from spawnsim.virtual.comm.transport import Transport
+from spawnsim.virtual.engine.wire import LOCAL
 from spawnsim.virtual.requests import Request
-from spawnsim.virtual.wire import LOCAL
 
 
 class BufferedSends(Transport):

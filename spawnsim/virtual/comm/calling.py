@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from spawnsim.errors import UsageError
 from spawnsim.virtual.comm.communicators import Intracomm
-from spawnsim.virtual.kernel import current_task
+from spawnsim.virtual.engine.kernel import current_task
 
 
 def held(name: str) -> Any:

@@ -22,7 +22,7 @@ from spawnsim.virtual.comm.point_to_point import Objects
 from spawnsim.virtual.comm.probing import Probes
 from spawnsim.virtual.comm.surviving import Surviving
 from spawnsim.virtual.comm.unsupported import Unsupported
-from spawnsim.virtual.own import Background, Clock, Compute, Record
+from spawnsim.virtual.services import Background, Clock, Compute, Record
 
 
 class Comm(

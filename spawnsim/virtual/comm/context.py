@@ -15,12 +15,12 @@ from spawnsim.comm.failures import ERR_COMM, ERR_RANK, ERR_ROOT, ERR_TAG, CallEr
 from spawnsim.comm.handles import Attributed
 from spawnsim.comm.info import Info
 from spawnsim.errors import UsageError
-from spawnsim.virtual.completion import Completion
-from spawnsim.virtual.departures import WaitingForMeeting
-from spawnsim.virtual.matching import Mailbox
+from spawnsim.virtual.departures import WaitingForCollective
+from spawnsim.virtual.engine.completion import Completion
+from spawnsim.virtual.engine.matching import Mailbox
+from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.meeting import Call, Meeting
 from spawnsim.virtual.waiting import Dead, await_one
-from spawnsim.virtual.world import Rank, World
 
 GIVEN_UP = (
     "the others have given this rank up, because it was silent for too long (paused, or it did not come to their "
@@ -121,7 +121,7 @@ class Context:
                 self.world.links.make_reliable(mailbox)
         return mailbox
 
-    def meet(self, rank: int, name: str, call: Call) -> WaitingForMeeting:
+    def meet(self, rank: int, name: str, call: Call) -> WaitingForCollective:
         """Let a world rank arrive at its next collective."""
         number = self.calls.get(rank, 0)
         self.calls[rank] = number + 1
@@ -141,7 +141,7 @@ class Context:
         meeting.join(me, call)
         if meeting.here == len(self.everyone):
             del self.meetings[number]
-        return WaitingForMeeting(meeting, me)
+        return WaitingForCollective(meeting, me)
 
 
 class Member(Attributed):
@@ -255,7 +255,7 @@ class Member(Attributed):
                 ERR_ROOT, f"root {root} is not in {self._label}, whose ranks are 0 to {len(self._peers) - 1}"
             )
 
-    def _join(self, call: Call) -> tuple[Completion, WaitingForMeeting]:
+    def _join(self, call: Call) -> tuple[Completion, WaitingForCollective]:
         """Arrive at a collective without waiting for its end."""
         self._need()
         rank, task = self._rank, self._world.kernel.current

@@ -16,9 +16,9 @@ import numpy as np
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.status import Status
-from spawnsim.virtual.completion import Message
-from spawnsim.virtual.reports import place
-from spawnsim.virtual.world import World
+from spawnsim.virtual.diagnosis import place
+from spawnsim.virtual.engine.completion import Message
+from spawnsim.virtual.engine.world import World
 
 SAMPLES = 32  # bytes of a buffer that are compared; their distance is odd, so that they are of all places in a number
 

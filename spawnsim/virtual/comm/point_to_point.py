@@ -13,10 +13,10 @@ from spawnsim.comm.integers import integer
 from spawnsim.comm.status import Status
 from spawnsim.virtual.comm.payload import check_target, dumps, kept, loads, pack, receiver, unpack
 from spawnsim.virtual.comm.transport import Transport, receive_nothing
+from spawnsim.virtual.engine.wire import LOCAL, STANDARD, SYNCHRONOUS
 from spawnsim.virtual.requests import Request
 from spawnsim.virtual.several import fill
 from spawnsim.virtual.waiting import await_one
-from spawnsim.virtual.wire import LOCAL, STANDARD, SYNCHRONOUS
 
 
 class Objects(Transport):

@@ -11,9 +11,9 @@ from spawnsim.comm.integers import integer
 from spawnsim.comm.status import Status
 from spawnsim.virtual.comm.payload import kept, loads, receiver
 from spawnsim.virtual.comm.transport import Transport, receive_nothing
-from spawnsim.virtual.completion import Completion, Receive
-from spawnsim.virtual.completion import Message as Letter
-from spawnsim.virtual.kernel import current_world
+from spawnsim.virtual.engine.completion import Completion, Receive
+from spawnsim.virtual.engine.completion import Message as Letter
+from spawnsim.virtual.engine.kernel import current_world
 from spawnsim.virtual.requests import Request
 from spawnsim.virtual.several import fill
 from spawnsim.virtual.waiting import check_alive
@@ -68,7 +68,7 @@ class Probes(Transport):
                 self._mailbox.remove(
                     letter
                 )  # now: while this task pays for the look, another of its rank may look
-        self._world.charge_look()
+        self._world.charge_poll()
         if letter is None:
             self._world.kernel.fruitless()
         else:
@@ -84,7 +84,7 @@ class Probes(Transport):
             self._await_letter(source, tag, operation)
         if hold:
             self._mailbox.remove(letter)
-        self._world.charge_look()
+        self._world.charge_poll()
         _fill_status(status, letter)
         return letter
 

@@ -11,10 +11,9 @@ from collections.abc import Collection, Sequence
 
 from spawnsim.comm.failures import Revoked
 from spawnsim.virtual.comm.context import Context
-from spawnsim.virtual.completion import Message
-from spawnsim.virtual.matching import Mailbox
-from spawnsim.virtual.undelivered import undelivered
-from spawnsim.virtual.world import World
+from spawnsim.virtual.engine.completion import Message
+from spawnsim.virtual.engine.matching import Mailbox, undelivered
+from spawnsim.virtual.engine.world import World
 
 
 def family(context: Context) -> list[Context]:

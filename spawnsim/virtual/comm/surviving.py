@@ -82,7 +82,7 @@ class Surviving(Member):
         kernel = self._world.kernel
         kernel.observe()
         dead = self._dead()
-        self._world.charge_look()
+        self._world.charge_poll()
         if not dead:
             kernel.fruitless()
         return Group.of(dead, self._rank.id)

@@ -17,11 +17,11 @@ from spawnsim.comm.status import Status
 from spawnsim.errors import WorldError
 from spawnsim.virtual.comm.context import Member
 from spawnsim.virtual.comm.mistakes import check_type, watched
-from spawnsim.virtual.completion import Message, Receive, take_in
+from spawnsim.virtual.engine.completion import Message, Receive, take_in
+from spawnsim.virtual.engine.wire import Mode, Transfer, send
 from spawnsim.virtual.requests import Request
 from spawnsim.virtual.several import fill
 from spawnsim.virtual.waiting import Waiting, await_one, check_alive
-from spawnsim.virtual.wire import Mode, Transfer, send
 
 
 class Transport(Member):

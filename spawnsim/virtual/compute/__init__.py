@@ -1,15 +1,24 @@
-"""Compute times of virtual ranks: durations, stragglers, traces.
+"""Compute times of virtual ranks: durations, stragglers, recorded runs.
 
-This room knows how long blocks take. It must not know what happens in them, nor the kernel whose clock they move.
+How long blocks take is known here; what happens in them, and the kernel whose clock they move, are not.
 """
 
-from spawnsim.virtual.compute.episodes import Markov
-from spawnsim.virtual.compute.model import ComputeModel, Fixed, Sampler
-from spawnsim.virtual.compute.noise import Bimodal, Exponential, Gamma, Lognormal, Noise, Pareto
-from spawnsim.virtual.compute.persistent import Constant, Slow, SlowRank, Speed
-from spawnsim.virtual.compute.straggler import Straggler, StreamKey
-from spawnsim.virtual.compute.text import parse_base, parse_stragglers
-from spawnsim.virtual.compute.trace import Trace
+from spawnsim.virtual.compute.model import ComputeModel, Fixed, Sampler, Trace, parse_base, parse_stragglers
+from spawnsim.virtual.compute.stragglers import (
+    Bimodal,
+    Constant,
+    Exponential,
+    Gamma,
+    Lognormal,
+    Markov,
+    Noise,
+    Pareto,
+    Slow,
+    SlowRank,
+    Speed,
+    Straggler,
+    StreamKey,
+)
 
 __all__ = [
     "ComputeModel", "Sampler", "Fixed", "Trace", "Straggler", "StreamKey", "Noise",

@@ -2,21 +2,144 @@
 
     seconds = (stated duration | the model's own) × stragglers, drawn from (seed, rank, cause)
 
-This room knows durations, stragglers and traces. It must not know the kernel that asks.
+The model's own duration is fixed, or a trace of recorded compute times: replay a run, and ask what if. Models and
+stragglers are written in words as the command line and platform files have them (`FORMS`). The kernel that asks is not
+known here, nor how traces were recorded.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import repeat
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from spawnsim import units
+from spawnsim.columns import read_columns, require_ranks
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.compute.straggler import Straggler, StreamKey, Stretch
-from spawnsim.virtual.compute.trace import Trace
+from spawnsim.virtual.compute.stragglers import (
+    Bimodal,
+    Constant,
+    Exponential,
+    FloatArray,
+    Gamma,
+    Lognormal,
+    Markov,
+    Pareto,
+    Slow,
+    SlowRank,
+    Speed,
+    Straggler,
+    StreamKey,
+    Stretch,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Durations of compute blocks in seconds: one row per rank, one entry per block, rows of any length.
+
+    A recording knows how long each block took: it takes the place of what the program states. Without `cycle` a rank
+    that computes more blocks than were recorded raises ParameterError. Without `resample` so does a rank beyond the
+    recorded ones; with it, that rank replays the row of a random rank from a random block on, round and round.
+    """
+
+    rows: Sequence[ArrayLike]
+    cycle: bool = False
+    resample: bool = False
+    source: str = "trace"
+
+    def __post_init__(self) -> None:
+        rows = tuple(np.asarray(row, dtype=np.float64) for row in self.rows)
+        if not rows:
+            raise ParameterError(f"{self.source}: a trace of no ranks: give one row of durations per rank")
+        for rank, row in enumerate(rows):
+            self._check(rank, row)
+        object.__setattr__(self, "rows", rows)
+
+    def _check(self, rank: int, row: FloatArray) -> None:
+        if row.ndim != 1 or row.size == 0:
+            raise ParameterError(
+                f"{self.source}: rank {rank} has shape {row.shape}: give at least one duration"
+            )
+        bad = np.flatnonzero(~(np.isfinite(row) & (row >= 0.0)))
+        if bad.size:
+            block, value = int(bad[0]), float(row[bad[0]])
+            raise ParameterError(f"{self.source}: rank {rank}, block {block}: {value} s is no duration")
+
+    @classmethod
+    def of_run(cls, folder: str | Path, *, cycle: bool = False, resample: bool = False) -> Trace:
+        """Return the compute times of a recorded run: column `compute_s` of its `metrics.npz`, rank by rank."""
+        path = Path(folder) / "metrics.npz"
+        ranks, durations_s = _columns(path)
+        order = np.argsort(ranks, kind="stable")
+        order = order[np.isfinite(durations_s[order])]
+        found, begins = np.unique(ranks[order], return_index=True)
+        lacking = np.flatnonzero(found != np.arange(len(found)))
+        if len(lacking) or len(found) <= ranks.max(initial=-1):
+            rank = int(lacking[0]) if len(lacking) else len(found)
+            raise ParameterError(f"{path}: of rank {rank} no duration was recorded, of later ones there are")
+        rows = np.split(durations_s[order], begins[1:])
+        return cls(rows, cycle=cycle, resample=resample, source=str(path))
+
+    def without_slowest(self, count: int = 1) -> Trace:
+        """Return the trace without the `count` ranks of the largest mean; the others close ranks."""
+        rows = self._rows()
+        if not 0 <= count < len(rows):
+            raise ParameterError(f"{self.source}: {len(rows)} ranks, of which {count} cannot be left out")
+        by_mean = np.argsort([row.mean() for row in rows], kind="stable")
+        kept = sorted(by_mean[: len(rows) - count])
+        return replace(self, rows=tuple(rows[rank] for rank in kept))
+
+    def _rows(self) -> tuple[FloatArray, ...]:
+        return tuple(np.asarray(row, dtype=np.float64) for row in self.rows)
+
+    def open(self, key: StreamKey) -> Iterator[float]:
+        """Return the durations of one rank in order."""
+        rows = self._rows()
+        if key.rank < len(rows):
+            return self._replay(key.rank, rows[key.rank])
+        if not self.resample:
+            raise ParameterError(
+                f"{self.source} holds {len(rows)} ranks and the run has a rank {key.rank}: run at most {len(rows)} "
+                "ranks, or resample (`resample=True`, `--compute RUN,resample`)"
+            )
+        stream = key.generator()
+        row = rows[int(stream.integers(len(rows)))]
+        return _round_and_round(np.roll(row, -int(stream.integers(row.size))))
+
+    def _replay(self, rank: int, row: FloatArray) -> Iterator[float]:
+        if self.cycle:
+            yield from _round_and_round(row)
+        yield from row.tolist()
+        raise ParameterError(
+            f"{self.source} holds {row.size} compute blocks of rank {rank}, which now computes one more: run fewer "
+            "iterations, or start over (`cycle=True`, `--compute RUN,cycle`)"
+        )
+
+    def __str__(self) -> str:
+        return self.source + ",cycle" * self.cycle + ",resample" * self.resample
+
+
+def _round_and_round(row: FloatArray) -> Iterator[float]:
+    durations_s = row.tolist()
+    while True:
+        yield from durations_s
+
+
+def _columns(path: Path) -> tuple[NDArray[np.int64], FloatArray]:
+    columns = read_columns(path, ("rank", "compute_s"))
+    require_ranks(path, columns["rank"])
+    if columns["compute_s"].dtype.kind not in "iuf":
+        raise ParameterError(f"cannot read {path}: its column 'compute_s' holds no durations")
+    return columns["rank"].astype(np.int64), columns["compute_s"].astype(np.float64)
+
 
 Sampler = Callable[[float | None, float], float]
 """`sampler(stated_s, now_s) -> seconds`: the duration of a rank's next block; `stated_s` None means none stated."""
@@ -94,7 +217,7 @@ class ComputeModel:
 
         def base(stated_s: float | None) -> float:
             if stated_s is None:
-                return _own(own, key.rank)
+                return _next_own(own, key.rank)
             if not 0.0 <= stated_s < math.inf:
                 raise ParameterError(
                     f"rank {key.rank}: comm.compute({stated_s}): give a finite time of at least 0 s"
@@ -104,10 +227,94 @@ class ComputeModel:
         return base
 
 
-def _own(durations_s: Iterator[float] | None, rank: int) -> float:
+def _next_own(durations_s: Iterator[float] | None, rank: int) -> float:
     if durations_s is None:
         raise ParameterError(
             f"rank {rank}: comm.compute() states no duration and the run has no compute model: write "
             'comm.compute(0.01), give the run one (compute="10 ms", --compute 10ms), or name a platform that has one'
         )
     return next(durations_s)
+
+
+_Form = tuple[str, Callable[..., Straggler], tuple[Callable[[str], float], ...]]
+
+FORMS: tuple[_Form, ...] = (
+    ("constant", Constant, ()),
+    ("constant:FACTOR", Constant, (float,)),
+    ("lognormal:SIGMA", Lognormal, (float,)),
+    ("exponential:SHARE", Exponential, (float,)),
+    ("pareto:TAIL", Pareto, (float,)),
+    ("gamma:VARIATION", Gamma, (float,)),
+    ("bimodal:SHARE,SLOWDOWN", Bimodal, (float, float)),
+    ("speed:SIGMA", Speed, (float,)),
+    ("slow:SHARE,SLOWDOWN", Slow, (float, float)),
+    ("rank:RANK,SLOWDOWN", SlowRank, (int, float)),
+    ("markov:FAST,SLOW,SLOWDOWN", Markov, (units.seconds, units.seconds, float)),
+)
+"""Pattern, class and the readers of its parameters."""
+
+
+def parse_stragglers(text: str | Straggler | Sequence[Straggler] | None) -> tuple[Straggler, ...]:
+    """Return the stragglers that a text such as "lognormal:0.3+slow:0.02,5" names; objects pass through.
+
+    Noise (lognormal, exponential, pareto, gamma) and `speed` have mean 1 and keep the mean step time. `bimodal`,
+    `slow`, `rank` and `markov` add their slowdown to it.
+
+    >>> [straggler.mean for straggler in parse_stragglers("lognormal:0.3+slow:0.02,5")]
+    [1.0, 1.08]
+    """
+    if text is None or text == "":
+        return ()
+    if isinstance(text, Straggler):
+        return (text,)
+    if not isinstance(text, str):
+        return tuple(text)
+    return tuple(_straggler(part.strip(), text) for part in text.split("+"))
+
+
+def _straggler(part: str, whole: str) -> Straggler:
+    name, _, rest = part.partition(":")
+    words = [word.strip() for word in rest.split(",")] if rest else []
+    for pattern, build, readers in FORMS:
+        if pattern.partition(":")[0] == name and len(readers) == len(words):
+            try:
+                return build(*(read(word) for read, word in zip(readers, words, strict=True)))
+            except ValueError as error:  # ParameterError is one as well
+                raise ParameterError(f"straggler {part!r}: {error}") from error
+    where = f" in {whole!r}" if part != whole else ""
+    forms = ", ".join(pattern for pattern, _, _ in FORMS)
+    raise ParameterError(f"straggler {part!r}{where} is not of a known form. Forms, joined by +: {forms}")
+
+
+def parse_base(text: str | float | Fixed | Trace) -> Fixed | Trace:
+    """Return the base of a compute model: a duration ("10 ms", 0.01) or a recorded run.
+
+    A run is its folder, then options: "runs/a,cycle,resample,without-slowest:1" (see `Trace`).
+    """
+    if isinstance(text, (Fixed, Trace)):
+        return text
+    if not isinstance(text, str):
+        return Fixed(float(text))
+    folder, *options = text.split(",")
+    if Path(folder).is_dir():
+        return _trace(folder, options)
+    try:
+        return Fixed(units.seconds(text))
+    except ParameterError as error:
+        raise ParameterError(
+            f"compute {text!r}: neither a duration ({error}) nor a run folder that exists"
+        ) from None
+
+
+def _trace(folder: str, options: list[str]) -> Trace:
+    leave_out = 0
+    flags = {"cycle": False, "resample": False}
+    for option in options:
+        name, _, value = option.partition(":")
+        if name == "without-slowest" and (value or "1").isdecimal():
+            leave_out = int(value or "1")
+        elif name in flags and not value:
+            flags[name] = True
+        else:
+            raise ParameterError(f"compute option {option!r}: one of cycle, resample, without-slowest:N")
+    return Trace.of_run(folder, **flags).without_slowest(leave_out)

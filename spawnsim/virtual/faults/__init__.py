@@ -1,9 +1,11 @@
-"""Faults of virtual ranks and links, as data.
+"""Faults of virtual ranks and links: as data (`events`, `plan`, `swarm`), and carried out on a run (`injection`,
+`crashes`).
 
-This room knows what goes wrong, where and when. It must not know the kernel that makes it so.
+The data say what goes wrong, where and when, and know nothing of the kernel; they alone are exported here.
 """
 
 from spawnsim.virtual.faults.events import (
+    DELIVERED,
     KINDS,
     Corrupt,
     Crash,
@@ -17,10 +19,10 @@ from spawnsim.virtual.faults.events import (
     Pause,
     Restart,
     SlowDown,
+    Verdict,
 )
 from spawnsim.virtual.faults.plan import Plan
 from spawnsim.virtual.faults.swarm import Swarm
-from spawnsim.virtual.faults.verdict import DELIVERED, Verdict
 
 __all__ = [
     "Plan", "Swarm", "Fault", "LinkFault", "Verdict", "DELIVERED", "KINDS",

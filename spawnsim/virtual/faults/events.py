@@ -1,6 +1,7 @@
 """Faults as data: one frozen object per fault, each a fact about a rank or a link and a window of virtual time.
 
-This room knows ranks by number and times in seconds. It must not know what a kernel does about them.
+A link fault gives a verdict on each message that meets it. Ranks by number and times in seconds are all that is known
+here; what a kernel does about them is not.
 """
 
 from __future__ import annotations
@@ -8,13 +9,48 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.faults.verdict import DELIVERED, LOST, Verdict
+
+
+class Verdict(NamedTuple):
+    """What becomes of one message."""
+
+    lost: bool = False
+    delay_s: float = 0.0
+    """Added to the time of arrival."""
+    copies: int = 1
+    """How often it is delivered; 1 is normal."""
+    corrupt: bool = False
+    """Whether its payload is damaged on the way."""
+    resent: int = 0
+    """How often it was sent again before it came through; only on a reliable connection."""
+
+    def then(self, other: Verdict) -> Verdict:
+        """Return both verdicts in one: any loss loses, delays add, copies multiply."""
+        return Verdict(
+            self.lost or other.lost,
+            self.delay_s + other.delay_s,
+            self.copies * other.copies,
+            self.corrupt or other.corrupt,
+        )
+
+    def describe(self) -> str:
+        """Return what happens to the message, such as "delayed+doubled"; nothing if it is simply delivered."""
+        struck = {
+            "lost": self.lost, "resent": self.resent, "corrupt": self.corrupt,
+            "delayed": self.delay_s > 0.0 and not self.resent, "doubled": self.copies > 1,
+        }  # fmt: skip
+        return "+".join(name for name, is_so in struck.items() if is_so)
+
+
+DELIVERED = Verdict()
+LOST = Verdict(lost=True)
+
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -2,8 +2,6 @@
 
 Each plan first draws which kinds of fault it has at all, then how many of each: runs that lack a kind go deeper into
 the others (Groce et al., "Swarm testing", ISSTA 2012).
-
-This room knows how to draw plans. It must not know what is tested with them.
 """
 
 from __future__ import annotations

@@ -17,10 +17,11 @@ from spawnsim.comm.failures import ERR_OTHER, CallError
 from spawnsim.comm.info import INFO_NULL, Info
 from spawnsim.comm.integers import AINT, integer
 from spawnsim.comm.memory import address, buffer
+from spawnsim.importing import versions
 from spawnsim.virtual.comm import buffering, grids
-from spawnsim.virtual.kernel import current_task, current_world
+from spawnsim.virtual.engine.kernel import current_task, current_world
+from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.requests import Request
-from spawnsim.virtual.world import Rank, World
 
 TICK_S = 1e-9
 SPIN_S = 1e-6  # what a look at the clock costs a program that does nothing but look
@@ -189,17 +190,17 @@ def Get_version() -> tuple[int, int]:
 
 def Get_library_version() -> str:
     """Return the name of the library."""
-    from spawnsim import __version__
-
-    return f"spawnsim {__version__}: virtual MPI ranks on {machine.python_implementation()}"
+    return f"spawnsim {_version()}: virtual MPI ranks on {machine.python_implementation()}"
 
 
 def get_vendor() -> tuple[str, tuple[int, int, int]]:
     """Return the name and version of the implementation."""
-    from spawnsim import __version__
-
-    numbers = [int(part) if part.isdigit() else 0 for part in (*__version__.split("."), "0", "0")[:3]]
+    numbers = [int(part) if part.isdigit() else 0 for part in (*_version().split("."), "0", "0")[:3]]
     return "spawnsim", (numbers[0], numbers[1], numbers[2])
+
+
+def _version() -> str:
+    return versions(["spawnsim"]).get("spawnsim", "0+unknown")
 
 
 def Get_abi_version() -> tuple[int, int]:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from spawnsim.comm.status import Status
-from spawnsim.virtual.completion import Completion
-from spawnsim.virtual.kernel import current_world
+from spawnsim.virtual.engine.completion import Completion
+from spawnsim.virtual.engine.kernel import current_world
 from spawnsim.virtual.requests import Request
 from spawnsim.virtual.waiting import WaitingForAny
 

@@ -1,14 +1,22 @@
 """Networks: what a message costs, by link model and by place; and links that flows share.
 
-This room knows numpy and numbers; it must not know ranks' programs, the kernel or collectives.
+All of it is numpy and numbers: no ranks' programs, no kernel, no collectives.
 """
 
-from spawnsim.virtual.network.cost import Contention, Cost, Costs, Network
+from spawnsim.virtual.network.cost import (
+    Completed,
+    Contention,
+    Cost,
+    Costs,
+    Flow,
+    FlowNetwork,
+    Network,
+    SharedLinks,
+    fair_share,
+)
 from spawnsim.virtual.network.fabric import Fabric, Nodes, Switch
-from spawnsim.virtual.network.home import HomeLinks
 from spawnsim.virtual.network.links import Hockney, Link, LogGP, Piecewise
-from spawnsim.virtual.network.sharing import Completed, Flow, FlowNetwork, SharedLinks, fair_share
-from spawnsim.virtual.network.topologies import Dragonfly, FatTree, Regions, Torus
+from spawnsim.virtual.network.topologies import Dragonfly, FatTree, HomeLinks, Regions, Torus
 
 __all__ = [
     "Network", "Contention", "Cost", "Costs", "Link", "Hockney", "LogGP", "Piecewise", "Fabric", "Switch", "Nodes",

@@ -1,4 +1,4 @@
-"""What a message costs, and what every network can be asked.
+"""What a message costs, what every network can be asked, and links whose bandwidth several messages share.
 
 A message sent at sender clock t starts injection at s = max(t, nic_free[source]). Then nic_free[source] =
 s + inject_s, the message arrives at s + flight_s, and the sender goes on at t + send_s. The receiver takes it at
@@ -6,18 +6,24 @@ max(own clock, arrival) + receive_s. Where several messages meet at one receiver
 one, in the order in which they are taken: the arrival of each becomes max(arrival, in_free[dest] + drain_s), and
 in_free[dest] is then that time. A message with drain_s = 0 neither waits for others nor holds them up.
 
-This room knows seconds and bytes. It must not know ranks' clocks, events or collectives.
+Where contention is "fair", messages are flows that cross links; each link shares its capacity fairly (max-min)
+among those that others do not hold back more. Rates change only when a flow starts or ends, so that a few numbers
+per flow say all until then: the exact model of contention between events.
+
+Seconds and bytes are known here; ranks' clocks, events and collectives are not.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from spawnsim.virtual.network.sharing import SharedLinks
+from spawnsim.errors import ParameterError
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -111,3 +117,168 @@ class Network(Protocol):
     def check(self, ranks: int) -> None:
         """Raise `ParameterError` if so many ranks do not fit."""
         ...
+
+
+def fair_share(flows: Sequence[Sequence[int]], capacities: Floats) -> Floats:
+    """Return the max-min fair rate of each flow, by progressive filling.
+
+    Args:
+        flows: The links that each flow crosses, indices into `capacities`; a flow with none has rate inf.
+        capacities: float64 (links,), bytes per second, above 0.
+
+    Returns:
+        float64 (flows,), bytes per second.
+
+    D. Bertsekas, R. Gallager, Data Networks, 2nd ed., section 6.5.2.
+    """
+    links = np.array([link for flow in flows for link in flow], dtype=np.int64)
+    owner = np.repeat(np.arange(len(flows)), [len(flow) for flow in flows])
+    return _fill(links, owner, capacities, count=len(flows))
+
+
+def _fill(links: Ints, owner: Ints, capacities: Floats, *, count: int) -> Floats:
+    """Raise all rates together; freeze the flows of a link when it is full; go on with the others."""
+    rates = np.full(count, math.inf)
+    left = np.array(capacities, dtype=np.float64)
+    while len(links):
+        users = np.bincount(links, minlength=len(left))
+        share = np.where(users > 0, left / np.maximum(users, 1), math.inf)
+        level = share.min()
+        full = share <= level * (1 + 1e-12)
+        frozen = np.zeros(count, dtype=bool)
+        frozen[owner[full[links]]] = True
+        rates[frozen] = level
+        going = ~frozen[owner]
+        left = np.maximum(left - level * np.bincount(links[~going], minlength=len(left)), 0.0)
+        links, owner = links[going], owner[going]
+    return rates
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Bytes that cross links. `tag` is the owner's; nothing looks at it."""
+
+    links: tuple[int, ...]
+    nbytes: float
+    tag: object = None
+
+
+class Completed(NamedTuple):
+    """A flow whose last byte has gone through."""
+
+    time_s: float
+    flow: Flow
+
+
+class FlowNetwork:
+    """Flows in progress on shared links. Time goes forward only, from call to call.
+
+    A kernel starts flows, asks for `next_change`, and when that time has come and no flow has started or ended since,
+    calls `advance` to collect what is complete.
+
+    Args:
+        capacities: float64 (links,), bytes per second.
+
+    Raises:
+        ParameterError: A capacity that is not above 0; a flow over a link that there is not.
+    """
+
+    def __init__(self, capacities: Floats | Sequence[float]) -> None:
+        self.capacities = np.array(capacities, dtype=np.float64)
+        if not np.all(np.isfinite(self.capacities) & (self.capacities > 0)):
+            raise ParameterError("capacities: give finite bytes per second above 0 for every link")
+        self.flows: list[Flow] = []
+        self.time_s = -math.inf  # nothing may happen before
+        self._since_s = 0.0  # since when the rates hold
+        self._left: Floats = np.zeros(0)  # bytes, at that time
+        self._rates: Floats = np.zeros(0)
+        self._ends: Floats = np.zeros(0)
+
+    def start(self, time_s: float, *flows: Flow) -> None:
+        """Let flows begin. Flows that ended before must have been collected by `advance`."""
+        for flow in flows:
+            if any(not 0 <= link < len(self.capacities) for link in flow.links) or not flow.nbytes >= 0:
+                raise ParameterError(
+                    f"{flow}: there are links 0 to {len(self.capacities) - 1}; bytes are at least 0"
+                )
+        if time_s < self.time_s or time_s > self.next_change():
+            raise ParameterError(
+                f"a flow may start from {self.time_s} s on, and by {self.next_change()} s, when another ends; "
+                f"not at {time_s} s: call advance first"
+            )
+        self.time_s = time_s
+        left = self._left_at(time_s)
+        self.flows.extend(flows)
+        self._share(time_s, np.append(left, [flow.nbytes for flow in flows]))
+
+    def rates(self) -> Floats:
+        """Return the rate of each flow in `flows`, float64, bytes per second."""
+        return self._rates.copy()
+
+    def next_change(self) -> float:
+        """Return when the next flow ends if none starts; inf if there is none."""
+        return float(self._ends.min()) if len(self._ends) else math.inf
+
+    def advance(self, time_s: float) -> list[Completed]:
+        """Go on to `time_s`. Returns the flows that end by then, in order of (time, start)."""
+        if time_s < self.time_s:
+            raise ParameterError(f"time goes forward only: from {self.time_s} s to {time_s} s")
+        done: list[Completed] = []
+        while self.flows and (end := self.next_change()) <= time_s:
+            over = self._ends <= end
+            done += [Completed(end, flow) for flow, gone in zip(self.flows, over, strict=True) if gone]
+            left = self._left_at(end)[~over]
+            self.flows = [flow for flow, gone in zip(self.flows, over, strict=True) if not gone]
+            self._share(end, left)
+        self.time_s = time_s
+        return done
+
+    def _left_at(self, time_s: float) -> Floats:
+        """Return the bytes that each flow has left; nothing of one that no link holds back."""
+        held = np.isfinite(self._rates)
+        gone = np.where(held, self._rates, 0.0) * (time_s - self._since_s)
+        return np.where(held, np.maximum(self._left - gone, 0.0), 0.0)
+
+    def _share(self, time_s: float, left: Floats) -> None:
+        """Give the flows their rates from now on."""
+        self._since_s, self._left = time_s, left
+        self._rates = fair_share([flow.links for flow in self.flows], self.capacities)
+        self._ends = time_s + left / self._rates
+
+
+@dataclass(frozen=True)
+class SharedLinks:
+    """Which links a message between two ranks crosses, and what they carry.
+
+    Args:
+        capacities: Bytes per second of each link.
+        out: The link by which each rank sends.
+        into: The link by which each rank receives.
+    """
+
+    capacities: tuple[float, ...]
+    out: tuple[int, ...]
+    into: tuple[int, ...]
+
+    @classmethod
+    def switch(cls, up_Bps: Sequence[float], down_Bps: Sequence[float]) -> SharedLinks:
+        """Return ranks on one switch, each with an up and a down link of its own."""
+        ranks = len(up_Bps)
+        if ranks != len(down_Bps):
+            raise ParameterError(
+                f"{ranks} up links and {len(down_Bps)} down links: give every rank one of each"
+            )
+        return cls((*up_Bps, *down_Bps), tuple(range(ranks)), tuple(range(ranks, 2 * ranks)))
+
+    @classmethod
+    def nodes(cls, ranks: int, ranks_per_node: int, bandwidth_Bps: float) -> SharedLinks:
+        """Return nodes whose ranks share one full-duplex card."""
+        count = -(-ranks // ranks_per_node)
+        node = [rank // ranks_per_node for rank in range(ranks)]
+        return cls((bandwidth_Bps,) * (2 * count), tuple(node), tuple(count + own for own in node))
+
+    def path(self, source: int, dest: int) -> tuple[int, ...]:
+        """Return the links between two ranks; none where they share their card."""
+        if source == dest or self.out[source] == self.out[dest]:
+            return ()
+        return (self.out[source], self.into[dest])

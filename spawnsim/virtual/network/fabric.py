@@ -1,6 +1,6 @@
 """Networks whose pairs of ranks fall into a few kinds, each kind with its own link; and the two plainest ones.
 
-This room knows which link joins two ranks and what a message on it costs. It must not know collectives or events.
+Which link joins two ranks and what a message on it costs is known here; collectives and events are not.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import TypeVar, get_args
 import numpy as np
 
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.network.cost import FREE, Contention, Cost, Costs, Floats, Ints
+from spawnsim.virtual.network.cost import FREE, Contention, Cost, Costs, Floats, Ints, SharedLinks
 from spawnsim.virtual.network.links import Link, Piece, at_least, bandwidth_Bps, evaluate
-from spawnsim.virtual.network.sharing import SharedLinks
 
 Index = TypeVar("Index", int, Ints)
-GIFT = (*FREE, 0.0)
+FREE_PRICE = (*FREE, 0.0)
 _MEMO = 1 << 16  # sizes remembered; a program with more different sizes pays for them anew
 _FAR = np.iinfo(np.int64).max
 
@@ -155,7 +154,7 @@ class Fabric(Overheads, ABC):
         """Return the five fields of `Costs` for one message: `cost` and `drain` in one look."""
         key = (self.kind(source, dest), nbytes)
         try:
-            return self._prices[key] if source != dest else GIFT
+            return self._prices[key] if source != dest else FREE_PRICE
         except KeyError:
             if len(self._prices) > _MEMO:
                 self._prices.clear()
@@ -240,7 +239,7 @@ class Switch(Fabric):
     def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
         """Return the five fields of `Costs` for one message: `cost` and `drain` in one look."""
         try:
-            return self._prices[0, nbytes] if source != dest else GIFT
+            return self._prices[0, nbytes] if source != dest else FREE_PRICE
         except KeyError:
             return super().price(source, dest, nbytes)
 

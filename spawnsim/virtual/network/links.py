@@ -1,7 +1,8 @@
 """Models of one link between two ranks: Hockney, LogGP, and models by message size.
 
 Each is a small frozen object that hands out the same thing: pieces, that is costs that are affine in the size from
-some size on. Symbols: α latency, β = 1 / bandwidth; L, o, g, G of LogGP. This room knows formulas, not who is where.
+some size on. Symbols: α latency, β = 1 / bandwidth; L, o, g, G of LogGP. Formulas alone: who is where is not known
+here.
 """
 
 from __future__ import annotations

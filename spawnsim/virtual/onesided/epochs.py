@@ -16,12 +16,12 @@ from spawnsim.comm.handles import Attributes
 from spawnsim.comm.info import Info
 from spawnsim.comm.integers import integer
 from spawnsim.errors import RankFailed, Revoked
-from spawnsim.virtual.completion import Completion
+from spawnsim.virtual.engine.completion import Completion
+from spawnsim.virtual.engine.wire import STANDARD
 from spawnsim.virtual.meeting import Call
 from spawnsim.virtual.onesided.service import Access, Windows
 from spawnsim.virtual.requests import Request
 from spawnsim.virtual.waiting import Waiting, await_one
-from spawnsim.virtual.wire import STANDARD
 
 POST, COMPLETE = 1, 2  # tags of the active-target epochs
 Begun = tuple[int, Access, Callable[[Any], Any]]  # an access to a target, and what delivers the answer
@@ -146,7 +146,7 @@ class Epochs(Attributes):
         self._need()
         world = self._windows.world
         world.kernel.observe()
-        world.charge_look()
+        world.charge_poll()
         world.kernel.fruitless()
 
     def _flush(self, rank: int, operation: str) -> None:

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spawnsim.comm.constants import LOCK_EXCLUSIVE
-from spawnsim.virtual.clockwork import WAITED
-from spawnsim.virtual.damage import can_be_damaged, damaged
+from spawnsim.virtual.engine.event_queue import WAITED
+from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.faults import DELIVERED, Verdict
-from spawnsim.virtual.links import ANSWER, REQUEST
+from spawnsim.virtual.faults.injection import ANSWER, REQUEST, can_be_damaged, damaged
 from spawnsim.virtual.onesided.transfers import Answered, Connection, Request, answer
-from spawnsim.virtual.world import Rank, World
 
 Then = Callable[[], None]
 Serve = Callable[[Any], Any]  # from the data that came to those of the answer

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from spawnsim.virtual.card import Card
-from spawnsim.virtual.clockwork import ARRIVING
-from spawnsim.virtual.completion import Message, Uncertain
-from spawnsim.virtual.kernel import Kernel
-from spawnsim.virtual.world import Rank, World
+from spawnsim.virtual.engine.completion import Message, ReceivingNic, Uncertain
+from spawnsim.virtual.engine.event_queue import ARRIVING
+from spawnsim.virtual.engine.kernel import Kernel
+from spawnsim.virtual.engine.world import Rank, World
 
 Landed = Callable[[float], None]
 
@@ -70,7 +69,7 @@ class Answered(Uncertain):
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
-        self.card: Card | None = None
+        self.card: ReceivingNic | None = None
         self.drain_s = 0.0
 
     def final(self) -> float:

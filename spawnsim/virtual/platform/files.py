@@ -1,4 +1,4 @@
-"""Platform files: TOML to `Platform`, the presets that come with the package, and how a platform is named.
+"""Platforms, and platform files: TOML to `Platform` and back, the presets of the package, and how a platform is named.
 
     description = "One sentence"
     progress = "poll"                  # or "async", "hardware"
@@ -20,23 +20,233 @@
     step = "10 ms"                     # of a comm.compute() that states nothing
     stragglers = "lognormal:0.1"       # unless the run names its own
 
-This room knows the keys. It must not know what the values do.
+The keys are known here; what the values do is not.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from spawnsim.errors import ParameterError
+import numpy as np
+
+from spawnsim import random
+from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.options import nearest
 from spawnsim.virtual.collectives import Selection
-from spawnsim.virtual.compute import Fixed, parse_stragglers
-from spawnsim.virtual.network import Network
-from spawnsim.virtual.platform import networks
-from spawnsim.virtual.platform.model import PROGRESS, Platform
+from spawnsim.virtual.compute import ComputeModel, Fixed, Straggler, Trace, parse_base, parse_stragglers
+from spawnsim.virtual.network import (
+    Contention,
+    Dragonfly,
+    FatTree,
+    Hockney,
+    HomeLinks,
+    Link,
+    LogGP,
+    Network,
+    Nodes,
+    Piecewise,
+    Regions,
+    Switch,
+    Torus,
+)
 from spawnsim.virtual.platform.reading import Section
+
+Progress = Literal["poll", "async", "hardware"]
+PROGRESS: tuple[Progress, ...] = ("poll", "async", "hardware")
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A cluster as virtual ranks see it.
+
+    Attributes:
+        name: for captions and manifests.
+        network: what messages cost, between whom.
+        step: how long a `comm.compute()` takes that states nothing; None: such a block is an error.
+        stragglers: what stretches compute blocks, unless the run names its own.
+        progress: when a rank that computes answers one-sided accesses: "poll" when it next enters MPI, "async" at once
+            by a thread of its own, "hardware" at once by the network card.
+        collectives: which algorithms run.
+        description: one sentence.
+        fitted: what it was measured on, as (name, value) pairs; empty if it was not measured.
+    """
+
+    name: str
+    network: Network
+    step: Fixed | Trace | None = None
+    stragglers: tuple[Straggler, ...] = ()
+    progress: Progress = "poll"
+    collectives: Selection = field(default_factory=Selection)
+    description: str = ""
+    fitted: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.progress not in PROGRESS:
+            raise ParameterError(f"progress={self.progress!r}: give one of {', '.join(PROGRESS)}")
+
+    @property
+    def eager_bytes(self) -> int:
+        """Longest message that leaves without asking the receiver."""
+        return self.network.eager_bytes
+
+    @property
+    def call_overhead_s(self) -> float:
+        """Seconds that an observation costs."""
+        return self.network.call_overhead_s
+
+    def compute_model(
+        self,
+        compute: str | float | Fixed | Trace | None = None,
+        stragglers: str | Straggler | Sequence[Straggler] | None = None,
+    ) -> ComputeModel:
+        """Return the compute model of a run here; what the run states goes before what the platform has."""
+        return ComputeModel(
+            self.step if compute is None else parse_base(compute),
+            self.stragglers if stragglers is None else parse_stragglers(stragglers),
+        )
+
+    def check(self, ranks: int) -> None:
+        """Raise ParameterError if so many ranks do not fit."""
+        self.network.check(ranks)
+
+
+def read_network(section: Section) -> Network:
+    """Return the network that a `[network]` table describes."""
+    topology = section.choice("topology", tuple(TOPOLOGIES))
+    overheads: dict[str, Any] = {
+        "call_overhead_s": section.seconds("call_overhead", 1e-6),
+        "eager_bytes": section.nbytes("eager", 65536),
+        "contention": section.choice("contention", get_args(Contention), "serial"),
+        "gamma_s_per_B": 1.0 / section.bytes_per_second("reduction") if section.has("reduction") else 0.0,
+    }
+    section.asked.add("reduction")
+    built = TOPOLOGIES[topology](section, overheads)
+    section.close()
+    return built
+
+
+def read_link(section: Section) -> Link:
+    """Return the link that a table describes."""
+    built = LINKS[section.choice("model", tuple(LINKS), "hockney")](section)
+    section.close()
+    return built
+
+
+def _hockney(section: Section) -> Link:
+    return section.build(
+        Hockney, latency_s=section.seconds("latency"), bandwidth_Bps=section.bytes_per_second("bandwidth")
+    )
+
+
+def _loggp(section: Section) -> Link:
+    names = {"L": "latency", "o": "overhead", "g": "gap"}
+    symbols = {symbol: section.seconds(key) for symbol, key in names.items()}
+    return section.build(LogGP, G=1.0 / section.bytes_per_second("bandwidth"), **symbols)
+
+
+def _piecewise(section: Section) -> Link:
+    steps = [(step.nbytes("from"), read_link(step)) for step in section.sections("steps")]
+    return section.build(Piecewise, steps=tuple(steps))
+
+
+LINKS: dict[str, Callable[[Section], Link]] = {"hockney": _hockney, "loggp": _loggp, "piecewise": _piecewise}
+
+
+def _switch(section: Section, overheads: dict[str, Any]) -> Network:
+    return section.build(Switch, link=read_link(section.section("link")), **overheads)
+
+
+def _nodes(section: Section, overheads: dict[str, Any]) -> Network:
+    return section.build(
+        Nodes,
+        intra=read_link(section.section("intra")),
+        inter=read_link(section.section("inter")),
+        ranks_per_node=section.integer("ranks_per_node"),
+        nodes=section.integer("nodes") if section.has("nodes") else None,
+        **overheads,
+    )
+
+
+def _fat_tree(section: Section, overheads: dict[str, Any]) -> Network:
+    return section.build(
+        FatTree,
+        link=read_link(section.section("link")),
+        radices=section.integers("radices"),
+        hop_latency_s=section.seconds("hop_latency", 0.0),
+        oversubscription=section.number("oversubscription", 1.0),
+        **overheads,
+    )
+
+
+def _torus(section: Section, overheads: dict[str, Any]) -> Network:
+    section.asked.add("intra")
+    return section.build(
+        Torus,
+        link=read_link(section.section("link")),
+        shape=section.integers("shape"),
+        hop_latency_s=section.seconds("hop_latency", 0.0),
+        ranks_per_node=section.integer("ranks_per_node", 1),
+        intra=read_link(section.section("intra")) if section.has("intra") else None,
+        **overheads,
+    )
+
+
+def _dragonfly(section: Section, overheads: dict[str, Any]) -> Network:
+    return section.build(
+        Dragonfly,
+        link=read_link(section.section("link")),
+        ranks_per_router=section.integer("ranks_per_router"),
+        routers_per_group=section.integer("routers_per_group"),
+        groups=section.integer("groups"),
+        local_latency_s=section.seconds("local_latency", 0.0),
+        global_latency_s=section.seconds("global_latency", 0.0),
+        global_share=section.number("global_share", 1.0),
+        **overheads,
+    )
+
+
+def _regions(section: Section, overheads: dict[str, Any]) -> Network:
+    """Tables of latencies and bandwidths, from region (row) to region (column)."""
+    members = section.integers("members")
+    latencies = section.table("latency", Section.seconds)
+    bandwidths = section.table("bandwidth", Section.bytes_per_second)
+    shape = [len(members)] * len(members)
+    for key, rows in (("latency", latencies), ("bandwidth", bandwidths)):
+        if [len(row) for row in rows] != shape:
+            raise section.error(
+                key, f"{len(members)} regions need {len(members)} rows of {len(members)} values"
+            )
+    joins = tuple(tuple(map(Hockney, *pair)) for pair in zip(latencies, bandwidths, strict=True))
+    return section.build(Regions, members=members, joins=joins, **overheads)
+
+
+def _home(section: Section, overheads: dict[str, Any]) -> Network:
+    """Home lines: up, down and latency are medians; `spread` is the lognormal shape of the ranks around them."""
+    ranks, spread = section.integer("ranks", 16384), section.number("spread", 0.0)
+    draws = random.generator(section.integer("seed", 0, least=0), -1, "platform.home").standard_normal(
+        (ranks, 3)
+    )
+    factors = np.exp(spread * draws)
+    medians = (section.seconds("latency"), section.bytes_per_second("up"), section.bytes_per_second("down"))
+    latency_s, up, down = (tuple((median * factors[:, i]).tolist()) for i, median in enumerate(medians))
+    return section.build(HomeLinks, latency_s=latency_s, up_Bps=up, down_Bps=down, **overheads)
+
+
+TOPOLOGIES: dict[str, Callable[[Section, dict[str, Any]], Network]] = {
+    "switch": _switch,
+    "nodes": _nodes,
+    "fat-tree": _fat_tree,
+    "torus": _torus,
+    "dragonfly": _dragonfly,
+    "regions": _regions,
+    "home": _home,
+}
+
 
 DEFAULT = "ethernet-10g"
 
@@ -64,10 +274,10 @@ def list_platforms() -> tuple[Platform, ...]:
 def _named(name: str) -> Platform:
     presets = _presets()
     if name in presets:
-        return parse(Section.of_text(presets[name], f"{name}.toml"), name)
+        return read_platform(Section.of_text(presets[name], f"{name}.toml"), name)
     path = Path(name)
     if path.suffix == ".toml" or path.is_file():
-        return parse(Section.of_file(path), path.stem)
+        return read_platform(Section.of_file(path), path.stem)
     hint = nearest(name, presets)
     raise ParameterError(
         f"no platform {name!r}: {hint and hint + ' '}give a TOML file, or one of {', '.join(presets)}"
@@ -85,13 +295,13 @@ def _presets() -> dict[str, str]:
     }
 
 
-def parse(top: Section, name: str) -> Platform:
+def read_platform(top: Section, name: str) -> Platform:
     """Return the platform of a file; `name` is what it is called if it does not say."""
     compute = top.section("compute")
     progress = top.choice("progress", PROGRESS, "poll")
     platform = Platform(
         name=top.string("name", name),
-        network=networks.network(top.section("network")),
+        network=read_network(top.section("network")),
         step=Fixed(compute.seconds("step")) if compute.has("step") else None,
         stragglers=compute.get("stragglers", parse_stragglers, ()),
         progress=next(known for known in PROGRESS if known == progress),
@@ -121,3 +331,96 @@ def _selection(section: Section) -> Selection:
 
 def _facts(section: Section) -> tuple[tuple[str, str], ...]:
     return tuple((key, section.string(key)) for key in section.values)
+
+
+def to_toml(platform: Platform, comments: Iterable[str] = ()) -> str:
+    """Return the text that `load_platform` reads back as this platform, after comment lines.
+
+    Raises:
+        UnsupportedError: A network or step that no TOML describes yet.
+    """
+    lines = [f"# {comment}".rstrip() for comment in comments]
+    lines += [f"name = {_text(platform.name)}", f"description = {_text(platform.description)}"]
+    lines += [
+        f"progress = {_text(platform.progress)}",
+        "",
+        *_network_lines(platform.network),
+        "",
+        "[collectives]",
+    ]
+    lines += [f"library = {_text(platform.collectives.library)}"]
+    lines += [f"{operation} = {_text(algorithm)}" for operation, algorithm in platform.collectives.fixed]
+    lines += ["", "[compute]"]
+    lines += [] if platform.step is None else [f"step = {_text(_seconds(_step_s(platform)))}"]
+    if platform.stragglers:
+        lines.append(f"stragglers = {_text('+'.join(map(str, platform.stragglers)))}")
+    if platform.fitted:
+        lines += ["", "[fitted]", *(f"{key} = {_text(value)}" for key, value in platform.fitted)]
+    return "\n".join(lines) + "\n"
+
+
+def _step_s(platform: Platform) -> float:
+    duration_s = getattr(platform.step, "duration_s", None)
+    if duration_s is None:
+        raise UnsupportedError(
+            "a platform file holds a step of fixed length; name a trace with --compute instead"
+        )
+    return float(duration_s)
+
+
+def _network_lines(network: Network) -> Iterator[str]:
+    yield "[network]"
+    yield f"topology = {_text('nodes' if isinstance(network, Nodes) else 'switch')}"
+    yield f"call_overhead = {_text(_seconds(network.call_overhead_s))}"
+    yield f"eager = {_text(f'{network.eager_bytes} B')}"
+    if network.contention != "serial":
+        yield f"contention = {_text(network.contention)}"
+    if network.gamma_s_per_B:
+        yield f"reduction = {_text(_speed(1.0 / network.gamma_s_per_B))}"
+    if isinstance(network, Switch):
+        yield from _link_lines("network.link", network.link)
+    elif isinstance(network, Nodes):
+        yield f"ranks_per_node = {network.ranks_per_node}"
+        if network.nodes is not None:
+            yield f"nodes = {network.nodes}"
+        yield from _link_lines("network.intra", network.intra)
+        yield from _link_lines("network.inter", network.inter)
+    else:
+        raise UnsupportedError(f"a {type(network).__name__} network cannot be written to a platform file yet")
+
+
+def _link_lines(table: str, link: Link) -> Iterator[str]:
+    yield f"[{table}]"
+    if isinstance(link, Piecewise):
+        yield f"model = {_text('piecewise')}"
+        for from_bytes, step in link.steps:
+            yield f"[[{table}.steps]]"
+            yield f"from = {_text(f'{from_bytes} B')}"
+            yield from _plain_link_lines(step)
+    else:
+        yield from _plain_link_lines(link)
+
+
+def _plain_link_lines(link: Link) -> Iterator[str]:
+    if isinstance(link, Hockney):
+        yield f"latency = {_text(_seconds(link.latency_s))}"
+        yield f"bandwidth = {_text(_speed(link.bandwidth_Bps))}"
+    elif isinstance(link, LogGP):
+        yield f"model = {_text('loggp')}"
+        for key, value in (("latency", link.L), ("overhead", link.o), ("gap", link.g)):
+            yield f"{key} = {_text(_seconds(value))}"
+        yield f"bandwidth = {_text(_speed(1.0 / link.G))}"
+    else:
+        raise UnsupportedError(f"a {type(link).__name__} link cannot be written to a platform file yet")
+
+
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML basic string
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.9g} us"
+
+
+def _speed(bytes_per_second: float) -> str:
+    return f"{bytes_per_second * 1e-6:.9g} MB/s"

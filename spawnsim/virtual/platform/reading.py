@@ -1,6 +1,6 @@
 """Checked reading of TOML: values with units, and errors that name file, key and line.
 
-This room knows TOML tables and how to find a key's line. It must not know what the values are for.
+TOML tables, and how to find a key's line, are known here; what the values are for is not.
 """
 
 from __future__ import annotations

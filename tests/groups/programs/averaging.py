@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import torch
 
-from spawnsim.policies.groups import DecentralizedAverager, Exponential, Grid, RandomGroups
+from spawnsim.policies.averaging import DecentralizedAverager, Exponential, Grid, RandomGroups
 
 RULES = {"grid": Grid(), "random": RandomGroups(2), "exponential": Exponential(), "dynamic": None}
 

@@ -1,0 +1,91 @@
+"""`spawnsim list [WHAT]`: the names that other commands take, with one line each. Loads only what it is asked about."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from spawnsim.cli.study import folders
+from spawnsim.options import Parser
+
+Line = tuple[str, str]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the sections asked for, or all of them."""
+    parser = Parser(prog="spawnsim list", description="List the names that other commands take.")
+    parser.add_argument("what", nargs="*", metavar="WHAT", help=f"among {', '.join(SECTIONS)}; default: all")
+    wanted = parser.parse_args(argv).what
+    unknown = [name for name in wanted if name not in SECTIONS]
+    if unknown:
+        parser.error(f"{unknown[0]}: choose among {', '.join(SECTIONS)}")
+    for name in wanted or SECTIONS:
+        lines = list(SECTIONS[name]())
+        width = max((len(key) for key, _ in lines), default=0)
+        print(f"{name}:")
+        print("\n".join(f"  {key:{width}}  {text}".rstrip() for key, text in lines) or "  none here")
+    return 0
+
+
+def platforms() -> Iterator[Line]:
+    """Yield the platform files that come along."""
+    for platform in import_module("spawnsim.virtual.platform").list_platforms():
+        yield platform.name, platform.description
+
+
+def stragglers() -> Iterator[Line]:
+    """Yield the forms that `--straggler` takes."""
+    for form, model, _ in import_module("spawnsim.virtual.compute.model").FORMS:
+        yield form, _summary(model)
+
+
+def faults() -> Iterator[Line]:
+    """Yield the forms that `--faults` takes, joined by ";"."""
+    text = import_module("spawnsim.virtual.faults.plan")
+    for kind in text.KINDS.values():
+        yield text.form(kind), _summary(kind)
+
+
+def policies() -> Iterator[Line]:
+    """Yield the policies."""
+    yield from _classes("spawnsim.policies", lambda name: name.endswith("Policy") or "Policympi4py" in name)
+
+
+def workloads() -> Iterator[Line]:
+    """Yield what ranks can train on."""
+    yield from _classes("spawnsim.workloads", lambda _name: True)
+
+
+def _classes(room: str, chosen: Callable[[str], bool]) -> Iterator[Line]:
+    module = import_module(room)
+    for name in sorted(module.__all__):
+        thing = getattr(module, name)
+        if inspect.isclass(thing) and chosen(name):
+            yield name, _summary(thing)
+
+
+def _summary(thing: object) -> str:
+    return (inspect.getdoc(thing) or "").partition("\n")[0]
+
+
+def studies() -> Iterator[Line]:
+    """Yield the programs and studies of `studies/`, with the first line that each says about itself."""
+    found: dict[str, Path] = {}
+    for folder in folders():
+        found = {path.stem: path for path in folder.glob("*.py")} | found
+    for _, path in sorted(found.items()):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        yield str(path), text.partition("\n")[0]
+
+
+SECTIONS: dict[str, Callable[[], Iterator[Line]]] = {
+    "platforms": platforms,
+    "stragglers": stragglers,
+    "faults": faults,
+    "policies": policies,
+    "workloads": workloads,
+    "studies": studies,
+}

@@ -1,0 +1,86 @@
+"""`spawnsim study NAME|PATH`: find the file, check that it is a study, run it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import spawnsim
+from spawnsim.errors import ParameterError
+from spawnsim.options import Parser, nearest
+from spawnsim.record.folder import named, require_free
+from spawnsim.run.process_setup import stoppable
+from spawnsim.study.context import Context
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the study named in `argv`; return the exit code; errors are worded by whoever called."""
+    args = _parser().parse_args(argv)
+    if args.jobs < 0:
+        raise ParameterError(f"--jobs {args.jobs}: give the number of runs at once, or 0 for this process")
+    path = find(args.study)
+    out = Path("runs") / path.stem if args.out is None else named(args.out)
+    if out.exists() and not out.is_dir():
+        raise ParameterError(f"--out {out} is a file: name a folder")
+    require_free(out)
+    with stoppable():
+        load(path)(Context(path.stem, path.parent, out, quick=args.quick, jobs=args.jobs, say=_say))
+    return 0
+
+
+JOBS = "runs at once (default: one per core, 4 at most; 0: one after another, in this process)"
+
+
+def _jobs() -> int:
+    return min(os.cpu_count() or 1, 4)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="spawnsim study", description="Run a study: a grid of runs, then figures.")
+    parser.add_argument("study", metavar="NAME|PATH", help="a file of studies/, by name, or a path to one")
+    parser.add_argument("--quick", action="store_true", help="a small version, to see that it works")
+    parser.add_argument("--jobs", type=int, default=_jobs(), metavar="N", help=JOBS)
+    parser.add_argument("--out", metavar="DIR", help="figures and runs go here (default: runs/NAME)")
+    return parser
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def find(name: str) -> Path:
+    """Return the path of a study: a path to a file, or a name in one of `folders()`."""
+    candidates = [Path(name), *(folder / f"{name}.py" for folder in folders())]
+    for path in candidates:
+        if path.suffix == ".py" and path.is_file():
+            return path
+    files = {path.stem: path for folder in folders() for path in folder.glob("*.py")}
+    known = sorted(stem for stem, path in files.items() if "def study(" in path.read_text(encoding="utf-8"))
+    hint = nearest(name, known) or f"studies here: {', '.join(known) or 'none'}"
+    raise ParameterError(f"no study {name!r}; {hint}")
+
+
+def folders() -> list[Path]:
+    """Return where studies lie: `studies/` here, and those that come along, in a checkout or installed."""
+    package = Path(spawnsim.__file__).parent
+    return [
+        each for each in (Path("studies"), package.parent / "studies", package / "studies") if each.is_dir()
+    ]
+
+
+def load(path: Path) -> Callable[[Context], None]:
+    """Import a study's file and return its function `study(context)`."""
+    spec = importlib.util.spec_from_file_location(f"spawnsim_study_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ParameterError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    study: Callable[[Context], None] | None = getattr(module, "study", None)
+    if study is None:
+        what = f"; it has `main`, so run it: spawnsim run {path} --ranks N" if hasattr(module, "main") else ""
+        raise ParameterError(f"{path} has no function `study(context)`{what}")
+    return study

@@ -1,0 +1,164 @@
+"""`mpiexec -n N spawnsim validate train.py`: run a file for real, predict the same run, and compare.
+
+Rank 0 alone predicts and prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spawnsim.cli.calibrate import warn
+from spawnsim.errors import ParameterError, SpawnsimError
+from spawnsim.fidelity import Effort, fit, measure
+from spawnsim.fidelity.measuring import facts
+from spawnsim.fidelity.predicting import (
+    Repeat,
+    Row,
+    Setting,
+    differences,
+    error_table,
+    fitted,
+    predict,
+    summary,
+    times,
+)
+from spawnsim.fidelity.watching import Seen, watched
+from spawnsim.options import Parser, parameters
+from spawnsim.run.program import Program, program
+from spawnsim.virtual.platform import Platform, load_platform
+
+QUICK = Effort(budget_s=0.004, most=15, passes=4, largest_nbytes=4 << 20)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run, predict, compare and print."""
+    from spawnsim.real.launch.launchers import detect_launcher
+
+    options = parser().parse_args(argv)
+    here = detect_launcher()
+    try:
+        task, platform = _asked(options, here.size)
+    except SpawnsimError:  # all ranks find the same fault before they meet: one of them says so
+        if here.rank == 0:
+            raise
+        return 2
+    found = observe(task, platform, repeats=options.repeats, seed=options.seed)
+    if found is not None:
+        judge(options, task, *found)
+    return 0
+
+
+def _asked(options: argparse.Namespace, ranks: int) -> tuple[Program, Platform | None]:
+    """Return the program and the platform, if one is named."""
+    if options.repeats < 1 or options.warmup < 0:
+        raise ParameterError(f"--repeats {options.repeats} --warmup {options.warmup}: give at least 1 and 0")
+    if ranks < 2:
+        raise ParameterError(
+            f"a validation needs at least 2 ranks: mpiexec -n 2 spawnsim validate {options.file}"
+        )
+    task = program(options.file, parameters(options.set))
+    return task, load_platform(options.platform) if options.platform else None
+
+
+def observe(
+    task: Program, platform: Platform | None, *, repeats: int, seed: int
+) -> tuple[Platform, list[list[Seen]]] | None:
+    """Calibrate if need be, and run the program so many times. Collective; None on all ranks but 0."""
+    from spawnsim.real.mpi import guarded, world
+
+    runs: list[list[Seen]] = []
+    load = os.getloadavg()[0]
+    comm: Any = world(seed=seed)
+    with guarded(comm):
+        measured = measure(comm, QUICK) if platform is None else None
+        here, hosts = facts(comm), comm.allgather(socket.gethostname())
+    for _ in range(repeats):
+        comm = world(seed=seed)
+        with guarded(comm):
+            seen = watched(task, comm)
+            gathered = comm.gather(seen)
+        runs.append(gathered)
+    if comm.Get_rank() != 0:
+        return None
+    warn(max(map(hosts.count, hosts)), load)
+    if platform is None:
+        return fit(measured), runs  # type: ignore[arg-type]  # measured where there was no platform
+    for difference in differences(platform, here):
+        sys.stderr.write(f"spawnsim: warning: {platform.name} was measured elsewhere: {difference}\n")
+    return platform, runs
+
+
+def judge(
+    options: argparse.Namespace, task: Program, platform: Platform, runs: Sequence[Sequence[Seen]]
+) -> None:
+    """Predict each run, and print and draw how far off that is."""
+    setting = Setting(task, ranks=len(runs[0]), seed=options.seed, warmup=options.warmup)
+    repeats = [Repeat(times(seen, setting.warmup), predict(setting, seen, platform)) for seen in runs]
+    rows = summary(repeats)
+    stragglers = fitted(runs[0], setting.warmup)
+    if options.json:
+        document = {"rows": [dataclasses.asdict(row) for row in rows], "stragglers": str(stragglers)}
+        sys.stdout.write(json.dumps(document) + "\n")
+    else:
+        facts_line = (
+            f"{setting.ranks} ranks, {len(runs)} runs, platform {platform.name}, stragglers {stragglers}"
+        )
+        sys.stdout.write(f"{facts_line}\n{error_table(rows, len(runs))}\n")
+    if options.picture:
+        draw(rows, repeats, options.picture)
+
+
+def draw(rows: Sequence[Row], repeats: Sequence[Repeat], picture: Path) -> None:
+    """Draw predicted over measured."""
+    from spawnsim.plots import fidelity, style
+
+    errors = {
+        row.measure: {model: [repeat.error(model, row.measure) for repeat in repeats] for model in row.errors}
+        for row in rows
+    }
+    drawn = fidelity.validation_figure(errors, f"{len(repeats)} runs; marks are runs, bars their median")
+    style.save(drawn, picture.with_suffix(""), [picture.suffix.removeprefix(".") or "png"])
+
+
+def parser() -> Parser:
+    """Return the options of `spawnsim validate`."""
+    parser = Parser(
+        prog="mpiexec -n N spawnsim validate",
+        description="Run a file for real, predict the same run on virtual ranks, and compare.",
+    )
+    add = parser.add_argument
+    add("file", type=Path, help="Python file that defines main(comm)")
+    add("--platform", metavar="P", help="a measured platform file; default: a quick calibration first")
+    add(
+        "--repeats",
+        type=int,
+        default=1,
+        metavar="N",
+        help="real runs; the median error is shown, and its range",
+    )
+    add(
+        "--warmup",
+        type=int,
+        default=5,
+        metavar="N",
+        help="compute blocks at the start that are left aside; default: 5",
+    )
+    add("--seed", type=int, default=0, metavar="K", help="of every random stream; default: 0")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a keyword argument of main; repeatable",
+    )
+    add("--picture", type=Path, metavar="FILE", help="draw predicted against measured: .png, .pdf or .svg")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser

@@ -1,0 +1,51 @@
+"""How faithful the simulator is: calibrate it by measurements of a cluster, and validate it by real runs.
+
+Calibration measures a communicator, fits a platform to it, and says how well it fits. Validation watches a real run,
+predicts the same run on virtual ranks of a calibrated platform, and compares.
+"""
+
+from __future__ import annotations
+
+from spawnsim.fidelity.fitting import fit, fit_stragglers
+from spawnsim.fidelity.measuring import Measured, measure
+from spawnsim.fidelity.microbenchmarks import Effort, Point
+from spawnsim.fidelity.predicting import (
+    Prediction,
+    Repeat,
+    Row,
+    Setting,
+    Times,
+    differences,
+    error_table,
+    predict,
+    summary,
+    times,
+)
+from spawnsim.fidelity.scoring import Pair, Score, compare, score_table, scores
+from spawnsim.fidelity.watching import Seen, watched
+
+__all__ = [
+    "Effort",
+    "Measured",
+    "Pair",
+    "Point",
+    "Prediction",
+    "Repeat",
+    "Row",
+    "Score",
+    "Seen",
+    "Setting",
+    "Times",
+    "compare",
+    "differences",
+    "error_table",
+    "fit",
+    "fit_stragglers",
+    "measure",
+    "predict",
+    "score_table",
+    "scores",
+    "summary",
+    "times",
+    "watched",
+]

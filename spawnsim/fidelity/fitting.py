@@ -1,0 +1,415 @@
+"""From measurements to a platform: links, reductions, collective algorithms, compute steps and stragglers.
+
+Every other size is left out of the fit, and judges it. Links: the one-way time of n bytes is L + 2o + (n - 1) G up
+to the eager limit, in pieces by size where one line is not enough; beyond the limit the kernel first asks and is
+answered, two flights of an empty message, and so does the fit. `o` comes from how long a send holds its processor,
+`g` from a stream of messages. The robust least squares are scipy's (the extra `calibrate`).
+
+Stragglers: persistent differences are taken out first, then rare blocks far from the others (transient stragglers),
+and what is left is the noise: of the families that `spawnsim.virtual.compute` has, the one whose distribution
+function is nearest (Kolmogorov and Smirnov's distance).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from typing import Any
+
+import numpy as np
+
+from spawnsim import random
+from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.fidelity.measuring import Measured
+from spawnsim.fidelity.microbenchmarks import STREAM, FloatArray, Point, held_out
+from spawnsim.virtual.collectives import Selection, Timing
+from spawnsim.virtual.collectives.catalogue import names
+from spawnsim.virtual.compute import (
+    Bimodal,
+    ComputeModel,
+    Exponential,
+    Fixed,
+    Gamma,
+    Lognormal,
+    Noise,
+    Pareto,
+    SlowRank,
+    Speed,
+    Straggler,
+)
+from spawnsim.virtual.network import Fabric, Link, LogGP, Nodes, Piecewise, Switch
+from spawnsim.virtual.platform import Platform
+
+MOST_PIECES = 4
+LEAST_S_PER_B = 1e-13  # 10 TB/s: no link is quicker
+WORTH_A_PIECE = 0.8  # a further piece must bring the error below this share of what it was
+GOOD_LINE = 0.5 * (0.01 / 0.1) ** 2  # cost of a point that is 1 % off: no more pieces for less
+ROBUST_SCALE = 0.1  # relative errors beyond 10 % count linearly, not squared
+
+
+def least_squares(residuals: Any, start: Sequence[float]) -> FloatArray:
+    """Return the non-negative parameters of least soft-L1 residuals.
+
+    Raises:
+        UnsupportedError: scipy is not installed.
+    """
+    try:
+        from scipy import optimize
+    except ModuleNotFoundError as error:
+        raise UnsupportedError("calibrate needs scipy: pip install 'spawnsim[calibrate]'") from error
+    scale = np.maximum(np.abs(np.asarray(start, dtype=np.float64)), 1e-15)
+    found = optimize.least_squares(
+        lambda x: residuals(x * scale),
+        np.asarray(start) / scale,
+        bounds=(0.0, np.inf),
+        loss="soft_l1",
+        f_scale=ROBUST_SCALE,
+    )
+    return np.asarray(found.x, dtype=np.float64) * scale
+
+
+@dataclass(frozen=True)
+class Line:
+    """α + nβ on the sizes from `from_nbytes` on, with the sum of its robust errors."""
+
+    from_nbytes: int
+    alpha_s: float
+    beta_s_per_B: float  # noqa: N815
+    cost: float
+
+
+def fit_line(nbytes: FloatArray, seconds: FloatArray) -> Line:
+    """Return the line of least relative error through points by rising size."""
+    slope = max((seconds[-1] - seconds[0]) / max(nbytes[-1] - nbytes[0], 1.0), 1e-13)
+
+    def residuals(x: FloatArray) -> FloatArray:
+        errors: FloatArray = (x[0] + nbytes * x[1]) / seconds - 1.0
+        return errors
+
+    alpha_s, beta = least_squares(residuals, (max(float(seconds[0]), 1e-9), float(slope)))
+    beta = max(
+        beta, LEAST_S_PER_B
+    )  # times that do not grow over the sizes of a piece have no bandwidth to write down
+    error = residuals(np.array([alpha_s, beta])) / ROBUST_SCALE
+    return Line(int(nbytes[0]), float(alpha_s), float(beta), float(np.sum(np.sqrt(1.0 + error**2) - 1.0)))
+
+
+def fit_lines(nbytes: FloatArray, seconds: FloatArray) -> list[Line]:
+    """Return as few lines as it takes through points by rising size. Each holds at least two points."""
+    best = [fit_line(nbytes, seconds)]
+    for pieces in range(2, MOST_PIECES + 1):
+        if _cost_of(best) < GOOD_LINE * len(nbytes):
+            break
+        candidate = min(_cuts(nbytes, seconds, pieces), key=_cost_of, default=best)
+        if _cost_of(candidate) < WORTH_A_PIECE * _cost_of(best):
+            best = candidate
+    return best
+
+
+def _cuts(nbytes: FloatArray, seconds: FloatArray, pieces: int) -> Iterator[list[Line]]:
+    known: dict[tuple[int, int], Line] = {}
+    for inner in combinations(range(2, len(nbytes) - 1), pieces - 1):
+        edges = list(pairwise((0, *inner, len(nbytes))))
+        if all(end - begin >= 2 for begin, end in edges):
+            for begin, end in edges:
+                if (begin, end) not in known:
+                    known[begin, end] = fit_line(nbytes[begin:end], seconds[begin:end])
+            yield [known[edge] for edge in edges]
+
+
+def _cost_of(lines: Sequence[Line]) -> float:
+    return sum(line.cost for line in lines)
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Of LogGP: how long a send holds the processor (o), and how long the card between two sends (g), in seconds."""
+
+    send_s: float
+    gap_s: float
+
+
+def overheads(points: Sequence[Point]) -> Overheads:
+    """Return o and g from the smallest posts, streams and ping-pongs."""
+    post, stream, ping = (_smallest(points, operation) for operation in ("post", "stream", "p2p"))
+    one_way_s = ping.seconds
+    send_s = min(post.seconds, 0.4 * one_way_s)
+    # A stream takes (k - 1) gaps, then one flight, then the answer's.
+    gap_s = max(0.0, (stream.seconds * STREAM - 2.0 * one_way_s) / (STREAM - 1))
+    return Overheads(send_s, max(gap_s, send_s))
+
+
+def _smallest(points: Sequence[Point], operation: str) -> Point:
+    found = [point for point in points if point.operation == operation]
+    if not found:
+        raise ParameterError(f"no times of {operation!r} among the points: measure it too")
+    return min(found, key=lambda point: point.nbytes)
+
+
+def fit_link(points: Sequence[Point], *, eager_nbytes: int) -> Link:
+    """Return the link that explains the point-to-point times.
+
+    `points` hold "p2p", "stream" and "post" at sizes from 1 byte; beyond `eager_nbytes` a message asks first.
+    """
+    own = overheads(points)
+    pings = sorted((p for p in points if p.operation == "p2p" and p.nbytes), key=lambda point: point.nbytes)
+    nbytes = np.array([point.nbytes for point in pings], dtype=np.float64)
+    seconds = np.array([point.seconds for point in pings])
+    handshake_s = 2.0 * max(seconds[0] - own.send_s, 0.0)
+    asked = nbytes > eager_nbytes
+    # A fast network's handshake can be longer than what noise leaves of the time: never take more than half of it.
+    seconds = np.where(asked, np.maximum(seconds - handshake_s, 0.5 * seconds), seconds)
+    lines = fit_lines(nbytes, seconds)
+    steps = [(line.from_nbytes if i else 0, _loggp(line, own)) for i, line in enumerate(lines)]
+    return steps[0][1] if len(steps) == 1 else Piecewise(tuple(steps))
+
+
+def _loggp(line: Line, own: Overheads) -> LogGP:
+    """α = L + 2o - G and β = G."""
+    return LogGP(
+        L=max(line.alpha_s + line.beta_s_per_B - 2.0 * own.send_s, 0.0),
+        o=own.send_s,
+        g=own.gap_s,
+        G=line.beta_s_per_B,
+    )
+
+
+REDUCING = ("reduce", "allreduce")
+GAMMAS = (0.0, *np.geomspace(1e-12, 1e-8, 33).tolist())  # seconds per byte: 1,000 GB/s to 0.1 GB/s
+FINER = np.geomspace(0.75, 1.34, 25).tolist()
+ROUNDS = 5
+GOOD_RULES = 0.05  # a mean error of 5 %: no fixed algorithm for less
+WORTH_FIXING = (
+    0.8  # a fixed algorithm must bring the error below this share of that of the library's own choice
+)
+
+
+def predicted_s(timing: Timing, operation: str, nbytes: int, ranks: int) -> float:
+    """Return what `sampling` would measure: the slowest rank, each time after a barrier whose ranks leave unequally."""
+    clocks, slowest_s = np.zeros(ranks), []
+    size = 0 if operation == "barrier" else max(nbytes // 8, 1) * 8
+    for _ in range(ROUNDS):
+        begun = timing.finish("barrier", clocks, 0).times
+        clocks = timing.finish(operation, begun, size).times
+        slowest_s.append(float(np.max(clocks - begun)))
+    return float(np.median(slowest_s))
+
+
+def misfit(timing: Timing, points: Sequence[Point], ranks: int) -> float:
+    """Return the mean absolute logarithm of predicted over measured."""
+    ratios = [predicted_s(timing, point.operation, point.nbytes, ranks) / point.seconds for point in points]
+    return float(np.mean(np.abs(np.log(ratios))))
+
+
+def fit_gamma(network: Fabric, points: Sequence[Point], ranks: int) -> Fabric:
+    """Return the network with the speed of arithmetic that explains the reductions best, whatever their algorithms."""
+    reductions = _by_operation(points, REDUCING)
+    if not reductions:
+        return network
+    coarse = _best_gamma(network, reductions, ranks, GAMMAS)
+    return _best_gamma(network, reductions, ranks, [coarse.gamma_s_per_B * factor for factor in FINER])
+
+
+def _best_gamma(
+    network: Fabric, reductions: Mapping[str, Sequence[Point]], ranks: int, gammas: Sequence[float]
+) -> Fabric:
+    candidates = [replace(network, gamma_s_per_B=gamma) for gamma in dict.fromkeys(gammas)]
+    return min(candidates, key=lambda candidate: _best_misfit(candidate, reductions, ranks))
+
+
+def _best_misfit(network: Fabric, reductions: Mapping[str, Sequence[Point]], ranks: int) -> float:
+    return sum(
+        min(misfit(Timing(network, fixed), points, ranks) for fixed in _fixed(operation))
+        for operation, points in reductions.items()
+    )
+
+
+def fit_selection(network: Fabric, points: Sequence[Point], ranks: int) -> Selection:
+    """Return the selection that explains the collectives best: a library's rules, and fixed algorithms where better."""
+    by_operation = _by_operation(
+        points, ("barrier", "bcast", *REDUCING, "gather", "scatter", "allgather", "alltoall")
+    )
+    rules = {
+        library: {
+            op: misfit(Timing(network, Selection(library)), own, ranks) for op, own in by_operation.items()
+        }
+        for library in ("mpich", "openmpi")
+    }
+    library = min(rules, key=lambda name: sum(rules[name].values()))
+    fixed = []
+    for operation, own in by_operation.items():
+        errors = {
+            choice.fixed[0][1]: misfit(Timing(network, choice), own, ranks) for choice in _fixed(operation)
+        }
+        best = min(errors, key=lambda name: errors[name])
+        if errors[best] < WORTH_FIXING * rules[library][operation] and rules[library][operation] > GOOD_RULES:
+            fixed.append((operation, best))
+    return Selection(library, tuple(fixed))
+
+
+def _fixed(operation: str) -> list[Selection]:
+    return [Selection(fixed=((operation, name),)) for name in names(operation) if name != "two_level"]
+
+
+def _by_operation(points: Sequence[Point], operations: Sequence[str]) -> dict[str, list[Point]]:
+    found = {operation: [p for p in points if p.operation == operation] for operation in operations}
+    return {operation: own for operation, own in found.items() if own}
+
+
+FEW_RANKS = 16  # up to here each rank keeps its own factor; beyond, factors are a distribution
+LEAST_SPREAD = 0.005  # relative differences below are left out
+WORTH_TRANSIENT = 0.7  # transient stragglers must bring the distance below this share
+FAR = 6.0  # robust standard deviations from the median: a transient straggler
+DRAWS = 20_000
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A step and its stragglers. `distance`: between measured and fitted distributions of blocks (0 to 1)."""
+
+    step_s: float
+    stragglers: tuple[Straggler, ...]
+    distance: float
+
+    @property
+    def model(self) -> ComputeModel:
+        """The compute model."""
+        return ComputeModel(Fixed(self.step_s), self.stragglers)
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.stragglers)) or "constant"
+
+
+def fit_stragglers(rows: Sequence[FloatArray], *, same_ranks: bool = True) -> Fit:
+    """Return the step and stragglers of durations in seconds, one row of blocks per rank.
+
+    The mean block of the fit is the mean block of the rows. `same_ranks`: rank i of the fit is rank i of the rows,
+    where they are few; otherwise its speeds are a distribution, fit for any number of ranks.
+    """
+    rows = [np.asarray(row, dtype=np.float64) for row in rows]
+    if not rows or any(row.size < 2 for row in rows) or any((row <= 0.0).any() for row in rows):
+        raise ParameterError(
+            "stragglers are fitted to at least 2 compute blocks per rank, each longer than 0 s"
+        )
+    means = np.array([row.mean() for row in rows])
+    ratios = np.concatenate([row / mean for row, mean in zip(rows, means, strict=True)])
+    persistent = _persistent(means, ratios.std() / math.sqrt(ratios.size / len(rows)), same_ranks)
+    noise = _noise(ratios)
+    stragglers = (*persistent, *noise)
+    # SlowRank has mean 1 over very many ranks; here it is about these ranks.
+    product = math.prod(s.mean for s in noise) * (
+        _mean_of_ranks(persistent, len(rows)) if same_ranks else 1.0
+    )
+    return Fit(float(means.mean()) / product, stragglers, _distance_of(noise, ratios))
+
+
+def _mean_of_ranks(persistent: Sequence[Straggler], ranks: int) -> float:
+    factors = [s.slowdown for s in persistent if isinstance(s, SlowRank)]
+    return (sum(factors) + ranks - len(factors)) / ranks
+
+
+def _persistent(means: FloatArray, error: float, same_ranks: bool) -> tuple[Straggler, ...]:
+    """Return what tells the ranks' means apart beyond the error of the means."""
+    relative = means / means.mean()
+    spread = max(float(np.log(relative).std()) ** 2 - error**2, 0.0) ** 0.5
+    if spread < LEAST_SPREAD:
+        return ()
+    if same_ranks and len(means) <= FEW_RANKS:
+        return tuple(SlowRank(rank, _round(factor)) for rank, factor in enumerate(relative))
+    return (Speed(_round(spread)),)
+
+
+def _noise(ratios: FloatArray) -> tuple[Noise, ...]:
+    """Return the noise of blocks around their rank's mean: one family, or a family and transient stragglers."""
+    plain = _family(ratios)
+    near, transient = _without_far(ratios)
+    if not transient:
+        return plain
+    both = (*_family(near / near.mean()), *transient)
+    return both if _distance_of(both, ratios) < WORTH_TRANSIENT * _distance_of(plain, ratios) else plain
+
+
+def _family(ratios: FloatArray) -> tuple[Noise, ...]:
+    if ratios.std() < LEAST_SPREAD:
+        return ()
+    return (min(_families(ratios), key=lambda family: _distance_of((family,), ratios)),)
+
+
+def _without_far(ratios: FloatArray) -> tuple[FloatArray, tuple[Noise, ...]]:
+    middle = float(np.median(ratios))
+    deviation = 1.4826 * float(np.median(np.abs(ratios - middle)))
+    far = ratios > max(middle + FAR * deviation, 1.25 * middle)
+    if not far.any() or far.mean() > 0.2:  # what every fifth block has is no exception
+        return ratios, ()
+    slowdown = float(ratios[far].mean() / ratios[~far].mean())
+    return ratios[~far], (Bimodal(_round(far.mean()), _round(slowdown)),)
+
+
+def _families(near: FloatArray) -> list[Noise]:
+    """Return one noise of each family, fitted to factors of mean 1 by moments or by maximum likelihood."""
+    tail = near.size / float(np.sum(np.log(near / near.min())))
+    families: list[Noise] = [Lognormal(_round(np.log(near).std())), Gamma(_round(near.std()))]
+    families.append(Exponential(_round(min(max(1.0 - near.min(), 1e-6), 1.0))))
+    return [*families, Pareto(_round(tail))] if tail > 1.001 else families
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _distance_of(noise: Sequence[Noise], ratios: FloatArray) -> float:
+    drawn = np.ones(DRAWS)
+    for kind in noise:
+        drawn = drawn * kind.draw(random.generator(0, 0, f"calibrate.{kind}"), DRAWS)
+    return _between(drawn / drawn.mean(), ratios)
+
+
+def _between(drawn: FloatArray, measured: FloatArray) -> float:
+    grid = np.sort(np.concatenate([drawn, measured]))
+    below = [
+        np.searchsorted(np.sort(sample), grid, side="right") / sample.size for sample in (drawn, measured)
+    ]
+    return float(np.max(np.abs(below[0] - below[1])))
+
+
+LEAST_OVERHEAD_S = 1e-8  # an observation must cost something, or polling would not move time on
+
+
+def fit(measured: Measured, name: str = "measured") -> Platform:
+    """Return the platform that explains the measurements."""
+    network = _network(measured)
+    collectives = [
+        point for point in _kept(measured.points) if point.operation not in ("p2p", "stream", "post", "get")
+    ]
+    network = fit_gamma(network, collectives, measured.ranks)
+    steps = fit_stragglers(measured.steps_s, same_ranks=False)
+    facts = dict(measured.facts)
+    return Platform(
+        name=name,
+        network=network,
+        step=Fixed(steps.step_s),
+        stragglers=steps.stragglers,
+        progress="hardware" if measured.answers_busy else "poll",
+        collectives=fit_selection(network, collectives, measured.ranks),
+        description=f"measured on {facts['ranks']} ranks, {facts['library']}, {facts['cores']} cores a node",
+        fitted=measured.facts,
+    )
+
+
+def _kept(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if not held_out(point.nbytes)]
+
+
+def _network(measured: Measured) -> Fabric:
+    probe = next(point for point in measured.points if point.operation == "probe")
+    near = fit_link(_kept(measured.points), eager_nbytes=measured.eager_nbytes)
+    common = {
+        "call_overhead_s": max(probe.seconds, LEAST_OVERHEAD_S),
+        "eager_bytes": measured.eager_nbytes,
+    }
+    if not measured.apart:
+        return Switch(near, **common)  # type: ignore[arg-type]
+    apart = fit_link(_kept(measured.apart), eager_nbytes=measured.eager_nbytes)
+    return Nodes(near, apart, ranks_per_node=measured.ranks_per_node, **common)  # type: ignore[arg-type]

@@ -1,0 +1,227 @@
+"""What a calibration measures: pairs of ranks, all ranks, one-sided reads, compute steps, and what it ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any, TypeVar
+
+import numpy as np
+
+from spawnsim.comm import UNDEFINED, Comm
+from spawnsim.errors import ParameterError
+from spawnsim.fidelity.microbenchmarks import COLLECTIVES, Effort, FloatArray, Point, measure_points
+
+STEPS = 200  # compute steps of each rank
+SIDE = 160  # of the matrices of a compute step: about a millisecond of one core
+READY = 7
+BUSY_S = 0.02  # of the block during which a window is read
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured. The same on all ranks.
+
+    Attributes:
+        points: of the communicator of all ranks; "p2p", "stream", "post" and "get" are between two ranks of one node.
+        apart: the latter four between two nodes; empty on one node.
+        eager_nbytes: the longest message that a sender may forget before its receive is posted.
+        answers_busy: whether a rank's window can be read while the rank computes, without its help.
+        steps_s: durations of compute steps, a row for each rank.
+        ranks_per_node: how many ranks share a node.
+        facts: what it ran on, as (name, value) pairs.
+    """
+
+    ranks: int
+    points: tuple[Point, ...]
+    apart: tuple[Point, ...]
+    eager_nbytes: int
+    answers_busy: bool
+    steps_s: tuple[FloatArray, ...]
+    ranks_per_node: int
+    facts: tuple[tuple[str, str], ...]
+
+
+def measure(comm: Comm, effort: Effort | None = None, *, host: str | None = None) -> Measured:
+    """Measure a communicator of at least two ranks, real or virtual. Collective; all ranks get the same.
+
+    Args:
+        comm: the communicator.
+        effort: how much is measured.
+        host: name of this rank's node, if not that of the machine.
+
+    Raises:
+        ParameterError: one rank alone has nobody to talk to.
+    """
+    if comm.Get_size() < 2:
+        raise ParameterError("a calibration needs at least 2 ranks: mpiexec -n 2 spawnsim calibrate")
+    effort = effort or Effort()
+    hosts = comm.allgather(host or socket.gethostname())
+    near, apart = points(comm, effort, hosts)
+    peers = _peers(hosts)
+    return Measured(
+        ranks=len(hosts),
+        points=near,
+        apart=apart,
+        eager_nbytes=min(
+            _with(comm, peer, lambda pair: _eager_nbytes(pair, effort)) for peer in peers.values()
+        ),
+        answers_busy=all(_with(comm, peer, _answers_busy) for peer in peers.values()),
+        steps_s=_steps(comm),
+        ranks_per_node=max(hosts.count(name) for name in hosts),
+        facts=facts(comm),
+    )
+
+
+def points(comm: Comm, effort: Effort, hosts: Sequence[str]) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
+    """Return the points of `Measured`: those of all ranks and of one node's, and those between nodes. Collective."""
+    peers = _peers(hosts)
+    pairs = [
+        _with(comm, peer, lambda pair: measure_points(pair, _of_pairs(effort), effort))
+        for peer in peers.values()
+    ]
+    return (*pairs[0], *measure_points(comm, _of_all(effort), effort)), pairs[1] if len(pairs) > 1 else ()
+
+
+def _peers(hosts: Sequence[str]) -> dict[str, int]:
+    """Return a partner for rank 0 on its own node and one on another, as far as there are any."""
+    near = [rank for rank, name in enumerate(hosts) if rank and name == hosts[0]]
+    apart = [rank for rank, name in enumerate(hosts) if name != hosts[0]]
+    return {where: ranks[0] for where, ranks in (("near", near), ("apart", apart)) if ranks}
+
+
+def _with(comm: Comm, peer: int, measured: Callable[[Comm], T]) -> T:
+    """Return what rank 0 and a peer measure on a communicator of their own. The others wait."""
+    rank = comm.Get_rank()
+    pair = comm.Split(0 if rank in (0, peer) else UNDEFINED, rank)
+    found = None
+    if rank in (0, peer):
+        found = measured(pair)
+        pair.Free()
+    shared: T = comm.bcast(found, 0)
+    return shared
+
+
+def _of_pairs(effort: Effort) -> list[tuple[str, int]]:
+    pings = [("p2p", nbytes) for nbytes in effort.sizes()]
+    streams = [("stream", nbytes) for nbytes in effort.sizes()[::4]]
+    return [*pings, *streams, ("post", 1), *(("get", nbytes) for nbytes in effort.sizes(8))]
+
+
+def _of_all(effort: Effort) -> list[tuple[str, int]]:
+    sizes = replace(effort, largest_nbytes=max(effort.largest_nbytes // 4, 8)).sizes(8)
+    return [
+        ("probe", 0),
+        ("barrier", 0),
+        *((operation, nbytes) for operation in COLLECTIVES for nbytes in sizes),
+    ]
+
+
+def _eager_nbytes(pair: Comm, effort: Effort) -> int:
+    """Return the longest message whose send returns although the receiver is asleep."""
+    one_way_s = measure_points(pair, [("p2p", 1)], effort)[0].seconds
+    asleep_s = max(5e-3, 50.0 * one_way_s)
+    eager = 0
+    for nbytes in effort.sizes():
+        if _send_s(pair, nbytes, asleep_s) > 0.5 * asleep_s:
+            return eager
+        eager = nbytes
+    return eager
+
+
+def _send_s(pair: Comm, nbytes: int, asleep_s: float) -> float:
+    buffer, began_s = np.zeros(nbytes, np.uint8), pair.clock.now()
+    if pair.Get_rank() == 0:
+        pair.Recv(np.zeros(1, np.uint8), 1, READY)
+        began_s = pair.clock.now()
+        pair.Send(buffer, 1)
+    else:
+        pair.Send(np.zeros(1, np.uint8), 0, READY)
+        pair.clock.sleep(asleep_s)
+        pair.Recv(buffer, 0)
+    seconds: float = pair.bcast(pair.clock.now() - began_s, 0)
+    return seconds
+
+
+def _answers_busy(pair: Any) -> bool:
+    """Return whether reading a window of a rank that computes takes much less than the rest of its block."""
+    window, into = pair.Win.Allocate(8, comm=pair), np.zeros(8, np.uint8)
+    window.Lock_all()
+    got_s = min(_get_from_busy_s(pair, window, into) for _ in range(3))
+    window.Unlock_all()
+    window.Free()
+    return got_s < 0.5 * BUSY_S
+
+
+def _get_from_busy_s(pair: Any, window: Any, into: Any) -> float:
+    ready, began_s = np.zeros(1, np.uint8), pair.clock.now()
+    if pair.Get_rank() == 0:
+        pair.Recv(ready, 1, READY)
+        began_s = pair.clock.now()
+        window.Get(into, 1)
+        window.Flush(1)
+    else:
+        pair.Send(ready, 0, READY)
+        with pair.compute(BUSY_S):
+            end_s = time.perf_counter() + BUSY_S
+            while time.perf_counter() < end_s:
+                pass
+    seconds: float = pair.bcast(pair.clock.now() - began_s, 0)
+    return seconds
+
+
+def _steps(comm: Comm) -> tuple[FloatArray, ...]:
+    """Return how long a step of matrix products takes, again and again, on all ranks at once."""
+    matrix, own_s = np.eye(SIDE) * 0.5, np.empty(STEPS)
+    comm.Barrier()
+    for step in range(STEPS):
+        began_s = comm.clock.now()
+        with comm.compute():
+            for _ in range(4):
+                matrix = matrix @ matrix + matrix
+                matrix /= max(float(np.abs(matrix).max()), 1.0)
+        own_s[step] = comm.clock.now() - began_s
+    return tuple(comm.allgather(own_s))
+
+
+def doubts(ranks_per_node: int, cores: int, load: float) -> list[str]:
+    """Return why times measured here should not be trusted far; empty if nothing speaks against them."""
+    found = []
+    if ranks_per_node > cores:
+        found.append(
+            f"{ranks_per_node} ranks share {cores} cores: virtual ranks have a core each, and will be faster"
+        )
+    if load > cores + 0.5:
+        found.append(
+            f"load {load:.1f} on {cores} cores before the start: others compute here too, and will be measured"
+        )
+    return found
+
+
+def facts(comm: Any) -> tuple[tuple[str, str], ...]:
+    """Return what this runs on, for the platform file."""
+    building = type(comm).__module__.split(".")
+    known = {
+        "backend": "virtual" if "virtual" in building else "mpi",
+        "library": _library() if "mpi" in building else "none",
+        "ranks": str(comm.Get_size()),
+        "cores": str(os.cpu_count()),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "spawnsim": metadata.version("spawnsim"),
+    }
+    return tuple(known.items())
+
+
+def _library() -> str:
+    from spawnsim.real.launch.launchers import find_library
+
+    found = find_library()
+    return f"{found.name} ({found.origin})"

@@ -1,0 +1,231 @@
+"""A real run's times predicted on virtual ranks, and how far off that is, over repeats.
+
+The same program runs with the compute times of the real run: replayed, fitted, or their mean alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spawnsim.errors import ParameterError
+from spawnsim.fidelity.fitting import Fit, fit_stragglers
+from spawnsim.fidelity.microbenchmarks import FloatArray
+from spawnsim.fidelity.scoring import NullRecorder
+from spawnsim.fidelity.watching import Seen, watched
+from spawnsim.virtual import simulate
+from spawnsim.virtual.compute import Straggler, Trace
+from spawnsim.virtual.platform import Platform
+
+MEASURES = ("iteration", "policy", "waiting share", "total")
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a run amounts to, after its warm-up.
+
+    Attributes:
+        iteration_s: mean time from one compute block to the next.
+        policy_s: mean time between two blocks: communication and the program's own work.
+        waiting: share of the time inside communication calls.
+        total_s: from the first block to the end, on the slowest rank.
+    """
+
+    iteration_s: float
+    policy_s: float
+    waiting: float
+    total_s: float
+
+    def named(self) -> dict[str, float]:
+        """Return the values by the names in `MEASURES`."""
+        return dict(zip(MEASURES, (self.iteration_s, self.policy_s, self.waiting, self.total_s), strict=True))
+
+
+def times(seen: Sequence[Seen], warmup: int, *, local_s: float = 0.0) -> Times:
+    """Return the times of a run. `local_s`: mean own work that a virtual run holds inside its blocks."""
+    spans_s = np.array([rank.end_s - rank.began_s[warmup] for rank in seen])
+    blocks = np.array([len(rank.began_s) - warmup for rank in seen])
+    gaps_s = np.concatenate([rank.gaps_s[warmup:] for rank in seen])
+    inside_s = sum(float(rank.inside_s[warmup:].sum()) for rank in seen)
+    return Times(
+        iteration_s=float(np.mean(spans_s / blocks)),
+        policy_s=float(gaps_s.mean()) + local_s,
+        waiting=inside_s / float(spans_s.sum()),
+        total_s=float(spans_s.max()),
+    )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Times of virtual runs with one model of compute, one for each seed."""
+
+    name: str
+    runs: tuple[Times, ...]
+
+    def median(self) -> dict[str, float]:
+        """Return the median of each measure."""
+        return {name: float(np.median([run.named()[name] for run in self.runs])) for name in MEASURES}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is predicted: a program on so many ranks, from `seed` on, its first `warmup` blocks left aside."""
+
+    main: Callable[[Any], object]
+    ranks: int
+    seed: int
+    warmup: int
+
+
+def predict(
+    setting: Setting, seen: Sequence[Seen], platform: Platform, *, seeds: int = 5
+) -> tuple[Prediction, ...]:
+    """Return the predictions by replayed, by fitted and by constant compute times."""
+    rows = [rank.blocks_s + rank.local_s for rank in seen]
+    short = [rank for rank, row in enumerate(rows) if len(row) < setting.warmup + 2]
+    if short:
+        raise ParameterError(
+            f"rank {short[0]} went through {len(rows[short[0]])} comm.compute() blocks: validation needs at least "
+            f"{setting.warmup + 2} (a warm-up of {setting.warmup}, and two more)"
+        )
+    local_s = float(np.mean([rank.local_s[setting.warmup :].mean() for rank in seen]))
+    found = []
+    for name, (trace, stragglers) in _models(rows, setting.warmup).items():
+        runs = 1 if not stragglers else seeds
+        found.append(
+            Prediction(
+                name,
+                tuple(
+                    times(
+                        _run(setting, platform, trace, stragglers, seed=seed), setting.warmup, local_s=local_s
+                    )
+                    for seed in range(setting.seed, setting.seed + runs)
+                ),
+            )
+        )
+    return tuple(found)
+
+
+def fitted(seen: Sequence[Seen], warmup: int) -> Fit:
+    """Return the straggler fit of a run's compute blocks."""
+    return fit_stragglers([(rank.blocks_s + rank.local_s)[warmup:] for rank in seen])
+
+
+def _models(rows: Sequence[FloatArray], warmup: int) -> Mapping[str, tuple[Trace, tuple[Straggler, ...]]]:
+    fit = fit_stragglers([row[warmup:] for row in rows])
+    mean_s = float(np.mean([row[warmup:].mean() for row in rows]))
+    # A trace goes before what the program states, and a program states what it would take elsewhere.
+    return {
+        "replayed": (Trace(rows, cycle=True), ()),
+        "fitted": (Trace([[fit.step_s]] * len(rows), cycle=True), fit.stragglers),
+        "constant": (Trace([[mean_s]] * len(rows), cycle=True), ()),
+    }
+
+
+def _run(
+    setting: Setting, platform: Platform, trace: Trace, stragglers: tuple[Straggler, ...], *, seed: int
+) -> list[Seen]:
+    found: dict[int, Seen] = {}
+
+    def program(comm: Any) -> None:
+        found[comm.Get_rank()] = watched(setting.main, comm)
+
+    simulate(
+        program,
+        ranks=setting.ranks,
+        platform=platform,
+        stragglers=stragglers,
+        compute_s=trace,
+        seed=seed,
+        recorder=NullRecorder(),
+    )
+    return [found[rank] for rank in range(setting.ranks)]
+
+
+SAME = ("library", "ranks", "cores", "machine", "python", "numpy")
+"""What should be the same where a platform was measured and where it is used."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """One real run, and the predictions made from its compute times."""
+
+    measured: Times
+    predictions: tuple[Prediction, ...]
+
+    def error(self, model: str, measure: str) -> float:
+        """Return predicted over measured, less 1; for the waiting share the difference of the shares."""
+        measured = self.measured.named()[measure]
+        predicted = next(each for each in self.predictions if each.name == model).median()[measure]
+        if measure == "waiting share":
+            return predicted - measured
+        return predicted / measured - 1.0 if measured else float("nan")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measure over all repeats: the median measured value, and per model the median, least and largest error."""
+
+    measure: str
+    measured: float
+    errors: Mapping[str, tuple[float, float, float]]
+
+
+def summary(repeats: Sequence[Repeat]) -> tuple[Row, ...]:
+    """Return a row for each measure."""
+    models = [prediction.name for prediction in repeats[0].predictions]
+    return tuple(
+        Row(
+            measure,
+            float(np.median([repeat.measured.named()[measure] for repeat in repeats])),
+            {model: _spread([repeat.error(model, measure) for repeat in repeats]) for model in models},
+        )
+        for measure in MEASURES
+    )
+
+
+def _spread(errors: Sequence[float]) -> tuple[float, float, float]:
+    return float(np.median(errors)), min(errors), max(errors)
+
+
+def error_table(rows: Sequence[Row], repeats: int) -> str:
+    """Return the rows as lines of text."""
+    models = list(rows[0].errors)
+    head = f"{'':15}{'measured':>12}" + "".join(f"{model:>24}" for model in models)
+    lines = [head]
+    for row in rows:
+        share = row.measure == "waiting share"
+        value = f"{row.measured:.1%}" if share else _seconds(row.measured)
+        cells = "".join(f"{_cell(row.errors[model], share, repeats):>24}" for model in models)
+        lines.append(f"{row.measure:15}{value:>12}{cells}")
+    lines.append(
+        "replayed: the run's own compute times. fitted: their mean and the straggler fit. constant: their mean."
+    )
+    return "\n".join(lines)
+
+
+def _cell(errors: tuple[float, float, float], share: bool, repeats: int) -> str:
+    unit, scale = (" points", 100.0) if share else ("%", 100.0)
+    middle, low, high = (error * scale for error in errors)
+    spread = f" [{low:+.0f} {high:+.0f}]" if repeats > 1 else ""
+    return f"{middle:+.1f}{unit}{spread}"
+
+
+def _seconds(seconds: float) -> str:
+    unit, scale = next(
+        (u, s) for u, s in (("s", 1.0), ("ms", 1e3), ("us", 1e6)) if seconds * s >= 1 or u == "us"
+    )
+    return f"{seconds * scale:.3g} {unit}"
+
+
+def differences(platform: Platform, here: Iterable[tuple[str, str]]) -> list[str]:
+    """Return what is not as it was where the platform was measured; empty if it was not measured at all."""
+    there = dict(platform.fitted)
+    return [
+        f"{name} was {there[name]}, is {value}"
+        for name, value in here
+        if name in SAME and there.get(name, value) != value
+    ]

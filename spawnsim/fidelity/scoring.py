@@ -1,0 +1,136 @@
+"""How well a platform explains measurements: the same measurements are taken on virtual ranks, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spawnsim.errors import WorldError
+from spawnsim.fidelity.fitting import LEAST_S_PER_B
+from spawnsim.fidelity.measuring import Measured, points
+from spawnsim.fidelity.microbenchmarks import Effort, Point, held_out
+from spawnsim.virtual import simulate
+from spawnsim.virtual.network import Link, Network, Piecewise
+from spawnsim.virtual.platform import Platform
+
+ALL = "all operations"
+WORST = {"p2p": 0.5, ALL: 0.75}  # median errors: predictions that are off by more are no predictions
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One point, measured and predicted. `where` is "apart" for pairs on two nodes."""
+
+    measured: Point
+    predicted_s: float
+    where: str = ""
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        if self.measured.seconds == 0.0:
+            return 0.0 if self.predicted_s == 0.0 else float("inf")
+        return self.predicted_s / self.measured.seconds - 1.0
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the fit has not seen the point. One-sided reads and streams of messages it never sees."""
+        return held_out(self.measured.nbytes) or self.measured.operation == "get"
+
+
+@dataclass(frozen=True)
+class Score:
+    """Absolute relative errors of one operation: the median over fitted and over held-out points, and the largest."""
+
+    operation: str
+    fitted: float
+    held_out: float
+    largest: float
+
+
+class NullRecorder:
+    """A recorder that keeps nothing."""
+
+    def row(self, rank: int, time_s: float, values: Any) -> None:
+        """Keep nothing."""
+
+    def event(self, rank: int, time_s: float, kind: str, fields: Any) -> None:
+        """Keep nothing."""
+
+
+def compare(measured: Measured, platform: Platform) -> tuple[Pair, ...]:
+    """Return each measured point beside what virtual ranks on the platform take."""
+    largest = max(point.nbytes for point in measured.points)
+    effort = Effort(least=3, most=3, passes=1, largest_nbytes=largest)
+    found: list[tuple[tuple[Point, ...], tuple[Point, ...]]] = []
+    hosts = [f"node {rank // measured.ranks_per_node}" for rank in range(measured.ranks)]
+
+    def program(comm: Any) -> None:
+        both = points(comm, effort, hosts)
+        if comm.Get_rank() == 0:
+            found.append(both)
+
+    simulate(program, ranks=measured.ranks, platform=platform, recorder=NullRecorder(), stragglers="constant")
+    return (*_paired(measured.points, found[0][0], ""), *_paired(measured.apart, found[0][1], "apart"))
+
+
+def _paired(measured: Iterable[Point], predicted: Iterable[Point], where: str) -> Iterable[Pair]:
+    known = {(point.operation, point.nbytes): point.seconds for point in predicted}
+    return [Pair(point, known[point.operation, point.nbytes], where) for point in measured]
+
+
+def scores(pairs: Sequence[Pair]) -> tuple[Score, ...]:
+    """Return the errors operation by operation, and of all."""
+    names = dict.fromkeys(pair.measured.operation for pair in pairs)
+    groups = {name: [pair for pair in pairs if pair.measured.operation == name] for name in names}
+    return tuple(_score(name, group) for name, group in (groups | {ALL: list(pairs)}).items())
+
+
+def _score(operation: str, pairs: Sequence[Pair]) -> Score:
+    errors = {flag: [abs(pair.error) for pair in pairs if pair.held_out is flag] for flag in (False, True)}
+    medians = [float(np.median(errors[flag])) if errors[flag] else float("nan") for flag in (False, True)]
+    return Score(operation, medians[0], medians[1], max(errors[False] + errors[True]))
+
+
+def score_table(found: Sequence[Score]) -> str:
+    """Return the errors as lines of text."""
+    lines = [f"{'operation':16}{'fitted':>9}{'held out':>11}{'largest':>11}"]
+    for score in found:
+        values = (score.fitted, score.held_out, score.largest)
+        words = ["-" if value != value else f"{value:.1%}" for value in values]
+        lines.append(f"{score.operation:16}{words[0]:>9}{words[1]:>11}{words[2]:>11}")
+    return "\n".join(lines)
+
+
+def require_fit(platform: Platform, found: Sequence[Score]) -> None:
+    """Raise `WorldError` if the measurements fit no network: a platform of them would give wrong times without a word.
+
+    That is so if messages have no latency or no bandwidth, or if half of what the fit has not seen is off by more than
+    `WORST` says, of messages or of all operations.
+    """
+    wrong = [reason for link in _links(platform.network) for reason in _impossible(link)]
+    medians = {score.operation: score.held_out for score in found if score.operation in WORST}
+    wrong += [
+        f"of {name} half is off by more than {off:.0%}" for name, off in medians.items() if off > WORST[name]
+    ]
+    if wrong:
+        raise WorldError(
+            f"these measurements fit no network ({'; '.join(wrong)}), and no file was written: measure again while the "
+            "machine is idle, with no more ranks than cores, and without --quick"
+        )
+
+
+def _links(network: Network) -> list[Link]:
+    return [getattr(network, name) for name in ("link", "intra", "inter") if hasattr(network, name)]
+
+
+def _impossible(link: Link) -> list[str]:
+    steps = link.steps if isinstance(link, Piecewise) else ((0, link),)
+    (_, first), (_, last) = steps[0], steps[-1]
+    found = ["the shortest messages have no latency"] if getattr(first, "L", 1.0) <= 0.0 else []
+    if getattr(last, "G", 1.0) <= LEAST_S_PER_B:
+        found.append("the longest messages have no bandwidth")
+    return found

@@ -1,0 +1,351 @@
+"""Which runs are one experiment, what the figures need of a run, and how both are named in legends and captions.
+
+Runs are one experiment, and share a curve, if nothing but their seed differs: program, parameters, ranks, backend,
+platform, stragglers, faults, compute times, versions, and the files behind them by content. What differs names a
+curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from spawnsim.errors import ParameterError
+from spawnsim.plots.series import Table
+from spawnsim.run import Run
+from spawnsim.run.result import FINISHED
+
+REAL = {"mpi": " (real MPI)", "torch": " (real torch)"}  # ends the label of runs on real processes
+NO_EXPERIMENT = {
+    "made",
+    "processes",
+    "reproducible",
+    "leaks",
+    "notes",
+    "warnings",
+}  # how it was made, what was noticed
+APART = {"parameters", "inputs", "versions", "file_digest"}  # these hold several facts each
+KNOWN_ENDINGS = ("running", "interrupted", "stopped by ")  # of outcomes that are no errors
+LONGEST = 28  # characters of one value in a label
+
+
+class Recorded(Protocol):
+    """A finished run: `what` ran, its `totals`, its `table` of columns, its `events`, and how it ended."""
+
+    @property
+    def what(self) -> Mapping[str, Any]: ...
+    @property
+    def totals(self) -> Mapping[str, Any]: ...
+    @property
+    def table(self) -> Table: ...
+    @property
+    def events(self) -> Sequence[Mapping[str, Any]]: ...
+    @property
+    def outcome(self) -> str: ...
+
+
+def read(folder: str | Path) -> Run:
+    """Load a run folder; a run that failed half-way is loaded as far as it came."""
+    return Run.load(folder)
+
+
+def ranks_of(run: Recorded) -> int:
+    """Return the number of ranks."""
+    return int(run.totals.get("ranks") or int(run.table["rank"].max(initial=-1)) + 1)
+
+
+def is_real(run: Recorded) -> bool:
+    """Say whether the run took place on real processes."""
+    return str(run.what.get("backend") or "virtual") != "virtual"
+
+
+def clock_of(runs: Sequence[Recorded]) -> str:
+    """Return what an axis of the ranks' clocks shows: virtual seconds as soon as one run is virtual."""
+    return "time (s)" if all(map(is_real, runs)) else "virtual time (s)"
+
+
+def donors_of(event: Mapping[str, Any], ranks: int) -> list[int]:
+    """Return the ranks whose weights an event tells of; of a program's own events whatever is a rank."""
+    donors = event.get("donors")
+    found = donors if isinstance(donors, (list, tuple)) else []
+    return [
+        each for each in found if isinstance(each, int) and not isinstance(each, bool) and 0 <= each < ranks
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------- facts
+class Fact(NamedTuple):
+    """One thing that two runs can differ in: how it reads in a label, and what it is."""
+
+    shown: str
+    value: str
+
+
+def facts(run: Recorded) -> dict[str, Fact]:
+    """Return all that makes a run the experiment that it is, and its seed, by name."""
+    what = run.what
+    found = (
+        {"policy": Fact("", "")} if "policy" in _mapping(what, "parameters") else {}
+    )  # labels begin with it
+    for name, value in what.items():
+        if name not in NO_EXPERIMENT | APART:
+            found[name] = _circumstance(name, value)
+    found["ranks"] = Fact(f"{ranks_of(run):,} ranks", str(ranks_of(run)))
+    for name, value in _mapping(what, "parameters").items():
+        found[name if name not in found or name == "policy" else f"main's {name}"] = _parameter(name, value)
+    if not what.get("file"):  # of a function without a file the names of its parameters are all that is known
+        names = ", ".join(_mapping(what, "parameters"))
+        found["parameters"] = Fact(f"parameters {names}", names)
+    files = {f"program/{what.get('file')}": what.get("file_digest")} if what.get("file_digest") else {}
+    for name, digest in (files | dict(_mapping(what, "inputs"))).items():
+        found[name] = Fact(f"{Path(name).name} {str(digest)[:4]}", str(digest))
+    for name, version in _mapping(what, "versions").items():
+        found[f"version of {name}"] = Fact(f"{name} {version}", str(version))
+    return found
+
+
+def _mapping(what: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = what.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _circumstance(name: str, value: Any) -> Fact:
+    word = name.removesuffix("_s").replace("_", " ")
+    if name in ("platform", "compute", "file") and isinstance(value, str) and "/" in value:
+        value = Path(value).name  # the file itself is another fact
+    if value in (None, "", "none"):
+        return Fact({"platform": "default platform"}.get(name, f"no {word}"), "")
+    if name in ("platform", "file"):
+        return Fact(
+            Path(str(value)).stem if str(value).endswith((".toml", ".py")) else _short(value), str(value)
+        )
+    plain = name in ("stragglers", "main", "backend")
+    return Fact(_short(value) if plain else f"{word} {_short(value)}", str(value))
+
+
+def _parameter(name: str, value: Any) -> Fact:
+    if name == "policy":
+        return Fact(str(value or "none"), str(value))
+    if isinstance(value, bool):
+        return Fact(name if value else f"no {name}", str(value))
+    return Fact(f"{name} {_short(value)}", str(value))
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        value = " ".join(map(str, value))
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+
+
+# ---------------------------------------------------------------------------------------------------------- groups
+@dataclass(frozen=True)
+class Group:
+    """Runs that share a curve: `name` says what sets them apart, `label` also where they ran and how they ended."""
+
+    name: str
+    runs: tuple[Recorded, ...]
+
+    @property
+    def real(self) -> bool:
+        """Whether its runs took place on real processes."""
+        return is_real(self.runs[0])
+
+    @property
+    def label(self) -> str:
+        """The name in a legend."""
+        backend = str(self.runs[0].what.get("backend"))
+        ends = [run.outcome for run in self.runs if run.outcome != FINISHED]
+        ends = [each if each.startswith(KNOWN_ENDINGS) else "failed" for each in ends]
+        some = f"{len(ends)} of {len(self.runs)} not finished" if len(self.runs) > 1 else "".join(ends)
+        place = REAL.get(backend, f" (real {backend})") if self.real else ""
+        return f"{self.name}{place}{f' ({some})' if ends else ''}"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """All runs of a figure or a page, as the curves that they make. `differ`: the facts that tell curves apart."""
+
+    groups: tuple[Group, ...]
+    differ: tuple[str, ...] = ()
+    pooled: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups)
+
+    @property
+    def runs(self) -> tuple[Recorded, ...]:
+        """All runs."""
+        return tuple(run for group in self for run in group.runs)
+
+    @property
+    def named(self) -> list[tuple[str, Recorded]]:
+        """All runs, each with a name of its own: its group's; its seed, where the group has more than one run."""
+        found: dict[str, Recorded] = {}
+        for group in self:
+            for run in group.runs:
+                name = f"{group.label}, seed {run.what.get('seed')}" if len(group.runs) > 1 else group.label
+                found[_unused(name, found)] = run
+        return list(found.items())
+
+    @property
+    def by(self) -> str:
+        """What tells curves apart, for a title: " by policy and ratio"; nothing where there is one curve."""
+        names = [name.replace("_", " ") for name in self.differ if name != "backend"]
+        if len(self.groups) == 1 or not 0 < len(names) <= 3:
+            return ""
+        return f" by {' and '.join([*filter(None, [', '.join(names[:-1])]), names[-1]])}"
+
+    def caption(self) -> str:
+        """Return who ran where, with which parameters, what was pooled, and which runs did not finish."""
+        files = {str(run.what.get("file") or run.what.get("main") or "") for run in self.runs}
+        program = [*files] if len(files) == 1 and "" not in files else []
+        lines = [" · ".join([*program, setting(self.runs)]), self._shared()]
+        pooled = f"curves pool runs that differ in {', '.join(self.pooled)}" if self.pooled else ""
+        return "\n".join(line for line in (*lines, pooled, self._endings()) if line)
+
+    def _endings(self) -> str:
+        """Return which runs did not finish, and why."""
+        found = []
+        for group in self:
+            for run in group.runs:
+                if run.outcome != FINISHED:
+                    seed = f", seed {run.what.get('seed')}" if len(group.runs) > 1 else ""
+                    found.append(f"{group.name}{seed}: {_first_words(run.outcome)}")
+        more = " …" * (len(found) > 4)
+        return f"not finished, shown as far as recorded: {'; '.join(found[:4])}{more}" if found else ""
+
+    def _shared(self) -> str:
+        """Return the parameters that all runs have in common."""
+        known = [facts(run) for run in self.runs]
+        given = _mapping(self.runs[0].what, "parameters")
+        names = [name for name, value in given.items() if value not in (None, "", [], {})]
+        same = [name for name in names if len({found.get(name) for found in known}) == 1]
+        return ", ".join(
+            f"{'policy ' * (name == 'policy')}{known[0][name].shown}" for name in same if name in known[0]
+        )
+
+
+def _unused(name: str, taken: Mapping[str, Any]) -> str:
+    count = 1
+    while (found := name if count == 1 else f"{name} ({count})") in taken:
+        count += 1
+    return found
+
+
+def grouped(runs: Sequence[Recorded] | Groups, by: Sequence[str] = (), labels: Sequence[str] = ()) -> Groups:
+    """Return runs as groups, in order of first appearance.
+
+    Args:
+        runs: the runs; groups are returned as they are.
+        by: names of facts (parameters of `main`, ranks, platform, seed …) that alone tell groups apart; none: all that
+            differ but the seed. Runs that then share a group are pooled, and captions say so.
+        labels: names of the groups, instead of those made of what differs.
+
+    Raises:
+        ParameterError: `by` names no fact, or there are more or fewer labels than groups.
+    """
+    if isinstance(runs, Groups):
+        return runs
+    known = [facts(run) for run in runs]
+    apart = _named_facts(by, known) if by else [name for name in _differing(known) if name != "seed"]
+    members: dict[tuple[Any, ...], list[int]] = {}
+    for index, found in enumerate(known):
+        key = tuple(found[name].value if name in found else None for name in apart)
+        members.setdefault(key, []).append(index)
+    found_groups: list[Group] = []
+    for places in members.values():
+        first, chosen = known[places[0]], tuple(runs[place] for place in _distinct_runs(places, runs))
+        name = ", ".join(first[name].shown for name in apart if name in first and name != "backend")
+        found_groups.append(_added(Group(name or label(chosen[0]), chosen), found_groups))
+    if labels:
+        if len(labels) != len(found_groups):
+            curves = "; ".join(group.label for group in found_groups)
+            raise ParameterError(f"{len(labels)} labels for {len(found_groups)} curves: {curves}")
+        pairs = zip(found_groups, labels, strict=True)
+        found_groups = [replace(group, name=name) for group, name in pairs]
+        if len({group.label for group in found_groups}) < len(found_groups):
+            raise ParameterError(f"labels {', '.join(labels)}: give each curve one of its own")
+    within = [name for places in members.values() for name in _differing([known[place] for place in places])]
+    pooled = [name for name in dict.fromkeys(within) if name not in ("seed", *apart)] if by else []
+    return Groups(tuple(found_groups), tuple(apart), tuple(pooled))
+
+
+def _added(group: Group, others: Sequence[Group]) -> Group:
+    """Return a group under a label that no other has: values that are cut short may read alike."""
+    taken, found = {each.label for each in others}, group
+    count = 1
+    while found.label in taken:
+        count += 1
+        found = replace(group, name=f"{group.name} ({count})")
+    return found
+
+
+def _named_facts(by: Sequence[str], known: Sequence[Mapping[str, Fact]]) -> list[str]:
+    names = {name: None for found in known for name in found}
+    wrong = [name for name in by if name not in names]
+    if wrong:
+        differing = ", ".join(_differing(known)) or "nothing"
+        raise ParameterError(f"--by {wrong[0]}: no run tells that; these runs differ in {differing}")
+    return list(by)
+
+
+def _differing(known: Sequence[Mapping[str, Fact]]) -> list[str]:
+    """Return the facts that have two values or more; where a run does not tell one, it does not differ in it."""
+    names = {name: None for found in known for name in found}
+    return [name for name in names if len({found[name].value for found in known if name in found}) > 1]
+
+
+def _distinct_runs(places: Sequence[int], runs: Sequence[Recorded]) -> list[int]:
+    """Leave out a virtual run that is another one again, equal in all facts and its digest: it adds nothing."""
+    seen: dict[object, int] = {}
+    for place in places:
+        digest = None if is_real(runs[place]) else runs[place].totals.get("digest")
+        seen.setdefault((str(digest), *facts(runs[place]).items()) if digest else place, place)
+    return list(seen.values())
+
+
+# ----------------------------------------------------------------------------------------------- names and captions
+def label(run: Recorded) -> str:
+    """Return the name of a run that stands alone: its policy, or else its file."""
+    parameters = _mapping(run.what, "parameters")
+    file = Path(str(run.what.get("file") or run.what.get("main") or "run")).stem
+    return str(parameters["policy"] or "none") if "policy" in parameters else file
+
+
+def _first_words(text: str, most: int = 70) -> str:
+    line = text.partition("\n")[0]
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def _distinct(runs: Sequence[Recorded], name: str) -> list[str]:
+    known = [facts(run) for run in runs if run.what.get(name) not in (None, "", "none")]
+    return list(dict.fromkeys(found[name].shown for found in known if name in found))
+
+
+def _by_size(seed: str) -> tuple[int, str]:
+    return len(seed), seed
+
+
+def setting(runs: Sequence[Recorded]) -> str:
+    """Return who ran where: ranks, platform, stragglers, faults, seeds; for the caption below a figure."""
+    parts = []
+    kinds = dict.fromkeys(str(run.what.get("backend") or "virtual") for run in runs)
+    for kind in sorted(kinds, key=lambda each: each != "virtual"):
+        sizes = sorted({ranks_of(run) for run in runs if str(run.what.get("backend") or "virtual") == kind})
+        name = "virtual ranks" if kind == "virtual" else f"{REAL.get(kind, kind).strip(' ()')} ranks"
+        parts.append(" and ".join(f"{size:,}" for size in sizes) + f" {name}")
+    virtual = [run for run in runs if not is_real(run)]
+    for name, word in (("platform", ""), ("stragglers", "stragglers "), ("faults", "")):
+        values = _distinct(virtual, name)
+        parts += [word + " / ".join(values[:4]) + " …" * (len(values) > 4)] if values else []
+    seeds = sorted({str(run.what["seed"]) for run in runs if run.what.get("seed") is not None}, key=_by_size)
+    if seeds:
+        parts.append(
+            f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds ({seeds[0]} … {seeds[-1]})"
+        )
+    return " · ".join(parts)

@@ -1,0 +1,127 @@
+"""How good the simulator is: measured against fitted times (a calibration), predicted over measured (a validation).
+
+Sizes, seconds and relative errors come ready-made from `spawnsim.fidelity`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, PercentFormatter
+
+from spawnsim.plots import style
+from spawnsim.plots.series import Floats
+
+MEASURED, FITTED = "#D55E00", "#0072B2"
+COLUMNS = 3
+
+
+class Curve(NamedTuple):
+    """One operation by rising size, each (sizes,): bytes, measured and fitted seconds, what the fit has not seen."""
+
+    nbytes: Floats
+    measured_s: Floats
+    fitted_s: Floats
+    held_out: np.ndarray[Any, np.dtype[np.bool_]]
+
+
+def curve(points: Iterable[tuple[int, float, float, bool]]) -> Curve:
+    """Return the curve of (nbytes, measured_s, fitted_s, held_out) points."""
+    columns = [np.array(column) for column in zip(*sorted(points), strict=True)]
+    return Curve(columns[0].astype(np.float64), columns[1], columns[2], columns[3].astype(np.bool_))
+
+
+def draw_calibration(info: Curve, ax: Axes | None = None) -> Axes:
+    """Draw measured points (open where the fit has not seen them) on the fitted line."""
+    ax = style.axes_or_new(ax)
+    ax.plot(info.nbytes, info.fitted_s, color=FITTED, label="fitted")
+    for unseen, face, name in (
+        (False, MEASURED, "measured"),
+        (True, "white", "measured, held out of the fit"),
+    ):
+        chosen = info.held_out == unseen
+        ax.plot(
+            info.nbytes[chosen],
+            info.measured_s[chosen],
+            "o",
+            ms=5,
+            mec=MEASURED,
+            mfc=face,
+            linestyle="none",
+            label=name,
+        )
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.xaxis.set_major_formatter(style.bytes_formatter())
+    ax.yaxis.set_major_formatter(EngFormatter(unit="s"))
+    return ax
+
+
+def calibration_figure(curves: Mapping[str, Curve], caption: str) -> Figure:
+    """Return one panel per operation on shared axes."""
+    rows = -(-len(curves) // COLUMNS)
+    with style.talk():
+        drawn = Figure(figsize=(11.6, 2.7 * rows + 1.3))
+        panels = drawn.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
+        for ax, (name, info) in zip(panels, curves.items(), strict=False):
+            draw_calibration(info, ax)
+            error = float(np.median(np.abs(info.fitted_s / info.measured_s - 1.0)))
+            ax.set_title(name, weight="bold")
+            ax.text(
+                1, 1.03, f"{error:.0%} off", transform=ax.transAxes, ha="right", fontsize=11, color="#555555"
+            )
+        for ax in panels[len(curves) :]:
+            ax.set_visible(False)
+        for ax in panels[::COLUMNS]:
+            ax.set_ylabel("time")
+        for ax in panels[max(len(curves) - COLUMNS, 0) : len(curves)]:
+            ax.set_xlabel("message or block")
+            ax.tick_params(labelbottom=True)
+        drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside lower right", ncols=3)
+        style.frame(drawn, "Measured times, and what the fitted platform predicts", caption)
+    return drawn
+
+
+COLOURS = {"replayed": "#0072B2", "fitted": "#009E73", "constant": "#E69F00"}
+AIM = 0.1  # the band that a prediction should end in
+SPREAD = 0.5  # share of a bar's width over which the runs' marks are spread
+
+Errors = Mapping[str, Mapping[str, Sequence[float]]]
+"""Measure -> model -> predicted over measured, less 1, of each run."""
+
+
+def draw_validation(errors: Errors, ax: Axes | None = None) -> Axes:
+    """Draw the median error of each model as a bar, and each run's as a mark."""
+    ax = style.axes_or_new(ax)
+    models = list(next(iter(errors.values())))
+    width = 0.8 / len(models)
+    ax.axhspan(-AIM, AIM, color="#eeeeee", zorder=0)
+    ax.axhline(0.0, color="#444444", lw=1.0)
+    for index, model in enumerate(models):
+        places = np.arange(len(errors)) + (index - (len(models) - 1) / 2) * width
+        colour = COLOURS.get(model, "#56B4E9")
+        medians = [float(np.median(found[model])) for found in errors.values()]
+        ax.bar(places, medians, 0.92 * width, color=colour, label=model)
+        for place, found in zip(places, errors.values(), strict=True):
+            across = place + SPREAD * width * np.linspace(-0.5, 0.5, len(found[model]) + 2)[1:-1]
+            ax.plot(across, found[model], "o", ms=4, mfc="white", mec="#444444", linestyle="none")
+    ax.set_xticks(range(len(errors)), list(errors))
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.set_ylabel("predicted against measured")
+    ax.grid(visible=False, axis="x")
+    return ax
+
+
+def validation_figure(errors: Errors, caption: str) -> Figure:
+    """Return the figure of a validation."""
+    with style.talk():
+        drawn = Figure(figsize=(9.6, 5.2))
+        ax = drawn.subplots()
+        draw_validation(errors, ax)
+        drawn.legend(*ax.get_legend_handles_labels(), loc="outside right upper", title="compute times")
+        style.frame(drawn, "How far predictions are off", f"{caption} · grey: within {AIM:.0%}")
+    return drawn

@@ -1,0 +1,317 @@
+"""`AsyncModelAveragePolicy`: average at intervals of the clock, not of iterations, while training goes on.
+
+Warm-up averages gradients over the whole group, one collective before each of the optimizer's first steps; after it
+all is messages, and nobody waits for anybody. This module knows models, the communicator's clock, and when averaging
+is wanted; who averages with whom (`averaging/gossip.py`, `averaging/tree.py`), and how messages get there
+(`averaging/progress.py`), is the business of its engine. Source: BAGUA's asynchronous model average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+
+from spawnsim.comm import MAX, Comm
+from spawnsim.errors import ParameterError, UsageError, WorldError
+from spawnsim.policies.averaging.gossip import Mode, Pace, PairwiseGossip, check_mode
+from spawnsim.policies.averaging.progress import POLL_S, Exchanges, ProgressEngine
+from spawnsim.policies.averaging.tree import TreeAverage
+from spawnsim.policies.averaging.vector import Vector
+from spawnsim.policies.base import Result, SpawnPolicy, blank_info
+from spawnsim.policies.exchange.group_mean import GroupMean
+from spawnsim.policies.state.layout import Tensors, Travels, as_real, collect
+
+
+class WarmUp:
+    """Counts the steps of warm-up, and averages gradients in a hook of the optimizer until they are over.
+
+    A hook whose group has lost a rank takes itself away before it raises: the survivors' group attaches it anew, with
+    the mean of their weights.
+    """
+
+    def __init__(self, steps: int, travels: Travels) -> None:
+        self.steps, self.left, self.travels = steps, steps, travels
+        self._mean: GroupMean | None = None
+        self._hook: Any = None
+
+    @property
+    def over(self) -> bool:
+        """Whether all steps have been counted."""
+        return self.left <= 0
+
+    def regroup(self, comm: Comm) -> None:
+        """Go on in a group, for as many steps as the one that has most left: a death finds the survivors at two steps.
+
+        Collective, where there is a warm-up at all.
+        """
+        self.detach()
+        if self.steps:
+            own, most = np.array([self.left]), np.zeros(1, np.int64)
+            comm.Allreduce(own, most, MAX)
+            self.left = int(most[0])
+
+    def attach(self, comm: Comm, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Let all ranks begin with the mean of their weights, and average gradients from the next step on."""
+        if self._hook is None and not self.over:
+            live = as_real(collect(model, None, self.travels))
+            GroupMean(comm, live)(comm, live)
+            self._hook = optimizer.register_step_pre_hook(lambda *_: self._average(comm, model))
+
+    def _average(self, comm: Comm, model: torch.nn.Module) -> None:
+        live: Tensors = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:  # another rank may have one
+                    parameter.grad = torch.zeros_like(parameter)
+                live[f"gradient/{name}"] = parameter.grad
+        try:
+            if self._mean is None:
+                self._mean = GroupMean(comm, as_real(live))
+            self._mean(comm, as_real(live))
+        except WorldError:
+            self.detach()
+            raise
+
+    def count(self) -> None:
+        """Count one step."""
+        self.left -= 1
+        if self.over:
+            self.detach()
+
+    def detach(self) -> None:
+        """Take the hook away."""
+        self._mean = None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+class AsyncModelAveragePolicy(SpawnPolicy):
+    """Asynchronous model averaging: every `sync_interval_ms` of the clock, whatever the iteration.
+
+    Weights are sent as they are, training goes on, and what comes back is applied as a difference, so that the steps
+    taken meanwhile survive (x ← x + gain·(theirs − sent)). Parameters and buffers of any dtype.
+
+    Args:
+        peer_selection_mode: "all": the mean of all ranks that average. "ring": one third of the way towards each
+            neighbour. "shift_one": pairs of the lower and the upper half, shifted by one each time. "random": pairs
+            at random.
+        sync_interval_ms: milliseconds between averagings.
+        warmup_steps: steps with gradients averaged over the whole group (call `attach` before training so that the
+            first step's are as well; else the first call averages the weights: the same for SGD and momentum).
+        background: make progress beside the training loop, which then holds `weights()` while it changes the model.
+        patience_s: seconds after which a silent peer is not waited for, and `abort` gives up negotiating; more where
+            training steps take more than a fraction of that, for a rank answers only between its steps.
+        tag: of the policy's messages; two policies at once need two.
+
+    Averaging goes on among those that are left when ranks die, at the same pace: at once where deaths are told (virtual
+    ranks, ULFM), else when `patience_s` has passed. After `comm.recover()` call the policy with the new communicator as
+    `group`; what made progress in the background goes on there. A damaged message is dropped, counted ("unreadable" in
+    `stats`) and recorded as an event ("refused_messages").
+
+    `abort()` and `resume()` may be called by any rank at any time, warm-up included, any number of times: the last
+    call counts. After `abort()` the weights of this rank are neither used nor changed; it returns when no round counts
+    on this rank, so no other waits for it. Calls with the model in evaluation mode count as no training step.
+    """
+
+    # fmt: off
+    def __init__(
+        self, peer_selection_mode: str = "all", sync_interval_ms: float = 500, warmup_steps: int = 0, *,
+        background: bool = False, patience_s: float = 5.0, travels: Travels | None = None, tag: int = 7201,
+        timing: dict[str, list[float]] | None = None,
+    ) -> None:
+        # fmt: on
+        super().__init__()
+        self.mode: Mode = check_mode(peer_selection_mode)
+        for name, value in (("sync_interval_ms", sync_interval_ms), ("patience_s", patience_s)):
+            if not (value > 0 and math.isfinite(value)):
+                raise ParameterError(f"{name}={value!r}: give a finite number above 0")
+        if int(warmup_steps) != warmup_steps or warmup_steps < 0:
+            raise ParameterError(f"warmup_steps={warmup_steps!r}: give a whole number of at least 0")
+        self.travels = travels if travels is not None else Travels()
+        if self.travels.optimizer_state != "keep":
+            raise ParameterError("optimizer_state: averaging by the clock keeps each rank's own; give 'keep'")
+        self.warmup_steps, self.tag = int(warmup_steps), tag
+        self._warm_up, self._started = WarmUp(self.warmup_steps, self.travels), False
+        self.pace = Pace(sync_interval_ms / 1000, patience_s)
+        self.timing = timing if timing is not None else {}
+        self._averagings = 0  # on communicators of before
+        self._told = 0  # averagings until the latest call
+        self._wanted = True
+        self._background = background
+        self._group: object = None
+        self._began_s = math.inf  # when averaging by the clock began
+        self._engine: ProgressEngine | None = None
+        self._model: torch.nn.Module | None = None
+        self._weights = Lock()
+        self._before: Counter[str] = Counter()  # what the exchanges met on communicators of before
+        self._idle = blank_info("none", 1)
+
+    # ---------------------------------------------------------------------------------------------------- calls
+    def __call__(
+        self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+        local_metric: float | None = None, group: Any = None,
+    ) -> Result:  # fmt: skip
+        """Count a training step; send, take and apply what is due. Waits only in warm-up, for the group."""
+        info = self._idle.copy()
+        if local_metric is not None:
+            info["local_metric"] = float(local_metric)
+        engine = self._engine if self._engine is not None and group is self._group else self._join(group)
+        comm = engine.comm
+        if model is not self._model or engine.vector is None:
+            self._bind(engine, model)
+        if model.training and not self._warm_up.over:
+            began_s = comm.clock.now()
+            self._warm_up.attach(comm, model, optimizer)  # if that was not done before: averages the first step
+            self._warm_up.count()
+            wait_s = comm.clock.now() - began_s
+            info.update(averaged_this_iteration=True, donors=comm.Get_size() - 1, wait_s=wait_s)
+        if self._warm_up.over and not self._started:
+            self._start(engine)
+        sent = engine.post.counts["bytes_sent"]
+        engine.progress()
+        info["averaged_this_iteration"] |= self.num_averagings > self._told  # here, or in the background since
+        self._told = self.num_averagings
+        info["bytes"] += engine.post.counts["bytes_sent"] - sent
+        return model, optimizer, info
+
+    def _join(self, group: Any) -> ProgressEngine:
+        """Begin to average over a communicator: the first one, or that of the survivors."""
+        comm = self.comm_of(group)
+        if self._engine is not None:
+            self._end(self._engine)
+        self._warm_up.regroup(comm)  # also on a rank that joins: all of the group do
+        ranks = (comm.Get_rank(), comm.Get_size())
+        pace = replace(self.pace)
+        exchanges: Exchanges = (
+            TreeAverage(ranks, pace)
+            if self.mode == "all"
+            else PairwiseGossip(self.mode, ranks, pace, comm.rng("peers"))
+        )
+        engine = self._engine = ProgressEngine(comm, self.tag, exchanges, self._weights)
+        self._group, self._started = group, False
+        if self._background:
+            engine.run_in_background()
+        return engine
+
+    def _end(self, engine: ProgressEngine) -> None:
+        """Give up what is under way on a communicator that has ended."""
+        engine.stop()
+        self._averagings += engine.averagings
+        self._before += engine.counts
+
+    def _bind(self, engine: ProgressEngine, model: torch.nn.Module) -> None:
+        self._model = model
+        engine.vector = Vector(list(collect(model, None, self.travels).values()))
+
+    def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, group: Any) -> None:
+        """Average gradients from the first step on, until warm-up is over. Before training; collective."""
+        engine = self._engine if self._engine is not None and group is self._group else self._join(group)
+        self._bind(engine, model)
+        self._warm_up.attach(engine.comm, model, optimizer)
+
+    def _start(self, engine: ProgressEngine) -> None:
+        """Begin to average by the clock, if that is wanted."""
+        self._started = True
+        if self._wanted:
+            self._began_s = engine.comm.clock.now()
+            engine.exchanges.set_active(True, self._began_s)
+
+    # ------------------------------------------------------------------------------------------- abort, resume
+    @property
+    def status(self) -> str:
+        """"averaging", "warming up", or "stopped" (by `abort`)."""
+        if not self._wanted:
+            return "stopped"
+        return "averaging" if self._started else "warming up"
+
+    def abort(self, model: torch.nn.Module | None = None) -> bool:
+        """Stop averaging on this rank; return whether what was under way ended in time (else it is given up)."""
+        was, self._wanted = self._wanted, False
+        if self._engine is None or not (was and self._started):
+            return True
+        return self._leave(self._engine)
+
+    def _leave(self, engine: ProgressEngine, *, for_good: bool = False) -> bool:
+        """Wait until nothing counts on this rank any more, and hand over what others rely on."""
+        exchanges, comm = engine.exchanges, engine.comm
+        try:
+            exchanges.set_active(False, comm.clock.now(), for_good=for_good)
+            settled = engine.drive(lambda: exchanges.settled, exchanges.pace.patience_s)
+            if not settled:
+                exchanges.forget()
+            # Others may be about to leave as well: then there is nothing to hand over.
+            engine.drive(lambda: not exchanges.relied_on, min(2 * self.pace.interval_s, self.pace.patience_s))
+            exchanges.leave()
+            engine.progress()
+        except WorldError:  # the communicator has ended, and with it all that was under way
+            exchanges.forget()
+            return False
+        return settled
+
+    def resume(self, model: torch.nn.Module | None = None) -> None:
+        """Average on this rank (again); in warm-up, from its end on."""
+        was, self._wanted = self._wanted, True
+        if self._engine is not None and self._started and not was:
+            self._engine.exchanges.set_active(True, self._engine.comm.clock.now())
+            with suppress(WorldError):  # the communicator has ended: the next call of the policy says so
+                self._engine.progress()
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Hold the weights: inside the block, averaging in the background neither reads nor changes them."""
+        while not self._weights.acquire(blocking=False):
+            if self._engine is None:
+                raise UsageError("weights() inside weights(): the weights are held already")
+            self._engine.comm.clock.sleep(POLL_S)
+        try:
+            yield
+        finally:
+            self._weights.release()
+
+    def shutdown(self) -> None:
+        """Stop averaging and hand over what others rely on. Not collective; may be called twice."""
+        engine, self._wanted = self._engine, False
+        if engine is None:
+            return
+        if self._started:
+            self._warn_if_too_slow(engine.comm)
+            self._leave(engine, for_good=True)
+        engine.stop(self.pace.patience_s)
+        self._end(engine)
+        self._warm_up.detach()
+        self._engine = None
+
+    def _warn_if_too_slow(self, comm: Comm) -> None:
+        lasted_s = comm.clock.now() - self._began_s
+        if self.num_averagings == 0 and self.pace.interval_s > lasted_s > 0 and comm.Get_size() > 1:
+            longer = f"sync_interval_ms={1000 * self.pace.interval_s:g} exceeds"
+            self.warn(comm, f"{longer} the {1000 * lasted_s:.3g} ms of training: never averaged")
+
+    @property
+    def num_averagings(self) -> int:
+        """How often this rank's weights were averaged by the clock."""
+        return self._averagings + (self._engine.averagings if self._engine is not None else 0)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Averagings, and what the exchanges met."""
+        met = self._before + (self._engine.counts if self._engine is not None else Counter())
+        return {"num_averagings": self.num_averagings, **met}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters and whether averaging is wanted."""
+        return {**super().state_dict(), "num_averagings": self.num_averagings, "wanted": self._wanted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a checkpoint; call it before the first call of the policy."""
+        super().load_state_dict(state)
+        self._averagings, self._wanted = int(state["num_averagings"]), bool(state["wanted"])

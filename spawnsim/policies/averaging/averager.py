@@ -1,0 +1,437 @@
+"""`DecentralizedAverager`: averages tensors with small groups of peers, over any communicator.
+
+It ties the state machines (directory, search, all-reduce, state sharing) to a communicator's messages and clock, and
+holds what survives a step: the tensors, the group key, the round, the directory's share, the donor. Nothing here waits
+without bound: what has no time-out of its own has the communicator's deadline. Progress is made inside every call;
+`run_in_background` makes it between calls as well. Source: hivemind's `DecentralizedAverager`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from spawnsim.comm import Comm, as_comm
+from spawnsim.errors import ParameterError, Timeout, UsageError
+from spawnsim.policies.averaging.butterfly import Group, Member
+from spawnsim.policies.averaging.download import Download, Loaded, State, StateDonor, StateDownload
+from spawnsim.policies.averaging.grouping import Matchmaking, check_bits, next_bits
+from spawnsim.policies.averaging.interface import (
+    Averaged,
+    AveragingFailed,
+    Cancelled,
+    Settings,
+    StepControl,
+    check_weight,
+)
+from spawnsim.policies.averaging.messages import Kind, Message
+from spawnsim.policies.averaging.progress import AveragerEngine
+from spawnsim.policies.averaging.steps import StepQueue, StepRequest
+from spawnsim.policies.averaging.vector import Values, Vector
+from spawnsim.policies.state.codecs import (
+    Choices,
+    Codec,
+    CompressionInfo,
+    check_infos,
+    codecs_for,
+    infos_by_place,
+)
+
+# Prefixes of the peers that have not been shut down, by rank (its clock; virtual ranks' communicators are equal),
+# communicator and tag: two would take each other's words. A communicator lives as long as its peers do.
+_LIVE: WeakKeyDictionary[Any, WeakKeyDictionary[Comm, dict[int, str]]] = WeakKeyDictionary()
+
+
+class Peer:
+    """One rank's state between steps, and what its machines call."""
+
+    bits: str
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], comm: Comm, settings: Settings,
+        infos: Sequence[CompressionInfo] | None, *, shares: bool,
+    ) -> None:  # fmt: skip
+        self.settings, self.tensor_infos, self.comm = settings, infos, comm
+        self.vector = Vector(tensors, self.codecs(tensors))
+        self.residuals: list[Values] | None = self.vector.zeros() if settings.error_feedback else None
+        self.rank, self.size, self.round = comm.Get_rank(), comm.Get_size(), 0
+        self._register()
+        self.engine = AveragerEngine(comm, settings, self)
+        self.asker = self.engine.asker
+        self.donor = StateDonor(self.engine, sharing=shares)
+        self.steps = StepQueue(self, self.engine)
+        self.loading: StateDownload | None = None
+        self._tensors = Lock()
+
+    def codecs(self, tensors: Sequence[torch.Tensor]) -> list[Codec]:
+        """Return the codec of each averaged tensor."""
+        if self.tensor_infos is not None:
+            check_infos(self.tensor_infos, tensors)
+        return codecs_for(self.settings.compression, self.tensor_infos or infos_by_place(tensors))
+
+    def _register(self) -> None:
+        """Refuse to take the words of another averager of this rank."""
+        live, tag = self._live(), self.settings.tag_or_default
+        other = live.get(tag)
+        if other == self.settings.prefix:
+            raise UsageError(
+                f"rank {self.rank}: there is an averager with prefix={other!r} on this communicator already: "
+                "shutdown() that one first, or give this one another prefix"
+            )
+        if other is not None:
+            raise UsageError(
+                f"rank {self.rank}: the averagers with prefix={other!r} and prefix={self.settings.prefix!r} have the "
+                f"tag {tag} in common: give one of them another, tag=..., on all ranks"
+            )
+        live[tag] = self.settings.prefix
+
+    def deregister(self) -> None:
+        """Let another averager of this rank take the prefix."""
+        self._live().pop(self.settings.tag_or_default, None)
+
+    def _live(self) -> dict[int, str]:
+        """Return this rank's prefixes on this communicator, by tag."""
+        return _LIVE.setdefault(self.comm.clock, WeakKeyDictionary()).setdefault(self.comm, {})
+
+    # --------------------------------------------------------------------------------------------- the tensors
+    def borrow(self) -> bool:
+        """Take the tensors if nobody else has them."""
+        return self._tensors.acquire(blocking=False)
+
+    def hand_back(self) -> None:
+        """Give the tensors back."""
+        self._tensors.release()
+
+    def get_current_state(self) -> State:
+        """Return (small metadata, tensors, their `CompressionInfo`s or None) for newcomers. Meant to be overridden.
+
+        An override may leave the third out. By default: the group key's bits, and the averaged tensors.
+        """
+        return {"group_key": self.bits}, self.vector.tensors, self.tensor_infos
+
+    # ------------------------------------------------------------------------------------------- for the engine
+    def handle(self, source: int, word: Message, now_s: float) -> None:
+        """Take a word. The engine calls this."""
+        if word.kind is Kind.FETCH:
+            self.donor.asked(source, word)
+        elif word.kind in (Kind.STATE, Kind.LISTED):
+            if self.loading is not None:
+                self.loading.handle(source, word, now_s)
+        else:
+            self.steps.handle(source, word, now_s)
+
+    def listed(self, key: str, now_s: float) -> None:
+        """Take note that the directory has answered. The engine calls this."""
+        step = self.steps.current
+        if step is not None and step.matchmaker is not None and key == step.matchmaker.key:
+            step.matchmaker.listed(now_s)
+
+    def tick(self, now_s: float, dead: set[int], changed: set[str]) -> None:
+        """Do what is due. The engine calls this."""
+        self.steps.tick(now_s, dead, changed)
+        if self.loading is not None and not self.loading.done():
+            self.loading.tick(now_s, dead)
+        self.donor.declare(now_s)
+        if self.donor.waiting and self.borrow():
+            try:
+                self.donor.answer(self.get_current_state)
+            finally:
+                self.hand_back()
+
+    def wake_s(self) -> float:
+        """Return when `tick` is next needed."""
+        times = [self.donor.wake_s(), self.steps.wake_s()]
+        if self.loading is not None and not self.loading.done():
+            times.append(self.loading.wake_s())
+        return min(times)
+
+    @property
+    def failed(self) -> set[int]:
+        """The ranks that are known to be dead."""
+        return self.engine.post.failed
+
+    def early(self, number: int) -> list[tuple[int, Message]]:
+        """Return the words of a group that came before the group was known here."""
+        return self.steps.early(number)
+
+    def formed(self, group: Group, led: bool) -> None:
+        """Take note of a formed group: the members scatter over the keys of the next round."""
+        self.steps.note_group(group.number)
+        index, size = group.ranks.index(self.rank), len(group.members)
+        target = self.settings.target_group_size
+        self.bits = next_bits(self.bits, group.number, index=index, group_size=size, target=target)
+        if led:
+            self.comm.record.event(
+                "group", key=group.key, members=list(group.ranks), size=size, round=self.round
+            )
+
+    def averaged(self, result: Averaged) -> None:
+        """Take note of a result: one that is not whole is an event of the run."""
+        self.donor.renew(self.comm.clock.now())
+        if not result.complete:
+            missing = {str(rank): share for rank, share in result.missing.items()}
+            self.comm.record.event(
+                "partial_average", round=self.round, received=result.received, missing=missing
+            )
+
+    def number(self) -> int:
+        """Draw a number that nobody else draws."""
+        return int(self.comm.rng("groups.number").integers(1, 2**62))
+
+    def shuffled(self, members: list[Member]) -> list[Member]:
+        """Return the members in a random order."""
+        order = self.comm.rng("groups.order").permutation(len(members))
+        return [members[index] for index in order]
+
+
+class DecentralizedAverager(Peer):
+    """Averages `averaged_tensors`, in place, with groups of peers found among the ranks of a communicator.
+
+    `step()` looks for a group and averages once with it. Groups come from a protocol (ranks that look for a group at
+    the same time and under the same key find each other, and stragglers are left out), or from a static
+    `matchmaking` (`Grid`, `RandomGroups`, `Pairs`, `Exponential`, `Everyone`).
+
+    Times are seconds of `comm.clock`. Where a time-out is not given, no message is awaited for longer than the
+    communicator lets a call wait (`comm.clock.deadline`, 30 s by default); an all-reduce as a whole has no limit.
+
+    Args:
+        averaged_tensors: tensors of any dtype and shape, the same on all ranks; they are changed in place.
+        comm: a `spawnsim.Comm`, or what `as_comm` can wrap. Every rank that has an averager keeps a share of the
+            directory, so it should make progress now and then.
+        start: whether to make progress in the background from now on.
+        prefix: shared by all averagers that may meet. A rank may have averagers of several prefixes on one
+            communicator; of one prefix it has one at a time.
+        target_group_size: members at most (a power of two is best). min_group_size: members at least.
+        initial_group_bits: the first group key, such as "0110"; its length stays.
+        min_matchmaking_time: seconds that a leader waits for followers. request_timeout: seconds that a follower
+            waits for a leader's answer; must be smaller.
+        averaging_alpha: the share of the way towards the average that the tensors go.
+        part_size_bytes: tensors travel in parts of at most so many bytes, counted as compressed.
+        allreduce_timeout: seconds that an all-reduce may take once the group is formed; what has come by then counts.
+        next_chunk_timeout: seconds that a peer may be silent in an all-reduce or download before the others go on
+            without it. sender_timeout: likewise for what a sender sends (default: `next_chunk_timeout`).
+            reducer_timeout: likewise for what a reducer returns (default: twice the senders'; must be larger).
+        compression, state_compression: of all-reduces and of downloads: "none", "float16", "scaled16", "uniform8",
+            "quantile8", "blockwise8", a codec, a list or mapping of these, one for each tensor, or
+            `SizeAdaptiveCompression`, `RoleAdaptiveCompression`, `PerTensorCompression`.
+        tensor_infos: a `CompressionInfo` for each tensor (key, shape, dtype, role), for compression by key or role.
+        bandwidth: bytes a second of this rank; None: as the others on average; 0: others reduce.
+        min_vector_size: reducers with fewer elements than this get none.
+        auxiliary: only reduce for others. client_mode: only send; join groups that others lead.
+        allow_state_sharing: whether newcomers may download this rank's state; by default if neither of these.
+        declare_state_period: seconds between declarations as a donor.
+        shutdown_timeout: seconds that `shutdown` waits for the background at most.
+        step_timeout: seconds for finding a group if `step(timeout=...)` does not say (default: the deadline).
+        error_feedback: add what compression lost to what is sent next time.
+        matchmaking: a rule that says who averages with whom in each round, instead of the protocol.
+        burst: parts sent between two looks at what has arrived.
+        tag: of all messages; by default the prefix's own, from 16384 to 32767.
+
+    Raises:
+        ParameterError: a parameter is out of range, or two contradict each other.
+        UsageError: this rank has an averager of this prefix on this communicator that was not shut down, or one of
+            another prefix with the same tag.
+    """
+
+    # fmt: off
+    def __init__(
+        self, averaged_tensors: Sequence[torch.Tensor], comm: Any, *, prefix: str, start: bool = False,
+        target_group_size: int | None = None, min_group_size: int = 2, initial_group_bits: str = "",
+        min_matchmaking_time: float = 5.0, request_timeout: float = 3.0, averaging_alpha: float = 1.0,
+        part_size_bytes: int = 2**19, allreduce_timeout: float | None = None, next_chunk_timeout: float | None = None,
+        sender_timeout: float | None = None, reducer_timeout: float | None = None,
+        compression: Choices = None, state_compression: Choices = None,
+        tensor_infos: Sequence[CompressionInfo] | None = None,
+        bandwidth: float | None = None, min_vector_size: int = 0, auxiliary: bool = False,
+        allow_state_sharing: bool | None = None, declare_state_period: float = 30.0, client_mode: bool | None = None,
+        shutdown_timeout: float = 5.0, step_timeout: float | None = None, error_feedback: bool = False,
+        matchmaking: Matchmaking | None = None, burst: int = 64, tag: int | None = None,
+    ) -> None:
+        client_mode = bool(client_mode)
+        settings = Settings(
+            prefix, target_group_size, min_group_size, min_matchmaking_time, request_timeout, averaging_alpha,
+            part_size_bytes, allreduce_timeout, next_chunk_timeout, sender_timeout, reducer_timeout, compression,
+            state_compression, bandwidth, min_vector_size, auxiliary, client_mode, declare_state_period,
+            shutdown_timeout, step_timeout, error_feedback, matchmaking, burst, tag=tag,
+        )
+        # fmt: on
+        shares = not (client_mode or auxiliary) if allow_state_sharing is None else bool(allow_state_sharing)
+        self.bits = check_bits(initial_group_bits)
+        super().__init__(averaged_tensors, as_comm(comm), settings, tensor_infos, shares=shares)
+        self._closed = False
+        if start:
+            self.run_in_background()
+
+    # ----------------------------------------------------------------------------------------------- averaging
+    def step(
+        self, gather: Any = None, scheduled_time: float | None = None, weight: float | None = None,
+        timeout: float | None = None, allow_retries: bool = True, require_trigger: bool = False, wait: bool = True,
+    ) -> Averaged | StepControl | None:  # fmt: skip
+        """Look for a group and average with it once. Several steps are carried out one after the other.
+
+        Args:
+            gather: any small object; the result holds those of all averaged ranks.
+            scheduled_time: when the all-reduce is expected to begin (default: `min_matchmaking_time` from now).
+            weight: this rank's weight in the average, above 0 (default 1).
+            timeout: seconds for finding a group (default: `step_timeout`). An all-reduce that has begun goes on.
+            allow_retries: look again after a failure while they last.
+            require_trigger: begin the all-reduce only after `StepControl.allow_allreduce()`; needs `wait=False`.
+            wait: if false, return a `StepControl`; it goes on with every call (and in the background).
+
+        Returns:
+            What the averaged ranks gave to `gather`, by rank. Its `complete` says whether all of the group were
+            averaged in all elements, `received` and `missing` what is lacking. None if no average came about.
+        """
+        if self._closed:
+            raise UsageError(f"rank {self.rank}: step() after shutdown()")
+        if wait and require_trigger:
+            raise UsageError(
+                f"rank {self.rank}: step(wait=True, require_trigger=True) would wait for a trigger that nobody can "
+                "give: use wait=False and StepControl.allow_allreduce()"
+            )
+        control = StepControl(
+            self.engine.drive, weight=1.0 if weight is None else check_weight(weight),
+            scheduled_s=-math.inf if scheduled_time is None else scheduled_time, triggered=not require_trigger,
+        )  # fmt: skip
+        patience_s = self.comm.clock.limit_s()
+        deadline_s = self.comm.clock.now() + self.search_s(timeout)
+        if control.scheduled_time >= deadline_s:
+            raise ParameterError(
+                f"scheduled_time={scheduled_time} s does not lie before the end of the search at {deadline_s:.6g} s"
+            )
+        self.steps.ask(control, StepRequest(gather, deadline_s, allow_retries, patience_s))
+        if not wait:
+            self.progress()
+            return control
+        try:
+            return control.result()
+        except (AveragingFailed, Cancelled):
+            return None
+
+    def search_s(self, timeout: float | None = None) -> float:
+        """Return how long a search may take."""
+        given = self.settings.step_timeout if timeout is None else timeout
+        return self.comm.clock.limit_s() if given is None else given
+
+    @contextmanager
+    def get_tensors(self) -> Iterator[list[torch.Tensor]]:
+        """Lend the averaged tensors: inside the block, averaging neither reads nor changes them."""
+        while not self.borrow():
+            self.comm.clock.sleep(self.settings.poll_interval_s)
+        try:
+            yield self.vector.tensors
+        finally:
+            self.hand_back()
+
+    # ------------------------------------------------------------------------------------------ state sharing
+    def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Loaded | StateDownload | None:
+        """Download the state of the donor with the highest priority, or of the next one if it fails.
+
+        Who gives its state, and with which priority, is asked anew each time.
+
+        Args:
+            wait: if false, return a `Loading` that has `done()` and `result()`.
+            timeout: seconds in which to look again as long as nobody gives a state. By default each donor of one
+                list is asked once.
+
+        Returns:
+            (metadata, tensors), or None if no donor gave its state.
+        """
+        now_s, chunk_s = self.comm.clock.now(), self.settings.next_chunk_timeout
+        if chunk_s is None:
+            chunk_s = min(self.comm.clock.limit_s(), math.inf if timeout is None else timeout / 2)
+        rng, until_s = self.comm.rng("groups.donors"), None if timeout is None else now_s + timeout
+        with self.engine.hold():
+            self.loading = StateDownload(
+                self.engine, Download(self.number(), chunk_s, rng), self.number, until_s
+            )
+        self.progress()
+        return self.loading.result() if wait else self.loading
+
+    @property
+    def allow_state_sharing(self) -> bool:
+        """Whether newcomers may download this rank's state."""
+        return self.donor.sharing
+
+    @allow_state_sharing.setter
+    def allow_state_sharing(self, allowed: bool) -> None:
+        if self.settings.client_mode and allowed:
+            raise ParameterError("allow_state_sharing: a peer in client_mode cannot be asked by others")
+        self.donor.change(sharing=bool(allowed))
+
+    @property
+    def state_sharing_priority(self) -> float:
+        """Newcomers ask donors of higher priority first."""
+        return self.donor.priority
+
+    @state_sharing_priority.setter
+    def state_sharing_priority(self, priority: float) -> None:
+        self.donor.change(priority=float(priority))
+
+    # ------------------------------------------------------------------------------------------------ progress
+    def progress(self) -> None:
+        """Handle all that has arrived and all that is due; never waits."""
+        self.engine.progress()
+
+    def serve(self, seconds: float) -> None:
+        """Make progress for so many seconds: what an auxiliary, or a rank that has nothing else to do, is for."""
+        self.engine.drive(lambda: False, seconds)
+
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        """Make progress beside the rank's program, until `shutdown`.
+
+        Args:
+            await_ready: wait until this rank answers others.
+            timeout: seconds to wait at most (default: the communicator's deadline).
+
+        Raises:
+            Timeout: it was not ready in time.
+        """
+        self.engine.run_in_background()
+        if await_ready and not self.engine.await_ready(self.comm.clock.limit_s() if timeout is None else timeout):
+            raise Timeout((), "run_in_background", -1, f"rank {self.rank}: the background was not ready in time")
+
+    # ------------------------------------------------------------------------------------------------ the rest
+    def get_group_bits(self, wait: bool = True) -> str | Future[str]:
+        """Return the bits of this rank's group key; with `wait=False` a future of them."""
+        return self.bits if wait else _future(self.bits)
+
+    def set_group_bits(self, group_bits: str, wait: bool = True) -> Future[None] | None:
+        """Set the bits of this rank's group key, from the next search on; with `wait=False` return a future."""
+        self.bits = check_bits(group_bits)
+        return None if wait else _future(None)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """What this rank's averager did and met."""
+        states = {"states given": self.donor.given}
+        return {**self.steps.counts, **self.engine.post.counts, **self.asker.counts, **states}
+
+    def shutdown(self, timeout: float | None = None) -> bool:
+        """Cancel what is under way, take back all declarations, stop the background; return whether it stopped.
+
+        Not collective; may be called twice. Waits `timeout` seconds (default `shutdown_timeout`) at most.
+        """
+        if not self._closed:
+            self._closed = True
+            self.deregister()
+            with self.engine.hold():
+                self.steps.cancel_all()
+            self.progress()
+            with self.engine.hold():
+                self.donor.retire()
+        return self.engine.stop(self.settings.shutdown_timeout if timeout is None else timeout)
+
+
+def _future(value: Any) -> Future[Any]:
+    """Return a future that is done."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

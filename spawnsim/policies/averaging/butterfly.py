@@ -1,0 +1,401 @@
+"""The all-reduce of one group, as one member sees it: a state machine driven by messages and the time it is told.
+
+Every member reduces a range of the vector (`vector.py`): it collects that range's parts from all senders, averages
+them in the members' order, and returns to each sender the average minus what that sender sent. Senders add these
+deltas, so equal inputs stay bit for bit as they were under any compression. No communicator and no tensor: flat arrays
+go in, deltas come out. Each reducer gets its parts in order and answers in order, so one that is passed over was lost.
+Only so many parts are under way at once: the rest of a large vector would keep the sender's wire busy for minutes, and
+answers would queue behind it.
+
+Failures. A sender that is awaited and silent for `sender_timeout_s` is banned: what it has sent counts, what comes
+later does not. A reducer that is silent for `reducer_timeout_s` has failed: its range keeps local values. A part that
+was lost or damaged is averaged without its sender, who keeps its local values there. Each average divides by the
+weights that arrived, and every member is told who is not in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from spawnsim.policies.averaging.messages import Kind, Message, Outgoing
+from spawnsim.policies.averaging.vector import Part, Values, Vector, average, difference, element_counts
+from spawnsim.policies.state.codecs import pack
+
+AHEAD = 32  # parts without an answer, over all reducers ...
+AHEAD_EACH = 2  # ... but at least so many for each
+
+
+class PartSender:
+    """The own parts. `counts`: how many each reducer gets; `order`: whose turn is next, the sender itself last."""
+
+    def __init__(self, order: Sequence[int], counts: Mapping[int, int]) -> None:
+        self.counts = {rank: counts[rank] for rank in order if counts[rank]}
+        self.window = max(AHEAD // max(len(self.counts) - 1, 1), AHEAD_EACH)
+        self.failed: set[int] = set()
+        self._sent = dict.fromkeys(self.counts, 0)
+        self._answered = dict.fromkeys(self.counts, 0)
+        self._turn = deque(self.counts)  # those that have not got all their parts
+
+    def next(self) -> tuple[int, int] | None:
+        """Return the next part as (reducer, index), None if none may be sent now."""
+        for _ in range(len(self._turn)):
+            rank = self._turn.popleft()
+            if not self._has_room(rank):
+                self._turn.append(rank)
+                continue
+            index, self._sent[rank] = self._sent[rank], self._sent[rank] + 1
+            if self._sent[rank] < self.counts[rank]:
+                self._turn.append(rank)
+            return rank, index
+        return None
+
+    def _has_room(self, rank: int) -> bool:
+        return self._sent[rank] - self._answered[rank] < self.window
+
+    @property
+    def can_send(self) -> bool:
+        """Whether `next` has something to send."""
+        return any(map(self._has_room, self._turn))
+
+    def awaits(self, rank: int) -> bool:
+        """Whether a reducer owes an answer."""
+        return rank not in self.failed and self._answered.get(rank, 0) < self._sent.get(rank, 0)
+
+    def answered(self, rank: int, index: int) -> bool:
+        """Note the answer to a part (and that those before it are lost); false if none is expected."""
+        if rank in self.failed or not self._answered.get(rank, 0) <= index < self.counts.get(rank, 0):
+            return False
+        self._answered[rank] = index + 1
+        if self._sent[rank] <= index:  # it does not wait for the part: it has averaged without this sender
+            self._sent[rank] = index + 1
+            if self._sent[rank] == self.counts[rank]:
+                self._turn.remove(rank)
+        return True
+
+    def answers(self, rank: int) -> int:
+        """Return how many parts a reducer has answered."""
+        return self._answered.get(rank, 0)
+
+    def fail(self, rank: int) -> bool:
+        """Give a reducer up; return whether anything was expected of it."""
+        if rank in self.failed or self._answered.get(rank, 0) >= self.counts.get(rank, 0):
+            return False
+        self.failed.add(rank)
+        if rank in self._turn:
+            self._turn.remove(rank)
+        return True
+
+    @property
+    def finished(self) -> bool:
+        """Whether all parts were sent and answered, but for the failed reducers'."""
+        return all(
+            rank in self.failed or self._answered[rank] == count for rank, count in self.counts.items()
+        )
+
+
+class ReducedPart(NamedTuple):
+    """One averaged part: the delta of each sender that is in it, their total weight, and who is not in it."""
+
+    part: int
+    deltas: dict[int, Values]
+    weight: float
+    missing: tuple[int, ...]
+
+
+class PartReducer:
+    """The range that this member averages, in parts. `live` senders are waited for; the banned are not."""
+
+    def __init__(self, senders: Sequence[int], parts: Sequence[Part]) -> None:
+        self.senders, self.parts, self.done = list(senders), parts, 0
+        self.live = set(senders)
+        self.progress = dict.fromkeys(senders, 0)  # sender → the part that comes next from it
+        self._came: list[dict[int, tuple[Values, float]]] = [{} for _ in parts]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all parts are averaged."""
+        return self.done == len(self.parts)
+
+    def awaits(self, sender: int) -> bool:
+        """Whether the next average waits for a part of this sender."""
+        return not self.finished and sender in self.live and self.progress[sender] <= self.done
+
+    def take(self, sender: int, index: int, values: Values | None, weight: float) -> bool:
+        """Keep one part (None: it came damaged). Refuse those of the banned, and what has come or was passed over."""
+        if sender not in self.live or index < self.progress[sender]:
+            return False
+        if values is not None:
+            self._came[index][sender] = (values, weight)
+        self.progress[sender] = index + 1
+        return True
+
+    def ban(self, sender: int) -> None:
+        """Wait for a sender no more: what it has sent counts, what comes later does not."""
+        self.live.discard(sender)
+
+    def ready(self) -> Iterator[ReducedPart]:
+        """Yield the parts that nobody is awaited for any more, in order."""
+        while not self.finished and not any(map(self.awaits, self.live)):
+            self.done += 1
+            yield self._reduce(self.done - 1)
+
+    def _reduce(self, index: int) -> ReducedPart:
+        came, self._came[index] = self._came[index], {}
+        present = [
+            sender for sender in self.senders if sender in came
+        ]  # sums are taken in the members' order
+        missing = tuple(sender for sender in self.senders if sender not in came)
+        if not present:
+            return ReducedPart(index, {}, 0.0, missing)
+        mean, total = average(
+            [came[sender][0] for sender in present], [came[sender][1] for sender in present]
+        )
+        if total == 0:
+            return ReducedPart(index, {}, 0.0, tuple(self.senders))
+        return ReducedPart(
+            index, {sender: difference(mean, came[sender][0]) for sender in present}, total, missing
+        )
+
+
+class Role(Enum):
+    """What a member does: NODE sends and reduces, CLIENT only sends, AUX only reduces."""
+
+    NODE = "node"
+    CLIENT = "client"
+    AUX = "aux"
+
+
+class Member(NamedTuple):
+    """One member of a group, as its leader announced it."""
+
+    rank: int
+    role: Role = Role.NODE
+    bandwidth: float | None = None
+    gathered: Any = None
+
+
+class Group(NamedTuple):
+    """A formed group: its number, and its members in the order in which sums are taken."""
+
+    number: int
+    members: tuple[Member, ...]
+    key: str = ""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' ranks, in order."""
+        return tuple(member.rank for member in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How an all-reduce is cut, and how long it waits: for a message of a member, and altogether."""
+
+    part_size_bytes: int = 2**19
+    min_vector_size: int = 0
+    sender_timeout_s: float = math.inf
+    reducer_timeout_s: float = math.inf
+    allreduce_timeout_s: float = math.inf
+
+
+def shares(group: Group, length: int, min_size: int) -> list[int]:
+    """Return how many elements each member reduces; all 0 if nobody can."""
+    rates = [0.0 if member.role is Role.CLIENT else member.bandwidth for member in group.members]
+    if not any(rate is None or rate > 0 for rate in rates):
+        rates = [0.0 if member.role is Role.CLIENT else 1.0 for member in group.members]
+    return element_counts(length, rates, min_size) if any(rates) or None in rates else [0] * len(rates)
+
+
+class Butterfly:
+    """One member's part in one all-reduce. Feed it words and time, send what is in `out`, until `finished`."""
+
+    def __init__(
+        self, rank: int, group: Group, vector: Vector, *, weight: float, limits: Limits, now_s: float,
+        residuals: list[Values] | None = None,
+    ) -> None:  # fmt: skip
+        self.rank, self.group, self.vector, self.limits = rank, group, vector, limits
+        self.weight, self.began_s, self.residuals = weight, now_s, residuals
+        self.out: deque[Outgoing] = deque()
+        self.counts: Counter[str] = Counter()
+        self.deltas = vector.zeros()
+        own = shares(group, vector.count, limits.min_vector_size)
+        cuts = vector.cut(own, limits.part_size_bytes)
+        self.parts = {member.rank: cut for member, cut in zip(group.members, cuts, strict=True)}
+        senders = [member.rank for member in group.members if member.role is not Role.AUX]
+        self.sends = rank in senders
+        self.reducer = PartReducer(senders, self.parts[rank])
+        at = group.ranks.index(rank) + 1
+        order = group.ranks[at:] + group.ranks[:at] if self.sends else ()
+        self.sending = PartSender(order, {each: len(parts) for each, parts in self.parts.items()})
+        self._values = vector.read() if self.sends else []
+        self._lost: set[int] = set()
+        self._heard_s = dict.fromkeys(group.ranks, now_s)
+        self._reduced_s = now_s  # when the last part was averaged
+        self._returned, self._lacking = (
+            0,
+            Counter[int](),
+        )  # elements that came back, and those without a sender
+        self._reduce(now_s)  # without senders there is nothing to wait for
+
+    # ------------------------------------------------------------------------------------------------ sending
+    def send_some(self, limit: int, now_s: float) -> None:
+        """Put up to `limit` more parts into `out`; those for the own range are taken at once."""
+        for _ in range(limit):
+            found = self.sending.next()
+            if found is None:
+                return
+            rank, index = found
+            word = self._word(self.parts[rank][index], index)
+            if rank == self.rank:
+                self.handle(rank, word, now_s)
+            else:
+                self.out.append((rank, word))
+                self._heard_s[rank] = max(self._heard_s[rank], now_s)
+
+    def _word(self, part: Part, index: int) -> Message:
+        codec = self.vector.segments[part.segment].codec
+        piece = self._values[part.segment][part.start : part.stop]
+        if self.residuals is None:
+            raw, body = pack(codec, piece)
+        else:
+            kept = self.residuals[part.segment][part.start : part.stop]
+            piece = piece + kept
+            raw, body = pack(codec, piece)
+            kept[:] = difference(piece, self.vector.unpacked(part, raw, body))
+        return Message(Kind.PART, self.group.number, index, self.weight, raw, None, body)
+
+    # ---------------------------------------------------------------------------------------------- receiving
+    def handle(self, source: int, word: Message, now_s: float) -> None:
+        """Take a PART, DELTA or ABSENT of this group."""
+        if source not in self._heard_s:
+            self.counts["strangers"] += 1
+        elif word.kind is Kind.ABSENT:
+            self.lost(source, now_s)
+        elif word.kind is Kind.PART:
+            self._part(source, word, now_s)
+        elif word.kind is Kind.DELTA:
+            self._delta(source, word, now_s)
+
+    def _unpacked(self, part: Part, word: Message) -> Values | None:
+        """Return the values in a word, None if it holds none, or was damaged."""
+        if not word.damaged:
+            with suppress(ValueError):
+                return self.vector.unpacked(part, word.raw, word.body)
+        self.counts["damaged parts"] += 1
+        return None
+
+    def _part(self, source: int, word: Message, now_s: float) -> None:
+        parts, weight = self.reducer.parts, word.value
+        known = 0 <= word.part < len(parts) and weight >= 0 and math.isfinite(weight)
+        values = self._unpacked(parts[word.part], word) if known else None
+        if not (known and self.reducer.take(source, word.part, values, weight)):
+            self.counts["refused parts"] += 1
+            return
+        self._heard_s[source] = now_s
+        self._reduce(now_s)
+
+    def _reduce(self, now_s: float) -> None:
+        """Average what is complete; each sender gets its delta, or learns that its part was not averaged."""
+        for reduced in self.reducer.ready():
+            self._reduced_s = now_s
+            for sender in self.reducer.senders:
+                delta = reduced.deltas.get(sender)
+                if sender == self.rank:
+                    self._answered(self.rank, reduced.part, delta, reduced.missing)
+                elif sender not in self._lost:
+                    self.out.append((sender, self._answer(reduced, delta)))
+            if not self.sends:
+                self._count(self.reducer.parts[reduced.part], reduced.missing)
+
+    def _answer(self, reduced: ReducedPart, delta: Values | None) -> Message:
+        number, index, missing = self.group.number, reduced.part, reduced.missing or None
+        if delta is None:
+            return Message(Kind.DELTA, number, index, 0.0, meta=missing)
+        raw, body = pack(self.vector.segments[self.reducer.parts[index].segment].codec, delta)
+        return Message(Kind.DELTA, number, index, reduced.weight, raw, missing, body)
+
+    def _delta(self, source: int, word: Message, now_s: float) -> None:
+        parts, index = self.parts[source], word.part
+        known = self.sends and 0 <= index < len(parts)
+        delta = self._unpacked(parts[index], word) if known and word.value > 0 else None
+        if known and self._answered(source, index, delta, word.meta or ()):
+            self._heard_s[source] = now_s
+        else:
+            self.counts["refused deltas"] += 1
+
+    def _answered(self, reducer: int, index: int, delta: Values | None, missing: Sequence[int]) -> bool:
+        """Take a reducer's answer; without a delta, or if none is awaited, the local values stay."""
+        if not self.sending.answered(reducer, index):
+            return False
+        if delta is not None:
+            part = self.parts[reducer][index]
+            self.deltas[part.segment][part.start : part.stop] = delta
+            self._count(part, missing)
+        return True
+
+    def _count(self, part: Part, missing: Sequence[int]) -> None:
+        self._returned += part.stop - part.start
+        for sender in missing:
+            self._lacking[sender] += part.stop - part.start
+
+    # ----------------------------------------------------------------------------------------------- failures
+    def lost(self, rank: int, now_s: float) -> None:
+        """Note that a member takes no part any more: it is banned as a sender and has failed as a reducer."""
+        self._lost.add(rank)
+        self._ban(rank, now_s)
+        self._fail(rank)
+
+    def _ban(self, rank: int, now_s: float) -> None:
+        if rank in self.reducer.live:
+            self.counts["banned"] += not self.reducer.finished
+            self.reducer.ban(rank)
+            self._reduce(now_s)
+
+    def _fail(self, rank: int) -> None:
+        self.counts["failed reducers"] += self.sending.fail(rank)
+
+    def _late(self) -> Iterator[tuple[float, bool, int]]:
+        """Yield (due, whether as sender, rank) for each member that is awaited."""
+        limits, end_s = self.limits, self.began_s + self.limits.allreduce_timeout_s
+        for rank in self.group.ranks:
+            if rank != self.rank and self.reducer.awaits(rank):
+                since_s = max(self._heard_s[rank], self._reduced_s)
+                yield min(since_s + limits.sender_timeout_s, end_s), True, rank
+            if rank != self.rank and self.sending.awaits(rank):
+                yield min(self._heard_s[rank] + limits.reducer_timeout_s, end_s), False, rank
+
+    def tick(self, now_s: float) -> None:
+        """Ban and give up whom the time-outs say."""
+        for due_s, as_sender, rank in list(self._late()):
+            if due_s <= now_s:
+                self._ban(rank, now_s) if as_sender else self._fail(rank)
+
+    def wake_s(self) -> float:
+        """Return when `tick` is next needed."""
+        return min((due_s for due_s, _, _ in self._late()), default=math.inf)
+
+    # ---------------------------------------------------------------------------------------------- the result
+    @property
+    def finished(self) -> bool:
+        """Whether this member has all it can get and has given all it owes."""
+        return self.sending.finished and self.reducer.finished
+
+    @property
+    def received(self) -> float:
+        """The share of the own elements that came back averaged; 1 for an auxiliary."""
+        return self._returned / self.vector.count if self.sends and self.vector.count else 1.0
+
+    def missing(self) -> dict[int, float]:
+        """Return, for each member whose values are not in all that came back, the share in which they are not.
+
+        An auxiliary knows it of the parts that it has averaged itself.
+        """
+        return {
+            rank: self._lacking[rank] / self._returned for rank in self.group.ranks if self._lacking[rank]
+        }

@@ -1,0 +1,245 @@
+"""Averaging in pairs at intervals of the clock: one rank's side, a state machine driven by messages and time.
+
+The asker sends its weights; the partner goes `gain` of the way towards them and returns its own as they were; the
+asker does the same when they come, as a delta, so that steps taken meanwhile survive: x ← x + gain·(other − x). The
+sum over both ranks is kept. Nobody ever waits for a partner: an answer that does not come is forgotten, and who gave
+none is left out for a while, longer each time. Partners are drawn among the others: a ring closes over those that are
+left out. Flat arrays, no communicator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+
+from spawnsim.errors import ParameterError
+from spawnsim.policies.averaging.messages import Bytes, Kind, Message, Outgoing
+from spawnsim.policies.averaging.vector import Values, Vector, difference
+
+Mode = Literal["all", "ring", "shift_one", "random"]
+GAIN = {"ring": 1 / 3, "shift_one": 1 / 2, "random": 1 / 2}
+
+
+def check_mode(mode: str) -> Mode:
+    """Return the mode, or raise `ParameterError`."""
+    if mode not in get_args(Mode):
+        raise ParameterError(f"peer_selection_mode={mode!r}: choose one of {', '.join(get_args(Mode))}")
+    return mode  # type: ignore[return-value]
+
+
+def partner(mode: Mode, rank: int, size: int, *, round_: int, rng: np.random.Generator) -> int | None:
+    """Return the rank to ask in this round, or None.
+
+    ring: the successor (every edge is used once when all have asked). shift_one: the lower half asks the upper one,
+    shifted by one each round (an odd number of ranks takes turns in sitting out). random: anyone.
+    """
+    if mode == "ring":
+        peer = (rank + 1) % size
+        return peer if size > 1 and not (size == 2 and rank == 1) else None
+    if mode == "shift_one":
+        half, shift = size // 2, round_ if size % 2 else 0
+        place = (rank + shift) % size
+        return (half + (round_ + place) % half - shift) % size if place < half else None
+    others = [other for other in range(size) if other != rank]
+    return int(others[rng.integers(len(others))]) if others else None
+
+
+def tree(members: tuple[int, ...], rank: int, fanout: int) -> tuple[int | None, tuple[int, ...]]:
+    """Return (parent, children) of a rank in the tree of the given fan-out over `members`; the first is the root.
+
+    >>> tree((3, 5, 7, 9), 5, 2)
+    (3, (9,))
+    """
+    place = members.index(rank)
+    parent = members[(place - 1) // fanout] if place else None
+    first = place * fanout + 1
+    return parent, members[first : first + fanout]
+
+
+STEPS = 4  # a message may wait for a step of its receiver, and so may the answer; steps are not equally long
+DOUBLINGS = 4  # how often the time for which a silent rank is left out doubles
+
+
+@dataclass
+class Pace:
+    """Seconds from one exchange to the next, and seconds after which a peer that is silent is not waited for.
+
+    A rank that trains answers only between its steps, so nobody is silent before several of them are over: `step_s` is
+    how long ranks are usually busy between two looks at their messages, as far as this one knows.
+    """
+
+    interval_s: float
+    stated_s: float
+    step_s: float = 0.0
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds to wait for an answer."""
+        return self.patience_for(1)
+
+    def patience_for(self, levels: int) -> float:
+        """Return the seconds to wait for what comes over several ranks, one after the other."""
+        return max(self.stated_s, STEPS * self.step_s * levels)
+
+
+def as_body(values: list[Values]) -> Bytes:
+    """Return the segments of a vector as bytes, end to end."""
+    return np.concatenate([segment.view(np.uint8) for segment in values])
+
+
+def from_body(body: Bytes, vector: Vector) -> list[Values] | None:
+    """Return the segments in a body, or None if it is not as long as they are."""
+    sizes = [segment.count * segment.wide.itemsize for segment in vector.segments]
+    if body.size != sum(sizes):
+        return None
+    ends = np.cumsum(sizes)
+    pieces = [body[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    return [
+        np.array(piece).view(segment.wide) for piece, segment in zip(pieces, vector.segments, strict=True)
+    ]
+
+
+def scaled(deltas: list[Values], factor: float, vector: Vector) -> list[Values]:
+    """Return each delta times a factor, in its type.
+
+    Those of whole numbers are rounded, to the same size on both sides: halves rounded up would let them grow for ever.
+    """
+    dtypes = dict.fromkeys(torch.view_as_real(t).dtype if t.is_complex() else t.dtype for t in vector.tensors)
+    whole = [not (dtype.is_floating_point or dtype == torch.bool) for dtype in dtypes]
+    moves = [delta * delta.dtype.type(factor) for delta in deltas]
+    return [np.rint(move) if rounded else move for move, rounded in zip(moves, whole, strict=True)]
+
+
+class _Pending(NamedTuple):
+    peer: int
+    number: int
+    sent: list[Values]
+    until_s: float
+
+
+class PairwiseGossip:
+    """One rank's exchanges in the modes ring, shift_one and random."""
+
+    def __init__(self, mode: Mode, ranks: tuple[int, int], pace: Pace, rng: np.random.Generator) -> None:
+        self.mode, (self.rank, self.size), self.pace = mode, ranks, pace
+        self.out: deque[Outgoing] = deque()
+        self.counts: Counter[str] = Counter()
+        self.rounds = 0
+        self.active = False
+        self._rng = rng
+        self._asked: _Pending | None = None
+        self._absent: dict[int, float] = {}  # rank → until when it is not asked
+        self._silences: Counter[int] = Counter()  # in a row, by rank
+        self._askers: set[int] = set()
+        self._due_s = math.inf
+
+    def set_active(self, active: bool, now_s: float, *, for_good: bool = False) -> None:
+        """Begin or cease to ask and to answer."""
+        self.active = active
+        self._due_s = now_s + self.pace.interval_s if active else math.inf
+
+    def note_step(self, step_s: float) -> None:
+        """Note how long this rank usually does not look at its messages."""
+        self.pace.step_s = step_s
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is under way."""
+        return self._asked is None
+
+    @property
+    def relied_on(self) -> bool:
+        """Whether others rely on this rank: none does."""
+        return False
+
+    def forget(self) -> None:
+        """Take no answer any more."""
+        self._asked = None
+
+    def tick(self, now_s: float, vector: Vector) -> None:
+        """Ask the next partner if it is time."""
+        if self._asked is not None and now_s >= self._asked.until_s:
+            self.counts["silent peers"] += 1
+            self._silences[self._asked.peer] += 1
+            self._leave_out(self._asked.peer, now_s)
+            self._asked = None
+        if now_s < self._due_s or self._asked is not None:
+            return
+        self._due_s = now_s + self.pace.interval_s
+        self._absent = {rank: until_s for rank, until_s in self._absent.items() if until_s > now_s}
+        there = [rank for rank in range(self.size) if rank not in self._absent]
+        place = partner(self.mode, there.index(self.rank), len(there), round_=self.rounds, rng=self._rng)
+        self.rounds += 1
+        if place is None:
+            return
+        peer = there[place]
+        sent = vector.read()
+        number = int(self._rng.integers(1, 2**62))
+        self._asked = _Pending(peer, number, sent, now_s + self.pace.patience_s)
+        self.out.append((peer, Message(Kind.SWAP, number, value=GAIN[self.mode], body=as_body(sent))))
+
+    def _leave_out(self, peer: int, now_s: float) -> None:
+        doubled = 2 ** min(self._silences[peer], DOUBLINGS)
+        self._absent[peer] = now_s + doubled * max(4 * self.pace.interval_s, self.pace.patience_s)
+
+    def lost(self, rank: int, now_s: float) -> None:
+        """Note that a rank is dead."""
+        self._absent[rank] = math.inf
+        if self._asked is not None and self._asked.peer == rank:
+            self._asked = None
+
+    def handle(self, source: int, word: Message, now_s: float, vector: Vector) -> bool:
+        """Take a word; return whether the weights have changed."""
+        self._silences[source] = 0
+        if word.kind is Kind.SWAP:
+            self._absent.pop(source, None)
+            self._askers.add(source)
+            return self._swap(source, word, vector)
+        if word.kind is Kind.DECLINED and word.part:  # it has left for good
+            self.lost(source, now_s)
+            return False
+        asked = self._asked
+        if asked is None or (source, word.number) != (asked.peer, asked.number):
+            self.counts["late"] += 1
+            return False
+        self._asked = None
+        if word.kind is Kind.DECLINED:
+            self.counts["declined"] += 1
+            self._leave_out(source, now_s)
+            return False
+        return self._approach(vector, word.body, asked.sent, GAIN[self.mode])
+
+    def _swap(self, source: int, word: Message, vector: Vector) -> bool:
+        own = vector.read()
+        if (
+            not self.active
+            or not 0 < word.value <= 0.5
+            or not self._approach(vector, word.body, own, word.value)
+        ):
+            self.out.append((source, Message(Kind.DECLINED, word.number)))
+            return False
+        self.out.append((source, Message(Kind.SWAPPED, word.number, body=as_body(own))))
+        return True
+
+    def _approach(self, vector: Vector, body: Bytes, own: list[Values], gain: float) -> bool:
+        theirs = from_body(body, vector)
+        if theirs is None:
+            self.counts["other shapes"] += 1
+            return False
+        deltas = [difference(there, here) for there, here in zip(theirs, own, strict=True)]
+        vector.add(scaled(deltas, gain, vector))
+        self.counts["exchanges"] += 1
+        return True
+
+    def wake_s(self) -> float:
+        """Return when `tick` is next needed."""
+        return self._due_s if self._asked is None else self._asked.until_s
+
+    def leave(self) -> None:
+        """Tell those who have asked before that it is in vain from now on."""
+        self.out.extend((rank, Message(Kind.DECLINED, 0, 1)) for rank in sorted(self._askers))

@@ -1,0 +1,333 @@
+"""What the caller of an averager gives and gets: settings, the handle of a step, and its result.
+
+Settings are checked when they are made. A step is seen from outside: its stage, its weight, its trigger, and how whole
+the average is; what drives it is handed in as functions. No communicator, no tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from spawnsim.errors import ParameterError, Timeout, UsageError, WorldError
+from spawnsim.policies.averaging.butterfly import Butterfly, Limits, Role
+from spawnsim.policies.averaging.grouping import Matchmaking, digest
+from spawnsim.policies.state.codecs import Choices, as_compression
+
+FIRST_TAG, LAST_TAG = 16384, 32767  # every MPI has these; policies and examples use smaller ones
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The parameters of `DecentralizedAverager`, under the same names. Times are seconds of `comm.clock`."""
+
+    prefix: str
+    target_group_size: int | None = None
+    min_group_size: int = 2
+    min_matchmaking_time: float = 5.0
+    request_timeout: float = 3.0
+    averaging_alpha: float = 1.0
+    part_size_bytes: int = 2**19
+    allreduce_timeout: float | None = None
+    next_chunk_timeout: float | None = None
+    sender_timeout: float | None = None
+    reducer_timeout: float | None = None
+    compression: Choices = None
+    state_compression: Choices = None
+    bandwidth: float | None = None
+    min_vector_size: int = 0
+    auxiliary: bool = False
+    client_mode: bool = False
+    declare_state_period: float = 30.0
+    shutdown_timeout: float = 5.0
+    step_timeout: float | None = None
+    error_feedback: bool = False
+    matchmaking: Matchmaking | None = None
+    burst: int = 64
+    poll_interval_s: float = 0.01
+    tag: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "min_matchmaking_time",
+            "request_timeout",
+            "declare_state_period",
+            "poll_interval_s",
+        ):
+            self._above_zero(name)
+        for name in (
+            "allreduce_timeout",
+            "next_chunk_timeout",
+            "sender_timeout",
+            "reducer_timeout",
+            "step_timeout",
+            "target_group_size",
+        ):
+            if getattr(self, name) is not None:
+                self._above_zero(name)
+        for name in ("part_size_bytes", "burst", "shutdown_timeout"):
+            self._above_zero(name)
+        self._check_sizes()
+        self._check_times()
+        as_compression(self.compression)
+        as_compression(self.state_compression)
+
+    def _above_zero(self, name: str) -> None:
+        value = getattr(self, name)
+        if not (value > 0 and math.isfinite(value)):
+            raise ParameterError(f"{name}={value!r}: give a finite number above 0")
+
+    def _check_sizes(self) -> None:
+        if self.min_group_size < 1 or (self.target_group_size or math.inf) < self.min_group_size:
+            raise ParameterError(
+                f"min_group_size={self.min_group_size}, target_group_size={self.target_group_size}: "
+                "give 1 <= min_group_size <= target_group_size"
+            )
+        if self.auxiliary and self.client_mode:
+            raise ParameterError(
+                "auxiliary and client_mode: an auxiliary only reduces, a client only sends; choose one"
+            )
+        if not 0 < self.averaging_alpha <= 1:
+            raise ParameterError(f"averaging_alpha={self.averaging_alpha!r}: give a number in (0, 1]")
+        if self.bandwidth is not None and not (self.bandwidth >= 0 and math.isfinite(self.bandwidth)):
+            raise ParameterError(
+                f"bandwidth={self.bandwidth!r}: give bytes a second, 0 to let others reduce, or None"
+            )
+
+    def _check_times(self) -> None:
+        if self.request_timeout >= self.min_matchmaking_time:
+            raise ParameterError(
+                f"request_timeout={self.request_timeout} s must be smaller than min_matchmaking_time="
+                f"{self.min_matchmaking_time} s: a search that one silent leader can use up finds no group"
+            )
+        sender_s, reducer_s = self._awaited_s(math.inf)
+        if not reducer_s > sender_s and math.isfinite(sender_s):
+            raise ParameterError(
+                f"reducer_timeout={reducer_s} s must be larger than sender_timeout={sender_s} s: a reducer that "
+                "waits for a slow sender would seem to have failed"
+            )
+
+    def _awaited_s(self, patience_s: float) -> tuple[float, float]:
+        """Return how long a sender and a reducer may be silent. What is not given is the communicator's patience."""
+        sender_s = self.sender_timeout if self.sender_timeout is not None else self.next_chunk_timeout
+        if sender_s is None:
+            sender_s = (
+                patience_s if self.reducer_timeout is None else min(patience_s, self.reducer_timeout / 2)
+            )
+        return sender_s, 2 * sender_s if self.reducer_timeout is None else self.reducer_timeout
+
+    def limits(self, patience_s: float) -> Limits:
+        """Return the limits of an all-reduce; no message is awaited for longer than `patience_s` by default."""
+        sender_s, reducer_s = self._awaited_s(patience_s)
+        allreduce_s = math.inf if self.allreduce_timeout is None else self.allreduce_timeout
+        return Limits(self.part_size_bytes, self.min_vector_size, sender_s, reducer_s, allreduce_s)
+
+    @property
+    def channel(self) -> int:
+        """32 bits that the words of all averagers of this prefix carry."""
+        return digest(self.prefix) & 0xFFFFFFFF
+
+    @property
+    def tag_or_default(self) -> int:
+        """The tag of all words. Prefixes have tags of their own, so that averagers of two do not mix."""
+        return FIRST_TAG + digest(self.prefix) % (LAST_TAG + 1 - FIRST_TAG) if self.tag is None else self.tag
+
+    @property
+    def role(self) -> Role:
+        """What this peer does in a group."""
+        return Role.CLIENT if self.client_mode else Role.AUX if self.auxiliary else Role.NODE
+
+
+class Averaged(dict[int, Any]):
+    """The result of a step: what each averaged rank gave to `gather`, by rank; and how whole the average is.
+
+    Ranks of the group of whose values nothing was averaged are not in it.
+
+    Attributes:
+        received: the share of this rank's elements that came back averaged; the others keep their local values,
+            because a reducer failed, or because this rank's values came too late or damaged.
+        missing: ranks whose values are not in all that came back, with the share in which they are not (1: in none).
+        complete: whether all of the group were averaged in all elements.
+    """
+
+    def __init__(
+        self, members: Mapping[int, Any], *, received: float = 1.0, missing: Mapping[int, float]
+    ) -> None:
+        super().__init__(members)
+        self.received, self.missing = received, dict(missing)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of the group were averaged in all elements."""
+        return self.received == 1 and not self.missing
+
+
+def why_no_average(butterfly: Butterfly) -> str | None:
+    """Return why a finished all-reduce has averaged nothing, None if it has."""
+    if butterfly.received == 0:
+        return "no reducer answered"
+    others = set(butterfly.reducer.senders) - {butterfly.rank}
+    missing = butterfly.missing()
+    if butterfly.sends and others and all(missing.get(rank) == 1 for rank in others):
+        return "no other member's values came"
+    return None
+
+
+def result_of(butterfly: Butterfly) -> Averaged:
+    """Return the result of a finished all-reduce: without the members of whose values nothing was averaged."""
+    missing = butterfly.missing()
+    failed = {rank for rank in butterfly.sending.failed if not butterfly.sending.answers(rank)}
+    members = {
+        member.rank: member.gathered
+        for member in butterfly.group.members
+        if not (missing.get(member.rank) == 1 or (member.role is Role.AUX and member.rank in failed))
+    }
+    return Averaged(members, received=butterfly.received, missing=missing)
+
+
+class AveragingFailed(WorldError):
+    """An averaging step ended without an average: too few peers, a lost leader, or no reducer that answered."""
+
+
+class Cancelled(WorldError):
+    """An averaging step was cancelled."""
+
+
+class Stage(Enum):
+    """How far a step has come."""
+
+    IDLE = "idle"
+    LOOKING_FOR_GROUP = "looking for group"
+    AWAITING_TRIGGER = "awaiting trigger"
+    RUNNING_ALLREDUCE = "running all-reduce"
+    FINISHED = "finished"
+
+
+def check_weight(weight: float) -> float:
+    """Return the weight, or raise `ParameterError`."""
+    if not (weight > 0 and math.isfinite(weight)):
+        raise ParameterError(f"weight={weight!r}: give a finite number above 0")
+    return float(weight)
+
+
+Drive = Callable[[Callable[[], bool], float], bool]
+
+
+class StepControl:
+    """Handle of a step: look at its stage, change its weight, trigger it, cancel it, wait for its result.
+
+    `result()` returns what the averaged ranks gave to `gather`, by rank, and says how whole the average is.
+    """
+
+    def __init__(self, drive: Drive, *, weight: float, scheduled_s: float, triggered: bool) -> None:
+        self.stage = Stage.IDLE
+        self.triggered = triggered
+        self.began_allreduce = False
+        self.cancel_requested = False
+        self.rank_count = 0  # members of the group, once formed
+        self._drive = drive
+        self._weight, self._scheduled_s = weight, scheduled_s
+        self._result: Averaged | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def averaged(self) -> Averaged | None:
+        """The result, if there is one yet."""
+        return self._result
+
+    @property
+    def received(self) -> float:
+        """The share of this rank's elements that came back averaged; 0 as long as there is no result."""
+        return self._result.received if self._result is not None else 0.0
+
+    @property
+    def missing(self) -> dict[int, float]:
+        """Ranks whose values are not in all that came back, with the share in which they are not."""
+        return self._result.missing if self._result is not None else {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is an average of all of the group, in all elements."""
+        return self._result is not None and self._result.complete
+
+    @property
+    def weight(self) -> float:
+        """This rank's weight; may be changed until the all-reduce begins."""
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._may_change("weight")
+        self._weight = check_weight(weight)
+
+    @property
+    def scheduled_time(self) -> float:
+        """When the all-reduce is expected to begin, in seconds of `comm.clock`; may be changed until it begins."""
+        return self._scheduled_s
+
+    @scheduled_time.setter
+    def scheduled_time(self, time_s: float) -> None:
+        self._may_change("scheduled_time")
+        self._scheduled_s = time_s
+
+    def _may_change(self, name: str) -> None:
+        if self.began_allreduce:
+            warnings.warn(
+                f"{name} was changed after the all-reduce began: too late for this step", stacklevel=3
+            )
+
+    def allow_allreduce(self) -> None:
+        """Let the all-reduce begin when the group is formed. May be called again."""
+        self.triggered = True
+
+    def cancel(self) -> bool:
+        """End the step without a result; return whether that was still possible. Members learn of it at once."""
+        if self.done():
+            return False
+        self.cancel_requested = True
+        self._drive(self.done, 0.0)
+        return True
+
+    def done(self) -> bool:
+        """Whether the step has ended, in whatever way."""
+        return self.stage is Stage.FINISHED
+
+    def cancelled(self) -> bool:
+        """Whether the step was cancelled."""
+        return isinstance(self._error, Cancelled)
+
+    def exception(self) -> BaseException | None:
+        """Return what ended the step, if it failed."""
+        return self._error
+
+    def result(self, timeout: float | None = None) -> Averaged:
+        """Wait for the end, at most `timeout` seconds, and return the result.
+
+        Raises:
+            AveragingFailed: no average came about.
+            Cancelled: `cancel` was called.
+            Timeout: `timeout` is over and the step goes on.
+        """
+        if not (self.done() or self._drive(self.done, math.inf if timeout is None else timeout)):
+            raise Timeout(
+                (), "StepControl.result", -1, f"the averaging step is not over ({self.stage.value})"
+            )
+        if self._error is not None:
+            raise self._error
+        if self._result is None:
+            raise UsageError("the averaging step has no result: it was never started")
+        return self._result
+
+    def finish(self, result: Averaged | None = None, error: BaseException | None = None) -> None:
+        """End the step. The averager calls this."""
+        self._result, self._error, self.stage = result, error, Stage.FINISHED
+
+    def __del__(self) -> None:
+        if not self.triggered and not self.done() and self.stage is not Stage.IDLE:
+            warnings.warn(
+                "an averaging step was dropped before allow_allreduce(): its group waits", stacklevel=2
+            )

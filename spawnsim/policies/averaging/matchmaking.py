@@ -1,0 +1,484 @@
+"""Finding a group: one rank's search, a state machine driven by messages and time, and where its candidates come from.
+
+Every seeker has a place (a number, then its rank) that stays the same during a search; who has the earlier place
+leads. A seeker asks the better-placed candidates one at a time, from the earliest on, and meanwhile accepts whoever
+asks it. A request from a better-placed rank is refused, so "follows" always points to an earlier place and no circle
+of followers can close; every request is answered at once, so nobody waits for an answer that waits for his own. A
+search may know whom it expects (a static rule's group): it is complete when all of them have joined or are known not
+to come, and it ends at once when a group of its round has been formed without this rank. `Search` knows no directory:
+`Matchmaker` hands it the candidates, from the directory or from a static rule. No communicator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from spawnsim.policies.averaging.butterfly import Group, Member
+from spawnsim.policies.averaging.grouping import DirectoryClient, Entry, digest, group_key
+from spawnsim.policies.averaging.interface import Settings
+from spawnsim.policies.averaging.messages import Kind, Message, Outgoing, Reply
+from spawnsim.policies.averaging.vector import Vector
+
+Place = tuple[float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchTerms:
+    """What a search is for. `place` is the own one; `member` what the leader will announce of this rank.
+
+    `size` members make the group complete; at `expires_s` a leader assembles with at least `least`. `expected` names
+    the other members if they are known, and `round_` is what they meet for. `may_lead` is false for clients. `number`
+    draws request and group numbers, `shuffle` the members' order.
+    """
+
+    key: str
+    schema: int
+    place: Place
+    member: Member
+    expires_s: float
+    request_timeout_s: float
+    number: Callable[[], int]
+    shuffle: Callable[[list[Member]], list[Member]]
+    size: int | None = None
+    least: int = 2
+    may_lead: bool = True
+    expected: tuple[int, ...] = ()
+    round_: int = -1
+
+
+class Position(NamedTuple):
+    """How far a rank is in a static matchmaking: the round that it looks for (or will), and the last that it was in."""
+
+    round_: int
+    looking: bool
+    formed: int
+
+
+def declined(rank: int, source: int, word: Message) -> list[Outgoing]:
+    """Return what to tell those who count on this rank although it is not looking for their group (any more)."""
+    if word.kind is Kind.REPLY and word.part == Reply.ACCEPTED:
+        return [(source, Message(Kind.LEAVE, word.number))]
+    if word.kind is Kind.BEGIN and isinstance(word.meta, Group):
+        absent = Message(Kind.ABSENT, word.meta.number)
+        return [(member, absent) for member in word.meta.ranks if member != rank]
+    return []
+
+
+@dataclass(slots=True)
+class _Request:
+    leader: int
+    number: int
+    due_s: float
+    accepted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Follower:
+    number: int
+    member: Member
+
+
+class Search:
+    """One search. Feed it words, candidates and time; send what is in `out`; it ends with a `group` or `over`."""
+
+    def __init__(self, terms: SearchTerms) -> None:
+        self.terms = terms
+        self.rank = terms.place[1]
+        self.out: deque[Outgoing] = deque()
+        self.counts: Counter[str] = Counter()
+        self.group: Group | None = None
+        self.over = False  # ended without a group
+        self.led = False
+        self.followers: dict[int, _Follower] = {}
+        self._request: _Request | None = None
+        self._candidates: dict[int, Place] = {}
+        self._refused: dict[int, Place] = {}
+        self._hint: int | None = None  # a rank that another one sent us to
+        self.awaited = set(terms.expected)  # members that may still come
+        self.late = False  # whether a group of this round was formed without this rank
+        self.ahead: Position | None = None  # of the member that is furthest
+        self.mismatched: set[int] = set()  # ranks with other tensors
+
+    @property
+    def ended(self) -> bool:
+        """Whether the search has ended."""
+        return self.over or self.group is not None
+
+    @property
+    def leader(self) -> int | None:
+        """The rank that has accepted this one, if any."""
+        return self._request.leader if self._request and self._request.accepted else None
+
+    # --------------------------------------------------------------------------------------------- candidates
+    def offer(self, candidates: Iterable[Place], now_s: float) -> None:
+        """Take up candidates; ask the earliest of those not asked before if nobody is being asked."""
+        for place in candidates:
+            if place < self.terms.place and self._refused.get(place[1]) != place:
+                self._candidates[place[1]] = place
+        self._ask_next(now_s)
+
+    def _ask_next(self, now_s: float) -> None:
+        if self._request is not None or self.ended:
+            return
+        hint, self._hint = self._hint, None
+        leader = (
+            hint
+            if hint is not None
+            else min(self._candidates, key=lambda r: self._candidates[r], default=None)
+        )
+        if leader is None or now_s >= self.terms.expires_s:
+            return
+        terms = self.terms
+        self._request = _Request(leader, terms.number(), now_s + terms.request_timeout_s)
+        meta = (terms.place, terms.key, terms.schema, terms.member)
+        self.out.append((leader, Message(Kind.JOIN, self._request.number, meta=meta)))
+
+    def _give_up(self, now_s: float, *, tell: bool, hint: int | None = None) -> None:
+        """End the open request: do not ask that rank again at the same place, and go on."""
+        request, self._request = self._request, None
+        if request is None:
+            return
+        if tell:
+            self.out.append((request.leader, Message(Kind.LEAVE, request.number)))
+        place = self._candidates.pop(request.leader, None)
+        if place is not None:
+            self._refused[request.leader] = place
+        if hint is not None and hint not in (self.rank, request.leader):
+            self._hint = hint
+        self._ask_next(now_s)
+
+    # -------------------------------------------------------------------------------------------------- words
+    def handle(self, source: int, word: Message, now_s: float) -> None:
+        """Take a JOIN, REPLY, LEAVE, DISBAND, BEGIN or CALL."""
+        if self.ended:
+            self._too_late(source, word)
+        elif word.kind is Kind.JOIN:
+            self._join(source, word, now_s)
+        elif word.kind is Kind.CALL:
+            self._called(word.meta[0], now_s)
+        elif word.kind is Kind.REPLY and isinstance(word.meta, Position):
+            self.told(source, word.meta, now_s)
+        elif word.kind is Kind.LEAVE:
+            follower = self.followers.get(source)
+            if follower is not None and follower.number == word.number:
+                del self.followers[source]
+        elif self._request is None or (source, word.number) != (self._request.leader, self._request.number):
+            self.counts["late answers"] += 1
+            self.out.extend(declined(self.rank, source, word))
+        elif word.kind is Kind.REPLY:
+            self._replied(word, now_s)
+        elif word.kind is Kind.DISBAND:
+            self._give_up(now_s, tell=False, hint=word.meta)
+        elif word.kind is Kind.BEGIN and isinstance(word.meta, Group):
+            self.group = word.meta
+            self._dismiss(None)
+
+    def _too_late(self, source: int, word: Message) -> None:
+        """Answer a word that came after the search had ended."""
+        if word.kind is Kind.JOIN:
+            self.out.append((source, Message(Kind.REPLY, word.number, Reply.NOT_LOOKING_FOR_GROUP)))
+        else:
+            self.out.extend(declined(self.rank, source, word))
+
+    def _join(self, source: int, word: Message, now_s: float) -> None:
+        reply, meta = self._judge(source, word.meta)
+        self.counts[reply.name] += 1
+        if reply is Reply.ACCEPTED:
+            self.followers[source] = _Follower(word.number, word.meta[3])
+        self.out.append((source, Message(Kind.REPLY, word.number, reply, meta=meta)))
+        self._assemble_if_complete()
+
+    def _assemble_if_complete(self) -> None:
+        """Begin as soon as nobody else will come, or may."""
+        terms = self.terms
+        here = len(self.followers) + 1
+        nobody_else = bool(terms.expected) and not self.awaited - set(self.followers)
+        if (nobody_else and here >= terms.least) or (terms.size is not None and here >= terms.size):
+            self.assemble()
+        elif nobody_else:
+            self.leave()
+
+    # ---------------------------------------------------------------------------------------- expected members
+    def _called(self, place: Place, now_s: float) -> None:
+        """Ask a rank that is here after all; who comes after this one will ask by itself."""
+        self._refused.pop(place[1], None)
+        self.offer([place], now_s)
+
+    def told(self, source: int, position: Position, now_s: float) -> None:
+        """Learn where a rank is: beyond this round, or with a group of it that this rank is not in."""
+        if source not in self.awaited:
+            return
+        if self.ahead is None or position > self.ahead:
+            self.ahead = position
+        if position.formed >= self.terms.round_ and self.leader is None:
+            self.leave()
+            self.late = True
+        else:
+            self.gone(source, now_s)
+
+    def gone(self, rank: int, now_s: float) -> None:
+        """Note that a rank will not come."""
+        self.followers.pop(rank, None)
+        self.awaited.discard(rank)
+        if self._request is not None and self._request.leader == rank:
+            self._give_up(now_s, tell=False)
+        self._candidates.pop(rank, None)
+        if self.terms.expected and not self.ended and self.leader is None:
+            self._assemble_if_complete()
+
+    def call(self) -> None:
+        """Ask the members who have not come whether they will."""
+        here = set(self.followers) | ({self._request.leader} if self._request else set())
+        if self.leader is None and not self.ended:
+            meta = (self.terms.place, self.terms.key)
+            self.out.extend((rank, Message(Kind.CALL, 0, meta=meta)) for rank in sorted(self.awaited - here))
+
+    def _judge(self, source: int, request: object) -> tuple[Reply, float | int | None]:
+        """Return the answer to a join request, with the rank to ask instead or the end of the promise."""
+        terms = self.terms
+        if not (isinstance(request, tuple) and len(request) == 4 and isinstance(request[3], Member)):
+            return Reply.PROTOCOL_VIOLATION, None
+        place, key, schema, member = request
+        if member.rank != source or place[1] != source:
+            return Reply.PROTOCOL_VIOLATION, None
+        if schema != terms.schema:
+            return Reply.BAD_SCHEMA_HASH, None
+        if key != terms.key:
+            return Reply.BAD_GROUP_KEY, None
+        if not terms.may_lead:
+            return Reply.NOT_DECLARED, None
+        if place <= terms.place:
+            return Reply.BAD_EXPIRATION_TIME, None
+        if self.leader is not None:
+            return Reply.NOT_A_LEADER, self.leader
+        if source in self.followers:  # asked again: the first request, or its answer, was lost or doubled
+            return Reply.ACCEPTED, terms.expires_s
+        if terms.size is not None and len(self.followers) + 1 >= terms.size:
+            return Reply.GROUP_IS_FULL, None
+        return Reply.ACCEPTED, terms.expires_s
+
+    def _replied(self, word: Message, now_s: float) -> None:
+        request = self._request
+        assert request is not None
+        if word.part == Reply.ACCEPTED:
+            request.accepted = True
+            request.due_s = float(word.meta) + self.terms.request_timeout_s
+            self._dismiss(request.leader)
+        elif word.part == Reply.NOT_A_LEADER:
+            self._give_up(now_s, tell=False, hint=word.meta)
+        else:
+            if word.part == Reply.BAD_SCHEMA_HASH:
+                self.mismatched.add(request.leader)
+            self._give_up(now_s, tell=False)
+
+    def _dismiss(self, instead: int | None) -> None:
+        """Send the own followers to another leader."""
+        for rank, follower in self.followers.items():
+            self.out.append((rank, Message(Kind.DISBAND, follower.number, meta=instead)))
+        self.followers.clear()
+
+    # --------------------------------------------------------------------------------------------------- time
+    def tick(self, now_s: float) -> None:
+        """Give up a silent leader; assemble or end at the own expiration."""
+        if self.ended:
+            return
+        if self._request is not None and now_s >= self._request.due_s:
+            self.counts["silent leaders"] += 1
+            self._give_up(now_s, tell=True)
+        if now_s >= self.terms.expires_s and self.leader is None:
+            self._expire()
+
+    def _expire(self) -> None:
+        """Assemble with those who have come; else wait for the answer to an open request, or end."""
+        here, least = len(self.followers) + 1, self.terms.least
+        if here >= least and (self.followers or self._request is None):
+            self.assemble()
+        elif self._request is None:
+            self.leave()
+
+    def wake_s(self) -> float:
+        """Return when `tick` is next needed."""
+        due_s = self._request.due_s if self._request is not None else math.inf
+        waits = self._request is not None and len(self.followers) + 1 < max(self.terms.least, 2)
+        return due_s if self.leader is not None or waits else min(due_s, self.terms.expires_s)
+
+    def leave(self) -> None:
+        """End the search without a group; leader and followers are told."""
+        if self.ended:
+            return
+        if self._request is not None:
+            self.out.append((self._request.leader, Message(Kind.LEAVE, self._request.number)))
+            self._request = None
+        self._dismiss(None)
+        self.over = True
+
+    def assemble(self) -> None:
+        """Form the group of this rank and its followers, and tell them."""
+        if self._request is not None:
+            self.out.append((self._request.leader, Message(Kind.LEAVE, self._request.number)))
+            self._request = None
+        members = self.terms.shuffle([self.terms.member, *(f.member for f in self.followers.values())])
+        self.group, self.led = Group(self.terms.number(), tuple(members), self.terms.key), True
+        for rank, follower in self.followers.items():
+            self.out.append((rank, Message(Kind.BEGIN, follower.number, meta=self.group)))
+
+
+REFRESHES = 5  # times that a seeker looks into the directory again within min_matchmaking_time
+
+
+class SearchContext(Protocol):
+    """What a search needs of its averager."""
+
+    settings: Settings
+    vector: Vector
+    asker: DirectoryClient
+    rank: int
+    size: int
+    bits: str
+    round: int
+
+    @property
+    def failed(self) -> set[int]:
+        """The ranks that are known to be dead."""
+
+    def number(self) -> int:
+        """Draw a number that nobody else draws."""
+
+    def shuffled(self, members: list[Member]) -> list[Member]:
+        """Return the members in a random order."""
+
+
+class Matchmaker:
+    """One search, until `expires_s`. It has ended when `search.ended`; then call `end`.
+
+    `missed`: whether members of a static group have asked for this rank already, and have given it up.
+    """
+
+    def __init__(
+        self, context: SearchContext, gathered: Any, expires_s: float, now_s: float, *, missed: bool = False
+    ) -> None:
+        self.context, self.settings = context, context.settings
+        self._gathered, self._expires_s = gathered, expires_s
+        self._news: deque[Outgoing] = deque()
+        self._refresh_s = self._call_s = math.inf
+        if self.settings.matchmaking is None:
+            self.key = group_key(self.settings.prefix, context.bits)
+            self.search = self._begin(
+                (expires_s, context.rank), self.settings.target_group_size, context.shuffled
+            )
+            self._declare(now_s)
+        else:
+            self.key = static_key(self.settings.prefix, context.round)
+            self._begin_round(now_s, missed)
+
+    def _begin_round(self, now_s: float, missed: bool) -> None:
+        """Begin the search for the group that the static matchmaking says."""
+        place, others = self._static_places()
+        expected = tuple(rank for _, rank in others)
+        self.search = self._begin(place, len(others) + 1, _by_rank, expected)
+        if not others:
+            self.search.assemble()
+            return
+        self._call_s = now_s if missed else now_s + self.settings.request_timeout
+        self.search.offer([each for each in others if each[1] not in self.context.failed], now_s)
+        for rank in expected:
+            if rank in self.context.failed and not self.search.ended:
+                self.search.gone(rank, now_s)
+
+    def _begin(
+        self, place: Place, size: int | None, shuffle: Callable[[list[Member]], list[Member]],
+        expected: tuple[int, ...] = (),
+    ) -> Search:  # fmt: skip
+        context, settings = self.context, self.settings
+        if settings.client_mode:
+            place = (math.inf, context.rank)
+        member = Member(context.rank, settings.role, settings.bandwidth, self._gathered)
+        least = min(settings.min_group_size, size or settings.min_group_size)
+        schema = digest(repr((context.vector.schema, settings.part_size_bytes, settings.min_vector_size)))
+        return Search(
+            SearchTerms(
+                self.key, schema, place, member, self._expires_s, settings.request_timeout,
+                context.number, shuffle, size, least, not settings.client_mode, expected, context.round,
+            )
+        )  # fmt: skip
+
+    def _static_places(self) -> tuple[Place, list[Place]]:
+        """Return the own place and the others' in this round's group: leadership goes round."""
+        context = self.context
+        assert self.settings.matchmaking is not None
+        members = self.settings.matchmaking.members(context.rank, context.size, context.round)
+        shift = context.round % len(members)
+        order = members[shift:] + members[:shift]
+        places = [(float(index), rank) for index, rank in enumerate(order)]
+        return places[order.index(context.rank)], [place for place in places if place[1] != context.rank]
+
+    # ------------------------------------------------------------------------------------------- the directory
+    def _declare(self, now_s: float) -> None:
+        terms = self.search.terms
+        entry = Entry(self.context.rank, terms.place[0], terms.expires_s) if terms.may_lead else None
+        self._news.extend(self.context.asker.ask(self.key, now_s, entry))
+        self._refresh_s = now_s + self.settings.min_matchmaking_time / REFRESHES
+
+    def listed(self, now_s: float) -> None:
+        """Take up what the directory answered."""
+        if not self.search.ended:
+            entries = self.context.asker.known(self.key, now_s)
+            self.search.offer([(entry.place, entry.rank) for entry in entries], now_s)
+
+    def keepers_changed(self, keys: Collection[str], now_s: float) -> None:
+        """Declare again if a keeper of the own key did not answer."""
+        if self.key in keys and not self.search.ended and self.search.leader is None:
+            self._declare(now_s)
+
+    # ---------------------------------------------------------------------------------------------------- time
+    def tick(self, now_s: float) -> None:
+        """Do what is due."""
+        self.search.tick(now_s)
+        if now_s >= self._refresh_s and not self.search.ended and self.search.leader is None:
+            self._declare(now_s)
+        if now_s >= self._call_s and not self.search.ended:
+            self.search.call()
+            self._call_s = now_s + self.settings.request_timeout
+
+    def wake_s(self) -> float:
+        """Return when `tick` is next needed."""
+        return min(
+            self.search.wake_s(),
+            math.inf if self.search.leader is not None else min(self._refresh_s, self._call_s),
+        )
+
+    def end(self) -> None:
+        """Take back what was declared."""
+        if self.settings.matchmaking is None:
+            self._news.extend(self.context.asker.take_back(self.key))
+
+    @property
+    def out(self) -> deque[Outgoing]:
+        """What is to be sent."""
+        self._news.extend(self.search.out)
+        self.search.out.clear()
+        return self._news
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What the search met."""
+        return self.search.counts
+
+
+def _by_rank(members: Iterable[Member]) -> list[Member]:
+    return sorted(members, key=lambda member: member.rank)
+
+
+def static_key(prefix: str, round_: int) -> str:
+    """Return the key of a round of a static matchmaking."""
+    return f"{prefix}.round{round_}"
+
+
+def round_of(key: str, prefix: str) -> int:
+    """Return the round that a static key names, -1 if it names none."""
+    head, _, number = key.rpartition(".round")
+    return int(number) if head == prefix and number.isdigit() else -1

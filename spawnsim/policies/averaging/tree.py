@@ -1,0 +1,378 @@
+"""Averaging over all ranks at intervals of the clock, up and down a tree: one rank's side, a state machine.
+
+Means rise from the leaves to the root, weighted by how many ranks are in them; the mean of all comes down to those who
+gave something. Each member adds (mean − what it had sent), so that steps taken meanwhile survive. The coordinator
+(`leadership.py`) keeps who averages and opens a round when the interval is over; it is the root of the round's tree. A
+later round replaces an earlier one that is still under way: so a round that a death has cut is opened anew at once,
+without the dead. To leave is negotiated: the coordinator answers with the last round that counts on the leaver, who
+sees that one through. A branch that is silent is left out after a while, and its rank is not counted on again before
+it has said that it is there. Flat arrays, no communicator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator
+
+from spawnsim.policies.averaging.gossip import Pace, as_body, from_body, tree
+from spawnsim.policies.averaging.leadership import Leadership, Roster, epoch_of, first_of, is_no_round
+from spawnsim.policies.averaging.messages import Kind, Message, Outgoing
+from spawnsim.policies.averaging.vector import Values, Vector, average, difference
+
+FANOUT = 4
+
+Mean = tuple[list[Values], float]  # each segment's, and how many ranks are in it
+
+
+class TreeRound:
+    """What one rank holds of a round. `word` is the OPEN that told it; its `meta` lists the members, the root first."""
+
+    def __init__(self, word: Message, rank: int, pace: Pace, began_s: float, sent: list[Values]) -> None:
+        self.word, self.number, self.pace, self.sent = word, word.number, pace, sent
+        members: tuple[int, ...] = tuple(word.meta)
+        self.parent, self.children = tree(members, rank, FANOUT)
+        self.awaited, self.silent = set(self.children), set[int]()
+        # Whoever is nearer to the leaves gives a silent rank up earlier: it is told upwards in time.
+        self._levels, below = _height(len(members), 0), _height(len(members), members.index(rank))
+        self.until_s = began_s + pace.patience_for(self._levels) * below / max(self._levels, 1)
+        self.risen = False
+        self.step_s = 0.0  # the longest that ranks below have told
+        self._means: dict[int, Mean] = {}
+
+    def opening(self) -> Iterator[Outgoing]:
+        """Return the words that tell the children."""
+        return ((child, self.word) for child in self.children)
+
+    def give(self, child: int, word: Message, values: list[Values] | None) -> None:
+        """Take what a child's branch has given; nothing, if it came damaged."""
+        self.awaited.discard(child)
+        silent, step_s = word.meta
+        self.silent.update(silent)
+        self.step_s = max(self.step_s, step_s)
+        if values is not None:
+            self._means[child] = (values, word.value)
+
+    def is_ready(self, now_s: float) -> bool:
+        """Whether the branch's mean can rise: all children (or all but the silent ones) have given theirs."""
+        return not self.risen and (not self.awaited or now_s >= self.until_s)
+
+    def rise(self, now_s: float) -> Mean:
+        """Return the mean of the branch. From now on the mean of all is awaited."""
+        self.risen, self.silent = True, self.silent | self.awaited
+        self.until_s = now_s + 2 * self.pace.patience_for(self._levels)
+        given = [(self.sent, 1.0), *(self._means[child] for child in self.children if child in self._means)]
+        weights = [weight for _, weight in given]
+        columns = zip(*(values for values, _ in given), strict=True)
+        return [average(parts, weights)[0] for parts in columns], sum(weights)
+
+    def rising(self, mean: Mean, own_step_s: float) -> Message:
+        """Return the word that takes the branch's mean to the parent."""
+        told = sorted(self.silent), max(self.step_s, own_step_s)
+        return Message(Kind.UP, self.number, value=mean[1], meta=told, body=as_body(mean[0]))
+
+    def falling(self, mean: Mean) -> Iterator[Outgoing]:
+        """Return the words that take the mean of all to those children whose own is in it."""
+        word = Message(Kind.DOWN, self.number, value=mean[1], body=as_body(mean[0]))
+        return ((child, word) for child in self.children if child in self._means)
+
+    def apply(self, mean: Mean, vector: Vector) -> None:
+        """Move the weights by as much as the mean is away from what was sent."""
+        vector.add([difference(there, here) for there, here in zip(mean[0], self.sent, strict=True)])
+
+
+def _height(count: int, place: int) -> int:
+    """Return how many levels lie below a place of a tree of `count` members."""
+    height, first = 0, place * FANOUT + 1
+    while first < count:
+        height, first = height + 1, first * FANOUT + 1
+    return height
+
+
+LEAVES, STANDS_BY, AVERAGES = -1, 0, 1  # what a rank says of itself
+
+
+class TreeAverage:
+    """One rank's part in the mode "all"; on the coordinator, the coordinator's as well."""
+
+    def __init__(self, ranks: tuple[int, int], pace: Pace) -> None:
+        (self.rank, self.size), self.pace = ranks, pace
+        self.out: deque[Outgoing] = deque()
+        self.counts: Counter[str] = Counter()
+        self.rounds = 0  # the last one that is over here
+        self._standing = STANDS_BY
+        self._leaving = False
+        self._last_round: int | None = None  # that counts on this rank, once the coordinator has said so
+        self._leadership = Leadership(*ranks, pace)
+        self._roster = Roster(0, pace) if self._leadership.coordinator == self.rank else None
+        self._step_s = 0.0  # this rank's own; what others have told is in `pace`
+        self._hand_over_s = math.inf  # when a coordinator that does not average itself leaves that to another
+        self._round: TreeRound | None = None
+
+    @property
+    def _takes_part(self) -> bool:
+        return self._standing == AVERAGES or self._leaving
+
+    # ------------------------------------------------------------------------------------------- coming, going
+    def set_active(self, active: bool, now_s: float, *, for_good: bool = False) -> None:
+        """Take part from now on, or negotiate to leave."""
+        self._standing = AVERAGES if active else LEAVES if for_good else STANDS_BY
+        self._leaving = not active
+        self._tell(now_s)
+
+    def _tell(self, now_s: float) -> None:
+        """Tell the coordinator where this rank stands; it answers."""
+        self._last_round = None
+        word = Message(Kind.PRESENT, first_of(self._leadership.epoch), self._standing, self._step_s)
+        self.out.append((self._leadership.coordinator, word))
+        self._leadership.asked(now_s)
+
+    def note_step(self, step_s: float) -> None:
+        """Note how long this rank usually does not look at its messages."""
+        self._step_s, self.pace.step_s = step_s, max(self.pace.step_s, step_s)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no round counts on this rank any more (after it has left)."""
+        if not self._leaving:
+            return True
+        last = self._last_round
+        return self._round is None and last is not None and (is_no_round(last) or last <= self.rounds)
+
+    def _settle(self, last_round: int) -> None:
+        self._last_round = last_round
+        if self._leaving and self._round is not None and self._round.number > last_round:
+            self._round = None
+
+    @property
+    def relied_on(self) -> bool:
+        """Whether others rely on this rank, which coordinates."""
+        return self._roster is not None and bool(self._roster.members or self._successors(self._roster))
+
+    def _successors(self, roster: Roster) -> set[int]:
+        """Return those of whom one should coordinate when this rank averages no more."""
+        present, idle = roster.present - {self.rank}, roster.idle - {self.rank}
+        return present or (idle if self._standing == LEAVES else set())
+
+    def forget(self) -> None:
+        """Take part in nothing that is under way."""
+        self._round, self._leaving = None, False
+        if self._roster is not None:
+            self._roster.members = ()
+
+    def leave(self) -> None:
+        """Hand the coordinator's work over, if it is this rank's and there is an heir."""
+        roster = self._roster
+        if roster is None or not (heirs := self._successors(roster)):
+            return
+        self._roster, self._leadership.epoch = None, min(map(self._leadership.epoch_led_by, heirs))
+        self._leadership.expects_nothing()
+        told = sorted((roster.present | roster.idle) - {self.rank})
+        lists = tuple(map(sorted, (roster.present - {self.rank}, roster.idle, roster.gone)))
+        word = Message(Kind.HANDOVER, first_of(self._leadership.epoch), meta=lists)
+        self.out.extend((rank, word) for rank in told)
+
+    # ------------------------------------------------------------------------------------------------- epochs
+    def _adopt(self, epoch: int, now_s: float) -> None:
+        """Go over to a later epoch."""
+        deposed, self._roster = self._roster, None
+        self._leadership.epoch = epoch
+        self._leadership.expects_nothing()
+        self._give_up_round()
+        if deposed is not None:
+            self.out.extend((rank, self._news()) for rank in sorted(deposed.present - {self.rank}))
+        if self._leadership.coordinator == self.rank:  # a first reminder asks all others where they stand
+            self._roster = Roster(first_of(epoch), self.pace, now_s + self.pace.interval_s, remind_s=now_s)
+            self._roster.note(self.rank, self._standing, now_s)
+            self._last_round = first_of(epoch)
+        elif self._takes_part:
+            self._tell(now_s)
+
+    def _give_up_round(self) -> None:
+        self.counts["rounds given up"] += self._round is not None
+        self._round = None
+
+    def _news(self) -> Message:
+        """Return the word that tells of the epoch, and of who has left for good."""
+        gone = sorted(self._roster.gone) if self._roster is not None else []
+        return Message(Kind.HANDOVER, first_of(self._leadership.epoch), meta=([], [], gone))
+
+    def _inherit(self, source: int, word: Message, now_s: float) -> None:
+        """Take note of an epoch's beginning, or of the coordinator's reminder: it does not know of this rank."""
+        present, idle, gone = word.meta
+        self._leadership.away.update(gone)
+        if self._roster is not None:
+            self._roster.present.update(present)
+            self._roster.idle.update(idle)
+            self._roster.gone.update(gone)
+            self._roster.note(self.rank, self._standing, now_s)
+        elif source == self._leadership.coordinator:
+            self._tell(now_s)
+
+    def _suspect(self, now_s: float) -> None:
+        """Ask a silent coordinator, and turn to the next one if it does not answer."""
+        if self._leadership.has_failed(now_s):
+            self.counts["silent coordinators"] += 1
+            self._adopt(self._leadership.next_epoch(), now_s)
+        elif self._leadership.should_ask(now_s):
+            self._tell(now_s)
+
+    # --------------------------------------------------------------------------------------------- coordinating
+    def _coordinate(self, roster: Roster, now_s: float, vector: Vector) -> None:
+        if self._standing != AVERAGES:
+            self._stand_by(roster, now_s)
+            return
+        self._hand_over_s = math.inf
+        if not roster.members and now_s >= roster.due_s and len(roster.present) > 1:
+            roster.number += 1
+            roster.members = (self.rank, *sorted(roster.present - {self.rank}))
+            word = Message(Kind.OPEN, roster.number, value=self.pace.step_s, meta=roster.members)
+            self._opened(word, now_s, vector)
+        if now_s >= roster.remind_s:
+            missing = roster.missing(self.size, self._leadership.away)
+            self.out.extend((rank, self._news()) for rank in missing)
+            roster.reminded(now_s)
+
+    def _stand_by(self, roster: Roster, now_s: float) -> None:
+        """Leave the coordination to a rank that averages. Not at once: it may be about to stop as well."""
+        if roster.members or not self._successors(roster):
+            return
+        if self._hand_over_s == math.inf:
+            self._hand_over_s = now_s + self.pace.interval_s
+        elif now_s >= self._hand_over_s:
+            self.leave()
+
+    def _presence(self, source: int, word: Message, now_s: float) -> None:
+        roster = self._roster
+        if roster is None or word.part not in (LEAVES, STANDS_BY, AVERAGES):
+            self.counts["late"] += 1
+            return
+        self._leadership.away.discard(source)
+        self.pace.step_s = max(self.pace.step_s, word.value)
+        roster.note(source, word.part, now_s)
+        last = roster.number if source in roster.members else first_of(self._leadership.epoch)
+        self.out.append((source, Message(Kind.SETTLED, last, word.part)))
+
+    def _open_anew(self, roster: Roster, now_s: float) -> None:
+        """Give up a round that a death has cut; the next one opens at once."""
+        self._give_up_round()
+        left = set(roster.members) - roster.present - self._leadership.away
+        self.out.extend(
+            (rank, Message(Kind.SETTLED, first_of(self._leadership.epoch))) for rank in sorted(left)
+        )
+        roster.members, roster.due_s = (), now_s
+
+    # ------------------------------------------------------------------------------------------------- a round
+    def _opened(self, word: Message, now_s: float, vector: Vector) -> None:
+        known = max(self.rounds, self._round.number if self._round is not None else 0)
+        if word.number <= known or self.rank not in word.meta:
+            self.counts["late"] += 1
+            return
+        if not self._takes_part:  # it left without waiting for the negotiation
+            self._tell(now_s)
+            return
+        self._give_up_round()
+        self.pace.step_s = max(word.value, self._step_s)
+        self._round = TreeRound(word, self.rank, self.pace, now_s, vector.read())
+        self.out.extend(self._round.opening())
+        self._rise(now_s, vector)
+
+    def _rise(self, now_s: float, vector: Vector) -> bool:
+        """Pass the branch's mean on, if it is time."""
+        here = self._round
+        if here is None or not here.is_ready(now_s):
+            return False
+        self.counts["silent branches"] += len(here.awaited)
+        mean = here.rise(now_s)
+        if self._roster is None:
+            assert here.parent is not None
+            self.out.append((here.parent, here.rising(mean, self._step_s)))
+            return False
+        self.pace.step_s = max(self._step_s, here.step_s)
+        self._roster.strike(here.silent, now_s)
+        self._roster.close(now_s)
+        return self._fall(mean, vector)
+
+    def _fall(self, mean: Mean, vector: Vector) -> bool:
+        """Take the mean of all, and pass it on."""
+        here, self._round = self._round, None
+        assert here is not None
+        self.rounds = here.number
+        if not mean[1] > 1:  # nobody else's weights are in it
+            return False
+        self.out.extend(here.falling(mean))
+        here.apply(mean, vector)
+        self.counts["exchanges"] += 1
+        return True
+
+    def _take(self, source: int, word: Message, now_s: float, vector: Vector) -> bool:
+        """Take the mean of a branch, or of all."""
+        here = self._round
+        values = from_body(word.body, vector)
+        self.counts["other shapes"] += values is None  # a damaged body has no length
+        if here is None or here.number != word.number:
+            self.counts["late"] += 1
+        elif word.kind is Kind.UP and source in here.awaited and not here.risen:
+            here.give(source, word, values)
+            return self._rise(now_s, vector)
+        elif word.kind is Kind.DOWN and source == here.parent and values is not None:
+            return self._fall((values, word.value), vector)
+        return False
+
+    # ------------------------------------------------------------------------------------------ messages, time
+    def handle(self, source: int, word: Message, now_s: float, vector: Vector) -> bool:
+        """Take a word; return whether the weights have changed."""
+        epoch = epoch_of(word.number)
+        if epoch < self._leadership.epoch:
+            self.counts["late"] += 1
+            if word.kind in (Kind.PRESENT, Kind.OPEN, Kind.HANDOVER):  # its sender has missed an epoch
+                self.out.append((source, self._news()))
+            return False
+        if epoch > self._leadership.epoch:
+            self._adopt(epoch, now_s)
+        if source == self._leadership.coordinator or word.kind in (Kind.OPEN, Kind.DOWN):
+            self._leadership.heard(now_s)
+        if word.kind is Kind.PRESENT:
+            self._presence(source, word, now_s)
+        elif word.kind is Kind.SETTLED:
+            self._settle(word.number)
+        elif word.kind is Kind.OPEN:
+            self._opened(word, now_s, vector)
+        elif word.kind is Kind.HANDOVER:
+            self._inherit(source, word, now_s)
+        else:
+            return self._take(source, word, now_s, vector)
+        return False
+
+    def tick(self, now_s: float, vector: Vector) -> bool:
+        """Do what is due; return whether the weights have changed."""
+        if self._roster is not None:
+            self._coordinate(self._roster, now_s, vector)
+        elif self._takes_part:
+            self._suspect(now_s)
+        here = self._round
+        if here is not None and here.risen and now_s >= here.until_s:
+            self.counts["rounds without answer"] += 1
+            self.rounds, self._round = here.number, None
+        return self._rise(now_s, vector)
+
+    def lost(self, rank: int, now_s: float) -> None:
+        """Note that a rank is dead."""
+        self._leadership.away.add(rank)
+        if self._round is not None:
+            self._round.awaited.discard(rank)
+        if self._roster is not None:
+            self._roster.forget(rank)
+            if rank in self._roster.members:
+                self._open_anew(self._roster, now_s)
+        elif rank == self._leadership.coordinator:
+            self._adopt(self._leadership.next_epoch(), now_s)
+
+    def wake_s(self) -> float:
+        """Return when `tick` is next needed."""
+        times = [self._round.until_s] if self._round is not None else []
+        if self._roster is not None:
+            times += [self._roster.wake_s(), self._hand_over_s]
+        elif self._takes_part:
+            times.append(self._leadership.wake_s())
+        return min((time_s for time_s in times if time_s != -math.inf), default=math.inf)

@@ -1,0 +1,243 @@
+"""One flat vector of all averaged tensors, how it is cut into parts, and who reduces how much of it.
+
+Tensors of one dtype and codec lie end to end in one segment; a codec that looks at more than one value at a time gets
+each tensor by itself. Halves travel and sum in float32, whole numbers and truth values in float64 (then rounded),
+complex numbers as pairs. Positions count elements over all segments.
+
+The shares are the minimax partition over peers of unequal bandwidth. In a butterfly of n peers, peer i sends and
+receives V·(1 + (n − 2)·w_i) when it reduces the fraction w_i, in time V·(1 + (n − 2)·w_i)/b_i. The fractions minimise
+the slowest peer's time, and among all such choices the next slowest, and so on. They are found by filling water,
+exactly, where others solve a linear programme: with S = {i : w_i > 0} and a level x, w_i = (x·b_i − 1)/(n − 2) on S,
+and Σ w_i = 1 gives x = (n − 2 + |S|)/Σ_S b_i. S is a set of fastest peers (a peer with x·b_i ≤ 1 spends 1/b_i ≥ x
+although it reduces nothing), so at most n levels are tried. The sum of the fractions rises with x, hence there is one
+level, and no choice of fractions does better: below it the fractions that keep within the level sum to less than 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spawnsim.errors import ParameterError
+from spawnsim.policies.averaging.grouping import digest
+from spawnsim.policies.exchange.messages import Bytes
+from spawnsim.policies.state.arithmetic import add, sum_dtype
+from spawnsim.policies.state.codecs import Codec, Float16, NoCompression, unpack
+
+Floats = NDArray[np.float64]
+
+
+def fractions(bandwidths: Sequence[float] | Floats) -> Floats:
+    """Return each peer's fraction of the vector, shape (n,), sum 1; peers of bandwidth 0 get 0."""
+    given = np.asarray(bandwidths, dtype=np.float64)
+    if not given.size or not (np.isfinite(given) & (given >= 0)).all() or not given.any():
+        raise ParameterError(f"bandwidths {given.tolist()}: give numbers of at least 0, at least one above")
+    peers = given.size
+    if peers <= 2:  # every partition takes equally long: n − 2 is 0
+        return np.asarray(given / given.sum())
+    order = np.argsort(-given, kind="stable")
+    fastest = given[order]
+    levels = (peers - 2 + np.arange(1, peers + 1)) / np.cumsum(fastest)
+    filled = (
+        int(np.flatnonzero(levels * fastest > 1)[-1]) + 1
+    )  # the largest set whose slowest peer still gets some
+    found = np.zeros(peers)
+    found[order[:filled]] = (levels[filled - 1] * fastest[:filled] - 1) / (peers - 2)
+    return np.asarray(found / found.sum())
+
+
+def slowest_time(parts: Sequence[float] | Floats, bandwidths: Sequence[float] | Floats) -> float:
+    """Return the time of the slowest peer with bandwidth, for a vector of length 1: max (1 + (n − 2)·w_i)/b_i."""
+    rates = np.asarray(bandwidths, dtype=np.float64)
+    load = 1 + (rates.size - 2) * np.asarray(parts, dtype=np.float64)
+    return float(np.max(load[rates > 0] / rates[rates > 0]))
+
+
+def whole_shares(length: int, scores: Floats) -> list[int]:
+    """Return whole numbers that sum to `length`, in proportion to scores (the Hagenbach-Bischoff method)."""
+    quota = np.floor(length * scores / scores.sum() * (1 - 1e-12)).astype(np.int64)
+    for _ in range(length - int(quota.sum())):
+        quota[int(np.argmax(scores / (quota + 1)))] += 1
+    return [int(count) for count in quota]
+
+
+def element_counts(length: int, bandwidths: Sequence[float | None], min_size: int = 0) -> list[int]:
+    """Return how many of `length` elements each peer reduces.
+
+    Unknown bandwidths (None) count as the mean of the known ones above 0; 0 leaves all work to others. Peers that
+    would get fewer than `min_size` elements get none, as long as someone has that many.
+    """
+    known = [rate for rate in bandwidths if rate]
+    mean = sum(known) / len(known) if known else 1.0
+    rates = np.asarray([mean if rate is None else rate for rate in bandwidths], dtype=np.float64)
+    scores = fractions(rates)
+    least = min_size / max(length, 1)
+    if scores.max() >= least:
+        scores[scores < least] = 0.0
+    return whole_shares(length, scores)
+
+
+Values = NDArray[Any]
+VALUE_BY_VALUE = (NoCompression, Float16)  # codecs to which it is all the same what lies beside a value
+HALF = (
+    0.5 + 1e-6
+)  # a little more: a mean of exactly a half is the same on all ranks, whichever way it was summed
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tensors of one dtype and codec: where they begin in the vector, how many elements, summed in which type."""
+
+    start: int
+    count: int
+    wide: np.dtype[Any]
+    codec: Codec
+
+    @property
+    def nbytes_per_value(self) -> float:
+        """Size on the wire of one element, about."""
+        return self.wide.itemsize if isinstance(self.codec, NoCompression) else self.codec.nbytes_per_value
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One piece of the vector that travels as one message: elements `start` to `stop` of a segment."""
+
+    segment: int
+    start: int
+    stop: int
+
+
+class Vector:
+    """The averaged tensors of one rank, live: read as flat arrays, changed by adding deltas.
+
+    `codecs`: one for each tensor, by default none is compressed; tensors of whole numbers never are.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], codecs: Sequence[Codec] | None = None) -> None:
+        if not tensors:
+            raise ParameterError("averaged_tensors is empty: give at least one tensor")
+        self.tensors = [t.detach() for t in tensors]
+        self._groups: list[list[torch.Tensor]] = []
+        kinds: list[tuple[torch.dtype, Codec]] = []
+        codecs = codecs or [NoCompression()] * len(tensors)
+        for tensor, codec in zip(self.tensors, codecs, strict=True):
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            kind = real.dtype, codec if real.dtype.is_floating_point else NoCompression()
+            if not isinstance(kind[1], VALUE_BY_VALUE) or kind not in kinds:
+                kinds.append(kind)
+                self._groups.append([real])
+            else:
+                self._groups[kinds.index(kind)].append(real)
+        self.segments: list[Segment] = []
+        for (dtype, codec), group in zip(kinds, self._groups, strict=True):
+            wide = np.dtype("float64" if sum_dtype(dtype) == torch.float64 else "float32")
+            self.segments.append(Segment(self.count, sum(each.numel() for each in group), wide, codec))
+        layout = [
+            (str(t.dtype), tuple(t.shape), _codec_name(codec))
+            for t, codec in zip(self.tensors, codecs, strict=True)
+        ]
+        self.schema = digest(repr(layout))
+
+    @property
+    def count(self) -> int:
+        """Elements in all segments."""
+        return sum(segment.count for segment in self.segments)
+
+    def read(self) -> list[Values]:
+        """Return a copy of each segment, shape (count,), in its wide type."""
+        copies = []
+        for group, segment in zip(self._groups, self.segments, strict=True):
+            flat = np.empty(segment.count, segment.wide)
+            at = 0
+            for tensor in group:
+                torch.from_numpy(flat[at : at + tensor.numel()]).copy_(tensor.reshape(-1))
+                at += tensor.numel()
+            copies.append(flat)
+        return copies
+
+    def add(self, deltas: Sequence[Values]) -> None:
+        """Add deltas of the segments' shapes to the tensors, in place; whole numbers round to the nearest."""
+        for group, delta in zip(self._groups, deltas, strict=True):
+            at = 0
+            for tensor in group:
+                drift = torch.from_numpy(delta[at : at + tensor.numel()]).reshape(tensor.shape)
+                tensor.copy_(_plus_drift(tensor.cpu(), drift))
+                at += tensor.numel()
+
+    def zeros(self) -> list[Values]:
+        """Return zeros of the segments' shapes."""
+        return [np.zeros(segment.count, segment.wide) for segment in self.segments]
+
+    def unpacked(self, part: Part, raw: bool, body: Bytes) -> Values:
+        """Return the values of a part that was packed with its segment's codec; ValueError if the body is too short."""
+        segment = self.segments[part.segment]
+        return unpack(segment.codec, body, raw=raw, dtype=segment.wide, count=part.stop - part.start)
+
+    def cut(self, counts: Sequence[int], part_size_bytes: int) -> list[list[Part]]:
+        """Return each reducer's parts: reducer i has `counts[i]` elements, in order, none in two segments."""
+        cuts, begin = [], 0
+        for count in counts:
+            cuts.append(self._range(begin, begin + count, part_size_bytes))
+            begin += count
+        return cuts
+
+    def _range(self, begin: int, end: int, part_size_bytes: int) -> list[Part]:
+        parts = []
+        for index, segment in enumerate(self.segments):
+            low, high = max(begin - segment.start, 0), min(end - segment.start, segment.count)
+            step = max(int(part_size_bytes / segment.nbytes_per_value), 1)
+            parts += [Part(index, at, min(at + step, high)) for at in range(low, high, step)]
+        return parts
+
+
+def _codec_name(codec: object) -> str:
+    """Return a text that is the same on all ranks with the same codec."""
+    return repr(codec) if is_dataclass(codec) else f"{type(codec).__module__}.{type(codec).__qualname__}"
+
+
+def _plus_drift(value: torch.Tensor, drift: torch.Tensor) -> torch.Tensor:
+    """Return value + drift; whole numbers round halves up."""
+    if value.dtype.is_floating_point or value.dtype == torch.bool:
+        return add(value, drift.clone())
+    return torch.floor(value.double() + drift + HALF).to(value.dtype)
+
+
+def average(parts: Sequence[Values], weights: Sequence[float]) -> tuple[Values, float]:
+    """Return the weighted mean of equally long parts and the sum of the weights.
+
+    Anchored at the first part, so that equal parts give exactly that part; summed in the order given. An element that
+    is not finite in some part counts there with weight 0; where nobody has a finite one, the mean is NaN.
+    """
+    anchor, total = parts[0], float(sum(weights))
+    if not total > 0:
+        return anchor, 0.0
+    drift = np.zeros_like(anchor)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            drift += (part - anchor) * anchor.dtype.type(weight / total)
+        mean = anchor + drift
+    if np.isfinite(mean).all():
+        return mean, total
+    return _finite_average(parts, weights), total
+
+
+def _finite_average(parts: Sequence[Values], weights: Sequence[float]) -> Values:
+    stacked = np.stack(parts)
+    finite = np.isfinite(stacked)
+    shares = finite * np.asarray(weights, stacked.dtype)[:, None]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean: Values = (np.where(finite, stacked, 0) * shares).sum(axis=0) / shares.sum(axis=0)
+    return mean
+
+
+def difference(mean: Values, part: Values) -> Values:
+    """Return mean − part; 0 where either is not finite: nothing mends such a value by addition."""
+    with np.errstate(invalid="ignore"):
+        delta = mean - part
+    return delta if np.isfinite(delta).all() else np.nan_to_num(delta, nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,167 @@
+"""`SpawnPolicy`: the call that all policies share, and the info that each call returns.
+
+It knows no strategy and sends nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from spawnsim.comm import Comm, as_comm
+from spawnsim.policies.rules.cadence import Cadence, Every
+
+logger = logging.getLogger("spawnsim.policies")
+
+Info = dict[str, Any]
+Result = tuple[torch.nn.Module, torch.optim.Optimizer, Info]
+
+
+def blank_info(mode: str, check_every: int) -> Info:
+    """Return the mapping that every call of every policy returns, as it is when nothing happens.
+
+    averaged_this_iteration: whether weights were averaged in this call, or in the background since the last one.
+    replacement_mode: "none" or the selection's name. is_replaced: whether this rank was replaced in this call.
+    num_replacements_so_far: of this rank. local_metric: as given, NaN if none. replacement_check_every: calls from
+    check to check. global_min_metric, global_max_metric: of the group, NaN where this call did not learn them. donors:
+    how many gave. staleness: iterations between the oldest donor's snapshot and the donor metric that chose it. bytes:
+    sent and received in this call. wait_s: seconds from asking to having (asynchronous) or spent in the collective
+    (synchronous).
+    """
+    return {
+        "averaged_this_iteration": False,
+        "replacement_mode": mode,
+        "is_replaced": False,
+        "num_replacements_so_far": 0,
+        "local_metric": math.nan,
+        "replacement_check_every": check_every,
+        "global_min_metric": math.nan,
+        "global_max_metric": math.nan,
+        "donors": 0,
+        "staleness": 0,
+        "bytes": 0,
+        "wait_s": 0.0,
+    }
+
+
+def as_metric(value: float | torch.Tensor) -> float:
+    """Return a metric as a number, also where it is a tensor that carries a gradient."""
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+
+class SpawnPolicy(ABC):
+    """Decides, after each training step, whether and how models are averaged or replaced across ranks.
+
+    Call it once per iteration, after `optimizer.step()`, and rebind what it returns: a replaced rank may get a new
+    model and a new optimizer. `with policy:` shuts it down at the end.
+    """
+
+    def __init__(self, average_every: int = 1, *, cadence: Cadence | None = None) -> None:
+        self.cadence: Cadence = cadence if cadence is not None else Every(average_every)
+        self.average_every = int(average_every)
+        self.num_replacements = 0
+        self.timing: dict[str, list[float]] = {}
+        self.captured: dict[str, int] = {}
+
+    @abstractmethod
+    def __call__(
+        self,
+        iteration: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        local_metric: float | None = None,
+        group: Any = None,
+    ) -> Result:
+        """Perhaps average or replace; return the model and optimizer to go on with, and what happened."""
+
+    def comm_of(self, group: Any) -> Comm:
+        """Return the communicator for what was passed as `group`."""
+        return as_comm(group)
+
+    def shutdown(self) -> None:  # noqa: B027  a policy that holds nothing has nothing to finish
+        """Finish what is under way. May be called twice; never waits without bound."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs to go on as if nothing had happened: plain numbers and lists."""
+        return {"num_replacements": self.num_replacements}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the state of a checkpoint."""
+        self.num_replacements = int(state["num_replacements"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def warn(self, group: Any, sentence: str, *, by: int = 0) -> None:
+        """Record an event "warning", on one rank of the group alone: it becomes one of `run.what["warnings"]`."""
+        record = getattr(group, "record", None)  # of other packages' communicators nothing is recorded
+        if record is not None and group.Get_rank() == by:
+            record.event("warning", text=f"{type(self).__name__}: {sentence}")
+
+    def warn_if_never_due(self, last: int, group: Any) -> None:
+        """Warn if `average_every` is longer than a run whose last iteration is `last`, so that nothing happened."""
+        if isinstance(self.cadence, Every) and 0 < last < self.cadence.first:
+            only = " but the first" if self.cadence.at_zero else ""
+            self.warn(
+                group,
+                f"average_every={self.cadence.period} exceeds the {last + 1} iterations: due in none{only}",
+            )
+
+    def warn_if_all_lived(self, age_range: tuple[int, int], calls: int, group: Any) -> None:
+        """Warn if no rank can have reached the age at which it is replaced."""
+        if age_range[0] >= calls:
+            self.warn(
+                group, f"age_range={age_range} begins beyond the {calls} iterations: nobody was replaced"
+            )
+
+    def note(self, step: str, seconds: float) -> None:
+        """Add a duration to `timing` under a step's name."""
+        self.timing.setdefault(step, []).append(seconds)
+
+    def capture_comm(self, name: str, size: int) -> None:
+        """Note the size of a communicator under a name, for `print_stats`."""
+        self.captured[name] = int(size)
+
+    def print_time(self) -> dict[str, dict[str, float]]:
+        """Return count, total and mean of each timed step in seconds; log them, and print them as a table."""
+        summary = {
+            step: {"calls": len(each), "total_s": sum(each), "mean_s": sum(each) / len(each)}
+            for step, each in self.timing.items()
+            if each
+        }
+        _print_table(f"{type(self).__name__}: time", summary)
+        return summary
+
+    def print_stats(self) -> dict[str, float]:
+        """Return this policy's counters; log them, and print them as a table."""
+        stats = self.stats | {f"comm/{name}": float(size) for name, size in self.captured.items()}
+        _print_table(
+            f"{type(self).__name__}: counts", {name: {"value": value} for name, value in stats.items()}
+        )
+        return stats
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Counters of this rank."""
+        return {"num_replacements": self.num_replacements}
+
+
+def _print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
+    columns = list(next(iter(rows.values()), {}))
+    lines = [f"{title:<40}" + "".join(f"{column:>14}" for column in columns)]
+    lines += [
+        f"{name:<40}" + "".join(f"{row[column]:>14.6g}" for column in columns) for name, row in rows.items()
+    ]
+    table = "\n".join(lines)
+    logger.info("%s", table)
+    print(table)  # noqa: T201  print_time and print_stats are asked for by name

@@ -1,0 +1,247 @@
+"""`DecentralizedAveragingPolicy`: averaging in small groups, behind the call that all policies share.
+
+It knows models and one `DecentralizedAverager`; how groups form and average is the averager's business (`averaging`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from spawnsim.comm import Comm, as_comm
+from spawnsim.errors import ParameterError, UsageError, WorldError
+from spawnsim.policies.averaging.averager import DecentralizedAverager
+from spawnsim.policies.averaging.download import State
+from spawnsim.policies.averaging.interface import StepControl
+from spawnsim.policies.averaging.vector import Vector
+from spawnsim.policies.base import Info, Result, SpawnPolicy, blank_info
+from spawnsim.policies.rules.cadence import Cadence
+from spawnsim.policies.state.codecs import (
+    Choices,
+    CodecChoice,
+    CompressionInfo,
+    RoleAdaptiveCompression,
+    TensorRole,
+)
+from spawnsim.policies.state.layout import Tensors, Travels, assign, assign_optimizer, collect
+
+ROLES = {"parameter": TensorRole.PARAMETER, "optimizer": TensorRole.OPTIMIZER}
+
+
+def infos_by_name(tensors: Tensors) -> list[CompressionInfo]:
+    """Return what compression may depend on: name, shape, dtype and role of each tensor of a model's state."""
+    return [
+        CompressionInfo.from_tensor(tensor, name, ROLES.get(name.partition("/")[0], TensorRole.UNSPECIFIED))
+        for name, tensor in tensors.items()
+    ]
+
+
+def _parameters_only(compression: Choices) -> Choices:
+    """Return the compression without that of optimizer state, unless it chooses tensor by tensor itself."""
+    if compression is None or isinstance(compression, (list, tuple, Mapping, CodecChoice)):
+        return compression
+    return RoleAdaptiveCompression(optimizer="none", default=compression)  # type: ignore[arg-type]
+
+
+class _ModelAverager(DecentralizedAverager):
+    """An averager of the tensors of a model, whose state for newcomers is all of model and optimizer."""
+
+    policy: DecentralizedAveragingPolicy
+
+    def get_current_state(self) -> State:
+        """Return (names and iteration, tensors) of the model and optimizer as they are now."""
+        return self.policy.state_for_newcomers()
+
+
+class DecentralizedAveragingPolicy(SpawnPolicy):
+    """Every `average_every` iterations, average the model with a small group of ranks that look for one as well.
+
+    All keyword arguments of `DecentralizedAverager` apply (`target_group_size`, `matchmaking`, `compression`, …).
+
+    Args:
+        average_every: iterations between averagings.
+        prefix: of the averager; two policies on one group need two.
+        asynchronous: if true, a call begins a step and returns; the average is applied at the later call in which it
+            is there, as a delta, so that the training steps taken meanwhile survive. If false, a call waits for the
+            step, and goes on without an average if no group was found within `step_timeout`.
+        load_state: a rank that calls for the first time after iteration 0 downloads model and optimizer from the
+            best donor, and returns them with "loaded_from_peer" in `info`.
+        travels: which parts of the state are averaged.
+        weight: this rank's weight.
+        compression: of `DecentralizedAverager`. A name or codec leaves the optimizer's state as it is: a second moment
+            that is rounded makes steps of any size. Tensors have their names as keys, and roles.
+
+    `info` says besides the usual: "group_size", ranks that were averaged, this one included; "complete", whether all
+    of the group were, in all elements; "received", the share of this rank's elements that came back averaged;
+    "missing", ranks whose values are not in all of them, with the share in which they are not. "donors" are those that
+    are in all of them.
+    """
+
+    # fmt: off
+    def __init__(
+        self, average_every: int = 1, *, prefix: str = "policy", asynchronous: bool = False, load_state: bool = False,
+        travels: Travels | None = None, weight: float = 1.0, cadence: Cadence | None = None,
+        timing: dict[str, list[float]] | None = None, **averager: Any,
+    ) -> None:
+        # fmt: on
+        super().__init__(average_every, cadence=cadence)
+        self.travels = travels if travels is not None else Travels()
+        if self.travels.optimizer_state in ("copy", "reset"):
+            raise ParameterError(
+                f"optimizer_state={self.travels.optimizer_state!r}: averaging in groups keeps or averages it"
+            )
+        self.asynchronous, self.load_state, self.weight = asynchronous, load_state, weight
+        self.timing = timing if timing is not None else {}
+        self.num_averagings = self.num_partial = 0
+        self.averager: _ModelAverager | None = None
+        self._parameters = {"prefix": prefix, **averager, "compression": _parameters_only(averager.get("compression"))}
+        self._group: object = None
+        self._control: tuple[StepControl, float, int] | None = None  # step, when it began, bytes sent before
+        self._latest: tuple[int, torch.nn.Module, torch.optim.Optimizer] | None = None
+        nothing = {"group_size": 0, "received": 0.0, "complete": False, "missing": {}}
+        self._idle = blank_info("none", self.average_every) | nothing
+
+    def __call__(
+        self,
+        iteration: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        local_metric: float | None = None,
+        group: Any = None,
+    ) -> Result:
+        """Average with a group if this iteration is due; serve others in any case."""
+        info = self._idle.copy()
+        if local_metric is not None:
+            info["local_metric"] = float(local_metric)
+        if self.averager is None or group is not self._group:
+            self._join(group, (iteration, model, optimizer), info)
+        averager = self.averager
+        assert averager is not None
+        self._rebind(averager, iteration, model, optimizer)
+        averager.progress()
+        self._finish(averager, info)
+        alone = averager.comm.size == 1  # such as the last survivor: a search would take all its time, for nobody
+        if self._control is None and self.cadence.due(iteration) and not alone:
+            self._start(averager)
+            if not self.asynchronous:
+                averager.engine.drive(self._arrived, math.inf)
+            self._finish(averager, info)
+        return model, optimizer, info
+
+    def _join(
+        self, group: Any, whose: tuple[int, torch.nn.Module, torch.optim.Optimizer], info: Info
+    ) -> None:
+        if self.averager is not None:
+            with suppress(WorldError):  # the group of before may have been revoked, since a rank of it has died
+                self.averager.shutdown(0.0)
+        comm: Comm = as_comm(group)
+        self._latest, self._group = whose, group
+        live = collect(whose[1], whose[2], self.travels)
+        self.averager = _ModelAverager(
+            list(live.values()), comm, **{"tensor_infos": infos_by_name(live), **self._parameters}
+        )
+        self.averager.policy = self
+        self._control = None
+        if self.load_state and whose[0] > 0:
+            info["loaded_from_peer"] = self._load(self.averager, live)
+
+    def _rebind(
+        self, averager: DecentralizedAverager, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Follow the caller to another model object, if it has the same tensors."""
+        if self._latest is not None and model is not self._latest[1]:
+            tensors = list(collect(model, optimizer, self.travels).values())
+            vector = Vector(tensors, averager.codecs(tensors))
+            if vector.schema != averager.vector.schema:
+                raise UsageError(f"rank {averager.rank}: the model has other tensors than before; make a new policy")
+            averager.vector = vector
+        self._latest = (iteration, model, optimizer)
+        averager.donor.priority = float(iteration)  # newcomers ask the rank that has come furthest
+
+    def _load(self, averager: DecentralizedAverager, live: Tensors) -> bool:
+        assert self._latest is not None
+        state = averager.load_state_from_peers(timeout=averager.search_s())
+        if not isinstance(state, tuple):
+            return False
+        (_, names), tensors = state
+        values = dict(zip(names, tensors, strict=True))
+        if any(name in values and values[name].shape != tensor.shape for name, tensor in live.items()):
+            raise UsageError(f"rank {averager.rank}: the donor's model has other shapes than this one")
+        _, model, optimizer = self._latest
+        assign(collect(model, None, Travels()), values)
+        assign_optimizer(model, optimizer, values)
+        return True
+
+    def state_for_newcomers(self) -> State:
+        """Return ((iteration, names), tensors, their descriptions) of model and optimizer."""
+        assert self._latest is not None
+        iteration, model, optimizer = self._latest
+        tensors = collect(model, optimizer, Travels(optimizer_state="copy"))
+        return (iteration, list(tensors)), list(tensors.values()), infos_by_name(tensors)
+
+    def _start(self, averager: DecentralizedAverager) -> None:
+        began_s = averager.comm.clock.now()
+        sent = averager.engine.post.counts["bytes_sent"]
+        control = averager.step(wait=False, weight=self.weight)
+        assert isinstance(control, StepControl)
+        self._control = (control, began_s, sent)
+
+    def _arrived(self) -> bool:
+        return self._control is None or self._control[0].done()
+
+    def _finish(self, averager: DecentralizedAverager, info: Info) -> None:
+        """Note the step's outcome, if it has ended; the averager has applied it already."""
+        if self._control is None or not self._control[0].done():
+            return
+        (control, began_s, sent), self._control = self._control, None
+        wait_s = averager.comm.clock.now() - began_s
+        self.note("average", wait_s)
+        result = control.averaged
+        if result is not None and len(result) > 1:  # in a group of one there is nothing to average
+            own = averager.rank
+            self.num_averagings += 1
+            self.num_partial += not result.complete
+            info.update(
+                averaged_this_iteration=True,
+                donors=sum(rank != own and rank not in result.missing for rank in result),
+                group_size=len(result),
+                received=result.received,
+                complete=result.complete,
+                missing=result.missing,
+            )
+        info.update(
+            bytes=averager.engine.post.counts["bytes_sent"] - sent,
+            wait_s=wait_s,
+        )
+
+    def shutdown(self) -> None:
+        """Leave: cancel what is under way and take back declarations. Not collective; may be called twice."""
+        if self._latest is not None:
+            self.warn_if_never_due(self._latest[0], self._group)
+        if self.averager is not None:
+            self.averager.shutdown()
+        self._control = self._latest = None
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Averagings, and what the averager did and met."""
+        own: dict[str, float] = {"num_averagings": self.num_averagings, "num_partial": self.num_partial}
+        return own | (self.averager.stats if self.averager is not None else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters and the group key."""
+        state = {**super().state_dict(), "num_averagings": self.num_averagings}
+        if self.averager is not None:
+            state |= {"bits": self.averager.bits}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a checkpoint; call it before the first call of the policy."""
+        super().load_state_dict(state)
+        self.num_averagings = int(state["num_averagings"])
+        if "bits" in state:
+            self._parameters["initial_group_bits"] = state["bits"]

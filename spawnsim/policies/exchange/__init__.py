@@ -1,0 +1,1 @@
+"""How ranks tell each other metrics and models: messages, windows, means over a group, and replacements."""

@@ -1,0 +1,284 @@
+"""The state machines of the asynchronous protocol: the coordinator, a replaced rank's inbox, and their options.
+
+They are driven by messages and the time they are told, and know neither communicator nor clock, so that losses,
+duplicates and any order of arrival are tested on them directly. A round is the iteration whose metrics the coordinator
+compares. It is decided once a quorum has reported or its deadline has passed, whichever comes first; deciding a round
+closes it and all older ones. What comes for a closed round is counted, and stands for its rank in the next decision
+unless that has a report of its own: a rank that has fallen behind by more than a deadline (it was paused, it is slow)
+would come too late for every round, and be neither replaced nor a donor ever again. A replaced rank has one assignment
+at a time, which ends when all donors have given, or when the deadline has passed, with those that have given whole
+snapshots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from spawnsim.errors import ParameterError
+from spawnsim.policies.exchange.messages import Assignment, Message
+from spawnsim.policies.rules.cadence import Deadline, Fixed, as_deadline
+from spawnsim.policies.rules.donors import Decision, Rules, decide
+from spawnsim.policies.rules.selection import Report
+
+Quorum = int | float
+
+
+def check_quorum(quorum: Quorum) -> Quorum:
+    """Return the quorum, or raise `ParameterError`."""
+    share = isinstance(quorum, float)
+    if isinstance(quorum, bool) or quorum <= 0 or (share and quorum > 1):
+        raise ParameterError(
+            f"quorum={quorum!r}: give a share of the group in (0, 1] or a whole number of ranks"
+        )
+    return quorum
+
+
+@dataclass(slots=True)
+class _Round:
+    opened_s: float
+    reports: dict[int, Report] = field(default_factory=dict)
+
+
+class Coordinator:
+    """Collects reports round by round and decides.
+
+    `counts` says how many reports were `late` (their round was closed) or `duplicate`, and how many rounds met their
+    `deadline` short of the quorum or fell into the `cooldown`.
+    """
+
+    def __init__(
+        self, size: int, rules: Rules, rng: np.random.Generator, *, deadline: Deadline, quorum: Quorum = 1.0,
+        cooldown: int = 0,
+    ) -> None:  # fmt: skip
+        self.size, self.rules, self.deadline = size, rules, deadline
+        self.quorum, self.cooldown = check_quorum(quorum), cooldown
+        self.counts: Counter[str] = Counter()
+        self.closed = -1
+        self.last_trigger = -cooldown
+        self._rng = rng
+        self._open: dict[int, _Round] = {}
+        self._late: dict[int, Report] = {}  # by rank, since the latest decision
+        self._last_opened_s: float | None = None
+        self._left: set[int] = set()
+        self._assigned: dict[int, tuple[int, float]] = {}  # rank → (round, when to give it up)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any round is open."""
+        return bool(self._open)
+
+    def report(self, round_: int, report: Report, now_s: float, settled: int = -1) -> None:
+        """Take a rank's report; `settled` is the last round whose replacement it finished or gave up."""
+        if settled >= self._assigned.get(report.rank, (math.inf, 0))[0]:
+            del self._assigned[report.rank]
+        if settled >= 0:  # a successor learns of the rounds before its time
+            self.last_trigger = max(self.last_trigger, settled)
+        if round_ <= self.closed:
+            self.counts["late"] += 1
+            self._late[report.rank] = report
+            return
+        entry = self._open.get(round_)
+        if entry is None:
+            entry = self._opened(round_, now_s)
+        if report.rank in entry.reports:
+            self.counts["duplicate"] += 1
+            return
+        self.deadline.observe(now_s - entry.opened_s)
+        entry.reports[report.rank] = report
+
+    def _opened(self, round_: int, now_s: float) -> _Round:
+        if self._last_opened_s is not None:
+            self.deadline.paced(now_s - self._last_opened_s)
+        self._last_opened_s = now_s
+        entry = self._open[round_] = _Round(now_s)
+        return entry
+
+    def leave(self, rank: int) -> None:
+        """Note that a rank neither reports nor gives any more."""
+        self._left.add(rank)
+
+    @property
+    def alone(self) -> bool:
+        """Whether all ranks have left."""
+        return len(self._left) == self.size
+
+    def needed(self) -> int:
+        """Return how many reports decide a round before its deadline."""
+        here = self.size - len(self._left)
+        wanted = math.ceil(self.quorum * here) if isinstance(self.quorum, float) else self.quorum
+        return max(1, min(wanted, here))
+
+    def due(self, now_s: float) -> list[Decision]:
+        """Return the decisions that can be taken now, oldest round first; rounds without a replacement included."""
+        decisions = []
+        for round_ in sorted(self._open):
+            entry = self._open.get(round_)
+            if entry is None:  # closed by a younger round
+                continue
+            full = len(entry.reports) >= self.needed()
+            if full or now_s >= entry.opened_s + self.deadline.limit_s(len(entry.reports) / self.size):
+                self.counts["deadline"] += not full
+                decisions.append(self._decide(round_, now_s))
+        return decisions
+
+    def _decide(self, round_: int, now_s: float) -> Decision:
+        told = self._late | self._open[round_].reports
+        reports = [told[rank] for rank in sorted(told) if rank not in self._left]
+        self.closed, self._late = round_, {}
+        self._open = {other: entry for other, entry in self._open.items() if other > round_}
+        if round_ - self.last_trigger < self.cooldown:
+            self.counts["cooldown"] += 1
+            return Decision(round_, len(reports))
+        decision = decide(round_, reports, self.rules, self._rng, busy=self._busy(now_s))
+        if decision.assignments:
+            self.last_trigger = round_
+            give_up_s = now_s + 4 * self.deadline.limit_s(share=1.0)
+            self._assigned.update((rank, (round_, give_up_s)) for rank in decision.assignments)
+        return decision
+
+    def _busy(self, now_s: float) -> set[int]:
+        return {rank for rank, (_, give_up_s) in self._assigned.items() if now_s < give_up_s}
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """How the exchange waits and sends.
+
+    `quorum`: how many reports decide a round at once, a share of the group (float) or a number of ranks (int).
+    `deadline`: seconds until a round is decided with those that have reported, and until a replaced rank goes on with
+    what its donors have sent; None learns both from past arrivals (`Adaptive`). `coordinator`: which rank of the
+    group decides (it takes part like any other); in a group that has fewer, as recoveries leave them, it is the last.
+    `tag`: every message of the policy has it. `part_nbytes`: larger snapshots travel in several messages. `checksum`:
+    check the weights too, at about 4 GB/s (control messages always are).
+    """
+
+    quorum: Quorum = 1.0
+    deadline: float | Callable[[], Deadline] | None = None
+    coordinator: int = 0
+    tag: int = 7001
+    part_nbytes: int = 2**26
+    checksum: bool = True
+    poll_interval_s: float = 0.01
+    shutdown_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_quorum(self.quorum)
+        if isinstance(self.deadline, (int, float)):
+            Fixed(self.deadline)
+        for name in ("part_nbytes", "poll_interval_s", "shutdown_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ParameterError(f"{name}={getattr(self, name)!r}: give a number above 0")
+        if self.coordinator < 0 or self.tag < 0:
+            raise ParameterError(
+                f"coordinator={self.coordinator}, tag={self.tag}: give numbers of at least 0"
+            )
+
+    def new_deadline(self) -> Deadline:
+        """Return a deadline that has seen nothing yet."""
+        return self.deadline() if callable(self.deadline) else as_deadline(self.deadline)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an assignment ended: the parts of each donor that gave a whole snapshot, in order of donor rank."""
+
+    assignment: Assignment
+    given: dict[int, list[Message]]
+    wait_s: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the donors have sent."""
+        return sum(part.body.size for parts in self.given.values() for part in parts)
+
+    @property
+    def fresh_start(self) -> bool:
+        """Whether the assignment named no donors: the rank is to start afresh."""
+        return not self.assignment.donors
+
+
+@dataclass(slots=True)
+class _OpenAssignment:
+    assignment: Assignment
+    asked_s: float
+    parts: dict[int, dict[int, Message]] = field(default_factory=dict)
+
+    def whole(self) -> dict[int, list[Message]]:
+        return {
+            donor: [got[index] for index in sorted(got)]
+            for donor in self.assignment.donors
+            if (got := self.parts.get(donor)) and len(got) == next(iter(got.values())).parts
+        }
+
+
+class Inbox:
+    """Keeps the open assignment. `settled` is the last round that was finished or given up."""
+
+    def __init__(self, deadline: Deadline, settled: int = -1) -> None:
+        self.deadline, self.settled = deadline, settled
+        self.counts: Counter[str] = Counter()
+        self._pending: _OpenAssignment | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an assignment is open."""
+        return self._pending is not None
+
+    def assign(self, assignment: Assignment, now_s: float) -> bool:
+        """Take an assignment; return whether its donors are to be asked."""
+        if self._pending is not None or assignment.round <= self.settled:
+            self.counts["refused"] += 1
+            return False
+        self._pending = _OpenAssignment(assignment, now_s)
+        return True
+
+    def part(self, donor: int, message: Message, now_s: float) -> None:
+        """Take one part of a donor's snapshot."""
+        pending = self._pending
+        if (
+            pending is None
+            or message.round != pending.assignment.round
+            or donor not in pending.assignment.donors
+        ):
+            self.counts["late"] += 1
+            return
+        got = pending.parts.setdefault(donor, {})
+        if message.part in got:
+            self.counts["duplicate"] += 1
+            return
+        if got and (first := next(iter(got.values()))).iteration != message.iteration:
+            # answers to an asking that was repeated: parts of two snapshots never mix
+            if message.iteration < first.iteration:
+                self.counts["late"] += 1
+                return
+            got.clear()
+        got[message.part] = message
+        self.deadline.observe(now_s - pending.asked_s)
+
+    def outcome(self, now_s: float) -> Outcome | None:
+        """Return how the open assignment ended, or None while it has not; after that nothing is open."""
+        pending = self._pending
+        if pending is None:
+            return None
+        given = pending.whole()
+        asked = len(pending.assignment.donors)
+        missing, wait_s = asked - len(given), now_s - pending.asked_s
+        if missing and wait_s < self.deadline.limit_s(len(given) / asked):
+            return None
+        self.counts["missing"] += missing
+        return self._end(Outcome(pending.assignment, given, wait_s))
+
+    def give_up(self) -> None:
+        """Close the open assignment without result."""
+        if self._pending is not None:
+            self.counts["given up"] += 1
+            self._end(Outcome(self._pending.assignment, {}, 0.0))
+
+    def _end(self, outcome: Outcome) -> Outcome:
+        self.settled, self._pending = outcome.assignment.round, None
+        return outcome

@@ -1,0 +1,398 @@
+"""RMA windows in which a rank exposes whole snapshots of its state, and reads those of others.
+
+Each window has a header and slots, which its owner fills in turn: it stores into the slot behind the current one and
+then makes that one current; it says so before and after, so a reader that was overtaken notices and reads again, and
+nobody ever gets a mixture of versions. A reader asks three times (the header, the slot, the header again), and each
+may have to wait for the owner's next step: with two slots it is overtaken by an owner that publishes in every step,
+with four it is not. A store is one pass, straight to the exposed memory; the header is written by `Put`, after `Sync`
+has made the store visible. Headers carry a checksum, and one of each slot's tensors if that is wanted. A slot
+describes its tensors, so models of different shapes can be read and matched by name, and compressed ones by whoever
+knows the codec.
+
+`Lock_all` is held from the constructor, which is collective, to the end; reads are `Rget`, whose request can be waited
+for with a deadline on every backend, unlike a flush. No call waits for a rank that it does not read from.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spawnsim.comm import Comm, Request
+from spawnsim.errors import RankFailed, Timeout
+from spawnsim.policies.exchange.messages import checksum
+from spawnsim.policies.rules.cadence import Deadline
+from spawnsim.policies.state.arithmetic import CPU
+from spawnsim.policies.state.codecs import Codec
+from spawnsim.policies.state.layout import ALIGN_NBYTES, Layout, Tensors, digest_of
+from spawnsim.policies.state.snapshot import (
+    Allocator,
+    Compression,
+    allocator_for,
+    device_of,
+    laid_out,
+    lay_out,
+)
+
+MOST_SLOTS = 9  # whose descriptions fit into a header
+SLOT = np.dtype(
+    [("iteration", "<i8"), ("text_nbytes", "<u4"), ("sum", "<u4"), ("body_nbytes", "<i8"), ("digest", "<u8")]
+)
+HEADER = np.dtype(
+    [
+        ("begun", "<i8"),
+        ("done", "<i8"),
+        ("slot_nbytes", "<i8"),
+        ("count", "<u4"),
+        ("sum", "<u4"),
+        ("slots", SLOT, MOST_SLOTS),
+    ]
+)
+Header = NDArray[np.void]  # one of `HEADER`: the latest version begun and done, and what is in each slot
+WITHDRAWN = -1  # the rank offers nothing any more
+ABSENT = -2  # it has no such tensor, or one that does not fit
+
+
+def padded(nbytes: int) -> int:
+    """Return the bytes rounded up, so that what follows is aligned."""
+    return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
+
+
+def slot_of(header: Header, version: int) -> Any:
+    """Return what a header says of the slot that holds a version."""
+    return header["slots"][0, version % int(header["count"][0])]
+
+
+def _sum_of(header: Header) -> int:
+    """Return the checksum of a header, whose own field it leaves out."""
+    bare = header.copy()
+    bare["sum"] = 0
+    return zlib.crc32(bare.view(np.uint8).data)
+
+
+def is_whole(header: Header) -> bool:
+    """Return whether a header that was read is one that was written."""
+    return int(header["sum"][0]) == _sum_of(header)
+
+
+class SlottedWindow:
+    """One window: the own slots, and access to those of others."""
+
+    def __init__(
+        self, comm: Comm, live: Tensors | None, compression: str | Codec | None = None, *, slots: int = 2,
+        checksum: bool = True,
+    ) -> None:  # fmt: skip
+        self.comm, self.rank, self._checksum = comm, comm.Get_rank(), checksum
+        self._compression = Compression(compression)
+        self.slot_nbytes = 0
+        if live is not None:
+            text_nbytes, body_nbytes = self._compression.most_nbytes(live)
+            self.slot_nbytes = padded(text_nbytes) + body_nbytes + ALIGN_NBYTES
+        self.win: Any = cast("Any", comm).Win.Allocate(
+            HEADER.itemsize + slots * self.slot_nbytes, 1, comm=comm
+        )
+        self.win.Lock_all()
+        self._slots = np.frombuffer(self.win.tomemory(), np.uint8)[HEADER.itemsize :]
+        self.header: Header = np.zeros(1, HEADER)
+        self.header["slot_nbytes"], self.header["count"] = self.slot_nbytes, slots
+        self.header["begun"] = 0 if live is not None else ABSENT
+        self._spare: list[NDArray[np.uint8]] = []
+        self._lent: dict[int, NDArray[np.uint8]] = {}
+        self._room: Allocator = allocator_for(CPU if live is None else device_of(live))
+        self._put_header()
+
+    def _put_header(self) -> None:
+        self.header["sum"] = _sum_of(self.header)
+        self.win.Put(self.header.view(np.uint8), self.rank, 0)
+        self.win.Flush(self.rank)
+
+    def publish(self, live: Tensors, version: int, iteration: int) -> int:
+        """Lay out the tensors as a new version; return the bytes of them.
+
+        If they do not fit, return -1, and offer nothing from then on.
+        """
+        encoded = self._compression.encode(live)
+        layout = encoded.layout
+        start = padded(len(layout.text))
+        fits = start + layout.nbytes <= self.slot_nbytes
+        self.header["begun"] = version if fits else ABSENT
+        self._put_header()
+        if not fits:
+            return -1
+        slot = self._slots[version % int(self.header["count"][0]) * self.slot_nbytes :][
+            : start + layout.nbytes
+        ]
+        slot[: len(layout.text)] = np.frombuffer(layout.text, np.uint8)
+        lay_out(layout, torch.from_numpy(slot[start:]), encoded.sources, device_of(live))
+        self.win.Sync()
+        sum_ = checksum(slot[start:]) if self._checksum else 0
+        told = (iteration, len(layout.text), sum_, layout.nbytes, layout.digest)
+        self.header["slots"][0, version % int(self.header["count"][0])] = told
+        self.header["done"] = version
+        self._put_header()
+        return layout.nbytes
+
+    def withdraw(self, why: int = WITHDRAWN) -> None:
+        """Offer nothing any more."""
+        self.header["begun"] = why
+        self._put_header()
+
+    def get_header(self, donor: int) -> tuple[Request, Header]:
+        """Start to read a donor's header; it is there when the request is over."""
+        header = np.empty(1, HEADER)
+        return self._get(header.view(np.uint8), donor, 0), header
+
+    def get_slot(
+        self, donor: int, header: Header, version: int, *, text: bool
+    ) -> tuple[Request, torch.Tensor]:
+        """Start to read a slot, with or without its description; the memory is the window's, until `reclaim`."""
+        slot = slot_of(header, version)
+        body_at = padded(int(slot["text_nbytes"]))
+        skip = 0 if text else body_at
+        length = body_at + int(slot["body_nbytes"]) - skip
+        fitting = (index for index, buffer in enumerate(self._spare) if buffer.size >= length)
+        index = next(fitting, None)
+        buffer = self._room(length) if index is None else self._spare.pop(index)
+        self._lent[donor] = buffer
+        at = HEADER.itemsize + version % int(header["count"][0]) * int(header["slot_nbytes"][0]) + skip
+        return self._get(buffer[:length], donor, at), torch.from_numpy(buffer[:length])
+
+    def _get(self, into: NDArray[np.uint8], donor: int, at: int) -> Request:
+        request: Request = self.win.Rget(into, donor, at)
+        return request
+
+    def reclaim(self, *, but: Collection[int]) -> None:
+        """Take back the memory of earlier reads, but not from donors whose answer may still come."""
+        self._spare += [buffer for donor, buffer in self._lent.items() if donor not in but]
+        self._lent = {}
+
+
+T = TypeVar("T")
+TRIES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSnapshot:
+    """A donor's snapshot: the iteration at which it was laid out, its tensors, and its size."""
+
+    iteration: int
+    tensors: Tensors
+    nbytes: int
+
+
+class SnapshotWindow:
+    """A rank's snapshots for others to take: one window for all its state, or one per tensor.
+
+    `counts`: reads that were `torn` or `unreadable` (damaged on their way), which were repeated; donors that were
+    `missing` (out of time, dead) or had `nothing` to offer.
+    """
+
+    def __init__(
+        self, comm: Comm, live: Tensors, deadline: Deadline, *, per_parameter: bool = False,
+        compression: str | Codec | None = None, slots: int = 2, checksum: bool = True,
+    ) -> None:  # fmt: skip
+        self.comm = comm
+        # Headers come in microseconds, and must not teach patience with models, which wait for each other on the wire.
+        self._headers_in, self._slots_in = deadline, deepcopy(deadline)
+        self._compression = Compression(compression)
+        self.counts: Counter[str] = Counter()
+        self.version = 0
+        self.per_parameter = per_parameter
+        keys = (
+            sorted({name for names in comm.allgather(sorted(live)) for name in names})
+            if per_parameter
+            else [""]
+        )
+        own = self._cut(live)
+        self._windows = {
+            key: SlottedWindow(comm, own.get(key), compression, slots=slots, checksum=checksum)
+            for key in keys
+        }
+        self._layouts: dict[int, Layout] = {}  # by digest
+        self._views: dict[tuple[int, int], Tensors] = {}  # by place in memory and digest; places are few
+        self._device = CPU
+        self._late: set[int] = set()  # donors whose answer to the latest reading may still come
+
+    def _cut(self, live: Tensors) -> dict[str, Tensors]:
+        return {name: {name: tensor} for name, tensor in live.items()} if self.per_parameter else {"": live}
+
+    def publish(self, live: Tensors, iteration: int) -> int:
+        """Lay out the state as it is now; return the bytes written. What does not fit any window is not offered."""
+        self.version += 1
+        cut = self._cut(live)
+        written = 0
+        for key, window in self._windows.items():
+            own = cut.get(key)
+            if own is None:
+                window.withdraw(ABSENT)
+            elif (nbytes := window.publish(own, self.version, iteration)) >= 0:
+                written += nbytes
+            else:
+                self.counts["too large"] += 1
+        return written
+
+    def withdraw(self) -> None:
+        """Offer nothing any more."""
+        for window in self._windows.values():
+            window.withdraw()
+
+    def free(self) -> None:
+        """Give the windows up; collective."""
+        for window in self._windows.values():
+            window.win.Unlock_all()
+            window.win.Free()
+        self._windows = {}
+
+    def take(self, donors: Sequence[int], device: torch.device = CPU) -> dict[int, RemoteSnapshot]:
+        """Return the current snapshot of each donor that has one and answers within the deadline.
+
+        The tensors are on the device of who needs them, and stay valid until the next call.
+        """
+        self._device = device
+        taken: dict[int, RemoteSnapshot] = {}
+        self._reclaim()
+        waiting = list(donors)
+        for _ in range(TRIES):
+            waiting = self._attempt(waiting, taken)
+            if not waiting:
+                break
+        return {donor: taken[donor] for donor in donors if donor in taken}
+
+    def _reclaim(self) -> None:
+        for window in self._windows.values():
+            window.reclaim(but=self._late)
+        if self._late:  # their memory is given up: nothing here may keep it
+            self._views.clear()
+        self._late = set()
+
+    def _attempt(self, donors: Iterable[int], taken: dict[int, RemoteSnapshot]) -> list[int]:
+        """Read all donors at once, add the whole snapshots to `taken`; return the donors that are to be read again."""
+        heads, damaged = self._headers(donors)
+        versions = {donor: _common_version(headers.values()) for donor, headers in heads.items()}
+        self.counts["nothing"] += sum(version == 0 for version in versions.values())
+        slots = self._slots(
+            {donor: heads[donor] for donor, version in versions.items() if version > 0}, versions
+        )
+        torn = [donor for donor, version in versions.items() if version < 0]
+        later, again = self._headers(slots)
+        damaged += again
+        for donor, headers in later.items():
+            version = versions[donor]
+            if any(header["begun"][0] >= version + header["count"][0] for header in headers.values()):
+                torn.append(donor)
+            elif (found := self._unpacked(heads[donor], version, slots[donor])) is not None:
+                taken[donor] = found
+            else:
+                damaged.append(donor)
+        self.counts["torn"] += len(torn)
+        self.counts["unreadable"] += len(damaged)
+        return torn + damaged
+
+    def _headers(self, donors: Iterable[int]) -> tuple[dict[int, dict[str, Header]], list[int]]:
+        """Return the headers of donors that offer something, and the donors of whom one is damaged."""
+
+        def ask(donor: int) -> dict[str, tuple[Request, Header]]:
+            return {key: window.get_header(donor) for key, window in self._windows.items()}
+
+        arrived = self._arrived(self._asked(donors, ask), self._headers_in)
+        damaged = [donor for donor, headers in arrived.items() if not all(map(is_whole, headers.values()))]
+        heads = {
+            donor: {key: header for key, header in headers.items() if header["begun"][0] != ABSENT}
+            for donor, headers in arrived.items()
+            if donor not in damaged
+        }
+        return heads, damaged
+
+    def _slots(
+        self, heads: dict[int, dict[str, Header]], versions: dict[int, int]
+    ) -> dict[int, dict[str, torch.Tensor]]:
+        def ask(donor: int) -> dict[str, tuple[Request, torch.Tensor]]:
+            version = versions[donor]
+            return {
+                key: self._windows[key].get_slot(
+                    donor, header, version, text=_slot_digest(header, version) not in self._layouts
+                )
+                for key, header in heads[donor].items()
+            }
+
+        return self._arrived(self._asked(heads, ask), self._slots_in)
+
+    def _asked(self, donors: Iterable[int], ask: Callable[[int], T]) -> dict[int, T]:
+        """Ask all donors at once; those that are known to be dead are left out."""
+        asked = {}
+        for donor in donors:
+            try:
+                asked[donor] = ask(donor)
+            except RankFailed:
+                self.counts["missing"] += 1
+        return asked
+
+    def _arrived(
+        self, asked: dict[int, dict[str, tuple[Request, T]]], deadline: Deadline
+    ) -> dict[int, dict[str, T]]:
+        """Wait for what was asked of each donor; return what those have answered that did so in time."""
+        clock = self.comm.clock
+        began_s = clock.now()
+        arrived: dict[int, dict[str, T]] = {}
+        for donor, requests in asked.items():
+            left_s = deadline.limit_s(len(arrived) / len(asked)) - (clock.now() - began_s)
+            try:
+                with clock.deadline(max(left_s, 1e-6)):
+                    for request, _ in requests.values():
+                        request.Wait()
+            except (Timeout, RankFailed):
+                self.counts["missing"] += 1
+                self._late.add(donor)
+            else:
+                arrived[donor] = {key: data for key, (_, data) in requests.items()}
+                deadline.observe(clock.now() - began_s)
+        return arrived
+
+    def _unpacked(
+        self, headers: dict[str, Header], version: int, slots: dict[str, torch.Tensor]
+    ) -> RemoteSnapshot | None:
+        """Return what was read; None if it was damaged on its way."""
+        tensors: Tensors = {}
+        iteration = nbytes = 0
+        for key, data in slots.items():
+            iteration, text_nbytes, sum_, body_nbytes, digest = slot_of(headers[key], version).tolist()
+            text, body = data[:text_nbytes].numpy().tobytes(), data[data.numel() - body_nbytes :]
+            if digest not in self._layouts:
+                if digest_of(text) != digest:
+                    return None
+                self._layouts[digest] = Layout.parse(text)
+            if sum_ and checksum(body.numpy()) != sum_:
+                return None
+            tensors |= self._laid_out(digest, body)
+            nbytes += data.numel()
+        return RemoteSnapshot(iteration, self._compression.decode(tensors), nbytes)
+
+    def _laid_out(self, digest: int, body: torch.Tensor) -> Tensors:
+        """Return the tensors of a body; memory that is read into again is not cut up again."""
+        if self._device.type != "cpu":
+            return laid_out(self._layouts[digest], body, self._device)
+        place = body.data_ptr(), digest
+        if place not in self._views:
+            self._views[place] = laid_out(self._layouts[digest], body)
+        return self._views[place]
+
+
+def _slot_digest(header: Header, version: int) -> int:
+    return int(slot_of(header, version)["digest"])
+
+
+def _common_version(headers: Collection[Header]) -> int:
+    """Return the version that all windows of a donor hold; 0 if it offers none, -1 if it is just changing."""
+    begun, done = ([int(header[field][0]) for header in headers] for field in ("begun", "done"))
+    if not done or min(done) == 0 or WITHDRAWN in begun:
+        return 0
+    slots = min(int(header["count"][0]) for header in headers)
+    return min(done) if max(begun) < min(done) + slots else -1

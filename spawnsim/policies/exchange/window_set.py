@@ -1,0 +1,276 @@
+"""All the windows of one rank: how they are configured, the board of metrics, and making and freeing them together.
+
+The board lies in one rank's window: each rank writes its line, any rank reads them all, nobody waits. A line holds its
+rank's last reports, so that ranks can be compared at one iteration (`rules/selection.py`): 16 in small groups, fewer
+in large ones, so that reading the board takes less than 40 kB up to 1,000 ranks. If the holder of the board does not
+answer in time, the next rank's board takes its place, and then the one's after it. Who moves says so in its line of
+the board that it leaves, so that nobody stays behind with old lines when a holder was only slow. When no deputy is
+left the board reads as empty: its loss costs the metrics, not the training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spawnsim.comm import BYTE, Comm, Request
+from spawnsim.errors import ParameterError, RankFailed, Revoked, Timeout
+from spawnsim.policies.exchange.snapshot_window import MOST_SLOTS, SnapshotWindow
+from spawnsim.policies.rules.cadence import Deadline, Every, Fixed, as_deadline
+from spawnsim.policies.rules.selection import NEVER, Report, ReportTable
+from spawnsim.policies.state.codecs import Codec
+from spawnsim.policies.state.layout import Tensors
+from spawnsim.policies.state.snapshot import Compression
+
+BUSY, WRITTEN, REPORTS = (
+    0,
+    1,
+    2,
+)  # of a line: two numbers, then pairs of an iteration + 1 (0: none) and its metric
+HERE, MOVED = 1.0, 2.0  # what WRITTEN says, of a line that is not blank
+DEPUTIES = 2
+MOST_REPORTS, ALL_REPORTS = 16, 2048  # of a line; of a board
+PATIENCE = 4  # own reports after which a line that has not changed is taken for that of a dead rank
+
+
+class MetricsBoard:
+    """The board of a group, held by one of its ranks. Making it is collective.
+
+    `holder` is the rank that holds it now; `moved` whether this rank has left the first holder, `lost` all of them.
+    """
+
+    def __init__(self, comm: Comm, *, holder: int = 0, timeout_s: float = 30.0) -> None:
+        self.comm, self.holder, self.timeout_s = comm, holder, timeout_s
+        self.moved = self.lost = False
+        self._size, me = comm.Get_size(), comm.Get_rank()
+        self._deputies = [(holder + step) % self._size for step in range(1, min(DEPUTIES + 1, self._size))]
+        holding = me == holder or me in self._deputies
+        self._kept = max(2, min(MOST_REPORTS, ALL_REPORTS // self._size))
+        self._mine = np.zeros(REPORTS + 2 * self._kept)
+        self.reports = 0  # of this rank
+        self._lines = np.zeros((self._size, self._mine.size))
+        self._known = self._lines.copy()
+        self._newest = np.full(
+            self._size, NEVER
+        )  # as of the latest look, and how many own reports ago it changed
+        self._since = np.zeros(self._size, np.int64)
+        nbytes = self._lines.nbytes + 8 if holding else 0  # the lines, and the verdict
+        self._win: Any = cast("Any", comm).Win.Allocate(nbytes, 1, comm=comm)
+        self._win.Lock_all()
+        self._sent: Request | None = None
+        if me == holder:
+            self._put(np.zeros(self._lines.size + 1), 0)
+            self._win.Flush(holder)
+        elif holding:
+            np.frombuffer(self._win.tomemory(), np.uint8)[:] = 0
+            self._win.Sync()
+        comm.Barrier()
+
+    def report(self, metric: float, iteration: int) -> None:
+        """Write a report to the own line, over the oldest; it is on its way when this returns.
+
+        Only what has changed is written, a few bytes in a row, so that nobody reads half of it.
+        """
+        place = REPORTS + 2 * (self.reports % self._kept)
+        self._mine[place : place + 2] = iteration + 1, metric
+        self._mine[WRITTEN] = HERE
+        if not self.reports:
+            self._write(0, self._mine.size)
+        else:
+            self._write(place, place + 2)
+        self.reports += 1
+
+    def mark(self, *, busy: bool) -> None:
+        """Say on the own line that this rank is being replaced, or no longer; without a report there is no line."""
+        self._mine[BUSY] = busy
+        if self.reports:
+            self._write(0, REPORTS)
+
+    def read(self) -> ReportTable:
+        """Return the lines of the ranks that have written one; the own as it is here."""
+        while self._try(self._read) and (self._lines[:, WRITTEN] == MOVED).any():
+            self._move()
+        lines = self._known
+        if self.lost:
+            lines[:] = 0
+        else:  # on a deputy's board, some have not written theirs yet
+            there = self._lines[:, WRITTEN] > 0
+            lines[there] = self._lines[there]
+            if self.reports:
+                lines[self.comm.Get_rank()] = self._mine
+        iterations, metrics = _newest_first(lines[:, REPORTS:].reshape(self._size, self._kept, 2))
+        changed = iterations[:, 0] != self._newest
+        self._newest = iterations[:, 0].copy()
+        self._since[changed] = self.reports
+        alive = self.reports - self._since < PATIENCE
+        every = ReportTable(np.arange(self._size), iterations, metrics, lines[:, BUSY] > 0, alive)
+        return every.of(lines[:, WRITTEN] > 0)
+
+    def agree(self, verdict: int) -> int:
+        """Return the verdict (not 0) of the rank that gave one first: all ranks get the same."""
+        first, none, mine = (np.asarray([number], np.int64) for number in (0, 0, verdict))
+        self._win.Compare_and_swap(mine, none, first, self.holder, self._lines.nbytes)
+        self._win.Flush(self.holder)
+        return int(first[0]) or verdict
+
+    def _write(self, first: int, last: int) -> None:
+        """Write numbers of the own line."""
+        at = self.comm.Get_rank() * self._mine.nbytes + first * self._mine.itemsize
+        self._try(lambda: self._put(self._mine[first:last].copy(), at))
+
+    def _put(self, line: NDArray[np.float64], at: int) -> None:
+        if self._sent is not None:
+            self._sent.Wait()  # the line before this one arrived long ago, unless the holder is gone
+        target = [at, line.nbytes, BYTE]
+        self._sent = self._win.Rput([line.view(np.uint8), line.nbytes, BYTE], self.holder, target)
+
+    def _read(self) -> None:
+        lines = self._lines = np.zeros_like(self._lines)  # not the last ones: a late answer goes there
+        target = [0, lines.nbytes, BYTE]
+        self._win.Rget([lines.view(np.uint8), lines.nbytes, BYTE], self.holder, target).Wait()
+
+    def _try(self, access: Callable[[], None]) -> bool:
+        """Carry out an access; move to the next board if its holder does not answer. False when none is left."""
+        while not self.lost:
+            try:
+                with self.comm.clock.deadline(self.timeout_s):
+                    access()
+            except (Timeout, RankFailed):
+                self._move()
+            else:
+                return True
+        return False
+
+    def _move(self) -> None:
+        """Leave this board, which others learn when its holder comes back, and write the own line to the next."""
+        gone = self._mine.copy()
+        gone[WRITTEN] = MOVED
+        try:
+            self._sent = None  # what is under way there may take for ever
+            self._put(gone, self.comm.Get_rank() * gone.nbytes)
+        except RankFailed:
+            pass
+        self._sent = None
+        self.moved, self.lost = True, not self._deputies
+        if not self.lost:
+            self.holder = self._deputies.pop(0)
+            if self.reports:
+                self._write(0, self._mine.size)
+
+    def free(self) -> None:
+        """Give the window up; collective."""
+        self._win.Unlock_all()
+        self._win.Free()
+
+
+def _newest_first(pairs: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return iterations and metrics of pairs, shape (ranks, reports, 2), each row from its newest report on."""
+    order = np.argsort(-pairs[:, :, 0], axis=1, kind="stable")
+    iterations, metrics = (np.take_along_axis(pairs[:, :, column], order, axis=1) for column in (0, 1))
+    return iterations.astype(np.int64) - 1, metrics
+
+
+WindowLayout = Literal["flat", "per_parameter"]
+FREE, KEEP = 1, 2
+WINDOW_LAYOUTS: tuple[str, ...] = ("flat", "per_parameter")
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """How state is laid out and read.
+
+    `layout`: "flat" is one window for everything, any mix of dtypes; "per_parameter" one window per tensor.
+    `publish_every`: iterations between snapshots (None: `average_every`); a replaced rank publishes at once.
+    `slots`: snapshots that a rank keeps laid out, 2 to 9, each as large as its state. Two will do unless it publishes
+    while a read is under way: where a donor answers between its steps alone, and publishes in each, give 4.
+    `deadline`: seconds that a reader gives its donors; None learns from past reads.
+    `board_timeout_s`: seconds that it gives the rank which holds the board.
+    `holder`: the rank of the group (of a smaller one, the last) whose window holds everybody's metric; if it does not
+    answer, the next takes over, and then the one after. `shutdown_timeout_s`: how long `shutdown` waits for the others.
+    `checksum`: check the weights, too, at about 4 GB/s (headers always are): what was damaged on its way is refused,
+    counted ("unreadable") and read again.
+    """
+
+    layout: WindowLayout = "flat"
+    publish_every: int | None = None
+    slots: int = 2
+    deadline: float | Callable[[], Deadline] | None = None
+    board_timeout_s: float = 30.0
+    holder: int = 0
+    shutdown_timeout_s: float = 5.0
+    checksum: bool = True
+
+    def __post_init__(self) -> None:
+        if self.layout not in WINDOW_LAYOUTS:
+            raise ParameterError(f"layout={self.layout!r}: choose one of {', '.join(WINDOW_LAYOUTS)}")
+        if self.publish_every is not None:
+            Every(self.publish_every)
+        if self.slots not in range(2, MOST_SLOTS + 1):
+            raise ParameterError(f"slots={self.slots!r}: give 2 to {MOST_SLOTS}")
+        if isinstance(self.deadline, (int, float)):
+            Fixed(self.deadline)
+        if self.holder < 0:
+            raise ParameterError(f"holder={self.holder}: give a rank of the group")
+        for name in ("board_timeout_s", "shutdown_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ParameterError(f"{name}={getattr(self, name)!r}: give seconds above 0")
+
+    def open(self, comm: Comm, live: Tensors, compression: str | Codec | None = None) -> OpenWindows:
+        """Make the windows; collective over the communicator."""
+        deadline = self.deadline() if callable(self.deadline) else as_deadline(self.deadline)
+        if name := Compression(compression).name:  # a replay needs it
+            comm.record.event("transport", compression=name)
+        apart = self.layout == "per_parameter"
+        shelf = SnapshotWindow(
+            comm, live, deadline, per_parameter=apart, compression=compression, slots=self.slots, checksum=self.checksum
+        )  # fmt: skip
+        holder = min(self.holder, comm.Get_size() - 1)  # after recoveries groups are smaller
+        return OpenWindows(comm, shelf, MetricsBoard(comm, holder=holder, timeout_s=self.board_timeout_s))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWindows:
+    """A rank's windows on one communicator."""
+
+    comm: Comm
+    shelf: SnapshotWindow
+    board: MetricsBoard
+
+    def _all_come(self, timeout_s: float) -> bool:
+        try:
+            with self.comm.clock.deadline(timeout_s):
+                return self.comm.Ibarrier().Wait()
+        except (Timeout, RankFailed):
+            return False
+
+    def close(self, timeout_s: float) -> bool:
+        """Offer nothing any more; free the windows if all ranks of the group come to do so within the time-out.
+
+        Freeing is collective, so a rank that does not come would hold up the others: then the windows stay. Whether all
+        have come or somebody's time was up first is decided once for all, on the board: either all free or none.
+        """
+        try:
+            self.shelf.withdraw()
+            if self.board.moved:  # without a word to the others, who will not see all come
+                return False
+            if self.board.agree(FREE if self._all_come(timeout_s) else KEEP) != FREE:
+                return False
+            with self.comm.clock.deadline(
+                self.comm.clock.limit_s()
+            ):  # stated, for a verdict may be lost on its way
+                self.shelf.free()
+                self.board.free()
+        except (Timeout, RankFailed, Revoked):  # also of a rank that dies while all free
+            return False
+        return True
+
+
+def metric_range(reports: list[Report]) -> tuple[float, float]:
+    """Return the lowest and highest finite metric; NaN if there is none."""
+    finite = [report.metric for report in reports if math.isfinite(report.metric)]
+    return (min(finite), max(finite)) if finite else (math.nan, math.nan)

@@ -1,0 +1,166 @@
+"""When a policy acts, and how long it waits for others: cadences and deadlines.
+
+A cadence is any object with `due(iteration) -> bool`; all ranks of a group that averages synchronously must have equal
+cadences. A deadline says how long to wait for a group: fixed, or learnt from how late others have come so far.
+Iteration numbers and seconds go in; no clock is read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from spawnsim.errors import ParameterError
+
+
+@runtime_checkable
+class Cadence(Protocol):
+    """Says whether a policy acts at an iteration."""
+
+    def due(self, iteration: int) -> bool:
+        """Return whether to act in the call of this iteration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """Act at the multiples of `period`, from `start` on.
+
+    Iteration 0 is left out unless `period` is 1, as after a single step there are no metrics worth comparing, or
+    `at_zero` says otherwise.
+
+    >>> [i for i in range(12) if Every(5).due(i)]
+    [5, 10]
+    >>> [i for i in range(12) if Every(5, at_zero=True).due(i)]
+    [0, 5, 10]
+    >>> [i for i in range(3) if Every(1).due(i)]
+    [0, 1, 2]
+    """
+
+    period: int
+    start: int = 0
+    at_zero: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.period, bool) or int(self.period) != self.period or self.period < 1:
+            raise ParameterError(
+                f"average_every={self.period!r}: give a whole number of iterations of at least 1"
+            )
+        if self.start < 0:
+            raise ParameterError(f"start={self.start}: give an iteration of at least 0")
+
+    @property
+    def first(self) -> int:
+        """The first iteration after 0 at which to act."""
+        return -(-max(self.start, 1) // self.period) * self.period
+
+    def due(self, iteration: int) -> bool:
+        """Return whether `iteration` is a multiple of the period, not before `start`."""
+        if iteration % self.period or iteration < self.start:
+            return False
+        return iteration > 0 or self.period == 1 or self.at_zero
+
+
+@dataclass(frozen=True, slots=True)
+class When:
+    """Act where a function of the iteration says so.
+
+    >>> When(lambda iteration: iteration in (3, 9)).due(9)
+    True
+    """
+
+    says: Callable[[int], bool]
+
+    def due(self, iteration: int) -> bool:
+        """Return what the function says."""
+        return bool(self.says(iteration))
+
+
+class Deadline(Protocol):
+    """Says how long a wait may last, and is told how late each arrival was."""
+
+    def limit_s(self, share: float) -> float:
+        """Return the seconds that a wait may last, of which this share of those awaited has come."""
+
+    def observe(self, late_s: float) -> None:
+        """Take note of one arrival, `late_s` after the wait began."""
+
+    def paced(self, period_s: float) -> None:
+        """Take note of the time between the beginnings of two waits."""
+
+
+class Fixed:
+    """Always the same limit.
+
+    >>> Fixed(2.0).limit_s(share=0.0)
+    2.0
+    """
+
+    def __init__(self, seconds: float) -> None:
+        if not seconds > 0:
+            raise ParameterError(f"deadline {seconds!r}: give seconds above 0")
+        self.seconds = float(seconds)
+
+    def limit_s(self, share: float) -> float:
+        """Return the limit."""
+        return self.seconds
+
+    def observe(self, late_s: float) -> None:
+        """Learn nothing."""
+
+    def paced(self, period_s: float) -> None:
+        """Learn nothing."""
+
+
+class Adaptive:
+    """median + k · MAD of the last arrivals, times `slack`; `initial_s` until `enough` arrivals were seen.
+
+    The median absolute deviation is scaled by 1.4826, so that k counts standard deviations of normal arrivals.
+    Never less than the median time between waits: who polls rarely sees all arrivals at once, and must not take
+    that for punctuality. Nor is it applied before half have come: the first arrivals say nothing of the rest.
+    """
+
+    def __init__(
+        self, k: float = 6.0, *, initial_s: float = 30.0, slack: float = 2.0, enough: int = 8
+    ) -> None:
+        if not (k >= 0 and initial_s > 0 and slack >= 1 and enough >= 1):
+            raise ParameterError(
+                f"Adaptive(k={k!r}, initial_s={initial_s!r}, slack={slack!r}, enough={enough!r}): "
+                "give k >= 0, initial_s > 0, slack >= 1, enough >= 1"
+            )
+        self.k, self.initial_s, self.slack, self.enough = k, initial_s, slack, enough
+        self._seen: deque[float] = deque(maxlen=512)
+        self._periods: deque[float] = deque(maxlen=16)
+        self._limit_s: float | None = None
+
+    def observe(self, late_s: float) -> None:
+        """Take note of one arrival."""
+        self._seen.append(late_s)
+        self._limit_s = None
+
+    def paced(self, period_s: float) -> None:
+        """Take note of the time between two waits."""
+        self._periods.append(period_s)
+        self._limit_s = None
+
+    def limit_s(self, share: float) -> float:
+        """Return the limit for what was seen so far; `initial_s` before half of those awaited have come."""
+        if share < 0.5 or len(self._seen) < self.enough:
+            return self.initial_s
+        if self._limit_s is None:
+            seen = np.asarray(self._seen)
+            middle = float(np.median(seen))
+            spread = 1.4826 * float(np.median(np.abs(seen - middle)))
+            pace = float(np.median(self._periods)) if self._periods else 0.0
+            self._limit_s = min(max(self.slack * (middle + self.k * spread), pace), self.initial_s)
+        return self._limit_s
+
+
+def as_deadline(limit: float | Deadline | None) -> Deadline:
+    """Return a deadline object: a number is fixed seconds, None learns."""
+    if limit is None:
+        return Adaptive()
+    return Fixed(limit) if isinstance(limit, (int, float)) else limit

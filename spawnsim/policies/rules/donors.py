@@ -1,0 +1,293 @@
+"""From whom, and how much: donors, their weights, and the decision that puts them together with a selection.
+
+A donor rule is any callable `rule(rank, candidates, rng) -> donors`, where `candidates` are the reports of the ranks
+that may give: sorted by rank, with finite metrics, without the rank itself and without any rank that is itself being
+replaced. Weights come from the donors' metrics, are non-negative and sum to 1. A decision is a pure function of its
+arguments and the generator given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spawnsim.errors import ParameterError, UsageError
+from spawnsim.policies.exchange.messages import Assignment
+from spawnsim.policies.rules.selection import (
+    Mode,
+    NanPolicy,
+    Report,
+    Selection,
+    admitted,
+    check_mode,
+    check_nan_policy,
+    goodness,
+    spare_the_best,
+    worst_first,
+)
+
+Weights = NDArray[np.float64]
+Mixing = Callable[[Sequence[float]], Weights]  # donors' metrics → their weights
+Strategy = Literal["mean", "weighted_mean", "best_only", "reset_weights"]
+STRATEGIES: tuple[str, ...] = ("mean", "weighted_mean", "best_only", "reset_weights")
+
+
+def mean_weights(metrics: Sequence[float], mode: Mode = "max") -> Weights:
+    """Return equal weights."""
+    return np.full(len(metrics), 1 / max(len(metrics), 1))
+
+
+def softmax_weights(metrics: Sequence[float], mode: Mode = "max") -> Weights:
+    """Return weights that grow with goodness: softmax of (metric - mean) / standard deviation.
+
+    Shifting or scaling all metrics changes nothing; non-finite metrics weigh nothing unless all are non-finite.
+
+    >>> softmax_weights([1.0, 2.0, 4.0]).round(2).tolist()
+    [0.15, 0.22, 0.63]
+    """
+    good = np.asarray([goodness(metric, mode) for metric in metrics], dtype=np.float64)
+    finite = np.isfinite(good)
+    if not finite.any():
+        return mean_weights(metrics)
+    scaled = good / max(float(np.abs(good[finite]).max()), np.finfo(np.float64).tiny)  # no overflow below
+    spread = float(scaled[finite].std())
+    heat = np.where(finite, (scaled - scaled[finite].max()) / (spread if spread > 1e-12 else 1.0), -np.inf)
+    raised = np.exp(heat)
+    weights: Weights = raised / raised.sum()
+    return weights
+
+
+def best_weights(metrics: Sequence[float], mode: Mode = "max") -> Weights:
+    """Return weight 1 for the best donor (the last of equals), 0 for the others."""
+    good = [goodness(metric, mode) for metric in metrics]
+    weights = np.zeros(len(good))
+    if good:
+        weights[max(range(len(good)), key=lambda index: (good[index], index))] = 1
+    return weights
+
+
+def weights_for(strategy: str, metrics: Sequence[float], mode: Mode = "max") -> Weights:
+    """Return the donors' weights under a named strategy; `reset_weights` has no donors, hence no weights."""
+    if strategy == "mean":
+        return mean_weights(metrics, mode)
+    if strategy == "weighted_mean":
+        return softmax_weights(metrics, mode)
+    if strategy == "best_only":
+        return best_weights(metrics, mode)
+    return np.empty(0)
+
+
+def check_strategy(strategy: str) -> str:
+    """Return the strategy, or raise `ParameterError`."""
+    if strategy not in STRATEGIES:
+        raise ParameterError(f"averaging_strategy={strategy!r}: choose one of {', '.join(STRATEGIES)}")
+    return strategy
+
+
+def check_momentum(momentum: float) -> float:
+    """Return the momentum, or raise `ParameterError` if it is outside [0, 1]."""
+    if not 0 <= momentum <= 1:
+        raise ParameterError(
+            f"momentum={momentum!r}: give a number from 0 to 1 (the share of the own weights kept)"
+        )
+    return float(momentum)
+
+
+MOST_DONORS = 8  # donors of one replaced rank by default, where averaging takes several: see `usual`
+
+DonorRule = Callable[[int, Sequence[Report], np.random.Generator], Sequence[int]]
+Count = int | float | None  # so many; that share of the candidates; all
+
+
+def how_many(count: Count, available: int) -> int:
+    """Return a count of donors: a whole number, or a share of those available; at least 1 and at most all.
+
+    >>> [how_many(count, 10) for count in (None, 3, 99, 0.5, 0.01)]
+    [10, 3, 10, 5, 1]
+    """
+    if count is None:
+        return available
+    wanted = int(count * available) if isinstance(count, float) else count
+    return min(max(1, wanted), available)
+
+
+def check_count(count: Count) -> Count:
+    """Return the count, or raise `ParameterError`."""
+    share = isinstance(count, float)
+    if count is not None and (isinstance(count, bool) or count <= 0 or (share and count > 1)):
+        raise ParameterError(
+            f"count={count!r}: give a whole number above 0, a share in (0, 1] or None for all"
+        )
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """`count` of the candidates, all equally likely, without repetition."""
+
+    count: Count = None
+
+    def __post_init__(self) -> None:
+        check_count(self.count)
+
+    def __call__(self, rank: int, candidates: Sequence[Report], rng: np.random.Generator) -> list[int]:
+        ranks, wanted = [report.rank for report in candidates], how_many(self.count, len(candidates))
+        if wanted == len(ranks):
+            return ranks
+        return sorted(int(chosen) for chosen in rng.choice(ranks, wanted, replace=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The `count` best candidates; ties go to the higher rank, as they are last to be replaced."""
+
+    count: Count = 1
+    mode: Mode = "max"
+
+    def __post_init__(self) -> None:
+        check_count(self.count)
+        check_mode(self.mode)
+
+    def __call__(self, rank: int, candidates: Sequence[Report], rng: np.random.Generator) -> list[int]:
+        order = worst_first(candidates, self.mode)
+        return sorted(report.rank for report in order[len(order) - how_many(self.count, len(order)) :])
+
+
+@dataclass(frozen=True, slots=True)
+class ByMetric:
+    """`count` candidates drawn without repetition, the better the likelier (softmax of the standardised metric)."""
+
+    count: Count = 1
+    mode: Mode = "max"
+
+    def __post_init__(self) -> None:
+        check_count(self.count)
+        check_mode(self.mode)
+
+    def __call__(self, rank: int, candidates: Sequence[Report], rng: np.random.Generator) -> list[int]:
+        chances = softmax_weights([report.metric for report in candidates], self.mode)
+        wanted = how_many(self.count, len(candidates))
+        ranks = [report.rank for report in candidates]
+        return sorted(int(chosen) for chosen in rng.choice(ranks, wanted, replace=False, p=chances))
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """At most `count` of the rank's neighbours in a topology (rank → its neighbours), drawn uniformly.
+
+    Where no neighbour may give, the best candidate of all does: a replaced rank never ends up with nothing.
+    """
+
+    topology: Mapping[int, Sequence[int]]
+    count: Count = None
+    mode: Mode = "max"
+
+    def __post_init__(self) -> None:
+        check_count(self.count)
+        check_mode(self.mode)
+
+    def __call__(self, rank: int, candidates: Sequence[Report], rng: np.random.Generator) -> list[int]:
+        near = set(self.topology.get(rank, ()))
+        close = [report for report in candidates if report.rank in near]
+        if not close:
+            return Best(1, self.mode)(rank, candidates, rng)
+        return Uniform(self.count)(rank, close, rng)
+
+
+def default_donors(strategy: str, mode: Mode, most: int | None) -> DonorRule:
+    """Return the donors that a strategy has where none are named: for "best_only" the best alone, else `most`.
+
+    "best_only" means the best of all, so one rank gives to all that are replaced in a round: it packs its model once,
+    and its network card sends it as often as there are replaced ranks. A number of donors with "best_only" takes the
+    best of so many drawn at random, which spreads that load. `most` drawn at random (None: all candidates) keeps the
+    traffic of a round, and the memory of a replaced rank, from growing with the square of the group.
+    """
+    return Best(1, mode) if strategy == "best_only" else Uniform(most)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The composition: who (selection), from whom (donors), how much (strategy, or `mixing` in its place)."""
+
+    selection: Selection
+    donors: DonorRule
+    strategy: str = "mean"
+    mixing: Mixing | None = None
+    mode: Mode = "max"
+    nan_policy: NanPolicy = "worst"
+
+    def __post_init__(self) -> None:
+        check_strategy(self.strategy)
+        check_mode(self.mode)
+        check_nan_policy(self.nan_policy)
+
+    def weights(self, metrics: Sequence[float]) -> list[float]:
+        """Return the weights of donors with these metrics."""
+        given = self.mixing(metrics) if self.mixing else weights_for(self.strategy, metrics, self.mode)
+        weights = np.asarray(given, dtype=np.float64)
+        if weights.shape != (len(metrics),) or not (weights >= 0).all() or not math.isclose(weights.sum(), 1):
+            raise UsageError(
+                f"mixing gave {weights.tolist()} for {len(metrics)} donors: weights are >= 0 and sum to 1"
+            )
+        return [float(weight) for weight in weights]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a round decided: each replaced rank's assignment, and the range of the metrics that it saw."""
+
+    round: int
+    reported: int
+    low: float = math.nan
+    high: float = math.nan
+    assignments: dict[int, Assignment] = field(default_factory=dict)
+
+
+def decide(
+    round_: int,
+    reports: Sequence[Report],
+    rules: Rules,
+    rng: np.random.Generator,
+    *,
+    busy: Collection[int] = (),
+) -> Decision:
+    """Return the decision of one round.
+
+    `busy` ranks (still being replaced from an earlier round) are neither replaced nor donors, but they count: nobody
+    else goes in their place. Donors have finite metrics and are not replaced in this round; where there is none,
+    nobody is replaced.
+    """
+    taking = admitted(reports, rules.nan_policy)
+    finite = [report.metric for report in reports if math.isfinite(report.metric)]
+    low, high = (min(finite), max(finite)) if finite else (math.nan, math.nan)
+    decision = Decision(round_, len(reports), low, high)
+    known = {report.rank for report in taking}
+    selected = spare_the_best(known.intersection(rules.selection(taking)), taking, rules.mode)
+    givers = [r for r in taking if r.rank not in selected and r.rank not in busy and math.isfinite(r.metric)]
+    if givers or rules.strategy == "reset_weights":
+        for rank in sorted(selected.difference(busy)):
+            donors, weights = choose_donors(rank, givers, rules, rng)
+            decision.assignments[rank] = Assignment(round_, donors, weights, low, high)
+    return decision
+
+
+def choose_donors(
+    rank: int, givers: Sequence[Report], rules: Rules, rng: np.random.Generator
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return the donors of one replaced rank, by rank, and their weights; donors of no weight are left out."""
+    if rules.strategy == "reset_weights":
+        return (), ()
+    chosen = sorted(set(rules.donors(rank, givers, rng)))
+    metrics = {report.rank: report.metric for report in givers}
+    if not chosen or not metrics.keys() >= set(chosen):
+        raise UsageError(
+            f"the donor rule gave {chosen} for rank {rank}: choose among {sorted(metrics)}, at least one"
+        )
+    weights = rules.weights([metrics[donor] for donor in chosen])
+    pairs = [(donor, weight) for donor, weight in zip(chosen, weights, strict=True) if weight > 0]
+    return tuple(donor for donor, _ in pairs), tuple(weight for _, weight in pairs)

@@ -1,0 +1,318 @@
+"""Who: which ranks are to be replaced, from what they reported, and which reports may be compared.
+
+A selection is any callable `selection(reports) -> set of ranks`. Ranking is the same everywhere: non-finite metrics
+are worst, ties go to the lower rank first, counts come from the reports given (the group), and at least one rank is
+always left to donate. Where each rank tells its metric at its own times (`Lines`, `Rounds`), a rank is judged at an
+iteration of its own, beside what the others reported at the same one or nearest to it: metrics rise or fall for all
+while training goes on, and a rank that held its newest against the others' older ones would find itself too good, or
+too bad.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spawnsim.errors import ParameterError, UsageError
+
+Mode = Literal["max", "min"]
+NanPolicy = Literal["worst", "exclude", "raise"]
+MODES: tuple[str, ...] = ("max", "min")
+NAN_POLICIES: tuple[str, ...] = ("worst", "exclude", "raise")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank says of itself: its metric, and whether its age has run out."""
+
+    rank: int
+    metric: float
+    expired: bool = False
+
+
+Selection = Callable[[Sequence[Report]], "frozenset[int]"]
+
+
+def goodness(metric: float, mode: Mode = "max") -> float:
+    """Return the metric so that higher is better; minus infinity for anything not finite."""
+    if not math.isfinite(metric):
+        return -math.inf
+    return metric if mode == "max" else -metric
+
+
+def worst_first(reports: Iterable[Report], mode: Mode = "max") -> list[Report]:
+    """Return the reports from worst to best; equal ones by rank."""
+    return sorted(reports, key=lambda report: (goodness(report.metric, mode), report.rank))
+
+
+def admitted(reports: Iterable[Report], nan_policy: NanPolicy) -> list[Report]:
+    """Return the reports that take part, by rank: `exclude` leaves non-finite ones out, `raise` refuses them."""
+    ordered = sorted(reports, key=lambda report: report.rank)
+    if nan_policy == "worst":
+        return ordered
+    finite = [report for report in ordered if math.isfinite(report.metric)]
+    if nan_policy == "raise" and len(finite) < len(ordered):
+        ranks = sorted({report.rank for report in ordered} - {report.rank for report in finite})
+        raise UsageError(f"rank {ranks} reported a metric that is not finite, and nan_policy is 'raise'")
+    return finite
+
+
+def worst_count(size: int, ratio: float) -> int:
+    """Return how many of `size` ranks a ratio replaces: at least 1 unless the ratio is 0, and never all.
+
+    >>> [worst_count(n, 0.2) for n in (0, 1, 2, 5, 10, 1000)]
+    [0, 0, 1, 1, 2, 200]
+    """
+    if size <= 1 or ratio <= 0:
+        return 0
+    return min(max(1, math.floor(size * ratio + 1e-9)), size - 1)
+
+
+def compute_worst_ranks_by_ratio(metrics: Sequence[float], replacement_ratio: float) -> set[int]:
+    """Return the ranks (positions in `metrics`) to replace; higher is better."""
+    check_ratio(replacement_ratio)
+    order = worst_first(Report(rank, float(metric)) for rank, metric in enumerate(metrics))
+    return {report.rank for report in order[: worst_count(len(order), replacement_ratio)]}
+
+
+def spare_the_best(replaced: Iterable[int], reports: Sequence[Report], mode: Mode = "max") -> frozenset[int]:
+    """Return `replaced` without the best rank if it would leave nobody to donate."""
+    chosen = frozenset(replaced)
+    if reports and chosen.issuperset(report.rank for report in reports):
+        return chosen - {worst_first(reports, mode)[-1].rank}
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class WorstRatio:
+    """Replace the worst `ratio` of those that reported; with a threshold, only once somebody falls behind it."""
+
+    ratio: float = 0.2
+    mode: Mode = "max"
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        check_mode(self.mode)
+        check_threshold(self.threshold)
+
+    def __call__(self, reports: Sequence[Report]) -> frozenset[int]:
+        if self.threshold is not None and not any(
+            behind(r.metric, self.threshold, self.mode) for r in reports
+        ):
+            return frozenset()
+        order = worst_first(reports, self.mode)
+        return frozenset(report.rank for report in order[: worst_count(len(order), self.ratio)])
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """Replace every rank that is behind `threshold`; an infinite threshold replaces none."""
+
+    threshold: float
+    mode: Mode = "max"
+
+    def __post_init__(self) -> None:
+        check_mode(self.mode)
+        check_threshold(self.threshold)
+
+    def __call__(self, reports: Sequence[Report]) -> frozenset[int]:
+        chosen = {report.rank for report in reports if behind(report.metric, self.threshold, self.mode)}
+        return spare_the_best(chosen, reports, self.mode)
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """Replace the ranks whose age has run out."""
+
+    mode: Mode = "max"
+
+    def __call__(self, reports: Sequence[Report]) -> frozenset[int]:
+        return spare_the_best({report.rank for report in reports if report.expired}, reports, self.mode)
+
+
+class Age:
+    """One rank's life: it ends in the call at which its age has reached `max_age`, so it lasts max_age + 1 calls.
+
+    `max_age` is drawn uniformly from `age_range`, both ends included, from the generator given.
+    """
+
+    def __init__(self, age_range: tuple[int, int], rng: np.random.Generator) -> None:
+        self.age_range, self._rng = check_age_range(age_range), rng
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new life."""
+        self.age = 0
+        self.max_age = int(self._rng.integers(self.age_range[0], self.age_range[1] + 1))
+
+    def tick(self) -> bool:
+        """Count one call; return whether this life ends in it (it then stays ended until `reset`)."""
+        if self.age >= self.max_age:
+            return True
+        self.age += 1
+        return False
+
+
+def behind(metric: float, threshold: float, mode: Mode = "max") -> bool:
+    """Return whether a metric is worse than the threshold; non-finite is, unless the threshold switches all off."""
+    if not math.isfinite(threshold):
+        return False
+    return goodness(metric, mode) < goodness(threshold, mode)
+
+
+def check_ratio(ratio: float) -> float:
+    """Return the ratio, or raise `ParameterError` if it is outside [0, 1]."""
+    if not 0 <= ratio <= 1:
+        raise ParameterError(f"replacement_ratio={ratio!r}: give a number from 0 to 1")
+    return float(ratio)
+
+
+def check_mode(mode: str) -> str:
+    """Return the mode, or raise `ParameterError`."""
+    if mode not in MODES:
+        raise ParameterError(f"mode={mode!r}: choose 'max' (higher metrics are better) or 'min'")
+    return mode
+
+
+def check_nan_policy(nan_policy: str) -> str:
+    """Return the policy, or raise `ParameterError`."""
+    if nan_policy not in NAN_POLICIES:
+        raise ParameterError(f"nan_policy={nan_policy!r}: choose one of {', '.join(NAN_POLICIES)}")
+    return nan_policy
+
+
+def check_threshold(threshold: float | None) -> float | None:
+    """Return the threshold, or raise `ParameterError` if it is not a number."""
+    if threshold is not None and math.isnan(threshold):
+        raise ParameterError("threshold is NaN: give a number, infinity (never) or None (always)")
+    return threshold
+
+
+def check_age_range(age_range: tuple[int, int]) -> tuple[int, int]:
+    """Return the range as two integers, or raise `ParameterError`."""
+    low, high = (int(end) for end in age_range)
+    if not 0 <= low <= high:
+        raise ParameterError(f"age_range={age_range!r}: give (lowest, highest) with 0 <= lowest <= highest")
+    return low, high
+
+
+NEVER = -1
+MOST_REPORTS_BEHIND = 4  # reports by which a rank may be behind to be waited for
+EXTREME = 1e300  # a metric that is better, or worse, than any
+
+
+@dataclass(frozen=True, slots=True)
+class ReportTable:
+    """The lines of the ranks that have written one, by rank.
+
+    `iterations` and `metrics`, shape (ranks, reports), newest first; iteration `NEVER` where there is none yet. `busy`:
+    being replaced. `alive`: whether the line has changed of late.
+    """
+
+    ranks: NDArray[np.int64]
+    iterations: NDArray[np.int64]
+    metrics: NDArray[np.float64]
+    busy: NDArray[np.bool_]
+    alive: NDArray[np.bool_]
+
+    def of(self, which: NDArray[np.bool_]) -> ReportTable:
+        """Return some of the lines."""
+        return ReportTable(
+            self.ranks[which],
+            self.iterations[which],
+            self.metrics[which],
+            self.busy[which],
+            self.alive[which],
+        )
+
+    def of_alive(self) -> ReportTable:
+        """Return the lines that have changed of late."""
+        return self.of(self.alive)
+
+    def near(self, iteration: int) -> list[Report]:
+        """Return each rank's report that is nearest to an iteration, by rank; the newer of two."""
+        away = np.where(self.iterations == NEVER, np.iinfo(np.int64).max, np.abs(self.iterations - iteration))
+        metrics = np.take_along_axis(self.metrics, away.argmin(axis=1)[:, None], axis=1)[:, 0]
+        pairs = zip(self.ranks.tolist(), metrics.tolist(), strict=True)
+        return [Report(rank, metric) for rank, metric in pairs]
+
+    def shared(self) -> int:
+        """Return the iteration that the most lines hold, the newest of several; `NEVER` if there is none."""
+        found, counts = np.unique(self.iterations[self.iterations != NEVER], return_counts=True)
+        return int(found[counts == counts.max()].max()) if found.size else NEVER
+
+    def awaited(self, iteration: int, floor: int) -> NDArray[np.bool_]:
+        """Return which ranks have come to `floor`, but not to `iteration` yet."""
+        newest = self.iterations[:, 0]
+        return (newest < iteration) & (newest >= floor)
+
+
+class ReportRounds:
+    """When a rank judges its reports: each once, in order, when no report that is still to come can change the verdict.
+
+    It looks at the board half a period after each report, once: a look costs a round trip, and the wait for the next
+    poll of the board's holder. A report whose verdict hangs on others' stays open until the next look, for `WAIT`
+    reports at most; who is further behind is not waited for.
+    """
+
+    def __init__(self, period: int) -> None:
+        self._half = max(1, period // 2)
+        self._open: deque[int] = deque()
+        self._made: deque[int] = deque(maxlen=2 * MOST_REPORTS_BEHIND + 2)
+        self._looked = True
+
+    def reported(self, iteration: int, *, judged: bool) -> None:
+        """Note a report; `judged` unless the weights that it tells of are gone already."""
+        self._made.append(iteration)
+        self._looked = not judged
+        if judged:
+            self._open.append(iteration)
+
+    def close(self) -> None:
+        """Judge no report that was made so far."""
+        self._open.clear()
+
+    def due(self, iteration: int, *, last: bool) -> bool:
+        """Return whether to look at the board now; `last` if the next report is about to be made."""
+        if self._looked or not self._open or self._open[-1] == iteration:
+            return False
+        return last or iteration - self._open[-1] >= self._half
+
+    def judge(self, lines: ReportTable, replaces: Callable[[list[Report]], bool]) -> tuple[int, bool] | None:
+        """Return the oldest open iteration and whether this rank is replaced, which closes it; None if it is too early.
+
+        `replaces` says whether this rank is, beside given reports.
+        """
+        self._looked = True
+        if not self._open:
+            return None
+        iteration, alive = self._open[0], lines.of_alive()
+        late = alive.awaited(iteration, self._floor(iteration))
+        if len(self._open) > MOST_REPORTS_BEHIND:
+            late[:] = False
+        known, ranks = alive.of(~late).near(iteration), alive.ranks[late].tolist()
+        cases = (
+            {replaces(_with_reports(known, ranks, metric)) for metric in (-EXTREME, EXTREME)}
+            if ranks
+            else {replaces(known)}
+        )
+        if len(cases) > 1:
+            return None
+        return self._open.popleft(), cases.pop()
+
+    def _floor(self, iteration: int) -> int:
+        """Return the iteration of the report that this rank made `WAIT` reports earlier."""
+        made = list(self._made)
+        at = made.index(iteration) - MOST_REPORTS_BEHIND
+        return made[at] if at >= 0 else NEVER
+
+
+def _with_reports(known: list[Report], ranks: list[int], metric: float) -> list[Report]:
+    return sorted([*known, *(Report(rank, metric) for rank in ranks)], key=lambda report: report.rank)

@@ -1,0 +1,358 @@
+"""Codecs of float vectors, and which codec for which tensor: one for all, one for each, or chosen by size or role.
+
+A codec is any object with `nbytes_per_value`, `encode(values) -> bytes` and `decode(bytes, count) -> float32 values`.
+Encoding is deterministic, and a vector of equal values comes back exactly (zeros above all: peers that agree send each
+other deltas of zero). Vectors that are not all finite travel as they are: see `pack`. Pure functions of numpy arrays
+and of descriptions of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spawnsim.errors import ParameterError
+from spawnsim.policies.exchange.messages import Bytes
+
+Floats = NDArray[Any]  # float32 or float64
+Float32s = NDArray[np.float32]
+
+
+class Codec(Protocol):
+    """Makes bytes of a finite float vector, and a vector of bytes."""
+
+    @property
+    def nbytes_per_value(self) -> float:
+        """Size on the wire of one value, about."""
+
+    def encode(self, values: Floats) -> Bytes:
+        """Return the bytes of a vector, shape (n,)."""
+
+    def decode(self, body: Bytes, count: int) -> Float32s:
+        """Return the `count` values that the bytes stand for."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoCompression:
+    """Values travel as they are, in their own type."""
+
+    nbytes_per_value: float = 4.0
+
+    def encode(self, values: Floats) -> Bytes:
+        return _bytes(values)
+
+    def decode(self, body: Bytes, count: int) -> Float32s:
+        return body.view(np.float32)[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Float16:
+    """Half precision; values beyond its range are cut to ±65504."""
+
+    nbytes_per_value: float = 2.0
+
+    def encode(self, values: Floats) -> Bytes:
+        return _bytes(np.clip(values, -65504, 65504).astype(np.float16))
+
+    def decode(self, body: Bytes, count: int) -> Float32s:
+        return body.view(np.float16)[:count].astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled16Bit:
+    """Half precision of (x − mean)/std: keeps small values that lie far from zero, and large ones."""
+
+    nbytes_per_value: float = 2.0
+
+    def encode(self, values: Floats) -> Bytes:
+        mean, std = _moments(values)
+        scaled = np.zeros(values.size) if std == 0 else (values.astype(np.float64) - mean) / std
+        return np.concatenate([_bytes(np.asarray([mean, std])), _bytes(scaled.astype(np.float16))])
+
+    def decode(self, body: Bytes, count: int) -> Float32s:
+        mean, std = body[:16].view(np.float64)
+        scaled = body[16:].view(np.float16)[:count].astype(np.float64)
+        return np.asarray(scaled * std + mean, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform8Bit:
+    """256 equal buckets over `sigmas` standard deviations; each stands for the mean of the values in it."""
+
+    sigmas: float = 6.0
+    nbytes_per_value: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.sigmas > 0:
+            raise ParameterError(f"sigmas={self.sigmas!r}: give a number above 0")
+
+    def encode(self, values: Floats) -> Bytes:
+        mean, std = _moments(values)
+        scale = self.sigmas * std / 256
+        if scale == 0:
+            return _with_codebook(np.zeros(values.size, np.uint8), values)
+        codes = np.clip(np.rint((values - mean) / scale) + 128, 0, 255).astype(np.uint8)
+        return _with_codebook(codes, values)
+
+    def decode(self, body: Bytes, count: int) -> Float32s:
+        return _from_codebook(body, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantile8Bit:
+    """256 buckets with about equally many values each; each stands for the mean of the values in it."""
+
+    nbytes_per_value: float = 1.0
+
+    def encode(self, values: Floats) -> Bytes:
+        edges = np.quantile(values, np.arange(1, 256) / 256) if values.size else np.empty(0)
+        return _with_codebook(np.searchsorted(edges, values, side="right").astype(np.uint8), values)
+
+    def decode(self, body: Bytes, count: int) -> Float32s:
+        return _from_codebook(body, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Blockwise8Bit:
+    """Blocks of `block` values, each scaled by its largest magnitude to whole numbers from −127 to 127."""
+
+    block: int = 4096
+    nbytes_per_value: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ParameterError(f"block={self.block!r}: give a whole number of at least 1")
+
+    def encode(self, values: Floats) -> Bytes:
+        blocks = -(-values.size // self.block)
+        padded = np.zeros((blocks, self.block))
+        padded.reshape(-1)[: values.size] = values
+        largest = np.abs(padded).max(axis=1)
+        scaled = padded * (127 / np.where(largest > 0, largest, 1))[:, None]
+        codes = np.rint(scaled).astype(np.int8).reshape(-1)[: values.size]
+        return np.concatenate([_bytes(largest), codes.view(np.uint8)])
+
+    def decode(self, body: Bytes, count: int) -> Float32s:
+        blocks = -(-count // self.block)
+        largest = body[: 8 * blocks].view(np.float64)
+        codes = body[8 * blocks :].view(np.int8)[:count].astype(np.float64)
+        return np.asarray(codes / 127 * np.repeat(largest, self.block)[:count], dtype=np.float32)
+
+
+NAMED: dict[str, Codec] = {
+    "none": NoCompression(), "float16": Float16(), "scaled16": Scaled16Bit(), "uniform8": Uniform8Bit(),
+    "quantile8": Quantile8Bit(), "blockwise8": Blockwise8Bit(),
+}  # fmt: skip
+
+
+def as_codec(compression: str | Codec | None) -> Codec:
+    """Return a codec by its name or itself; None is "none"."""
+    if compression is None:
+        return NAMED["none"]
+    if not isinstance(compression, str):
+        return compression
+    if compression not in NAMED:
+        raise ParameterError(
+            f"compression={compression!r}: choose one of {', '.join(NAMED)}, or give a codec"
+        )
+    return NAMED[compression]
+
+
+def pack(codec: Codec, values: Floats) -> tuple[bool, Bytes]:
+    """Return (raw, bytes): compressed, or as they are where that is not smaller or a value is not finite."""
+    if isinstance(codec, NoCompression) or not np.isfinite(values).all():
+        return True, _bytes(values)
+    packed = codec.encode(values)
+    return (False, packed) if packed.size < values.nbytes else (True, _bytes(values))
+
+
+def unpack(codec: Codec, body: Bytes, *, raw: bool, dtype: np.dtype[Any], count: int) -> Floats:
+    """Return the `count` values of a body that `pack` made, in `dtype` (of the packed values).
+
+    Raises ValueError if the body is too short for them.
+    """
+    values = body.view(dtype)[:count] if raw else codec.decode(body, count)
+    if values.size != count:
+        raise ValueError(f"{body.size} bytes hold {values.size} of {count} values")
+    return values.astype(dtype, copy=False)
+
+
+def _bytes(values: NDArray[Any]) -> Bytes:
+    return np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+
+
+def _moments(values: Floats) -> tuple[float, float]:
+    """Return mean and standard deviation; exactly the value and 0 where all values are equal."""
+    if not values.size or (values == values[0]).all():
+        return (float(values[0]) if values.size else 0.0), 0.0
+    wide = values.astype(np.float64)
+    return float(wide.mean()), float(wide.std())
+
+
+def _with_codebook(codes: Bytes, values: Floats) -> Bytes:
+    """Return 256 bucket means and a code per value."""
+    filled = np.bincount(codes, minlength=256)
+    book = np.bincount(codes, weights=values, minlength=256) / np.maximum(filled, 1)
+    return np.concatenate([_bytes(book.astype(np.float32)), codes])
+
+
+def _from_codebook(body: Bytes, count: int) -> Float32s:
+    return np.asarray(body[:1024].view(np.float32)[body[1024 : 1024 + count]])
+
+
+class TensorRole(Enum):
+    """What a tensor is to its model."""
+
+    ACTIVATION = "activation"
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    OPTIMIZER = "optimizer"
+    UNSPECIFIED = "unspecified"
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionInfo:
+    """A tensor, as far as its compression may depend on it: its name or place, shape, dtype and role."""
+
+    key: Any
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    role: TensorRole = TensorRole.UNSPECIFIED
+
+    @classmethod
+    def from_tensor(
+        cls, tensor: torch.Tensor, key: Any = None, role: TensorRole = TensorRole.UNSPECIFIED
+    ) -> CompressionInfo:
+        """Return the description of a tensor."""
+        return cls(key, tuple(tensor.shape), tensor.dtype, role)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+
+@runtime_checkable
+class CodecChoice(Protocol):
+    """Chooses a codec for each tensor."""
+
+    def codec_for(self, info: CompressionInfo) -> Codec:
+        """Return the codec for a tensor."""
+
+
+Choice = str | Codec | CodecChoice | None
+Choices = Choice | Sequence[Choice] | Mapping[Any, Choice]
+
+
+def _codec_of(choice: Choice, info: CompressionInfo) -> Codec:
+    return choice.codec_for(info) if isinstance(choice, CodecChoice) else as_codec(choice)
+
+
+def _is_codec(choice: object) -> bool:
+    return all(hasattr(choice, name) for name in ("encode", "decode", "nbytes_per_value"))
+
+
+def check_choice(choice: object) -> None:
+    """Raise `ParameterError` if this is no way to compress."""
+    if choice is None or isinstance(choice, str):
+        as_codec(choice)
+    elif isinstance(choice, type) or not (isinstance(choice, CodecChoice) or _is_codec(choice)):
+        raise ParameterError(
+            f"compression={choice!r}: give the name of a codec, a codec, or an object with codec_for(info)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SizeAdaptiveCompression:
+    """One way for tensors of fewer than `threshold` elements, another for the others."""
+
+    threshold: int
+    less: Choice
+    greater_equal: Choice
+
+    def __post_init__(self) -> None:
+        check_choice(self.less)
+        check_choice(self.greater_equal)
+
+    def codec_for(self, info: CompressionInfo) -> Codec:
+        """Return the codec for a tensor of this size."""
+        return _codec_of(self.greater_equal if info.size >= self.threshold else self.less, info)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleAdaptiveCompression:
+    """By the role of a tensor; roles that are not given, and tensors without a role, take `default`."""
+
+    activation: Choice = None
+    parameter: Choice = None
+    gradient: Choice = None
+    optimizer: Choice = None
+    default: Choice = "none"
+
+    def __post_init__(self) -> None:
+        for choice in (self.activation, self.parameter, self.gradient, self.optimizer, self.default):
+            check_choice(choice)
+
+    def codec_for(self, info: CompressionInfo) -> Codec:
+        """Return the codec for a tensor of this role."""
+        given = None if info.role is TensorRole.UNSPECIFIED else getattr(self, info.role.value)
+        return _codec_of(self.default if given is None else given, info)
+
+
+@dataclass(frozen=True, slots=True)
+class PerTensorCompression:
+    """One way for each tensor: a sequence in the tensors' order, or a mapping from their keys."""
+
+    tensor_compressions: Sequence[Choice] | Mapping[Any, Choice]
+
+    def __post_init__(self) -> None:
+        given = self.tensor_compressions
+        for choice in given.values() if isinstance(given, Mapping) else given:
+            check_choice(choice)
+
+    def codec_for(self, info: CompressionInfo) -> Codec:
+        """Return the codec for the tensor of this key."""
+        try:
+            return _codec_of(self.tensor_compressions[info.key], info)
+        except (KeyError, IndexError, TypeError):
+            raise ParameterError(f"compression: nothing is given for the tensor {info.key!r}") from None
+
+
+def as_compression(given: Choices) -> Choice:
+    """Return one object for what a user gave: sequences and mappings are taken tensor by tensor."""
+    if isinstance(given, (list, tuple, Mapping)):
+        return PerTensorCompression(given)
+    check_choice(given)
+    return given  # type: ignore[return-value]
+
+
+def check_infos(infos: Sequence[CompressionInfo], tensors: Sequence[torch.Tensor]) -> None:
+    """Raise `ParameterError` if the descriptions are not those of the tensors."""
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if [tuple(info.shape) for info in infos] != shapes:
+        raise ParameterError(
+            f"tensor_infos describes {len(infos)} tensors, not these {len(shapes)}, in this order"
+        )
+
+
+def infos_by_place(tensors: Sequence[torch.Tensor]) -> list[CompressionInfo]:
+    """Return descriptions of tensors of which no more is known than their places."""
+    return [CompressionInfo.from_tensor(tensor, key=index) for index, tensor in enumerate(tensors)]
+
+
+def codecs_for(given: Choices, infos: Sequence[CompressionInfo]) -> list[Codec]:
+    """Return each tensor's codec. A sequence must name one for each of them."""
+    choice = as_compression(given)
+    if isinstance(given, (list, tuple)):
+        if len(given) != len(infos):
+            raise ParameterError(
+                f"compression names {len(given)} codecs for {len(infos)} tensors: give one for each"
+            )
+        return [_codec_of(each, info) for each, info in zip(given, infos, strict=True)]
+    return [_codec_of(choice, info) for info in infos]

@@ -1,0 +1,333 @@
+"""What is exchanged of a model: its state as named tensors, and where each lies in one flat buffer.
+
+This is the only module that reads or writes a model's tensors, always in place, so that views into a shared arena stay
+what they are. Names: `parameter/fc.weight`, `buffer/bn.running_mean`, `optimizer/fc.weight/exp_avg`. `Collector`
+remembers what it has walked, for a model of many modules takes longer to walk than its small tensors take to sum;
+`one_storage` moves a model's tensors end to end into one memory. No communicator and no policy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import Any, Literal
+
+import torch
+
+from spawnsim.errors import ParameterError, UsageError
+from spawnsim.policies.state.arithmetic import all_finite, new_buffer
+
+Tensors = dict[str, torch.Tensor]
+OptimizerState = Literal["copy", "average", "reset", "keep"]
+OPTIMIZER_STATES: tuple[str, ...] = ("copy", "average", "reset", "keep")
+ALIGN_NBYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Travels:
+    """What of a model is exchanged.
+
+    Parameters always are; `frozen` adds those that need no gradient, `buffers` what a state_dict holds besides
+    parameters (BatchNorm statistics). `optimizer_state`: `keep` the own one, `reset` it, `copy` the heaviest donor's,
+    or `average` it like the parameters.
+    """
+
+    frozen: bool = True
+    buffers: bool = True
+    optimizer_state: OptimizerState = "keep"
+
+    def __post_init__(self) -> None:
+        if self.optimizer_state not in OPTIMIZER_STATES:
+            choices = ", ".join(OPTIMIZER_STATES)
+            raise ParameterError(f"optimizer_state={self.optimizer_state!r}: choose one of {choices}")
+
+    @property
+    def with_optimizer(self) -> bool:
+        """Whether optimizer state goes over the wire."""
+        return self.optimizer_state in ("copy", "average")
+
+
+def collect(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, travels: Travels) -> Tensors:
+    """Return the live tensors that travel, by name: detached, sharing memory with the model."""
+    tensors = {
+        f"parameter/{name}": parameter.detach()
+        for name, parameter in model.named_parameters()
+        if travels.frozen or parameter.requires_grad
+    }
+    if travels.buffers:
+        tensors.update((f"buffer/{name}", buffer.detach()) for name, buffer in _persistent_buffers(model))
+    if travels.with_optimizer and optimizer is not None:
+        tensors.update(_optimizer_tensors(model, optimizer))
+    return tensors
+
+
+def as_real(tensors: Tensors) -> Tensors:
+    """Return the tensors with complex ones seen as pairs of real numbers (same memory)."""
+    return {name: torch.view_as_real(t) if t.is_complex() else t for name, t in tensors.items()}
+
+
+def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _named(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the optimizer's parameters with their names in the model, or their place where the model has no name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            yield names.get(id(parameter), f"{number}.{index}"), parameter
+
+
+def _optimizer_tensors(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in _named(model, optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield f"optimizer/{name}/{key}", value.detach()
+            elif isinstance(value, (int, float)):
+                yield f"optimizer/{name}/{key}", torch.tensor(float(value), dtype=torch.float64)
+
+
+def assign(live: Tensors, values: Mapping[str, torch.Tensor]) -> None:
+    """Copy values into the live tensors of the same names, in place."""
+    names = [name for name in values if name in live]
+    if names:
+        torch._foreach_copy_([live[name] for name in names], [values[name] for name in names])
+
+
+def assign_optimizer(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: Mapping[str, torch.Tensor]
+) -> None:
+    """Give the optimizer the state named in `values`, making entries that it has not got yet."""
+    parameters = dict(_named(model, optimizer))
+    for full, value in values.items():
+        kind, _, rest = full.partition("/")
+        name, _, key = rest.rpartition("/")
+        if kind == "optimizer" and name in parameters:
+            _put(optimizer.state[parameters[name]], key, value, parameters[name])
+
+
+def _put(state: dict[str, object], key: str, value: torch.Tensor, parameter: torch.nn.Parameter) -> None:
+    old = state.get(key)
+    if isinstance(old, torch.Tensor):
+        old.copy_(value)
+    elif isinstance(old, (int, float)):
+        state[key] = type(old)(value.item())
+    else:  # a scalar such as Adam's step stays on the CPU
+        state[key] = value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
+
+
+def reset_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Forget all state of an optimizer (moments, step counts); its settings stay."""
+    optimizer.state.clear()
+
+
+def reset_if_not_finite(optimizer: torch.optim.Optimizer) -> None:
+    """Forget an optimizer's state if any of it is not finite: the next step would undo what has healed the weights."""
+    held = [value for state in optimizer.state.values() for value in state.values()]
+    floats = [value for value in held if isinstance(value, torch.Tensor) and not value.dtype.is_complex]
+    floats += [
+        torch.view_as_real(value) for value in held if isinstance(value, torch.Tensor) and value.is_complex()
+    ]
+    if not all(all_finite(value) for value in floats if value.is_floating_point()):
+        reset_optimizer(optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor's name, dtype and shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of elements; 1 for a 0-dim tensor."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.count * self.dtype.itemsize
+
+
+class Layout:
+    """Where tensors lie in one flat byte buffer: one segment per dtype, aligned, in the order given.
+
+    Two ranks with equal digests have equal layouts, so their buffers can be summed or copied as they are.
+    """
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self.entries = tuple(
+            sorted(entries, key=lambda entry: str(entry.dtype))
+        )  # stable: keeps order within a dtype
+        self.text = json.dumps([[e.name, str(e.dtype)[6:], e.shape] for e in self.entries]).encode()
+        self.digest = digest_of(self.text)
+        self.segments: dict[torch.dtype, tuple[int, int]] = {}  # dtype → (first byte, elements)
+        self._counts: dict[torch.dtype, list[int]] = {}
+        self.nbytes = self._place()
+
+    def _place(self) -> int:
+        offset = 0
+        for dtype in dict.fromkeys(entry.dtype for entry in self.entries):
+            counts = self._counts[dtype] = [entry.count for entry in self.entries if entry.dtype == dtype]
+            self.segments[dtype] = (offset, sum(counts))
+            offset += -(-sum(counts) * dtype.itemsize // ALIGN_NBYTES) * ALIGN_NBYTES
+        return offset
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Layout:
+        """Return the layout of these tensors."""
+        return cls(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+
+    @classmethod
+    def parse(cls, text: bytes) -> Layout:
+        """Return the layout that another rank described with `text`."""
+        try:
+            rows = json.loads(text)
+            return cls(Entry(str(name), _dtype(dtype), tuple(map(int, shape))) for name, dtype, shape in rows)
+        except (ValueError, TypeError) as error:
+            raise UsageError(
+                f"a rank sent a description of its model that cannot be read: {error}"
+            ) from error
+
+    def matches(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether the tensors are those of this layout: names, dtypes, shapes."""
+        return len(tensors) == len(self.entries) and all(
+            (tensor := tensors.get(entry.name)) is not None
+            and tensor.dtype == entry.dtype
+            and tuple(tensor.shape) == entry.shape
+            for entry in self.entries
+        )
+
+    def views(self, buffer: torch.Tensor) -> Tensors:
+        """Return each tensor as a view into a uint8 buffer of `nbytes`."""
+        rows = (torch.split(row, self._counts[dtype]) for dtype, row in self.flat(buffer).items())
+        pieces = zip(self.entries, chain.from_iterable(rows), strict=True)
+        return {entry.name: piece.view(entry.shape) for entry, piece in pieces}
+
+    def flat(self, buffer: torch.Tensor) -> dict[torch.dtype, torch.Tensor]:
+        """Return each dtype's segment of a uint8 buffer as one flat tensor."""
+        return {
+            dtype: buffer[at : at + count * dtype.itemsize].view(dtype)
+            for dtype, (at, count) in self.segments.items()
+        }
+
+    def clear_gaps(self, buffer: torch.Tensor) -> None:
+        """Zero the bytes behind each segment of a uint8 buffer of `nbytes`: they travel as well."""
+        for dtype, (at, count) in self.segments.items():
+            end = at + count * dtype.itemsize
+            buffer[end : -(-end // ALIGN_NBYTES) * ALIGN_NBYTES] = 0
+
+    def split(self, limit_nbytes: int) -> list[Layout]:
+        """Return layouts of whole tensors, each at most `limit_nbytes` unless a single tensor is larger."""
+        parts: list[list[Entry]] = [[]]
+        for entry in self.entries:
+            if parts[-1] and sum(other.nbytes for other in parts[-1]) + entry.nbytes > limit_nbytes:
+                parts.append([])
+            parts[-1].append(entry)
+        return [Layout(part) for part in parts]
+
+    def difference(self, other: Layout) -> str:
+        """Return a sentence on the first entry in which two layouts differ."""
+        mine, theirs = ({e.name: e for e in layout.entries} for layout in (self, other))
+        for name in [*mine, *theirs]:
+            if mine.get(name) != theirs.get(name):
+                return f"{name} is {_shown(mine.get(name))} here and {_shown(theirs.get(name))} there"
+        return "they hold the same tensors in another order"
+
+
+def digest_of(text: bytes) -> int:
+    """Return 64 bits by which the description of a layout is known."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return dtype
+
+
+def _shown(entry: Entry | None) -> str:
+    return "absent" if entry is None else f"{str(entry.dtype)[6:]}{list(entry.shape)}"
+
+
+class Collector:
+    """Collects live tensors as real ones, and gives the same mapping again as long as they are the same memory.
+
+    What was collected keeps that memory alive, so another tensor cannot have come to lie at the same address.
+    """
+
+    def __init__(self, travels: Travels) -> None:
+        self._travels = travels
+        self._live: Tensors = {}
+        self._root: object = None  # the dictionary of the model's own children
+        self._children: list[dict[str, Any]] = []  # of each module
+        self._modules: list[object] = []  # what is in these
+        self._tensors: list[dict[str, Any]] = []  # parameters and buffers of each module
+        self._memory: tuple[Sequence[int], ...] = ()
+
+    def __call__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Tensors:
+        """Return what travels, by name."""
+        if self._travels.with_optimizer:  # state comes and goes
+            return as_real(collect(model, optimizer, self._travels))
+        if not (self._same_modules(model) and self._read() == self._memory):
+            self._walk(model)
+            self._live = as_real(collect(model, None, self._travels))
+        return self._live
+
+    def _same_modules(self, model: torch.nn.Module) -> bool:
+        """Whether there are the same modules: one that comes or goes does so among the children of a known one."""
+        if model._modules is not self._root or sum(map(len, self._children)) != len(self._modules):
+            return False
+        return all(map(is_, chain.from_iterable(map(dict.values, self._children)), self._modules))
+
+    def _read(self) -> tuple[Sequence[int], ...]:
+        """Return where the tensors lie, and what else decides what is collected."""
+        values = chain.from_iterable(map(dict.values, self._tensors))
+        held = [each for each in values if each is not None]
+        trained = [] if self._travels.frozen else [each.requires_grad for each in held]
+        return [*map(torch.Tensor.data_ptr, held)], [*map(torch.Tensor.numel, held)], trained
+
+    def _walk(self, model: torch.nn.Module) -> None:
+        self._root, modules = model._modules, list(model.modules())
+        self._children = [module._modules for module in modules]
+        self._modules = [*chain.from_iterable(map(dict.values, self._children))]
+        self._tensors = [place for module in modules for place in (module._parameters, module._buffers)]
+        self._memory = self._read()
+
+
+def one_storage(model: torch.nn.Module) -> None:
+    """Move all parameters and buffers of one dtype and device into one memory, end to end, keeping their values.
+
+    `AverageAllPolicy` then sums them where they lie, which halves its price for a model of many small tensors.
+    Parameters stay the same objects, so optimizers go on as before; what else looks at their old memory (a view, a
+    captured CUDA graph) sees no more changes: call this right after the model is built.
+
+    Raises `UsageError` if tensors of the model share memory: they would be parted.
+    """
+    live = [tensor for tensor in collect(model, None, Travels()).values() if tensor.numel()]
+    if len({tensor.data_ptr() for tensor in live}) < len(live):
+        raise UsageError(
+            "one_storage: parameters or buffers of this model share memory; tie them as one Parameter"
+        )
+    held = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()}
+    for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in live):
+        group = [held[tensor.data_ptr()] for tensor in live if (tensor.dtype, tensor.device) == kind]
+        memory = new_buffer(sum(tensor.numel() for tensor in group), *kind)
+        for tensor, row in zip(group, torch.split(memory, [t.numel() for t in group]), strict=True):
+            place = row.view(tensor.shape)
+            place.copy_(tensor.detach())
+            tensor.data = place

@@ -1,0 +1,287 @@
+"""Snapshots: a whole state encoded for transport, packed into messages, and read again.
+
+`Compression` encodes a state unchanged, cast to a smaller dtype, or through a codec. A tensor that travels changed has
+a mark behind its name, so a snapshot says by itself how it is to be read: `name␟float32` was float32 before it was
+cast, `name␟float32␟3,4␟uniform8` was of shape (3, 4) before a codec made bytes of it. Float32 and float64 parameters
+and buffers are changed; everything else travels as it is, optimizer state too (a second moment that is rounded to 0
+makes steps of any size), and so do tensors that are not finite, that leave the smaller dtype's range, or that would
+not become smaller.
+
+`Packer` packs in one pass, straight into the memory that is sent, which is used again afterwards. It is called between
+two training steps, so a snapshot is never a mixture of two versions of a model. Tensors on an accelerator cross the
+bus in one copy, by way of pinned memory. No communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from spawnsim.errors import ParameterError, UsageError
+from spawnsim.policies.exchange.messages import Bytes, Kind, Message, Unreadable, body_at, seal, write_head
+from spawnsim.policies.state.arithmetic import CPU, new_buffer
+from spawnsim.policies.state.codecs import NAMED, Codec, Float16, NoCompression, unpack
+from spawnsim.policies.state.layout import ALIGN_NBYTES, Entry, Layout, Tensors, assign
+
+MARK = "\x1f"  # the unit separator: no name of a parameter has it
+SMALLER = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+WIDE: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+}
+MARKS_NBYTES = 64  # more than a mark adds to the description of one tensor, the codec's name apart
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedState:
+    """A state as it travels: where its tensors lie, and where they come from (in their own dtypes, by marked name)."""
+
+    layout: Layout
+    sources: Tensors
+
+
+class Compression:
+    """One rank's setting: None, "float16", "bfloat16", another codec's name, or a codec. Remembers its layout."""
+
+    def __init__(self, how: str | Codec | None = None) -> None:
+        codec = _known_codec(how)
+        self.small = SMALLER.get(codec) if isinstance(codec, str) else None
+        self.codec = None if isinstance(codec, str) else codec
+        self.name = codec if isinstance(codec, str) else name_of(codec)
+        self._layout: Layout | None = None
+
+    def encode(self, live: Tensors) -> EncodedState:
+        """Return the tensors as they travel; nothing that travels as it is or is cast is copied yet."""
+        if self.name:
+            sources, entries = self._changed(live)
+            if self._layout is None or set(self._layout.entries) != set(entries):
+                self._layout = Layout(entries)
+            return EncodedState(self._layout, sources)
+        if self._layout is None or not self._layout.matches(live):
+            self._layout = Layout.of(live)
+        return EncodedState(self._layout, live)
+
+    def _changed(self, live: Tensors) -> tuple[Tensors, list[Entry]]:
+        changing = {n: t for n, t in live.items() if t.dtype in WIDE and not n.startswith("optimizer/")}
+        limit = torch.finfo(self.small or torch.float32).max  # codecs give float32 back
+        fitting = _within(changing, limit)
+        sources: Tensors = {}
+        entries = []
+        for name, tensor in live.items():
+            source, dtype = tensor, tensor.dtype
+            if name in fitting and self.small is not None:
+                name, dtype = f"{name}{MARK}{str(tensor.dtype)[6:]}", self.small
+            elif name in fitting and self.codec is not None:
+                name, source = self._encoded(name, tensor)
+                dtype = source.dtype
+            sources[name] = source
+            entries.append(Entry(name, dtype, tuple(source.shape)))
+        return sources, entries
+
+    def _encoded(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        assert self.codec is not None
+        body = self.codec.encode(tensor.detach().cpu().reshape(-1).numpy())
+        if body.nbytes >= tensor.nbytes:
+            return name, tensor
+        shape = ",".join(map(str, tensor.shape))
+        return MARK.join([name, str(tensor.dtype)[6:], shape, self.name]), torch.from_numpy(body)
+
+    def decode(self, tensors: Tensors) -> Tensors:
+        """Return the tensors of a snapshot in the names, dtypes and shapes that they had; on their devices.
+
+        Raises `UsageError` for a codec that this rank does not know, ValueError for bytes that are too few.
+        """
+        if not any(MARK in name for name in tensors):
+            return tensors
+        found: Tensors = {}
+        cast: list[Entry] = []
+        for marked, tensor in tensors.items():
+            name, *marks = marked.split(MARK)
+            if len(marks) == 3:
+                found[name] = self._decoded(marks, tensor)
+            else:
+                found[name] = tensor
+                cast += [Entry(name, getattr(torch, dtype), tuple(tensor.shape)) for dtype in marks]
+        return found | _widened(found, cast)
+
+    def _decoded(self, marks: Sequence[str], tensor: torch.Tensor) -> torch.Tensor:
+        dtype, shapes, codec = marks
+        shape = tuple(int(size) for size in shapes.split(",") if size)
+        body, count = tensor.cpu().numpy(), torch.Size(shape).numel()
+        wide = WIDE[getattr(torch, dtype)]
+        values = torch.from_numpy(unpack(self._known(codec), body, raw=False, dtype=wide, count=count))
+        return values.reshape(shape).to(tensor.device if shape else "cpu")
+
+    def _known(self, name: str) -> Codec:
+        if self.codec is not None and name == self.name:
+            return self.codec
+        if name not in NAMED:
+            raise UsageError(
+                f"a snapshot is encoded by {name}, which this rank does not know (its own compression: "
+                f"{self.name or None}); give all ranks of the group the same compression"
+            )
+        return NAMED[name]
+
+    def most_nbytes(self, live: Tensors) -> tuple[int, int]:
+        """Return how long description and body can become, whatever values the tensors take."""
+        plain = Layout.of(live)
+        if not self.name:
+            return len(plain.text), plain.nbytes
+        marks_nbytes = len(live) * (MARKS_NBYTES + len(self.name))
+        return len(plain.text) + marks_nbytes, plain.nbytes + 2 * ALIGN_NBYTES
+
+
+def _known_codec(how: str | Codec | None) -> str | Codec:
+    """Return the name of a dtype, a codec, or "" for neither; raise `ParameterError` for an unknown name."""
+    if isinstance(how, str) and how not in NAMED and how not in SMALLER:
+        choices = ", ".join(dict.fromkeys([*SMALLER, *NAMED]))
+        raise ParameterError(f"compression={how!r}: choose one of {choices}, or give a codec")
+    if how is None or isinstance(how, NoCompression):
+        return ""
+    if isinstance(how, Float16):  # here a value out of range is not cut
+        return "float16"
+    if isinstance(how, str):
+        return how if how in SMALLER else _known_codec(NAMED[how])
+    return how
+
+
+def name_of(codec: Codec) -> str:
+    """Return what a codec is called in a snapshot: its short name, its fields, or its type."""
+    short = next((name for name, known in NAMED.items() if known == codec), None)
+    return short or (repr(codec) if hasattr(codec, "__dataclass_fields__") else type(codec).__qualname__)
+
+
+def _within(tensors: Mapping[str, torch.Tensor], limit: float) -> frozenset[str]:
+    """Return the names of tensors whose values are all finite and at most `limit` in magnitude."""
+    return frozenset(name for name, largest in _magnitudes(tensors) if largest <= limit)
+
+
+def _magnitudes(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
+    """Yield each tensor's largest magnitude (NaN if it has one); a device is waited for once."""
+    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    by_device: dict[torch.device, list[str]] = {}
+    for name, tensor in filled.items():
+        by_device.setdefault(tensor.device, []).append(name)
+    for names in by_device.values():
+        ends = [end.double() for name in names for end in torch.aminmax(filled[name])]
+        largest = torch.stack(ends).abs().view(-1, 2).amax(1)
+        yield from zip(names, largest.tolist(), strict=True)
+
+
+def _widened(tensors: Tensors, cast: Sequence[Entry]) -> Tensors:
+    """Return the tensors of these names in the dtypes that they had: in one new piece of memory, with huge pages."""
+    there = {e.name: tensors[e.name].to(e.dtype) for e in cast if tensors[e.name].device.type != "cpu"}
+    layout = Layout(entry for entry in cast if entry.name not in there)
+    here = layout.views(new_buffer(layout.nbytes, torch.uint8, CPU))
+    assign(here, tensors)
+    return here | there
+
+
+Allocator = Callable[[int], Bytes]  # number of bytes → fresh memory
+
+
+def device_of(tensors: Tensors) -> torch.device:
+    """Return the accelerator on which the first tensor that is on one lies; the CPU if none is."""
+    return next((tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"), CPU)
+
+
+def model_device(model: torch.nn.Module) -> torch.device:
+    """Return where the model's first parameter lies."""
+    first = next(model.parameters(), None)
+    return CPU if first is None else first.device
+
+
+def allocator_for(device: torch.device) -> Allocator:
+    """Return what makes memory to send from and receive into: pinned for a GPU, else what numpy has (huge pages)."""
+    if device.type != "cuda":
+        return lambda nbytes: np.empty(nbytes, np.uint8)
+    return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+
+
+def lay_out(layout: Layout, memory: torch.Tensor, sources: Tensors, device: torch.device = CPU) -> None:
+    """Copy the sources to their places in main memory, shape (nbytes,), uint8; by way of one buffer on the device."""
+    if device.type == "cpu":
+        assign(layout.views(memory), sources)
+    else:
+        gathered = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        assign(layout.views(gathered), sources)
+        memory.copy_(gathered)
+    layout.clear_gaps(memory)
+
+
+def laid_out(layout: Layout, memory: torch.Tensor, device: torch.device = CPU) -> Tensors:
+    """Return the tensors that lie in main memory: as views, or on the device after one copy.
+
+    0-dim ones stay: optimizers want their step counts in main memory.
+    """
+    views = layout.views(memory)
+    if device.type == "cpu":
+        return views
+    there = layout.views(memory.to(device))
+    return {name: there[name] if view.dim() else view for name, view in views.items()}
+
+
+class Packer:
+    """Packs and unpacks states; remembers layouts, so that a model's description is made and read once."""
+
+    def __init__(
+        self, part_nbytes: int, *, checksum: bool = False, compression: Compression | None = None
+    ) -> None:
+        self._part_nbytes, self._checksum = part_nbytes, checksum
+        self._compression = compression if compression is not None else Compression()
+        self._layout: Layout | None = None
+        self._parts: list[Layout] = []
+        self._known: dict[bytes, Layout] = {}
+        self._made: dict[int, Bytes] = {}  # the memory of the last snapshot, by part
+
+    def pack(
+        self,
+        live: Tensors,
+        round_: int,
+        iteration: int,
+        *,
+        busy: Callable[[Bytes], bool] = lambda memory: True,
+    ) -> list[Bytes]:
+        """Return the SNAPSHOT messages of the tensors as they are now; `busy` memory is still needed by others."""
+        encoded, device = self._compression.encode(live), device_of(live)
+        if encoded.layout is not self._layout:
+            self._layout, self._made = encoded.layout, {}
+            self._parts = encoded.layout.split(self._part_nbytes)
+        messages = []
+        for index, layout in enumerate(self._parts):
+            start = body_at(len(layout.text))
+            array = self._memory(index, start + layout.nbytes, device, busy)
+            head = Message(Kind.SNAPSHOT, round_, iteration, index, len(self._parts), text=layout.text)
+            write_head(array, head)
+            lay_out(layout, torch.from_numpy(array[start:]), encoded.sources, device)
+            seal(array, len(layout.text), body=self._checksum)
+            messages.append(array)
+        return messages
+
+    def _memory(self, index: int, nbytes: int, device: torch.device, busy: Callable[[Bytes], bool]) -> Bytes:
+        made = self._made.get(index)
+        if made is None or busy(made):
+            made = self._made[index] = allocator_for(device)(nbytes)
+        return made
+
+    def unpack(self, parts: Sequence[Message], device: torch.device = CPU) -> Tensors:
+        """Return the tensors in the parts of one snapshot: views into the messages, where they travelled as they are.
+
+        Raises `UsageError` if they are compressed by a codec that this rank does not know.
+        """
+        tensors: Tensors = {}
+        for part in parts:
+            layout = self._known.get(part.text)
+            if layout is None:
+                layout = self._known[part.text] = Layout.parse(part.text)
+            if part.body.size != layout.nbytes:
+                raise Unreadable(f"a part of {part.body.size} bytes that describes {layout.nbytes}")
+            tensors.update(laid_out(layout, torch.from_numpy(part.body), device))
+        try:
+            return self._compression.decode(tensors)
+        except ValueError as error:
+            raise Unreadable(f"a snapshot that cannot be decoded: {error}") from error

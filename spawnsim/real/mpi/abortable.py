@@ -1,0 +1,270 @@
+"""Collectives that a rank can leave when others are missing: non-blocking ones of the library, with a deadline.
+
+Used with `Options(survive=True)`: their `Timeout` names who is missing and can be caught, to `recover()`. A call that
+was left may still complete one day, when a rank that was only stopped goes on: so results are received in memory of
+the call's own, and given to the program when it is complete. Calls that the library has in a blocking form alone are
+made in a thread that can be left behind. Objects travel as bytes by the same calls and are combined in rank order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from functools import reduce as fold
+from itertools import accumulate
+from math import inf
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from spawnsim.comm.ops import SUM
+from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout, UnsupportedError, WorldError
+from spawnsim.real.mpi.translation import DETECTED_S, failure, ulfm
+from spawnsim.real.runtime.requests import wait_until
+from spawnsim.real.runtime.watchdog import verdict
+
+if TYPE_CHECKING:
+    from spawnsim.real.mpi.comm import MPIComm
+
+T = TypeVar("T")
+
+
+def abortable(comm: MPIComm, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one collective of `comm`; its number has been counted already."""
+    if operation[0].islower():
+        return ObjectCollectives(comm).call(operation, args, kwargs)
+    landing = BounceBuffers(operation, args, kwargs, comm.rank)
+    home, number, began_s, limit_s = comm._home, comm._sequence, perf_counter(), comm._home.clock.limit_s()
+    request = None
+    try:
+        request = getattr(comm._raw, "I" + operation.lower())(*landing.args, **landing.kwargs)
+        if home.wait(request.Test, limit_s, (operation, number, comm)):
+            landing.end()
+            return None
+    except MPI.Exception as error:
+        home.survival.kept += [request, landing]  # as below: parts of it may be under way
+        raise _failure(error, comm, f"{operation} number {number}") from None
+    except (Revoked, RankFailed):
+        home.survival.kept += [request, landing]  # it may still write to its buffers
+        raise
+    late = _late(comm, (operation, number, comm, began_s, limit_s))
+    if request.Test():  # the last one has come while the others were asked
+        landing.end()
+        return None
+    home.survival.kept += [request, landing]
+    raise late
+
+
+def _late(comm: MPIComm, call: tuple[str, int, MPIComm, float, float]) -> Exception:
+    """Return the error of a call past its deadline: who is missing, as the watchdogs of all say."""
+    home, key = comm._home, -abs(id(call))
+    home.watchdog.active[key] = (
+        *call[:4],
+        inf,
+    )  # for others to see; this rank's own watchdog would end the job
+    everyone = home.watchdog.ask_all()
+    home.watchdog.active.pop(key, None)
+    if comm.revoked:  # meanwhile the others have begun to recover, or have given this rank up
+        return Revoked(f"{call[0]} {comm.revoked}")
+    home.survival.agreement.suspects.update(where.rank for where in everyone if not where.answered)
+    missing, text = verdict(call, [everyone[member] for member in comm.members])
+    return Timeout(missing, call[0], call[1], text)
+
+
+def run_detached(
+    comm: MPIComm, operation: str, function: Callable[[], T], awaited: Sequence[int] | None = None
+) -> T:
+    """Run a blocking call of the library in a thread, and leave it there when it meets the deadline.
+
+    It waits for the ranks `awaited`; None: for all, as a collective.
+    """
+    home, began_s, limit_s = comm._home, perf_counter(), comm._home.clock.limit_s()
+    number = comm._sequence if awaited is None else -1
+    apart = DetachedCall(function)
+    if not home.wait(apart.over, limit_s, (operation, number, comm), awaited[0] if awaited else None):
+        text = f"rank {comm.rank} of {comm.label}: {operation} met its deadline of {limit_s:g} s"
+        late: Exception = Timeout(awaited or (), operation, -1, text)
+        if awaited is None:
+            late = _late(comm, (operation, number, comm, began_s, limit_s))
+        if not apart.over():
+            raise late
+    try:
+        return apart.result()
+    except MPI.Exception as error:
+        raise _failure(error, comm, operation) from None
+
+
+def _failure(error: MPI.Exception, comm: MPIComm, what: str) -> SpawnsimError:
+    """Return the error of a call. What it is called is no evidence: where a member dies meanwhile, it may be any."""
+    found = failure(error, comm._raw, f"rank {comm.rank} of {comm.label}: {what}")
+    survival = comm._home.survival
+    if isinstance(found, WorldError) or not wait_until(lambda: survival.failed(comm), DETECTED_S):
+        return found
+    dead = survival.failed(comm)
+    return RankFailed(dead, f"{found}; missing: rank {', '.join(map(str, dead))}")
+
+
+def make_collectively(comm: MPIComm, make: Callable[..., T], *args: Any) -> T:
+    """Make the collective call `make(*args, communicator)`; one that can be left in a job that survives deaths."""
+    if comm.revoked:
+        raise Revoked(f"a window {comm.revoked}")
+    call: Callable[[], T] = partial(make, *args, comm._raw)
+    return make_detached(comm, "making a window", call) if comm._home.abortable else call()
+
+
+def make_detached(comm: MPIComm, operation: str, call: Callable[[], T], *, meeting: bool = True) -> T:
+    """Run a call that makes a communicator or a window of `comm`, and leave it when it meets the deadline.
+
+    All meet before it (unless they do not all make it: `meeting=False`), so that few die within the library's own call,
+    where it bears that least.
+    """
+    if meeting:
+        comm.Barrier()
+    if ulfm():
+        # Open MPI makes communicators in turn, those of a lower numbered parent first, and a making that a death has
+        # ended or left keeps its turn for ever. COMM_SELF is lower than any other: its own making takes the turn over,
+        # and gives it back.
+        comm._home.survival.settle()
+        MPI.COMM_SELF.Dup().Free()
+    return run_detached(comm, operation, call)
+
+
+class DetachedCall(Generic[T]):
+    """A call in a thread of its own, which nobody has to wait for. After a death it may stay there for ever."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._found: list[T] = []
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        threading.Thread(target=self._run, name="spawnsim-apart", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._found.append(self._function())
+        except BaseException as error:  # noqa: BLE001  the thread that waits for it raises it
+            self._error = error
+        self._done.set()
+
+    def over(self) -> bool:
+        """Whether it has returned or raised."""
+        return self._done.is_set()
+
+    def well(self) -> bool:
+        """Whether it has returned."""
+        return self.over() and self._error is None
+
+    def result(self) -> T:
+        """Return what it returned, or raise what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._found[0]
+
+
+class BounceBuffers:
+    """The arguments of a collective, with memory of the call's own in the place of the program's that receives."""
+
+    def __init__(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int) -> None:
+        self.args, self.kwargs = args, kwargs
+        self._theirs: Any
+        self._own: Any
+        self._theirs = self._own = None
+        name, place = ("buf", 0) if operation == "Bcast" else ("recvbuf", 1)
+        if operation == "Barrier" or (operation == "Bcast" and _root(args, kwargs) == rank):
+            return
+        given = kwargs.get(name) if name in kwargs else args[place] if len(args) > place else None
+        instead = self._instead(given)
+        if name in kwargs:
+            self.kwargs = kwargs | {name: instead}
+        elif len(args) > place:
+            self.args = (*args[:place], instead, *args[place + 1 :])
+
+    def _instead(self, given: Any) -> Any:
+        """Return a buffer specification with other memory of the same kind and content."""
+        many = isinstance(given, (list, tuple))
+        memory = given[0] if many and given else given
+        if memory is None or isinstance(memory, int):  # IN_PLACE and BOTTOM are integers
+            return given
+        self._theirs = memory
+        own = self._own = memory.clone() if hasattr(memory, "clone") else np.array(memory, order="K")
+        return [own, *given[1:]] if many else own
+
+    def end(self) -> None:
+        """Give the program what has been received."""
+        if self._own is not None:
+            MPI.buffer.frombuffer(self._theirs)[:] = MPI.buffer.frombuffer(self._own)
+
+
+def _root(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    root: int = kwargs.get("root", args[1] if len(args) > 1 else 0)
+    return root
+
+
+class ObjectCollectives:
+    """Object collectives by two collectives of bytes."""
+
+    def __init__(self, comm: MPIComm) -> None:
+        self._comm = comm
+
+    def call(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call of this name."""
+        if self._comm._inter or not hasattr(self, operation):
+            raise UnsupportedError(
+                f"rank {self._comm.rank} of {self._comm.label}: {operation} of objects is not to be had with "
+                "Options(survive=True) between groups and on topologies: send the objects, or use the upper-case call"
+            )
+        method: Callable[..., Any] = getattr(self, operation)
+        return method(*args, **kwargs)
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        self._comm.Barrier()
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        """Collect all objects at all ranks."""
+        comm, own = self._comm, np.frombuffer(MPI.pickle.dumps(sendobj), np.uint8)
+        sizes = np.empty(comm.size, np.int64)
+        comm.Allgather(np.array([own.size], np.int64), sizes)
+        whole = np.empty(int(sizes.sum()), np.uint8)
+        ends = np.cumsum(sizes)
+        comm.Allgatherv(own, [whole, sizes.tolist(), (ends - sizes).tolist(), MPI.BYTE])
+        return [
+            MPI.pickle.loads(whole[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)
+        ]
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        """Give the root's object to all."""
+        return self.allgather(obj if self._comm.rank == root else None)[root]
+
+    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
+        """Collect all objects at the root."""
+        found = self.allgather(sendobj)
+        return found if self._comm.rank == root else None
+
+    def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
+        """Give each rank its object of the root's list."""
+        return self.bcast(sendobj, root)[self._comm.rank]
+
+    def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
+        """Give every rank its object of every list."""
+        return [row[self._comm.rank] for row in self.allgather(list(sendobj))]
+
+    def allreduce(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:
+        """Combine all objects at all ranks."""
+        return fold(op, self.allgather(sendobj))
+
+    def scan(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:
+        """Combine the objects of all ranks up to this one."""
+        return list(accumulate(self.allgather(sendobj), op))[self._comm.rank]
+
+    def exscan(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:
+        """Combine the objects of all ranks before this one; None on rank 0."""
+        return [None, *accumulate(self.allgather(sendobj), op)][self._comm.rank]
+
+    def reduce(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM, root: int = 0) -> Any:
+        """Combine all objects at the root."""
+        total = self.allreduce(sendobj, op)
+        return total if self._comm.rank == root else None

@@ -1,0 +1,499 @@
+"""Point-to-point calls on MPI and their requests: blocking calls are non-blocking ones with a deadline.
+
+The raw request holds the buffer, the registry holds the raw request: a dropped `Isend` handle corrupts messages on
+both MPIs, silently; here nothing is dropped before it is complete. Object receives find their messages by `Mprobe`,
+so one may have any size (mpi4py's own `irecv` stops at 32 KiB); those that are posted and open stand in a list, and
+later receives let them go first, as MPI's matching order wants it.
+"""
+
+from __future__ import annotations
+
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+from mpi4py import MPI
+
+from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
+from spawnsim.comm.memory import as_bytes
+from spawnsim.errors import RankFailed, Revoked, Timeout
+from spawnsim.real.mpi import translation
+from spawnsim.real.mpi.translation import failure, rank_back
+from spawnsim.real.runtime.requests import RealRequest
+
+if TYPE_CHECKING:
+    from spawnsim.real.mpi.runtime import RankRuntime
+    from spawnsim.real.runtime.staging import Stage
+
+
+class MPIRequest(RealRequest):
+    """A request: mpi4py's methods, with deadlines."""
+
+    __slots__ = ("_raw", "_stage", "_status")
+    _raw: MPI.Request
+    _status: MPI.Status
+    _stage: Stage | None
+
+    @classmethod
+    def of(
+        cls, raw: MPI.Request, home: RankRuntime, what: tuple[str, int, Any], stage: Stage | None = None
+    ) -> MPIRequest:
+        """Return the request over one of mpi4py's; `what` is (operation, peer or -1, communicator).
+
+        `stage`: of GPU tensors among the buffers, which receive when the request is complete.
+        """
+        self = cls()
+        self._raw, self._status, self._stage = raw, MPI.Status(), stage
+        self.begin(home, what)
+        return self
+
+    def _try(self) -> bool:
+        try:
+            done = self._raw.Test(self._status)
+        except MPI.Exception as error:
+            raise failure(error, self._what[2]._raw, self._text(), self._what[1]) from None
+        if done and self._stage is not None:
+            copy_to_gpu(self._stage, self._status)
+            if not self._persistent:
+                self._stage = None
+        return done
+
+    def _describe(self, status: Any) -> None:
+        fill_status(status, self._status)
+
+    def Cancel(self) -> None:
+        super().Cancel()
+        if not self._complete:
+            self._raw.Cancel()
+
+
+class MPIPersistent(MPIRequest):
+    """A persistent or partitioned request: inactive until started, never null until freed."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(
+        cls, raw: MPI.Request, home: RankRuntime, what: tuple[str, int, Any], stage: Stage | None = None
+    ) -> MPIRequest:
+        self = cls()
+        self._raw, self._status, self._persistent, self._stage = raw, MPI.Status(), True, stage
+        self._home, self._what = home, what
+        return self
+
+    def Start(self) -> None:
+        """Begin one more time."""
+        if self._stage is not None:
+            self._stage.begin()
+        self._raw.Start()  # type: ignore[attr-defined]
+        self.begin(self._home, self._what)
+
+    @classmethod
+    def Startall(cls, requests: list[MPIPersistent]) -> None:
+        """Begin all of them."""
+        for request in requests:
+            request.Start()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("P"):  # Pready, Pready_range, Pready_list, Parrived
+            return getattr(self._raw, name)
+        raise AttributeError(name)
+
+    def Free(self) -> None:
+        super().Free()
+        self._raw.Free()
+
+
+def wrap_request(
+    raw: MPI.Request, home: RankRuntime, what: tuple[str, int, Any], stage: Stage | None = None
+) -> MPIRequest:
+    """Return the request over one of mpi4py's of any kind."""
+    return (MPIPersistent if isinstance(raw, MPI.Prequest) else MPIRequest).of(raw, home, what, stage)
+
+
+def copy_to_gpu(stage: Stage | None, status: MPI.Status) -> None:
+    """Copy what has come to the GPU tensors of a call that is complete; nothing of one that was cancelled."""
+    if stage is not None and not status.Is_cancelled():
+        stage.end(status.Get_count(MPI.BYTE) if stage.partial else None)
+
+
+def fill_status(status: Any, raw: MPI.Status) -> None:
+    """Copy what a receive has found into the caller's status, spawnsim's or mpi4py's."""
+    if status is None:
+        return
+    source, tag, nbytes = raw.Get_source(), raw.Get_tag(), raw.Get_count(MPI.BYTE)
+    if isinstance(status, MPI.Status):
+        status.Set_source(source)
+        status.Set_tag(tag)
+        status.Set_elements(MPI.BYTE, nbytes)
+    else:
+        status.fill(rank_back(source), tag, nbytes)
+    status.Set_cancelled(raw.Is_cancelled())
+
+
+def take_object(message: MPI.Message, status: MPI.Status) -> Any:
+    """Receive a matched message and return the object that it pickles; None from PROC_NULL."""
+    if message == MPI.MESSAGE_NO_PROC:
+        return None
+    nbytes = bytearray(status.Get_count(MPI.BYTE))
+    try:
+        message.Recv([nbytes, MPI.BYTE])
+    except MPI.Exception as error:
+        source = status.Get_source()
+        raise failure(error, None, f"receive of an object from rank {source}", source) from None
+    return MPI.pickle.loads(nbytes)
+
+
+class PostedReceive(MPIRequest):
+    """An object receive that is open: completes by probing, in posting order."""
+
+    __slots__ = ("message", "pattern")
+    pattern: tuple[int, int]
+    message: MPI.Message | None
+
+    def _try(self) -> bool:
+        comm = self._what[2]
+        with comm._matching:
+            if self.message is None:
+                comm._serve_posted()
+            message = self.message
+        if message is not None:
+            self.value = take_object(message, self._status)
+        return message is not None
+
+    def takes(self, status: MPI.Status) -> bool:
+        """Whether a message that was found for a later receive belongs to this one."""
+        source, tag = self.pattern
+        return source in (MPI.ANY_SOURCE, status.Get_source()) and tag in (MPI.ANY_TAG, status.Get_tag())
+
+    def Cancel(self) -> None:
+        self._refuse_null("Cancel")
+        comm = self._what[2]
+        with comm._matching:
+            if self in comm._posted:
+                comm._posted.remove(self)
+                self._status.Set_cancelled(True)
+                self._complete = True
+
+
+def post_receive(home: RankRuntime, what: tuple[str, int, Any], pattern: tuple[int, int]) -> PostedReceive:
+    """Return a new object receive that is open."""
+    request = PostedReceive()
+    request.pattern, request.message = pattern, None
+    request._raw, request._status = MPI.REQUEST_NULL, MPI.Status()
+    request.begin(home, what)
+    return request
+
+
+class Matching:
+    """The receiving half of a communicator: which message belongs to which receive."""
+
+    _raw: MPI.Intracomm
+    _home: RankRuntime
+    label: str
+    rank: int
+
+    def _open_matching(self) -> None:
+        self._posted: list[PostedReceive] = []
+        self._matching = RLock()
+        self._home.comms = [*(other for other in self._home.comms if other._raw), self]
+
+    def _find(self, pattern: tuple[int, int], status: MPI.Status) -> MPI.Message | None:
+        """Return the next message for a receive that starts now, once earlier open receives have had theirs."""
+        if not self._posted:
+            return self._improbe(pattern, status)
+        with self._matching:
+            while (found := self._improbe(pattern, status)) is not None:
+                self._serve_posted()
+                earlier = next((waiting for waiting in self._posted if waiting.takes(status)), None)
+                if earlier is None:
+                    return found
+                self._give(earlier, found, status)
+        return None
+
+    def _improbe(self, pattern: tuple[int, int], status: MPI.Status) -> MPI.Message | None:
+        try:
+            return self._raw.Improbe(*pattern, status)
+        except MPI.Exception as error:
+            raise failure(error, self._raw, f"rank {self.rank} of {self.label}: receive") from None
+
+    def _serve_posted(self) -> None:
+        """Give every open object receive its message, in the order in which they were posted."""
+        status = MPI.Status()
+        for waiting in list(self._posted):
+            found = self._improbe(waiting.pattern, status)
+            if found is not None:
+                self._give(waiting, found, status)
+
+    def _give(self, waiting: PostedReceive, message: Any, status: MPI.Status) -> None:
+        waiting.message = message
+        waiting._status = MPI.Status(status)
+        self._posted.remove(waiting)
+        tally = self._home.tally
+        tally.received += 1
+        tally.nbytes += status.Get_count(MPI.BYTE)
+
+    def _receive(self, source: int, tag: int, status: Any, operation: str) -> tuple[MPI.Message, MPI.Status]:
+        """Return the matched message of a blocking receive, and what is known of it."""
+        pattern, found = (translation.source(source), translation.tag(tag)), MPI.Status()
+        message = self._find(pattern, found)
+        if message is None:
+            message = self._await(pattern, found, (operation, source))
+        fill_status(status, found)
+        tally = self._home.tally
+        tally.received += 1
+        if operation == "recv":
+            tally.nbytes += found.Get_count(MPI.BYTE)
+        return message, found
+
+    def _await(self, pattern: tuple[int, int], found: MPI.Status, what: tuple[str, int]) -> Any:
+        home, got = self._home, []
+
+        def look() -> bool:
+            message = self._find(pattern, found)
+            if message is not None:
+                got.append(message)
+            return message is not None
+
+        limit_s = home.clock.limit_s()
+        if not home.wait(look, limit_s, (what[0], -1, self), what[1]):
+            raise self._late(what[0], what[1], limit_s, "from")
+        return got[0]
+
+    def _late(self, operation: str, peer: int, limit_s: float, way: str) -> Timeout:
+        who = f"{way} rank {peer}" if peer >= 0 else "from any rank"
+        text = f"rank {self.rank} of {self.label}: {operation} {who} met its deadline of {limit_s:g} s"
+        return Timeout(
+            [peer] if peer >= 0 else [], operation, -1, f"{text} at {self._home.clock.now():.3f} s"
+        )
+
+
+class PointToPoint(Matching):
+    """send, recv and their kin."""
+
+    # ------------------------------------------------------------------------------------------------ sending
+    def _send(self, raw: MPI.Request, operation: str, dest: int) -> None:
+        """Complete a send that was just started."""
+        home = self._home
+        try:
+            if not raw.Test() and not home.wait(raw.Test, home.clock.limit_s(), (operation, -1, self), dest):
+                MPIRequest.of(raw, home, (operation, dest, self))  # the registry keeps the buffer
+                raise self._late(operation, dest, home.clock.limit_s(), "to")
+        except MPI.Exception as error:
+            raise failure(
+                error, self._raw, f"rank {self.rank} of {self.label}: {operation} to {dest}", dest
+            ) from None
+        except (Revoked, RankFailed):
+            home.survival.kept.append(raw)
+            raise
+        home.poll()
+
+    def _start(self, name: str, buf: Any, dest: int, tag: int) -> MPI.Request:
+        self._home.tally.sent(name, buf)
+        words_ = self._home.words
+        if words_.devices and name[0] == "I" and (stage := words_.stage(self._raw, name, (buf,))):
+            buf = stage.args[0]
+        try:
+            request: MPI.Request = getattr(self._raw, name)(
+                buf, translation.peer(dest) if dest < 0 else dest, tag
+            )
+        except MPI.Exception as error:
+            raise failure(
+                error, self._raw, f"rank {self.rank} of {self.label}: {name} to {dest}, tag {tag}"
+            ) from None
+        return request
+
+    def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
+        self._send(self._start("Isend", self._home.words(buf), dest, tag), "Send", dest)
+
+    def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
+        self._send(self._start("Issend", self._home.words(buf), dest, tag), "Ssend", dest)
+
+    Rsend = Send
+
+    def send(self, obj: Any, dest: int, tag: int = 0) -> None:
+        self._send(self._start("isend", obj, dest, tag), "send", dest)
+
+    def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
+        self._send(self._start("issend", obj, dest, tag), "ssend", dest)
+
+    def Isend(self, buf: Any, dest: int, tag: int = 0) -> MPIRequest:
+        return self._kept(self._start("Isend", self._home.words(buf), dest, tag), "Isend", dest)
+
+    def Issend(self, buf: Any, dest: int, tag: int = 0) -> MPIRequest:
+        return self._kept(self._start("Issend", self._home.words(buf), dest, tag), "Issend", dest)
+
+    Irsend = Isend
+
+    def isend(self, obj: Any, dest: int, tag: int = 0) -> MPIRequest:
+        return self._kept(self._start("isend", obj, dest, tag), "isend", dest)
+
+    def issend(self, obj: Any, dest: int, tag: int = 0) -> MPIRequest:
+        return self._kept(self._start("issend", obj, dest, tag), "issend", dest)
+
+    def _kept(self, raw: MPI.Request, operation: str, peer: int, stage: Stage | None = None) -> MPIRequest:
+        request = MPIRequest.of(raw, self._home, (operation, peer, self), stage)
+        self._home.poll()
+        return request
+
+    # ---------------------------------------------------------------------------------------------- receiving
+    def Recv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> None:
+        home = self._home
+        buf = home.words(buf)
+        stage = home.words.stage(self._raw, "Recv", (buf,)) if home.words.devices else None
+        if stage is not None:
+            buf = stage.args[0]
+        if self._posted:
+            message, found = self._receive(source, tag, status, "Recv")
+            message.Recv(buf)
+            copy_to_gpu(stage, found)
+            return
+        raw = self._start_receive(buf, source, tag)
+        found = MPI.Status()
+
+        def done() -> bool:
+            return raw.Test(found)
+
+        try:
+            if not home.wait(done, home.clock.limit_s(), ("Recv", -1, self), source):
+                self._give_up(raw, found, source)
+        except MPI.Exception as error:
+            raise failure(
+                error, self._raw, f"rank {self.rank} of {self.label}: Recv from {source}", source
+            ) from None
+        except (Revoked, RankFailed):
+            raw.Cancel()
+            home.survival.kept.append((raw, buf))
+            raise
+        if stage is not None:
+            copy_to_gpu(stage, found)
+        fill_status(status, found)
+
+    def _give_up(self, raw: MPI.Request, found: MPI.Status, source: int) -> None:
+        raw.Cancel()
+        raw.Wait(found)
+        if found.Is_cancelled():
+            raise self._late("Recv", source, self._home.clock.limit_s(), "from")
+
+    def _start_receive(self, buf: Any, source: int, tag: int) -> MPI.Request:
+        self._home.tally.received += 1
+        """Post a receive into a buffer that is translated already."""
+        try:
+            return self._raw.Irecv(buf, translation.source(source), translation.tag(tag))
+        except MPI.Exception as error:
+            text = f"rank {self.rank} of {self.label}: receive from {source}, tag {tag}"
+            raise failure(error, self._raw, text) from None
+
+    def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> MPIRequest:
+        home = self._home
+        buf = home.words(buf)
+        stage = home.words.stage(self._raw, "Irecv", (buf,)) if home.words.devices else None
+        raw = self._start_receive(buf if stage is None else stage.args[0], source, tag)
+        return self._kept(raw, "Irecv", source, stage)
+
+    def recv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> Any:
+        return take_object(*self._receive(source, tag, status, "recv"))
+
+    def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> MPIRequest:
+        pattern = translation.source(source), translation.tag(tag)
+        with self._matching:
+            request = post_receive(self._home, ("irecv", source, self), pattern)
+            if pattern[0] == MPI.PROC_NULL:
+                request.message = MPI.MESSAGE_NO_PROC
+            else:
+                self._posted.append(request)
+        return request
+
+    # ------------------------------------------------------------------------------------------------ probing
+    def Iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> bool:
+        found = MPI.Status()
+        if self._posted:
+            with self._matching:
+                self._serve_posted()
+        try:
+            there = self._raw.Iprobe(translation.source(source), translation.tag(tag), found)
+        except MPI.Exception as error:
+            raise failure(error, self._raw, f"rank {self.rank} of {self.label}: probe of {source}") from None
+        if there:
+            fill_status(status, found)
+        if self._home.registry:
+            self._home.registry.sweep()
+        return there
+
+    iprobe = Iprobe
+
+    def Probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> bool:
+        home = self._home
+        limit_s = home.clock.limit_s()
+        if not home.wait(lambda: self.Iprobe(source, tag, status), limit_s, ("Probe", -1, self), source):
+            raise self._late("Probe", source, limit_s, "from")
+        return True
+
+    probe = Probe
+
+    def Improbe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> Any:
+        return self._matched("Improbe", source, tag, status)
+
+    def improbe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> Any:
+        return self._matched("improbe", source, tag, status)
+
+    def _matched(self, name: str, source: int, tag: int, status: Any) -> Any:
+        found = MPI.Status()
+        if self._posted:
+            with self._matching:
+                self._serve_posted()
+        try:
+            message = getattr(self._raw, name)(translation.source(source), translation.tag(tag), found)
+        except MPI.Exception as error:
+            raise failure(error, self._raw, f"rank {self.rank} of {self.label}: probe of {source}") from None
+        if message is not None:
+            fill_status(status, found)
+        return message
+
+    def Mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> Any:
+        self.Probe(source, tag)
+        return self._matched("Improbe", source, tag, status)
+
+    def mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> Any:
+        self.Probe(source, tag)
+        return self._matched("improbe", source, tag, status)
+
+    # ------------------------------------------------------------------------------------------- both at once
+    def Sendrecv(
+        self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,
+        source: int = ANY_SOURCE, recvtag: int = ANY_TAG, status: Any = None,
+    ) -> None:  # fmt: skip
+        incoming = self.Irecv(recvbuf, source, recvtag)
+        outgoing = self.Isend(sendbuf, dest, sendtag)
+        incoming.Wait(status)
+        outgoing.Wait()
+
+    def Sendrecv_replace(
+        self, buf: Any, dest: int, sendtag: int = 0,
+        source: int = ANY_SOURCE, recvtag: int = ANY_TAG, status: Any = None,
+    ) -> None:  # fmt: skip
+        stage = self._replaced(buf)
+        if stage is not None:
+            self.Sendrecv_replace(stage.args[0], dest, sendtag, source, recvtag, status)
+            stage.end()
+            return
+        given = as_buffer(buf, writable=True)
+        outgoing = self.Isend(as_bytes(given.pack()), dest, sendtag)
+        self.Recv(buf, source, recvtag, status)
+        outgoing.Wait()
+
+    def _replaced(self, buf: Any) -> Stage | None:
+        translate = self._home.words
+        buf = translate(buf)
+        if not translate.devices:
+            return None
+        return translate.stage(self._raw, "Sendrecv_replace", (buf,))
+
+    def sendrecv(
+        self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,
+        source: int = ANY_SOURCE, recvtag: int = ANY_TAG, status: Any = None,
+    ) -> Any:  # fmt: skip
+        outgoing = self.isend(sendobj, dest, sendtag)
+        received = self.recv(recvbuf, source, recvtag, status)
+        outgoing.Wait()
+        return received

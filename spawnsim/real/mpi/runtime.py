@@ -1,0 +1,259 @@
+"""What all communicators of one MPI rank share: services, request registry, watchdog, options; how it polls and waits.
+
+Knows mpi4py's world and the control channel of the watchdogs; knows no communicator's methods.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import time
+import zlib
+from collections.abc import Callable
+from threading import Timer, get_ident
+from typing import Any, NoReturn
+
+from mpi4py import MPI
+
+from spawnsim.errors import Revoked
+from spawnsim.real.mpi.translation import Translator, failure, ulfm
+from spawnsim.real.runtime.abort import AbortProtocol
+from spawnsim.real.runtime.finalize import Finalizer
+from spawnsim.real.runtime.requests import SPINS, RequestRegistry, wait_until
+from spawnsim.real.runtime.services import Counters, Options, RankServices
+
+CONTROL_TAG = 1
+SERVING_POLLS = 32
+ABORT_S = 2.0  # how long MPI may take to end this process
+
+
+class ControlChannel:
+    """Small messages between watchdogs over a communicator of their own. Silent without THREAD_MULTIPLE."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._comm = comm
+        self._usable = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._sent: list[MPI.Request] = []
+
+    def send(self, to: int, message: dict[str, Any]) -> None:
+        """Send without waiting; the handle is kept until the message has left. A dead rank is no error here."""
+        if not self._usable:
+            return
+        self.sent()
+        try:
+            self._sent.append(self._comm.isend(message, to, CONTROL_TAG))
+        except MPI.Exception:  # the peer has failed: it will not answer, which is what the caller finds out
+            return
+
+    def sent(self) -> bool:
+        """Whether all messages have left."""
+        self._sent = [request for request in self._sent if not over(request)]
+        return not self._sent
+
+    def receive(self) -> tuple[int, dict[str, Any]] | None:
+        """Return the next message and who sent it, or None."""
+        if not self._usable:
+            return None
+        status = MPI.Status()
+        for _ in range(2):
+            try:
+                found = self._comm.improbe(MPI.ANY_SOURCE, CONTROL_TAG, status)
+                return None if found is None else (status.Get_source(), found.recv())
+            except MPI.Exception:  # a failed rank spoils ANY_SOURCE until it is acknowledged
+                acknowledge(self._comm)
+        return None
+
+
+class RankRuntime:
+    """One per rank and run."""
+
+    def __init__(self, raw: MPI.Intracomm, own: RankServices, options: Options) -> None:
+        self.raw = raw
+        self.own, self.clock, self.options = own, own.clock, options
+        self.fingerprints, self.ordered = options.fingerprints, options.reduction == "ordered"
+        self.registry = RequestRegistry()
+        self.windows: list[Any] = []
+        self.needy = False  # whether there are windows that others reach only while this rank polls
+        self.words = Translator(raw.Get_group())
+        self._control = raw.Dup()
+        self.farewell = raw.Dup()
+        self.channel = ControlChannel(self._control)
+        self.ending = AbortProtocol(self.channel, abort)
+        self.watchdog = self.ending.watchdog
+        self.parting, self.tally = Finalizer(self), Counters()
+        self.comms: list[Any] = []
+        self.watchdog.note = self.parting.note
+        self.watchdog.progress = self._progress
+        self._iprobe = polling(raw, options)
+        own.on_error = self.ending.fail
+        own.clock.poll = self.poll
+        own.compute.poll = self.serve
+        self.abortable, self.epoch = options.survive, 0
+        self.survival: Any = None  # what recovery needs: recovery.py makes it
+
+    # --------------------------------------------------------------------------------------------- while running
+    def poll(self) -> None:
+        """Let MPI make progress, and let go of requests that are complete: under 1 us."""
+        self._iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        if self.registry:
+            self.registry.sweep()
+
+    def poll_by(self, comm: MPI.Comm) -> None:
+        """From now on poll by this communicator: a probe on one with dead members fails."""
+        self.probe_by(polling(comm, self.options))
+
+    def probe_by(self, probe: Any) -> None:
+        """From now on poll by this call, of source and tag."""
+        self._iprobe = probe
+
+    def serve(self) -> None:
+        """Poll at the end of a compute block; where windows need it, often enough to serve some hundred kB."""
+        self.poll()
+        if self.needy:
+            probe = self._iprobe
+            for _ in range(SERVING_POLLS):
+                probe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+    def wait(
+        self,
+        done: Callable[[], bool],
+        limit_s: float,
+        call: tuple[str, int, Any],
+        peer: int | None = None,
+    ) -> bool:
+        """Wait for `done`, at most `limit_s`; a wait that is not over at once is known to the watchdog.
+
+        `peer`: the rank of the communicator that it waits for, ANY_SOURCE for any; a collective waits for all. If that
+        one is known to have died, the wait ends in `RankFailed`.
+        """
+        for _ in range(SPINS):
+            if done():
+                return True
+        registry = self.registry
+
+        def look() -> bool:
+            if registry:  # other requests go on while this one is awaited
+                registry.sweep()
+            if call[2].revoked:
+                raise Revoked(f"{call[0]} {call[2].revoked}")
+            if done():
+                return True
+            if self.abortable:
+                self.survival.require(call, peer)
+            return False
+
+        active, thread = self.watchdog.active, get_ident()
+        active[thread] = entry = (*call, time.perf_counter(), float("inf"))
+        try:
+            return wait_until(look, limit_s)
+        finally:
+            self.watchdog.last = entry
+            active.pop(thread, None)
+
+    def _progress(self) -> None:
+        """Called by the watchdog: receives that were posted go on while the rank is inside a blocking collective."""
+        if self.registry and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            for _ in range(len(self.registry)):
+                self.registry.sweep()
+
+    # ------------------------------------------------------------------------------------------------ at the end
+    def goodbye(self) -> None:
+        """Part from the other ranks; collective, and more than once is fine."""
+        self.parting.leave()
+
+    def meet(self) -> Callable[[], bool]:
+        """Begin to wait for all ranks; in a job that survives some, for those who live."""
+        if self.survival.farewell is not None:
+            here: Callable[[], bool] = self.survival.farewell.meet()
+            return here
+        request = self.farewell.Ibarrier()
+
+        def all_here() -> bool:
+            try:
+                return request.Test()
+            except MPI.Exception as error:
+                raise failure(error, self.farewell, f"rank {self.own.rank}: at the end") from None
+
+        return all_here
+
+    def lowest(self) -> int:
+        """Return the lowest rank that has come to the last meeting."""
+        found: int = 0 if self.survival.farewell is None else self.survival.farewell.lowest()
+        return found
+
+    def take_leftovers(self) -> int:
+        """Take messages that nobody received from the library, on all communicators of the house."""
+        return sum(_taken(comm._raw) for comm in self.comms if comm._raw)
+
+    def release(self) -> None:
+        """Free windows, and stop the watchdog."""
+        if self.survival.farewell is None or not self.survival.end():
+            self._release_windows()
+        self.watchdog.stop()
+
+    def _release_windows(self) -> None:
+        """Free what the program has left, if all ranks have left the same: freeing is collective and must not hang."""
+        labels = ",".join(window.label for window in self.windows)
+        word = zlib.crc32(labels.encode())
+        ends = array.array("q", [word, -word])
+        self.farewell.Allreduce(MPI.IN_PLACE, ends, MPI.MAX)
+        if ends[0] == -ends[1]:
+            for window in self.windows:
+                window.release()
+
+
+def abort(status: int) -> NoReturn:
+    """End all ranks at once.
+
+    MPICH's `Abort` comes back, a moment before its launcher kills the process: the program must not go on meanwhile.
+    While Slurm cancels a step, Abort only waits to be killed: half a minute, for which all its nodes are held.
+    """
+    leave = Timer(ABORT_S, os._exit, (status & 0xFF,))
+    leave.daemon = True
+    leave.start()
+    MPI.COMM_WORLD.Abort(status)
+    os._exit(status & 0xFF)
+
+
+def polling(comm: MPI.Comm, options: Options) -> Callable[[int, int], bool]:
+    """Return the probe to poll by, of source and tag: all that matters is that the library makes progress.
+
+    Where the library tells of deaths, a rank that only sends learns of them here; not in a job that survives them,
+    since there the others tell it, and a policy may wish to go on without the dead.
+    """
+    if not ulfm():
+        return comm.Iprobe
+    if options.survive:
+        return MPI.COMM_SELF.Iprobe
+
+    def probe(source: int, tag: int) -> bool:
+        try:
+            return comm.Iprobe(source, tag)
+        except MPI.Exception as error:
+            raise failure(error, comm, "poll") from None
+
+    return probe
+
+
+def acknowledge(comm: Any) -> None:
+    """Receive from any rank again, whoever has failed."""
+    if hasattr(comm, "Ack_failed"):
+        comm.Ack_failed()
+
+
+def over(request: MPI.Request) -> bool:
+    """Whether a request has ended, well or not."""
+    try:
+        return request.Test()
+    except MPI.Exception:
+        return True
+
+
+def _taken(raw: MPI.Comm) -> int:
+    """Receive and drop all messages that have arrived on a communicator; return how many."""
+    count, status = 0, MPI.Status()
+    while (message := raw.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+        message.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
+        count += 1
+    return count

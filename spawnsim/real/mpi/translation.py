@@ -1,0 +1,299 @@
+"""From spawnsim's values to mpi4py's and back: constants, ops, datatypes, statuses, buffers, errors.
+
+The same name is another number on each MPI (`ANY_SOURCE` is -1 here and in Open MPI, -2 in MPICH, whose `PROC_NULL`
+is -1), so numbers are translated by the place they stand in, never by value alone. mpi4py's own objects pass
+untouched. Knows mpi4py and spawnsim.comm; knows no wrapper and no run.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import os
+import time
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from mpi4py import MPI
+
+from spawnsim.comm import constants as ours
+from spawnsim.comm import failures
+from spawnsim.comm.datatypes import Datatype
+from spawnsim.comm.group import Group
+from spawnsim.comm.handles import Errhandler
+from spawnsim.comm.info import Info
+from spawnsim.comm.integers import integer
+from spawnsim.comm.ops import Op
+from spawnsim.comm.predefined import BY_NAME, NAMED
+from spawnsim.errors import RankFailed, Revoked, SpawnsimError, WorldError
+from spawnsim.real.launch.launchers import cuda_aware
+
+if TYPE_CHECKING:
+    from spawnsim.real.runtime.staging import Memory, Stage
+
+DETECTED_S = 0.5  # from an error to the news of a death: 10 ms were measured
+NO_PROCESS = f"(errno {errno.ESRCH})"
+WORLD_CLASSES = (
+    MPI.ERR_OTHER, MPI.ERR_INTERN, MPI.ERR_UNKNOWN, MPI.ERR_NO_MEM, MPI.ERR_IN_STATUS, MPI.ERR_PENDING,
+)  # fmt: skip
+
+
+def source(rank: int) -> int:
+    """Return a receive's source in mpi4py's numbers."""
+    rank = integer(rank)
+    if rank >= 0:
+        return rank
+    return MPI.ANY_SOURCE if rank == ours.ANY_SOURCE else peer(rank)
+
+
+def peer(rank: int) -> int:
+    """Return a destination, target or root in mpi4py's numbers."""
+    rank = integer(rank)
+    if rank == ours.PROC_NULL:
+        return MPI.PROC_NULL
+    return MPI.ROOT if rank == ours.ROOT else rank if rank >= 0 else -(2**20)
+
+
+def tag(value: int) -> int:
+    """Return a receive's tag in mpi4py's numbers."""
+    value = integer(value)
+    return MPI.ANY_TAG if value == ours.ANY_TAG else value
+
+
+KEYVALS = (
+    "TAG_UB", "IO", "WTIME_IS_GLOBAL", "UNIVERSE_SIZE", "LASTUSEDCODE", "APPNUM", "WIN_BASE", "WIN_SIZE",
+    "WIN_DISP_UNIT", "WIN_CREATE_FLAVOR", "WIN_MODEL",
+)  # fmt: skip
+_KEYVALS: dict[int, int] = {getattr(ours, name): getattr(MPI, name) for name in KEYVALS}
+
+
+def keyval(number: int) -> int:
+    """Return a predefined attribute's key in mpi4py's numbers; a program's own is that already."""
+    return _KEYVALS.get(number, number)
+
+
+def rank_back(rank: int) -> int:
+    """Return a rank that mpi4py has given in spawnsim's numbers."""
+    if rank >= 0:
+        return rank
+    return ours.PROC_NULL if rank == MPI.PROC_NULL else ours.ANY_SOURCE if rank == MPI.ANY_SOURCE else rank
+
+
+class Translator:
+    """Translates arguments; remembers per type how, so that a known type costs one look-up.
+
+    Attributes:
+        devices: whether a tensor outside of main memory was among the arguments so far: only then callers `stage`.
+        memory: where such tensors are staged; made when the first one comes.
+    """
+
+    def __init__(self, world: MPI.Group) -> None:
+        self._world = world
+        self.devices = False
+        self.memory: Memory | None = None
+        self._how: dict[type, Callable[[Any], Any] | None] = {list: self._spec, tuple: self._spec}
+        self._ops: dict[int, tuple[Any, MPI.Op]] = {}
+        self._types: dict[int, tuple[Any, MPI.Datatype]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """Return a buffer specification, op or datatype as mpi4py wants it."""
+        kind = type(value)
+        try:
+            how = self._how[kind]
+        except KeyError:
+            how = self._how[kind] = self._learn(kind)
+        return value if how is None else how(value)
+
+    def op(self, value: Any) -> Any:
+        """Return an op of an object call; other objects pass."""
+        return self(value) if isinstance(value, Op) else value
+
+    def stage(
+        self,
+        raw: Any,
+        operation: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        rank: int | None = None,
+        direct: bool = True,
+    ) -> Stage | None:
+        """Return the stage of a call of `raw`, if GPU tensors among its translated arguments need one.
+
+        `rank`: the caller's, None between two groups; `direct`: whether MPI itself gets the call as it is.
+        """
+        from spawnsim.real.runtime import staging  # torch is loaded by now, since there are tensors
+
+        if self.memory is None:
+            self.memory = staging.Memory(aware=cuda_aware())
+        kind: Any = type(raw)
+        call = staging.Call(operation, _parameters(kind, operation), args, kwargs or {}, rank)
+        return staging.stage(self.memory, call, direct=direct)
+
+    def far(self, spec: Any) -> bool:
+        """Whether a translated buffer lies outside of main memory."""
+        if not self.devices:
+            return False
+        from spawnsim.real.runtime import staging  # torch is loaded by now
+
+        return staging.device_tensor(spec) is not None
+
+    def _learn(self, kind: type) -> Callable[[Any], Any] | None:
+        if hasattr(kind, "data_ptr"):  # torch's tensors, known without loading torch
+            return self._tensor
+        if not kind.__module__.startswith("spawnsim."):
+            return None
+        if issubclass(kind, Op):
+            return self._op
+        if issubclass(kind, Datatype):
+            return self._datatype
+        if issubclass(kind, Group):
+            return self._group
+        if issubclass(kind, Info):
+            return _info
+        if issubclass(kind, Errhandler):
+            return _named
+        return _singleton if issubclass(kind, int) else getattr(kind, "as_native", None)
+
+    def _group(self, group: Group) -> MPI.Group:
+        return self._world.Incl(list(group.live()))
+
+    def _tensor(self, tensor: Any) -> Any:
+        if not tensor.is_cpu:
+            self.devices = True
+        return tensor
+
+    def _spec(self, spec: Any) -> Any:
+        how = self._how
+        for part in spec:
+            kind = type(part)
+            if kind not in how:
+                how[kind] = self._learn(kind)
+            if how[kind] is not None:
+                return [part if type(part) is tuple else self(part) for part in spec]
+        return spec
+
+    def _op(self, op: Any) -> MPI.Op:
+        found = self._ops.get(id(op))
+        if found is None:
+            found = self._ops[id(op)] = (op, _named(op) or _users_op(op))
+        return found[1]
+
+    def _datatype(self, datatype: Any) -> MPI.Datatype:
+        if not datatype.committed:
+            raise failures.CallError(
+                failures.ERR_TYPE, "the datatype is not committed: call its Commit() first"
+            )
+        found = self._types.get(id(datatype))
+        if found is None:
+            name = next((name for name, known in BY_NAME.items() if known is datatype), None)
+            native = getattr(MPI, name) if name is not None and hasattr(MPI, name) else _derived(datatype)
+            found = self._types[id(datatype)] = (datatype, native)
+        return found[1]
+
+
+@lru_cache(maxsize=128)
+def _parameters(kind: type, operation: str) -> tuple[str, ...]:
+    """Return the names of a call's parameters."""
+    return tuple(inspect.signature(getattr(kind, operation)).parameters)[1:]
+
+
+def _named(thing: Any) -> Any:
+    """Return mpi4py's object of the same name for a predefined operation or error handler, else None."""
+    return getattr(MPI, thing.name) if thing.function is None else None
+
+
+def _info(info: Info) -> MPI.Info:
+    return MPI.Info.Create(dict(info.items())) if info else MPI.INFO_NULL
+
+
+def _users_op(op: Op) -> MPI.Op:
+    """Return an op that calls the program's function, with the datatype in spawnsim's words."""
+    function: Any = op.function
+
+    def call(inbuf: Any, inoutbuf: Any, datatype: MPI.Datatype | None) -> Any:
+        named = None if datatype is None else NAMED.get(datatype.Get_name(), datatype)
+        return function(inbuf, inoutbuf, named)
+
+    return MPI.Op.Create(call, op.Is_commutative())
+
+
+def _singleton(value: Any) -> Any:
+    return getattr(MPI, repr(value), value)
+
+
+def _derived(datatype: Any) -> MPI.Datatype:
+    """Return a derived datatype made of byte blocks in the same type-map order."""
+    layout = datatype.layout
+    blocks = MPI.BYTE.Create_hindexed([int(n) for n in layout.lengths], [int(n) for n in layout.offsets])
+    return blocks.Create_resized(layout.lb, layout.extent).Commit()
+
+
+def failure(
+    error: MPI.Exception, comm: MPI.Comm | None, what: str, peer: int = ours.ANY_SOURCE
+) -> SpawnsimError:
+    """Return spawnsim's error for one of mpi4py's: a dead rank, a revoked communicator, or whose fault it is.
+
+    `peer`: the rank whose memory the call needs, if it is one; MPICH names no dead rank, but says that it found no
+    process.
+    """
+    kind = error.Get_error_class()
+    text = f"{what}: {error.Get_error_string()}"
+    if kind in (_class("ERR_PROC_FAILED"), _class("ERR_PROC_FAILED_PENDING")):
+        return _failed(failed_ranks(comm), text)
+    if kind == _class("ERR_REVOKED") or (kind in WORLD_CLASSES and _is_revoked(comm)):
+        return Revoked(text)
+    if kind == MPI.ERR_TRUNCATE:
+        return failures.Truncated(failures.ERR_TRUNCATE, f"{text}: receive into a larger buffer")
+    if kind in WORLD_CLASSES:
+        dead = [peer] if peer >= 0 and NO_PROCESS in text else _found_dead(comm)
+        return _failed(dead, text) if dead else WorldError(text)
+    return failures.CallError(_our_class(kind), text)
+
+
+def _failed(dead: list[int], text: str) -> RankFailed:
+    return RankFailed(dead, f"{text}; missing: rank {', '.join(map(str, dead))}" if dead else text)
+
+
+def _is_revoked(comm: Any) -> bool:
+    return ulfm() and comm is not None and bool(comm.Is_revoked())
+
+
+def _class(name: str) -> int:
+    return getattr(MPI, name, -1)
+
+
+def _our_class(kind: int) -> int:
+    """Return spawnsim's number of an mpi4py error class."""
+    names = [name for name in dir(MPI) if name.startswith("ERR_") and getattr(MPI, name) == kind]
+    return next((getattr(failures, name) for name in names if hasattr(failures, name)), kind)
+
+
+def ulfm() -> bool:
+    """Whether this MPI's fault tolerance is switched on; that the calls exist says nothing."""
+    switch = "OMPI_MCA_mpi_ft_enable"  # set by mpiexec --with-ft ulfm
+    return MPI.get_vendor()[0] == "Open MPI" and os.environ.get(switch) in ("1", "true")
+
+
+def _found_dead(comm: MPI.Comm | None) -> list[int]:
+    """Return who is known to be dead; where the library finds that out, it may do so a moment after the error."""
+    dead, end_s = failed_ranks(comm), time.perf_counter() + (DETECTED_S if ulfm() else 0.0)
+    while not dead and time.perf_counter() < end_s:
+        time.sleep(1e-3)
+        dead = failed_ranks(comm)
+    return dead
+
+
+def failed_ranks(comm: MPI.Comm | None) -> list[int]:
+    """Return the ranks of `comm` that are known to be dead (needs an MPI with ULFM switched on)."""
+    if comm is None or not hasattr(comm, "Get_failed"):
+        return []
+    try:
+        dead = comm.Get_failed()
+    except (MPI.Exception, NotImplementedError):
+        return []
+    return [int(rank) for rank in MPI.Group.Translate_ranks(dead, None, comm.Get_group())]
+
+
+__all__ = ["Translator", "failed_ranks", "failure", "peer", "rank_back", "source", "tag", "ulfm"]

@@ -1,0 +1,363 @@
+"""Requests of real ranks: complete by polling, wait with a deadline, and own what they need until complete.
+
+*Complete* and *null* are two things: any poll of the rank may complete a request, and only the program's own wait or
+test makes it null, fills the status and raises what went wrong. `wait_until` is how a real rank waits: it spins (a
+message that is nearly here costs no switch), yields the core (ranks may outnumber cores), then sleeps for about 2 %
+of the time waited so far, at most `NAP_S`, so that a long wait leaves its core to those who compute. The registry
+holds all requests of a rank that are not known to be complete.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any, Self
+
+from spawnsim.comm.constants import UNDEFINED
+from spawnsim.comm.failures import ERR_IN_STATUS, ERR_REQUEST, CallError
+from spawnsim.errors import SpawnsimError, Timeout
+
+SPINS = 200  # tests before the first look at the clock: about 60 us
+YIELD_S = 2e-3  # from then on, this long, yield the core between two tests
+NAP_S = 3e-4  # longest sleep between two tests
+NAP_SHARE = 0.02  # a nap is at most this share of the wait so far, so it adds at most that to the latency
+
+_yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+def wait_until(done: Callable[[], bool], limit_s: float) -> bool:
+    """Call `done` until it returns true; return False if `limit_s` seconds pass before that."""
+    for _ in range(SPINS):
+        if done():
+            return True
+    begin = time.perf_counter()
+    while not done():
+        waited = time.perf_counter() - begin
+        if waited > limit_s:
+            return done()
+        if waited < YIELD_S:
+            _yield_core()
+        else:
+            time.sleep(min(NAP_S, NAP_SHARE * waited))
+    return True
+
+
+Statuses = list[Any] | None
+
+
+def _time_left(requests: Sequence[Any]) -> Callable[[], float]:
+    """Return a function that says how many seconds a wait for all of these still has."""
+    if not requests:
+        return lambda: 0.0
+    end = time.perf_counter() + requests[0]._home.clock.limit_s()
+    return lambda: max(0.0, end - time.perf_counter())
+
+
+def _report_all(requests: Sequence[Any], statuses: Statuses) -> None:
+    """Make all null; a usage error of one of several is ERR_IN_STATUS, as in MPI, the world's errors are themselves."""
+    given = [*(statuses or []), *[None] * len(requests)]
+    errors = [request._take(status, raising=False) for request, status in zip(requests, given, strict=False)]
+    first = next((error for error in errors if error is not None), None)
+    if isinstance(first, CallError):
+        raise CallError(ERR_IN_STATUS, f"one of {len(requests)} requests failed: {first}") from first
+    if first is not None:
+        raise first
+
+
+def _find_complete(requests: Sequence[Any], *, first: bool) -> list[int]:
+    """Return the indices of open requests that are complete now, the first one or all."""
+    found: list[int] = []
+    for index, request in enumerate(requests):
+        if request._open and request.advance():
+            found.append(index)
+            if first:
+                break
+    return found
+
+
+def _report_found(requests: Sequence[Any], found: list[int], statuses: Statuses) -> list[int]:
+    """Make requests that are complete null, filling statuses in order; return their indices."""
+    for index, status in zip(found, [*(statuses or []), *[None] * len(found)], strict=False):
+        requests[index]._take(status)
+    return found
+
+
+def _wait_for_some(
+    requests: Sequence[Any], operation: str, statuses: Statuses, *, first: bool
+) -> list[int] | None:
+    """Wait until at least one open request is complete; return their indices, None when none is open."""
+    waiting = next((request for request in requests if request._open), None)
+    if waiting is None:
+        return None
+    home, found = waiting._home, _find_complete(requests, first=first)
+    limit_s = home.clock.limit_s()
+
+    def look() -> bool:
+        found.extend(_find_complete(requests, first=first))
+        return bool(found)
+
+    if not found and not home.wait(look, limit_s, (operation, -1, waiting._what[2])):
+        raise waiting._timeout(operation, limit_s)
+    return _report_found(requests, found, statuses)
+
+
+class RequestRegistry:
+    """All requests of a rank that are not known to be complete."""
+
+    def __init__(self) -> None:
+        self._held: deque[Any] = deque()
+        self.append = self._held.append
+
+    def sweep(self) -> None:
+        """Look at two requests: one more than an operation adds, so the registry holds pending ones only."""
+        held = self._held
+        for _ in range(min(2, len(held))):
+            try:
+                request = held.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            if not request.advance():
+                held.append(request)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def held(self) -> list[Any]:
+        """Return the requests that are held now."""
+        return list(self._held)
+
+
+class RealRequest:
+    """A request under mpi4py's names. `Pending()` is null, `Pending(request)` the request itself."""
+
+    __slots__ = (
+        "__weakref__",
+        "_complete",
+        "_error",
+        "_home",
+        "_lock",
+        "_open",
+        "_persistent",
+        "_what",
+        "value",
+    )
+    _home: Any
+    _what: tuple[str, int, Any]
+    _error: SpawnsimError | None
+    value: Any
+
+    def __new__(cls, request: RealRequest | None = None) -> Self:
+        if request is not None:
+            return request  # type: ignore[return-value]
+        self = super().__new__(cls)
+        self._complete, self._open, self._persistent = True, False, False
+        self._error = self.value = None
+        return self
+
+    def begin(self, home: Any, what: tuple[str, int, Any]) -> None:
+        """Open the request: `what` is (operation, peer or -1, communicator)."""
+        self._home, self._what = home, what
+        self._lock = Lock()  # one thread at a time tests a request
+        self._complete, self._open = False, True
+        home.registry.append(self)
+
+    # --------------------------------------------------------------------------------------------- completion
+    def _try(self) -> bool:
+        """Test once: what each building does its own way."""
+        return True
+
+    def _describe(self, status: Any) -> None:
+        """Fill the caller's status with what was received."""
+
+    def advance(self) -> bool:
+        """Test once; return whether the request is complete. Any thread may call it; errors wait for the owner."""
+        if self._complete or not self._lock.acquire(blocking=False):
+            return self._complete
+        try:
+            if not self.complete():  # another thread may have completed it since
+                self._complete = self._try()
+        except SpawnsimError as error:
+            self._error, self._complete = error, True
+        finally:
+            self._lock.release()
+        return self._complete
+
+    def complete(self) -> bool:
+        """Return whether the request is known to be complete."""
+        return self._complete
+
+    def _take(self, status: Any = None, *, raising: bool = True) -> SpawnsimError | None:
+        """Make a complete request null and report: fill the status, raise its error."""
+        error = self._error
+        if status is not None:
+            _clear_status(status)
+            if self._open:
+                self._describe(status)
+                if isinstance(error, CallError):
+                    status.Set_error(error.Get_error_class())
+        self._open, self._error = False, None
+        if error is not None and raising:
+            raise error
+        return error
+
+    def _text(self) -> str:
+        operation, peer, comm = self._what
+        with_whom = "" if peer < 0 else f" with rank {peer}"
+        return f"rank {comm.rank} of {comm.label}: {operation}{with_whom}"
+
+    def _await(self, operation: str, limit_s: float | None = None) -> None:
+        if self.advance():
+            return
+        limit_s = self._home.clock.limit_s() if limit_s is None else limit_s
+        if not self._home.wait(self.advance, limit_s, (self._what[0], -1, self._what[2]), self._what[1]):
+            raise self._timeout(operation, limit_s)
+
+    def _timeout(self, operation: str, limit_s: float) -> Timeout:
+        peers = [self._what[1]] if self._what[1] >= 0 else []
+        when = f"met its deadline of {limit_s:g} s at {self._home.clock.now():.3f} s"
+        text = f"{self._text()}: {operation} {when}; the request goes on and keeps its buffer"
+        return Timeout(peers, operation, -1, text)
+
+    # --------------------------------------------------------------------------------------- mpi4py's methods
+    def Wait(self, status: Any = None) -> bool:
+        self._await("Wait")
+        self._take(status)
+        return True
+
+    def Test(self, status: Any = None) -> bool:
+        if self.advance():
+            self._take(status)
+            return True
+        self._home.poll()
+        return False
+
+    def wait(self, status: Any = None) -> Any:
+        self.Wait(status)
+        return self.value
+
+    def test(self, status: Any = None) -> tuple[bool, Any]:
+        done = self.Test(status)
+        return done, self.value if done else None
+
+    def Get_status(self, status: Any = None) -> bool:
+        done = self.advance()
+        if done and status is not None:
+            _clear_status(status)
+            self._describe(status)
+        if not done:
+            self._home.poll()
+        return done
+
+    get_status = Get_status
+
+    def Cancel(self) -> None:
+        """Ask for the end without a result."""
+        self._refuse_null("Cancel")
+
+    def _refuse_null(self, operation: str) -> None:
+        if not self:
+            raise CallError(ERR_REQUEST, f"{operation} of a null request: it is complete, or was freed")
+
+    def cancel(self) -> None:
+        """Ask for the end without a result."""
+        self.Cancel()
+
+    def Free(self) -> None:
+        """Give up the handle; the registry keeps request and buffer until complete."""
+        self._refuse_null("Free")
+        self._open = self._persistent = False
+
+    free = Free
+
+    def __bool__(self) -> bool:
+        return self._open or self._persistent
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RealRequest):
+            return NotImplemented
+        return self is other or not (self or other)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    # ------------------------------------------------------------------------------------ on several requests
+    @classmethod
+    def Waitall(cls, requests: Sequence[Any], statuses: Statuses = None) -> bool:
+        waiting = [request for request in requests if request._open]
+        left = _time_left(waiting)
+        for request in waiting:
+            request._await("Waitall", left())
+        _report_all(requests, statuses)
+        return True
+
+    @classmethod
+    def waitall(cls, requests: Sequence[Any], statuses: Statuses = None) -> list[Any]:
+        cls.Waitall(requests, statuses)
+        return [request.value for request in requests]
+
+    @classmethod
+    def Testall(cls, requests: Sequence[Any], statuses: Statuses = None) -> bool:
+        done: bool = sum(request.advance() for request in requests) == len(requests)
+        if done:
+            _report_all(requests, statuses)
+        elif requests:
+            next(request for request in requests if request._open)._home.poll()
+        return done
+
+    @classmethod
+    def testall(cls, requests: Sequence[Any], statuses: Statuses = None) -> tuple[bool, list[Any] | None]:
+        done = cls.Testall(requests, statuses)
+        return done, [request.value for request in requests] if done else None
+
+    @classmethod
+    def Waitany(cls, requests: Sequence[Any], status: Any = None) -> int:
+        return (_wait_for_some(requests, "Waitany", [status], first=True) or [UNDEFINED])[0]
+
+    @classmethod
+    def waitany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, Any]:
+        index = cls.Waitany(requests, status)
+        return index, requests[index].value if index >= 0 else None
+
+    @classmethod
+    def Testany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool]:
+        found = _find_complete(requests, first=True)
+        if found:
+            requests[found[0]]._take(status)
+            return found[0], True
+        return UNDEFINED, not any(request._open for request in requests)
+
+    @classmethod
+    def testany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool, Any]:
+        index, done = cls.Testany(requests, status)
+        return index, done, requests[index].value if index >= 0 else None
+
+    @classmethod
+    def Waitsome(cls, requests: Sequence[Any], statuses: Statuses = None) -> list[int] | None:
+        return _wait_for_some(requests, "Waitsome", statuses, first=False)
+
+    @classmethod
+    def waitsome(
+        cls, requests: Sequence[Any], statuses: Statuses = None
+    ) -> tuple[list[int] | None, list[Any] | None]:
+        found = cls.Waitsome(requests, statuses)
+        return found, None if found is None else [requests[index].value for index in found]
+
+    @classmethod
+    def Testsome(cls, requests: Sequence[Any], statuses: Statuses = None) -> list[int] | None:
+        if not any(request._open for request in requests):
+            return None
+        return _report_found(requests, _find_complete(requests, first=False), statuses)
+
+    @classmethod
+    def testsome(
+        cls, requests: Sequence[Any], statuses: Statuses = None
+    ) -> tuple[list[int] | None, list[Any] | None]:
+        found = cls.Testsome(requests, statuses)
+        return found, None if found is None else [requests[index].value for index in found]
+
+
+def _clear_status(status: Any) -> None:
+    status.__init__()

@@ -1,0 +1,167 @@
+"""Synchronisation of windows on real ranks: Lock and Unlock, and Post, Start, Complete, Wait and Test.
+
+Windows hold MPI's own locks from their birth, so that they are reached while their owner computes; MPI's calls are
+thus closed to them, and would meet no deadline. Locks exclude as MPI's do. In active-target epochs a target tells the
+origins that it has posted, an origin tells the targets that its accesses are complete. How a lock is got, how a token
+travels, and when an access is complete, is each backend's business.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+from spawnsim.comm.constants import LOCK_EXCLUSIVE, LOCK_SHARED
+from spawnsim.comm.failures import ERR_GROUP, CallError
+from spawnsim.comm.group import Group
+from spawnsim.comm.integers import integer
+from spawnsim.errors import ParameterError, Timeout, UsageError
+
+
+class PassiveTarget:
+    """The locks that one rank holds on one window."""
+
+    _comm: Any
+    _home: Any
+    _held: dict[int, int]  # target → kind of lock
+
+    def Flush(self, rank: int) -> None:
+        """Complete all calls to one rank."""
+        raise NotImplementedError
+
+    def _acquire(self, rank: int, lock_type: int, limit_s: float, call: tuple[str, int, Any]) -> bool:
+        """Get the lock of a rank's part; return whether that was possible within `limit_s`."""
+        raise NotImplementedError
+
+    def _release(self, rank: int, lock_type: int) -> None:
+        """Give the lock of a rank's part back."""
+        raise NotImplementedError
+
+    def Lock(self, rank: int, lock_type: int = LOCK_EXCLUSIVE, assertion: int = 0) -> None:
+        rank = integer(rank)
+        if lock_type not in (LOCK_EXCLUSIVE, LOCK_SHARED):
+            raise ParameterError(f"lock_type={lock_type}: give LOCK_SHARED or LOCK_EXCLUSIVE")
+        if rank in self._held:
+            raise UsageError(
+                f"rank {self._comm.rank}: Lock of rank {rank}, which it holds already; Unlock it first"
+            )
+        limit_s = self._home.clock.limit_s()
+        if not self._acquire(rank, lock_type, limit_s, (f"Win.Lock of rank {rank}", -1, self._comm)):
+            text = f"rank {self._comm.rank}: the lock of rank {rank}'s window part was not free for {limit_s:g} s"
+            raise Timeout([rank], "Win.Lock", -1, f"{text}: its holder may be dead, or has not called Unlock")
+        self._held[rank] = lock_type
+
+    def Unlock(self, rank: int) -> None:
+        rank = integer(rank)
+        if rank not in self._held:
+            raise UsageError(
+                f"rank {self._comm.rank}: Unlock of rank {rank}, which it has not locked; call Lock first"
+            )
+        self.Flush(rank)
+        self._release(rank, self._held.pop(rank))
+
+    def Lock_all(self, assertion: int = 0) -> None:
+        for rank in range(self._comm.size):
+            self.Lock(rank, LOCK_SHARED)
+
+    def Unlock_all(self) -> None:
+        for rank in list(self._held):
+            self.Unlock(rank)
+
+
+POST, COMPLETE = 1, 2
+DUE = {POST: "Post", COMPLETE: "Complete"}
+
+
+class ActiveTarget:
+    """The active-target epochs of one rank's window."""
+
+    _comm: Any
+    _home: Any
+
+    def _begin_epochs(self) -> None:
+        self._told: Counter[tuple[int, int]] = Counter()  # (rank, POST or COMPLETE): tokens that have come
+        self._started: tuple[int, ...] = ()
+        self._exposed: tuple[int, ...] = ()
+
+    def _tell(self, rank: int, token: int) -> None:
+        """Send a token to a rank of the window, without waiting."""
+        raise NotImplementedError
+
+    def _listen(self) -> None:
+        """Count the tokens that have come."""
+
+    def Flush(self, rank: int) -> None:
+        """Complete all calls to one rank."""
+        raise NotImplementedError
+
+    def Sync(self) -> None:
+        """Make own and others' stores see each other."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------- as MPI has them
+    def Post(self, group: Group, assertion: int = 0) -> None:
+        """Let the ranks of a group access this rank's part; waits for nobody."""
+        self._exposed = self._places(group)
+        self.Sync()
+        for rank in self._exposed:
+            self._tell(rank, POST)
+
+    def Start(self, group: Group, assertion: int = 0) -> None:
+        """Begin to access the parts of a group's ranks; waits until they have posted."""
+        places = self._places(group)
+        self._expect(places, POST, "Start")
+        self._started = places
+
+    def Complete(self) -> None:
+        """End the access that Start began: all calls are then complete at their targets."""
+        for rank in self._started:
+            self.Flush(rank)
+            self._tell(rank, COMPLETE)
+        self._started = ()
+
+    def Wait(self) -> bool:
+        """Wait until all ranks of Post's group have completed."""
+        self._expect(self._exposed, COMPLETE, "Wait")
+        return self._over()
+
+    def Test(self) -> bool:
+        """Return whether all ranks of Post's group have completed."""
+        if self._silent(self._exposed, COMPLETE):
+            self._home.poll()
+            return False
+        self._told.subtract((rank, COMPLETE) for rank in self._exposed)
+        return self._over()
+
+    # -------------------------------------------------------------------------------------------------- how
+    def _over(self) -> bool:
+        self._exposed = ()
+        self.Sync()
+        return True
+
+    def _silent(self, ranks: tuple[int, ...], token: int) -> list[int]:
+        """Return the ranks whose token has not come."""
+        self._listen()
+        return [rank for rank in ranks if self._told[rank, token] < 1]
+
+    def _expect(self, ranks: tuple[int, ...], token: int, operation: str) -> None:
+        """Wait for a token of each rank and take them; past the deadline none is taken."""
+        home, comm, look = self._home, self._comm, partial(self._silent, ranks, token)
+        limit_s = home.clock.limit_s()
+        if not home.wait(lambda: not look(), limit_s, (f"Win.{operation}", -1, comm)) and (missing := look()):
+            who = ", ".join(map(str, missing))
+            text = f"rank {comm.rank} of {comm.label}: Win.{operation} met its deadline of {limit_s:g} s"
+            text += f" at {home.clock.now():.3f} s; missing: {DUE[token]} of rank {who}, with this rank in its group"
+            raise Timeout(missing, f"Win.{operation}", -1, text)
+        self._told.subtract((rank, token) for rank in ranks)
+
+    def _places(self, group: Group) -> tuple[int, ...]:
+        """Return the window's ranks of a group."""
+        members = self._comm.members
+        outside = [member for member in group.live() if member not in members]
+        if outside:
+            raise CallError(
+                ERR_GROUP, f"rank {outside[0]} of the world is not in the window of {self._comm.label}"
+            )
+        return tuple(members.index(member) for member in group.live())

@@ -1,0 +1,221 @@
+"""Tensors on a GPU as arguments: staged through pinned main memory, or handed on to who can reach GPU memory.
+
+What is sent is copied before the call; what is received when the call is complete, on the stream that was current when
+it began. Pinning memory takes milliseconds, so what is pinned is used again: torch's own host allocator keeps it. Knows
+tensors and the names of mpi4py's arguments; knows no communicator, and imports neither MPI nor torch.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from spawnsim.comm.constants import IN_PLACE
+from spawnsim.comm.failures import SpecBufferError
+from spawnsim.errors import UnsupportedError
+
+SENT, RECEIVED, BOTH = 1, 2, 3
+IN_PLACE_TYPE = type(IN_PLACE).__name__  # mpi4py's own is called the same
+INTO = {"recvbuf", "result", "inoutbuf", "outbuf"}
+"""Arguments that receive. What a call may leave as it is must be copied in first, so that it comes back unharmed."""
+FILLED = {"allreduce", "reduce", "allgather", "gather", "scatter", "alltoall", "scan", "reduce_scatter_block"}
+"""Collectives that write all of a receiving tensor, unless they work in place."""
+AT_ROOT = {"reduce", "gather", "gatherv"}
+"""Collectives that look at what receives on the root alone."""
+MESSAGES = {"send", "ssend", "rsend", "recv"}
+BLOCKING = {
+    "bcast", "gather", "gatherv", "scatter", "scatterv", "allgather", "allgatherv", "alltoall", "alltoallv",
+}  # fmt: skip
+"""With `MESSAGES`, the calls that a CUDA-aware MPI gets as they are. Open MPI takes no GPU memory in non-blocking
+collectives and one-sided calls, and stages sums itself: all these are staged here, everywhere."""
+
+
+def device_tensor(spec: Any) -> torch.Tensor | None:
+    """Return the tensor of a buffer specification if it lies outside of main memory, else None."""
+    memory = spec[0] if type(spec) in (list, tuple) and spec else spec
+    return memory if isinstance(memory, torch.Tensor) and not memory.is_cpu else None
+
+
+class Memory:
+    """Main memory beside a device's own: how to get it, and in which order copies go. `aware`: what MPI can reach."""
+
+    def __init__(self, *, aware: bool = False) -> None:
+        self._aware = aware
+
+    def host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return main memory of a tensor's shape and type, for one use: pinned beside CUDA, else plain."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+    def reaches(self, tensor: torch.Tensor) -> bool:
+        """Whether MPI takes this tensor as it is."""
+        return self._aware and tensor.is_cuda
+
+    def stream(self, tensor: torch.Tensor) -> Any:
+        """Return the stream in which the program works on the tensor; None where there are none."""
+        return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+    def wait(self, tensor: torch.Tensor) -> None:
+        """Wait until what was begun on the tensor is done: MPI knows no streams."""
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One tensor, its place in main memory, and which way it is copied."""
+
+    tensor: torch.Tensor
+    host: torch.Tensor
+    way: int
+    stream: Any
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        # another thread may complete a request: it too must come after what the program has begun on the tensor
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def begin(self) -> None:
+        """Copy to main memory what will be sent."""
+        if self.way & SENT:
+            with self._on_stream():
+                self.host.copy_(self.tensor)
+
+    def end(self, nbytes: int | None) -> None:
+        """Copy to the device what was received: the first `nbytes`, or all."""
+        if not self.way & RECEIVED or nbytes == 0:
+            return
+        tensor, host = self.tensor, self.host
+        if nbytes is not None and nbytes < host.nbytes:
+            tensor, host = _bytes(tensor)[:nbytes], _bytes(host)[:nbytes]
+        with self._on_stream():
+            tensor.copy_(host)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call with GPU tensors among its arguments. `names`: of its parameters; `rank`: None among two groups."""
+
+    operation: str
+    names: Sequence[str]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    rank: int | None = None
+
+    @property
+    def family(self) -> str:
+        """The call's name without what says how it waits."""
+        return self.operation.lower().removesuffix("_init").removeprefix("i")
+
+    def named(self) -> Iterator[tuple[str, Any]]:
+        """Yield all arguments with their names."""
+        yield from zip(self.names, self.args, strict=False)
+        yield from self.kwargs.items()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors outside of main memory."""
+        return [tensor for _, spec in self.named() if (tensor := device_tensor(spec)) is not None]
+
+    def root(self) -> Any:
+        """Return the root."""
+        return dict(self.named()).get("root", 0)
+
+    def in_place(self) -> bool:
+        """Whether the receiving memory also sends."""
+        return any(type(spec).__name__ == IN_PLACE_TYPE for _, spec in self.named())
+
+    def direct(self) -> bool:
+        """Whether this is a call that takes GPU memory where MPI is CUDA-aware."""
+        return self.family in MESSAGES or self.operation.lower() in BLOCKING
+
+    def way(self, name: str, *, bare: bool) -> int:
+        """Return which way an argument is copied; `bare`: memory alone, without counts."""
+        if name in INTO:
+            if self.family in AT_ROOT and self.rank not in (None, self.root()):
+                return 0
+            return RECEIVED if bare and self.family in FILLED and not self.in_place() else BOTH
+        if name == "buf":
+            return self._way_of_buf(bare)
+        return BOTH if name == "origin" and self.family in ("get", "rget") else SENT
+
+    def _way_of_buf(self, bare: bool) -> int:
+        if self.family == "recv":
+            return RECEIVED if bare else BOTH
+        if self.family == "bcast" and self.rank is not None:
+            return SENT if self.rank == self.root() else RECEIVED if bare else BOTH
+        return BOTH if self.family in ("bcast", "sendrecv_replace") else SENT
+
+
+class Stage:
+    """The GPU tensors of one call, in main memory while it lasts: `args` and `kwargs` are what to call with."""
+
+    __slots__ = ("_call", "_memory", "_moves", "args", "kwargs")
+
+    def __init__(self, memory: Memory, call: Call) -> None:
+        self._memory, self._call = memory, call
+        self._moves: list[Move] = []
+        self.args = tuple([self._place(*named) for named in zip(call.names, call.args, strict=False)])
+        self.kwargs = {name: self._place(name, spec) for name, spec in call.kwargs.items()}
+        self.begin()
+
+    def _place(self, name: str, spec: Any) -> Any:
+        tensor = device_tensor(spec)
+        if tensor is None:
+            return spec
+        way = self._call.way(name, bare=tensor is spec)
+        if not way:
+            return None
+        host = self._memory.host(checked(tensor))
+        self._moves.append(Move(tensor, host, way, self._memory.stream(tensor)))
+        return host if tensor is spec else [host, *spec[1:]]
+
+    @property
+    def partial(self) -> bool:
+        """Whether a shorter message may come than there is room for."""
+        return self._call.family == "recv" and all(move.way == RECEIVED for move in self._moves)
+
+    def begin(self) -> None:
+        """Copy what is sent to main memory."""
+        for move in self._moves:
+            move.begin()
+
+    def end(self, nbytes: int | None = None) -> None:
+        """Copy what was received to the device; of a `partial` receive `nbytes`."""
+        for move in self._moves:
+            move.end(nbytes)
+
+
+def checked(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor if one on the CPU would be accepted like this, else raise what that would raise."""
+    if tensor.requires_grad:
+        raise SpecBufferError("the tensor requires grad: pass tensor.detach()")
+    if not tensor.is_contiguous():
+        raise SpecBufferError(
+            f"the tensor is not contiguous (strides {tensor.stride()}): pass tensor.contiguous()"
+        )
+    return tensor
+
+
+def stage(memory: Memory, call: Call, *, direct: bool = True) -> Stage | None:
+    """Return the stage of a call; None if nothing has to be staged, and the call can go on with its own arguments.
+
+    `direct`: whether the call will be made as it is, so that an MPI which reaches GPU memory may have it.
+    """
+    tensors = call.tensors()
+    if not tensors:
+        return None
+    if direct and call.direct() and all(memory.reaches(tensor) for tensor in tensors):
+        for tensor in tensors:
+            memory.wait(tensor)
+        return None
+    if call.family in ("psend", "precv"):
+        raise UnsupportedError(
+            f"{call.operation} of a GPU tensor: its parts would be staged one by one; use Isend and Irecv"
+        )
+    return Stage(memory, call)

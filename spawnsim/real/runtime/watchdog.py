@@ -1,0 +1,212 @@
+"""The watchdog thread of a real rank: answers where its rank is, and ends calls that never return.
+
+A blocking collective cannot be interrupted from Python. So each rank's watchdog looks at the calls its rank is in;
+when one has met its deadline it asks all other watchdogs what their ranks are in, and ends the job with a message
+that names who is missing. Knows calls, ranks and a channel for small messages; knows neither MPI nor torch.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+TICK_S = 0.1  # how often a watchdog looks: 10 looks a second cost under 0.1 % of a core
+GRACE_S = 1.5  # how long a watchdog may take to answer before its rank counts as silent
+
+
+class Channel(Protocol):
+    """Small messages between watchdogs; used by the watchdog thread alone."""
+
+    rank: int
+    size: int
+
+    def send(self, to: int, message: dict[str, Any]) -> None:
+        """Send without waiting."""
+
+    def receive(self) -> tuple[int, dict[str, Any]] | None:
+        """Return the sender and the next message, or None."""
+
+
+class Scope(Protocol):
+    """A communicator, as far as the watchdog knows it: a name that all members share, and its world ranks."""
+
+    @property
+    def label(self) -> str:
+        """The name."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The world ranks."""
+
+
+Call = tuple[str, int, Scope, float, float]
+"""operation, sequence number, communicator, perf_counter at its start, limit in seconds (inf: not watched)."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """What one rank answered: the calls it is in, else what it did last."""
+
+    rank: int
+    calls: tuple[
+        tuple[str, int, str, float], ...
+    ] = ()  # operation, sequence, communicator's name, seconds in it
+    note: str = "no answer: dead, stopped, or busy in code that holds the interpreter"
+    answered: bool = False
+
+    def __str__(self) -> str:
+        text = "; ".join(
+            f"in {call_name(op, number)} on {label} for {s:.1f} s" for op, number, label, s in self.calls
+        )
+        return f"rank {self.rank}: {text or self.note}"
+
+
+def call_name(operation: str, sequence: int) -> str:
+    """Return the call's name in messages."""
+    return f"{operation} number {sequence}" if sequence >= 0 else operation
+
+
+class Watchdog(threading.Thread):
+    """One per rank. `active` maps a thread to the call it is in: a dict store on entry, a pop on exit."""
+
+    def __init__(self, channel: Channel, expired: Callable[[Call, list[Where]], None]) -> None:
+        super().__init__(name="spawnsim-watchdog", daemon=True)
+        self.channel = channel
+        self.active: dict[int, Call] = {}
+        self.last: Call | None = None
+        self.note: Callable[[], str] = lambda: ""  # what the rank does outside any call
+        self.progress: Callable[[], None] = lambda: None  # done on each look while the rank is inside a call
+        self.heard: dict[str, Callable[[int, dict[str, Any]], None]] = {
+            "ask": self._answer,
+            "here": self._note_answer,
+        }
+        self.silent: set[int] = set()  # ranks that did not answer when they were last asked
+        self._expired = expired
+        self._answers: dict[int, Where] = {}
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    # ---------------------------------------------------------------------------------- asked by other threads
+    def do(self, job: Callable[[], None]) -> None:
+        """Run `job` in the watchdog thread, soon."""
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """End the thread; nothing uses the channel after this returns."""
+        self._jobs.put(None)
+        if threading.current_thread() is not self and self.is_alive():
+            self.join()
+
+    def ask_all(self) -> list[Where]:
+        """Return where all ranks are; from any thread but the watchdog's."""
+        found: queue.SimpleQueue[list[Where]] = queue.SimpleQueue()
+        self.do(lambda: found.put(self.inquire(range(self.channel.size), lambda: True)))
+        return found.get()
+
+    # --------------------------------------------------------------------------------------- in the thread itself
+    def run(self) -> None:
+        """Look ten times a second until stopped."""
+        while True:
+            try:
+                job = self._jobs.get(timeout=TICK_S)
+            except queue.Empty:
+                self.serve()
+                self._look()
+                continue
+            if job is None:
+                return
+            job()
+            self.serve()
+
+    def serve(self) -> None:
+        """Hear all messages that have arrived."""
+        while (heard := self.channel.receive()) is not None:
+            sender, message = heard
+            self.heard[message["kind"]](sender, message)
+
+    def tell_all(self, message: dict[str, Any]) -> None:
+        """Send a message to every other rank."""
+        for rank in range(self.channel.size):
+            if rank != self.channel.rank:
+                self.channel.send(rank, message)
+
+    def serve_until(self, done: Callable[[], bool], limit_s: float) -> bool:
+        """Serve messages until `done()`, at most `limit_s` seconds; return whether it was done."""
+        end = time.perf_counter() + limit_s
+        while not done():
+            if time.perf_counter() > end:
+                return False
+            self.serve()
+            time.sleep(2e-3)
+        return True
+
+    def inquire(self, ranks: Iterable[int], still_wanted: Callable[[], bool]) -> list[Where]:
+        """Ask `ranks` where they are; return an answer for each, also for the silent ones."""
+        wanted = sorted(ranks)
+        self._answers = {self.channel.rank: self.here()}
+        for rank in wanted:
+            if rank != self.channel.rank:
+                self.channel.send(rank, {"kind": "ask"})
+        self.serve_until(lambda: len(self._answers) >= len(wanted) or not still_wanted(), GRACE_S)
+        self.silent = set(wanted) - set(self._answers)
+        return [self._answers.get(rank, Where(rank)) for rank in wanted]
+
+    def here(self) -> Where:
+        """Return where this rank is."""
+        now = time.perf_counter()
+        calls = [
+            (op, number, scope.label, now - began)
+            for op, number, scope, began, _ in list(self.active.values())
+        ]
+        return Where(self.channel.rank, tuple(calls), self.note() or self._after(), answered=True)
+
+    def _after(self) -> str:
+        if self.last is None:
+            return "in its own code, before its first call"
+        return f"in its own code, after {call_name(self.last[0], self.last[1])} on {self.last[2].label}"
+
+    def _answer(self, sender: int, _message: dict[str, Any]) -> None:
+        here = self.here()
+        self.channel.send(sender, {"kind": "here", "calls": here.calls, "note": here.note})
+
+    def _note_answer(self, sender: int, message: dict[str, Any]) -> None:
+        self._answers[sender] = Where(sender, message["calls"], message["note"], answered=True)
+
+    def _in(self, thread: int, call: Call) -> bool:
+        return self.active.get(thread) is call
+
+    def _look(self) -> None:
+        now = time.perf_counter()
+        if self.active:
+            self.progress()
+        for thread, call in list(self.active.items()):
+            if now - call[3] > call[4]:
+                found = self.inquire(call[2].members, partial(self._in, thread, call))
+                if self._in(thread, call):
+                    self._expired(call, found)
+
+
+def verdict(call: Call, found: list[Where]) -> tuple[list[int], str]:
+    """Return who is missing (ranks of the communicator) and the message for a collective past its deadline."""
+    operation, number, scope, _, limit_s = call
+    mine = (operation, number, scope.label)
+    missing = [i for i, where in enumerate(found) if mine not in [c[:3] for c in where.calls]]
+    others = "\n".join(f"  {found[i]}" for i in missing)
+    who = (
+        f"missing: rank {', '.join(str(found[i].rank) for i in missing)}"
+        if missing
+        else "all ranks are in it"
+    )
+    wrong = any(c[2] == scope.label for i in missing for c in found[i].calls)
+    advice = (
+        "ranks are in different calls of one communicator: every rank must make the same collective calls in order"
+        if wrong
+        else "a rank that is only slow needs a larger deadline (deadline_s, or comm.clock.deadline)"
+    )
+    text = f"{call_name(operation, number)} on {scope.label} met its deadline of {limit_s:g} s; {who}"
+    text = f"{text}\n{others}\n  {advice}"
+    return missing, text

@@ -1,0 +1,446 @@
+"""Point-to-point calls over the wire: the user's memory as bytes, requests, and mpi4py's send and receive.
+
+Sends are complete when their memory is free, which never needs the receiver's program; synchronous ones when a
+receive was found. A tensor on a GPU travels by way of pinned main memory (`runtime.staging`). The requests here serve
+collectives, too: several that are one call, and a `Work` of torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL
+from spawnsim.comm.datatypes import BF16
+from spawnsim.comm.failures import ERR_RANK, ERR_TAG, CallError, SpecTypeError, Truncated
+from spawnsim.comm.memory import as_bytes
+from spawnsim.comm.regions import Buffer
+from spawnsim.errors import Timeout
+from spawnsim.real.runtime.requests import RealRequest
+from spawnsim.real.runtime.staging import Call, Memory, Stage, device_tensor
+from spawnsim.real.torch.transport import Bytes, InboundMessage, PostedReceive, Sent, as_payload, rank_gone
+
+if TYPE_CHECKING:
+    from spawnsim.real.torch.runtime import RankRuntime
+
+
+HOST = Memory()
+BUF = ("buf",)
+
+
+def on_gpu(spec: Any) -> bool:
+    """Whether a specification is a tensor in a GPU's memory."""
+    return isinstance(spec, torch.Tensor) and spec.device.type != "cpu"
+
+
+def staged(tensor: torch.Tensor) -> torch.Tensor:
+    """Return pinned main memory of a GPU tensor's shape and type."""
+    return HOST.host(tensor)
+
+
+def outgoing(spec: Any) -> Bytes:
+    """Return the bytes of a message: the user's own memory where they lie in a row, else a copy."""
+    if spec is None:
+        raise SpecTypeError("None is no buffer: pass an array, a tensor or bytes")
+    if device_tensor(spec) is not None:
+        (spec,) = Stage(HOST, Call("Send", BUF, (spec,))).args
+    return bytes_of(as_buffer(spec))
+
+
+def bytes_of(buffer: Buffer) -> Bytes:
+    """Return the bytes of a buffer as they travel: its own memory where they lie in a row, else a copy."""
+    return as_bytes(buffer.array if in_a_row(buffer) else buffer.pack())
+
+
+def in_a_row(buffer: Buffer) -> bool:
+    """Whether a buffer's memory is what travels."""
+    return bool(buffer.datatype and buffer.datatype.is_predefined and buffer.datatype.dense)
+
+
+class ReceiveTarget:
+    """Where a receive puts its data: a buffer, memory for data to come straight to, what to do with so many bytes."""
+
+    __slots__ = ("after", "buffer", "memory")
+
+    def __init__(self, buffer: Buffer | None, after: Callable[[int], object] | None = None) -> None:
+        self.buffer, self.after = buffer, after
+        self.memory = as_bytes(buffer.array) if buffer is not None and in_a_row(buffer) else None
+
+
+OBJECT = ReceiveTarget(None)
+"""The target of an object receive."""
+
+
+def incoming(spec: Any) -> ReceiveTarget:
+    """Return the target of a receive into the user's memory."""
+    if device_tensor(spec) is not None:
+        stage = Stage(HOST, Call("Recv", BUF, (spec,)))
+        return ReceiveTarget(
+            as_buffer(*stage.args), lambda nbytes: stage.end(nbytes if stage.partial else None)
+        )
+    return ReceiveTarget(as_buffer(spec, writable=True))
+
+
+def flat_tensor(spec: Any, *, writable: bool = False) -> torch.Tensor | None:
+    """Return the user's memory as a flat tensor for a collective of torch, or None if torch has no such type."""
+    if isinstance(spec, torch.Tensor):
+        if spec.dim() == 1 and not spec.requires_grad and spec.is_contiguous():
+            return spec
+        return spec.detach().view(-1) if spec.is_contiguous() else None
+    buffer = as_buffer(spec, writable=writable)
+    if not (buffer.datatype and buffer.datatype.is_predefined):
+        return None
+    array = buffer.array
+    if array.dtype == BF16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if array.dtype.name not in TORCH_NAMES:
+        return None
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def as_plain(spec: Any) -> bool:
+    """Whether a specification is memory alone, without counts or types."""
+    return isinstance(spec, (np.ndarray, torch.Tensor))
+
+
+TORCH_NAMES = {"float16", "float32", "float64", "int8", "uint8", "int32", "int64"}
+"""Types that gloo reduces."""
+
+
+class SendRequest(RealRequest):
+    """A send."""
+
+    __slots__ = ("payload", "sent")
+    sent: Sent
+    payload: Any
+
+    @classmethod
+    def of(cls, home: Any, what: tuple[str, int, Any], sent: Sent, payload: Any) -> SendRequest:
+        """Return the request of a send; it holds the payload's memory."""
+        self = cls()
+        self.sent, self.payload = sent, payload
+        self.begin(home, what)
+        return self
+
+    def _try(self) -> bool:
+        if self.sent.complete:
+            self.payload = None
+        return self.sent.complete
+
+
+class ReceiveRequest(RealRequest):
+    """A receive: of an object when it has no buffer."""
+
+    __slots__ = ("_after", "_buffer", "_cancelled", "_context", "slot")
+    slot: PostedReceive
+    _context: int
+    _cancelled: bool
+    _buffer: Buffer | None
+    _after: Callable[[int], object] | None
+
+    @classmethod
+    def of(
+        cls, home: Any, what: tuple[str, int, Any], slot: PostedReceive, where: tuple[int, ReceiveTarget]
+    ) -> ReceiveRequest:
+        """Return the request of a receive that is posted already; `where` is (context, target)."""
+        self = cls()
+        self.slot, self._context, self._cancelled = slot, where[0], False
+        self._buffer, self._after = where[1].buffer, where[1].after
+        self.begin(home, what)
+        return self
+
+    def _try(self) -> bool:
+        letter = self.slot.letter
+        if letter is None or letter.data is None:
+            return False
+        if self._buffer is None:
+            self.value = self._home.pickle.loads(letter.data.data)
+        elif not letter.direct:
+            if letter.nbytes > self._buffer.nbytes:
+                bytes_ = f"{letter.nbytes} bytes from rank {letter.source}"
+                raise Truncated(14, f"{self._text()}: {bytes_} do not fit a buffer of {self._buffer.nbytes}")
+            self._buffer.unpack(letter.data)
+        if self._after is not None:
+            self._after(letter.nbytes)
+        return True
+
+    def _describe(self, status: Any) -> None:
+        letter = self.slot.letter
+        if letter is not None:
+            status.fill(letter.source, letter.tag, letter.nbytes)
+        status.Set_cancelled(self._cancelled)
+
+    def Cancel(self) -> None:
+        super().Cancel()
+        if not self._complete and self._home.mailbox.cancel(self._context, self.slot):
+            self._cancelled = self._complete = True
+
+
+class WorkRequest(RealRequest):
+    """A collective of torch that goes on by itself."""
+
+    __slots__ = ("_after", "_work")
+    _work: Any
+    _after: Callable[[], object] | None
+
+    @classmethod
+    def of(
+        cls, home: Any, what: tuple[str, int, Any], work: Any, after: Callable[[], object] | None = None
+    ) -> WorkRequest:
+        """Return the request over a `Work`; `after` runs when it is complete."""
+        self = cls()
+        self._work, self._after = work, after
+        self.begin(home, what)
+        return self
+
+    def _try(self) -> bool:
+        if not self._work.is_completed():
+            return False
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise rank_gone(self._text(), error) from None
+        if self._after is not None:
+            self._after()
+        return True
+
+
+class CompositeRequest(RealRequest):
+    """Several requests that are one call; `after` makes the result of them."""
+
+    __slots__ = ("_after", "_parts")
+    _parts: list[RealRequest]
+    _after: Callable[[], object] | None
+
+    @classmethod
+    def of(
+        cls,
+        home: Any,
+        what: tuple[str, int, Any],
+        parts: list[RealRequest],
+        after: Callable[[], object] | None = None,
+    ) -> CompositeRequest:
+        """Return one request for all of them."""
+        self = cls()
+        self._parts, self._after = parts, after
+        self.begin(home, what)
+        return self
+
+    def _try(self) -> bool:
+        if sum(part.advance() for part in self._parts) < len(self._parts):
+            return False
+        for part in self._parts:
+            part._take()
+        if self._after is not None:
+            self.value = self._after()
+        return True
+
+
+class PointToPoint:
+    """send, recv and their kin."""
+
+    _home: RankRuntime
+    _context: int
+    label: str
+    rank: int
+    size: int
+
+    # ------------------------------------------------------------------------------------------------ sending
+    def _start(self, data: Bytes, where: tuple[int, int], operation: str, *, held: Any = None) -> RealRequest:
+        """Send bytes to (rank, tag) and return the request; `held` is kept alive until it is complete."""
+        dest, tag = where
+        if dest == PROC_NULL:
+            return RealRequest()
+        self._check(dest, tag, operation)
+        synchronous = operation in ("Ssend", "Issend", "ssend", "issend")
+        sent = self._home.mailbox.send(self._context, dest, tag, data, synchronous=synchronous)
+        return SendRequest.of(self._home, (operation, dest, self), sent, (data, held))
+
+    def _check(self, rank: int, tag: int, operation: str) -> None:
+        if not 0 <= rank < self.size:
+            text = f"rank {self.rank} of {self.label}: {operation} with rank {rank}: ranks are 0 to {self.size - 1}"
+            raise CallError(ERR_RANK, text)
+        if tag < 0:
+            raise CallError(
+                ERR_TAG, f"rank {self.rank} of {self.label}: {operation} with tag {tag}: give 0 or more"
+            )
+
+    def Isend(self, buf: Any, dest: int, tag: int = 0) -> RealRequest:
+        return self._start(outgoing(buf), (dest, tag), "Isend", held=buf)
+
+    def Issend(self, buf: Any, dest: int, tag: int = 0) -> RealRequest:
+        return self._start(outgoing(buf), (dest, tag), "Issend", held=buf)
+
+    def isend(self, obj: Any, dest: int, tag: int = 0) -> RealRequest:
+        return self._start(as_payload(self._home.pickle.dumps(obj)), (dest, tag), "isend")
+
+    def issend(self, obj: Any, dest: int, tag: int = 0) -> RealRequest:
+        return self._start(as_payload(self._home.pickle.dumps(obj)), (dest, tag), "issend")
+
+    def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
+        self._start(outgoing(buf), (dest, tag), "Send", held=buf).Wait()
+
+    def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
+        self._start(outgoing(buf), (dest, tag), "Ssend", held=buf).Wait()
+
+    def send(self, obj: Any, dest: int, tag: int = 0) -> None:
+        self._start(as_payload(self._home.pickle.dumps(obj)), (dest, tag), "send").Wait()
+
+    def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
+        self._start(as_payload(self._home.pickle.dumps(obj)), (dest, tag), "ssend").Wait()
+
+    Rsend, Irsend = Send, Isend
+
+    def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> RealRequest:
+        copied = as_bytes(as_buffer(buf).pack()) if device_tensor(buf) is None else outgoing(buf)
+        return self._start(copied, (dest, tag), "Ibsend")
+
+    def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
+        self.Ibsend(buf, dest, tag)
+
+    def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
+        self.isend(obj, dest, tag)
+
+    ibsend = isend
+
+    # ---------------------------------------------------------------------------------------------- receiving
+    def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> RealRequest:
+        return self._receive(source, tag, "Irecv", incoming(buf))
+
+    def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> RealRequest:
+        return self._receive(source, tag, "irecv", OBJECT)
+
+    def _receive(self, source: int, tag: int, operation: str, target: ReceiveTarget) -> ReceiveRequest:
+        """Post a receive."""
+        slot = PostedReceive(source, tag, target.memory)
+        if source == PROC_NULL:
+            nothing = self._home.pickle.dumps(None) if target is OBJECT else b""
+            slot.letter = InboundMessage(
+                PROC_NULL, ANY_TAG, 0, data=as_payload(nothing), direct=target is not OBJECT
+            )
+        else:
+            if source != ANY_SOURCE:
+                self._check(source, max(tag, 0), operation)
+            self._home.mailbox.post(self._context, slot)
+        return ReceiveRequest.of(self._home, (operation, source, self), slot, (self._context, target))
+
+    def Recv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> None:
+        self._blocking(self._receive(source, tag, "Recv", incoming(buf)), status)
+
+    def recv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> Any:
+        return self._blocking(self._receive(source, tag, "recv", OBJECT), status)
+
+    def _blocking(self, request: ReceiveRequest, status: Any) -> Any:
+        """Wait for a receive; one that meets its deadline is closed, so that it takes no later message."""
+        try:
+            return request.wait(status)
+        except Timeout as late:
+            request.Cancel()
+            if not request._cancelled:
+                return request.wait(status)
+            operation = request._what[0]
+            raise Timeout(late.ranks, operation, -1, f"{late}".split("; the request")[0]) from None
+
+    # ------------------------------------------------------------------------------------------------ probing
+    def Iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> bool:
+        letter = self._look(source, tag)
+        if letter is not None and status is not None:
+            status.fill(letter.source, letter.tag, letter.nbytes)
+        self._home.poll()
+        return letter is not None
+
+    def _look(self, source: int, tag: int) -> InboundMessage | None:
+        if source == PROC_NULL:
+            return InboundMessage(PROC_NULL, ANY_TAG, 0)
+        if source != ANY_SOURCE:
+            self._check(source, 0, "Probe")
+        return self._home.mailbox.peek(self._context, source, tag)
+
+    def Probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> bool:
+        home, limit_s = self._home, self._home.clock.limit_s()
+        if not home.wait(lambda: self._look(source, tag) is not None, limit_s, ("Probe", -1, self)):
+            who = f"rank {source}" if source >= 0 else "any rank"
+            text = f"rank {self.rank} of {self.label}: Probe of {who} met its deadline of {limit_s:g} s"
+            raise Timeout([source] if source >= 0 else [], "Probe", -1, f"{text} at {home.clock.now():.3f} s")
+        return self.Iprobe(source, tag, status)
+
+    def Improbe(
+        self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None
+    ) -> MatchedMessage | None:
+        slot = PostedReceive(source, tag, letter=InboundMessage(PROC_NULL, ANY_TAG, 0, data=as_payload(b"")))
+        if source != PROC_NULL:
+            claimed = self._home.mailbox.claim(self._context, source, tag)
+            if claimed is None:
+                return None
+            slot = claimed
+        if status is not None and slot.letter is not None:
+            status.fill(slot.letter.source, slot.letter.tag, slot.letter.nbytes)
+        return MatchedMessage(self, slot)
+
+    def Mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> MatchedMessage:
+        while True:  # another thread may take what the probe has seen
+            self.Probe(source, tag)
+            message = self.Improbe(source, tag, status)
+            if message is not None:
+                return message
+
+    iprobe, probe, improbe, mprobe = Iprobe, Probe, Improbe, Mprobe
+
+    # ------------------------------------------------------------------------------------------- both at once
+    def Sendrecv(
+        self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,
+        source: int = ANY_SOURCE, recvtag: int = ANY_TAG, status: Any = None,
+    ) -> None:  # fmt: skip
+        receiving = self._receive(source, recvtag, "Recv", incoming(recvbuf))
+        sending = self.Isend(sendbuf, dest, sendtag)
+        self._blocking(receiving, status)
+        sending.Wait()
+
+    def Sendrecv_replace(
+        self, buf: Any, dest: int, sendtag: int = 0,
+        source: int = ANY_SOURCE, recvtag: int = ANY_TAG, status: Any = None,
+    ) -> None:  # fmt: skip
+        sending = self.Ibsend(buf, dest, sendtag)
+        self.Recv(buf, source, recvtag, status)
+        sending.Wait()
+
+    def sendrecv(
+        self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,
+        source: int = ANY_SOURCE, recvtag: int = ANY_TAG, status: Any = None,
+    ) -> Any:  # fmt: skip
+        sending = self.isend(sendobj, dest, sendtag)
+        received = self.recv(recvbuf, source, recvtag, status)
+        sending.Wait()
+        return received
+
+
+class MatchedMessage:
+    """A message that was matched by a probe: this rank's alone."""
+
+    def __init__(self, comm: PointToPoint, slot: PostedReceive) -> None:
+        self._comm, self._slot = comm, slot
+
+    def Irecv(self, buf: Any) -> ReceiveRequest:
+        """Receive it into a buffer."""
+        return self._request("Message.Irecv", incoming(buf))
+
+    def irecv(self) -> ReceiveRequest:
+        """Receive it as an object."""
+        return self._request("Message.irecv", OBJECT)
+
+    def Recv(self, buf: Any, status: Any = None) -> None:
+        """Receive it into a buffer."""
+        self.Irecv(buf).Wait(status)
+
+    def recv(self, status: Any = None) -> Any:
+        """Receive it as an object."""
+        return self.irecv().wait(status)
+
+    def _request(self, operation: str, target: ReceiveTarget) -> ReceiveRequest:
+        comm = self._comm
+        what = (operation, self._slot.source, comm)
+        return ReceiveRequest.of(comm._home, what, self._slot, (comm._context, target))

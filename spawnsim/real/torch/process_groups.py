@@ -1,0 +1,229 @@
+"""Entering torch.distributed under torchrun, mpiexec, srun, or as one process; and groups of torch's for communicators.
+
+Knows launchers' variables and torch's ways to meet. `torch.distributed.new_group` numbers groups by calls that all
+ranks of the job must make in one order; `make_group` lets the members alone meet, under the communicator's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import re
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+
+from spawnsim.errors import ParameterError, Timeout, UnsupportedError, WorldError
+from spawnsim.real.launch.launchers import LaunchContext, gpu_of_rank
+from spawnsim.real.torch.runtime import FOREVER
+
+if TYPE_CHECKING:
+    from spawnsim.real.torch.comm import TorchComm
+
+
+MEET_S = 300.0  # torch's own patience: at the start of a job, nodes read Python and torch from a shared disk
+PORTS = range(20000, 32000)  # below those that systems give to outgoing connections
+USUAL_PORT = 29500  # torch's, for jobs that have no name
+LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
+_ENTRIES = (
+    itertools.count()
+)  # into torch.distributed, by this process: what is left of one must not meet the next
+PACKAGES = {"ccl": "oneccl_bindings_for_pytorch"}
+PROXIES = ("hydra", "mpiexec", "mpirun", "prte", "orted")
+
+
+def join(here: LaunchContext, backend: str = "") -> None:
+    """Enter torch.distributed the way that the launcher asks for. Collective.
+
+    `backend` is torch's name of one; "" is gloo, with NCCL beside it if all ranks have GPUs. One that this build has
+    not is an `UnsupportedError`. A rank that does not come within `MEET_S` is a `Timeout` that names it; an address
+    that does not exist or a port that is taken is a `WorldError`. A process may enter again after it has left.
+    """
+    _require(backend)
+    store = PrefixStore(f"spawnsim/{next(_ENTRIES)}", _store(here))
+    gpus = _exchanged(here, store, _take_gpu())
+    backend = backend or ("cpu:gloo,cuda:nccl" if all(gpus) else "gloo")
+    dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.size, timeout=FOREVER)
+    store.set_timeout(FOREVER)
+
+
+def _require(backend: str) -> None:
+    """Refuse a backend that is not here. Some come with a package of their own, which must be imported first."""
+    with suppress(ImportError):
+        if backend in PACKAGES:
+            import_module(PACKAGES[backend])
+    if backend and not dist.is_backend_available(backend):
+        have = ", ".join(
+            name for name in ("gloo", "mpi", "nccl", "ucc", "xccl") if dist.is_backend_available(name)
+        )
+        package = f" (it comes with {PACKAGES[backend]})" if backend in PACKAGES else ""
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no backend {backend!r} here{package}, but {have}: give one of these, or "
+            "install what has it"
+        )
+
+
+def _store(here: LaunchContext) -> Store:
+    if here.launcher == "torchrun":
+        return _torchruns()
+    if here.size == 1:
+        return HashStore()
+    point = meeting_point(here)
+    _require_host(here, point)
+    served = _served(here, point)
+    return PrefixStore(point.job, served)  # another job that took the same port would not mix with this one
+
+
+@cache
+def _torchruns() -> Store:
+    """Return the store of torchrun, or of whoever has set its variables."""
+    store: Store = next(rendezvous("env://", timeout=timedelta(seconds=MEET_S)))[0]
+    return store
+
+
+@cache
+def _served(here: LaunchContext, point: MeetingPoint) -> Store:
+    """Return the store that rank 0 serves until its process ends."""
+    try:
+        return TCPStore(
+            point.host, point.port, is_master=here.rank == 0, wait_for_workers=False,
+            timeout=timedelta(seconds=MEET_S),
+        )  # fmt: skip
+    except dist.DistError as error:
+        verb = "listen at" if here.rank == 0 else "reach rank 0 at"
+        raise WorldError(
+            f"rank {here.rank} of {here.size} cannot {verb} {point.host}:{point.port} ({_first_line(error)}): set "
+            "MASTER_ADDR to rank 0's host and MASTER_PORT to a free port"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _require_host(here: LaunchContext, point: MeetingPoint) -> None:
+    try:
+        socket.getaddrinfo(point.host, point.port)
+    except OSError as error:  # torch would try for as long as it may wait
+        raise WorldError(
+            f"rank {here.rank} of {here.size} cannot resolve {point.host}, where rank 0 should be ({error}): set "
+            "MASTER_ADDR to an address of rank 0's host"
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------------ who is there
+def _take_gpu() -> str:
+    """Make this rank's GPU the current one and return its number; "" if there is none."""
+    index = gpu_of_rank(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if index is None or not dist.is_nccl_available():
+        return ""
+    torch.cuda.set_device(index)
+    return str(index)
+
+
+def _exchanged(here: LaunchContext, store: Store, word: str) -> list[bytes]:
+    """Return every rank's word, in rank order."""
+    keys = [f"gpu/{rank}" for rank in range(here.size)]
+    store.set(keys[here.rank], word)
+    try:
+        store.wait(keys, timedelta(seconds=MEET_S))
+    except dist.DistStoreError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise Timeout(
+            missing,
+            "join",
+            message=f"rank {here.rank} of {here.size} waited {MEET_S:g} s for rank {', '.join(map(str, missing))} to "
+            "start: see what the launcher says about them",
+        ) from error
+    return [store.get(key) for key in keys]
+
+
+# -------------------------------------------------------------------------------------------------- where to meet
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where rank 0 listens; `job` tells this job from others, and is the same on all its ranks."""
+
+    host: str
+    port: int
+    job: str
+
+
+def meeting_point(here: LaunchContext, environ: Mapping[str, str] | None = None) -> MeetingPoint:
+    """Return where ranks meet that mpiexec or srun started; MASTER_ADDR and MASTER_PORT say otherwise.
+
+    Ranks on several nodes meet on the first one of Slurm's list; without a list MASTER_ADDR must be set.
+    """
+    seen = os.environ if environ is None else environ
+    if here.launcher == "srun":
+        job, nodes = f"{seen.get('SLURM_JOB_ID')}.{seen.get('SLURM_STEP_ID')}", "SLURM_STEP_NODELIST"
+        alone = seen.get("SLURM_STEP_NUM_NODES", "1") == "1"
+    else:
+        local = next((seen[name] for name in LOCAL_SIZES if name in seen), str(here.size))
+        alone, nodes = local == str(here.size), "SLURM_JOB_NODELIST"
+        # on one node the launcher's process; its names are also inherited by jobs that a rank of another one starts
+        job = _launcher_pid() if alone else seen.get("PMIX_NAMESPACE") or seen.get("PMI_JOBID") or ""
+    host = seen.get("MASTER_ADDR") or ("127.0.0.1" if alone else first_host(seen.get(nodes, "")))
+    if not host:
+        raise ParameterError(
+            f"{here.launcher} started {here.size} ranks on several nodes: set MASTER_ADDR to rank 0's host, and "
+            "MASTER_PORT to a free port of it"
+        )
+    port = seen.get("MASTER_PORT") or str(_port(job))
+    return MeetingPoint(host, int(port), job)
+
+
+def _port(job: str) -> int:
+    if not job:
+        return USUAL_PORT
+    number = int.from_bytes(hashlib.blake2b(job.encode(), digest_size=4).digest(), "little")
+    return PORTS[number % len(PORTS)]
+
+
+def first_host(nodes: str) -> str:
+    """Return the first name of a Slurm list of nodes: "n[08-11,20],login" starts with n08."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
+
+
+def _launcher_pid() -> str:
+    """Return the number of the mpiexec (or its proxy) above this process: ranks may be children of a shell each."""
+    known = os.getppid()
+    pid = known
+    while pid > 1:
+        try:
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:  # not Linux, or not ours to read
+            break
+        if name.startswith(PROXIES):
+            return str(pid)
+        pid = int(rest.split()[1])
+    return str(known)
+
+
+def make_group(comm: TorchComm) -> Any:
+    """Return a group of torch of a communicator's ranks, in its order. Collective among them."""
+    home = comm._home
+    if comm.label == "world":
+        return home.group
+    default: Any = dist.group.WORLD
+    ranks = [dist.get_global_rank(home.group, member) for member in comm.members]
+    name: Any = f"{home.run_name}/{comm.label}"
+    kind, store = c10d._world.pg_map[default]
+    group, _ = c10d._new_process_group_helper(
+        comm.size, comm.rank, ranks, dist.Backend(kind), store, name, timeout=c10d.default_pg_timeout
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group

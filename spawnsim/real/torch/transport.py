@@ -1,0 +1,410 @@
+"""Messages between all ranks over gloo: framed parcels received by one thread, and MPI's matching on top.
+
+A parcel is a header with a small payload behind it (gloo takes messages shorter than the receive's memory), or a
+header and one more message with the payload. The thread always receives, so no send waits for a receiver's program;
+each kind of parcel has its receiver. The mailbox is the receiver of messages: which one belongs to which receive, by
+context, source and tag, in order. One lock guards it; who waits for something to arrive waits on its condition.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
+from spawnsim.errors import RankFailed
+from spawnsim.real.runtime.services import Counters
+
+Bytes = NDArray[np.uint8]
+
+FIELDS = struct.Struct("<8q")
+INLINE_NBYTES = 1 << 16  # copied behind the header: cheaper than a second message, which waits for the first
+HEADER_TAG, PAYLOAD_TAG = 1, 2
+STOP = 0
+KEPT = 128  # so many small sends may be under way before the reaper looks after them
+
+
+@dataclass(slots=True)
+class Parcel:
+    """What travels: `kind` names the receiver, the other numbers are the receiver's own business."""
+
+    kind: int
+    context: int = 0
+    tag: int = 0
+    nbytes: int = 0
+    ident: int = 0
+    first: int = 0
+    second: int = 0
+    third: int = 0
+    source: int = -1
+    token: Any = None  # between `begin` and `done`, the receiver's
+
+    def pack_into(self, memory: Bytes) -> None:
+        """Write the numbers as they travel."""
+        where = (self.kind, self.context, self.tag, self.nbytes)
+        FIELDS.pack_into(memory.data, 0, *where, self.ident, self.first, self.second, self.third)
+
+
+class Receiver(Protocol):
+    """Who takes parcels of one kind; called by the wire's thread (or the sender, for parcels to itself)."""
+
+    def begin(self, parcel: Parcel) -> Bytes | None:
+        """Return memory of `parcel.nbytes` bytes for the payload, or None for new memory."""
+
+    def done(self, parcel: Parcel, payload: Bytes) -> None:
+        """Take the payload."""
+
+
+class Sent:
+    """A payload on its way; `complete` once its memory may be used again, and then `then` is called."""
+
+    __slots__ = ("complete", "then")
+
+    def __init__(self, complete: bool, then: Callable[[], object] | None = None) -> None:
+        self.complete, self.then = complete, then
+
+
+class Wire:
+    """One per rank: `send` from any thread, receivers by kind."""
+
+    def __init__(self, group: Any, *, rank: int, size: int, wake: Callable[[], None]) -> None:
+        self.rank, self.size = rank, size
+        self.receivers: dict[int, Receiver] = {}
+        self.fault = ""
+        self.closing = False
+        self.idents = itertools.count(1)
+        self._group, self._wake = group, wake
+        self._order = [threading.Lock() for _ in range(size)]  # header and payload stay together
+        self._kept: deque[tuple[list[Any], Any, Sent]] = deque()
+        self._reap = threading.Semaphore(0)
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begin to receive."""
+        if self.size > 1:
+            for name, run in (("wire", self._receive_all), ("reaper", self._reap_all)):
+                self._threads.append(threading.Thread(target=run, name=f"spawnsim-{name}", daemon=True))
+                self._threads[-1].start()
+
+    # ------------------------------------------------------------------------------------------------ sending
+    def send(
+        self,
+        to: int,
+        parcel: Parcel,
+        payload: Bytes | None = None,
+        then: Callable[[], object] | None = None,
+    ) -> Sent:
+        """Send a parcel; the payload's memory must stay as it is until the result is complete.
+
+        `then` is called by another thread when a payload above `INLINE_NBYTES` to another rank has left. To one
+        that has gone, this is a `RankFailed`.
+        """
+        parcel.nbytes = 0 if payload is None else payload.nbytes
+        if to == self.rank:
+            self._deliver_here(parcel, payload)
+            return Sent(True)
+        small = parcel.nbytes <= INLINE_NBYTES
+        memory = np.empty(FIELDS.size + (parcel.nbytes if small else 0), np.uint8)
+        parcel.pack_into(memory)
+        if small and payload is not None:
+            memory[FIELDS.size :] = payload
+        header, sent = torch.from_numpy(memory), Sent(small, then)
+        self._put(to, [header] if small else [header, tensor_of(payload)], sent)
+        return sent
+
+    def _put(self, to: int, tensors: list[torch.Tensor], sent: Sent) -> None:
+        with self._order[to]:
+            tags = (HEADER_TAG, PAYLOAD_TAG)
+            try:
+                works = [
+                    self._group.send([tensor], to, tag) for tensor, tag in zip(tensors, tags, strict=False)
+                ]
+            except RuntimeError as error:
+                raise rank_gone(f"send to rank {to} of the world", error) from None
+        self._kept.append((works, tensors, sent))
+        if len(tensors) > 1 or len(self._kept) > KEPT:
+            self._reap.release()
+
+    def _deliver_here(self, parcel: Parcel, payload: Bytes | None) -> None:
+        parcel.source = self.rank
+        receiver = self.receivers[parcel.kind]
+        memory = receiver.begin(parcel)
+        if memory is None:
+            memory = np.empty(parcel.nbytes, np.uint8)
+        if payload is not None:
+            memory[:] = payload
+        receiver.done(parcel, memory)
+
+    def _reap_all(self) -> None:
+        """Wait for sends in order; gloo says that a send is complete only to one who waits for it."""
+        while True:
+            self._reap.acquire()
+            while self._kept:
+                works, _, sent = self._kept.popleft()
+                try:
+                    for work in works:
+                        work.wait()
+                    sent.complete = True
+                    if sent.then is not None:
+                        sent.then()
+                except (RuntimeError, RankFailed) as error:
+                    self._broken(error)
+                    return
+                self._wake()
+            if self.closing:
+                return
+
+    # ---------------------------------------------------------------------------------------------- receiving
+    def _receive_all(self) -> None:
+        header = torch.empty(FIELDS.size + INLINE_NBYTES, dtype=torch.uint8)
+        memory = header.numpy()
+        try:
+            while True:
+                work = self._group.recv_anysource([header], HEADER_TAG)
+                work.wait()
+                parcel = Parcel(*FIELDS.unpack_from(memory.data))
+                parcel.source = work._source_rank()
+                if parcel.kind == STOP:
+                    return
+                self._take(parcel, memory)
+        except (RuntimeError, RankFailed) as error:  # of what it receives, and of what it answers
+            self._broken(error)
+
+    def _take(self, parcel: Parcel, header: Bytes) -> None:
+        receiver = self.receivers[parcel.kind]
+        memory = receiver.begin(parcel)
+        if memory is None:
+            memory = torch.empty(parcel.nbytes, dtype=torch.uint8).numpy()  # torch aligns for every dtype
+        if parcel.nbytes <= INLINE_NBYTES:
+            memory[:] = header[FIELDS.size : FIELDS.size + parcel.nbytes]
+        else:
+            self._group.recv([tensor_of(memory)], parcel.source, PAYLOAD_TAG).wait()
+        receiver.done(parcel, memory)
+
+    def _broken(self, error: Exception) -> None:
+        if not self.closing:
+            self.fault = _reason(error)
+        self._wake()
+
+    # ------------------------------------------------------------------------------------------------ the end
+    def stop(self) -> None:
+        """End both threads. Collective: each rank tells the next one, once all have nothing more to send."""
+        self.closing = True
+        if self.size > 1 and not self.fault:
+            with suppress(
+                RankFailed
+            ):  # it was killed at its very end: it hears nothing, and its keeper tells of it
+                self.send((self.rank + 1) % self.size, Parcel(STOP))
+        self._reap.release()
+        for thread in self._threads:
+            thread.join()
+
+
+def rank_gone(what: str, error: Exception) -> RankFailed:
+    """Return what an error of gloo's means to who has called it: another rank's end of a connection is closed."""
+    return RankFailed((), f"{what}: a rank has gone: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    """Return an error of gloo's without the place in its source, and without its advice."""
+    return str(error).split("] ", 1)[-1].split(". ")[0]
+
+
+def tensor_of(memory: Bytes | None) -> torch.Tensor:
+    """Return bytes as a tensor over the same memory; read-only memory is copied."""
+    if memory is None:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_numpy(memory if memory.flags.writeable else memory.copy())
+
+
+MESSAGE, ACK = 1, 2
+SYNCHRONOUS = 1
+
+
+@dataclass(eq=False, slots=True)
+class InboundMessage:
+    """A message of this rank: known from its header on, readable once it has arrived."""
+
+    source: int
+    tag: int
+    nbytes: int
+    receipt: int = 0  # whoever sent it synchronously waits for this number
+    data: Bytes | None = None
+    direct: bool = False  # the data lie in the receive's own memory
+
+
+@dataclass(eq=False, slots=True)
+class PostedReceive:
+    """A receive: what it takes, perhaps memory for the data, and the letter that it was given."""
+
+    source: int
+    tag: int
+    memory: Bytes | None = None
+    letter: InboundMessage | None = None
+
+    def takes(self, letter: InboundMessage) -> bool:
+        """Whether a letter may go to this receive."""
+        return self.source in (ANY_SOURCE, letter.source) and self.tag in (ANY_TAG, letter.tag)
+
+    @property
+    def filled(self) -> bool:
+        """Whether the letter's data are there."""
+        return self.letter is not None and self.letter.data is not None
+
+
+@dataclass
+class MatchQueues:
+    """One communicator's open receives and unclaimed letters, each in order."""
+
+    slots: list[PostedReceive] = field(default_factory=list)
+    letters: list[InboundMessage] = field(default_factory=list)
+
+
+class Mailbox:
+    """One per rank. `ranks[context]` maps the wire's ranks to the communicator's."""
+
+    def __init__(self, condition: threading.Condition, wire: Wire, tally: Counters) -> None:
+        self._condition, self._wire, self._tally = condition, wire, tally
+        self._shelves: dict[int, MatchQueues] = defaultdict(MatchQueues)
+        self.ranks: dict[int, dict[int, int]] = {}
+        self.members: dict[int, tuple[int, ...]] = {}
+        self._receipts: dict[int, Sent] = {}
+        wire.receivers[MESSAGE] = self
+        wire.receivers[ACK] = AckReceiver(self._receipts, condition)
+
+    def open(self, context: int, members: tuple[int, ...]) -> None:
+        """Say who the ranks of a context are."""
+        self.members[context] = members
+        self.ranks[context] = {member: rank for rank, member in enumerate(members)}
+
+    # ------------------------------------------------------------------------------------------------ sending
+    def send(self, context: int, dest: int, tag: int, data: Bytes, *, synchronous: bool = False) -> Sent:
+        """Send bytes; synchronously, the result is complete when a receive has been found."""
+        self._tally.access(data)
+        ident = next(self._wire.idents) if synchronous else 0
+        waiting = Sent(False)
+        if synchronous:
+            self._receipts[ident] = waiting
+        # the sender's rank travels too, since a letter may come before its context is open here
+        me = self.ranks[context][self._wire.rank]
+        parcel = Parcel(MESSAGE, context, tag, ident=ident, first=me)
+        sent = self._wire.send(self.members[context][dest], parcel, data)
+        return waiting if synchronous else sent
+
+    # ---------------------------------------------------------------------------------- called by the wire's thread
+    def begin(self, parcel: Parcel) -> Bytes | None:
+        """Find the receive for a message that comes in; it goes straight to that receive's memory if it fits."""
+        letter = InboundMessage(parcel.first, parcel.tag, parcel.nbytes, parcel.ident)
+        with self._condition:
+            shelf = self._shelves[parcel.context]
+            slot = next((slot for slot in shelf.slots if slot.takes(letter)), None)
+            if slot is None:
+                shelf.letters.append(letter)
+            else:
+                shelf.slots.remove(slot)
+                slot.letter = letter
+            if parcel.nbytes > INLINE_NBYTES:  # else the data are here already, and `done` wakes for both
+                self._condition.notify_all()
+        parcel.token = letter
+        if slot is None:
+            return None
+        self._acknowledge(letter, parcel.source)
+        if slot.memory is None or slot.memory.nbytes < parcel.nbytes:
+            return None
+        letter.direct = True
+        return slot.memory[: parcel.nbytes]
+
+    def done(self, parcel: Parcel, payload: Bytes) -> None:
+        """Hand over the data."""
+        with self._condition:
+            parcel.token.data = payload
+            self._condition.notify_all()
+
+    def _acknowledge(self, letter: InboundMessage, sender: int) -> None:
+        if letter.receipt:
+            self._wire.send(sender, Parcel(ACK, ident=letter.receipt))
+            letter.receipt = 0
+
+    # ---------------------------------------------------------------------------------------------- receiving
+    def post(self, context: int, slot: PostedReceive) -> None:
+        """Open a receive; it takes the first unclaimed letter that fits."""
+        self._tally.received += 1
+        with self._condition:
+            shelf = self._shelves[context]
+            letter = next((letter for letter in shelf.letters if slot.takes(letter)), None)
+            if letter is None:
+                shelf.slots.append(slot)
+                return
+            shelf.letters.remove(letter)
+            slot.letter = letter
+        self._acknowledge(letter, self.members[context][letter.source])
+
+    def peek(self, context: int, source: int, tag: int) -> InboundMessage | None:
+        """Return the first unclaimed letter that such a receive would get; it stays."""
+        wanted = PostedReceive(source, tag)
+        with self._condition:
+            return next((letter for letter in self._shelves[context].letters if wanted.takes(letter)), None)
+
+    def claim(self, context: int, source: int, tag: int) -> PostedReceive | None:
+        """Return a receive that was given the first fitting letter, or None if there is none."""
+        slot = PostedReceive(source, tag)
+        with self._condition:  # re-entrant: nothing comes between the look and the claim
+            if self.peek(context, source, tag) is None:
+                return None
+            self.post(context, slot)
+        return slot
+
+    def clear(self) -> int:
+        """Drop all unclaimed letters whose data are there; return how many. Who waits for a receipt gets it."""
+        dropped: list[tuple[InboundMessage, int]] = []
+        with self._condition:
+            for context, shelf in self._shelves.items():
+                whole = [letter for letter in shelf.letters if letter.data is not None]
+                shelf.letters = [letter for letter in shelf.letters if letter.data is None]
+                dropped += [(letter, self.members[context][letter.source]) for letter in whole]
+        for letter, sender in dropped:
+            self._acknowledge(letter, sender)
+        return len(dropped)
+
+    def cancel(self, context: int, slot: PostedReceive) -> bool:
+        """Close a receive that has no letter; return whether it had none."""
+        with self._condition:
+            slots = self._shelves[context].slots
+            if slot not in slots:
+                return False
+            slots.remove(slot)
+            return True
+
+
+class AckReceiver:
+    """Receiver of receipts for synchronous sends."""
+
+    def __init__(self, waiting: dict[int, Sent], condition: threading.Condition) -> None:
+        self._waiting, self._condition = waiting, condition
+
+    def begin(self, parcel: Parcel) -> Bytes | None:
+        """Nothing comes with a receipt."""
+        return None
+
+    def done(self, parcel: Parcel, payload: Bytes) -> None:
+        """Complete the send."""
+        with self._condition:
+            sent = self._waiting.pop(parcel.ident, None)
+            if sent is not None:
+                sent.complete = True
+            self._condition.notify_all()
+
+
+def as_payload(data: Any) -> Bytes:
+    """Return bytes-like data as an array of bytes."""
+    return np.frombuffer(data, np.uint8)

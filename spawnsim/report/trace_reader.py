@@ -1,0 +1,235 @@
+"""What a traced run has recorded of its ranks' calls and messages, and which part of it fits into a file that opens.
+
+The rows are those of `spawnsim.virtual.timeline`. How they are drawn is not known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spawnsim.errors import ParameterError
+from spawnsim.plots.experiments import Recorded
+from spawnsim.record import folder, journal
+from spawnsim.record.recorder import Block, Portion
+from spawnsim.run.result import FINISHED
+
+LIMIT = 300_000  # entries of a file: some 45 MB of text, 2 MB packed, which viewers open in seconds
+FEWEST = 16  # ranks that are shown before less time is
+Row = dict[str, Any]
+Rows = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is to be shown of a run: of these ranks (None: all), between two times, at most so many entries."""
+
+    ranks: frozenset[int] | None = None
+    from_s: float = 0.0
+    until_s: float = math.inf
+    limit: int = LIMIT
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.from_s < self.until_s:
+            raise ParameterError(
+                f"--from {self.from_s:g} --until {self.until_s:g}: there is no time in between"
+            )
+        if self.limit < 1:
+            raise ParameterError(f"--limit {self.limit}: show at least 1 entry")
+
+    @classmethod
+    def of_ranks(cls, text: str) -> frozenset[int]:
+        """Return the ranks that a text names: "16" (the first 16), "0-15", "3,40-47"."""
+        if text.isdecimal() and int(text) > 0:
+            return frozenset(range(int(text)))
+        found: set[int] = set()
+        for part in text.split(","):
+            first, dash, last = part.partition("-")
+            if not first.isdecimal() or not (last.isdecimal() or not dash) or not ({"-", ","} & set(text)):
+                raise ParameterError(
+                    f"--ranks {text}: give how many (the first 16: 16), or which (0-15, or 3,40-47)"
+                )
+            found |= set(range(int(first), int(last if dash else first) + 1))
+        if not found:
+            raise ParameterError(f"--ranks {text}: show at least 1")
+        return frozenset(found)
+
+    def shows(self, rank: int) -> bool:
+        """Whether a rank is shown."""
+        return self.ranks is None or rank in self.ranks
+
+    def overlaps(self, begin_s: Any, end_s: Any) -> Any:
+        """Whether some of a time is shown; of arrays, which."""
+        return (begin_s <= self.until_s) & (end_s >= self.from_s)
+
+
+class EntryCounts(NamedTuple):
+    """How many entries (`weight`) which rank's things are that lie between two times; arrays of one length."""
+
+    rank: NDArray[np.int64]
+    begin_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    weight: NDArray[np.int64]
+
+    def where(self, chosen: NDArray[np.bool_]) -> EntryCounts:
+        """Return those chosen."""
+        return EntryCounts(self.rank[chosen], self.begin_s[chosen], self.end_s[chosen], self.weight[chosen])
+
+    @classmethod
+    def joined(cls, parts: Sequence[EntryCounts]) -> EntryCounts:
+        """Return all in one."""
+        return cls(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The timeline of a run folder. `events` are its own: what ranks raised, pauses, who was followed no further."""
+
+    path: Path
+    amounts: EntryCounts
+    events: Sequence[Mapping[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, path: Path) -> Timeline | None:
+        """Return that of a run folder; None if the run was not traced.
+
+        Raises:
+            ParameterError: it is damaged.
+        """
+        parts, events = [_no_entries()], []
+        try:
+            with folder.opened_trace(path) as file:
+                if file is None:
+                    return None
+                for portion, _, _ in journal.frames(file):
+                    parts += [_entry_counts(rows) for _, rows in _blocks(portion)]
+                    events += portion.events
+        except (OSError, EOFError, ValueError, KeyError) as error:
+            raise ParameterError(f"cannot read the trace in {path}: {error}") from error
+        return cls(path, EntryCounts.joined(parts), events)
+
+    def rows(self, selection: Selection) -> Iterator[Row]:
+        """Yield the calls and messages of a selection, each with its `rank` and `time_s`, as they were recorded."""
+        with folder.opened_trace(self.path) as file:
+            assert file is not None
+            for portion, words, _ in journal.frames(file):
+                for texts, rows in _blocks(portion):
+                    amounts = _entry_counts(rows)
+                    shown = selection.overlaps(amounts.begin_s, amounts.end_s)
+                    if selection.ranks is not None:
+                        shown &= np.isin(amounts.rank, [*selection.ranks])
+                    yield from _plain(rows[shown], texts, words)
+
+
+def _blocks(portion: Portion) -> Iterator[tuple[tuple[str, ...], Rows]]:
+    """Yield the calls and the messages of a frame, and which of their columns are texts."""
+    for names, types, data in portion.blocks:
+        block = Block(names, types)
+        yield block.words, np.frombuffer(data, block.dtype)
+
+
+def _plain(rows: Rows, texts: Sequence[str], words: Sequence[str]) -> Iterator[Row]:
+    names = [name.removeprefix("\0") for name in rows.dtype.names or ()]
+    for values in rows.tolist():
+        row = dict(zip(names, values, strict=True))
+        for name in texts:
+            row[name] = words[row[name]]
+        yield row
+
+
+def _entry_counts(rows: Rows) -> EntryCounts:
+    is_call = "call" in (rows.dtype.names or ())
+    begin_s, end_s = (rows["\0time_s"], rows["end_s"]) if is_call else (rows["sent_s"], rows["\0time_s"])
+    weight = np.full(len(rows), 1 if is_call else 2)
+    return EntryCounts(rows["\0rank"].astype(np.int64), begin_s, end_s, weight)
+
+
+def _no_entries() -> EntryCounts:
+    return EntryCounts(np.empty(0, np.int64), np.empty(0), np.empty(0), np.empty(0, np.int64))
+
+
+def of_rows(run: Recorded) -> EntryCounts:
+    """Return the entries that recorded rows are."""
+    table, size = run.table, len(run.table["rank"])
+    time_s = table["time_s"].astype(float)
+    return EntryCounts(table["rank"].astype(np.int64), time_s, time_s, np.full(size, 2))
+
+
+def of_events(run: Recorded) -> EntryCounts:
+    """Return the entries that recorded events are."""
+    rank = np.array([event["rank"] for event in run.events], np.int64)
+    time_s = np.array([event["time_s"] for event in run.events], float)
+    return EntryCounts(rank, time_s, time_s, np.ones(len(rank), np.int64))
+
+
+# ------------------------------------------------------------------------------------------------------- what fits
+def fitting(run: Recorded, timeline: Timeline | None, asked: Selection, limit: int) -> tuple[Selection, str]:
+    """Return what is shown of that which was asked for, and what that is if it is less.
+
+    As many ranks as there is room for, those that failed first, then by number; if these are fewer than `FEWEST`, of
+    so many ranks the first part of the time; of a run that did not finish the last part.
+    """
+    parts = [of_rows(run), of_events(run)] + ([timeline.amounts] if timeline is not None else [])
+    amounts = EntryCounts.joined(parts)
+    amounts = amounts.where(asked.overlaps(amounts.begin_s, amounts.end_s))
+    if asked.ranks is not None:
+        amounts = amounts.where(np.isin(amounts.rank, [*asked.ranks]))
+    heard, places = np.unique(amounts.rank, return_inverse=True)
+    order = np.lexsort((heard, ~np.isin(heard, _failed(run, timeline))))
+    counts = np.bincount(places, amounts.weight, len(heard))[order]
+    room = int(np.searchsorted(np.cumsum(counts), limit, side="right"))
+    chosen = heard[order][: max(room, FEWEST)]
+    shown = replace(asked, ranks=frozenset(chosen.tolist()))
+    if len(chosen) > room:
+        shown = _shorter(shown, amounts.where(np.isin(amounts.rank, chosen)), limit, run.outcome != FINISHED)
+    return shown, _left_out(run, asked, shown, len(heard))
+
+
+def _failed(run: Recorded, timeline: Timeline | None) -> list[int]:
+    """Return the ranks that crashed or raised."""
+    own = timeline.events if timeline is not None else ()
+    return [event["rank"] for event in (*own, *run.events) if event["kind"] in ("crash", "raised")]
+
+
+def _shorter(shown: Selection, amounts: EntryCounts, limit: int, from_end: bool) -> Selection:
+    """Return a selection with less time, so that it fits."""
+    time_s = amounts.end_s if from_end else amounts.begin_s
+    order = np.argsort(-time_s if from_end else time_s, kind="stable")
+    room = int(np.searchsorted(np.cumsum(amounts.weight[order]), limit, side="right"))
+    last_s = float(time_s[order[min(room, len(order) - 1)]])
+    if from_end:
+        return replace(shown, from_s=min(np.nextafter(last_s, math.inf), shown.until_s - 1e-9))
+    return replace(shown, until_s=max(np.nextafter(last_s, -math.inf), shown.from_s + 1e-9))
+
+
+def _left_out(run: Recorded, asked: Selection, shown: Selection, heard: int) -> str:
+    """Return what alone is shown of what was asked for; "" if all is. `heard`: ranks of which there is anything."""
+    said, ranks = [], shown.ranks or frozenset()
+    if len(ranks) < heard:
+        said.append(f"{len(ranks):,} of {heard:,} ranks ({spans(ranks)})")
+    if (shown.from_s, shown.until_s) != (asked.from_s, asked.until_s):
+        end_s = min(shown.until_s, float(run.totals.get("virtual_seconds") or math.inf))
+        said.append(f"{shown.from_s:.6g} s to {end_s:.6g} s")
+    return " and ".join(said)
+
+
+def spans(ranks: frozenset[int]) -> str:
+    """Return ranks as a text.
+
+    >>> spans(frozenset((0, 1, 2, 7)))
+    '0-2,7'
+    """
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and found[-1][-1] == rank - 1:
+            found[-1][1:] = [rank]
+        else:
+            found.append([rank])
+    shown = ["-".join(map(str, each)) for each in found[:8]]
+    return ",".join(shown) + (", …" if len(found) > 8 else "")

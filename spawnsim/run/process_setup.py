@@ -1,0 +1,96 @@
+"""The process that runs virtual ranks, or a study: how it is told to stop, and how many threads its libraries use.
+
+Ctrl-C, SIGTERM and a terminal that goes arrive as a `KeyboardInterrupt`, which no `except Exception` of a program
+takes for an error of its own, and which ends a run with all that was recorded. A second signal ends the process at
+once: what was recorded half a second before is on disk. (Real ranks have their own handlers: a library may hold
+them where no Python runs.)
+
+Numeric libraries get one thread, since sums depend on how they are split: the same seed gives the same digest on
+machines of 2 and of 64 cores. Whoever sets OMP_NUM_THREADS is obeyed, and run.json says how many threads there were.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from spawnsim.real.runtime.abort import outcome_of_signal
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # Python itself turns SIGINT into a KeyboardInterrupt
+
+
+class Stopped(KeyboardInterrupt):
+    """This process was told to stop by a signal; `number` is the signal's."""
+
+    def __init__(self, number: int = signal.SIGINT) -> None:
+        self.number = number
+        super().__init__(number)
+
+    def __str__(self) -> str:
+        return outcome_of_signal(self.number)
+
+
+def outcome_of(stop: KeyboardInterrupt) -> str:
+    """Return the "outcome" of a run that was stopped."""
+    return outcome_of_signal(number_of(stop))
+
+
+def number_of(stop: KeyboardInterrupt) -> int:
+    """Return the signal that has stopped it."""
+    return stop.number if isinstance(stop, Stopped) else signal.SIGINT
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """While the block runs, a signal to stop raises `Stopped` in the main thread; one ignored, or handled, stays so."""
+    ours: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():
+        ours = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        for number in ours:
+            if signal.getsignal(number) is _stop:
+                signal.signal(number, signal.SIG_DFL)
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise Stopped(number)
+
+
+TOLD = "OMP_NUM_THREADS"
+VARIABLES = (TOLD, "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def use_one_thread() -> None:
+    """Let libraries that are not loaded yet use one thread, unless the user has told them otherwise."""
+    if TOLD not in os.environ:
+        os.environ.update(dict.fromkeys(VARIABLES, "1"))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """While the block runs, torch uses one thread, loaded or not, unless the user has told it otherwise."""
+    if TOLD in os.environ:
+        yield
+        return
+    torch: Any = sys.modules.get("torch")
+    before = None if torch is None else torch.get_num_threads()
+    os.environ[TOLD] = "1"
+    try:
+        if torch is not None:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        del os.environ[TOLD]
+        if torch is not None:
+            torch.set_num_threads(before)

@@ -1,0 +1,127 @@
+"""The progress bar of a run: virtual seconds done, ranks finished, time left; of real ranks, how far rank 0 is.
+
+How much there is to do is known only where `main` has a parameter `iterations` and records one row for each;
+elsewhere the bar counts finished ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+FORMAT = "{percentage:3.0f}%|{bar:30}| {desc} [{elapsed}<{remaining}]"
+UNKNOWN = "{desc} [{elapsed}]"  # where nobody says how much there is to do
+TICK_S = 0.3
+
+
+def beside_the_bar() -> AbstractContextManager[Any]:
+    """Return a block in which text may be printed on standard error: a bar that stands there makes room."""
+    tqdm: Any = sys.modules.get("tqdm")
+    return nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file=sys.stderr)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let Python's collector not begin in this thread: it would run finalizers of ranks, which live in another."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+class Recorded(Protocol):
+    """What is looked at: a recorder, or a rank's journal."""
+
+    @property
+    def rows(self) -> int:
+        """Rows so far."""
+
+    @property
+    def time_s(self) -> float:
+        """The time of the latest row."""
+
+
+class Listener:
+    """A `with` block around a plain function, or around nothing."""
+
+    def __init__(self, told: Callable[[float, int, int], None] | None) -> None:
+        self._told = told
+
+    def __enter__(self) -> Callable[[float, int, int], None] | None:
+        return self._told
+
+    def __exit__(self, *_error: object) -> None:
+        return None
+
+
+class Bar:
+    """A bar on standard error, gone when the block ends. A thread of its own looks at the recorder."""
+
+    def __init__(self, recorder: Recorded, *, ranks: int, iterations: Any = None) -> None:
+        self._recorder, self._ranks, self._finished = recorder, ranks, 0
+        self._rows = ranks * iterations if isinstance(iterations, int) and iterations > 0 else None
+        self._virtual_s = 0.0
+        self._over = threading.Event()
+
+    def __enter__(self) -> Callable[[float, int, int], None]:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=self._rows or self._ranks, bar_format=FORMAT, leave=False, dynamic_ncols=True)
+        self._thread = threading.Thread(target=self._watch, name="spawnsim-bar", daemon=True)
+        self._thread.start()
+        return self.tell
+
+    def __exit__(self, *_error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._bar.close()
+
+    def tell(self, virtual_s: float, finished: int, _ranks: int) -> None:
+        """Hear how far the run is; costs nothing until the next look."""
+        self._virtual_s, self._finished = virtual_s, finished
+
+    def look(self) -> None:
+        """Show how far the run is."""
+        done = self._recorder.rows if self._rows else self._finished
+        virtual_s = max(self._virtual_s, self._recorder.time_s)
+        text = f"{virtual_s:.4g} virtual s, {self._finished}/{self._ranks} ranks done"
+        self._bar.set_description_str(text, refresh=False)
+        self._bar.n = min(done, self._bar.total)
+        self._bar.refresh()
+
+    def _watch(self) -> None:
+        while not self._over.wait(TICK_S):
+            with _no_collection():
+                self.look()
+
+
+class Steps(Bar):
+    """The bar of one real rank: rows that it has recorded, and the time of the latest. `shown=False`: no bar."""
+
+    def __init__(self, recorder: Recorded, iterations: Any, *, shown: bool) -> None:
+        super().__init__(recorder, ranks=1, iterations=iterations)
+        self._shown = shown
+
+    def __enter__(self) -> Callable[[float, int, int], None]:
+        return super().__enter__() if self._shown else self.tell
+
+    def __exit__(self, *error: object) -> None:
+        if self._shown:
+            super().__exit__(*error)
+
+    def look(self) -> None:
+        """Show how far the rank is."""
+        text = f"rank 0: {self._recorder.rows:,} rows, {self._recorder.time_s:.4g} s"
+        self._bar.set_description_str(text, refresh=False)
+        if self._rows is None:
+            self._bar.bar_format = UNKNOWN
+        else:
+            self._bar.n = min(self._recorder.rows, self._rows)
+        self._bar.refresh()

@@ -1,0 +1,282 @@
+"""Which message a receive gets: probes, matched messages, and what order and progress MPI promises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from spawnsim.testing.cases import claim, needs, poll, ring, same
+
+
+def iprobe_sees_nothing_where_nothing_is(MPI: Any, comm: Any) -> None:
+    """Without a message Iprobe is False, for any source and tag."""
+    same(comm.Iprobe(), False)
+    same(comm.iprobe(source=comm.Get_rank(), tag=3), False)
+
+
+def iprobe_sees_what_comes(MPI: Any, comm: Any) -> None:
+    """Iprobe becomes true when a message has arrived, and does not take it."""
+    rank, _, left, right = ring(comm)
+    request = comm.Isend(np.full(3, float(rank)), dest=right, tag=5)
+    status, target = MPI.Status(), np.zeros(3)
+    poll(lambda: comm.Iprobe(source=left, tag=5, status=status))
+    same((status.source, status.tag, status.Get_count(MPI.DOUBLE)), (left, 5, 3))
+    same(comm.Iprobe(source=left, tag=6), False)
+    claim(comm.Iprobe(source=left, tag=5), "the message is still there")
+    comm.Recv(target, source=left, tag=5)
+    request.Wait()
+    same(target, np.full(3, float(left)))
+    same(comm.Iprobe(source=left, tag=5), False)
+
+
+def probe_waits_and_tells_the_size(MPI: Any, comm: Any) -> None:
+    """Probe waits for a message of any source, so that a buffer of the right size can be made."""
+    rank, _, left, right = ring(comm)
+    request = comm.Isend(np.full(rank + 1, rank), dest=right)
+    status = MPI.Status()
+    same(comm.Probe(MPI.ANY_SOURCE, MPI.ANY_TAG, status), True)
+    target = np.zeros(status.Get_count(MPI.LONG), np.int64)
+    comm.Recv(target, source=status.source, tag=status.tag)
+    request.Wait()
+    same((status.source, target.tolist()), (left, [left] * (left + 1)))
+
+
+def probe_of_objects(MPI: Any, comm: Any) -> None:
+    """Objects are probed like buffers."""
+    _, _, left, right = ring(comm)
+    request, status = comm.isend("object", dest=right, tag=2), MPI.Status()
+    same(comm.probe(source=left, tag=2, status=status), True)
+    claim(status.Get_count(MPI.BYTE) > 0, "a pickled object has bytes")
+    same(comm.recv(source=status.source, tag=status.tag), "object")
+    request.wait()
+
+
+def probe_chooses_by_tag(MPI: Any, comm: Any) -> None:
+    """A probe for a tag passes over messages of other tags."""
+    _, _, left, right = ring(comm)
+    requests = [comm.isend(tag, dest=right, tag=tag) for tag in (1, 2)]
+    status = MPI.Status()
+    comm.probe(source=left, tag=2, status=status)
+    same(status.tag, 2)
+    same((comm.recv(source=left, tag=1), comm.recv(source=left, tag=2)), (1, 2))
+    MPI.Request.waitall(requests)
+
+
+def a_matched_message_is_taken(MPI: Any, comm: Any) -> None:
+    """Mprobe takes the message out of the queue; only its Message can receive it."""
+    rank, _, left, right = ring(comm)
+    request, status = comm.Isend(np.full(2, float(rank)), dest=right, tag=7), MPI.Status()
+    message = comm.Mprobe(source=left, tag=7, status=status)
+    same((status.source, status.Get_count(MPI.DOUBLE), comm.Iprobe(source=left, tag=7)), (left, 2, False))
+    target = np.zeros(2)
+    message.Recv(target)
+    request.Wait()
+    same(target, np.full(2, float(left)))
+    claim(message == MPI.MESSAGE_NULL, "a received message is null")
+
+
+def a_matched_message_is_received_later(MPI: Any, comm: Any) -> None:
+    """Message.Irecv is a request like any other."""
+    rank, _, left, right = ring(comm)
+    request, target = comm.Isend(np.full(2, float(rank)), dest=right), np.zeros(2)
+    comm.Mprobe(source=left).Irecv(target).Wait()
+    request.Wait()
+    same(target, np.full(2, float(left)))
+
+
+def improbe_may_find_nothing(MPI: Any, comm: Any) -> None:
+    """Improbe returns None, or the message."""
+    rank, _, left, right = ring(comm)
+    same(comm.Improbe(source=left, tag=1), None)
+    comm.Barrier()
+    request, target = comm.Isend(np.full(1, rank), dest=right, tag=1), np.zeros(1, np.int64)
+    message = poll(lambda: comm.Improbe(source=left, tag=1))
+    message.Recv(target)
+    request.Wait()
+    same(int(target[0]), left)
+
+
+def matched_objects(MPI: Any, comm: Any) -> None:
+    """Objects are matched by mprobe and improbe, and received by recv and irecv."""
+    rank, _, left, right = ring(comm)
+    requests = [comm.isend((rank, tag), dest=right, tag=tag) for tag in (1, 2)]
+    same(comm.mprobe(source=left, tag=2).recv(), (left, 2))
+    same(poll(lambda: comm.improbe(source=left, tag=1)).irecv().wait(), (left, 1))
+    MPI.Request.waitall(requests)
+
+
+def messages_are_matched_by_the_class_too(MPI: Any, comm: Any) -> None:
+    """Message.Probe and Message.probe are Mprobe and mprobe of a communicator."""
+    rank, _, left, right = ring(comm)
+    requests = [comm.isend(rank, dest=right, tag=1), comm.Isend(np.full(1, rank), dest=right, tag=2)]
+    target = np.zeros(1, np.int64)
+    MPI.Message.Probe(comm, left, 2).Recv(target)
+    same((MPI.Message.probe(comm, left, 1).recv(), int(target[0])), (left, left))
+    requests[0].wait()
+    requests[1].Wait()
+
+
+def nowhere_has_a_message_always(MPI: Any, comm: Any) -> None:
+    """A probe of PROC_NULL succeeds at once with an empty message."""
+    status = MPI.Status()
+    same(comm.Iprobe(source=MPI.PROC_NULL, status=status), True)
+    same((status.source, status.tag, status.Get_count(MPI.BYTE)), (MPI.PROC_NULL, MPI.ANY_TAG, 0))
+    message = comm.Mprobe(source=MPI.PROC_NULL)
+    claim(message == MPI.MESSAGE_NO_PROC, "the message of nowhere is MESSAGE_NO_PROC")
+    message.Recv(np.zeros(1))
+
+
+@needs(ranks=2)
+def probes_of_any_source_find_each_sender_once(MPI: Any, comm: Any) -> None:
+    """Rank 0 meets every other rank exactly once by probing."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    if rank:
+        comm.Send(np.full(rank, rank), dest=0)
+        return
+    seen, status = [], MPI.Status()
+    for _ in range(size - 1):
+        comm.Probe(status=status)
+        target = np.zeros(status.Get_count(MPI.LONG), np.int64)
+        comm.Recv(target, source=status.source)
+        seen.append((status.source, len(target)))
+    same(sorted(seen), [(other, other) for other in range(1, size)])
+
+
+def many_messages_under_way(MPI: Any, comm: Any) -> None:
+    """Hundreds of messages to everybody are received in any order of tags."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    sending = [comm.isend((rank, i), dest=other, tag=i) for i in range(50) for other in range(size)]
+    for i in reversed(range(50)):
+        for other in reversed(range(size)):
+            same(comm.recv(source=other, tag=i), (other, i))
+    MPI.Request.waitall(sending)
+
+
+def receives_posted_first_match_in_order(MPI: Any, comm: Any) -> None:
+    """Posted receives are filled in the order of posting."""
+    _, _, left, right = ring(comm)
+    targets = np.zeros((4, 1), np.int64)
+    receiving = [comm.Irecv(targets[i], source=left, tag=1) for i in range(4)]
+    sending = [comm.Isend(np.full(1, i), dest=right, tag=1) for i in range(4)]
+    MPI.Request.Waitall(receiving + sending)
+    same(targets.ravel(), [0, 1, 2, 3])
+
+
+def wildcards_and_names_match_in_the_order_of_posting(MPI: Any, comm: Any) -> None:
+    """A wildcard posted first takes the first message, a named receive posted later the next."""
+    _, _, left, right = ring(comm)
+    targets = np.zeros((2, 1), np.int64)
+    receiving = [comm.Irecv(targets[0], source=MPI.ANY_SOURCE), comm.Irecv(targets[1], source=left, tag=1)]
+    sending = [comm.Isend(np.full(1, i), dest=right, tag=1) for i in (10, 20)]
+    MPI.Request.Waitall(receiving + sending)
+    same(targets.ravel(), [10, 20])
+
+
+@needs(ranks=2)
+def each_sender_is_in_order_under_wildcards(MPI: Any, comm: Any) -> None:
+    """Messages of different senders mix, those of one do not overtake each other."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    if rank:
+        for i in range(10):
+            comm.send((rank, i), dest=0)
+        return
+    seen: dict[int, list[int]] = {other: [] for other in range(1, size)}
+    for _ in range(10 * (size - 1)):
+        sender, i = comm.recv(source=MPI.ANY_SOURCE)
+        seen[sender].append(i)
+    same(seen, {other: list(range(10)) for other in range(1, size)})
+
+
+@needs(ranks=2)
+def a_message_can_cause_another(MPI: Any, comm: Any) -> None:
+    """A token passes twice round the ring, growing."""
+    rank, size, left, right = ring(comm)
+    token: list[int] = []
+    for turn in range(2):
+        if rank or turn:
+            token = comm.recv(source=left)
+        comm.send([*token, rank], dest=right)
+    if rank == 0:
+        same(comm.recv(source=left), list(range(size)) * 2)
+
+
+@needs(ranks=2)
+def large_messages_in_both_directions(MPI: Any, comm: Any) -> None:
+    """With receives posted first, large blocking sends towards each other complete."""
+    rank, _, left, right = ring(comm)
+    target = np.zeros(200_000)
+    receiving = comm.Irecv(target, source=left)
+    comm.Send(np.full(200_000, float(rank)), dest=right)
+    receiving.Wait()
+    same(float(target[-1]), float(left))
+
+
+@needs(ranks=2)
+def polling_makes_progress(MPI: Any, comm: Any) -> None:
+    """A rank that only polls still receives."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    if rank == 0:
+        for other in range(1, size):
+            comm.send(other, dest=other)
+        return
+    poll(lambda: comm.Iprobe(source=0))
+    same(comm.recv(source=0), rank)
+
+
+@needs(ranks=2)
+def a_master_and_its_workers(MPI: Any, comm: Any) -> None:
+    """Work is handed to whoever asks, until none is left."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    if rank:
+        done = 0
+        while (item := comm.sendrecv(done, dest=0, source=0)) is not None:
+            done = item * item
+        return
+    work, results, status = list(range(20)), [], MPI.Status()
+    busy = size - 1
+    while busy:
+        results.append(comm.recv(source=MPI.ANY_SOURCE, status=status))
+        comm.send(work.pop() if work else None, dest=status.source)
+        busy -= not work and results[-1] is None
+        if len(results) == 20 + size - 1:
+            break
+    same(sorted(results), sorted([n * n for n in range(20)] + [0] * (size - 1)))
+
+
+def messages_to_oneself_keep_their_order(MPI: Any, comm: Any) -> None:
+    """A rank's messages to itself are messages like others."""
+    rank = comm.Get_rank()
+    sending = [comm.isend(i, dest=rank, tag=i % 2) for i in range(6)]
+    same([comm.recv(source=rank, tag=1) for _ in range(3)], [1, 3, 5])
+    same([comm.recv(source=rank, tag=0) for _ in range(3)], [0, 2, 4])
+    MPI.Request.waitall(sending)
+
+
+def a_wavefront(MPI: Any, comm: Any) -> None:
+    """A pipeline of many small messages passes through all ranks."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    total = 0
+    for i in range(30):
+        value = i if rank == 0 else comm.recv(source=rank - 1)
+        total += value
+        if rank < size - 1:
+            comm.send(value + 1, dest=rank + 1)
+    same(total, sum(range(30)) + 30 * rank)
+
+
+def neighbours_exchange_many_times(MPI: Any, comm: Any) -> None:
+    """A hundred rounds of exchange with both neighbours stay in step."""
+    rank, size, left, right = ring(comm)
+    value = float(rank)
+    for _ in range(100):
+        targets = np.zeros((2, 1))
+        requests = [comm.Irecv(targets[0], source=left, tag=1), comm.Irecv(targets[1], source=right, tag=2)]
+        requests += [
+            comm.Isend(np.full(1, value), dest=right, tag=1),
+            comm.Isend(np.full(1, value), dest=left, tag=2),
+        ]
+        MPI.Request.Waitall(requests)
+        value = (value + targets.sum()) / 3
+    mean = comm.allreduce(value) / size
+    same(abs(mean - (size - 1) / 2) < 1e-9, True)

@@ -1,0 +1,340 @@
+"""Buffers from rank to rank: specifications, sizes, tags, truncation, and the four send modes."""
+
+from __future__ import annotations
+
+import array
+from typing import Any
+
+import numpy as np
+
+from spawnsim.testing.cases import claim, fails, needs, refused, ring, same
+
+
+def shifted(comm: Any, source: Any, target: Any, tag: int = 0) -> None:
+    """Send to the right and receive from the left."""
+    _, _, left, right = ring(comm)
+    comm.Sendrecv(source, right, tag, target, left, tag)
+
+
+def buffers_go_round_a_ring(MPI: Any, comm: Any) -> None:
+    """Each rank receives the array of its left neighbour."""
+    rank, _, left, right = ring(comm)
+    target = np.empty(5)
+    request = comm.Isend(np.full(5, float(rank)), dest=right)
+    comm.Recv(target, source=left)
+    request.Wait()
+    same(target, np.full(5, float(left)))
+
+
+def every_dtype(MPI: Any, comm: Any) -> None:
+    """Arrays of every dtype that has an MPI type arrive bit for bit."""
+    rank, _, left, _ = ring(comm)
+    for code in "?bhilqBHILQfdFD":
+        target = np.zeros(4, code)
+        shifted(comm, np.arange(rank, rank + 4).astype(code), target)
+        same(target, np.arange(left, left + 4).astype(code))
+
+
+def specifications_of_part_of_an_array(MPI: Any, comm: Any) -> None:
+    """Count, displacement and type choose a part of the array, on both sides."""
+    rank, _, left, _ = ring(comm)
+    for spec in (
+        lambda a: [a, 2],
+        lambda a: [a, 2, MPI.DOUBLE],
+        lambda a: (a, 2, "d"),
+        lambda a: [a, (2, 0)],
+    ):
+        target = np.full(4, -1.0)
+        shifted(comm, spec(np.arange(4.0) + rank), spec(target))
+        same(target, [left, left + 1.0, -1, -1])
+    for spec in (lambda a: [a, (2, 1)], lambda a: [a, 2, 1, MPI.DOUBLE], lambda a: [a, (2, 1), "d"]):
+        target = np.full(4, -1.0)
+        shifted(comm, spec(np.arange(4.0) + rank), spec(target))
+        same(target, [-1, left + 1.0, left + 2.0, -1])
+
+
+def specifications_of_a_whole_array(MPI: Any, comm: Any) -> None:
+    """A type alone, as object or code, takes as many elements as the memory holds."""
+    rank, _, left, _ = ring(comm)
+    for kind in ((MPI.DOUBLE,), ("f8",), (None, "d"), (None,)):
+        target = np.zeros(3)
+        shifted(comm, [np.full(3, rank + 0.5), *kind], [target, *kind])
+        same(target, np.full(3, left + 0.5))
+
+
+def memory_of_many_kinds(MPI: Any, comm: Any) -> None:
+    """Bytes, bytearrays, memoryviews and arrays of the standard library are buffers."""
+    rank, _, left, _ = ring(comm)
+    sent = bytes([rank % 256] * 8)
+    target = bytearray(8)
+    for source in (sent, bytearray(sent), memoryview(sent)):
+        shifted(comm, source, target)
+        same(bytes(target), bytes([left % 256] * 8))
+    numbers = array.array("d", [0.0] * 3)
+    shifted(comm, array.array("d", [rank] * 3), numbers)
+    same(list(numbers), [left] * 3)
+
+
+def several_dimensions(MPI: Any, comm: Any) -> None:
+    """Arrays of several dimensions go by memory, C and Fortran order alike; a scalar is one element."""
+    rank, _, left, _ = ring(comm)
+    grid = np.arange(6.0).reshape(2, 3) + rank
+    target = np.zeros((2, 3))
+    shifted(comm, grid, target)
+    same(target, np.arange(6.0).reshape(2, 3) + left)
+    shifted(comm, np.asfortranarray(grid), target)
+    same(target.ravel(), (np.arange(6.0).reshape(2, 3) + left).ravel(order="F"))
+    point = np.array(0.0)
+    shifted(comm, np.array(float(rank)), point)
+    same(float(point), float(left))
+
+
+def memory_with_gaps_is_refused(MPI: Any, comm: Any) -> None:
+    """A slice with a step is no buffer; nothing is sent."""
+    rank = comm.Get_rank()
+    with refused(BufferError, ValueError):
+        comm.Isend(np.zeros(8)[::2], dest=rank)
+    with refused(BufferError, ValueError):
+        comm.Irecv(np.zeros((4, 4))[:, 1], source=rank)
+
+
+def read_only_memory_cannot_receive(MPI: Any, comm: Any) -> None:
+    """Receiving into bytes or a frozen array is refused before anything happens."""
+    frozen = np.zeros(3)
+    frozen.flags.writeable = False
+    for target in (frozen, b"abc"):
+        with refused(BufferError, ValueError):
+            comm.Irecv(target, source=comm.Get_rank())
+
+
+def things_that_are_no_buffers(MPI: Any, comm: Any) -> None:
+    """Numbers, text and lists of the wrong length are refused with the type of error that mpi4py raises."""
+    rank = comm.Get_rank()
+    for thing in (3, "text", None, object()):
+        with refused(TypeError):
+            comm.Isend(thing, dest=rank)
+    with refused(ValueError):
+        comm.Isend([np.zeros(2)], dest=rank)
+    with refused(ValueError):
+        comm.Isend([np.zeros(2), -1], dest=rank)
+    with refused(KeyError):
+        comm.Isend([np.zeros(2), "no such type"], dest=rank)
+
+
+def a_shorter_message_leaves_the_rest(MPI: Any, comm: Any) -> None:
+    """A message may be shorter than its buffer; the status says how long it was."""
+    rank, _, left, right = ring(comm)
+    target, status = np.full(6, -1.0), MPI.Status()
+    request = comm.Isend(np.full(2, float(rank)), dest=right)
+    comm.Recv(target, source=left, status=status)
+    request.Wait()
+    same(target, [left, left, -1, -1, -1, -1])
+    same((status.Get_count(MPI.DOUBLE), status.Get_elements(MPI.DOUBLE), status.count), (2, 2, 16))
+    same(status.Get_count(MPI.INT), 4)
+
+
+def a_longer_message_is_truncation(MPI: Any, comm: Any) -> None:
+    """A message longer than its buffer is ERR_TRUNCATE at the receiver."""
+    rank = comm.Get_rank()
+    request = comm.Isend(np.zeros(4), dest=rank)
+    with fails(MPI, MPI.ERR_TRUNCATE):
+        comm.Recv(np.zeros(2), source=rank)
+    request.Wait()
+
+
+def counts_of_bytes_that_fill_no_element(MPI: Any, comm: Any) -> None:
+    """A count in a type that does not divide the message is UNDEFINED."""
+    rank, status = comm.Get_rank(), MPI.Status()
+    request = comm.Isend(np.zeros(3, np.int32), dest=rank)
+    comm.Recv(np.zeros(8, np.int32), source=rank, status=status)
+    request.Wait()
+    same((status.Get_count(MPI.INT), status.Get_count(MPI.DOUBLE)), (3, MPI.UNDEFINED))
+
+
+def empty_messages(MPI: Any, comm: Any) -> None:
+    """A message without data is a message: it matches, completes and counts zero."""
+    _, _, left, right = ring(comm)
+    status = MPI.Status()
+    request = comm.Isend(np.zeros(0), dest=right, tag=8)
+    comm.Recv(np.zeros(0), source=left, tag=8, status=status)
+    request.Wait()
+    same((status.source, status.tag, status.Get_count(MPI.DOUBLE)), (left, 8, 0))
+    request = comm.Isend([None, 0, MPI.INT], dest=right, tag=9)
+    comm.Recv([None, 0, MPI.INT], source=left, tag=9)
+    request.Wait()
+
+
+def buffers_to_and_from_nowhere(MPI: Any, comm: Any) -> None:
+    """PROC_NULL takes anything and leaves receiving buffers untouched."""
+    target, status = np.full(3, -1.0), MPI.Status()
+    comm.Send(np.zeros(3), dest=MPI.PROC_NULL)
+    comm.Ssend(np.zeros(3), dest=MPI.PROC_NULL)
+    comm.Isend(np.zeros(3), dest=MPI.PROC_NULL).Wait()
+    comm.Recv(target, source=MPI.PROC_NULL, status=status)
+    same((status.source, status.tag, status.Get_count(MPI.DOUBLE)), (MPI.PROC_NULL, MPI.ANY_TAG, 0))
+    comm.Irecv(target, source=MPI.PROC_NULL).Wait()
+    same(target, np.full(3, -1.0))
+
+
+def a_shift_along_an_open_line(MPI: Any, comm: Any) -> None:
+    """Sendrecv with PROC_NULL at the ends shifts along a line."""
+    rank, size, left, right = ring(comm)
+    left = left if rank > 0 else MPI.PROC_NULL
+    right = right if rank < size - 1 else MPI.PROC_NULL
+    target = np.full(1, -1.0)
+    comm.Sendrecv(np.full(1, float(rank)), right, 0, target, left, 0)
+    same(float(target[0]), rank - 1.0)
+
+
+def sendrecv_of_different_shapes(MPI: Any, comm: Any) -> None:
+    """The two halves of Sendrecv have counts, types and tags of their own."""
+    rank, size, left, right = ring(comm)
+    target, status = np.full(size, -1, np.int32), MPI.Status()
+    comm.Sendrecv(np.full(rank + 1, rank, np.int32), right, rank, target, left, left, status)
+    same((status.Get_count(MPI.INT), status.tag), (left + 1, left))
+    same(target[: left + 1], np.full(left + 1, left))
+
+
+def sendrecv_replace(MPI: Any, comm: Any) -> None:
+    """One buffer is sent and then holds what was received."""
+    rank, _, left, right = ring(comm)
+    buf, status = np.full(4, rank), MPI.Status()
+    comm.Sendrecv_replace(buf, right, 1, left, 1, status)
+    same(buf, np.full(4, left))
+    same((status.source, status.tag), (left, 1))
+
+
+def isendrecv(MPI: Any, comm: Any) -> None:
+    """The nonblocking pair and its replacing form complete like the blocking ones."""
+    rank, _, left, right = ring(comm)
+    target = np.zeros(2, np.int64)
+    comm.Isendrecv(np.full(2, rank), right, 1, target, left, 1).Wait()
+    same(target, np.full(2, left))
+    buf = np.full(2, rank)
+    comm.Isendrecv_replace(buf, right, 2, left, 2).Wait()
+    same(buf, np.full(2, left))
+
+
+def tags_choose_among_buffers(MPI: Any, comm: Any) -> None:
+    """Buffers are taken by tag, out of the order of sending."""
+    rank, _, left, right = ring(comm)
+    requests = [comm.Isend(np.array([rank, tag]), dest=right, tag=tag) for tag in (2, 1)]
+    target = np.zeros(2, np.int64)
+    for tag in (1, 2):
+        comm.Recv(target, source=left, tag=tag)
+        same(target, [left, tag])
+    MPI.Request.Waitall(requests)
+
+
+def messages_do_not_overtake(MPI: Any, comm: Any) -> None:
+    """Small and large messages of one tag arrive in the order of sending."""
+    _, _, left, right = ring(comm)
+    sizes = (100_000, 1, 20_000, 3)
+    requests = [comm.Isend(np.full(size, float(size)), dest=right) for size in sizes]
+    for size in sizes:
+        target, status = np.zeros(100_000), MPI.Status()
+        comm.Recv(target, source=left, status=status)
+        same((status.Get_count(MPI.DOUBLE), float(target[size - 1])), (size, float(size)))
+    MPI.Request.Waitall(requests)
+
+
+def large_buffers(MPI: Any, comm: Any) -> None:
+    """Megabytes arrive whole, also when the receive is posted first."""
+    rank, _, left, right = ring(comm)
+    target = np.zeros(500_000)
+    receiving = comm.Irecv(target, source=left)
+    sending = comm.Isend(np.full(500_000, float(rank)), dest=right)
+    MPI.Request.Waitall([receiving, sending])
+    same(target, np.full(500_000, float(left)))
+
+
+def the_largest_tag(MPI: Any, comm: Any) -> None:
+    """Tags go up to TAG_UB, at least 32767, and not beyond."""
+    rank = comm.Get_rank()
+    highest = comm.Get_attr(MPI.TAG_UB)
+    claim(highest >= 32767, "MPI promises tags up to 32767")
+    target = np.zeros(1)
+    comm.Sendrecv(np.ones(1), rank, highest, target, rank, highest)
+    same(target, [1])
+    if highest < 2**31 - 1:
+        with fails(MPI, MPI.ERR_TAG):
+            comm.Isend(np.ones(1), dest=rank, tag=highest + 1)
+
+
+@needs(ranks=2)
+def synchronous_and_ready_sends(MPI: Any, comm: Any) -> None:
+    """Ssend, Rsend and their nonblocking forms deliver like Send."""
+    rank = comm.Get_rank()
+    if rank == 0:
+        comm.Barrier()
+        comm.Ssend(np.array([1.0]), dest=1, tag=1)
+        comm.Rsend(np.array([2.0]), dest=1, tag=2)
+        comm.Issend(np.array([3.0]), dest=1, tag=3).Wait()
+        comm.Irsend(np.array([4.0]), dest=1, tag=4).Wait()
+        return
+    targets = np.zeros((4, 1))
+    receiving = [comm.Irecv(targets[i], source=0, tag=i + 1) for i in range(4)] if rank == 1 else []
+    comm.Barrier()
+    MPI.Request.Waitall(receiving)
+    if rank == 1:
+        same(targets.ravel(), [1, 2, 3, 4])
+
+
+def buffered_sends(MPI: Any, comm: Any) -> None:
+    """With a buffer attached, all may Bsend before any receives; detaching waits and gives it back."""
+    rank, _, left, right = ring(comm)
+    MPI.Attach_buffer(bytearray(1 << 14))
+    source, targets = np.full(3, float(rank)), np.zeros((2, 3))
+    comm.Bsend(source, dest=right, tag=1)
+    request = comm.Ibsend(source, dest=right, tag=2)
+    comm.Recv(targets[0], source=left, tag=1)
+    comm.Recv(targets[1], source=left, tag=2)
+    request.Wait()
+    same(targets, np.full((2, 3), float(left)))
+    claim(MPI.Detach_buffer() is not None, "the attached buffer comes back")
+
+
+def a_buffered_send_without_room(MPI: Any, comm: Any) -> None:
+    """A buffered send without enough buffer is ERR_BUFFER or ERR_OTHER, not a wait."""
+    rank = comm.Get_rank()
+    MPI.Attach_buffer(bytearray(MPI.BSEND_OVERHEAD + 64))
+    try:
+        with refused(MPI.Exception):
+            comm.Bsend(np.zeros(1000), dest=rank)
+    finally:
+        MPI.Detach_buffer()
+
+
+@needs(ranks=2)
+def a_synchronous_send_waits_for_its_receiver(MPI: Any, comm: Any) -> None:
+    """An issend is incomplete until the receive has begun."""
+    rank = comm.Get_rank()
+    if rank == 0:
+        request = comm.issend("hello", dest=1, tag=1)
+        same(request.test(), (False, None))
+        comm.send("now", dest=1, tag=2)
+        request.wait()
+    elif rank == 1:
+        same(comm.recv(source=0, tag=2), "now")
+        same(comm.recv(source=0, tag=1), "hello")
+
+
+@needs(ranks=2)
+def ssend_of_objects(MPI: Any, comm: Any) -> None:
+    """A synchronous send completes when its receiver takes the message."""
+    rank = comm.Get_rank()
+    if rank == 0:
+        comm.ssend({"a": 1}, dest=1)
+    elif rank == 1:
+        same(comm.recv(source=0), {"a": 1})
+
+
+def bsend_of_objects(MPI: Any, comm: Any) -> None:
+    """With a buffer attached, all ranks may send before any receives."""
+    rank, _, left, right = ring(comm)
+    MPI.Attach_buffer(bytearray(1 << 16))
+    comm.bsend([rank] * 10, dest=right)
+    request = comm.ibsend(rank, dest=right, tag=1)
+    same((comm.recv(source=left, tag=0), comm.recv(source=left, tag=1)), ([left] * 10, left))
+    request.wait()
+    MPI.Detach_buffer()

@@ -1,0 +1,1 @@
+"""torchgfn's names: its `spawn_policy` module, and its toolkit `gfn.utils.distributed`, on every backend."""

@@ -1,0 +1,327 @@
+"""Tensors between ranks under torchgfn's names: bytes, collectives, gathered rows, means of gradients and models.
+
+One message per tensor, the same bytes on every backend; the receiver learns the length by a matched probe, so several
+threads or tasks of a rank may receive at once. Results lie on the tensors' own devices. Counts travel as 64-bit
+integers, never in the data's own dtype. Means are one flat Allreduce, with the arithmetic of the policies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spawnsim.comm import ANY_SOURCE, BYTE, MAX, MIN, SUM, Comm, Status, as_comm
+from spawnsim.comm.job import KINDS, virtual_world, world
+from spawnsim.errors import MismatchError, ParameterError, UsageError
+from spawnsim.policies.exchange.group_mean import GroupMean
+from spawnsim.policies.state.layout import Tensors, Travels, as_real, collect
+
+default_backend = "mpi"
+
+Group: TypeAlias = Any
+"""A spawnsim `Comm`, an mpi4py communicator, a torch.distributed process group, or None for the world."""
+
+
+def comm_of(group: Group = None, backend: str = default_backend) -> Comm:
+    """Return the communicator of a group; of the backend's world where there is none.
+
+    Raises:
+        ParameterError: a backend other than "mpi" and "torch", or something that is no group.
+    """
+    if backend not in KINDS:
+        raise ParameterError(f"backend={backend!r}: choose one of {', '.join(KINDS)}")
+    return world(backend) if group is None else as_comm(group)
+
+
+def _first_env(*names: str, default: str | None = None) -> str | None:
+    """Return the first of these environment variables that is set and not empty."""
+    return next((value for name in names if (value := os.environ.get(name))), default)
+
+
+def _get_MPI() -> Any:
+    """Return the caller's `MPI`: mpi4py's module, loaded now, or the virtual one on a virtual rank."""
+    room = "spawnsim.real.mpi.comm" if virtual_world() is None else "spawnsim.virtual.mpi"
+    return import_module(room).MPI
+
+
+def raw_bytes(data: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as they lie in memory, row by row: uint8 of n·itemsize, on the CPU.
+
+    Nothing is converted: bfloat16 is 2 bytes an element, float64 is 8. May share memory with `data`.
+    """
+    return data.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(raw: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return what `raw_bytes` was made of, given its dtype and shape; shares memory."""
+    return raw.view(dtype).reshape(shape)
+
+
+class AsyncSendHandle:
+    """A send in progress. Dropping it loses nothing: the communicator keeps the message until it has left."""
+
+    _buffer: Any
+    _request: Any
+
+    def __init__(self, buffer: Any, request: Any) -> None:
+        self._buffer, self._request = buffer, request
+
+    def is_complete(self) -> bool:
+        """Return whether the send has completed, without waiting; each call lets the transport go on."""
+        return bool(self._request.Test())
+
+    def wait(self) -> None:
+        """Wait until the send has completed. Raises `Timeout` at the communicator's deadline."""
+        self._request.Wait()
+
+
+def send(
+    data: torch.Tensor, dst_rank: int, backend: str = default_backend, tag: int = 0, *, group: Group = None
+) -> None:
+    """Send a tensor's raw bytes to `dst_rank` of the group.
+
+    Any dtype and shape; bytes are never converted (the original cast values to uint8). Both backends carry the same
+    bytes in one message, which `recv`, or an MPI receive of bytes, takes.
+    """
+    comm_of(group, backend).Send(raw_bytes(data).numpy(), dst_rank, tag)
+
+
+def isend(
+    data: torch.Tensor, dst_rank: int, backend: str = default_backend, tag: int = 0, *, group: Group = None
+) -> AsyncSendHandle:
+    """Send a tensor's raw bytes without waiting. `data` may change as soon as the call returns: a copy is sent."""
+    raw = raw_bytes(data).clone()
+    return AsyncSendHandle(raw, comm_of(group, backend).Isend(raw.numpy(), dst_rank, tag))
+
+
+def recv(
+    src_rank: int | None = None, backend: str = default_backend, tag: int = 0, *, group: Group = None
+) -> tuple[int, torch.Tensor]:
+    """Receive what `send` or `isend` sent; return (source in the group, uint8 tensor of any length).
+
+    `src_rank` None takes the next message of the tag from anyone. `view(dtype).view(shape)` gives the tensor back.
+    """
+    comm: Any = comm_of(group, backend)
+    status, message = Status(), None
+    while message is None:  # another thread of this rank may take the one that was seen
+        message = comm.Mprobe(ANY_SOURCE if src_rank is None else src_rank, tag, status)
+    raw = torch.empty(status.Get_count(BYTE), dtype=torch.uint8)
+    message.Recv(raw.numpy())
+    return status.Get_source(), raw
+
+
+OPS = {"SUM": SUM, "MAX": MAX, "MIN": MIN}
+
+
+def get_rank(backend: str = default_backend, group: Group = None) -> int:
+    """Return the caller's rank in the group."""
+    return comm_of(group, backend).Get_rank()
+
+
+def get_world_size(backend: str = default_backend, group: Group = None) -> int:
+    """Return the number of ranks of the group."""
+    return comm_of(group, backend).Get_size()
+
+
+def barrier(backend: str = default_backend, group: Group = None) -> None:
+    """Wait for all ranks of the group."""
+    comm_of(group, backend).Barrier()
+
+
+@torch.no_grad()
+def all_gather(
+    output_list: list[torch.Tensor], tensor: torch.Tensor, backend: str = default_backend, group: Group = None
+) -> None:
+    """Give every rank the tensors of all: `output_list[r]` becomes rank r's.
+
+    Any dtype, shape and device; the same on all ranks. Raises `UsageError` where a place in the list does not fit.
+    """
+    comm = comm_of(group, backend)
+    _check_places(output_list, tensor, comm.Get_size())
+    own = raw_bytes(tensor)
+    all_of_them = torch.empty((comm.Get_size(), own.numel()), dtype=torch.uint8)
+    comm.Allgather(own.numpy(), all_of_them.numpy())
+    for place, raw in zip(output_list, all_of_them, strict=True):
+        place.copy_(from_bytes(raw.clone(), tensor.dtype, tuple(tensor.shape)))
+
+
+def _check_places(places: list[torch.Tensor], tensor: torch.Tensor, size: int) -> None:
+    if len(places) != size:
+        raise UsageError(
+            f"output_list has {len(places)} tensors for the {size} ranks of the group: give one a rank"
+        )
+    for rank, place in enumerate(places):
+        if place.dtype != tensor.dtype or place.shape != tensor.shape:
+            found = f"{place.dtype}{list(place.shape)}"
+            raise UsageError(f"output_list[{rank}] is {found}, the tensor {tensor.dtype}{list(tensor.shape)}")
+
+
+@torch.no_grad()
+def all_reduce(
+    tensor: torch.Tensor, op: str = "SUM", backend: str = default_backend, group: Group = None
+) -> None:
+    """Combine the tensors of all ranks in place; `op` is "SUM", "MAX" or "MIN".
+
+    float16 and bfloat16 are combined in float32 and rounded once; whole numbers wrap as they do in torch; of truth
+    values SUM and MAX are "or", MIN is "and". Complex tensors have a SUM only.
+    """
+    comm = comm_of(group, backend)
+    if op not in OPS or (tensor.is_complex() and op != "SUM"):
+        raise ParameterError(
+            f"op={op!r} of {tensor.dtype}: choose one of {', '.join(OPS)}; complex have SUM alone"
+        )
+    if tensor.dtype == torch.bool:
+        op = "MIN" if op == "MIN" else "MAX"
+    seen = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    own = seen.to("cpu", _wire(seen.dtype)).contiguous()
+    result = torch.empty_like(own)
+    comm.Allreduce(own.numpy(), result.numpy(), OPS[op])
+    seen.copy_(result)
+
+
+def _wire(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of `dtype` are combined: MPI knows no half precision."""
+    if dtype == torch.bool:
+        return torch.uint8
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+@torch.no_grad()
+def broadcast(tensor: torch.Tensor, src: int, backend: str = default_backend, group: Group = None) -> None:
+    """Give the tensor of rank `src` to all, in place. `src` is a rank of the group, on every backend.
+
+    (torch.distributed counts `src` in the world; the original passed it through, and so differed between backends.)
+    """
+    raw = raw_bytes(tensor).clone()
+    comm_of(group, backend).Bcast(raw.numpy(), src)
+    tensor.detach().copy_(from_bytes(raw, tensor.dtype, tuple(tensor.shape)))
+
+
+Kind = tuple[str, tuple[int, ...]]  # name of the dtype, shape of one row
+
+
+def gather_distributed_data(
+    local_tensor: torch.Tensor | Sequence[Any],
+    world_size: int | None = None,
+    rank: int | None = None,
+    training_group: Group = None,
+    *,
+    backend: str = default_backend,
+) -> torch.Tensor | None:
+    """Return the rows of all ranks of the group, in the order of ranks, on rank 0; None on the others.
+
+    Args:
+        local_tensor: (rows, ...) of any dtype, or a list of numbers; a 0-dim tensor is one row. Ranks may have
+            different numbers of rows, none too; dtype and shape of a row must agree.
+        world_size: not needed: the group knows its size.
+        rank: not needed either.
+        training_group: the ranks that take part; all of the world for None.
+        backend: which world, where no group is given.
+
+    Raises:
+        MismatchError: on every rank, if rows differ in dtype or shape.
+    """
+    comm = comm_of(training_group, backend)
+    own = local_tensor if isinstance(local_tensor, torch.Tensor) else torch.as_tensor(local_tensor)
+    rows = own.detach().cpu().reshape(own.shape or (1,))
+    raw = raw_bytes(rows)
+    facts = _facts(comm, rows, raw.numel())
+    kind = _agreed(comm, rows, facts)
+    together = torch.empty(int(facts[:, 2].sum()) if comm.Get_rank() == 0 else 0, dtype=torch.uint8)
+    _gather(comm, raw, together, facts[:, 2])
+    if comm.Get_rank() != 0:
+        return None
+    return from_bytes(together, getattr(torch, kind[0]), (int(facts[:, 0].sum()), *kind[1]))
+
+
+def _kind(rows: torch.Tensor) -> Kind:
+    return str(rows.dtype).removeprefix("torch."), tuple(rows.shape[1:])
+
+
+def _facts(comm: Comm, rows: torch.Tensor, nbytes: int) -> NDArray[np.int64]:
+    """Return rows, digest of the kind and bytes of every rank, (size, 3)."""
+    digest = hashlib.blake2b(repr(_kind(rows)).encode(), digest_size=8).digest()
+    own = np.array(
+        [rows.shape[0] if rows.numel() else 0, int.from_bytes(digest, "little", signed=True), nbytes]
+    )
+    facts = np.empty((comm.Get_size(), 3), np.int64)
+    comm.Allgather(own, facts)
+    return facts
+
+
+def _agreed(comm: Comm, rows: torch.Tensor, facts: NDArray[np.int64]) -> Kind:
+    """Return the kind of the rows that are not empty. An empty list says nothing about its dtype."""
+    speaking = np.flatnonzero(facts[:, 0]) if facts[:, 0].any() else np.zeros(1, np.int64)
+    first = int(speaking[0])
+    kind: Kind = comm.bcast(_kind(rows), root=first)
+    others = [int(rank) for rank in speaking if facts[rank, 1] != facts[first, 1]]
+    if others:
+        raise MismatchError(
+            f"rank {comm.Get_rank()}: rows cannot be gathered: rank {first} has {kind[0]} of shape {list(kind[1])}, "
+            f"rank {', '.join(map(str, others))} something else; give all ranks rows of one dtype and shape"
+        )
+    return kind
+
+
+def _gather(comm: Comm, raw: torch.Tensor, together: torch.Tensor, counts: NDArray[np.int64]) -> None:
+    collective: Any = comm
+    collective.Gatherv(
+        raw.numpy(), [together.numpy(), counts.tolist()] if comm.Get_rank() == 0 else None, root=0
+    )
+
+
+def average_gradients(
+    model: torch.nn.Module, group: Group = None, *, backend: str = default_backend, guard: bool = True
+) -> None:
+    """Replace each gradient by its mean over the group, in place.
+
+    A rank without a gradient (`grad is None`) counts as zero and gets the mean; where no rank has one it stays None.
+    With `guard`, numbers that are not finite are left out, as in `policies.AverageAllPolicy`; a loss scaler that looks
+    for overflows after this wants them in: guard=False. All ranks must call.
+    Raises `MismatchError` on every rank if the models differ.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        return
+    gradients = [_gradient(parameter) for parameter in trained]
+    held = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.float32)
+    live: Tensors = {f"gradient/{number}": gradient for number, gradient in enumerate(gradients)}
+    live = as_real({**live, "held": held})
+    comm = comm_of(group, backend)
+    GroupMean(comm, live, guard=guard)(comm, live)
+    for parameter, gradient, share in zip(trained, gradients, held.tolist(), strict=True):
+        parameter.grad = gradient if share > 0 else None
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        return torch.zeros_like(parameter, requires_grad=False)
+    gradient = parameter.grad.detach()
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def average_models(
+    model: torch.nn.Module,
+    training_group: Group = None,
+    *,
+    travels: Travels | None = None,
+    backend: str = default_backend,
+    guard: bool = True,
+) -> None:
+    """Replace parameters and buffers by their mean over the group, in place: optimizers keep pointing at them.
+
+    The mean of equal models is that model, to the bit, in a part of the world too. `travels` leaves out buffers or
+    frozen parameters; with `guard`, numbers that are not finite are left out, as in `policies.AverageAllPolicy`.
+    Raises `MismatchError` on every rank if the models differ.
+    """
+    comm = comm_of(training_group, backend)
+    live = as_real(collect(model, None, travels or Travels()))
+    if live:
+        GroupMean(comm, live, guard=guard)(comm, live)

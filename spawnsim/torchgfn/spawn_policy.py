@@ -1,0 +1,172 @@
+"""The names of torchgfn's `spawn_policy` module, with its constructors, calls and defaults.
+
+Every name here is one of `spawnsim.policies`; see there for what else they can do. `group` may be a spawnsim `Comm`, a
+raw `mpi4py.MPI.Comm` or a `torch.distributed` group; left out, it is the world of the job, as in the originals.
+
+Three defaults are the originals' where `spawnsim.policies` has others, for the sake of large groups and models:
+"mean" and "weighted_mean" average all survivors (there: 8 at most), so that a round's traffic, and the snapshots that a
+replaced rank holds at once, grow with the group: give `donors=8` from some dozens of ranks on. The one-sided policies
+take half of the group (there: 8 at most), and lay their model out in every call (there: at the cadence), in four slots
+so that readers are not overtaken: a pass over the model each time, and four times its memory;
+`windows=Windows("flat", publish_every=10)` lays it out in every tenth, in two.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from spawnsim import policies
+from spawnsim.comm import Comm, as_comm
+from spawnsim.comm.job import world
+from spawnsim.policies import SpawnPolicy, Windows
+from spawnsim.policies.rules.selection import compute_worst_ranks_by_ratio
+
+if TYPE_CHECKING:
+    import torch
+
+    from spawnsim.policies.base import Result
+    from spawnsim.policies.exchange.replacement import ModelBuilder
+    from spawnsim.policies.exchange.window_set import WindowLayout
+
+logger = logging.getLogger(__name__)
+
+
+class _OnTheWorld(SpawnPolicy):
+    """Takes the world of the job where no group is given."""
+
+    def comm_of(self, group: Any) -> Comm:
+        """Return the communicator of `group`; of all ranks for None: on a virtual rank its own world."""
+        return world() if group is None else as_comm(group)
+
+
+class AverageAllPolicy(_OnTheWorld, policies.AverageAllPolicy):
+    """Model averaging over all ranks; see `spawnsim.policies.AverageAllPolicy`."""
+
+
+class AverageAllPolicympi4py(AverageAllPolicy):
+    """`AverageAllPolicy`, which is the same on MPI, torch.distributed and virtual ranks."""
+
+
+class AsyncSelectiveAveragingPolicy(_OnTheWorld, policies.AsyncSelectiveAveragingPolicy):
+    """Asynchronous selective averaging by messages; see `spawnsim.policies.AsyncSelectiveAveragingPolicy`."""
+
+    most_donors = None
+
+
+class _OneSided(_OnTheWorld, policies.OneSidedSelectiveAveragingPolicy):
+    """The call of the originals, in which `expose_params` stands before `group`, and their attributes.
+
+    `debug_mode`: log each replacement of this rank, with its donors and how old their snapshots were.
+    """
+
+    most_donors = None
+    debug_mode = False
+    averaging_ranks = 0  # donors of the latest replacement
+
+    @property
+    def train_comm_group(self) -> Any:
+        """The group, as it was given."""
+        return self._group
+
+    @property
+    def myrank(self) -> int:
+        """This rank's number in the group."""
+        return self.comm_of(self._group).Get_rank()
+
+    @property
+    def comm_size(self) -> int:
+        """The number of ranks in the group."""
+        return self.comm_of(self._group).Get_size()
+
+    def __call__(  # type: ignore[override]
+        self,
+        iteration: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        local_metric: float | None = None,
+        expose_params: bool = True,
+        group: Any = None,
+    ) -> Result:
+        """Take over from others if this rank's time has come; `expose_params=False` keeps the own model back."""
+        exposed = {"expose_params": expose_params}
+        model, optimizer, info = super().__call__(iteration, model, optimizer, local_metric, group, **exposed)
+        if info["is_replaced"]:
+            self.averaging_ranks = info["donors"]
+            if self.debug_mode:
+                told = (self.myrank, iteration, info["donors"], info["staleness"])
+                logger.info(
+                    "rank %d, iteration %d: replaced by the models of %d, %d iterations old at most", *told
+                )
+        return model, optimizer, info
+
+    def is_agent_dying(
+        self,
+        local_metric: float,
+        threshold_metric: float,
+        check_policy: int = 0,
+        *,
+        check_agent: int | None = None,
+    ) -> bool:
+        """Return whether this rank is to be replaced; `check_agent` is the other name of `check_policy`."""
+        return super().is_agent_dying(
+            local_metric, threshold_metric, check_policy if check_agent is None else check_agent
+        )
+
+
+class AsyncSelectiveAveragingPolicympi4pyFast(_OneSided):
+    """One-sided selective averaging over one flat window, for any mix of dtypes."""
+
+    # fmt: off
+    def __init__(
+        self, model_builder: ModelBuilder, model: torch.nn.Module, average_every: int,
+        threshold_metric: float = 0.0, replacement_ratio: float = 0.2, averaging_strategy: str = "mean",
+        momentum: float = 0.0, age_range: tuple[int, int] = (50, 150), replacement_mode: str = "age",
+        group: Any = None, **more: Any,
+    ) -> None:
+        # fmt: on
+        super().__init__(
+            model_builder, model, average_every, threshold_metric, replacement_ratio, averaging_strategy, momentum,
+            age_range, replacement_mode, group, **{"windows": _published_in_each("flat"), **more},
+        )  # fmt: skip
+
+
+class AsyncSelectiveAveragingPolicympi4pyGeneral(_OneSided):
+    """One-sided selective averaging over one window per tensor."""
+
+    # fmt: off
+    def __init__(
+        self, model_builder: ModelBuilder, model: torch.nn.Module, average_every: int,
+        threshold_metric: float = 0.0, replacement_ratio: float = 0.2, averaging_strategy: str = "mean",
+        momentum: float = 0.0, poll_interval_s: float = 0.01, age_range: tuple[int, int] = (50, 150),
+        replacement_mode: str = "age", group: Any = None, **more: Any,
+    ) -> None:
+        # fmt: on
+        super().__init__(
+            model_builder, model, average_every, threshold_metric, replacement_ratio, averaging_strategy, momentum,
+            age_range, replacement_mode, group, **{"windows": _published_in_each("per_parameter"), **more},
+        )  # fmt: skip
+        self.poll_interval_s = float(poll_interval_s)  # one-sided access polls nothing
+
+
+def _published_in_each(layout: WindowLayout) -> Windows:
+    """Return windows into which a model is laid out in each call, as the originals do, without overtaking readers."""
+    return Windows(layout, publish_every=1, slots=4)
+
+
+def _compute_worst_ranks_by_ratio(metrics: Sequence[float], replacement_ratio: float) -> set[int]:
+    """Return the ranks to replace: the worst `replacement_ratio` of them; higher is better, ties go by rank."""
+    return compute_worst_ranks_by_ratio(metrics, replacement_ratio)
+
+
+__all__ = [
+    "AsyncSelectiveAveragingPolicy",
+    "AsyncSelectiveAveragingPolicympi4pyFast",
+    "AsyncSelectiveAveragingPolicympi4pyGeneral",
+    "AverageAllPolicy",
+    "AverageAllPolicympi4py",
+    "SpawnPolicy",
+    "_compute_worst_ranks_by_ratio",
+    "logger",
+]

@@ -1,0 +1,281 @@
+"""Why a run does not end: deadlock, livelock, and ranks that compute for long.
+
+*Reports* say who waits for whom, in which call, since when, and where in the program; they read tasks and change
+nothing.
+
+*Livelock*: polls that will never succeed are told from polls that will by the rule in `engine.kernel`. A
+*fruitless* poll has found nothing, and knows of nothing that is on its way to it. Whatever happens anywhere sets
+`kernel.idle` to 0, which counts them. Whether polls are endless cannot be known of a program in general; so each
+limit below is one that a program which ends by itself will hardly reach:
+
+* `LIVELOCK_POLLS` polls in a row; in the second half of them each task that does not wait must have polled
+  `POLLS_EACH` times.
+* A program that reads its clock between polls may wait for a time. It is given `DAY_S` of virtual time, or
+  `TIMED_FACTOR` times as many polls, whatever comes first.
+
+*Stalls*: an endless loop and a long step look alike from outside. A thread looks at the time on the wall and says
+which rank computes on while nothing else happens; it changes nothing of the run.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from traceback import walk_stack
+from types import FrameType
+
+from spawnsim.errors import Deadlock, Livelock, SpawnsimError
+from spawnsim.virtual.engine.event_queue import ScheduledCall
+from spawnsim.virtual.engine.kernel import Kernel, Task
+
+PACKAGE = str(Path(__file__).parent.parent)
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+SHOWN = 24  # rows of the table
+
+
+def deadlock(tasks: Sequence[Task], ended: Sequence[int]) -> Deadlock:
+    """Return the error of a run in which every task left waits; `ended` are the ranks that have finished."""
+    ring = cycle(tasks)
+    if len(ring) == 1:
+        reason = f"rank {ring[0]} waits for itself"
+    elif ring:
+        reason = "a cycle of waits: " + " → ".join(f"rank {rank}" for rank in [*ring, ring[0]])
+    else:
+        reason = _dead_end(tasks, ended)
+    return Deadlock(
+        f"deadlock: {len(tasks)} of {len(tasks) + len(ended)} ranks wait and nothing can end it; {reason}\n"
+        + _standing(tasks, ring)
+    )
+
+
+def livelock(tasks: Sequence[Task], polls: int, since_s: float) -> Livelock:
+    """Return the error of a run in which every task left polls or waits, and nothing can happen any more."""
+    return Livelock(
+        f"livelock: {polls:,} polls in a row found nothing, since {since_s:.6g} s; nobody does anything else, and "
+        "nothing is on its way: the program polls for something that nobody will do\n" + _standing(tasks)
+    )
+
+
+def _standing(tasks: Sequence[Task], first: Collection[int] = ()) -> str:
+    """Return a table of where tasks stand, those of the ranks `first` on top."""
+    shown = sorted(tasks, key=lambda task: (task.rank not in first, task.rank))[:SHOWN]
+    rows = [(task.name, f"{task.clock:.6g} s", _call(task), where(task)) for task in shown]
+    more = f"\n  … and {len(tasks) - SHOWN} more" if len(tasks) > SHOWN else ""
+    return table(("rank", "since", "call", "at"), rows) + more
+
+
+def _dead_end(tasks: Sequence[Task], ended: Sequence[int]) -> str:
+    """Say which wait nobody can end, when the waits form no cycle."""
+    gone = set(ended)
+    for task in tasks:
+        peers = _others(task)
+        if peers and gone.issuperset(peers):
+            names = ", ".join(map(str, peers[:8]))
+            more = f" and {len(peers) - 8} more" if len(peers) > 8 else ""
+            program = "program has" if len(peers) == 1 else "programs have"
+            return f"{task.name} waits for rank {names}{more}, whose {program} ended"
+    return "no rank is left that could act"
+
+
+def _others(task: Task) -> list[int]:
+    """Return the ranks that could end a task's wait. It is among them itself only if nobody else is."""
+    peers = list(dict.fromkeys(task.wait.peers())) if task.wait is not None else []
+    return [peer for peer in peers if peer != task.rank] or peers
+
+
+def cycle(tasks: Sequence[Task]) -> list[int]:
+    """Return ranks that wait for each other in a ring, or nothing. Waits for any of several count by their first."""
+    waits = {task.rank: _others(task) for task in tasks if task.wait is not None}
+    state: dict[int, int] = {}
+    for start in sorted(waits):
+        path: list[int] = []
+        rank = start
+        while rank in waits and rank not in state:
+            state[rank] = start
+            path.append(rank)
+            rank = next((peer for peer in waits[rank] if peer in waits), -1)
+        if rank in waits and state.get(rank) == start and rank in path:
+            return path[path.index(rank) :]
+    return []
+
+
+def where(task: Task) -> str:
+    """Return the line of the program at which a task stands."""
+    return place(_frames(task)[0]) or "?"
+
+
+def place(frame: FrameType | None) -> str:
+    """Return the line of the program, as file:line, that a frame comes from; empty if there is none.
+
+    That is the innermost one which belongs neither to spawnsim nor to a library. If a library has made the call, its
+    line follows in brackets.
+    """
+    return line([(each.f_code.co_filename, number) for each, number in walk_stack(frame)])
+
+
+def line(stack: Sequence[tuple[str, int]]) -> str:
+    """Return the same of a stack of files and line numbers, innermost first."""
+    foreign = [each for each in stack if not each[0].startswith((PACKAGE, "<"))]  # "<string>": generated
+    own = next((each for each in foreign if not each[0].startswith(LIBRARIES)), None)
+    named = [f"{file.rpartition('/')[2]}:{number}" for file, number in ([own] if own else []) + foreign[:1]]
+    return f"{named[0]} (in {named[1]})" if len({*named}) == 2 else "".join(named[:1])
+
+
+def _call(task: Task) -> str:
+    """Return the call in which a task waits, or the name of the one that it makes now."""
+    return task.wait.describe() if task.wait is not None else _frames(task)[1]
+
+
+def _frames(task: Task) -> tuple[FrameType | None, str]:
+    """Return the innermost frame that is not spawnsim's own, and the name of the function that it calls."""
+    frame: FrameType | None = (
+        task.carrier.gr_frame or sys._getframe()
+    )  # none while it runs: then it asks itself
+    call = ""
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        call = frame.f_code.co_name if frame.f_code.co_name != "watching" else call  # see `calls`
+        frame = frame.f_back
+    return frame, call
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as a text table."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
+    )
+    return "\n".join("  " + line.rstrip() for line in lines)
+
+
+LIVELOCK_POLLS = 1_000_000
+POLLS_EACH = 10_000
+TIMED_FACTOR = 100
+DAY_S = 86_400.0
+
+
+class LivelockWatchdog:
+    """Ends the run of a kernel that is in a livelock.
+
+    Args:
+        kernel: whose polls are counted.
+        under_way: says whether any message is on its way.
+        report: makes the error of a number of polls in a row, and the virtual time when they began.
+    """
+
+    def __init__(
+        self, kernel: Kernel, under_way: Callable[[], bool], report: Callable[[int, float], SpawnsimError]
+    ) -> None:
+        self._kernel, self._under_way, self._report = kernel, under_way, report
+        self._began_s, self._polls = 0.0, 0  # of what goes on since something last happened
+        self._before: dict[Task, int] = {}  # polls of each task when it was last looked at
+        kernel.fruitless = self.fruitless
+
+    def fruitless(self) -> None:
+        """Count a poll of the running task that found nothing; look at the whole run now and then."""
+        kernel = self._kernel
+        kernel.current.polls += 1
+        kernel.idle += 1
+        if kernel.idle == 1:
+            self._began_s, self._polls = kernel.current.clock, 0
+        elif kernel.idle == LIVELOCK_POLLS // 2:
+            self._mark()
+        elif kernel.idle >= LIVELOCK_POLLS:
+            self._judge()
+
+    def _mark(self) -> None:
+        """Begin to observe who polls."""
+        kernel = self._kernel
+        self._polls, kernel.idle = self._polls + LIVELOCK_POLLS // 2, LIVELOCK_POLLS // 2
+        self._before = {task: task.polls for task in kernel.tasks}
+        for task in kernel.tasks:
+            task.timed = False
+
+    def _judge(self) -> None:
+        """End the run if it is in a livelock; else begin anew."""
+        kernel = self._kernel
+        running = [task for task in kernel.tasks if task.alive and not task.parked and task.clock < math.inf]
+        endless = (
+            all(task.polls - self._before.get(task, task.polls) >= POLLS_EACH for task in running)
+            and not any(map(self._matters, kernel.env.events()))
+            and not self._under_way()
+        )
+        timed = any(task.timed for task in running)
+        self._mark()
+        if not endless:
+            kernel.idle = 0
+        elif not timed or self._long():
+            kernel.stop(self._report(self._polls, self._began_s))
+
+    def _long(self) -> bool:
+        """Whether even programs that wait for a time have polled for too long."""
+        return (
+            self._polls >= TIMED_FACTOR * LIVELOCK_POLLS
+            or self._kernel.current.clock - self._began_s >= DAY_S
+        )
+
+    def _matters(self, event: ScheduledCall) -> bool:
+        """Whether an event could change what polls find. A task's return does not: its polls are looked at."""
+        action = event.action
+        if not isinstance(action, partial):
+            return action is not None
+        return self._kernel.ends_a_wait(action)
+
+
+FIRST_S, LATER = 10.0, 3.0  # the first note after so many seconds, each later one after so many times as many
+LOOK_S = 1.0
+
+
+@contextmanager
+def stalls_noted(kernel: Kernel, note: Callable[[str], None] | None) -> Iterator[None]:
+    """While the block runs, `note` is given a sentence about a rank that makes no call for long."""
+    if note is None:
+        yield
+        return
+    over, thread = threading.Event(), threading.get_ident()
+    watching = threading.Thread(
+        target=_watch_for_stalls, args=(kernel, note, over, thread), name="spawnsim-stalls", daemon=True
+    )
+    watching.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watching.join()
+
+
+def _watch_for_stalls(
+    kernel: Kernel, note: Callable[[str], None], over: threading.Event, thread: int
+) -> None:
+    before, still_s, due_s = _state(kernel), 0.0, FIRST_S
+    while not over.wait(LOOK_S):
+        now = _state(kernel)
+        still_s = still_s + LOOK_S if now == before else 0.0
+        before, due_s = now, due_s if still_s else FIRST_S
+        if still_s >= due_s:
+            note(_sentence(kernel, still_s, sys._current_frames().get(thread)))
+            due_s *= LATER
+
+
+def _running(kernel: Kernel) -> Task | None:
+    """Return the task that runs, if any does: one of those that stand in for none is no task."""
+    return kernel.current if type(kernel.current) is Task else None
+
+
+def _state(kernel: Kernel) -> tuple[object, ...]:
+    task = _running(kernel)
+    own = () if task is None else (task.clock, task.budget, task.polls)
+    return kernel.steps, id(task), kernel.env.now, *own
+
+
+def _sentence(kernel: Kernel, still_s: float, frame: FrameType | None) -> str:
+    task = _running(kernel)
+    return (
+        f"{'the run' if task is None else task.name} has computed for {still_s:.0f} s without a call "
+        f"({place(frame) or 'at an unknown line'}); virtual time stands at {kernel.env.now:.6g} s"
+    )

@@ -1,0 +1,261 @@
+"""What takes time between two ranks: messages, and completions that end when the time is known.
+
+The receiving side of a rank's network card lets in one message at a time, as the rank takes them. A message that is
+taken books the card for its drain, from the arrival of its first bytes on or, where that is taken already, in the
+first gap that is long enough. So many messages to one rank take as long as all their bytes, what came long ago
+costs nothing, and no event is needed: the order is that of the receiving program, as in the dataflow of
+collectives. Where the order of arrival must decide instead, there is `contention.Ingress`, at the price of events.
+
+Times and who waits are known here; mailboxes, buffers and networks are not.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
+from spawnsim.virtual.engine.kernel import Kernel, Task
+
+KEPT = 64  # busy intervals remembered, at least; what was before them is taken to be free
+SLACK = 1e-9  # overlap, in drains, that is rounding and no contention
+
+
+class ReceivingNic:
+    """When one card was or will be busy letting messages in: intervals in seconds, rising, apart."""
+
+    __slots__ = ("_busy", "_free_s")
+
+    def __init__(self) -> None:
+        self._busy: list[tuple[float, float]] = []
+        self._free_s = -math.inf  # from then on
+
+    def let_in(self, arrival_s: float, drain_s: float) -> float:
+        """Book the card for a message that would arrive, alone, at `arrival_s`. Return when it has arrived."""
+        begin_s = arrival_s - drain_s
+        if begin_s + SLACK * drain_s < self._free_s:
+            return self._squeeze_in(begin_s, arrival_s)
+        self._busy.append((begin_s, arrival_s))  # behind all others: nearly always so
+        self._free_s = arrival_s
+        if len(self._busy) > 2 * KEPT:
+            del self._busy[:KEPT]
+        return arrival_s
+
+    def _squeeze_in(self, begin_s: float, end_s: float) -> float:
+        """Book the first gap from `begin_s` on that is long enough; return its end."""
+        drain_s = end_s - begin_s
+        for from_s, to_s in self._busy:
+            if to_s <= begin_s + SLACK * drain_s:
+                continue
+            if from_s >= end_s - SLACK * drain_s:
+                break
+            begin_s, end_s = to_s, to_s + drain_s
+        insort(self._busy, (begin_s, end_s))
+        self._join()
+        self._free_s = self._busy[-1][1]
+        return end_s
+
+    def _join(self) -> None:
+        """Put intervals that touch together."""
+        joined = self._busy[:1]
+        for from_s, to_s in self._busy[1:]:
+            if from_s <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(to_s, joined[-1][1]))
+            else:
+                joined.append((from_s, to_s))
+        self._busy = joined[-KEPT:]
+
+
+class Sender(Protocol):
+    """Who must hear that a message found its receive: a rendezvous or a synchronous send."""
+
+    def matched(self, message: Message, posted_s: float) -> None:
+        """Take note that the message has met its receive, which was posted at `posted_s`."""
+        ...
+
+
+class Message:
+    """One message. `source` is a rank of the communicator; times are absolute virtual seconds."""
+
+    # Defaults of the class, not of each message: most messages never touch them, and a ring makes 300,000 a second.
+    envelope_s: float = 0.0  # when the receiver can first see it
+    arrival_s: float | None = None  # when its data are there; None: not known yet
+    receive_s: float = 0.0  # what taking it costs the receiver
+    drain_s: float = 0.0  # how long it has yet to keep the receiver's card busy
+    number: int = 0  # in the mailbox's order
+    sequence: int = 0  # in the order sent; kept by `contention.Ingress` alone
+    dtype: Any = None  # numpy's, of the sender's numbers, where that is known
+    queued: bool = False  # waits, unexpected, for its receive
+    sender: Sender | None = None  # that waits for the match; None: nobody does, or it has heard of it
+    receive: Receive | None = None  # with which it is paired, as long as there is something to tell it
+
+    def __init__(self, source: int, tag: int, payload: Any, nbytes: int) -> None:
+        self.source, self.tag, self.payload, self.nbytes = source, tag, payload, nbytes
+
+    def hold_back(self, envelope_s: float) -> None:
+        """Let it arrive at `envelope_s` at the earliest: with the one that was sent before it."""
+        self.envelope_s = envelope_s
+        if self.arrival_s is not None and self.arrival_s < envelope_s:
+            self.arrival_s = envelope_s
+
+    def meet(self) -> None:
+        """Tell a sender that waits for it that message and receive have met, if they have."""
+        sender, receive = self.sender, self.receive
+        if sender is not None and receive is not None:
+            self.sender = None
+            if self.arrival_s is not None:
+                self.receive = None
+            sender.matched(self, receive.posted_s)
+
+    def land(self, arrival_s: float) -> None:
+        """Fix the arrival of the data; completes the receive with which it is paired."""
+        self.arrival_s = arrival_s
+        receive, self.receive = self.receive, None
+        if receive is not None:
+            receive.settle()
+
+
+class Completion:
+    """Something that ends at a time that may not be known yet: the kernel side of every request."""
+
+    __slots__ = ("finish_s", "heirs", "kernel", "waiter")
+    lost: bool = False  # whether it is known that only a deadline ends a wait for it
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.finish_s: float | None = None
+        self.waiter: Task | None = None
+        self.heirs: list[AllOf] | None = None
+
+    def final(self) -> float:
+        """Return the end of a completion whose end is known. A receive takes its message in now, if it has not yet."""
+        assert self.finish_s is not None
+        return self.finish_s
+
+    def over(self, now_s: float) -> bool:
+        """Whether it is over at a time of its rank's clock; if so, what it takes is taken in."""
+        return self.finish_s is not None and self.finish_s <= now_s and self.final() <= now_s
+
+    def complete(self, finish_s: float) -> None:
+        """Fix the end and wake who waits for it."""
+        self.finish_s = finish_s
+        if self.waiter is not None:
+            self.kernel.resume(self.waiter)
+        if self.heirs is not None:
+            for heir in self.heirs:
+                heir.part_over()
+
+    def reopen(self) -> None:
+        """Forget the end, which was not to be."""
+        self.finish_s = None
+        for heir in self.heirs or ():
+            heir.reopen()
+
+
+class Uncertain(Completion):
+    """What faults of links may keep from ever being over."""
+
+    __slots__ = ("lost",)
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__(kernel)
+        self.lost = False
+
+    def lose(self) -> None:
+        """Take note that something is lost on which it depends: only the deadline ends a wait for it."""
+        self.lost = True
+        if self.waiter is not None:
+            self.kernel.bound(self.waiter)
+
+
+class AllOf(Completion):
+    """Over when all its parts are."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, kernel: Kernel, parts: Sequence[Completion]) -> None:
+        super().__init__(kernel)
+        self.parts = parts
+        for part in parts:
+            part.heirs = [*(part.heirs or ()), self]
+        self.part_over()
+
+    def part_over(self) -> None:
+        """Complete if this was the last part."""
+        ends = [part.finish_s for part in self.parts]
+        if self.finish_s is None and None not in ends:
+            self.complete(max((end for end in ends if end is not None), default=0.0))
+
+    def final(self) -> float:
+        """Return the last of the parts' ends."""
+        self.finish_s = max([part.final() for part in self.parts], default=0.0)
+        return self.finish_s
+
+
+class Receive(Completion):
+    """A posted receive, complete once its message's data have arrived."""
+
+    __slots__ = ("card", "message", "number", "posted_s", "source", "stays_s", "tag")
+
+    def __init__(self, kernel: Kernel, source: int, tag: int, posted_s: float) -> None:
+        super().__init__(kernel)
+        self.source, self.tag, self.posted_s = source, tag, posted_s
+        self.stays_s = posted_s  # until then it is sure not to be withdrawn
+        self.message: Message | None = None
+        self.card: ReceivingNic | None = None  # that must let the message in; None: it lets in all at once
+        self.number = 0
+
+    @property
+    def matched_s(self) -> float:
+        """When it meets the message with which it is paired."""
+        if self.message is None:
+            return self.posted_s
+        return max(self.posted_s, self.message.envelope_s)
+
+    def accepts(self, message: Message) -> bool:
+        """Whether source and tag fit."""
+        return (self.source == message.source or self.source == ANY_SOURCE) and (
+            self.tag == message.tag or self.tag == ANY_TAG
+        )
+
+    def take(self, message: Message) -> None:
+        """Pair with a message: for good, once the two have met."""
+        self.message = message
+        if message.arrival_s is None or message.sender is not None:
+            message.receive = self
+        if message.arrival_s is not None:
+            self.settle()
+
+    def release(self) -> Message:
+        """Undo the pair; return the message."""
+        message = self.message
+        assert message is not None
+        self.message = message.receive = None
+        self.reopen()
+        return message
+
+    def settle(self) -> None:
+        """Complete, now that the arrival of the data is known."""
+        message = self.message
+        assert message is not None and message.arrival_s is not None
+        if self.finish_s is None:
+            self.complete(max(self.posted_s, message.arrival_s) + message.receive_s)
+
+    def final(self) -> float:
+        """Return when the data are in the program's hands; the card is booked for them."""
+        message = self.message
+        assert self.finish_s is not None
+        if self.card is not None and message is not None and message.drain_s:
+            self.finish_s = max(self.posted_s, take_in(message, self.card)) + message.receive_s
+        return self.finish_s
+
+
+def take_in(message: Message, card: ReceivingNic) -> float:
+    """Book a card for a message, once. Return its final arrival."""
+    assert message.arrival_s is not None
+    if message.drain_s:
+        message.arrival_s = card.let_in(message.arrival_s, message.drain_s)
+        message.drain_s = 0.0
+    return message.arrival_s

@@ -1,0 +1,244 @@
+"""What happens to messages that meet on their way to a rank: in turn ("fifo"), or sharing the links ("fair").
+
+Networks whose contention is "serial" or "none" need neither: see `completion.ReceivingNic`.
+
+*In turn* (`Ingress`): network cards let messages in one by one, in the order in which their first bytes reach them.
+A card is busy for `drain_s` with a message; the message has arrived at max(arrival, free + drain_s), free being
+when the card was done with the one before. Who comes before can be said only when nobody can send anything earlier
+any more: letting in is an observation. But nothing sent from now on reaches a card before now + lookahead, the
+least latency there is; so one event settles all messages whose first bytes come within it, on all cards. A thousand
+ranks in step pay one event a round, not one a message.
+
+*Sharing* (`Sharing`): each message is a flow from its latency on, with its max-min fair share of what it crosses.
+Rates change when a flow begins or ends, and those times are events: exact, and dearer than cards in turn. A message
+alone takes what the link model says. Between a pair of ranks messages do not overtake.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+from typing import Protocol, cast
+
+from spawnsim.virtual.engine.completion import Message
+from spawnsim.virtual.engine.event_queue import UNDER_WAY, EventQueue
+from spawnsim.virtual.engine.matching import Mailbox
+from spawnsim.virtual.network import Flow, FlowNetwork, Network
+
+__all__ = [
+    "Bulk",
+    "Ingress",
+    "Model",
+    "Sharing",
+    "model_of",
+]
+
+
+class Bulk(Protocol):
+    """The data of a rendezvous, and who waits until they have left."""
+
+    message: Message
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        """The world ranks of sender and receiver."""
+        ...
+
+    def complete(self, finish_s: float) -> None:
+        """Let the sender go on at `finish_s`."""
+        ...
+
+
+class Model(Protocol):
+    """Decides when messages arrive that are under way together."""
+
+    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
+        """Return what a message costs besides what the model adds: the five fields of `Costs`."""
+        ...
+
+    def carry(self, message: Message, mailbox: Mailbox, source: int) -> None:
+        """Take a message from a world rank that by its cost would arrive at its `envelope_s`.
+
+        Deliver it with its final times. Without `arrival_s` it is the envelope of a rendezvous, which has no bytes.
+        """
+        ...
+
+    def stream(self, bulk: Bulk, left_s: float, arrival_s: float) -> None:
+        """Take data that by their cost have left at `left_s` and arrive at `arrival_s`; land their message."""
+        ...
+
+
+# first bytes at the card, sender, sequence; card, (drain, arrival if alone), message, its mailbox unless it is there
+Coming = tuple[float, int, int, int, tuple[float, float], Message, Mailbox | None]
+
+
+class Ingress:
+    """The receiving sides of all cards. `free_s` is when each has let in all that it has been given, by world rank."""
+
+    def __init__(self, env: EventQueue, network: Network) -> None:
+        self._env, self.price = env, network.price
+        self._lookahead_s = network.lookahead_s
+        self.free_s: dict[int, float] = {}
+        self._coming: list[Coming] = []  # a heap
+        self._number = 0
+        self._alarm_s = math.inf
+        self._settled_s = -math.inf  # nothing comes before this any more
+
+    def carry(self, message: Message, mailbox: Mailbox, source: int) -> None:
+        """Take a message that would arrive, alone, at its `envelope_s`; it is delivered in its turn."""
+        self._number += 1
+        message.sequence = self._number
+        drain_s, message.drain_s = message.drain_s, 0.0
+        arrival_s, heads = message.envelope_s, mailbox.lanes
+        head_s = arrival_s - drain_s
+        last_s = heads.get(message.source)
+        if last_s is not None and last_s >= self._settled_s:  # one is before it, and may not be overtaken
+            if head_s < last_s:
+                head_s, arrival_s = last_s, max(arrival_s, last_s + drain_s)
+        elif not drain_s:
+            mailbox.deliver(message)
+            return
+        heads[message.source] = head_s
+        times = (drain_s, arrival_s)
+        heappush(self._coming, (head_s, source, message.sequence, mailbox.rank, times, message, mailbox))
+        if head_s < self._alarm_s:
+            self._set_alarm()
+
+    def stream(self, bulk: Bulk, left_s: float, arrival_s: float) -> None:
+        """Take the data of a rendezvous, which would arrive alone at `arrival_s`.
+
+        They go before what the rank has sent since and comes at the same time.
+        """
+        bulk.complete(left_s)
+        message, (source, dest) = bulk.message, bulk.pair
+        drain_s, message.drain_s = message.drain_s, 0.0
+        if not drain_s:
+            message.land(arrival_s)
+            return
+        self._number += 1
+        sequence, times = message.sequence or self._number, (drain_s, arrival_s)
+        heappush(self._coming, (arrival_s - drain_s, source, sequence, dest, times, message, None))
+        if arrival_s - drain_s < self._alarm_s:
+            self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        self._alarm_s = alarm_s = max(self._coming[0][0], self._env.now)
+        self._env.at(alarm_s, UNDER_WAY, lambda: self._settle(alarm_s))
+
+    def _settle(self, alarm_s: float) -> None:
+        """Let in all before whom nobody can come any more."""
+        if alarm_s != self._alarm_s:
+            return  # an earlier one was set since
+        coming, limit_s = self._coming, self._env.now + self._lookahead_s
+        self._settled_s = limit_s = max(limit_s - 4 * math.ulp(limit_s), math.nextafter(alarm_s, math.inf))
+        while coming and coming[0][0] < limit_s:
+            _, _, _, card, times, message, mailbox = heappop(coming)
+            arrival_s = self._let_in(card, *times)
+            if mailbox is None:
+                message.land(arrival_s)
+                continue
+            message.envelope_s = arrival_s
+            if message.arrival_s is not None:
+                message.arrival_s = arrival_s
+            mailbox.deliver(message)
+        self._alarm_s = math.inf
+        if coming:
+            self._set_alarm()
+
+    def _let_in(self, card: int, drain_s: float, arrival_s: float) -> float:
+        """Return when a message has been let in that would arrive alone at `arrival_s`."""
+        if not drain_s:
+            return arrival_s
+        after_s = self.free_s.get(card, -math.inf) + drain_s
+        self.free_s[card] = arrival_s = arrival_s if arrival_s > after_s else after_s
+        return arrival_s
+
+
+Over = Callable[[float], None]
+
+
+class Sharing:
+    """All flows of a run. A message costs latency and processors before its flow begins, and no bytes."""
+
+    def __init__(self, env: EventQueue, network: Network, ranks: int) -> None:
+        links = network.shared_links(ranks)
+        self._env, self._network, self._path = env, network, links.path
+        self._flows = FlowNetwork(links.capacities)
+        self._beginning: list[tuple[float, int, int, Flow]] = []  # a heap: when, sender, number
+        self._numbers = count()
+        self._alarm_s = math.inf
+
+    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
+        """Return the cost of one message without the time of its bytes, which the flow takes."""
+        whole, empty = self._network.cost(source, dest, nbytes), self._network.cost(source, dest, 0)
+        flight_s = min(whole.flight_s, empty.flight_s) if self._path(source, dest) else whole.flight_s
+        return whole.send_s, 0.0, flight_s, whole.receive_s, 0.0
+
+    def carry(self, message: Message, mailbox: Mailbox, source: int) -> None:
+        """Take a message whose flow begins at its `envelope_s`; it is delivered when the flow is over."""
+        queue: deque[Message] = mailbox.lanes.setdefault(message.source, deque())
+        queue.append(message)
+
+        def over(time_s: float) -> None:
+            message.queued = True  # here, meaning that its flow is over
+            while queue and queue[0].queued:
+                self._deliver(queue.popleft(), mailbox, time_s)
+
+        nbytes = 0 if message.arrival_s is None else message.nbytes
+        self._begin(message.envelope_s, (source, mailbox.rank), nbytes, over)
+
+    def _deliver(self, message: Message, mailbox: Mailbox, time_s: float) -> None:
+        message.queued, message.envelope_s = False, time_s
+        if message.arrival_s is not None:
+            message.arrival_s = time_s
+        mailbox.deliver(message)
+
+    def stream(self, bulk: Bulk, left_s: float, arrival_s: float) -> None:
+        """Take the data of a rendezvous, whose flow begins at `arrival_s`: its cost has latency alone."""
+
+        def over(time_s: float) -> None:
+            bulk.complete(time_s)
+            bulk.message.land(time_s)
+
+        self._begin(arrival_s, bulk.pair, bulk.message.nbytes, over)
+
+    def _begin(self, begin_s: float, pair: tuple[int, int], nbytes: int, over: Over) -> None:
+        flow = Flow(self._path(*pair), float(nbytes), over)
+        heappush(self._beginning, (begin_s, pair[0], next(self._numbers), flow))
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        """See that an event stands at the next beginning or end of a flow."""
+        next_s = self._flows.next_change()
+        if self._beginning:
+            next_s = min(next_s, self._beginning[0][0])
+        if next_s != self._alarm_s:
+            self._alarm_s = next_s
+            if next_s < math.inf:
+                self._env.at(max(next_s, self._env.now), UNDER_WAY, lambda: self._ring(next_s))
+
+    def _ring(self, alarm_s: float) -> None:
+        if alarm_s != self._alarm_s:
+            return  # something has begun or ended since
+        self._alarm_s = math.inf
+        now_s, beginning = self._env.now, self._beginning
+        done = self._flows.advance(now_s)
+        flows = []
+        while beginning and beginning[0][0] <= now_s:
+            flows.append(heappop(beginning)[3])
+        if flows:
+            self._flows.start(now_s, *flows)
+            done += self._flows.advance(now_s)  # what crosses nothing, or is empty
+        self._set_alarm()
+        for each in done:
+            cast(Over, each.flow.tag)(each.time_s)
+
+
+def model_of(env: EventQueue, network: Network, ranks: int) -> Model | None:
+    """Return the model that a network asks for; None: messages do not meet."""
+    if network.contention == "fair":
+        return Sharing(env, network, ranks)
+    return Ingress(env, network) if network.contention == "fifo" else None

@@ -1,0 +1,465 @@
+"""The rule of virtual time: local clocks over SimPy's clock, tasks in greenlets.
+
+Each task owns a local clock. Computing and sending move or stamp that clock and switch to nobody: *effects may run
+ahead*. What others could still change must wait for its time: *observations* park the task until SimPy's clock
+reaches the task's own. Then every task that could act earlier has acted.
+
+The invariant that makes this exact: a task that may run has `clock >= env.now`. A parked task may be behind; whatever
+wakes it carries a time of at least `env.now`.
+
+*Deadlock and livelock.* If all tasks wait and no event is due but default deadlines, the run is a deadlock. It is a
+livelock if all tasks that do not wait poll, for `diagnosis.LIVELOCK_POLLS` polls in a row nothing has happened
+anywhere (no send, access, arrival at a collective, computing, end of a wait), and no event is due that could let a
+poll succeed: only the pollers' own returns and default deadlines are left. What others sleep or compute, a timer, a
+planned fault, a message on its way: each is due, however late, and polling goes on. Polls count, never seconds;
+sleeps and the costs of calls between polls change nothing.
+
+*Timers* end waits at their deadlines. An explicit deadline is an event like others. A default one only says "too
+late": each task has one timer, armed again when it fires, since SimPy cannot cancel, and a timer for each call
+would fill the heap.
+
+The kernel knows tasks, clocks and waiting. It must not know messages, communicators or networks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from spawnsim.errors import Timeout, UsageError, WorldError
+from spawnsim.virtual import interpreter
+from spawnsim.virtual.engine.event_queue import LATE, EventQueue
+from spawnsim.virtual.interpreter import rare_collections
+
+__all__ = [
+    "Kernel",
+    "RankDied",
+    "Task",
+    "Wait",
+    "current_task",
+    "current_world",
+]
+
+
+RUN_AHEAD = (
+    4096  # effects that a task may queue before it waits for the others: bounds memory, changes no result
+)
+PATIENCE = 32  # calls that a task may make after its end before it is left where it stands
+
+
+class Wait(Protocol):
+    """What a parked task waits for. Only reports read it, so it may be as lazy as it likes."""
+
+    def describe(self) -> str:
+        """Return the call with its peer and tag, such as `Recv(source=3, tag=7)`."""
+        ...
+
+    def peers(self) -> Sequence[int]:
+        """Return the world ranks any of which could end the wait."""
+        ...
+
+    def missing(self, by_s: float = math.inf) -> Sequence[int]:
+        """Return the ranks that had not come by a time, numbered in the communicator of the call."""
+        ...
+
+    def sequence(self) -> int:
+        """Return the number of the collective on its communicator; -1 for other calls."""
+        ...
+
+
+class Task:
+    """One line of execution of a rank, with its own clock: the rank's program, or a background task beside it."""
+
+    __slots__ = (
+        "budget", "carrier", "clock", "deadline_s", "error", "explicit", "kernel", "name", "parked", "polls",
+        "rank", "refused", "thrown", "timed", "timer_s", "wait",
+    )  # fmt: skip
+
+    def __init__(self, kernel: Kernel, rank: int, clock: float, name: str) -> None:
+        self.kernel, self.rank, self.clock, self.name = kernel, rank, clock, name
+        self.carrier: greenlet
+        self.parked = False
+        self.wait: Wait | None = None
+        self.thrown: BaseException | None = None  # raised in the task when it next runs
+        self.error: BaseException | None = None  # how it ended, if badly
+        self.budget = RUN_AHEAD
+        self.deadline_s, self.explicit = kernel.deadline_s, False
+        self.timer_s = math.inf  # when this task's one default timer fires; inf: none is in the heap
+        self.polls = 0  # that found nothing
+        self.timed = False  # whether it has read its clock since the watchdog last looked
+        self.refused = 0  # calls that it made after its end
+
+    @property
+    def alive(self) -> bool:
+        """Whether the task has not ended yet, nor was left where it stands."""
+        return not self.carrier.dead and self.refused <= PATIENCE
+
+    def __repr__(self) -> str:
+        return f"Task({self.name}, clock={self.clock:.6g})"
+
+
+class RankDied(GreenletExit):  # type: ignore[misc]  # greenlet has no types
+    """Ends a rank's program where it stands when its time has come. No `except Exception` catches it."""
+
+
+class Nobody:
+    """Stands in for the running task where no rank may call anything: each call asks for its task, and is refused."""
+
+    def __init__(self, refusal: Callable[[], BaseException]) -> None:
+        self._refusal = refusal
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self._refusal()
+
+
+FINALIZER: Any = Nobody(
+    lambda: UsageError(
+        "a finalizer that Python's garbage collector runs cannot communicate: it runs in whichever rank comes along. "
+        "Free windows and end communication yourself, or break the cycle of references"
+    )
+)
+AFTERWARDS: Any = Nobody(
+    lambda: UsageError("a communication call outside a run: its ranks have ended, or have not begun")
+)
+
+
+class TaskGreenlet(greenlet):  # type: ignore[misc]  # greenlet has no types
+    """A greenlet that knows its task, so that code run by a task can find it without global state."""
+
+    task: Task
+
+
+def current_task() -> Task | None:
+    """Return the task that runs the caller, or None outside virtual ranks."""
+    return getattr(getcurrent(), "task", None)
+
+
+def timeout(task: Task, wait: Wait) -> Timeout:
+    """Return the error of a wait that met its deadline."""
+    ranks = wait.missing(task.clock)
+    missing = ", ".join(map(str, ranks))
+    whom = f"; missing: rank {missing}" if missing else ""
+    message = (
+        f"{task.name} waited {task.deadline_s:g} s in {wait.describe()} and met its deadline at "
+        f"{task.clock:.6g} s{whom}. A larger deadline (deadline_s, comm.clock.deadline) waits longer"
+    )
+    return Timeout(ranks, wait.describe(), wait.sequence(), message)
+
+
+def current_world() -> Any:
+    """Return the owner of the kernel that runs the caller's task. Raises `UsageError` outside virtual ranks."""
+    task = current_task()
+    if task is None:
+        raise UsageError("a communication call outside a virtual rank: no rank is the caller")
+    return task.kernel.owner
+
+
+class Timers:
+    """The part of the kernel that ends waits."""
+
+    def __init__(self) -> None:
+        self.env = EventQueue()
+        self._default_timers = 0
+
+    def resume(self, task: Task, error: BaseException | None = None) -> None:
+        """Make a parked task ready; `error` is raised where it waits."""
+        raise NotImplementedError
+
+    def bound(self, task: Task) -> None:
+        """Make an event of the default deadline of a parked task: nothing else is going to end its wait."""
+        if task.parked and task.deadline_s != math.inf and not task.explicit:
+            self._arm_explicit(task)
+
+    def _arm(self, task: Task) -> None:
+        """See that a timer stands at or before the deadline of the wait that begins."""
+        if task.explicit:
+            self._arm_explicit(task)
+        elif task.timer_s == math.inf:
+            self._arm_default(task, task.clock + task.deadline_s)
+
+    def _arm_explicit(self, task: Task) -> None:
+        wait, due_s = task.wait, task.clock + task.deadline_s
+        self.env.at(max(due_s, self.env.now), LATE + task.rank, partial(self._expire, task, wait, due_s))
+
+    def _arm_default(self, task: Task, due_s: float) -> None:
+        task.timer_s = max(due_s, self.env.now)
+        self._default_timers += 1
+        self.env.at(task.timer_s, LATE + task.rank, partial(self._default_fires, task))
+
+    def _default_fires(self, task: Task) -> None:
+        self._default_timers -= 1
+        task.timer_s = math.inf
+        if task.parked and not task.explicit:
+            due_s = task.clock + task.deadline_s
+            if due_s <= self.env.now:
+                self._expire(task, task.wait, due_s)
+            else:
+                self._arm_default(task, due_s)
+
+    def ends_a_wait(self, action: partial[None]) -> bool:
+        """Whether an event's action is an explicit deadline that is still to end a wait: no default, no return."""
+        return action.func == self._expire and action.args[0].wait is action.args[1]
+
+    def _expire(self, task: Task, wait: Wait | None, due_s: float) -> None:
+        if task.parked and task.wait is wait and wait is not None:
+            task.clock = max(task.clock, due_s)
+            self.resume(task, timeout(task, wait))
+
+
+class Kernel(Timers):
+    """Runs tasks: first all that are ready, then the next event of SimPy's heap."""
+
+    def __init__(self, deadline_s: float = math.inf) -> None:
+        super().__init__()
+        self.ready: deque[Task] = deque()
+        self.tasks: list[Task] = []
+        self.hub = getcurrent()
+        self.owner: Any = None  # whoever runs this kernel: opaque here
+        self.current: Task = AFTERWARDS
+        self._dead: Any = Nobody(lambda: self._refuse(getcurrent().task))
+        self.deadline_s = deadline_s
+        self.releases: list[Callable[[], None]] = []  # to be called before time moves: may make tasks ready
+        self.on_end: Callable[[Task], None] = lambda task: None
+        self.entered: list[Callable[[Task], None]] = []  # called when a task that had left goes on
+        self.on_wake: Callable[[Task], None] | None = None  # called when a task is to take note of an error
+        self.failure: BaseException | None = None
+        self.closed = False
+        self.in_turn = (
+            False  # whether who is woken goes on in the order of ranks: without latency others can tell
+        )
+        self.idle = 0  # polls that found nothing since something last happened
+        self.fruitless: Callable[[], None] = lambda: None  # to be called by polls that found nothing
+        self.steps = 0  # events taken from the heap
+        self._accident: Exception | None = None  # raised by an event that a task let happen
+
+    # -- tasks ---------------------------------------------------------------------------------------------
+
+    def spawn(self, rank: int, program: Callable[[], Any], *, clock: float = 0.0, name: str = "") -> Task:
+        """Add a task that will run `program`; it starts when the kernel next runs ready tasks."""
+        task = Task(self, rank, clock, name or f"rank {rank}")
+        task.carrier = TaskGreenlet(lambda: self._carry(task, program), self.hub)
+        task.carrier.task = task
+        self.tasks.append(task)
+        self.ready.append(task)
+        return task
+
+    def _carry(self, task: Task, program: Callable[[], Any]) -> None:
+        """Run a task's program and keep its outcome: SimPy must never see a rank's exception."""
+        for entered in self.entered:
+            entered(task)
+        try:
+            program()
+        except GreenletExit:
+            pass
+        except BaseException as error:  # noqa: BLE001 - a rank's outcome, whatever it is, is judged by the cluster
+            task.error = error
+        interpreter.suspend_torch_modes()  # a mode that it ended in must not outlive it, and nobody needs it back
+        self.on_end(task)
+
+    # -- waiting -------------------------------------------------------------------------------------------
+
+    def observe(self) -> None:
+        """Wait until SimPy's clock has reached the running task's: what it now sees, nobody can still change."""
+        task, env = self.current, self.env
+        if self.closed:
+            self._refuse(task)
+        task.budget = RUN_AHEAD
+        if not self.ready and not self.releases and env.jump(task.clock, task.rank):
+            return
+        env.at(task.clock, task.rank, partial(self.ready.append, task))
+        self._leave(task)
+        if task.thrown is not None:
+            self._raise(task)
+
+    def effect(self) -> None:
+        """Count an effect of the running task; now and then wait for the others, to bound what is queued."""
+        self.idle = 0
+        self.run_ahead()
+
+    def run_ahead(self) -> None:
+        """Let the running task go on before its time, but not for ever."""
+        task = self.current
+        task.budget -= 1
+        if task.budget <= 0:
+            self.observe()
+
+    def block(self, wait: Wait, *, lost: bool = False) -> None:
+        """Park the running task until `resume`, or if all is `lost` until its deadline.
+
+        Raises what the task is resumed with.
+        """
+        task = self.current
+        task.wait, task.parked = wait, True
+        if lost:
+            self.bound(task)
+        if task.deadline_s != math.inf and (task.explicit or task.timer_s == math.inf):
+            self._arm(task)
+        self._leave(task)
+        task.wait, task.budget = None, RUN_AHEAD
+        if task.thrown is not None:
+            self._raise(task)
+
+    def resume(self, task: Task, error: BaseException | None = None) -> None:
+        """Make a parked task ready (again and again does no harm); `error` is raised where it waits."""
+        if task.parked:
+            task.parked = False
+            task.thrown = error
+            self.idle = 0
+            if self.in_turn:
+                self.env.at(self.env.now, task.rank, partial(self.ready.append, task))
+            else:
+                self.ready.append(task)
+
+    def throw(self, task: Task, error: BaseException) -> None:
+        """Raise `error` in a task when it next runs; wake it if it is parked, at the present time."""
+        if task.parked:
+            task.clock = max(task.clock, self.env.now)
+            self.resume(task, error)
+        else:
+            task.thrown = error
+
+    def die(self) -> RankDied:
+        """Return what ends the running task, whose rank has died. What its `finally` blocks call is refused."""
+        self.current = self._dead
+        return RankDied()
+
+    def _raise(self, task: Task) -> None:
+        error, task.thrown = task.thrown, None
+        assert error is not None
+        if isinstance(error, RankDied):
+            raise self.die()
+        if self.on_wake is not None and isinstance(error, WorldError):
+            self.on_wake(task)
+        raise error
+
+    def _leave(self, task: Task) -> None:
+        """Give the processor to the next ready task, or to the hub."""
+        if self.closed:
+            self._refuse(task)
+        restore = interpreter.suspend_torch_modes()
+        follower = self._follower()
+        if follower is None:
+            self.hub.switch()
+        elif follower is not task:
+            self.current = follower
+            follower.carrier.switch()
+        if restore is not None:
+            restore()
+        for entered in self.entered:
+            entered(task)
+        if self.closed:
+            raise GreenletExit
+
+    def stop(self, error: BaseException) -> NoReturn:
+        """End the run with an error, from the running task, whose program cannot catch it."""
+        self.fail(error, self.current)
+        self._leave(self.current)
+        raise GreenletExit
+
+    def fail(self, error: BaseException, task: Task) -> None:
+        """Note that a task's error ends the run, as soon as it is the hub's turn."""
+        if self.failure is None:
+            error.__dict__["_task"], self.failure = task, error
+
+    def _follower(self) -> Task | None:
+        """Return the next task to run, having let events happen until there is one; None if that is up to the hub."""
+        ready = self.ready
+        if self.failure is not None:
+            return None
+        while not ready:
+            if self.releases or self.env.scheduled <= self._default_timers:
+                return None
+            try:
+                self._step()
+            except Exception as error:  # noqa: BLE001 - no fault of the task that happens to run: the hub raises it
+                self._accident = error
+                return None
+        # a task not yet begun would inherit this one's recursion depth
+        return ready.popleft() if ready[0].carrier else None
+
+    def _step(self) -> None:
+        self.steps += 1
+        self.env.step()
+
+    # -- the loop ------------------------------------------------------------------------------------------
+
+    def run(self, judge: Callable[[], None] = lambda: None) -> None:
+        """Run until no task can go on, call `judge`, and end the tasks that are left.
+
+        Those wait for each other, or for nothing. `judge` may look at them, and tell what is wrong.
+        """
+        with rare_collections(self._collecting):
+            try:
+                try:
+                    self._run()
+                except KeyboardInterrupt as stop:
+                    self.failure = stop
+                judge()
+            finally:
+                self._close()
+                self.current = AFTERWARDS
+
+    def _collecting(self, begins: bool) -> None:
+        """Take note of Python's collector: what its finalizers call is called by no rank, whoever runs now."""
+        if begins:
+            self._interrupted, self.current = self.current, FINALIZER
+        else:
+            self.current = self._interrupted
+
+    def _run(self) -> None:
+        env, ready = self.env, self.ready
+        while True:
+            while ready:
+                self._enter(ready.popleft())
+                if self._accident is not None:
+                    raise self._accident
+                if self.failure is not None:
+                    return
+            if self.releases:
+                releases, self.releases = self.releases, []
+                for release in releases:
+                    release()
+                continue
+            if env.scheduled <= self._default_timers:  # nothing but timers that only say "too late"
+                return
+            self._step()
+
+    def _enter(self, task: Task) -> None:
+        """Let a task run, from the hub.
+
+        Whatever unwinds a task's stack (C++ does when torch raises) goes on from its beginning into the hub's, and
+        must find there what the hub was calling when the task began. So tasks are begun and continued by this one
+        call, in functions that Python runs in one frame of C; a `throw` from elsewhere ended in segmentation faults.
+        """
+        self.current = task
+        task.carrier.switch()
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """End every task that is alive where it waits: its `finally` blocks run, its further calls are refused."""
+        self.closed = True
+        for task in self.tasks:
+            task.budget = 0  # so that effects, too, come to `observe`
+        for task in self.tasks:
+            if task.carrier:  # begun, and not over
+                self._enter(task)
+
+    def _refuse(self, task: Task) -> NoReturn:
+        """End a call that is made after the end of the run, or of the rank.
+
+        A program that takes no notice is left where it stands.
+        """
+        task.refused += 1
+        if task.refused > PATIENCE:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(task.carrier))  # collected, it would be run once more
+            interpreter.suspend_torch_modes()
+            while True:
+                self.hub.switch()
+        raise GreenletExit

@@ -1,0 +1,334 @@
+"""MPI's matching of messages and receives, in virtual time.
+
+A message can be matched from the time on at which its envelope is at the receiver, and messages of one sender
+arrive in the order sent. So a receive from a *named* source takes that source's messages in the order sent,
+whatever the clocks say, and can be paired with a message as soon as the message is sent, without an event. Two
+things need care:
+
+* Such a pair lies in the *future* until the envelope has arrived. A receive that is withdrawn before (by `Cancel`, or
+  by a deadline) has not matched: its message is free for the next receive, whose own message is free in turn, and so
+  on. So the pairs of a source whose time has not come are undone and made again (`_rematch`).
+* A sender that waits for the match (rendezvous, synchronous) hears of it at that time and not before, by an event;
+  unless the receive is sure to stay posted that long, as a blocking receive without faults is.
+
+A *wildcard* takes the earliest arrival among all sources, so from the first one on the mailbox is *timed*: messages
+are matched by events, in the order in which their envelopes arrive, against receives in the order posted. Once a
+mailbox has seen a wildcard it stays timed: a rank that takes from anybody once does so again.
+
+Ties: an envelope that arrives at the very time of a look, a cancel or a deadline has arrived. Envelopes that arrive
+together count in the order of their senders' ranks.
+
+Messages, receives and arrival times of one rank on one communicator are known here; buffers, networks and what a rank
+does are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import Any
+
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
+from spawnsim.virtual.engine.completion import Completion, Message, Receive, ReceivingNic
+from spawnsim.virtual.engine.event_queue import ARRIVING
+from spawnsim.virtual.engine.kernel import Kernel
+
+KEPT = 16  # pairs remembered per source before those are forgotten whose time has come
+_number = attrgetter("number")
+
+
+class Mailbox:
+    """The unexpected messages and posted receives of one rank on one communicator."""
+
+    def __init__(self, kernel: Kernel, rank: int, card: ReceivingNic | None = None) -> None:
+        self.kernel, self.rank, self.card = kernel, rank, card
+        self.unexpected: dict[int, deque[Message]] = {}  # by source, in the order sent
+        self.posted: dict[
+            int, deque[Receive]
+        ] = {}  # by source, in the order posted; ANY_SOURCE: the wildcards
+        self.lanes: dict[int, Any] = {}  # by source: what `contention` keeps of messages under way
+        self.watchers: list[Completion] = []  # blocked probes: to be woken by any delivery
+        self._numbers = 0
+        self._open = 0  # receives posted and not paired
+        self._latest: dict[int, float] = {}  # by source: its last envelope, which the next may not overtake
+        self._early: dict[
+            int, list[Receive]
+        ] = {}  # by source: paired with messages that may still be on their way
+        self._flying: list[tuple[float, int, int, Message]] | None = None  # a heap; not None: timed
+        self._arrived: deque[Message] = (
+            deque()
+        )  # while timed: unexpected, in order of arrival; some were taken
+        self._alarm_s = math.inf
+
+    # -- the two sides -------------------------------------------------------------------------------------
+
+    def deliver(self, message: Message) -> None:
+        """Take in a message that was just sent; its envelope arrives now or later."""
+        self._numbers += 1
+        message.number = self._numbers
+        source = message.source
+        if message.envelope_s < self._latest.get(
+            source, 0.0
+        ):  # a fault or a rounding error put it before the last
+            message.hold_back(self._latest[source])
+        else:
+            self._latest[source] = message.envelope_s
+        if self._open or self._flying is not None:
+            self._admit(message)
+        else:
+            message.queued = True
+            try:
+                self.unexpected[source].append(message)
+            except KeyError:
+                self.unexpected[source] = deque((message,))
+        if self.watchers:
+            self._wake_watchers()
+
+    def post(self, receive: Receive) -> None:
+        """Match a receive or queue it. A wildcard's caller has observed: the clock stands at `posted_s`."""
+        self._numbers += 1
+        receive.number, receive.card = self._numbers, self.card
+        message = self.find(receive.source, receive.tag)
+        if message is not None:
+            self.remove(message)
+            self._pair(receive, message)
+            return
+        queue = self.posted.get(receive.source)
+        if queue is None:
+            queue = self.posted[receive.source] = deque()
+        queue.append(receive)
+        self._open += 1
+
+    def withdraw(self, receive: Receive, now_s: float) -> bool:
+        """Take back a receive at a time of its rank's clock; False if it has matched by then."""
+        if receive.message is None:
+            self._unpost(receive)
+        elif receive.matched_s > now_s:
+            self._rematch(receive, now_s)
+        else:
+            return False
+        return True
+
+    def give_up(self, receive: Receive, now_s: float) -> None:
+        """Withdraw a receive in any case: a message that it has matched is as good as unexpected again."""
+        if not self.withdraw(receive, now_s):
+            message = receive.release()
+            if not self._open or not self._hand_over(message):
+                self._put_back(message)
+
+    # -- looking -------------------------------------------------------------------------------------------
+
+    def ready(self, source: int, tag: int) -> Message | None:
+        """Return the eager message at the head of a named source's queue, if a receive would take that one now.
+
+        The short way of most receives: `take_ready` then takes it, and no `Receive` need be made.
+        """
+        queue = self.unexpected.get(source)
+        if queue and self._flying is None:
+            message = queue[0]
+            if (
+                message.sender is None
+                and message.arrival_s is not None
+                and (tag == message.tag or tag == ANY_TAG)
+            ):
+                return message
+        return None
+
+    def take_ready(self, message: Message) -> None:
+        """Take out what `ready` has just returned."""
+        self.unexpected[message.source].popleft()
+        message.queued = False
+
+    def find(self, source: int, tag: int) -> Message | None:
+        """Return the queued message that a receive or probe would get now: of a wildcard's, the first to arrive.
+
+        Not timed, a named source's message counts although it may still be on its way.
+        """
+        if source == ANY_SOURCE:
+            self._become_timed()
+            return _first(self._trimmed(), tag)
+        if self._flying:
+            self._catch_up()
+        return _first(self.unexpected.get(source, ()), tag)
+
+    def earliest(self, source: int, tag: int) -> float | None:
+        """Return when the first message that fits and is on its way becomes visible, or None."""
+        wanted = Receive(self.kernel, source, tag, 0.0)
+        flying = [entry[0] for entry in self._flying or () if wanted.accepts(entry[3])]
+        queued = _first(self.unexpected.get(source, ()), tag)
+        return min(flying if queued is None else [*flying, queued.envelope_s], default=None)
+
+    def remove(self, message: Message) -> None:
+        """Take a queued message out."""
+        queue = self.unexpected[message.source]
+        message.queued = False
+        if queue[0] is message:
+            queue.popleft()
+        else:
+            queue.remove(message)
+
+    # -- pairs ---------------------------------------------------------------------------------------------
+
+    def _admit(self, message: Message) -> None:
+        """Let a message, the last of its source, be matched: by an event if timed, else at once."""
+        if self._flying is not None:
+            heappush(self._flying, (message.envelope_s, message.source, message.number, message))
+            self._set_alarm()
+        elif not self._open or not self._hand_over(message):
+            self._queue(message)
+
+    def _hand_over(self, message: Message) -> bool:
+        """Give a message to the first receive posted that takes it."""
+        first: Receive | None = None
+        for source in (message.source, ANY_SOURCE):
+            for receive in self.posted.get(source, ()):
+                if receive.tag == message.tag or receive.tag == ANY_TAG:
+                    if first is None or receive.number < first.number:
+                        first = receive
+                    break
+        if first is None:
+            return False
+        self._unpost(first)
+        self._pair(first, message)
+        return True
+
+    def _pair(self, receive: Receive, message: Message) -> None:
+        """Pair a receive with a message; tell a waiting sender when the two meet."""
+        receive.take(message)
+        envelope_s, met = message.envelope_s, True
+        if envelope_s > receive.stays_s and self._flying is None:
+            early = self._early.get(message.source)
+            if early is None:
+                early = self._early[message.source] = []
+            elif len(early) >= KEPT:
+                now_s = self.kernel.env.now
+                early[:] = [each for each in early if each.matched_s > now_s]
+            early.append(receive)
+            met = message.sender is None or envelope_s <= self.kernel.env.now
+        if not met:
+            self.kernel.env.at(envelope_s, ARRIVING, message.meet)
+        elif message.sender is not None:
+            message.meet()
+
+    def _unpost(self, receive: Receive) -> None:
+        self.posted[receive.source].remove(receive)
+        self._open -= 1
+
+    def _rematch(self, gone: Receive, now_s: float) -> None:
+        """Make the pairs of a source anew that lie in the future at `now_s`, without a receive that is withdrawn."""
+        assert gone.message is not None
+        source = gone.message.source
+        pairs = [each for each in self._early.pop(source) if each.message and each.matched_s > now_s]
+        messages = [each.release() for each in pairs]
+        for receive in pairs:
+            if receive is not gone:
+                self._repost(receive)
+        queue = self.unexpected.get(source, deque())
+        while queue and queue[-1].envelope_s > now_s:
+            messages.append(queue.pop())
+        for message in sorted(messages, key=_number):
+            self._admit(message)
+        if self.watchers:
+            self._wake_watchers()
+
+    def _repost(self, receive: Receive) -> None:
+        queue = self.posted.setdefault(receive.source, deque())
+        queue.append(receive)
+        self.posted[receive.source] = deque(sorted(queue, key=_number))
+        self._open += 1
+
+    # -- the unexpected --------------------------------------------------------------------------------------
+
+    def _queue(self, message: Message) -> None:
+        """Add a message, the last of its source, to the unexpected."""
+        message.queued = True
+        queue = self.unexpected.get(message.source)
+        if queue is None:
+            queue = self.unexpected[message.source] = deque()
+        queue.append(message)
+
+    def _put_back(self, message: Message) -> None:
+        """Add a message that was received by nobody after all to the unexpected, where it was."""
+        self._queue(message)
+        self.unexpected[message.source] = deque(sorted(self.unexpected[message.source], key=_number))
+        if self._flying is not None:
+            self._arrived = deque(sorted((*self._trimmed(), message), key=_order))
+        if self.watchers:
+            self._wake_watchers()
+
+    def _wake_watchers(self) -> None:
+        watchers, self.watchers = self.watchers, []
+        for watcher in watchers:
+            if watcher.waiter is not None:
+                self.kernel.resume(watcher.waiter)
+
+    # -- timed -----------------------------------------------------------------------------------------------
+
+    def _become_timed(self) -> None:
+        """Sort what is queued into arrived and flying; from now on envelopes arrive by events."""
+        if self._flying is not None:
+            self._catch_up()
+            return
+        now_s, self._flying = self.kernel.env.now, []
+        for source, queue in self.unexpected.items():
+            while queue and queue[-1].envelope_s > now_s:
+                message = queue.pop()
+                message.queued = False
+                heappush(self._flying, (message.envelope_s, source, message.number, message))
+        here = [message for queue in self.unexpected.values() for message in queue]
+        self._arrived.extend(sorted(here, key=_order))
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        """See that an event stands at the arrival of the next envelope."""
+        if self._flying and self._flying[0][0] < self._alarm_s:
+            self._alarm_s = alarm_s = self._flying[0][0]
+            self.kernel.env.at(alarm_s, ARRIVING, lambda: self._ring(alarm_s))
+
+    def _ring(self, alarm_s: float) -> None:
+        if alarm_s == self._alarm_s:
+            self._alarm_s = math.inf
+            self._catch_up()
+            self._set_alarm()
+
+    def _catch_up(self) -> None:
+        """Match what has arrived by now, in the order of arrival."""
+        while self._flying and self._flying[0][0] <= self.kernel.env.now:
+            message = heappop(self._flying)[3]
+            if not self._hand_over(message):
+                self._queue(message)
+                arrived = self._arrived
+                arrived.append(message)
+                if len(arrived) > 1 and _order(arrived[-2]) > _order(
+                    message
+                ):  # sent at that time, without latency
+                    self._arrived = deque(sorted(arrived, key=_order))
+
+    def _trimmed(self) -> deque[Message]:
+        """Return what has arrived, without those at its head that were taken."""
+        arrived = self._arrived
+        while arrived and not arrived[0].queued:
+            arrived.popleft()
+        return arrived
+
+
+def _first(queue: Iterable[Message], tag: int) -> Message | None:
+    """Return the first message in a queue that fits a tag and is still there."""
+    for message in queue:
+        if (tag == message.tag or tag == ANY_TAG) and message.queued:
+            return message
+    return None
+
+
+def _order(message: Message) -> tuple[float, int, int]:
+    return message.envelope_s, message.source, message.number
+
+
+def undelivered(mailbox: Mailbox) -> Iterator[Message]:
+    """Yield the messages that no receive has matched."""
+    for queue in mailbox.unexpected.values():
+        yield from (message for message in queue if message.queued)
+    yield from (entry[3] for entry in mailbox._flying or ())

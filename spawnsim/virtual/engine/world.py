@@ -1,0 +1,166 @@
+"""The state of a virtual cluster: ranks, their network cards, their digests.
+
+What a rank owns and how its clock may move is known here; communicators' calls are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from spawnsim.random import Streams
+from spawnsim.virtual.collectives import Timing
+from spawnsim.virtual.digest import RankDigest
+from spawnsim.virtual.engine.completion import ReceivingNic
+from spawnsim.virtual.engine.contention import model_of
+from spawnsim.virtual.engine.kernel import Kernel, Task
+from spawnsim.virtual.network import Network
+
+
+class Recorder(Protocol):
+    """What a building calls to record; see `spawnsim.record`."""
+
+    def row(self, rank: int, time_s: float, values: Any) -> None:
+        """Keep one row of a rank."""
+        ...
+
+    def event(self, rank: int, time_s: float, kind: str, fields: Any) -> None:
+        """Keep one event."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class Rank:
+    """What one rank owns. `id` is its rank in the world."""
+
+    id: int
+    kernel: Kernel
+    trace: RankDigest
+    streams: Streams
+    life: int = 0  # how often it has begun again
+    death_s: float = math.inf
+    dead: bool = False
+    ended_s: float = math.inf  # when its program came to its end
+    nic_free_s: float = 0.0  # when its network card can start the next message
+    bulk_free_s: float = 0.0  # likewise for rendezvous data, which do not queue behind small messages
+    cleared: list[Any] = field(
+        default_factory=list
+    )  # a heap of rendezvous data that may start: when, number, what
+    company: int = (
+        0  # background tasks, exposed windows, pauses, deaths: with company a rank does not run ahead
+    )
+    busy: list[tuple[float, float]] = field(default_factory=list)  # computing from, to; kept while exposed
+    messages: int = 0
+    nbytes: int = 0
+    compute_s: float = 0.0
+    tasks: list[Task] = field(default_factory=list)
+    awake: Callable[[float], float] | None = None  # if the fault plan pauses it: when it next is awake
+    outside: bool = False  # it has begun again, and not joined the others yet
+    given_up: bool = False  # the others have recovered without it: whatever it calls ends in Revoked
+    dropped: Counter[int] = field(default_factory=Counter)  # messages that came too late, by sender
+    generators: Any = None  # `generators.Generators`, once it draws from a global generator
+    attachments: dict[Any, Any] = field(default_factory=dict)  # per-rank objects of other rooms
+
+    def reach(self, task: Task, time_s: float) -> None:
+        """Move a task's clock forward to `time_s`, but not past the rank's own death."""
+        if self.awake is not None:  # a paused rank takes note of nothing until it wakes
+            time_s = self.awake(max(time_s, task.clock))
+        if time_s > task.clock:
+            task.clock = time_s
+        if task.clock >= self.death_s:
+            task.clock = self.death_s
+            raise self.kernel.die()
+
+    def compute_from(self, begin_s: float, end_s: float) -> None:
+        """Keep a computing interval while others may ask for it; forget those that are past."""
+        now_s = self.kernel.env.now
+        self.busy = [interval for interval in self.busy if interval[1] > now_s]
+        self.busy.append((begin_s, end_s))
+
+    def answers_at(self, time_s: float) -> float:
+        """Return when the rank next enters MPI, at or after `time_s`: at once, unless that is amid a block."""
+        for begin_s, end_s in self.busy:
+            if begin_s < time_s < end_s:
+                return end_s
+        return time_s
+
+
+@dataclass(eq=False)
+class World:
+    """A virtual cluster while it runs."""
+
+    kernel: Kernel
+    ranks: list[Rank]
+    platform: Any
+    network: Network
+    timing: Timing
+    recorder: Recorder
+    seed: int
+    plan: Any = None
+    links: Any = None  # `links.Links`, if the plan has faults of links
+    failed: dict[tuple[int, int], float] = field(
+        default_factory=dict
+    )  # (rank, life) -> when the others know of its death; a life that has ended never comes back
+    on_death: list[Callable[[], None]] = field(
+        default_factory=list
+    )  # agreements of survivors, to be checked again
+    revoked: bool = False  # whether any communicator ever was: only then need waits look
+    leaks: dict[str, str] = field(default_factory=dict)  # what no seed repeats: kind -> a sentence
+    mistakes: dict[tuple[str, str], str] = field(
+        default_factory=dict
+    )  # kind and line -> a sentence, of what MPI leaves undefined and the program has done
+    contexts: int = 0  # communicators made so far
+    open_contexts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    ledger: Any = None  # told of requests and communicators as they come and go; only program runs keep one
+    watchers: list[Any] = field(default_factory=list)  # of the ranks' calls: see `calls`
+    timeline: Any = None  # `timeline.Timeline`, if the run is traced
+
+    def __post_init__(self) -> None:
+        self.contention = model_of(self.kernel.env, self.network, len(self.ranks))
+        self.price = self.network.price if self.contention is None else self.contention.price
+        self.instant = (
+            self.network.lookahead_s == 0.0
+        )  # a send can be seen at the time of the send: nobody runs ahead
+        self.kernel.in_turn = self.instant
+        serial = self.network.contention == "serial"
+        self.cards = {rank.id: ReceivingNic() for rank in self.ranks} if serial else {}
+
+    def company_of(self, rank: int) -> int:
+        """Return what company a rank has that has just begun: a pause or a death to come, a network without latency.
+
+        Deaths, revocations and who joins are news to everybody: nobody may be ahead of them.
+        """
+        return int(self.instant or (self.plan is not None and (self.plan.mortal or rank in self.plan.paused)))
+
+    def charge_poll(self) -> None:
+        """Let a look cost the running task the call overhead."""
+        task = self.kernel.current
+        rank = self.ranks[task.rank]
+        rank.reach(task, task.clock + self.network.call_overhead_s)
+        if rank.company:  # what it does next to its exposed memory must be done at its own time
+            self.kernel.observe()
+
+    def next_context(self) -> int:
+        """Return a fresh context number."""
+        self.contexts += 1
+        return self.contexts
+
+    def here(self) -> Rank:
+        """Return the rank whose task runs now."""
+        return self.ranks[self.kernel.current.rank]
+
+    def known_dead(self, by_s: float) -> set[tuple[int, int]]:
+        """Return the (rank, life) of all deaths that are known by a time."""
+        return {life for life, known_s in self.failed.items() if known_s <= by_s}
+
+    def digest(self) -> str:
+        """Return the digest of the whole run: of all ranks' traces, in rank order."""
+        whole = hashlib.blake2b(digest_size=16)
+        for rank in self.ranks:
+            whole.update(rank.trace.digest())
+        return whole.hexdigest()

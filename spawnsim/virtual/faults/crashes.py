@@ -1,0 +1,101 @@
+"""Crashes of ranks, what the others learn of them and when, and restarts.
+
+A restarted rank runs its program from the beginning at its time of restart, with nothing but its number. It is another
+member than the one that died: no communicator made before takes it, however soon it is back, and the others learn of
+the death as of any other. `recover()` alone lets it join them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from spawnsim.random import Streams
+from spawnsim.virtual.engine.kernel import RankDied, Task
+from spawnsim.virtual.engine.world import Rank, World
+from spawnsim.virtual.waiting import rank_failed
+
+DETECTION_S = 0.01  # from a rank's death until the others know (measured with ULFM on one node)
+DEATH, BIRTH = 8, 9  # kinds of the trace
+
+
+class Crashes:
+    """Ends ranks at their time of death and begins them again, as the fault plan says."""
+
+    def __init__(self, world: World, refurnish: Callable[[int], None]) -> None:
+        """`refurnish(rank)` gives a rank that begins again what its last life has left."""
+        self._world, self._refurnish = world, refurnish
+        self._programs: dict[int, Callable[[], Any]] = {}
+
+    def begin(self, rank: Rank, program: Callable[[], Any], clock_s: float = 0.0) -> None:
+        """Let a rank live: run its program from a time on, and die when it must."""
+        world = self._world
+        self._programs[rank.id], rank.ended_s = program, math.inf
+        rank.tasks = [world.kernel.spawn(rank.id, program, clock=clock_s)]
+        if rank.death_s < math.inf:
+            death_s = rank.death_s
+            world.kernel.env.at(death_s, rank.id, lambda: self._expire(rank, death_s))
+
+    def ended(self, task: Task) -> None:
+        """Take note that a task of a rank has ended; it may have reached the rank's death by itself."""
+        rank = self._world.ranks[task.rank]
+        if task.clock >= rank.death_s and not rank.dead:
+            self._bury(rank)
+        elif task is rank.tasks[0] and not rank.dead:
+            rank.ended_s = task.clock
+        self._check_agreements()
+
+    def _expire(self, rank: Rank, death_s: float) -> None:
+        """A rank's time has come, although it is waiting: end its tasks."""
+        if rank.death_s != death_s or rank.dead or not any(task.alive for task in rank.tasks):
+            return
+        self._bury(rank)
+        for task in rank.tasks:
+            if task.alive:
+                self._world.kernel.throw(task, RankDied())
+
+    def _bury(self, rank: Rank) -> None:
+        world, env = self._world, self._world.kernel.env
+        rank.dead = True
+        rank.trace.note((rank.death_s, DEATH, -1, 0, 0))
+        known_s = max(rank.death_s, env.now) + DETECTION_S
+        world.failed[rank.id, rank.life] = known_s
+        if rank.death_s < math.inf:  # else it is paused for ever
+            world.recorder.event(rank.id, rank.death_s, "crash", {})
+        env.at(known_s, rank.id, self._tell)
+        again_s = world.plan.restart_s(rank.id, rank.death_s)
+        if again_s < math.inf:
+            env.at(max(again_s, env.now), rank.id, lambda: self._revive(rank, again_s))
+
+    def _tell(self) -> None:
+        """Wake those who wait for ranks that are now known to be dead."""
+        self._check_agreements()
+        kernel, now_s = self._world.kernel, self._world.kernel.env.now
+        dead = self._world.known_dead(now_s)
+        for task in kernel.tasks:
+            doomed = task.wait.doomed(dead) if task.parked and task.wait is not None else ()  # type: ignore[attr-defined]
+            if doomed:
+                task.clock = max(task.clock, now_s)  # the message says when
+                kernel.throw(task, rank_failed(task, task.wait, doomed))
+
+    def _check_agreements(self) -> None:
+        for check in list(self._world.on_death):
+            check()
+
+    def _revive(self, rank: Rank, time_s: float) -> None:
+        """Begin a rank's program again: it keeps its place and its machine, and nothing else."""
+        world = self._world
+        rank.life, rank.dead, rank.outside, rank.given_up = rank.life + 1, False, True, False
+        rank.company, rank.busy, rank.cleared = world.company_of(rank.id), [], []
+        rank.death_s = world.plan.death_s(rank.id, time_s)
+        rank.nic_free_s = rank.bulk_free_s = max(time_s, 0.0)
+        rank.streams, rank.generators = Streams(world.seed, rank.id), None
+        rank.attachments.clear()
+        world.revoked = True
+        for context in world.open_contexts:
+            context.shut_out(rank.id)
+        self._refurnish(rank.id)
+        rank.trace.note((time_s, BIRTH, -1, 0, 0))
+        world.recorder.event(rank.id, time_s, "restart", {})
+        self.begin(rank, self._programs[rank.id], time_s)

@@ -1,0 +1,276 @@
+"""Faults of links as they strike: what is lost, late, doubled or damaged between two ranks.
+
+A program's own messages are told one by one: what is lost never comes. Collectives and windows travel on reliable
+connections, as MPI's do: what is lost is sent again until it comes through (`Plan.carried`), what comes twice is taken
+once. Each fault that strikes becomes an event of the run.
+
+In a collective, a message that is lost for good never arrives: those whose part depends on it wait until their
+deadline. A damaged one damages a bit of what it carries, for all whom that reaches: of a block, the block; in a
+reduction, where many contributions have become one, that of the message's sender. Damage turns one bit of one byte
+the other way round.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from spawnsim.virtual.collectives import Damage, Finish, Plan, Struck
+from spawnsim.virtual.digest import nanoseconds
+from spawnsim.virtual.engine.completion import Message
+from spawnsim.virtual.engine.matching import Mailbox
+from spawnsim.virtual.engine.wire import set_out
+from spawnsim.virtual.engine.world import World
+from spawnsim.virtual.faults import Verdict
+
+MIDDLE = 0.5
+
+
+def damaged(payload: Any, place: float = MIDDLE) -> Any:
+    """Return a payload with the highest bit of one byte flipped; of a list or mapping, of one in one of its members.
+
+    Args:
+        payload: An array, bytes, or a list or mapping of them. Anything else comes back as it is.
+        place: Which byte: from 0, the first, up to but not including 1.
+    """
+    if isinstance(payload, np.ndarray):
+        return _flipped_array(payload, place)
+    if isinstance(payload, (bytes, bytearray)):
+        return _flipped(np.frombuffer(bytearray(payload), np.uint8), place).tobytes()
+    if isinstance(payload, (list, dict)) and payload:
+        keys = list(payload) if isinstance(payload, dict) else range(len(payload))
+        share = place * len(keys)
+        return with_damaged_member(payload, keys[int(share)], share % 1.0)
+    return payload
+
+
+def with_damaged_member(payload: Any, key: Any, place: float) -> Any:
+    """Return a copy of a list or mapping in which one member is damaged."""
+    copy = payload.copy()
+    copy[key] = damaged(copy[key], place)
+    return copy
+
+
+def can_be_damaged(payload: Any) -> bool:
+    """Whether there is anything to damage: a barrier has no payload, and what the library tells itself is checked."""
+    if isinstance(payload, (list, dict)):
+        members = payload.values() if isinstance(payload, dict) else payload
+        return any(map(can_be_damaged, members))
+    if isinstance(payload, np.ndarray):
+        return payload.nbytes > 0
+    return isinstance(payload, (bytes, bytearray)) and len(payload) > 0
+
+
+def _flipped_array(array: Any, place: float) -> Any:
+    copy = np.ascontiguousarray(array).copy()
+    _flipped(copy.reshape(-1).view(np.uint8), place)
+    return copy
+
+
+def _flipped(raw: Any, place: float) -> Any:
+    if raw.size:
+        raw[int(raw.size * place)] ^= 0x80
+    return raw
+
+
+LINK = 10  # kind of the trace
+# What travels on reliable connections: the first part of each draw's key.
+COLLECTIVE, REQUEST, ANSWER, TOKEN = 1, 2, 3, 4
+
+
+class FaultyLinks:
+    """Carries messages to mailboxes, and judges all else, as a fault plan wants it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._sent: Counter[tuple[int, int]] = Counter()
+        self._tokens: Counter[tuple[int, int]] = Counter()
+        self._reliable: set[Mailbox] = set()
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def make_reliable(self, mailbox: Mailbox) -> None:
+        """Let what goes to a mailbox travel on reliable connections: it is the library's, not the program's."""
+        self._reliable.add(mailbox)
+
+    def carry(self, source: int, mailbox: Mailbox, message: Message) -> None:
+        """Deliver a message from a world rank, or not, or late, or twice, or damaged."""
+        dest, sent_s = mailbox.rank, self._world.kernel.current.clock
+        if mailbox in self._reliable:
+            verdict = self._carried(source, dest, sent_s, message)
+        else:
+            number = self._sent[source, dest]
+            self._sent[source, dest] += 1
+            verdict = self._world.plan.message(source, dest, sent_s, number)
+            what = verdict.describe()
+            if what:
+                fields = {"what": what, "dest": dest, "number": number}
+                self._world.recorder.event(source, sent_s, "link", fields)
+        if not verdict.lost:
+            self._deliver(source, mailbox, message, verdict)
+
+    def _carried(self, source: int, dest: int, sent_s: float, message: Message) -> Verdict:
+        """Judge a message of the library's own. It brings the key of its draws, or is a token without payload."""
+        key = getattr(message, "key", None)
+        if key is None:
+            key = TOKEN, self._tokens[source, dest]
+            self._tokens[source, dest] += 1
+        verdict = self.judge(source, dest, sent_s, *key)._replace(copies=1, corrupt=False)
+        self.tell(verdict, source, dest, sent_s, call="window", number=key[-1])
+        return verdict
+
+    def _deliver(self, source: int, mailbox: Mailbox, message: Message, verdict: Verdict) -> None:
+        if verdict.corrupt:
+            message.payload = damaged(message.payload)
+        message.envelope_s += verdict.delay_s
+        if message.arrival_s is not None:
+            message.arrival_s += verdict.delay_s
+        copies = [twin(message) for _ in range(verdict.copies - 1 if message.arrival_s is not None else 0)]
+        for each in (message, *copies):
+            set_out(self._world, each, mailbox, source)
+
+    # -- all else --------------------------------------------------------------------------------------------
+
+    def judge(self, source: int, dest: int, sent_s: float, *key: int) -> Verdict:
+        """Return what becomes of data on the reliable connection of two world ranks, sent at `sent_s`."""
+        return self._world.plan.carried(source, dest, sent_s, *key)  # type: ignore[no-any-return]
+
+    def tell(self, verdict: Verdict, source: int, dest: int, sent_s: float, **fields: Any) -> None:
+        """Make an event of a fault that strikes, and note it among what the sender did."""
+        what = verdict.describe()
+        if what:
+            self._world.recorder.event(source, sent_s, "link", {"what": what, "dest": dest, **fields})
+            self.note(verdict, source, dest, sent_s)
+
+    def note(self, verdict: Verdict, source: int, dest: int, sent_s: float) -> None:
+        """Note a fault in the sender's trace."""
+        late_ns = -1 if verdict.lost else nanoseconds(verdict.delay_s)
+        marks = verdict.copies + (verdict.corrupt << 8)
+        self._world.ranks[source].trace.note((sent_s, LINK, dest, late_ns, marks))
+
+
+def twin(message: Message) -> Message:
+    """Return a second copy of an eager message."""
+    copy = Message(message.source, message.tag, message.payload, message.nbytes)
+    copy.envelope_s, copy.arrival_s = message.envelope_s, message.arrival_s
+    copy.receive_s, copy.drain_s = message.receive_s, message.drain_s
+    return copy
+
+
+class CollectiveFaults:
+    """The faults that strike one collective.
+
+    Args:
+        world: The cluster.
+        members: World ranks of the communicator.
+        key: What tells this collective from all others, for the draws.
+        fields: What its events say of it.
+    """
+
+    def __init__(
+        self, world: World, members: Sequence[int], key: tuple[int, ...], fields: dict[str, Any]
+    ) -> None:
+        self._world, self._members, self._fields = world, members, fields
+        self._key = (COLLECTIVE, *key)
+        self._told: set[tuple[int, int, int]] = set()
+        self._plan: Plan | None = None
+        self._struck: Struck | None = None
+
+    # -- when ------------------------------------------------------------------------------------------------
+
+    def finish(self, plan: Plan, arrivals: Any, out_free: Any, calls: Sequence[Any]) -> Finish:
+        """Return when each member leaves: NaN for those for whom it never ends."""
+        here = [call for call in calls if call is not None]
+        self._plan, self._checked = plan, not any(can_be_damaged(call.part) for call in here)
+        self._fields["call"] = here[0].name
+        ranks = np.asarray(self._members)
+        struck = plan.struck(arrivals, self._world.network, ranks, judge=self, out_free=out_free)
+        self._struck = struck
+        for strike in struck.strikes:
+            place = strike.number, strike.source, strike.dest
+            if place not in self._told:
+                self._told.add(place)
+                source, dest = self._rank(strike.source), self._rank(strike.dest)
+                what = {"what": strike.verdict.describe(), "dest": dest, **self._fields}
+                self._world.recorder.event(source, strike.sent_s, "link", what)
+        return struck.finish
+
+    def strikes(
+        self, source: Any, dest: Any, sent_s: Any, numbers: Any
+    ) -> Iterable[tuple[int, Verdict, float]]:
+        """Judge the messages of a lane: see `collectives.faulty.Judge`."""
+        plan, links = self._world.plan, self._world.links
+        for index in plan.covered(source, dest, sent_s).tolist():
+            key = (*self._key, int(numbers[index]))
+            pair = int(source[index]), int(dest[index])
+            verdict = links.judge(*pair, float(sent_s[index]), *key)
+            if self._checked:  # the library's own words: damage is noticed, and they are asked for again
+                verdict = verdict._replace(corrupt=False)
+            yield index, verdict, plan.chance(*key, *pair)
+
+    def late(self, me: int) -> list[int]:
+        """Return the members whose messages member `me` waits for in vain, or waited for too long."""
+        if self._struck is None:
+            return []
+        bits = self._struck.late.get(self._relative(me), 0)
+        return sorted(self._member(rank) for rank in range(len(self._members)) if bits >> rank & 1)
+
+    # -- what ------------------------------------------------------------------------------------------------
+
+    def note(self, me: int) -> None:
+        """Note in a member's trace what happened to its messages."""
+        own = self._relative(me)
+        for strike in [] if self._struck is None else self._struck.strikes:
+            if strike.source == own:
+                source, dest = self._rank(strike.source), self._rank(strike.dest)
+                self._world.links.note(strike.verdict, source, dest, strike.sent_s)
+
+    def heard_by(self, me: int, calls: Sequence[Any]) -> list[Any] | None:
+        """Return the members' calls as member `me` hears them; None if nothing that it hears is damaged."""
+        found = () if self._struck is None else self._struck.damage.get(self._relative(me), ())
+        heard: list[Any] | None = None
+        for damage in sorted(found):
+            owner, member, place = self._place(damage)
+            heard = list(calls) if heard is None else heard
+            call = heard[owner]
+            if call is not None:
+                heard[owner] = replace(call, part=_damaged_part(call.part, member, place))
+        return heard
+
+    def _place(self, damage: Damage) -> tuple[int, Any, float]:
+        """Return whose contribution is damaged, which block of it (None: it is one), and where in that."""
+        plan = self._plan
+        assert plan is not None
+        source, dest = self._member(damage.source), self._member(damage.dest)
+        if plan.operation in ("gather", "allgather"):
+            return self._member(damage.block), None, damage.place
+        if plan.operation == "scatter":
+            return plan.root, self._member(damage.block), damage.place
+        if plan.operation == "alltoall":
+            return source, dest, damage.place
+        if plan.operation == "neighbor":
+            return source, (dest, damage.number), damage.place
+        owner = plan.root if plan.operation == "bcast" else source
+        return owner, None, plan.amounts.share(damage.block, damage.place)
+
+    # -- who -------------------------------------------------------------------------------------------------
+
+    def _member(self, relative: int) -> int:
+        assert self._plan is not None
+        return (relative + self._plan.root) % len(self._members)
+
+    def _relative(self, me: int) -> int:
+        return (me - (self._plan.root if self._plan is not None else 0)) % len(self._members)
+
+    def _rank(self, relative: int) -> int:
+        return self._members[self._member(relative)]
+
+
+def _damaged_part(part: Any, member: Any, place: float) -> Any:
+    if member is not None and isinstance(part, (list, dict)):
+        return with_damaged_member(part, member, place)
+    return damaged(part, place)

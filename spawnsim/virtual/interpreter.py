@@ -1,0 +1,152 @@
+"""The one Python interpreter that all virtual ranks share: patches for the time of runs, the collector, torch's modes.
+
+*Patches* of modules last as long as any run does: of several runs at once, or one inside another, the first makes them
+and the last takes them back. What stands in their place tells virtual ranks from other callers itself.
+
+*The collector of cycles* is told that a thousand ranks are no garbage, and watched while it works. Its defaults
+look through all young objects after every 700 new ones, and a collective of 1,000 ranks makes ten times as many
+that all live on: a third of the time would go into looking. So what is there before a run is frozen, and looks are
+rare. But what was frozen counts as old for good, and a run that is over is a cycle: before the next run starts, all
+is collected if there is half as much again as after the last time. All ranks have one collector. It begins wherever
+an object is made, and runs the finalizers of any rank's garbage there: in another rank, or in the middle of one of
+our own calls.
+
+*torch's modes* are kept from leaking between greenlets. torch holds grad mode, inference mode and autocast per
+*thread*; greenlets share one thread, so a rank parked inside `no_grad` would silently switch gradients off for the
+next rank. The rule: whenever a task leaves the processor, the modes are torch's defaults; a task that had others
+set gets them back when it returns. What torch keeps per *process* (default dtype, deterministic algorithms, print
+options) is each rank's own: it starts as it stood outside, and is put in place when another rank comes to run.
+torch is never imported here, and while a program keeps the defaults this costs three look-ups.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+Put = Callable[[Any, str, Any], None]  # put(owner, name, value), until the end
+
+
+class Patches:
+    """A set of changes: `install(put)` makes them."""
+
+    def __init__(self, install: Callable[[Put], None]) -> None:
+        self._install, self._lock, self._runs, self._undo = install, threading.Lock(), 0, ExitStack()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Keep the changes while the block runs."""
+        with self._lock:
+            self._runs += 1
+            if self._runs == 1:
+                self._install(self._put)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._runs -= 1
+                if not self._runs:
+                    self._undo.close()
+
+    def _put(self, owner: Any, name: str, value: Any) -> None:
+        before = vars(owner)[name] if name in vars(owner) else getattr(owner, name)  # a class method as it is
+        self._undo.callback(setattr, owner, name, before)
+        setattr(owner, name, value)
+
+
+YOUNG_OBJECTS = 20_000  # new objects between two looks
+FEW_BLOCKS = 400_000  # pieces of memory that nobody need look through for old runs
+_blocks_after = [0]  # how many pieces were there after the last whole collection: a fact about this process
+
+
+@contextmanager
+def rare_collections(collecting: Callable[[bool], None]) -> Iterator[None]:
+    """Let the collector look less often within the block, and leave alone what was there before.
+
+    `collecting` is told when it begins (True) and when it is done (False) in the thread of the block.
+    """
+    thread = threading.get_ident()
+
+    def tell(phase: str, _counts: dict[str, int]) -> None:
+        if threading.get_ident() == thread:
+            collecting(phase == "start")
+
+    gc.callbacks.append(tell)
+    try:
+        with _seldom():
+            yield
+    finally:
+        gc.callbacks.remove(tell)
+
+
+@contextmanager
+def _seldom() -> Iterator[None]:
+    before, frozen = gc.get_threshold(), gc.get_freeze_count() > 0  # somebody else's are not ours to thaw
+    if not frozen:
+        _freeze(collects=before[0] > 0)
+    gc.set_threshold(max(before[0], YOUNG_OBJECTS) if before[0] else 0, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        if not frozen:
+            gc.unfreeze()
+
+
+def _freeze(*, collects: bool) -> None:
+    """Freeze all that is there, after a collection if much has come since the last one."""
+    # Python knows how many blocks it has handed out; to count what is frozen takes it longer than many a run.
+    if collects and sys.getallocatedblocks() > _blocks_after[0] * 3 // 2 + FEW_BLOCKS:
+        gc.collect()
+        _blocks_after[0] = sys.getallocatedblocks()
+    gc.freeze()
+
+
+AUTOCAST_DEVICE = "cpu"
+
+
+def suspend_torch_modes() -> Callable[[], object] | None:
+    """Set torch's defaults; return what brings the current modes back, or None when they were the defaults."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "is_autocast_enabled"):  # absent, or half imported
+        return None
+    if (
+        torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()
+        and not torch.is_autocast_enabled(AUTOCAST_DEVICE)
+    ):
+        return None
+    return _default_torch_modes(torch)
+
+
+def _default_torch_modes(torch: Any) -> Callable[[], object]:
+    """Enter guards that set the defaults; leaving them restores what stood before."""
+    guards = ExitStack()
+    if torch.is_inference_mode_enabled():
+        guards.enter_context(torch.inference_mode(mode=False))
+    if torch.is_autocast_enabled(AUTOCAST_DEVICE):
+        guards.enter_context(torch.autocast(AUTOCAST_DEVICE, enabled=False))
+    guards.enter_context(torch.enable_grad())
+    return guards.close
+
+
+TorchSettings = tuple[Any, int, dict[str, Any]]
+
+
+def torch_settings(torch: Any) -> TorchSettings:
+    """Return what the process has set: default dtype, mode of deterministic algorithms, print options."""
+    options = vars(torch._tensor_str.PRINT_OPTS).copy()
+    return torch.get_default_dtype(), torch.get_deterministic_debug_mode(), options
+
+
+def set_torch_settings(torch: Any, wanted: TorchSettings, now: TorchSettings) -> None:
+    """Set what differs."""
+    if wanted[0] is not now[0]:
+        torch.set_default_dtype(wanted[0])
+    if wanted[1] != now[1]:
+        torch.set_deterministic_debug_mode(wanted[1])
+    vars(torch._tensor_str.PRINT_OPTS).update(wanted[2])

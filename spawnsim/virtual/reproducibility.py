@@ -1,0 +1,293 @@
+"""What a program draws from the process: random generators that are each rank's own, and what no seed repeats.
+
+The global random generators of Python, numpy and torch exist once for every rank, as processes have them. A rank's
+generators start from (seed, rank, purpose). The functions of `random` and `numpy.random`, and numpy's hidden
+generator itself, mean the calling rank's own while a run lasts; a generator that a rank makes without a seed takes
+its seed from a stream of the rank. torch's default generator cannot be replaced: its state is swapped when another
+rank comes to run, 1 to 3 µs, and only once torch is loaded; torch is never loaded here.
+
+The wall clock, the system's entropy and threads of its own are what no seed repeats. The first place of each kind
+is noted, if the program's own code is there and not a library's; then the run does not call itself reproducible.
+What cannot be noticed: `datetime.now()`, the order of sets (the command line fixes PYTHONHASHSEED), numbers from
+`id()`, and when the collector calls finalizers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import BuiltinFunctionType, FrameType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from spawnsim.importing import after_import
+from spawnsim.random import NUMPY, PYTHON, TORCH, Streams
+from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
+from spawnsim.virtual.interpreter import Patches, Put, TorchSettings, set_torch_settings, torch_settings
+
+_bits: Any = np.random.bit_generator  # whose stub lacks the source of seeds
+_hidden: Any = np.random.mtrand
+HEAD = 24  # bytes of torch's state that every draw changes: seed, how many are left, which is next
+
+
+class Generators:
+    """The generators of one rank, made when they are first used."""
+
+    __slots__ = ("_fresh", "_numpy", "_python", "_seed", "_streams", "_torch", "settings")
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._python: random.Random | None = None
+        self._numpy: np.random.RandomState | None = None
+        self._seed = -1  # where torch's generator starts
+        self._fresh = b""  # the head of its state before the first draw
+        self._torch: Any = None  # torch's state; None before the first draw
+        self.settings: TorchSettings | None = None  # torch's; None before another rank has run
+
+    @property
+    def python(self) -> random.Random:
+        """The generator behind the functions of `random`."""
+        if self._python is None:
+            self._python = random.Random(self._streams.seed(PYTHON))
+        return self._python
+
+    @property
+    def numpy(self) -> np.random.RandomState:
+        """The generator behind the functions of `numpy.random`."""
+        if self._numpy is None:
+            self._numpy = np.random.RandomState(self._streams.seed(NUMPY) & 0xFFFFFFFF)
+        return self._numpy
+
+    def entropy(self, bits: int) -> int:
+        """Return a seed for a generator that is made without one."""
+        return int.from_bytes(self._streams("program.entropy").bytes(-(-bits // 8)), "little") & (
+            (1 << bits) - 1
+        )
+
+    def suspend(self, torch: Any) -> None:
+        """Keep torch's state, if this rank has changed it: another rank comes to run."""
+        state = torch.default_generator.get_state()
+        if self._torch is not None or ctypes.string_at(state.data_ptr(), HEAD) != self._fresh:
+            self._torch = state
+
+    def resume(self, torch: Any) -> None:
+        """Put this rank's state of torch in place."""
+        if self._torch is not None:
+            torch.default_generator.set_state(self._torch)
+            return
+        first = self._seed < 0
+        if first:
+            self._seed = self._streams.seed(TORCH)
+        torch.default_generator.manual_seed(self._seed)
+        if first:
+            self._fresh = ctypes.string_at(torch.default_generator.get_state().data_ptr(), HEAD)
+
+
+def generators_of_caller() -> Generators | None:
+    """Return the generators of the rank that runs, or None outside virtual ranks."""
+    task = current_task()
+    return None if task is None else generators_of(task)
+
+
+def generators_of(task: Task) -> Generators:
+    """Return the generators of a task's rank."""
+    rank = task.kernel.owner.ranks[task.rank]
+    if rank.generators is None:
+        rank.generators = Generators(rank.streams)
+    found: Generators = rank.generators
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------- torch
+
+
+class TorchStates:
+    """Swaps the state of torch's default generator, and its settings, when another rank comes to run."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._torch: Any = None
+        self._here: Generators | None = None
+        self._outside: Any = None
+        self._settings: Any = None  # torch's, that stood outside
+
+    def enter(self, task: Task) -> None:
+        """Put the state of a task's rank in place."""
+        generators = generators_of(task)
+        if generators is not self._here:
+            now = torch_settings(self._torch)
+            if self._here is not None:
+                self._here.suspend(self._torch)
+                self._here.settings = now
+            self._here = generators
+            generators.resume(self._torch)
+            self._set(generators.settings, now)
+
+    def _set(self, wanted: TorchSettings | None, now: TorchSettings) -> None:
+        """Set what a rank has set; None: what stood outside."""
+        wanted = self._settings if wanted is None else wanted
+        if wanted != now:
+            set_torch_settings(self._torch, wanted, now)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let ranks come and go while the block runs, also if torch is first loaded by one of them."""
+        with after_import("torch", self._loaded):
+            try:
+                yield
+            finally:
+                if self._torch is not None:
+                    self._kernel.entered.remove(self.enter)
+                    self._torch.default_generator.set_state(self._outside)
+                    self._set(None, torch_settings(self._torch))
+
+    def _loaded(self) -> None:
+        """Begin, now that torch is there."""
+        self._torch = sys.modules["torch"]
+        self._outside = self._torch.default_generator.get_state()
+        self._settings = torch_settings(self._torch)
+        self._kernel.entered.append(self.enter)
+        task = current_task()
+        if task is not None and task.kernel is self._kernel:
+            self.enter(task)
+
+
+# ---------------------------------------------------------------------------------------- Python and numpy
+
+
+class _CallersState(np.random.RandomState):
+    """Stands for numpy's hidden generator, which libraries take where a caller gives none."""
+
+    def __getattribute__(self, name: str) -> Any:
+        own = generators_of_caller()
+        return getattr(_original if own is None else own.numpy, name)
+
+
+_original: Any = _hidden._rand
+
+
+def _route_generators(put: Put) -> None:
+    routed = {id(each): _routed(each, "python", name) for name, each in _bound(random, random.Random)}
+    for name, each in (*_bound(np.random, np.random.RandomState), ("seed", np.random.seed)):
+        routed[id(each)] = _routed(each, "numpy", name)
+    for name in ("ranf", "sample"):
+        routed[id(getattr(np.random, name))] = _routed(getattr(np.random, name), "numpy", "random_sample")
+    for module in (random, np.random, *_programs()):
+        for name, value in list(vars(module).items()):
+            if id(value) in routed:
+                put(module, name, routed[id(value)])
+    put(_hidden, "_rand", _CallersState(np.random.MT19937(0)))
+    put(_bits, "randbits", _seeding(_bits.randbits))
+    put(random.Random, "seed", _reseeding(random.Random.seed))
+
+
+def _bound(module: Any, kind: type) -> list[tuple[str, Any]]:
+    """Return the functions of a module that are methods of its hidden generator."""
+    return [
+        (name, each)
+        for name, each in vars(module).items()
+        if isinstance(getattr(each, "__self__", None), kind)
+    ]
+
+
+NO_PROGRAMS = (
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parent.parent),
+    "<",
+)
+
+
+def _programs() -> list[ModuleType]:
+    """Return the loaded modules that are neither Python's nor installed: they may have imported functions by name."""
+    return [
+        module
+        for module in list(sys.modules.values())
+        if isinstance(file := getattr(module, "__file__", None), str) and not file.startswith(NO_PROGRAMS)
+    ]
+
+
+def _routed(original: Any, which: str, method: str) -> Callable[..., Any]:
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        own = generators_of_caller()
+        if own is None:
+            return original(*args, **kwargs)
+        return getattr(getattr(own, which), method)(*args, **kwargs)
+
+    routed.__name__, routed.__doc__ = getattr(original, "__name__", method), original.__doc__
+    return routed
+
+
+def _seeding(original: Callable[[int], int]) -> Callable[[int], int]:
+    def randbits(bits: int) -> int:
+        own = generators_of_caller()
+        return original(bits) if own is None else own.entropy(bits)
+
+    return randbits
+
+
+def _reseeding(original: Callable[..., None]) -> Callable[..., None]:
+    def seed(self: random.Random, a: Any = None, version: int = 2) -> None:
+        own = generators_of_caller() if a is None else None
+        original(self, a if own is None else own.entropy(256), version)
+
+    seed.__doc__ = original.__doc__
+    return seed
+
+
+generators_per_rank = Patches(_route_generators).in_place
+
+
+CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+DATES = ("localtime", "gmtime", "ctime", "asctime", "strftime")
+STANDARD = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
+INSTALLED = ("site-packages", "dist-packages", str(Path(__file__).parent.parent))
+
+
+def _notice_leaks(put: Put) -> None:
+    put(os, "urandom", _noticed(os.urandom, "the system's entropy was read"))
+    put(random, "_urandom", os.urandom)
+    put(threading.Thread, "start", _noticed(threading.Thread.start, "a thread was started"))
+    for name in (*CLOCKS, *(f"{name}_ns" for name in CLOCKS), *DATES):
+        if isinstance(getattr(time, name), BuiltinFunctionType):  # else it is virtual
+            put(time, name, _noticed(getattr(time, name), f"the wall clock was read (time.{name})"))
+
+
+def _noticed(original: Callable[..., Any], what: str) -> Callable[..., Any]:
+    kind = what.partition(" (")[0]
+
+    def noticed(*args: Any, **kwargs: Any) -> Any:
+        task = current_task()
+        if task is not None:
+            found = task.kernel.owner.leaks
+            if kind not in found:
+                place = _place(sys._getframe(1))
+                if place is not None:
+                    found[kind] = f"{what} by rank {task.rank} ({place})"
+        return original(*args, **kwargs)
+
+    noticed.__name__, noticed.__doc__ = getattr(original, "__name__", ""), original.__doc__
+    return noticed
+
+
+def _place(frame: FrameType | None) -> str | None:
+    """Return the file and line of a program that calls, maybe through the standard library; None: a library does."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if any(folder in file for folder in INSTALLED):
+            return None
+        if not file.startswith((*STANDARD, "<frozen")):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+leaks_noticed = Patches(_notice_leaks).in_place

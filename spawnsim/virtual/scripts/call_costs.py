@@ -1,0 +1,174 @@
+"""What a program's computing between two calls of MPI costs: nothing, a constant, or what it really took.
+
+While a run lasts the calls of the virtual MPI pay first for the computing before them. A run whose computing costs
+nothing is not touched.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spawnsim import units
+from spawnsim.errors import ParameterError
+from spawnsim.virtual.comm.calling import held
+from spawnsim.virtual.diagnosis import PACKAGE
+from spawnsim.virtual.engine.kernel import current_task
+from spawnsim.virtual.engine.world import World
+from spawnsim.virtual.mpi import MPI
+from spawnsim.virtual.timeline import being_watched, watched
+
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What computing costs: `call_s` before each call; `sites` by "file.py:line"; or `factor` × measured."""
+
+    call_s: float = 0.0
+    sites: Mapping[str, float] = field(default_factory=dict)
+    factor: float | None = None
+
+    @classmethod
+    def of(cls, text: Any) -> Cost:
+        """Return the cost that a word, a number of seconds, or a mapping of call sites names.
+
+        "none"; "5 us"; "measured"; "measured*2.5"; "jacobi.py:31=2ms,jacobi.py:44=0.5ms".
+        """
+        if text is None or text == NONE:
+            return cls()
+        if isinstance(text, Mapping):
+            return cls(sites={site: units.seconds(seconds) for site, seconds in text.items()})
+        if isinstance(text, str) and text.startswith("measured"):
+            return cls(factor=_factor(text))
+        if isinstance(text, str) and "=" in text:
+            pairs = [part.partition("=") for part in text.split(",")]
+            return cls(sites={site.strip(): units.seconds(seconds) for site, _, seconds in pairs})
+        seconds = units.seconds(text)
+        if seconds < 0:
+            raise ParameterError(f"compute={text!r}: give a time of at least 0 s")
+        return cls(call_s=seconds)
+
+    @property
+    def free(self) -> bool:
+        """Whether computing costs nothing."""
+        return not self.call_s and not self.sites and self.factor is None
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether two runs cost the same."""
+        return self.factor is None
+
+
+def _factor(text: str) -> float:
+    rest = text.removeprefix("measured").strip().lstrip("*×x ")
+    try:
+        factor = float(rest or 1.0)
+    except ValueError:
+        factor = -1.0
+    if factor <= 0:
+        raise ParameterError(f"compute={text!r}: write measured, or measured*2.5")
+    return factor
+
+
+@dataclass
+class CallMeter:
+    """Where one rank stands: inside a call or not, and since when it computes."""
+
+    depth: int = 0
+    since_s: float = field(default_factory=time.perf_counter)
+
+
+_clock = time.perf_counter  # the real one: `time.perf_counter` itself is virtual while programs run
+
+
+class CallCosts:
+    """Collects the costs of the calling rank."""
+
+    def __init__(self, cost: Cost) -> None:
+        self.cost = cost
+        self._meters: dict[int, CallMeter] = {}
+        self._unmet = set(cost.sites)
+
+    def warnings(self) -> list[str]:
+        """Return a line about the call sites that have a cost and that no call came from."""
+        if not self._unmet:
+            return []
+        return [
+            f"no call was made at {', '.join(sorted(self._unmet))}: what --compute says of it has no effect"
+        ]
+
+    def enter(self) -> CallMeter | None:
+        """Pay for the computing before a call; None inside another call, or outside ranks."""
+        task = current_task()
+        if task is None:
+            return None
+        meter = self._meters.get(task.rank)
+        if meter is None:
+            meter = self._meters[task.rank] = CallMeter(since_s=_clock())
+        if meter.depth:
+            return None
+        meter.depth = 1
+        self._pay(meter)
+        return meter
+
+    def leave(self, meter: CallMeter) -> None:
+        """Note that the rank computes from now on."""
+        meter.depth, meter.since_s = 0, _clock()
+
+    def begin(self) -> None:
+        """Note that the calling rank begins to compute."""
+        task = current_task()
+        if task is not None:
+            self._meters[task.rank] = CallMeter(since_s=_clock())
+
+    def _pay(self, meter: CallMeter) -> None:
+        cost = self.cost
+        if cost.factor is not None:
+            seconds = (_clock() - meter.since_s) * cost.factor
+        else:
+            seconds = cost.call_s
+            if cost.sites:
+                site = _site()
+                self._unmet.discard(site)
+                seconds += cost.sites.get(site, 0.0)
+        if seconds > 0:
+            held("OWN").compute.spend(seconds, toll=True)
+
+    @contextmanager
+    def collected(self, world: World) -> Iterator[None]:
+        """Let every call pay while the block runs."""
+        if self.cost.free:
+            yield
+            return
+        world.watchers.append(self.watching)
+        reads = MPI.Wtime
+        with being_watched():
+            if self.cost.factor is not None:
+                MPI.Wtime = watched("Wtime", reads)
+            try:
+                yield
+            finally:
+                MPI.Wtime = reads
+
+    def watching(self, name: str, subject: Any, call: Callable[[], Any]) -> Any:
+        """Make a call, which pays before."""
+        meter = self.enter()
+        if meter is None:
+            return call()
+        try:
+            return call()
+        finally:
+            self.leave(meter)
+
+
+def _site() -> str:
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""

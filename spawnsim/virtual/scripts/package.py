@@ -1,0 +1,407 @@
+"""`mpi4py` as programs on virtual ranks find it: the virtual MPI, executors, and what is installed in pure Python.
+
+It is put into `sys.modules`, imports nothing of mpi4py's binary part, and works without mpi4py.
+
+The executors of `mpi4py.futures` have ranks for workers, in a pool that works for one of them. The master hands a
+task to a free worker when it is submitted, and takes results in while it waits for one. There is no thread behind
+it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures as base
+import importlib.util
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from spawnsim.comm.constants import ANY_SOURCE
+from spawnsim.comm.status import Status
+from spawnsim.errors import UnsupportedError
+from spawnsim.virtual.comm.calling import COMM_WORLD
+from spawnsim.virtual.engine.kernel import current_task
+from spawnsim.virtual.mpi import MPI
+
+TASK, RESULT = 2**20 + 1, 2**20 + 2  # tags
+PoolTask = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class RemoteTraceback(Exception):
+    """The traceback of a worker, as text: the cause of an exception that a future raises."""
+
+
+class Future(base.Future[Any]):
+    """A result to come. Waiting for it lets the master take in what workers have done."""
+
+    pool: Pool | None = None
+
+    def _progress(self) -> None:
+        while self.pool is not None and not self.done():
+            self.pool.collect()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the result and return it."""
+        self._progress()
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end; return the exception, if there was one."""
+        self._progress()
+        return super().exception(0)
+
+
+class Pool:
+    """The workers of a communicator and the tasks that wait for them."""
+
+    def __init__(self, comm: Any, root: int) -> None:
+        self._comm, self._root = comm, root
+        self._idle = deque(rank for rank in range(comm.Get_size()) if rank != root)
+        self._running: dict[int, Future] = {}
+        self._queue: deque[tuple[Future, PoolTask]] = deque()
+        self.size = max(1, len(self._idle))
+        self._alone = not self._idle
+
+    def begin(self, initializer: Callable[..., Any] | None, initargs: tuple[Any, ...]) -> None:
+        """Let every worker call an initializer."""
+        if initializer is None:
+            return
+        if self._alone:
+            initializer(*initargs)
+        futures = [Future() for _ in self._idle]
+        for future in futures:
+            future.pool = self
+            self._queue.append((future, (initializer, initargs, {})))
+        self._hand_out()
+        for future in futures:
+            future.result()
+
+    def submit(self, task: PoolTask) -> Future:
+        """Queue a task."""
+        future = Future()
+        future.pool = self
+        self._queue.append((future, task))
+        self._hand_out()
+        return future
+
+    def _hand_out(self) -> None:
+        while self._queue and (self._idle or self._alone):
+            future, task = self._queue.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            if self._alone:
+                _settle(future, *run_task(task))
+            else:
+                worker = self._idle.popleft()
+                self._running[worker] = future
+                self._comm.send(task, worker, TASK)
+
+    def collect(self) -> None:
+        """Wait for a worker's result."""
+        self._hand_out()
+        if not self._running:
+            return
+        status = Status()
+        outcome = self._comm.recv(None, ANY_SOURCE, RESULT, status)
+        future = self._running.pop(status.source)
+        self._idle.append(status.source)
+        self._hand_out()
+        _settle(future, *outcome)
+
+    def drain(self, cancel: bool = False) -> None:
+        """Wait for all tasks; with `cancel`, only for those that run."""
+        if cancel:
+            for future, _ in self._queue:
+                future.cancel()
+            self._queue.clear()
+        while self._running or self._queue:
+            self.collect()
+
+    def stop(self) -> None:
+        """Let the workers go."""
+        self.drain()
+        for worker in sorted(self._idle):
+            self._comm.send(None, worker, TASK)
+
+
+def serve(comm: Any, root: int) -> None:
+    """Work for the root until it lets this rank go."""
+    while True:
+        task = comm.recv(None, root, TASK)
+        if task is None:
+            return
+        outcome = run_task(task)
+        try:
+            comm.send(outcome, root, RESULT)
+        except Exception as error:  # noqa: BLE001 - a result that cannot be pickled: the master shall hear of it
+            comm.send((False, RuntimeError(f"the result cannot be sent: {error}"), ""), root, RESULT)
+
+
+def run_task(task: PoolTask) -> tuple[bool, Any, str]:
+    """Return (well, result or exception, traceback) of a task."""
+    function, args, kwargs = task
+    try:
+        return True, function(*args, **kwargs), ""
+    except Exception as error:  # noqa: BLE001 - the master raises it again
+        text = "".join(traceback.format_exception(error))
+        return False, error.with_traceback(None), text
+
+
+def _settle(future: Future, well: bool, value: Any, trace: str) -> None:
+    if well:
+        future.set_result(value)
+    else:
+        value.__cause__ = RemoteTraceback(f'\n"""\n{trace}"""')
+        future.set_exception(value)
+
+
+class Executor(base.Executor):
+    """The executor of a pool."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool: Pool | None = pool
+
+    def _open(self) -> Pool:
+        if self._pool is None:
+            raise RuntimeError("cannot submit after shutdown")
+        return self._pool
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers."""
+        return 0 if self._pool is None else self._pool.size
+
+    _max_workers = num_workers
+
+    def bootup(self, wait: bool = True) -> Executor:
+        """Return the executor: its workers are there."""
+        self._open()
+        return self
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        """Queue a call."""
+        return self._open().submit((fn, args, kwargs))
+
+    def map(self, fn: Callable[..., Any], *iterables: Iterable[Any], **options: Any) -> Iterator[Any]:
+        """Return the results of `fn` over iterables, in order; `unordered=True`: as they come."""
+        return self.starmap(fn, zip(*iterables, strict=False), **options)
+
+    def starmap(
+        self, fn: Callable[..., Any], iterable: Iterable[Any], timeout: float | None = None, chunksize: int = 1,
+        buffersize: int | None = None, unordered: bool = False,
+    ) -> Iterator[Any]:  # fmt: skip
+        """Return the results of `fn(*args)` for each args."""
+        if chunksize < 1:
+            raise ValueError("chunksize must be >= 1.")
+        items = [tuple(args) for args in iterable]
+        chunks = [items[first : first + chunksize] for first in range(0, len(items), chunksize)]
+        futures = [self.submit(_each, fn, chunk) for chunk in chunks]
+        return _results(as_completed(futures) if unordered else iter(futures))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Wait for all calls; no more are taken."""
+        if self._pool is not None:
+            self._pool.drain(cancel_futures)
+        self._pool = None
+
+
+def _each(function: Callable[..., Any], chunk: list[tuple[Any, ...]]) -> list[Any]:
+    return [function(*args) for args in chunk]
+
+
+def _results(futures: Iterator[Any]) -> Iterator[Any]:
+    for future in futures:
+        yield from future.result()
+
+
+class MPIPoolExecutor(Executor):
+    """An executor over all other ranks, for a program that rank 0 alone runs."""
+
+    Future = Future
+
+    def __init__(
+        self, max_workers: int | None = None, initializer: Any = None, initargs: tuple[Any, ...] = (), **kwargs: Any
+    ) -> None:  # fmt: skip
+        pool = None if current_task() is None else COMM_WORLD._rank.attachments.get("futures")
+        if pool is None:
+            raise UnsupportedError(
+                "MPIPoolExecutor starts processes, and virtual ranks start all at once: run the program with --futures "
+                "(as `python -m mpi4py.futures` does: rank 0 runs it, the others work), or use MPICommExecutor"
+            )
+        super().__init__(pool)
+        pool.begin(initializer, tuple(initargs))
+
+
+class MPICommExecutor:
+    """`with MPICommExecutor(comm) as executor`: the root gets an executor, the others work until it is done."""
+
+    def __init__(self, comm: Any = None, root: int = 0, **kwargs: Any) -> None:
+        self._comm = COMM_WORLD if comm is None else comm
+        if not 0 <= root < self._comm.Get_size():
+            raise ValueError("Expecting root in range(comm.size)")
+        self._root, self._options = root, kwargs
+        self._pool: Pool | None = None
+        self._executor: Executor | None = None
+
+    def __enter__(self) -> Executor | None:
+        if self._comm.Get_rank() != self._root:
+            serve(self._comm, self._root)
+            return None
+        self._pool = Pool(self._comm, self._root)
+        self._pool.begin(self._options.get("initializer"), tuple(self._options.get("initargs", ())))
+        self._executor = Executor(self._pool)
+        return self._executor
+
+    def __exit__(self, *error: Any) -> None:
+        if self._executor is not None and self._pool is not None:
+            self._executor.shutdown()
+            self._pool.stop()
+
+
+# -- waiting for several -------------------------------------------------------------------------------------
+
+
+def as_completed(fs: Iterable[Any], timeout: float | None = None) -> Iterator[Any]:
+    """Yield futures as they end."""
+    left = list(dict.fromkeys(fs))
+    while left:
+        over = [future for future in left if future.done()]
+        if not over:
+            _progress(left)
+            continue
+        for future in over:
+            left.remove(future)
+            yield future
+
+
+def wait(fs: Iterable[Any], timeout: float | None = None, return_when: str = base.ALL_COMPLETED) -> Any:
+    """Wait for futures; return those that are done and those that are not."""
+    every = set(fs)
+    while True:
+        over = {future for future in every if future.done()}
+        failed = any(not future.cancelled() and future.exception() is not None for future in over)
+        if over == every or (over and return_when == base.FIRST_COMPLETED):
+            break
+        if failed and return_when == base.FIRST_EXCEPTION:
+            break
+        _progress(list(every - over))
+    return base._base.DoneAndNotDoneFutures(over, every - over)
+
+
+def _progress(futures: list[Any]) -> None:
+    own = next((future for future in futures if isinstance(future, Future)), None)
+    if own is None:
+        next(iter(base.as_completed(futures)))
+    elif own.pool is not None:
+        own.pool.collect()
+
+
+def get_comm_workers() -> Any:
+    """Refuse: there is one pool."""
+    raise UnsupportedError("mpi4py.futures.get_comm_workers: workers of virtual ranks share no communicator")
+
+
+def build_futures() -> Any:
+    """Return the module `mpi4py.futures`."""
+    module: Any = ModuleType("mpi4py.futures", "Executors over virtual ranks.")
+    own = (Future, Executor, MPIPoolExecutor, MPICommExecutor, as_completed, wait, get_comm_workers)
+    vars(module).update({each.__name__: each for each in own})
+    module.BrokenExecutor, module.ThreadPoolExecutor = base.BrokenExecutor, base.ThreadPoolExecutor
+    module.ProcessPoolExecutor = base.ProcessPoolExecutor
+    for name in ("FIRST_COMPLETED", "FIRST_EXCEPTION", "ALL_COMPLETED", "CancelledError", "TimeoutError",
+                 "InvalidStateError"):  # fmt: skip
+        setattr(module, name, getattr(base, name))
+    return module
+
+
+NAME = "mpi4py"
+
+
+class Rc:
+    """`mpi4py.rc`: options. Most mean nothing on virtual ranks; all are kept."""
+
+    def __init__(self) -> None:
+        self.initialize, self.threads, self.thread_level = True, True, "multiple"
+        self.finalize: bool | None = None
+        self.fast_reduce, self.recv_mprobe, self.irecv_bufsz, self.errors = True, True, 32768, "exception"
+
+    def __call__(self, **options: Any) -> None:
+        """Set options."""
+        for name, value in options.items():
+            if name not in vars(self):
+                raise TypeError(f"unexpected argument {name!r}")
+            setattr(self, name, value)
+
+    def __repr__(self) -> str:
+        return "<mpi4py.rc>"
+
+
+def stand_in() -> dict[str, Any]:
+    """Return the entries for `sys.modules`."""
+    package: Any = ModuleType(NAME, "The virtual mpi4py of spawnsim.")
+    place = _installed()
+    package.__path__ = [str(place)] if place is not None else []
+    package.__spec__ = ModuleSpec(NAME, None, is_package=True)
+    package.__package__, package.__version__ = NAME, _version()
+    package.MPI, package.rc, package.futures = MPI, Rc(), build_futures()
+    package.__file__ = str(place / "__init__.py") if place is not None else __file__
+    package.get_include = lambda: str(place / "include") if place is not None else ""
+    package.get_config = dict
+    package.profile = _profile
+    MPI.__package__ = NAME
+    MPI.__spec__ = ModuleSpec(f"{NAME}.MPI", None)
+    MPI.__file__ = __file__
+    return {
+        NAME: package, f"{NAME}.MPI": MPI, f"{NAME}.rc": package.rc, f"{NAME}.futures": package.futures,
+    }  # fmt: skip
+
+
+def _profile(name: str, *, path: Any = None) -> None:
+    raise UnsupportedError(f"mpi4py.profile({name!r}): there is no C library to profile on virtual ranks")
+
+
+def _installed() -> Path | None:
+    spec = importlib.util.find_spec(NAME)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def _version() -> str:
+    try:
+        return version(NAME)
+    except PackageNotFoundError:
+        return "4.1.0"
+
+
+@contextmanager
+def installed_as_mpi4py() -> Iterator[Rc]:
+    """Let `import mpi4py` find the virtual one while the block runs; then what was there before."""
+    entries = stand_in()
+    before = {name: module for name, module in sys.modules.items() if _is_mpi4py(name)}
+    known = set(sys.modules)
+    for name in before:
+        del sys.modules[name]
+    sys.modules.update(entries)
+    try:
+        yield entries[f"{NAME}.rc"]
+    finally:
+        for name in [name for name in sys.modules if _is_mpi4py(name) or _holds_virtual_mpi(name, known)]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _is_mpi4py(name: str) -> bool:
+    return name == NAME or name.startswith(f"{NAME}.")
+
+
+def _holds_virtual_mpi(name: str, known: set[str]) -> bool:
+    """Return whether a module was imported meanwhile and holds the virtual MPI."""
+    if name in known or name.startswith("spawnsim"):
+        return False
+    values = getattr(sys.modules[name], "__dict__", {}).values()
+    return any(value is MPI or value is MPI.COMM_WORLD for value in list(values))

@@ -1,0 +1,356 @@
+"""What makes a virtual rank look like a process: its own modules, `sys.argv`, streams and clocks.
+
+A rank's things are put in place when it comes to run, and taken away when another does. Its own modules are the script
+and what it imports from its own folder; installed packages are imported once and shared. What ranks print comes out in
+whole lines, each with its rank in front. The clocks of `time` tell virtual seconds, from zero.
+
+Python's global state is known here; messages are not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, TextIO
+
+from spawnsim.errors import ParameterError
+from spawnsim.importing import of_a_rank
+from spawnsim.virtual.comm.calling import held
+from spawnsim.virtual.engine.kernel import Task, current_task
+from spawnsim.virtual.mpi import MPI
+
+SHARED_PACKAGES = {"spawnsim", "mpi4py"}  # never a rank's own, wherever they lie
+
+
+class RankModules:
+    """A finder for `sys.meta_path` that finds ranks' own modules and remembers their names.
+
+    A folder holds own modules if it is the script's, or named in PYTHONPATH, or was added to `sys.path` by the
+    program. `private` names installed packages that each rank shall import for itself.
+    """
+
+    def __init__(self, folder: Path, private: Sequence[str] = ()) -> None:
+        self.folder, self.private = str(folder), frozenset(private)
+        self.names = {"__main__"}
+        python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        self._folders = {self.folder, *(os.path.realpath(entry) for entry in python_path if entry)}
+        self._common = {os.path.realpath(entry) for entry in sys.path} - self._folders
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> ModuleSpec | None:
+        """Return where an own module is, or None for others."""
+        top, _, rest = name.partition(".")
+        if top in SHARED_PACKAGES or (rest and name.rpartition(".")[0] not in self.names):
+            return None
+        if path is None:
+            path = None if top in self.private else self._own(sys.path)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or isinstance(spec.loader, ExtensionFileLoader):
+            return None
+        self.names.add(name)
+        of_a_rank(name)
+        return spec
+
+    def _own(self, entries: Sequence[str]) -> list[str]:
+        return [
+            entry
+            for entry in entries
+            if os.path.realpath(entry) in self._folders or os.path.realpath(entry) not in self._common
+        ]
+
+    def hidden(self) -> dict[str, ModuleType]:
+        """Return the modules loaded already that would stand in the way of own ones."""
+        tops = {
+            entry.stem for entry in Path(self.folder).iterdir() if entry.is_dir() or entry.suffix == ".py"
+        }
+        tops = (tops | self.private) - SHARED_PACKAGES - set(sys.stdlib_module_names)
+        return {name: module for name, module in sys.modules.items() if self._hides(name, module, tops)}
+
+    def _hides(self, name: str, module: Any, tops: set[str]) -> bool:
+        top = name.partition(".")[0]
+        origin = getattr(getattr(module, "__spec__", None), "origin", None) or ""
+        installed = "site-packages" in origin and top not in self.private
+        return top in tops and not installed and not origin.endswith((".so", ".pyd"))
+
+
+ATTRIBUTES = (
+    "argv",
+    "path",
+    "stdin",
+    "stdout",
+    "stderr",
+    "excepthook",
+    "displayhook",
+)  # of sys, one each a rank
+
+
+@dataclass(eq=False)
+class Process:
+    """What one rank has for itself."""
+
+    attributes: dict[str, Any]
+    modules: dict[str, ModuleType] = field(default_factory=dict)
+    at_exit: list[Callable[[], Any]] = field(default_factory=list)
+
+
+class Processes:
+    """All ranks' processes; at most one is in place."""
+
+    def __init__(self, own: RankModules, attributes: dict[str, Any]) -> None:
+        self.own = own
+        self._attributes = attributes
+        self._all: dict[int, Process] = {}
+        self._here: Process | None = None
+
+    def add(self, rank: int) -> None:
+        """Add a rank, at the start of its program."""
+        attributes = self._attributes | {
+            "argv": list(self._attributes["argv"]), "path": list(self._attributes["path"]),
+            "excepthook": sys.__excepthook__,
+        }  # fmt: skip
+        if rank:
+            attributes["stdin"] = io.StringIO()  # as under mpiexec: rank 0 reads what is typed
+        main = ModuleType("__main__")
+        self._all[rank] = Process(attributes, {"__main__": main})
+
+    def enter(self, task: Task) -> None:
+        """Put the process of a task's rank in place."""
+        process = self._all[task.rank]
+        here = self._here
+        if process is here:
+            return
+        if here is not None:
+            self._put_away(here)
+        self._here = process
+        for name, value in process.attributes.items():
+            setattr(sys, name, value)
+        sys.modules.update(process.modules)
+
+    def _put_away(self, process: Process) -> None:
+        for name in ATTRIBUTES:
+            process.attributes[name] = getattr(sys, name)
+        loaded = sys.modules
+        process.modules = {name: loaded.pop(name) for name in self.own.names if name in loaded}
+
+    def calling(self) -> Process | None:
+        """Return the process of the rank that runs."""
+        task = current_task()
+        return None if task is None else self._all.get(task.rank)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let ranks come and go while the block runs; then everything is as it was."""
+        attributes = {name: getattr(sys, name) for name in ATTRIBUTES}
+        hidden = self.own.hidden() | {"__main__": sys.modules["__main__"]}
+        for name in hidden:
+            sys.modules.pop(name, None)
+        sys.meta_path.insert(0, self.own)
+        register, unregister = atexit.register, atexit.unregister
+        atexit.register, atexit.unregister = self._registering(register), self._unregistering(unregister)
+        try:
+            yield
+        finally:
+            atexit.register, atexit.unregister = register, unregister
+            sys.meta_path.remove(self.own)
+            if self._here is not None:
+                self._put_away(self._here)
+            self._here = None
+            for name, value in attributes.items():
+                setattr(sys, name, value)
+            sys.modules.update(hidden)
+
+    # -- atexit ------------------------------------------------------------------------------------------------
+
+    def _registering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an `atexit.register` that keeps what a rank registers for the end of that rank."""
+
+        def register(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+            process = self.calling()
+            if process is None or not self._by_a_rank(sys._getframe(1)):
+                original(function, *args, **kwargs)
+            else:
+                call = lambda: function(*args, **kwargs)  # noqa: E731
+                call.function = function  # type: ignore[attr-defined]
+                process.at_exit.append(call)
+            return function
+
+        return register
+
+    def _by_a_rank(self, frame: FrameType | None) -> bool:
+        """Whether a function is registered by what a rank does, and not by a module that all ranks share.
+
+        What a shared module registers while it is imported is for all ranks, and so is what the standard library does:
+        it often registers once for whatever comes.
+        """
+        names = [""]
+        while frame is not None:
+            names.append(str(frame.f_globals.get("__name__")))
+            if names[1].partition(".")[0] in sys.stdlib_module_names or frame.f_code.co_name == "<module>":
+                break
+            frame = frame.f_back
+        return names[-1] in self.own.names
+
+    def _unregistering(self, original: Callable[..., Any]) -> Callable[[Callable[..., Any]], None]:
+        def unregister(function: Callable[..., Any]) -> None:
+            original(function)
+            process = self.calling()
+            if process is not None:
+                process.at_exit = [call for call in process.at_exit if call.function != function]  # type: ignore[attr-defined]
+
+        return unregister
+
+
+Who = Callable[[], int | None]  # the rank that runs, or None outside of ranks
+Told = Callable[[int, str], None]  # is told what a rank prints, in pieces of any length
+
+
+class Lines(io.TextIOBase):
+    """A text stream for all ranks: keeps each rank's unfinished line until it is whole, so that none is torn."""
+
+    def __init__(
+        self,
+        target: TextIO,
+        who: Who,
+        prefix: bool = True,
+        heard: Callable[[], bool] = lambda: True,
+        *,
+        told: Told = lambda rank, text: None,
+    ) -> None:
+        self._target, self._who, self._prefix, self._heard, self._told = target, who, prefix, heard, told
+        self._unfinished: dict[int, str] = {}
+        self._bytes = RawLines(self)
+
+    @property
+    def buffer(self) -> Any:
+        """The stream for bytes beneath."""
+        return self._bytes
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The encoding of the process's own stream."""
+        return getattr(self._target, "encoding", None) or "utf-8"
+
+    @property
+    def errors(self) -> str:  # type: ignore[override]
+        """What becomes of characters that cannot be encoded."""
+        return getattr(self._target, "errors", None) or "strict"
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def isatty(self) -> bool:
+        """Return False, as under mpiexec."""
+        return False
+
+    def fileno(self) -> int:
+        """Return the descriptor of the process's own stream."""
+        return self._target.fileno()
+
+    def write(self, text: str) -> int:
+        """Write text of the calling rank; its whole lines appear, the rest waits for its end."""
+        rank = self._who()
+        if rank is None:
+            return self._target.write(text)
+        if not self._heard():
+            return len(text)
+        self._told(rank, text)
+        lines = (self._unfinished.pop(rank, "") + text).split("\n")
+        if lines[-1]:
+            self._unfinished[rank] = lines[-1]
+        if len(lines) > 1:
+            front = f"[rank {rank}] " if self._prefix else ""
+            self._target.write("".join(f"{front}{line}\n" for line in lines[:-1]))
+        return len(text)
+
+    def flush(self) -> None:
+        """Pass on what is whole."""
+        self._target.flush()
+
+    def close(self) -> None:
+        """Stay open: the stream is all ranks'."""
+
+    def finish(self) -> None:
+        """Write the lines that no rank has ended."""
+        for rank, line in sorted(self._unfinished.items()):
+            front = f"[rank {rank}] " if self._prefix else ""
+            self._target.write(f"{front}{line}\n")
+        self._unfinished.clear()
+        self._target.flush()
+
+
+class RawLines(io.RawIOBase):
+    """The bytes beneath `Lines`: decoded, and written as text."""
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write bytes of the calling rank."""
+        raw = bytes(data)
+        self._lines.write(raw.decode(self._lines.encoding, "replace"))
+        return len(raw)
+
+    def flush(self) -> None:
+        """Pass on what is whole."""
+        self._lines.flush()
+
+    def close(self) -> None:
+        """Stay open."""
+
+
+CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+VIRTUAL_TIME = ("all", "sleep", "none")
+
+
+@contextmanager
+def virtual_time(which: str = "all") -> Iterator[None]:
+    """Make `time.sleep` ("sleep"), or the clocks as well ("all"), virtual for ranks while the block runs."""
+    if which not in VIRTUAL_TIME:
+        raise ParameterError(f"virtual_time={which!r}: give one of {', '.join(VIRTUAL_TIME)}")
+    patches: dict[str, Callable[..., Any]] = {} if which == "none" else {"sleep": _sleeping(time.sleep)}
+    if which == "all":
+        patches |= {name: _reading(getattr(time, name)) for name in CLOCKS}
+        patches |= {f"{name}_ns": _counting(getattr(time, f"{name}_ns")) for name in CLOCKS}
+    before = {name: getattr(time, name) for name in patches}
+    for name, function in patches.items():
+        setattr(time, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(time, name, function)
+
+
+def _sleeping(original: Callable[[float], None]) -> Callable[[float], None]:
+    def sleep(seconds: float, /) -> None:
+        if current_task() is None:
+            original(seconds)
+            return
+        if seconds < 0:
+            raise ValueError("sleep length must be non-negative")
+        held("OWN").clock.sleep(seconds)
+
+    return sleep
+
+
+def _reading(original: Callable[[], float]) -> Callable[[], float]:
+    return lambda: original() if current_task() is None else MPI.Wtime()
+
+
+def _counting(original: Callable[[], int]) -> Callable[[], int]:
+    return lambda: original() if current_task() is None else round(MPI.Wtime() * 1e9)

@@ -1,0 +1,288 @@
+"""Runs an unmodified mpi4py program on every virtual rank.
+
+The parts are put together here: the cluster, the virtual mpi4py, a process for every rank, its clocks and streams.
+What programs do is not known here.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from greenlet import GreenletExit
+
+from spawnsim.errors import Deadlock, ParameterError, RankError
+from spawnsim.virtual.cluster import Cluster, OnError, OnNote, Progress, Setting, Totals
+from spawnsim.virtual.comm.calling import COMM_WORLD
+from spawnsim.virtual.comm.payload import pickler
+from spawnsim.virtual.engine.kernel import current_task
+from spawnsim.virtual.engine.world import Rank, Recorder
+from spawnsim.virtual.mpi.functions import OPTIONS
+from spawnsim.virtual.scripts.call_costs import CallCosts, Cost
+from spawnsim.virtual.scripts.package import Pool, installed_as_mpi4py, serve
+from spawnsim.virtual.scripts.rank_process import Lines, Processes, RankModules, virtual_time
+from spawnsim.virtual.scripts.resource_leaks import ResourceLeaks
+
+
+@dataclass(frozen=True)
+class Script:
+    """A program's file and how it is run.
+
+    Attributes:
+        path: the file.
+        argv: its arguments, `sys.argv[1:]`.
+        prefix: whether each line that a rank prints begins with `[rank 3] `.
+        virtual_time: "all": `time.time()` and its kin tell virtual seconds from 0, and `time.sleep` costs them;
+            "sleep": the latter alone; "none": neither.
+        private: installed packages that each rank imports for itself, because they ask for the rank meanwhile.
+        futures: rank 0 alone runs the program, the others work for its MPIPoolExecutor (`python -m mpi4py.futures`).
+    """
+
+    path: Path
+    argv: tuple[str, ...] = ()
+    prefix: bool = True
+    virtual_time: str = "all"
+    private: tuple[str, ...] = ()
+    futures: bool = False
+
+
+@dataclass
+class ScriptOutcome:
+    """How the ranks of a run ended."""
+
+    statuses: dict[int, Any] = field(default_factory=dict)  # rank -> what it gave to sys.exit
+    ends_s: dict[int, float] = field(default_factory=dict)
+
+
+class ScriptRun:
+    """One run of a script."""
+
+    def __init__(self, script: Script, setting: Setting, recorder: Recorder, **how: Any) -> None:
+        self.script = script
+        self.cost = Cost.of(how.get("cost"))
+        self.code = _compiled(script.path)
+        self.cluster = Cluster(setting, recorder, how.get("progress"), how.get("trace"))
+        self.outcome, self.call_costs, self.ledger = ScriptOutcome(), CallCosts(self.cost), ResourceLeaks()
+        self.on_error: OnError = how.get("on_error") or (lambda error: None)
+        self.on_note: OnNote | None = how.get("on_note")
+        self.out = Lines(sys.stdout, _rank, script.prefix, _heard, told=self._printed)
+        self.err = Lines(sys.stderr, _rank, script.prefix, _heard)
+        own = RankModules(script.path.resolve().parent, script.private)
+        self.processes = Processes(own, self._attributes())
+
+    def _attributes(self) -> dict[str, Any]:
+        folder = str(self.script.path.resolve().parent)
+        return {
+            "argv": [str(self.script.path), *self.script.argv],
+            "path": [folder, *(entry for entry in sys.path if entry != folder)],
+            "stdin": sys.stdin, "stdout": self.out, "stderr": self.err, "displayhook": sys.displayhook,
+        }  # fmt: skip
+
+    def run(self) -> Totals:
+        """Run the script to its end on all ranks."""
+        world = self.cluster.world
+        world.ledger = self.ledger
+        self.ledger.made(self.cluster.comm_world(0)._context)
+        for rank in world.ranks:
+            self.cluster.comm_self(rank.id)
+            self._furnish(rank)
+            self.cluster.start(rank.id, self._program)
+        world.kernel.entered.append(self.processes.enter)
+        with self._surroundings():
+            return self.cluster.run(self._tell, self.on_note)
+
+    def _furnish(self, rank: Rank) -> None:
+        """Give a rank, or the next life of one, its communicators and its process."""
+        rank.attachments["OWN"] = self.cluster.comm_world(rank.id)._own
+        self.processes.add(rank.id)
+
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        limit = sys.getrecursionlimit()
+        with ExitStack() as stack:
+            stack.callback(sys.setrecursionlimit, limit)
+            stack.callback(pickler.__init__)  # type: ignore[misc]
+            stack.callback(self.err.finish)
+            stack.callback(self.out.finish)
+            options = stack.enter_context(installed_as_mpi4py())
+            for rank in self.cluster.world.ranks:
+                rank.attachments[OPTIONS] = self._options = options
+            stack.enter_context(virtual_time(self.script.virtual_time))
+            stack.enter_context(self.call_costs.collected(self.cluster.world))
+            stack.enter_context(self.processes.in_place())
+            yield
+
+    # -- one rank ----------------------------------------------------------------------------------------------
+
+    def _program(self) -> None:
+        """Run the script on the calling rank, from its first line to its last `atexit` function."""
+        task = current_task()
+        assert task is not None
+        rank = self.cluster.world.ranks[task.rank]
+        if rank.life:
+            self._furnish(rank)
+            rank.attachments[OPTIONS] = self._options
+            self.processes.enter(task)
+        self.call_costs.begin()
+        try:
+            self._execute()
+        except SystemExit as leaving:
+            self.outcome.statuses[task.rank] = _status(leaving)
+        except GreenletExit:
+            raise
+        except BaseException as error:
+            _ask_the_hook(error)
+            raise
+        meter = None if self.cost.reproducible else self.call_costs.enter()
+        if meter is not None:
+            self.call_costs.leave(meter)
+        self._run_at_exit()
+        self.outcome.ends_s[task.rank] = task.clock
+
+    def _execute(self) -> None:
+        main: Any = sys.modules["__main__"]
+        main.__file__, main.__builtins__, main.__cached__ = str(self.script.path), builtins, None
+        if not self.script.futures:
+            exec(self.code, main.__dict__)
+        elif _rank() == 0:
+            pool = self.cluster.world.here().attachments["futures"] = Pool(COMM_WORLD, 0)
+            try:
+                exec(self.code, main.__dict__)
+            finally:
+                pool.stop()
+        else:
+            main.__name__ = "__worker__"
+            exec(self.code, main.__dict__)
+            serve(COMM_WORLD, 0)
+
+    def _printed(self, rank: int, text: str) -> None:
+        """Let the digest cover what a rank prints. What it writes to stderr holds paths and addresses."""
+        self.cluster.world.ranks[rank].trace.cover(text.encode("utf-8", "surrogatepass"))
+
+    def _run_at_exit(self) -> None:
+        process = self.processes.calling()
+        while process is not None and process.at_exit:
+            process.at_exit.pop()()
+
+    def _tell(self, error: BaseException) -> None:
+        """Say which ranks had left by `sys.exit`, and which messages lay there, when the others could not go on.
+
+        What ranks have printed comes before; what they print when they are ended, and take no notice of it, is dropped.
+        """
+        if isinstance(error, Deadlock):
+            for sentence in self.ledger.left_messages():
+                error.add_note(sentence)
+        left = [f"rank {rank} (status {status})" for rank, status in sorted(self.outcome.statuses.items())]
+        if left and hasattr(error, "add_note"):
+            error.add_note(f"sys.exit was called by {', '.join(left[:8])}")
+        self.out.finish()
+        self.err.finish()
+        self.on_error(error)
+
+
+def _rank() -> int | None:
+    task = current_task()
+    return None if task is None else task.rank
+
+
+def _heard() -> bool:
+    """Whether the caller is to be heard: no rank that goes on after it was told to end, twice."""
+    task = current_task()
+    return task is None or not task.refused
+
+
+def _compiled(path: Path) -> Any:
+    try:
+        return compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        raise ParameterError(f"cannot read {path}: {error.strerror}") from error
+    except (SyntaxError, ValueError) as error:
+        raise ParameterError(f"{path} is no Python program: {error}") from error
+
+
+def _status(leaving: SystemExit) -> int:
+    """Return the exit status of `sys.exit(...)`; a text is printed, as Python does."""
+    if leaving.code is None:
+        return 0
+    if isinstance(leaving.code, int):
+        return leaving.code & 0xFF
+    sys.stderr.write(f"{leaving.code}\n")
+    return 1
+
+
+def _ask_the_hook(error: BaseException) -> None:
+    """Call the rank's own `sys.excepthook`, if it has set one; it may call Abort."""
+    if sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def run_program(
+    path: str | Path,
+    argv: Sequence[str] = (),
+    *,
+    ranks: int,
+    platform: Any = None,
+    stragglers: Any = None,
+    faults: Any = None,
+    seed: int = 0,
+    recorder: Recorder,
+    compute_s: Any = None,
+    deadline_s: float = math.inf,
+    progress: Progress | None = None,
+    warn: list[str] | None = None,
+    on_error: OnError | None = None,
+    on_note: OnNote | None = None,
+    trace: Recorder | None = None,
+    **options: Any,
+) -> Totals:
+    """Run an unmodified mpi4py program on every rank of a virtual cluster.
+
+    Args:
+        path: the program's file.
+        argv: its arguments.
+        ranks: how many; this and the next six as for `simulate`.
+        platform: the network.
+        stragglers: what stretches computing.
+        faults: a fault plan.
+        seed: of every random stream.
+        recorder: gets rows and events.
+        progress: is told of ranks that have finished.
+        compute_s: what computing between two calls costs: None (nothing), "5 us" for each, "measured*2" (what it took,
+            times two; two runs then differ), or {"file.py:12": seconds} for single calls.
+        deadline_s: virtual seconds that one call may wait; programs may wait long, so there is no limit.
+        warn: gets a line for each kind of thing that the program left open.
+        on_error: is told what ended the run, before the ranks' programs are ended.
+        on_note: is given a sentence when a rank computes for long.
+        trace: gets the timeline: see `spawnsim.virtual.timeline`.
+        options: see `Script`.
+
+    Raises what ended the run otherwise; a `RankError` whose cause is SystemExit for a status other than 0.
+    """
+    script = Script(Path(path), tuple(map(str, argv)), **options)
+    setting = Setting(ranks, platform, stragglers, faults, seed, 0.0, deadline_s)
+    carrier = ScriptRun(
+        script,
+        setting,
+        recorder,
+        cost=compute_s,
+        progress=progress,
+        on_error=on_error,
+        on_note=on_note,
+        trace=trace,
+    )
+    totals = carrier.run()
+    if warn is not None:
+        warn.extend([*carrier.ledger.warnings(carrier.cluster.world), *carrier.call_costs.warnings()])
+    failed = {rank: status for rank, status in sorted(carrier.outcome.statuses.items()) if status}
+    for rank, status in failed.items():
+        time_s = carrier.outcome.ends_s.get(rank, totals.virtual_seconds)
+        error = RankError(rank, time_s, f"rank {rank} ended with exit status {status} at {time_s:.6g} s")
+        error.__dict__ |= {"totals": totals, "status": status}
+        raise error
+    return totals

@@ -1,0 +1,195 @@
+"""The five members that a virtual rank has beyond MPI: clock, compute, rng, background, record.
+
+They belong to the rank, not to a communicator: all communicators of a rank share them. They move the rank's clock and
+start its tasks; they send no messages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from spawnsim.errors import ParameterError, Timeout
+from spawnsim.virtual.compute import Sampler
+from spawnsim.virtual.digest import nanoseconds
+from spawnsim.virtual.engine.completion import Completion
+from spawnsim.virtual.engine.kernel import Task
+from spawnsim.virtual.engine.world import Rank, World
+from spawnsim.virtual.waiting import Unbroken, await_one
+
+COMPUTE, SLEEP = 4, 5  # kinds of the trace
+
+
+class Clock:
+    """`comm.clock`: the rank's own time, in virtual seconds."""
+
+    def __init__(self, world: World, rank: Rank) -> None:
+        self._world, self._rank = world, rank
+
+    def now(self) -> float:
+        """Return the rank's virtual time in seconds."""
+        kernel = self._world.kernel
+        if self._rank.company:
+            kernel.observe()
+        kernel.current.timed = True
+        return kernel.current.clock
+
+    def sleep(self, seconds: float) -> None:
+        """Let `seconds` pass. The rank answers others meanwhile, unlike in `compute`."""
+        if not seconds >= 0:
+            raise ParameterError(f"sleep({seconds}): give a time of at least 0 s")
+        task = self._world.kernel.current
+        self._rank.trace.note((task.clock, SLEEP, -1, nanoseconds(seconds), 0))
+        self._rank.reach(task, task.clock + seconds)
+        self._world.kernel.observe()
+        if self._rank.attachments.get("windows"):  # it may look at exposed memory next
+            self._world.kernel.fruitless()
+
+    @contextmanager
+    def deadline(self, seconds: float) -> Iterator[None]:
+        """Let each blocking call in the block end within `seconds`, in a result or in `errors.Timeout`."""
+        if not seconds > 0:
+            raise ParameterError(f"deadline({seconds}): give a time above 0 s")
+        task = self._world.kernel.current
+        before = task.deadline_s, task.explicit
+        task.deadline_s, task.explicit = seconds, True
+        try:
+            yield
+        finally:
+            task.deadline_s, task.explicit = before
+
+    def limit_s(self) -> float:
+        """Return how many seconds a blocking call may take now."""
+        return self._world.kernel.current.deadline_s
+
+
+class Compute:
+    """`comm.compute(...)`: a block whose duration the compute model gives, or the program states."""
+
+    def __init__(self, world: World, rank: Rank, sampler: Sampler) -> None:
+        self._world, self._rank, self.sampler = world, rank, sampler
+        self._stated_s: float | None = None
+        self.seconds = 0.0  # what the last block took
+
+    def __call__(self, seconds: float | None = None) -> Compute:
+        """Return the block. `seconds` states its duration on a rank that does not straggle."""
+        if seconds is not None and not seconds >= 0:
+            raise ParameterError(f"compute({seconds}): give a time of at least 0 s")
+        self._stated_s = seconds
+        return self
+
+    def __enter__(self) -> Compute:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self.spend(self._stated_s)
+
+    def spend(self, stated_s: float | None, *, toll: bool = False) -> None:
+        """Pass the time of one block, and poll. A `toll` is the price of a call: in itself nothing that happens."""
+        world, rank = self._world, self._rank
+        task = world.kernel.current
+        begin_s = task.clock
+        duration_s = self.sampler(stated_s, begin_s)
+        end_s = world.plan.stretch(rank.id, begin_s, duration_s) if world.plan else begin_s + duration_s
+        self.seconds = end_s - begin_s
+        ends = self.seconds < math.inf  # or it is paused for ever, in the middle of the block
+        rank.compute_s += self.seconds if ends else 0.0
+        rank.trace.note((begin_s, COMPUTE, -1, nanoseconds(self.seconds) if ends else -1, 0))
+        if not toll:
+            world.kernel.idle = 0
+        world.kernel.run_ahead()
+        if rank.company:
+            rank.compute_from(begin_s, end_s)
+        rank.reach(task, end_s)
+        if rank.company:  # others may look at what this rank stores next: it must be this rank's time then
+            world.kernel.observe()
+
+
+class Record:
+    """`comm.record(**values)` adds a row; `comm.record.event(kind, **fields)` a line of events.jsonl."""
+
+    def __init__(self, world: World, rank: Rank) -> None:
+        self._world, self._rank = world, rank
+
+    def __call__(self, **values: Any) -> None:
+        """Add one row: a column for each name, beside the rank and its time."""
+        self._world.kernel.idle = 0
+        self._world.recorder.row(self._rank.id, self._world.kernel.current.clock, values)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Add one event, such as a replacement."""
+        self._world.recorder.event(self._rank.id, self._world.kernel.current.clock, kind, fields)
+
+
+class Background:
+    """A task beside the rank's program: `comm.background(fn)`. It has a clock of its own."""
+
+    def __init__(self, world: World, rank: Rank, program: Callable[[], Any]) -> None:
+        self._world, self._rank = world, rank
+        self._over = Completion(world.kernel)
+        rank.company += 1
+        clock = world.kernel.current.clock
+        self._task = world.kernel.spawn(
+            rank.id, lambda: self._run(program), clock=clock, name=f"rank {rank.id} (background)"
+        )
+        rank.tasks.append(self._task)
+
+    def _run(self, program: Callable[[], Any]) -> None:
+        self._world.kernel.observe()
+        try:
+            program()
+        finally:
+            self._rank.company -= 1
+            self._over.complete(self._world.kernel.current.clock)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the task still runs."""
+        return self._over.finish_s is None
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the end, at most `timeout` seconds; return whether it has come."""
+        if timeout is not None and not timeout > 0:
+            return not self.alive
+        bound = nullcontext() if timeout is None else Clock(self._world, self._rank).deadline(timeout)
+        try:
+            with bound:
+                await_one(self._world, self._over, WaitingForTask(self._task))
+        except Timeout:
+            if timeout is None:
+                raise
+            return False
+        return True
+
+
+class WaitingForTask(Unbroken):
+    """A wait for a background task of the same rank, with which it dies."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def describe(self) -> str:
+        """Return what is waited for."""
+        return f"join of {self._task.name}"
+
+    def peers(self) -> tuple[int, ...]:
+        """Return the rank itself."""
+        return (self._task.rank,)
+
+    def missing(self, by_s: float = math.inf) -> tuple[int, ...]:
+        """Return nobody: no other rank is awaited."""
+        return ()
+
+
+class RankServices:
+    """The five members of one rank."""
+
+    def __init__(self, world: World, rank: Rank, sampler: Sampler) -> None:
+        self.clock = Clock(world, rank)
+        self.compute = Compute(world, rank, sampler)
+        self.rng = rank.streams
+        self.record = Record(world, rank)
+        self.background = lambda program: Background(world, rank, program)
