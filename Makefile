@@ -32,7 +32,7 @@ demo: $(INSTALLED)
 	$(BIN)/spawnsim study demo --out demo
 
 # Half of the work: these start many processes, which often wait. All else runs beside them, on what cores are idle.
-REAL := tests/real tests/test_contract.py
+REAL := tests/real tests/testing/test_contract.py
 
 # What each of the three says comes in one piece, when it ends.
 test: $(INSTALLED)

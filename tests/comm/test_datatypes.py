@@ -9,11 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support import oracle_types
 
 from spawnsim import comm
 from spawnsim.comm.predefined import BY_NAME, typedict
-
-from . import oracle_types
 
 MPI = SimpleNamespace(**comm.namespace())
 

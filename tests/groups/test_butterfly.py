@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from effort import tried
 from hypothesis import given
 from hypothesis import strategies as st
+from support.effort import tried
 
 from spawnsim.policies.averaging.butterfly import Butterfly, Group, Limits, Member, Role
 from spawnsim.policies.averaging.messages import Kind

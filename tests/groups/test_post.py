@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from effort import tried
 from hypothesis import given
 from hypothesis import strategies as st
+from support.effort import tried
 
 from spawnsim.errors import RankFailed
 from spawnsim.policies.averaging.messages import Foreign, Kind, Message, Unreadable, decode, encode

@@ -6,9 +6,9 @@ from collections import deque
 
 import numpy as np
 import pytest
-from effort import tried
 from hypothesis import given
 from hypothesis import strategies as st
+from support.effort import tried
 
 from spawnsim.policies.averaging.butterfly import AHEAD, AHEAD_EACH, PartReducer, PartSender, ReducedPart
 from spawnsim.policies.averaging.vector import Part

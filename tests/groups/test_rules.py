@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from effort import tried
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
+from support.effort import tried
 
 from spawnsim.errors import ParameterError
 from spawnsim.policies.averaging import Everyone, Exponential, Grid, Pairs, RandomGroups

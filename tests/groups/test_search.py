@@ -8,9 +8,9 @@ from collections import deque
 
 import numpy as np
 import pytest
-from effort import tried
 from hypothesis import given
 from hypothesis import strategies as st
+from support.effort import tried
 
 from spawnsim.policies.averaging.butterfly import Member
 from spawnsim.policies.averaging.grouping import DirectoryClient, DirectoryShard, Entry, keepers

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from policies.ranks import WIDE, Line, line, numbers, walk
+from support.policy_ranks import WIDE, Line, line, numbers, walk
 
 import spawnsim
 from spawnsim.errors import MismatchError, ParameterError, UsageError

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from far import Far, card
 from programs.every_policy import CASES, Case, policy_of
+from support.far import Far, card
 
 import spawnsim
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, SpawnPolicy, Travels

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from policies.ranks import numbers, walk
+from support.policy_ranks import numbers, walk
 
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, Wiring
 from spawnsim.virtual.faults import Swarm

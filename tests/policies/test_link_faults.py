@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from policies.ranks import line, numbers
+from support.policy_ranks import line, numbers
 
 import spawnsim
 from spawnsim.errors import MismatchError, Timeout

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from policies.ranks import Line, Steps, line, numbers, walk
+from support.policy_ranks import Line, Steps, line, numbers, walk
 
 import spawnsim
 from spawnsim.errors import ParameterError

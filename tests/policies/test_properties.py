@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies.ranks import line, numbers, walk
+from support.policy_ranks import line, numbers, walk
 
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from policies.ranks import line, numbers
+from support.policy_ranks import line, numbers
 
 import spawnsim
 from spawnsim.torchgfn import spawn_policy

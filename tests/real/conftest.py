@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from crew import MEMBER, Crew, first
-from surviving import survive
+from support.crew import MEMBER, Crew, first
+from support.surviving import survive
 
 __all__ = ["survive"]  # fixtures of other rooms
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from surviving import processes
+from support.surviving import processes
 
 from spawnsim.real.launch.launchers import find_library, flags
 

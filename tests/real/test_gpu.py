@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import first
+from support.crew import first
 
 DEVICES = ["far", *["cuda"] * torch.cuda.is_available()]
 on_both_buildings = pytest.mark.parametrize("building", ["mpi", "torch"])
@@ -23,7 +23,7 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import numpy as np
 import torch
-from far import Far
+from support.far import Far
 from spawnsim.comm import DOUBLE, FLOAT, SUM
 from spawnsim.comm.constants import *
 from spawnsim.comm.failures import SpecBufferError

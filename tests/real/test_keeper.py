@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Timer
 
 import pytest
-from surviving import processes
+from support.surviving import processes
 
 from spawnsim.cli.run import _never_began
 from spawnsim.errors import RankFailed

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from surviving import went_on
+from support.surviving import went_on
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(150)]
 

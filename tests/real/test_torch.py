@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from crew import first
+from support.crew import first
 
 from spawnsim.real.torch.runtime import UnfinishedNccl, can_use_nccl
 

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from virtual_run import LATENCY, Notes, platform, run
+from support.virtual_run import LATENCY, Notes, platform, run
 
 from spawnsim.comm import MAX, SUM
 from spawnsim.errors import Deadlock, MismatchError, ParameterError, RankFailed, Timeout, TruncationError
@@ -175,7 +175,7 @@ def test_nonsense_ranks_are_refused(ranks):
 PROGRAM = """
 import sys
 sys.path.insert(0, "tests")
-from virtual_run import Notes, platform
+from support.virtual_run import Notes, platform
 from spawnsim.virtual import simulate
 
 def main(comm):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.random import rand as rand_by_name
-from virtual_run import run
+from support.virtual_run import run
 
 import spawnsim
 

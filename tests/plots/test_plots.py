@@ -1,0 +1,601 @@
+"""Figures: the arrays behind them are checked by number, the drawing by one smoke test per figure."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from support import synthetic
+
+from spawnsim import plots
+from spawnsim.cli.results import plot as plot_command
+from spawnsim.errors import ParameterError
+from spawnsim.plots import (
+    convergence,
+    diversity,
+    replacement,
+    series,
+    style,
+    timeuse,
+)
+from spawnsim.plots.experiments import Groups, facts, grouped, setting
+from spawnsim.record import Table
+from spawnsim.run import Run
+
+
+def table(**columns: list[float]) -> dict[str, np.ndarray]:
+    """Return a table of float columns."""
+    return {name: np.asarray(values, dtype=float) for name, values in columns.items()}
+
+
+TWO_RANKS = table(rank=[0, 0, 1, 1], time_s=[1, 3, 2, 4], iteration=[0, 1, 0, 1], loss=[8, 4, 6, 2])
+
+
+def events(*who: tuple[int, float, list[int]], **more: int) -> list[dict[str, object]]:
+    """Return replacement events from (rank, time_s, donors)."""
+    return [{"kind": "replacement", "rank": r, "time_s": t, "donors": d} | more for r, t, d in who]
+
+
+# ------------------------------------------------------------------------------------------------- series
+
+
+def test_a_rank_keeps_its_last_value_until_its_next_row():
+    """Ranks with different clocks share one grid; before its first row a rank has no value."""
+    grid = series.carried_forward(TWO_RANKS, "loss")
+    assert grid.x.tolist() == [1, 2, 3, 4]
+    np.testing.assert_equal(grid.values, [[8, 8, 4, 4], [np.nan, 6, 6, 2]])
+
+
+def test_rows_without_the_value_are_left_out():
+    """A column that is recorded every other row (NaN between) gives a step curve, not gaps."""
+    sparse = table(rank=[0, 0, 0], time_s=[1, 2, 3], accuracy=[0.5, np.nan, 0.7])
+    assert series.carried_forward(sparse, "accuracy").values.tolist() == [[0.5, 0.7]]
+
+
+def test_rows_in_any_order_give_the_same_grid():
+    """A table need not be sorted by time."""
+    shuffled = {name: values[[3, 0, 2, 1]] for name, values in TWO_RANKS.items()}
+    np.testing.assert_equal(
+        series.carried_forward(shuffled, "loss"), series.carried_forward(TWO_RANKS, "loss")
+    )
+
+
+def test_quantiles_wait_for_half_of_the_ranks():
+    """One early rank out of three is no median."""
+    grid = series.Grid(np.arange(2.0), np.array([[1.0, 1], [np.nan, 2], [np.nan, 3]]))
+    np.testing.assert_equal(series.quantiles(grid, [0.5]), [[np.nan, 2]])
+
+
+def test_an_unknown_column_is_named_with_those_that_exist():
+    """A wrong name is one clear error."""
+    with pytest.raises(
+        ParameterError, match="'reward' was not recorded; this run has: iteration, loss, rank, time_s"
+    ):
+        series.carried_forward(TWO_RANKS, "reward")
+
+
+def test_long_runs_are_resampled_to_few_points():
+    """A thousand distinct times become 240 grid points that reach both ends."""
+    times = np.arange(1000.0)
+    grid = series.carried_forward({"rank": np.zeros(1000), "time_s": times, "loss": times}, "loss")
+    assert (len(grid.x), grid.x[0], grid.x[-1], grid.values[0, -1]) == (240, 0, 999, 999)
+
+
+def test_the_bootstrap_is_seeded_and_brackets_the_median():
+    """The same seed gives the same interval; one sample gives no width."""
+    samples = np.random.default_rng(1).normal(size=(9, 3))
+    once, again = (series.bootstrap_medians(samples, seed=3) for _ in range(2))
+    np.testing.assert_array_equal(once, again)
+    assert (once[1] <= once[0]).all()
+    assert (once[0] <= once[2]).all()
+    assert series.bootstrap_median([0.5]) == (0.5, 0.5, 0.5, "90 % interval")
+
+
+def test_the_bootstrap_covers_the_true_median_about_as_often_as_it_says():
+    """A 90 % interval over 15 normal seeds holds the true median in 80 to 99 % of 300 trials."""
+    samples = np.random.default_rng(2).normal(size=(15, 300))
+    _, low, high = series.bootstrap_medians(samples)
+    assert 0.80 < np.mean((low <= 0) & (high >= 0)) < 0.99
+
+
+def test_sums_and_last_values_are_per_rank():
+    """Rows of several ranks are told apart; NaN counts as nothing."""
+    mixed = table(rank=[0, 1, 0, 1], time_s=[1, 1, 2, 2], x=[1, 5, 2, np.nan])
+    assert series.per_rank_sum(mixed, "x").tolist() == [3, 5]
+    assert series.per_rank_last(mixed, "x").tolist() == [2, 5]
+
+
+# ----------------------------------------------------------------------------------------------- experiments
+
+
+def made(seed: int = 0, *, outcome: str = "finished", real: bool = False, **what: Any) -> Run:
+    """Return a short run with these entries of run.json; `parameters` are added to the policy."""
+    run = synthetic.run(ranks=12, iterations=int(what.pop("iterations", 20)), seed=seed, real=real)
+    parameters = {"policy": "selective"} | what.pop("parameters", {})
+    totals = {
+        **run.totals,
+        "ranks": what.get("ranks", 12),
+        "digest": f"{seed}{sorted(what.items())}{parameters}",
+    }
+    return dataclasses.replace(
+        run, what={**run.what, "parameters": parameters} | what, outcome=outcome, totals=totals
+    )
+
+
+def names(found: Groups) -> list[tuple[str, int]]:
+    """Return what stands in the legend, and of how many runs each curve is made."""
+    return [(group.label, len(group.runs)) for group in found]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shown"),
+    [
+        ({"parameters": {"ratio": 0.05}}, {"parameters": {"ratio": 0.5}}, ["ratio 0.05", "ratio 0.5"]),
+        ({"parameters": {"policy": None}}, {"parameters": {"policy": "average"}}, ["none", "average"]),
+        ({"ranks": 12}, {"ranks": 1000}, ["12 ranks", "1,000 ranks"]),
+        ({"platform": "/a/net.toml"}, {"platform": None}, ["net", "default platform"]),
+        ({"stragglers": None}, {"stragglers": "pareto:2"}, ["no stragglers", "pareto:2"]),
+        ({"faults": "crash:1@2s"}, {"faults": None}, ["faults crash:1@2s", "no faults"]),
+        ({"compute": "5 ms"}, {"compute": 0.01}, ["compute 5 ms", "compute 0.01"]),
+        ({"deadline_s": 30.0}, {"deadline_s": 3.0}, ["deadline 30", "deadline 3"]),
+        ({"file": "a.py"}, {"file": "b.py"}, ["a", "b"]),
+        ({"versions": {"torch": "2.1"}}, {"versions": {"torch": "2.2"}}, ["torch 2.1", "torch 2.2"]),
+        ({"inputs": {"platform/x": "12ab9"}}, {"inputs": {"platform/x": "34cd9"}}, ["x 12ab", "x 34cd"]),
+        ({"inputs": {"program/h.py": "12ab9"}}, {"inputs": {"program/h.py": "34cd9"}}, ["h.py 12ab", "h.py 34cd"]),
+        ({"backend": "virtual"}, {"backend": "torch"}, ["selective", "selective (real torch)"]),
+    ],
+)  # fmt: skip
+def test_runs_that_differ_in_anything_but_their_seed_are_other_experiments(
+    one: dict[str, Any], other: dict[str, Any], shown: list[str]
+):
+    """Each has its curve, named by what differs; seeds of one experiment share a curve."""
+    found = grouped([made(0, **one), made(1, **other), made(1, **one), made(2, **one)])
+    assert names(found) == [(shown[0], 3), (shown[1], 1)]
+
+
+def test_the_caption_tells_what_all_curves_have_in_common():
+    """Program, circumstances and parameters; what is nothing is left out, and what differs stands in the legend."""
+    common = {"alpha": 0.3, "hidden": [256, 64], "compression": None, "guard": True}
+    found = grouped([made(parameters={"ratio": ratio, **common}) for ratio in (0.1, 0.5)])
+    assert found.caption().splitlines() == [
+        "digits.py · 12 virtual ranks · ethernet-10g · stragglers lognormal:0.3 · seed 0",
+        "policy selective, alpha 0.3, hidden 256 64, guard",
+    ]
+
+
+def test_how_a_run_was_made_is_no_experiment():
+    """Date, command, machine, threads and what was noticed do not tell curves apart."""
+    found = grouped([
+        made(0, made={"date": "today", "threads": 2}, leaks=["time"], notes=["x"]), made(1, made={}, leaks=[], notes=[])
+    ])  # fmt: skip
+    assert names(found) == [("selective", 2)]
+
+
+def test_a_run_named_twice_counts_once():
+    """An interval over copies would have no width; the same seed of another digest is a run of its own."""
+    run = made(1)
+    other = dataclasses.replace(run, totals={**run.totals, "digest": "another"})
+    assert names(grouped([run, run, other])) == [("selective", 2)]
+
+
+def test_a_user_may_pool_and_name():
+    """`by` alone tells groups apart, and the caption says what was pooled; labels are given once per group."""
+    runs = [made(seed, parameters={"ratio": ratio, "every": 5}) for ratio in (0.1, 0.5) for seed in (0, 1)]
+    pooled = grouped(runs, by=["every"])
+    assert names(pooled) == [("every 5", 4)]
+    assert "curves pool runs that differ in ratio" in pooled.caption()
+    assert names(grouped(runs, by=["seed"])) == [("seed 0", 2), ("seed 1", 2)]
+    assert names(grouped(runs, labels=["few", "many"])) == [("few", 2), ("many", 2)]
+    with pytest.raises(ParameterError, match=r"3 labels for 2 curves: ratio 0\.1; ratio 0\.5"):
+        grouped(runs, labels=["a", "b", "c"])
+    with pytest.raises(ParameterError, match="labels a, a: give each curve one of its own"):
+        grouped(runs, labels=["a", "a"])
+    with pytest.raises(
+        ParameterError, match="--by rank: no run tells that; these runs differ in seed, ratio"
+    ):
+        grouped(runs, by=["rank"])
+
+
+def test_groups_of_one_label_are_told_apart():
+    """Long values that read alike are numbered."""
+    long = "x" * 40
+    found = grouped([made(parameters={"text": f"{long}{end}"}) for end in "ab"])
+    assert [group.label[-6:] for group in found] == ["xxxxx…", "xx… (2)"[-6:]]
+    assert len({group.label for group in found}) == 2
+
+
+def test_the_same_names_of_parameters_and_circumstances_are_kept_apart():
+    """A parameter of main called "ranks" does not hide the number of ranks."""
+    found = facts(made(parameters={"ranks": 3}))
+    assert (found["ranks"].shown, found["main's ranks"].shown) == ("12 ranks", "ranks 3")
+
+
+def test_three_ratios_of_one_seed_are_no_interval():
+    """They were drawn as one line with a "90 % bootstrap interval over 3 seeds"."""
+    drawn = convergence.figure([made(0, parameters={"ratio": ratio}) for ratio in (0.05, 0.1, 0.5)], "loss")
+    assert drawn.get_suptitle() == "Loss on own data by ratio"
+    assert "band: 10–90 % of ranks" in drawn.get_supxlabel()
+    assert "bootstrap" not in drawn.get_supxlabel()
+    assert {text.get_text() for text in drawn.axes[1].texts} == {"ratio 0.05", "ratio 0.1", "ratio 0.5"}
+
+
+@pytest.mark.parametrize(
+    ("seeds", "says"), [(4, "thin: each of 4 seeds"), (5, "90 % bootstrap interval over 5 seeds")]
+)
+def test_few_seeds_are_drawn_one_by_one(seeds: int, says: str):
+    """Below five an interval would be a grander name for the least and the largest."""
+    found = grouped([made(seed, iterations=20 + seed) for seed in range(seeds)])
+    caption = convergence.figure(found, "loss").get_supxlabel()
+    assert says in caption
+    assert ("bootstrap" in caption) == (seeds >= 5)
+    ax = Figure().subplots()
+    (info,) = convergence.panel(found, "loss", "iteration", ax).values()
+    assert len(ax.collections) == (seeds >= 5)  # the band
+    assert (info.x[-1], max(line.get_xdata()[-1] for line in ax.lines)) == (
+        19,
+        18 + seeds,
+    )  # to each seed's end
+
+
+def test_a_number_over_few_seeds_has_its_least_and_largest():
+    """From five on it is the bootstrap's interval, and says so."""
+    assert series.over_seeds([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0, "least to largest")
+    assert series.over_seeds([1.0, 2.0, 3.0, 4.0, 5.0]).kind == "90 % interval"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "mark"),
+    [("RankError: rank 3 raised ValueError: no", "failed"), ("interrupted", "interrupted")],
+)
+def test_a_run_that_did_not_finish_is_marked(outcome: str, mark: str):
+    """In the legend, and with its error in the caption of each figure."""
+    found = grouped([made(0), made(0, outcome=outcome, parameters={"policy": "average"})])
+    assert names(found) == [("selective", 1), (f"average ({mark})", 1)]
+    for _, drawn in plots.figures(found):
+        if "replacement" not in drawn.get_suptitle() and "replaced" not in drawn.get_suptitle():
+            assert f"not finished, shown as far as recorded: average: {outcome}" in " ".join(
+                drawn.get_supxlabel().split("\n")
+            )
+    assert names(grouped([made(0), made(1, outcome=outcome)])) == [("selective (1 of 2 not finished)", 2)]
+
+
+# -------------------------------------------------------------------------------------------- convergence
+
+
+def test_the_curve_is_the_median_over_ranks():
+    """Median and band of two ranks, against iterations."""
+    found = convergence.curve(TWO_RANKS, "loss", over="iteration", band=(0.0, 1.0))
+    assert (found.x.tolist(), found.median.tolist()) == ([0, 1], [7, 3])
+    assert (found.low.tolist(), found.high.tolist()) == ([6, 2], [8, 4])
+
+
+def test_seeds_are_compared_where_all_of_them_have_values():
+    """The median over seeds is that of the common stretch; each seed's own curve is kept to its end."""
+    curves = [
+        convergence.Curve(np.array(x), *[np.array(y)] * 3)
+        for x, y in (([0.0, 2], [1.0, 3]), ([1.0, 3], [5.0, 7]))
+    ]
+    both = convergence.over_seeds(curves)
+    assert (both.x.tolist(), both.median.tolist(), both.runs) == ([1, 2], [3, 4], 2)
+    assert [each.x[-1] for each in both.seeds] == [2, 3]
+
+
+def test_real_seconds_count_from_each_ranks_first_row():
+    """Loading libraries is no training: a real rank's clock is set to zero at its first row, a virtual one's is not."""
+    real, virtual = (synthetic.run("none", ranks=3, iterations=4, real=real) for real in (True, False))
+    shifted = convergence.since_start(real)
+    assert shifted["time_s"][[0, 4, 8]].tolist() == [0, 0, 0]
+    np.testing.assert_allclose(np.diff(shifted["time_s"][:4]), np.diff(real.table["time_s"][:4]))
+    assert convergence.since_start(virtual) is virtual.table
+
+
+# -------------------------------------------------------------------------------------------- replacement
+
+
+def test_replacements_count_donors_and_replaced():
+    """Each donor of an event is a pair; counts are per rank."""
+    info = replacement.replacements(events((1, 2.0, [0, 3]), (2, 1.0, [0])), ranks=4)
+    assert replacement.per_rank(info).tolist() == [0, 1, 1, 0]
+    assert replacement.donations(info).tolist() == [2, 0, 0, 1]
+    assert info.time_s.tolist() == [1, 2]
+
+
+def test_never_replaced_falls_at_each_first_replacement_only():
+    """A second replacement of one rank changes nothing; the curve goes on to the end of the run."""
+    info = replacement.replacements(events((1, 1.0, []), (1, 2.0, []), (0, 3.0, [])), ranks=2, end_s=5.0)
+    time_s, share = replacement.never_replaced(info)
+    assert list(zip(time_s, share, strict=True)) == [(0, 1), (1, 0.5), (3, 0), (5, 0)]
+
+
+def test_chance_is_binomial_when_all_rounds_are_equal():
+    """Two rounds of one rank in four: replaced 0, 1, 2 times with 9/16, 6/16, 1/16."""
+    info = replacement.replacements(events((1, 1.0, [])) + events((2, 2.0, [])), ranks=4)
+    chance = replacement.by_chance(info)
+    np.testing.assert_allclose(chance.counts[:3], [9 / 16, 6 / 16, 1 / 16])
+    np.testing.assert_allclose(chance.never, [3 / 4, 9 / 16])
+
+
+def test_events_of_one_round_count_as_one_round():
+    """Half of the ranks replaced at once leaves half of them, not (3/4)^2."""
+    info = replacement.replacements(events((1, 1.0, []), (2, 1.5, []), round=5), ranks=4)
+    assert replacement.by_chance(info).never.tolist() == [0.5]
+
+
+@given(st.integers(1, 1200), st.integers(0, 50))
+def test_the_matrix_loses_no_pair(ranks: int, bins: int):
+    """Whatever the number of ranks and cells, every pair falls into a cell, and all cells are of one whole width."""
+    rng = np.random.default_rng(ranks)
+    who = [(int(rng.integers(ranks)), 1.0, [int(d) for d in rng.integers(ranks, size=3)]) for _ in range(20)]
+    counts, edges = replacement.matrix(replacement.replacements(events(*who), ranks), bins)
+    assert counts.sum() == 60
+    assert set(np.diff(edges)) == {edges[1]}
+
+
+def test_donors_are_ranks_whatever_a_program_records():
+    """A program's own event may be of kind "replacement" and name its donors in words; rounds may be lists."""
+    odd = [{"kind": "replacement", "rank": 1, "time_s": 1.0, "donors": donors, "round": [1], "iteration": 2**70}
+           for donors in ("all", None, 3, [0, "x", True, 2**31 - 1, -1, 2])]  # fmt: skip
+    info = replacement.replacements(odd, ranks=3)
+    assert (info.donor.tolist(), info.receiver.tolist(), info.round.tolist()) == ([0, 2], [1, 1], [0] * 4)
+
+
+def test_a_column_of_texts_has_no_curve(tmp_path: Path):
+    """It is left out of what is drawn by itself, and refused where it is asked for; names of files are safe."""
+    run = made(parameters={"policy": "average"})
+    columns = dict(run.table) | {"accuracy": np.full(run.table.rows, "good")}
+    run = dataclasses.replace(run, table=Table(columns))
+    assert "convergence-accuracy" not in dict(plots.figures([run]))
+    with pytest.raises(ParameterError, match="'accuracy' holds texts"):
+        convergence.figure([run], "accuracy")
+    odd = dataclasses.replace(run, table=Table({"../up": run.table["loss"], **run.table.where([0, 1])} | {
+        "../up": run.table["loss"][:2]}))  # fmt: skip
+    assert {path.parent for path in plots.save_all([odd], tmp_path, ["../up"], ["png"])} == {tmp_path}
+
+
+def test_no_replacement_at_all_is_no_error():
+    """A run without events has empty arrays and full share."""
+    info = replacement.replacements([], ranks=3, end_s=1.0)
+    assert replacement.never_replaced(info)[1].tolist() == [1, 1]
+    assert replacement.top_share(replacement.donations(info)) == 0
+
+
+# --------------------------------------------------------------------------------- diversity and time use
+
+
+def test_diversity_is_the_spread_over_ranks():
+    """Losses 8 and 6: standard deviation 1, coefficient of variation 1/7, range 2."""
+    found = diversity.diversity(TWO_RANKS, "loss")
+    assert (found.std[0], found.range[0]) == (1, 2)
+    assert found.cv[0] == pytest.approx(100 / 7)
+
+
+def test_time_that_is_not_computing_is_exchange():
+    """The two parts add up to the rank's own clock."""
+    used = timeuse.time_use(TWO_RANKS | table(compute_s=[1, 1, 2, 1]))
+    assert used is not None
+    assert (used.compute_s.tolist(), used.exchange_s.tolist()) == ([2, 3], [1, 1])
+    assert timeuse.time_use(TWO_RANKS) is None
+
+
+def test_no_panel_of_time_use_is_cropped():
+    """Panels share one height, which the last one used to set for all."""
+    slow, quick = (
+        synthetic.run("average", ranks=9, iterations=40),
+        synthetic.run("none", ranks=9, iterations=10),
+    )
+    drawn = timeuse.figure([slow, quick])
+    assert drawn is not None
+    used = timeuse.time_use(slow.table)
+    assert used is not None
+    assert drawn.axes[0].get_ylim()[1] > (used.compute_s + used.exchange_s).max()
+
+
+def test_time_use_of_many_runs_is_a_page():
+    """Rows of four panels; beyond eight runs one of each curve."""
+    drawn = timeuse.figure([made(seed, parameters={"every": every}) for every in range(5) for seed in (0, 1)])
+    assert drawn is not None
+    assert [ax.get_title(loc="left") for ax in drawn.axes if ax.get_visible()] == [
+        f"every {every}" for every in range(5)
+    ]
+    assert drawn.get_figwidth() < 20
+    assert "of each curve the first run" in drawn.get_supxlabel()
+
+
+def test_imbalance_is_the_excess_of_the_slowest():
+    """Iteration 0 takes 1 and 3 s, iteration 1 takes 2 and 2 s: 4 s useful, 1 s lost."""
+    found = timeuse.imbalance(TWO_RANKS | table(compute_s=[1, 2, 3, 2]))
+    assert found == timeuse.Imbalance(useful_s=4.0, waiting_s=1.0)
+
+
+# -------------------------------------------------------------------------------------------------- style
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_labels_keep_their_order_and_their_distance(heights: list[float]):
+    """Neighbouring labels end at least a gap apart, in the order of their lines."""
+    placed = style.spread(heights, 0.1)
+    ordered = [placed[index] for index in sorted(range(len(heights)), key=heights.__getitem__)]
+    assert all(high - low > 0.0999 for low, high in pairwise(ordered))
+
+
+def test_looks_differ_in_colour_and_in_line():
+    """A policy can be told apart without colour, and keeps its look whoever else is there."""
+    chosen = style.looks(["a", "selective", "b", "none", "average"])
+    assert (
+        len({look.colour for look in chosen.values()})
+        == len({str(look.dashes) for look in chosen.values()})
+        == 5
+    )
+    assert chosen["average"] == style.looks(["average"])["average"]
+
+
+def test_no_two_curves_look_alike():
+    """Colours come again after the sixth, with other dashes and with markers; beyond all pairs is refused."""
+    chosen = style.looks(["none", "average", *map(str, range(30))])
+    assert len({(look.colour, str(look.dashes)) for look in chosen.values()}) == 32
+    first = list(chosen.values())[:7]
+    assert len({look.colour for look in first}) == 7
+    with pytest.raises(ParameterError, match="99 curves in one figure"):
+        style.looks(map(str, range(99)))
+
+
+@given(st.lists(st.floats(-1, 2), min_size=1, max_size=12))
+def test_labels_stay_beside_their_axes(heights: list[float]):
+    """Many lines that end together are named from top to bottom of the panel, and not above it."""
+    gap = 1 / len(heights)
+    placed = sorted(style.within(style.spread(heights, gap), gap))
+    assert placed[0] >= -1e-9
+    assert placed[-1] <= 1 + 1e-9
+    assert all(high - low > 0.999 * gap for low, high in pairwise(placed))
+
+
+def test_captions_say_who_ran_where():
+    """Ranks, platform, stragglers and seeds are in the caption."""
+    runs = [synthetic.run(ranks=4, seed=seed) for seed in (1, 2)] + [
+        synthetic.run(ranks=4, real=True, seed=1)
+    ]
+    expected = (
+        "4 virtual ranks · 4 real MPI ranks · ethernet-10g · stragglers lognormal:0.3 · 2 seeds (1 … 2)"
+    )
+    assert setting(runs) == expected
+    assert [group.label for group in grouped(runs)] == ["selective", "selective (real MPI)"]
+
+
+# ------------------------------------------------------------------------------------------------ drawing
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[plots.Recorded]:
+    """Three policies on 40 ranks, and one real run."""
+    few = {"ranks": 40, "iterations": 30}
+    return [synthetic.run(policy, **few) for policy in synthetic.REACHED] + [
+        synthetic.run("average", real=True, **few)
+    ]
+
+
+def test_all_figures_are_made_and_saved_alike(runs: list[plots.Recorded], tmp_path: Path):
+    """One smoke test for the whole gallery: every figure has a title, a caption and units; two times, equal bytes."""
+    before = dict(mpl.rcParams)
+    made = dict(plots.figures(runs))
+    assert set(made) == {
+        "convergence-accuracy", "convergence-loss", "diversity-accuracy", "time-use",
+        "replacement-raster-selective", "replacement-lineage-selective",
+    }  # fmt: skip
+    for figure in made.values():
+        assert figure.get_suptitle()
+        assert "40 virtual" in figure.get_supxlabel()
+    first = plots.save(made["convergence-loss"], tmp_path / "a" / "figure", ("png", "pdf", "svg"))
+    second = plots.save(convergence.figure(runs, "loss"), tmp_path / "b" / "figure", ("png", "pdf", "svg"))
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    assert dict(mpl.rcParams) == before
+
+
+def test_every_axis_has_a_label(runs: list[plots.Recorded]):
+    """No panel without words on its axes, shared ones aside."""
+    for stem, figure in plots.figures(runs):
+        bare = [ax for ax in figure.axes if not ax.get_xlabel() and ax.xaxis.get_tick_params()["labelbottom"]]
+        assert not bare, stem
+
+
+def told(accuracies: list[float], policy: str = "selective", seed: int = 7) -> Run:
+    """Return a run of 20 ranks whose mean model has these accuracies, 50 ms apart."""
+    run = synthetic.run(policy, ranks=20, iterations=30, seed=seed)
+    means = [
+        {"kind": "consensus", "time_s": 9.0, "rank": 0, "at_s": 0.05 * tick, "accuracy": each}
+        for tick, each in enumerate(accuracies)
+    ]
+    return dataclasses.replace(run, events=[*run.events, *means])
+
+
+def test_the_mean_model_has_a_curve_and_a_time_at_which_it_reaches_a_target():
+    """The first time counts, also where it falls back; a target that is never reached is infinitely far."""
+    info = convergence.of_mean_model(told([0.1, 0.7, 0.85, 0.7, 0.9]))
+    assert info.x.tolist() == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
+    assert [convergence.first_at(info, target) for target in (0.1, 0.8, 0.95)] == [0, 0.1, np.inf]
+    with pytest.raises(
+        ParameterError, match=r'no event "consensus" was recorded: see spawnsim.policies.Consensus'
+    ):
+        convergence.of_mean_model(synthetic.run(ranks=3))
+
+
+def test_a_race_has_a_row_for_each_setting_and_names_each_policy_once_in_it():
+    """Three seeds each are drawn, and the caption says so, with the target; policies look alike in all rows."""
+    runs = [told([0.1, 0.5, 0.9], policy, seed) for policy in ("none", "average") for seed in (1, 2, 3)]
+    figure = convergence.race({"Data differ": runs, "Rates differ": runs[:3]}, 0.8, "Who is first?")
+    assert [len(ax.texts) for ax in figure.axes] == [0, 2, 0, 1]
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
+    assert titles[1] == "Data differ:\nthe mean of all ranks' models" and titles[2].startswith(
+        "Rates differ:"
+    )
+    caption = figure._supxlabel.get_text().replace("\n", " ")
+    assert "thin: each of 3 seeds" in caption and caption.endswith("dotted: accuracy 0.8")
+    assert figure.axes[1].lines[0].get_color() == figure.axes[3].lines[0].get_color()
+
+
+def test_a_raster_ends_when_half_of_the_ranks_have_ended():
+    """One straggler that goes on alone does not leave the axis empty."""
+    rows = table(rank=[0, 1, 2], time_s=[2, 2.5, 40])
+    run = Run({"backend": "virtual"}, Table(rows), events((1, 1.0, [0])), {"ranks": 3})
+    assert replacement.replacements_of(run).end_s == 2.5
+
+
+def test_draw_takes_given_axes_or_makes_its_own(runs: list[plots.Recorded]):
+    """`draw(info)` returns new axes, `draw(info, ax)` the given ones."""
+    ax = Figure().subplots()
+    info = replacement.replacements_of(runs[2])
+    assert replacement.draw_raster(info, ax) is ax
+    for draw in (
+        replacement.draw_raster,
+        replacement.draw_matrix,
+        replacement.draw_counts,
+        replacement.draw_never,
+    ):
+        assert draw(info).figure is not ax.figure
+
+
+def test_the_command_writes_figures_of_run_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """`spawnsim plot RUN --out DIR` prints one path per file."""
+    synthetic.run(ranks=6, iterations=20).save(tmp_path / "run")
+    assert (
+        plot_command([str(tmp_path / "run"), "--out", str(tmp_path), "--formats", "png", "--column", "loss"])
+        == 0
+    )
+    assert all(Path(line).stat().st_size > 10_000 for line in capsys.readouterr().out.splitlines())
+
+
+def test_the_command_says_when_there_is_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A run without rows made no figure, no word and status 0; beside others it is named and left out."""
+    run = made(parameters={"policy": "average"})
+    dataclasses.replace(run, table=run.table.where([])).save(tmp_path / "empty")
+    made().save(tmp_path / "full")
+    empty, full, out = (str(tmp_path / name) for name in ("empty", "full", "out"))
+    assert plot_command([empty, "--out", out]) == 2
+    assert "average: no row was recorded" in capsys.readouterr().err
+    assert plot_command([empty, full, "--out", out, "--formats", "png", "--column", "loss"]) == 0
+    told = capsys.readouterr()
+    assert "convergence-loss.png" in told.out
+    assert "average: no row was recorded" in told.err
+
+
+def test_figures_need_no_pyplot():
+    """Importing and drawing leaves pyplot alone: no window, no global figure list."""
+    draw = "p.replacement.draw_raster(p.replacement.replacements([], 2, 1.0))"
+    code = f"import sys, spawnsim.plots as p; {draw}; print('matplotlib.pyplot' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_bins_of_ranks_divide_them_where_they_can():
+    """1,000 ranks in at most 50 bins are 20 wide; 64 in at most 10 are 8 wide; a prime takes what it needs."""
+    edges = [replacement.rank_edges(*args) for args in ((1000, 50), (64, 10), (97, 10), (3, 50))]
+    assert [(each[1], each[-1]) for each in edges] == [(20, 1000), (8, 64), (10, 100), (1, 3)]

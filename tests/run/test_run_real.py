@@ -1,0 +1,295 @@
+"""`spawnsim run --backend mpi`: real ranks, real folders, and jobs that end early."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.surviving import processes
+
+import spawnsim
+
+pytestmark = pytest.mark.mpi
+
+PROGRAM = """
+import os, sys, time
+
+def main(comm, iterations=3, raise_on=-1, kill_on=-1, signal=9, leave=False, wait_s=0.0, unread=0, talk=0, meet=True):
+    rank = comm.Get_rank()
+    for line in range(talk):
+        print("rank", rank, "x" * 60, "line", line, "end")
+    for _ in range(unread if rank == 0 else 0):
+        comm.Isend(bytearray(100_000), 1, 7)
+    for iteration in range(iterations):
+        with comm.compute():
+            time.sleep(0.001)
+        comm.record(iteration=iteration, total=comm.allreduce(rank))
+    comm.record.event("replacement", donors=[0])
+    if rank == raise_on:
+        raise ValueError("no such luck")
+    if rank == kill_on:
+        os.kill(os.getpid(), signal)
+        time.sleep(60)
+    if leave:
+        sys.exit()
+    time.sleep(wait_s)
+    if meet:
+        comm.Barrier()
+"""
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    """A training file."""
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def _spawnsim(*arguments: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "spawnsim", *map(str, arguments)]
+    return subprocess.run(
+        line, capture_output=True, text=True, check=False, timeout=120, env=dict(os.environ)
+    )
+
+
+def test_real_ranks_leave_the_same_folder_as_virtual_ones(train: Path, tmp_path: Path) -> None:
+    """Four processes and four virtual ranks record the same columns and values, apart from time."""
+    real, virtual = tmp_path / "real", tmp_path / "virtual"
+    done = _spawnsim("run", train, "--backend", "mpi", "-n", 4, "--out", real, "--json")
+    assert (done.returncode, json.loads(done.stdout)["ranks"]) == (0, 4), done.stderr
+    assert _spawnsim("run", train, "--compute", "1 ms", "-n", 4, "--out", virtual).returncode == 0
+    mine, theirs = spawnsim.Run.load(real), spawnsim.Run.load(virtual)
+    assert {name: column.dtype for name, column in mine.table.items()} == {
+        name: column.dtype for name, column in theirs.table.items()
+    }
+    for name in ("rank", "iteration", "total"):
+        assert mine.table[name].tolist() == theirs.table[name].tolist()
+    assert [event["rank"] for event in mine.events if event["kind"] == "replacement"] != []
+    assert mine.totals["iterations"] == theirs.totals["iterations"] == 3
+    assert (mine.what["backend"], theirs.what["backend"]) == ("mpi", "virtual")
+    assert sorted(path.name for path in real.iterdir()) == [
+        "events.jsonl", "inputs", "metrics.npz", "run.json",
+    ]  # fmt: skip
+
+
+DRAWS = """
+import random
+import numpy as np
+
+def main(comm):
+    import torch
+
+    comm.record(drawn=repr([random.random(), np.random.rand(), float(torch.rand(1))]))
+    torch.manual_seed(100 + comm.rank)
+    comm.Barrier()
+    comm.record(drawn=repr([random.random(), np.random.rand(), float(torch.rand(1))]))
+"""
+
+
+def test_global_generators_start_where_virtual_ranks_start(tmp_path: Path) -> None:
+    """A program that seeds nothing, or all, draws the same numbers on real ranks and on virtual ones."""
+    program, real = tmp_path / "draws.py", tmp_path / "real"
+    program.write_text(DRAWS)
+    done = _spawnsim("run", program, "--backend", "mpi", "-n", 2, "--seed", 3, "--out", real)
+    assert done.returncode == 0, done.stderr
+    virtual = spawnsim.run(program, ranks=2, seed=3)
+    assert spawnsim.Run.load(real).table["drawn"].tolist() == virtual.table["drawn"].tolist()
+
+
+def test_totals_need_no_folder(train: Path) -> None:
+    """Without --out the rows are gathered; `sys.exit()` in the program is an ordinary end."""
+    done = _spawnsim("run", train, "--backend", "mpi", "-n", 2, "--json", "--set", "leave=true")
+    totals = json.loads(done.stdout)
+    assert (done.returncode, totals["iterations"], totals["replacements"]) == (0, 3, 2)
+
+
+def test_a_raising_rank_ends_the_job_and_the_folder_is_kept(train: Path, tmp_path: Path) -> None:
+    """One traceback, a non-zero status, and the rows of all ranks until then."""
+    done = _spawnsim(
+        "run", train, "--backend", "mpi", "-n", 3, "--set", "raise_on=1", "--out", tmp_path / "a"
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("ValueError: no such luck") == 1
+    run = spawnsim.Run.load(tmp_path / "a")
+    assert run.outcome == "ValueError: no such luck"
+    assert run.table.of_rank(1)["total"].tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_a_killed_rank_leaves_what_it_had_written(train: Path, tmp_path: Path, backend: str) -> None:
+    """Nobody speaks but the launcher, which merges the shards, and says in one line who died of what."""
+    done = _spawnsim(
+        "run", train, "--backend", backend, "-n", 3, "--set", "kill_on=1", "--out", tmp_path / "a"
+    )
+    run = spawnsim.Run.load(tmp_path / "a")
+    said = done.stderr.splitlines()
+    assert said == [f"spawnsim: {run.outcome}; what was recorded until then: {tmp_path / 'a'}"]
+    assert re.fullmatch(r"rank 1 \(process \d+ on .*\) was killed by signal 9 \(SIGKILL\)", run.outcome)
+    assert (done.returncode, done.stdout) == (137, "")
+    assert run.totals["ranks"] == 3
+    assert run.table.of_rank(1)["total"].tolist() == [3, 3, 3]
+    assert not (tmp_path / "a/shards").exists()
+
+
+def test_a_job_that_survives_its_ranks_needs_no_folder(train: Path) -> None:
+    """Its totals are printed once, by the lowest rank that lives, and count the dead one's rows."""
+    given = ("--survive", "--json", "--set", "kill_on=0", "--set", "meet=false")
+    done = _spawnsim("run", train, "--backend", "mpi", "-n", 3, *given)
+    assert (done.returncode, json.loads(done.stdout)["ranks"]) == (0, 3), done.stderr
+    line = r"\s*spawnsim: rank 0 \(process \d+ on .*\) was killed by signal 9 \(SIGKILL\)\s*"
+    assert re.fullmatch(line, done.stderr)
+
+
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_a_rank_that_is_told_to_stop_is_named(train: Path, tmp_path: Path, backend: str) -> None:
+    """Somebody has sent SIGTERM to one process of the job; all rows are kept."""
+    place, told = tmp_path / "a", ("--set", "kill_on=1", "--set", "signal=15")
+    done = _spawnsim("run", train, "--backend", backend, "-n", 2, *told, "--out", place)
+    assert (done.returncode, done.stdout) == (143, "")
+    run = spawnsim.Run.load(place)
+    assert (run.outcome, run.table.rows) == ("rank 1 was told to stop (SIGTERM)", 6)
+    assert done.stderr == f"spawnsim: {run.outcome}; what was recorded until then: {place}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--set", "lr=1"),
+            "takes no parameter lr; its parameters: iterations, raise_on, kill_on, signal, leave, wait",
+        ),
+        (("--platform", "laptop"), "--platform describes virtual ranks"),
+    ],
+)
+def test_bad_parameters_are_told_once(train: Path, arguments: tuple[str, ...], message: str) -> None:
+    """Two ranks find the same fault; one message appears, and the status is 2."""
+    done = _spawnsim("run", train, "--backend", "mpi", "-n", 2, *arguments)
+    assert done.returncode == 2
+    assert done.stderr.count(message) == 1
+
+
+def test_a_rank_count_must_fit_the_job(train: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a job, -n is the job's own size or an error."""
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    done = _spawnsim("run", train, "--backend", "mpi", "-n", 4)
+    assert done.returncode == 2
+    assert "one of 2 ranks already" in done.stderr
+
+
+def test_a_real_run_counts_what_its_ranks_did(train: Path, tmp_path: Path) -> None:
+    """Messages, bytes and events are the program's; the digest is that of the results, and nothing shows None."""
+    out = [tmp_path / "a", tmp_path / "b"]
+    shown = [_spawnsim("run", train, "--backend", "mpi", "-n", 2, "--out", place) for place in out]
+    runs = [spawnsim.Run.load(place) for place in out]
+    for run in runs:
+        assert run.totals["messages"] == 2 * (3 + 1)  # three reductions of an object, one Barrier
+        assert run.totals["events"] == run.totals["messages"] + 2 * 3  # and three computed blocks
+        assert 0 < run.totals["virtual_seconds"] < 60
+        assert "virtual" not in repr(run)
+    assert runs[0].totals["digest"] == runs[1].totals["digest"] is not None
+    assert "None" not in shown[0].stdout
+    for command in ("report", "plot", "trace"):
+        page = tmp_path / ("plots" if command == "plot" else f"{command}.html")
+        done = _spawnsim(command, out[0], "--out", page)
+        assert done.returncode == 0, done.stderr
+        assert not page.is_file() or ">None<" not in page.read_text(encoding="utf-8")
+
+
+def test_messages_that_nobody_received_are_dropped_and_counted(train: Path, tmp_path: Path) -> None:
+    """MPICH aborts when it ends with large messages inside; here they are an event, and the end takes no deadline."""
+    begin_s = time.monotonic()
+    done = _spawnsim("run", train, "--backend", "mpi", "-n", 2, "--out", tmp_path / "a", "--set", "unread=3")
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - begin_s < 25
+    run = spawnsim.Run.load(tmp_path / "a")
+    leftovers = [event for event in run.events if event["kind"] == "leftover_messages"]
+    assert [(event["rank"], event["count"]) for event in leftovers] == [(1, 3)]
+    assert run.totals["bytes"] == 300_000
+
+
+@pytest.mark.parametrize(
+    ("number", "outcome"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by SIGTERM")]
+)
+def test_a_stopped_job_says_so_and_loses_nothing(
+    train: Path, tmp_path: Path, number: int, outcome: str
+) -> None:
+    """Ctrl-C or SIGTERM to the launcher: one line, a status of its own, and every row that was recorded."""
+    place = tmp_path / "a"
+    line = ["run", train, "--backend", "mpi", "-n", 3, "--out", place, "--set", "wait_s=60"]
+    started = _started(*line)
+    _await_rows(place, 9)
+    started.send_signal(number)
+    out, err = started.communicate(timeout=30)
+    assert (started.returncode, out) == (128 + number, "")
+    assert err.splitlines() == [f"spawnsim: {outcome}; what was recorded until then: {place}"]
+    run = spawnsim.Run.load(place)
+    assert (run.outcome, run.table.rows) == (outcome, 9)
+
+
+def test_a_killed_launcher_takes_its_job_along(train: Path, tmp_path: Path) -> None:
+    """Nobody would see what the ranks say, or stop them; they keep what they have recorded."""
+    place = tmp_path / "a"
+    started = _started("run", train, "--backend", "mpi", "-n", 2, "--out", place, "--set", "wait_s=60")
+    _await_rows(place, 6)
+    started.kill()
+    started.communicate(timeout=60)
+    end_s = time.monotonic() + 30
+    while processes(str(train)):
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
+    run = spawnsim.Run.load(place)
+    assert (run.outcome, run.table.rows) == ("stopped by SIGTERM", 6)
+
+
+def _started(*arguments: object) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "spawnsim", *map(str, arguments)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _await_rows(place: Path, rows: int) -> None:
+    """Wait until so many rows have reached the folder; an event takes those before it along."""
+    end_s = time.monotonic() + 60
+    while not (place / "shards").is_dir() or spawnsim.Run.load(place).table.rows < rows:
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_lines_of_ranks_are_whole(train: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """What ranks print side by side is never cut into each other, unbuffered Python or not."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    done = _spawnsim("run", train, "--backend", backend, "-n", 4, "--quiet", "--set", "talk=400")
+    expected = {f"rank {rank} {'x' * 60} line {line} end" for rank in range(4) for line in range(400)}
+    assert sorted(done.stdout.splitlines()) == sorted(expected), done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_bar_of_rank_0(train: Path) -> None:
+    """The launcher decides whether there is a bar, and one rank draws it."""
+    done = _spawnsim("run", train, "--backend", "mpi", "-n", 3, "--progress", "--set", "wait_s=1")
+    assert done.returncode == 0
+    assert "rank 0: 3 rows" in done.stderr
+    assert "rank 1" not in done.stderr
+
+
+def test_the_world_of_a_toolkit_is_that_of_the_run(tmp_path: Path) -> None:
+    """A policy or toolkit call without a group finds the run's own communicator: its seed, recorder and deadline."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        "from spawnsim.comm.backends import world\n"
+        "def main(comm):\n"
+        "    assert world() is comm\n"
+        "    comm.record(ok=1)\n"
+    )
+    for backend in ("mpi", "torch"):
+        done = _spawnsim("run", path, "--backend", backend, "-n", 2, "--json")
+        assert done.returncode == 0, done.stderr

@@ -1,0 +1,90 @@
+"""The rule of virtual time, held to a plain discrete-event engine and to its promises about events."""
+
+import pytest
+from support.random_programs import MIXTURES, differing
+from support.virtual_run import LATENCY, platform, run
+
+from spawnsim.errors import Livelock
+
+PROGRAMS = 60
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_random_programs_log_what_a_plain_engine_logs(mixture):
+    """All ways to send, receive, wait, look, cancel, give up and access windows: the same results at the same times."""
+    differ = differing(range(PROGRAMS), mixture)
+    assert not differ, f"{len(differ)} of {PROGRAMS} differ, the first: {next(iter(differ.items()))}"
+
+
+@pytest.mark.parametrize(("mixture", "seed"), [("rendezvous fifo", 855), ("no latency", 2672)])
+def test_programs_that_once_differed(mixture, seed):
+    """Ties: on a card that takes one message after the other, and of two requests of which either may end first."""
+    assert not differing([seed], mixture)
+
+
+@pytest.mark.parametrize(("contention", "events"), [("none", 0), ("serial", 0), ("fifo", 20)])
+def test_a_ring_of_named_receives_needs_no_event_a_message(contention, events):
+    """What carries no information costs no event; where arrival decides, ranks in step pay one event a round."""
+
+    def main(comm):
+        for _ in range(20):
+            comm.send(None, (comm.rank + 1) % comm.size)
+            comm.recv(source=(comm.rank - 1) % comm.size)
+
+    totals, _ = run(main, 100, deadline_s=float("inf"), platform=platform(contention=contention))
+    assert (totals.scheduled, totals.messages) == (events, 2000)
+
+
+def test_wildcards_cost_one_event_a_message():
+    """A coordinator that takes from anybody pays for ordering, once a message."""
+
+    def main(comm):
+        if comm.rank == 0:
+            for _ in range(comm.size - 1):
+                comm.recv()
+        else:
+            with comm.compute(0.001 * comm.rank):
+                pass
+            comm.send(None, 0)
+
+    totals, _ = run(main, 50, deadline_s=float("inf"))
+    assert totals.scheduled <= 2 * 50
+
+
+def test_wildcards_take_the_earliest_arrival_though_it_is_sent_last():
+    """The rank that runs first in the engine is not the one whose message arrives first."""
+
+    def main(comm):
+        if comm.rank == 2:
+            comm.record(order=str([comm.recv() for _ in range(2)]))
+        else:
+            with comm.compute(1.0 - 0.5 * comm.rank):
+                pass
+            comm.send(comm.rank, 2)
+
+    assert run(main, 3)[1].column("order") == {2: "[1, 0]"}
+
+
+def test_a_rank_leaves_a_rooted_collective_when_its_own_part_is_over():
+    """The root of a broadcast does not wait for a straggler, and may send it what it waits for."""
+
+    def main(comm):
+        if comm.rank == 1:
+            assert comm.recv(source=0) == "go"  # sent behind the broadcast that this rank has not joined yet
+        comm.bcast("x" if comm.rank == 0 else None)
+        if comm.rank == 0:
+            comm.record(left=comm.clock.now())
+            comm.send("go", 1)
+
+    assert run(main, 4)[1].column("left")[0] < 3 * LATENCY
+
+
+def test_polling_without_end_is_a_livelock():
+    """A rank that polls for what nobody will do is reported, not left running."""
+
+    def main(comm):
+        while comm.rank == 0 and not comm.Iprobe():
+            pass
+
+    with pytest.raises(Livelock, match="polls in a row"):
+        run(main, 2)

@@ -1,0 +1,121 @@
+"""Going on without the dead, on virtual ranks."""
+
+import numpy as np
+import pytest
+from support.virtual_run import run
+
+from spawnsim.errors import RankFailed, Revoked
+
+
+def train(comm, steps=40):
+    """Sum over all ranks each step; on a failure recover, and go on from the agreed step."""
+    step, recovered = 0, 0
+    while step < steps:
+        try:
+            with comm.compute(0.1):
+                pass
+            total = np.zeros(1)
+            comm.Allreduce(np.ones(1), total)
+            step += 1
+        except (RankFailed, Revoked):
+            comm.Revoke()
+            recovery = comm.recover(step)
+            comm, step, recovered = recovery.comm, recovery.step, recovered + 1
+    comm.record(size=comm.size, total=total[0], step=step, recovered=recovered)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "faults", "left"),
+    [
+        (4, "crash:2@1.05s", 3),
+        (4, "crash:0@1.05s", 3),
+        (6, "crash:2@1.05s; crash:5@1.05s", 4),
+        (16, "crash:1@0.5s; crash:7@1.0s; crash:8@1.5s; crash:15@2.0s", 12),
+    ],
+    ids=["one", "root", "two at once", "four staggered"],
+)
+def test_survivors_recover_and_finish(ranks, faults, left):
+    """All survivors finish all steps on a communicator without the dead."""
+    notes = run(train, ranks, faults=faults)[1]
+    assert len(notes.column("step")) == left
+    assert set(notes.column("size").values()) == {left}
+    assert set(notes.column("total").values()) == {float(left)}
+    assert set(notes.column("step").values()) == {40}
+
+
+def test_a_death_inside_recovery_is_recovered_from():
+    """A second rank dies while the others meet; the meeting goes on without it."""
+
+    def main(comm):
+        if comm.rank == 3:
+            comm.recv(source=2)
+        if comm.rank == 2:
+            with comm.compute(5.0):
+                pass
+        with pytest.raises(RankFailed):
+            comm.Barrier()
+        recovery = comm.recover(comm.rank)
+        comm.record(dead=str(recovery.dead), step=recovery.step, ranks=str(dict(recovery.ranks)))
+
+    notes = run(main, 4, faults="crash:2@1s; crash:3@1.005s")[1]
+    assert set(notes.column("dead").values()) == {"(2, 3)"}
+    assert set(notes.column("step").values()) == {0}
+    assert notes.column("ranks")[0] == "{0: 0, 1: 1}"
+
+
+def test_revoke_reaches_a_rank_that_waits_for_the_living():
+    """Rank 1 waits for rank 0, which is alive but revokes: its wait ends in Revoked."""
+
+    def main(comm):
+        if comm.rank == 0:
+            with comm.compute(1.0):
+                pass
+            comm.Revoke()
+        else:
+            with pytest.raises(Revoked):
+                comm.recv(source=0)
+            comm.record(when=comm.clock.now())
+        assert comm.Is_revoked()
+        with pytest.raises(Revoked):
+            comm.send(None, 1 - comm.rank)
+        assert comm.Agree(6 | comm.rank) == 6
+        assert comm.Shrink().size == 2
+
+    assert run(main, 2)[1].column("when") == {1: 1.0}
+
+
+def test_failures_are_seen_as_a_group():
+    """Get_failed names the dead that are known by now."""
+
+    def main(comm):
+        if comm.rank == 1:
+            comm.clock.sleep(5.0)
+        before = comm.Get_failed().Get_size()
+        comm.clock.sleep(2.0)
+        comm.record(before=before, after=comm.Get_failed().Get_size(), acked=comm.Ack_failed())
+
+    notes = run(main, 3, faults="crash:1@1s")[1]
+    assert set(notes.column("before").values()) == {0}
+    assert set(notes.column("after").values()) == {1}
+    assert set(notes.column("acked").values()) == {1}
+
+
+def test_receives_from_anybody_go_on_once_the_dead_are_acknowledged():
+    """A death ends the wait once; after Ack_failed the living are heard again."""
+
+    def main(comm):
+        if comm.rank == 2:
+            with comm.compute(3.0):
+                pass
+            comm.send("alive", 0)
+        elif comm.rank == 1:
+            comm.recv(source=0)
+        else:
+            with pytest.raises(RankFailed):
+                comm.recv()
+            assert comm.Ack_failed() == 1
+            comm.record(got=comm.recv(), at=comm.clock.now())
+
+    notes = run(main, 3, faults="crash:1@1s")[1]
+    assert notes.column("got") == {0: "alive"}
+    assert notes.column("at")[0] > 3.0
