@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 import spawnsim
+from spawnsim.virtual.mpi.requests import Request
 from spawnsim.virtual.platform import Platform, load_platform
-from spawnsim.virtual.requests import Request
 
 NBYTES, REPEATS = 4096, 5
 ARGUMENTS = ["-platform", "platform.xml", "-hostfile", "hosts", "--log=root.thres:error"]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from spawnsim.comm import Comm, as_comm
-from spawnsim.comm.job import world
+from spawnsim.comm.backends import world
 from spawnsim.errors import UsageError
 from spawnsim.policies import AsyncModelAveragePolicy
 from spawnsim.policies.state.layout import collect

@@ -17,8 +17,8 @@ from spawnsim.errors import Timeout
 from spawnsim.virtual.cluster import Cluster, Setting
 from spawnsim.virtual.collectives import Edges, Selection
 from spawnsim.virtual.collectives.reference import Performer
-from spawnsim.virtual.comm.context import Context
 from spawnsim.virtual.faults.injection import COLLECTIVE
+from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.network import Hockney, LogGP, Nodes, Switch
 from spawnsim.virtual.platform import Platform
 

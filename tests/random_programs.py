@@ -15,12 +15,12 @@ from virtual_run import run
 from spawnsim.comm import Status
 from spawnsim.comm.constants import LOCK_EXCLUSIVE, LOCK_SHARED
 from spawnsim.errors import Deadlock, Timeout
+from spawnsim.virtual.mpi.requests import Request
 from spawnsim.virtual.network import Switch
 from spawnsim.virtual.network.cost import Costs
 from spawnsim.virtual.network.links import Piece
 from spawnsim.virtual.platform import Platform
 from spawnsim.virtual.reproducibility import generators_per_rank
-from spawnsim.virtual.requests import Request
 
 LARGEST = 4096
 MODES = {"standard": "Send", "synchronous": "Ssend", "buffered": "Rsend"}

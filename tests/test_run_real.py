@@ -285,7 +285,7 @@ def test_the_world_of_a_toolkit_is_that_of_the_run(tmp_path: Path) -> None:
     """A policy or toolkit call without a group finds the run's own communicator: its seed, recorder and deadline."""
     path = tmp_path / "train.py"
     path.write_text(
-        "from spawnsim.comm.job import world\n"
+        "from spawnsim.comm.backends import world\n"
         "def main(comm):\n"
         "    assert world() is comm\n"
         "    comm.record(ok=1)\n"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from spawnsim.virtual.mpi import MPI
+from spawnsim.virtual.mpi.module import MPI
 
 # Our `buffer` is a numpy array: its own methods are numpy's.
 NUMPYS = {"buffer.tobytes", "buffer.cast"}

@@ -149,7 +149,7 @@ def test_a_trace_changes_nothing(rings: Path):
     traced = Run.load(rings)
     assert same_but_wall(traced, plain)
     assert traced.table.digest() == plain.table.digest()
-    assert not hasattr(spawnsim.virtual.comm.communicators.Comm.Send, "__wrapped__")
+    assert not hasattr(spawnsim.virtual.mpi.communicators.Comm.Send, "__wrapped__")
 
 
 def test_calls_are_slices_within_iterations(rings: Path):

@@ -1,12 +1,13 @@
 """The vocabulary of communication, under mpi4py's names: constants, datatypes, operations, buffers, groups, protocols.
 
-This floor knows words and memory. It sends nothing, and loads neither MPI, torch, simpy nor greenlet.
+Values and memory only: nothing here sends a message, or loads MPI, torch, simpy or greenlet.
 """
 
 from __future__ import annotations
 
 from spawnsim.comm import constants, failures, handles, ops, predefined
-from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.backends import as_comm
+from spawnsim.comm.buffers import Buffer, Vector, as_buffer, as_target
 from spawnsim.comm.constants import (
     ANY_SOURCE,
     ANY_TAG,
@@ -21,18 +22,19 @@ from spawnsim.comm.constants import (
 )
 from spawnsim.comm.datatypes import BF16, Datatype
 from spawnsim.comm.failures import CallError, MPIException, Truncated
-from spawnsim.comm.foreign import as_comm
 from spawnsim.comm.group import GROUP_EMPTY, GROUP_NULL, Group
 from spawnsim.comm.handles import (
     ERRHANDLER_NULL,
     ERRORS_ABORT,
     ERRORS_ARE_FATAL,
     ERRORS_RETURN,
+    INFO_ENV,
+    INFO_NULL,
     Attributed,
     Errhandler,
     Handle,
+    Info,
 )
-from spawnsim.comm.info import INFO_ENV, INFO_NULL, Info
 from spawnsim.comm.memory import buffer
 from spawnsim.comm.ops import (
     BAND,
@@ -52,12 +54,10 @@ from spawnsim.comm.ops import (
     SUM,
     Op,
 )
+from spawnsim.comm.packing import Pickle
 from spawnsim.comm.predefined import BFLOAT16_T, BOOL, BYTE, DATATYPE_NULL, DOUBLE, FLOAT, INT, INT64_T, LONG
 from spawnsim.comm.protocols import Clock, Comm, Recorder, Request, Task, Win
-from spawnsim.comm.regions import Buffer
-from spawnsim.comm.serial import Pickle
 from spawnsim.comm.status import Status
-from spawnsim.comm.vectors import Vector, as_target
 
 __all__ = [
     "ANY_SOURCE", "ANY_TAG", "BAND", "BF16", "BFLOAT16_T", "BOOL", "BOR", "BOTTOM", "BUFFER_AUTOMATIC", "BXOR", "BYTE",

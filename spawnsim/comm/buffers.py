@@ -1,22 +1,486 @@
-"""The door through which every message comes: `as_buffer` makes any buffer specification one object.
+"""Buffer specifications, `array`, `[array, type]`, `[array, counts, displs, type]` and their like, as messages.
 
-This room decides who reads a specification. A plain numpy array takes the short way, under a microsecond.
+`as_buffer` is where every message comes in: it reads a specification by mpi4py's rules and returns a `Buffer` (which
+bytes of the user's memory, of which datatype, readable or writable) or a `Vector` of them (the blocks of the `v` and
+`w` collectives). A plain numpy array takes a fast path, under a microsecond. Nothing is copied before `pack`. Errors
+are also the TypeError, ValueError, KeyError or BufferError that mpi4py raises.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import index
+from typing import Any, Final, Literal, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
-from spawnsim.comm.constants import IN_PLACE
-from spawnsim.comm.failures import SpecBufferError
-from spawnsim.comm.predefined import BY_DTYPE
-from spawnsim.comm.regions import Buffer
-from spawnsim.comm.specs import general, nothing, simple_parts, typed_array
-from spawnsim.comm.vectors import Vector, as_vector
+from spawnsim.comm.constants import BOTTOM, IN_PLACE
+from spawnsim.comm.datatypes import Datatype
+from spawnsim.comm.failures import (
+    ERR_TYPE,
+    CallError,
+    SpecBufferError,
+    SpecTypeError,
+    Truncated,
+    UnknownTypeError,
+)
+from spawnsim.comm.memory import Unbounded, as_bytes, at_address, flat
+from spawnsim.comm.predefined import BY_DTYPE, BY_NAME, BYTE, DATATYPE_NULL, fromcode
+from spawnsim.errors import ParameterError
 
-__all__ = ["Buffer", "Vector", "as_buffer"]
+__all__ = [
+    "Buffer",
+    "Vector",
+    "as_buffer",
+]
+
+
+Array = NDArray[Any]
+_PAIRS: Final = {
+    datatype.dtype: datatype for datatype in BY_NAME.values() if datatype and datatype.family == "pair"
+}
+
+
+class Buffer:
+    """A message in a user's memory: `blocks` times `count` elements of `datatype`.
+
+    `count` is per block, as mpi4py counts (one block unless `as_buffer` was asked for more). `nbytes` is the data of
+    all blocks, gaps not counted.
+    """
+
+    __slots__ = ("_source", "blocks", "count", "datatype", "in_place", "nbytes", "origin")
+
+    def __init__(self, source: Array, datatype: Datatype, count: int, blocks: int = 1) -> None:
+        self._source, self.datatype, self.count, self.blocks = source, datatype, count, blocks
+        self.nbytes = count * blocks * datatype.size
+        self.origin = 0
+        self.in_place = False
+
+    @property
+    def array(self) -> Array:
+        """1-D view of the elements in the user's memory; for derived types, of the bytes that they span."""
+        source = self._source
+        return source if source.ndim == 1 else source.reshape(-1)
+
+    @property
+    def dtype(self) -> np.dtype[Any] | None:
+        """Dtype in numpy of one element; None for derived types."""
+        return self.datatype.dtype
+
+    @property
+    def writable(self) -> bool:
+        """Whether `unpack` can work."""
+        return bool(self._source.flags.writeable) or self.nbytes == 0
+
+    @property
+    def address(self) -> int:
+        """Where the message starts in memory: two buffers with one address are the same argument."""
+        return int(self._source.ctypes.data) - self.origin
+
+    def element(self, dtype: Any) -> Array:
+        """Return the user's memory as a 1-D array of another dtype."""
+        return as_bytes(self.array).view(dtype)
+
+    def pack(self) -> Array:
+        """Return an owned 1-D snapshot, all blocks in a row: typed for predefined datatypes, else bytes."""
+        if self.datatype.dtype is not None and self.datatype.is_predefined:
+            return self._source.flatten()
+        return self.datatype.wire(self._source, self.count * self.blocks, self.origin)
+
+    def unpack(self, data: Array) -> int:
+        """Write a snapshot, perhaps a shorter one, to the user's memory; return its number of bytes.
+
+        Raises `Truncated` when it does not fit, `SpecBufferError` when the memory is read-only.
+        """
+        source = self._source
+        same = data.dtype is source.dtype and data.nbytes == self.nbytes
+        if same and self.datatype.is_predefined and source.flags.writeable:
+            self.array[:] = data
+            return self.nbytes
+        nbytes = _wire_nbytes(data)
+        if nbytes > self.nbytes:
+            raise Truncated(
+                message=f"a message of {nbytes} bytes does not fit a buffer of {self.nbytes} bytes"
+            )
+        if not nbytes:
+            return 0
+        if not self._source.flags.writeable:
+            raise SpecBufferError("the receiving buffer is read-only: pass memory that can be written")
+        if self.datatype.is_predefined and data.dtype == self._source.dtype:
+            self.array[: data.size] = data
+        elif self.datatype.dense:
+            as_bytes(self.array)[-self.origin : nbytes - self.origin] = _wire(data)
+        else:
+            self.datatype.layout.scatter(as_bytes(self.array), _wire(data), self.origin)
+        return nbytes
+
+    def block(self, i: int) -> Buffer:
+        """Return the i-th block as a buffer of its own."""
+        return self.part(i * self.count, self.count)
+
+    def part(self, start: int, count: int) -> Buffer:
+        """Return `count` elements from element `start` on, counted over all blocks."""
+        if self.datatype.is_predefined:
+            return Buffer(self.array[start : start + count], self.datatype, count)
+        new = Buffer(self._source, self.datatype, count)
+        new.origin = self.origin - start * self.datatype.layout.extent
+        return new
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return (self.block(i) for i in range(self.blocks))
+
+    def __repr__(self) -> str:
+        name = self.datatype.Get_name() or "derived" if self.datatype else "no type"
+        return f"Buffer({self.blocks} x {self.count} of {name}, {self.nbytes} bytes)"
+
+
+def _wire_nbytes(data: Array) -> int:
+    """Return the bytes that travel: pairs travel without their padding."""
+    pair = _PAIRS.get(data.dtype) if data.dtype.names else None
+    return data.nbytes if pair is None else data.size * pair.size
+
+
+def _wire(data: Array) -> NDArray[np.uint8]:
+    pair = _PAIRS.get(data.dtype) if data.dtype.names else None
+    return as_bytes(data) if pair is None or pair.dense else pair.wire(as_bytes(data), data.size)
+
+
+def nothing(in_place: bool = False) -> Buffer:
+    """Return the buffer that holds nothing: of None and, marked as such, of `IN_PLACE`."""
+    new = Buffer(np.zeros(0, np.uint8), BYTE, 0)
+    new.in_place = in_place
+    return new
+
+
+def typed_array(spec: list[Any]) -> Buffer | None:
+    """Return the buffer of [array, its own datatype], the most common list; None for all others."""
+    if len(spec) != 2 or type(spec[0]) is not np.ndarray or not isinstance(spec[1], Datatype):
+        return None
+    array, datatype = spec
+    if datatype.dtype is not array.dtype or not datatype.is_predefined or not array.flags.c_contiguous:
+        return None
+    return Buffer(array, datatype, array.size)
+
+
+def _is_type(item: Any) -> bool:
+    return isinstance(item, (Datatype, str))
+
+
+def simple_parts(spec: Any) -> tuple[Any, Any, Any, Any]:
+    """Return (memory, count, displacement, type) of a specification; what is not given is None."""
+    if not isinstance(spec, (list, tuple)):
+        return spec, None, None, None
+    memory, count, displacement, kind = split(spec)
+    if isinstance(count, (list, tuple)):
+        count, displacement = count
+    return memory, count, displacement, kind
+
+
+def split(spec: Any) -> tuple[Any, Any, Any, Any]:
+    """Return (memory, count or counts, displacement or displacements, type) of a list or tuple."""
+    if len(spec) == 2:
+        return (spec[0], None, None, spec[1]) if _is_type(spec[1]) else (spec[0], spec[1], None, None)
+    if len(spec) == 3:
+        return spec[0], spec[1], None, spec[2]
+    if len(spec) == 4:
+        return spec[0], spec[1], spec[2], spec[3]
+    raise ParameterError(
+        f"a message of {len(spec)} items: expecting 2 to 4 (memory, count, displacement, type)"
+    )
+
+
+def datatype_of(memory: Array | None, kind: Any) -> Datatype:
+    """Return the datatype that was named, or the one of the array's dtype; it must be committed."""
+    if isinstance(kind, str):
+        return fromcode(kind)
+    if kind is not None:
+        if not isinstance(kind, Datatype):
+            raise SpecTypeError(f"{kind!r} is no datatype: pass a Datatype or a typecode such as 'd'")
+        if kind and not kind.committed:
+            raise CallError(ERR_TYPE, "the datatype has not been committed: call its Commit() first")
+        return kind
+    if memory is None:
+        raise SpecTypeError("memory without a type: pass [memory, count, datatype]")
+    found = BY_DTYPE.get(memory.dtype)
+    if found is None:
+        if not memory.dtype.isnative:
+            raise SpecBufferError(f"dtype {memory.dtype} has a foreign byte order: convert the array first")
+        raise UnknownTypeError(
+            f"cannot map dtype {memory.dtype} to an MPI datatype: pass [array, count, datatype]"
+        )
+    return found
+
+
+def general(obj: Any, count: Any, displacement: Any, kind: Any, *, blocks: int) -> Buffer:
+    """Return the buffer of a specification that has been taken apart."""
+    if obj is None or obj is BOTTOM:
+        return _absolute(obj, 0 if count is None else _number(count), kind, blocks)
+    memory = flat(obj)
+    datatype = datatype_of(memory, kind)
+    nbytes = memory.nbytes
+    start = _start(displacement, datatype, nbytes)
+    if count is None:
+        number = infer(nbytes - start, datatype, max(blocks, 1))
+    else:
+        number = _number(count)
+    return locate(memory, datatype, start, (number, max(blocks, 1)))
+
+
+def _number(count: Any) -> int:
+    number = index(count)
+    if number < 0:
+        raise ParameterError(f"negative count {number}")
+    return number
+
+
+def _start(displacement: Any, datatype: Datatype, nbytes: int) -> int:
+    """Return the byte at which a message with a displacement (in elements) starts."""
+    elements = 0 if displacement is None else index(displacement)
+    if elements < 0:
+        raise ParameterError(f"negative displacement {elements}")
+    start = elements * datatype.Get_extent()[1] if elements else 0
+    if start > nbytes and datatype.size:
+        raise ParameterError(f"displacement {elements} is out of bounds: the buffer has {nbytes} bytes")
+    return start
+
+
+def infer(nbytes: int, datatype: Datatype, blocks: int) -> int:
+    """Return how many elements per block a buffer of `nbytes` holds."""
+    if nbytes == 0:
+        return 0
+    extent = datatype.Get_extent()[1] if datatype else 0
+    if extent <= 0:
+        raise ParameterError("cannot infer a count: the datatype is null or has no extent; pass the count")
+    if nbytes % extent:
+        raise ParameterError(f"cannot infer a count: {nbytes} bytes are no multiple of the extent, {extent}")
+    if nbytes // extent % blocks:
+        raise ParameterError(
+            f"cannot infer a count: {nbytes // extent} elements do not divide into {blocks} blocks"
+        )
+    return nbytes // extent // blocks
+
+
+def locate(memory: Array, datatype: Datatype, start: int, shape: tuple[int, int]) -> Buffer:
+    """Return the buffer of (count, blocks) elements from byte `start` of a flat array, within its bounds."""
+    count, blocks = shape
+    total = count * blocks
+    if not total:
+        return Buffer(memory[:0] if datatype.dtype == memory.dtype else _empty(datatype), datatype, 0, blocks)
+    layout = datatype.live()
+    if not layout.size:  # it touches nothing, wherever it lies
+        return Buffer(_empty(datatype), datatype, count, blocks)
+    low, high = layout.span(total)
+    if datatype.is_predefined:
+        high = total * layout.extent
+    if isinstance(memory, Unbounded):
+        memory, start = memory.reaching(start + low, start + high), -low
+    if start + low < 0 or start + high > memory.nbytes:
+        raise ParameterError(
+            f"{total} elements of {datatype.Get_name() or 'a derived type'} span bytes {start + low} to "
+            f"{start + high}, but the buffer has {memory.nbytes}: pass a longer buffer or a smaller count"
+        )
+    if datatype.dtype is None or not datatype.is_predefined:
+        new = Buffer(as_bytes(memory), datatype, count, blocks)
+        new.origin = -start
+        return new
+    if memory.dtype == datatype.dtype and start % memory.itemsize == 0:
+        first = start // memory.itemsize
+        return Buffer(memory[first : first + total], datatype, count, blocks)
+    return Buffer(as_bytes(memory)[start : start + high].view(datatype.dtype), datatype, count, blocks)
+
+
+def _empty(datatype: Datatype) -> Array:
+    predefined = datatype.is_predefined and datatype.dtype is not None
+    return np.zeros(0, datatype.dtype if predefined else np.uint8)
+
+
+def _absolute(obj: Any, count: int, kind: Any, blocks: int) -> Buffer:
+    """Return the buffer of a datatype whose displacements are addresses (`BOTTOM`)."""
+    if count and obj is None:
+        raise ParameterError(f"the buffer is None but the count is {count}")
+    datatype = datatype_of(None, kind) if kind is not None else BYTE
+    return at(0, datatype, count, max(blocks, 1))
+
+
+def at(address: int, datatype: Datatype, count: int, blocks: int = 1) -> Buffer:
+    """Return the buffer of a datatype whose displacements count from an address."""
+    if not count * blocks:
+        return Buffer(_empty(datatype if datatype else BYTE), datatype or DATATYPE_NULL, 0, blocks)
+    low, high = datatype.live().span(count * blocks)
+    new = Buffer(at_address(address + low, high - low), datatype, count, blocks)
+    new.origin = low
+    return new
+
+
+class Vector:
+    """Blocks of a user's memory: `counts[i]` elements of `datatypes[i]` at byte `starts[i]`.
+
+    Without a memory (`BOTTOM`) the starts are addresses.
+    """
+
+    __slots__ = ("_memory", "counts", "datatype", "datatypes", "displs", "in_place", "nbytes", "starts")
+
+    def __init__(
+        self, memory: NDArray[Any] | None, blocks: tuple[list[int], list[int]], datatypes: list[Datatype]
+    ) -> None:
+        self._memory, self.datatypes = memory, datatypes
+        self.counts, self.starts = blocks
+        self.displs = self.starts
+        self.datatype = datatypes[0] if datatypes else BYTE
+        self.nbytes = sum(n * datatype.size for n, datatype in zip(self.counts, datatypes, strict=True))
+        self.in_place = False
+
+    @property
+    def count(self) -> int:
+        """Elements in all blocks."""
+        return sum(self.counts)
+
+    @property
+    def writable(self) -> bool:
+        """Whether blocks can be unpacked to."""
+        return self._memory is None or bool(self._memory.flags.writeable) or self.nbytes == 0
+
+    @property
+    def address(self) -> int:
+        """Where the memory starts."""
+        return 0 if self._memory is None else int(self._memory.ctypes.data)
+
+    def block(self, i: int) -> Buffer:
+        """Return the i-th block."""
+        if self._memory is None:
+            return at(self.starts[i], self.datatypes[i], self.counts[i])
+        return locate(self._memory, self.datatypes[i], self.starts[i], (self.counts[i], 1))
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return (self.block(i) for i in range(len(self.counts)))
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def pack(self) -> NDArray[Any]:
+        """Return an owned snapshot of all blocks in a row: typed where all have one predefined type, else bytes."""
+        parts = [block.pack() for block in self]
+        if any(part.dtype != parts[0].dtype for part in parts):
+            parts = [as_bytes(part) for part in parts]
+        return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+
+    def unpack(self, data: NDArray[Any]) -> int:
+        """Write a snapshot of all blocks in a row; return its number of bytes."""
+        done = 0
+        for block in self:
+            step = block.count if data.dtype == block.dtype and block.datatype.is_predefined else block.nbytes
+            block.unpack(data[done : done + step])
+            done += step
+        if done < len(data):
+            raise Truncated(message=f"{len(data)} elements do not fit blocks of {self.counts}")
+        return data.nbytes
+
+
+def as_vector(spec: Any, blocks: int, *, types: bool = False, writable: bool = False) -> Vector:
+    """Return the blocks of a `v` or, with `types`, a `w` specification.
+
+    `v`: memory, [memory, counts], [memory, (counts, displs)], with or without a type, or all four. `w`:
+    [memory, types], [memory, (counts, displs), types] or all four, with displacements in bytes.
+    """
+    if spec is None or spec is IN_PLACE:
+        empty = Vector(np.zeros(0, np.uint8), ([0] * blocks, [0] * blocks), [BYTE] * blocks)
+        empty.in_place = spec is IN_PLACE
+        return empty
+    new = _typed(spec, blocks) if types else _plain(spec, blocks)
+    if writable and not new.writable:
+        raise SpecBufferError("the receiving buffer is read-only: pass memory that can be written")
+    return new
+
+
+def _plain(spec: Any, blocks: int) -> Vector:
+    parts = split(spec) if isinstance(spec, (list, tuple)) else (spec, None, None, None)
+    obj, counts, displs, kind = parts
+    if isinstance(counts, tuple) and len(spec) < 4:
+        counts, displs = counts
+    memory = _memory(obj)
+    _require_counts(obj, counts)
+    datatype = datatype_of(None if obj is None else memory, kind)
+    numbers = _counts(counts, datatype, 0 if memory is None else memory.nbytes, blocks)
+    extent = datatype.Get_extent()[1] if datatype else 0
+    places = _displs(displs, numbers)
+    new = Vector(memory, (numbers, [place * extent for place in places]), [datatype] * blocks)
+    new.displs = places
+    return new
+
+
+def _require_counts(obj: Any, counts: Any) -> None:
+    if obj is BOTTOM and counts is None:
+        raise ParameterError(
+            "BOTTOM requires counts: the address space has no length to spread among the ranks"
+        )
+
+
+def _memory(obj: Any) -> NDArray[Any] | None:
+    """Return the flat memory of an object; None for `BOTTOM`, the whole address space."""
+    if obj is BOTTOM:
+        return None
+    return np.zeros(0, np.uint8) if obj is None else flat(obj)
+
+
+def _counts(counts: Any, datatype: Datatype, nbytes: int, blocks: int) -> list[int]:
+    """Return the elements per block; not given, they are spread as evenly as it goes, the first blocks longer."""
+    if counts is None:
+        share, rest = divmod(infer(nbytes, datatype, 1), max(blocks, 1))
+        return [share + (i < rest) for i in range(blocks)]
+    numbers = _per_block(counts, blocks, "counts")
+    if numbers and min(numbers) < 0:
+        raise ParameterError(f"negative count {min(numbers)}")
+    return numbers
+
+
+def _displs(displs: Any, counts: list[int]) -> list[int]:
+    """Return where blocks start, in elements; not given, one after the other; a number is a stride."""
+    if displs is None:
+        return [0, *accumulate(counts)][: len(counts)]
+    if not isinstance(displs, Sequence) and np.ndim(displs) == 0:
+        return [i * index(displs) for i in range(len(counts))]
+    return _per_block(displs, len(counts), "displacements")
+
+
+def _per_block(values: Any, blocks: int, what: str) -> list[int]:
+    """Return one number per block; a single number stands for all."""
+    if not isinstance(values, Sequence) and np.ndim(values) == 0:
+        return [index(values)] * blocks
+    numbers = [index(value) for value in values]
+    if len(numbers) != blocks:
+        raise ParameterError(f"expecting {blocks} {what}, got {len(numbers)}")
+    return numbers
+
+
+def _typed(spec: Any, blocks: int) -> Vector:
+    if not isinstance(spec, (list, tuple)):
+        raise SpecTypeError("expecting [memory, (counts, displacements), types]")
+    if len(spec) == 2:
+        obj, counts, displs, kinds = spec[0], [1] * blocks, [0] * blocks, spec[1]
+        _require_counts(obj, None)
+    elif len(spec) == 3:
+        obj, (counts, displs), kinds = spec
+    elif len(spec) == 4:
+        obj, counts, displs, kinds = spec
+    else:
+        raise ParameterError(f"a message of {len(spec)} items: expecting 2 to 4")
+    numbers, starts = _per_block(counts, blocks, "counts"), _per_block(displs, blocks, "displacements")
+    datatypes = [datatype_of(None, kind) for kind in kinds]
+    if len(datatypes) != blocks:
+        raise ParameterError(f"expecting {blocks} datatypes, got {len(datatypes)}")
+    return Vector(_memory(obj), (numbers, starts), datatypes)
+
+
+def as_target(target: Any, origin: Buffer) -> tuple[int, int, Datatype]:
+    """Return (displacement, count, datatype) of a one-sided target: None, a displacement, or a list of up to three."""
+    parts = [] if target is None else list(target) if isinstance(target, (list, tuple)) else [target]
+    if len(parts) > 3:
+        raise ParameterError("target: expecting 3 items at most (displacement, count, type)")
+    displacement = index(parts[0]) if parts else 0
+    count = index(parts[1]) if len(parts) > 1 else origin.count
+    return displacement, count, datatype_of(None, parts[2]) if len(parts) > 2 else origin.datatype
 
 
 @overload

@@ -1,7 +1,7 @@
 """The numbers and singletons of MPI, under mpi4py's names.
 
-This room knows values only. They are spawnsim's own: a real MPI may number the same names otherwise, so a
-wrapper over one translates what it hands down (`ANY_SOURCE`, `PROC_NULL`, lock types) by name.
+The values are spawnsim's own: a real MPI may number the same names otherwise, so a wrapper over one translates what
+it hands down (`ANY_SOURCE`, `PROC_NULL`, lock types) by name.
 """
 
 from __future__ import annotations

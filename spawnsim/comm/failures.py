@@ -1,8 +1,8 @@
 """MPI's error classes, their texts, and the exceptions that carry them.
 
-This room knows numbers and words: `MPIException` is what a program catches as `MPI.Exception`; `CallError` is
-the same raised by spawnsim for a call that cannot be, so that both `except MPI.Exception` and
-`except errors.UsageError` meet it. It keeps no table: error codes that a program adds carry their own class and text.
+`MPIException` is what a program catches as `MPI.Exception`; `CallError` is the same raised by spawnsim for a call
+that cannot be made, so that both `except MPI.Exception` and `except errors.UsageError` catch it. There is no table:
+error codes that a program adds carry their own class and text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Groups: ordered sets of processes, and their algebra.
 
-This room knows a tuple of process numbers and which of them calls. It needs no communication.
+A group is a tuple of process numbers and the place of the caller in it; nothing here communicates.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Any, Final, Self
 
 from spawnsim.comm.constants import IDENT, PROC_NULL, SIMILAR, UNDEFINED, UNEQUAL
 from spawnsim.comm.failures import ERR_ARG, ERR_GROUP, ERR_RANK, CallError
-from spawnsim.comm.handles import Handle, reduced
-from spawnsim.comm.integers import each_integer
+from spawnsim.comm.handles import Handle, each_integer, reduced
 
 
 class Group(Handle):

@@ -1,21 +1,58 @@
-"""What all MPI objects share: being null, equality, attributes under keyvals, error handlers.
+"""What MPI objects have in common: null handles, equality, attributes under keyvals, error handlers, hints, names.
 
-This room knows identity and nothing of communication. A keyval is an `int` that carries its own callbacks, so no
-table of keyvals exists anywhere.
+A keyval is an `int` that carries its own callbacks, so no table of keyvals exists anywhere. `Info` is a dictionary
+with MPI's limits: spawnsim keeps hints and follows none. Integer arguments are converted here as mpi4py does it:
+ranks, tags and their like by `__int__` (2.5 becomes 2), lists of numbers by `__index__`; what does not fit C's types
+is refused.
 """
 
 from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Final, Self
+from operator import index
+from typing import Any, ClassVar, Final, NoReturn, Self
 from weakref import WeakValueDictionary
 
-from spawnsim.comm.constants import KEYVAL_INVALID
-from spawnsim.comm.failures import ERR_ERRHANDLER, ERR_KEYVAL, ERR_OTHER, CallError
+from spawnsim.comm.constants import KEYVAL_INVALID, MAX_INFO_KEY, MAX_INFO_VAL
+from spawnsim.comm.failures import (
+    ERR_ARG,
+    ERR_ERRHANDLER,
+    ERR_INFO_KEY,
+    ERR_INFO_NOKEY,
+    ERR_INFO_VALUE,
+    ERR_KEYVAL,
+    ERR_OTHER,
+    CallError,
+    SpecTypeError,
+    TooLarge,
+)
 from spawnsim.errors import UnsupportedError
+
+INT: Final = 1 << 31  # one more than the largest of C's `int`
+AINT: Final = 1 << 63  # of addresses, displacements and sizes in bytes
+
+
+def integer(value: Any, limit: int = INT) -> int:
+    """Return one number as a plain `int`. Raises `SpecTypeError` (a TypeError) or `TooLarge` (an OverflowError)."""
+    if type(value) is not int:
+        if not hasattr(type(value), "__int__"):
+            raise SpecTypeError(f"an integer is required, got {value!r}")
+        value = int(value)
+    return _fitting(value, limit)
+
+
+def each_integer(values: Iterable[Any], limit: int = INT) -> list[int]:
+    """Return a list of numbers as plain `int`s. Raises as `integer` does, also for floats."""
+    return [_fitting(index(value), limit) for value in values]
+
+
+def _fitting(value: int, limit: int) -> int:
+    if not -limit <= value < limit:
+        raise TooLarge(f"value too large to convert to an integer of C: {value}")
+    return value
 
 
 class Identity:
@@ -250,3 +287,214 @@ ERRHANDLER_NULL: Final = Errhandler()
 ERRORS_RETURN: Final = Errhandler.of("ERRORS_RETURN")
 ERRORS_ABORT: Final = Errhandler.of("ERRORS_ABORT")
 ERRORS_ARE_FATAL: Final = Errhandler.of("ERRORS_ARE_FATAL")
+
+
+Items = "Info | Mapping[str, str] | Iterable[tuple[str, str]]"
+
+
+class Info(Handle):
+    """An ordered mapping of strings, under mpi4py's names."""
+
+    __slots__ = ("_items",)
+    _items: dict[str, str]
+
+    def __new__(cls, info: Info | None = None) -> Self:
+        self = super().__new__(cls)
+        self._identity = info._identity if info is not None else None
+        self._items = info._items if info is not None else {}
+        return self
+
+    @classmethod
+    def Create(cls, items: Info | Mapping[str, str] | Iterable[tuple[str, str]] | None = None) -> Self:
+        """Return a new info object with these items."""
+        self = cls()
+        self._identity = object()
+        if items is not None:
+            self.update(items)
+        return self
+
+    @classmethod
+    def Create_env(cls, args: Sequence[str] | None = None) -> Self:
+        """Return a new info object that describes how the program was started: here, nothing."""
+        return cls.Create()
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return (type(self).Create, (self.items(),)) if self else reduced(self, globals(), "INFO_NULL")
+
+    def Free(self) -> None:
+        """Make this handle null."""
+        self._live()
+        self._identity, self._items = None, {}
+
+    def _live(self) -> dict[str, str]:
+        if self._identity is None:
+            raise CallError(ERR_ARG, "the info object is null or was freed")
+        return self._items
+
+    def Dup(self) -> Self:
+        """Return a copy."""
+        return type(self).Create(list(self._live().items()))
+
+    def Get(self, key: str) -> str | None:
+        """Return the value of a key, or None."""
+        return self._live().get(key)
+
+    def Set(self, key: str, value: str) -> None:
+        """Store a value under a key."""
+        items = self._live()
+        if not 0 < len(key) <= MAX_INFO_KEY:
+            raise CallError(ERR_INFO_KEY, f"a key of {len(key)} characters; 1 to {MAX_INFO_KEY} are allowed")
+        if not 0 < len(value) <= MAX_INFO_VAL:
+            raise CallError(
+                ERR_INFO_VALUE, f"a value of {len(value)} characters; 1 to {MAX_INFO_VAL} are allowed"
+            )
+        items[key] = value
+
+    def Delete(self, key: str) -> None:
+        """Remove a key."""
+        if key not in self._live():
+            raise CallError(ERR_INFO_NOKEY, f"key {key!r} is not set")
+        del self._items[key]
+
+    def Get_nkeys(self) -> int:
+        """Return how many keys there are."""
+        return len(self._live())
+
+    def Get_nthkey(self, n: int) -> str:
+        """Return the n-th key."""
+        keys = list(self._live())
+        if not 0 <= n < len(keys):
+            raise CallError(ERR_ARG, f"key number {n} of {len(keys)}")
+        return keys[n]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __bool__(self) -> bool:
+        return self._identity is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._items))
+
+    def __contains__(self, value: str, /) -> bool:
+        return value in self._items
+
+    def __getitem__(self, item: str, /) -> str:
+        return self._items[item]
+
+    def __setitem__(self, item: str, value: str, /) -> None:
+        if not self:
+            raise KeyError(item)
+        self.Set(item, value)
+
+    def __delitem__(self, item: str, /) -> None:
+        if item not in self._items:
+            raise KeyError(item)
+        del self._items[item]
+
+    def get(self, key: str, default: str | None = None) -> str | None:
+        """Return the value of a key, or the default."""
+        return self._items.get(key, default)
+
+    def keys(self) -> list[str]:
+        """Return the keys."""
+        return list(self._items)
+
+    def values(self) -> list[str]:
+        """Return the values."""
+        return list(self._items.values())
+
+    def items(self) -> list[tuple[str, str]]:
+        """Return (key, value) pairs."""
+        return list(self._items.items())
+
+    def update(self, items: Info | Mapping[str, str] | Iterable[tuple[str, str]] = (), **kwds: str) -> None:
+        """Set several keys."""
+        pairs = items.items() if isinstance(items, (Info, Mapping)) else items
+        for key, value in [*pairs, *kwds.items()]:
+            self.Set(key, value)
+
+    def pop(self, key: str, *default: str) -> str:
+        """Remove a key and return its value, or the default."""
+        return self._items.pop(key, *default)
+
+    def popitem(self) -> tuple[str, str]:
+        """Remove one key and return it with its value."""
+        return self._items.popitem()
+
+    def copy(self) -> Self:
+        """Return a copy."""
+        return self.Dup() if self else type(self)()
+
+    def clear(self) -> None:
+        """Remove all keys."""
+        self._live().clear()
+
+
+INFO_NULL: Final = Info()
+INFO_ENV: Final = Info.Create()
+
+
+class Named:
+    """Name, hints, error handler. The heir keeps them in `_name`, `_info` and `_errhandler`."""
+
+    __slots__ = ()
+    _kind: ClassVar[str]  # COMM or WIN
+    _identity: object | None
+    _name: str
+    _info: Info | None
+    _errhandler: Errhandler | None
+
+    def _exist(self) -> None:
+        """Refuse a null or freed object. One that was revoked is still there: all calls of this class are local."""
+        raise NotImplementedError
+
+    def _abort(self, errorcode: int) -> NoReturn:
+        """End the whole run, as an error handler may want it."""
+        raise NotImplementedError
+
+    def Get_name(self) -> str:
+        """Return the name; null objects have one, too."""
+        return f"MPI_{self._kind}_NULL" if self._identity is None else self._name
+
+    def Set_name(self, name: str) -> None:
+        """Set the name."""
+        self._exist()
+        self._name = name  # type: ignore[misc]  # the heir's slot
+
+    name = property(Get_name, Set_name)
+
+    def Get_info(self) -> Info:
+        """Return a copy of the hints."""
+        self._exist()
+        return Info.Create(self._info)
+
+    def Set_info(self, info: Info) -> None:
+        """Set hints; no hint means anything here, all are kept."""
+        self._exist()
+        self._info = Info.Create(info)  # type: ignore[misc]  # the heir's slot
+
+    info = property(Get_info, Set_info)
+
+    def Get_errhandler(self) -> Errhandler:
+        """Return the error handler."""
+        self._exist()
+        return Errhandler(self._errhandler or ERRORS_RETURN)
+
+    def Set_errhandler(self, errhandler: Errhandler) -> None:
+        """Set the error handler."""
+        self._exist()
+        self._errhandler = errhandler  # type: ignore[misc]  # the heir's slot
+
+    def Call_errhandler(self, errorcode: int) -> None:
+        """Let the error handler act on an error code."""
+        handler = self.Get_errhandler()
+        if handler.function is not None:
+            handler.function(self, errorcode)
+        elif handler.name != "ERRORS_RETURN":
+            self._abort(errorcode)
+
+    @classmethod
+    def Create_errhandler(cls, errhandler_fn: Callable[[Any, int], None]) -> Errhandler:
+        """Return an error handler that calls a function."""
+        return Errhandler.of("user", errhandler_fn)

@@ -1,23 +1,122 @@
-"""Reduction operations: predefined ones and the program's own.
+"""MPI's reduction operations: what they compute on arrays and objects, and in which order contributions are combined.
 
-This room knows how two operands become one. In which order operands meet is the business of whoever reduces.
+The order decides the last bits of a floating-point sum. `reduce_tree` is the order in which both MPI wheels'
+`Allreduce` sums on one node (recursive doubling; ranks are folded in pairs first when their number is no power of
+two), bit for bit. All backends combine by these functions, which know neither types nor clocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, Self
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spawnsim.comm.datatypes import Datatype
+from spawnsim.comm.datatypes import BF16, Datatype
 from spawnsim.comm.failures import ERR_OP, CallError
 from spawnsim.comm.handles import Handle, reduced
-from spawnsim.comm.kernels import ARRAY, FAMILIES, SCALAR, Kernel
 from spawnsim.comm.memory import as_bytes, buffer
 from spawnsim.comm.predefined import BY_DTYPE, BYTE
 from spawnsim.errors import ParameterError
+
+Array = NDArray[Any]
+Kernel = Callable[[Array, Array], None]
+
+
+def _widen(bits: Array) -> NDArray[np.float32]:
+    """Return bfloat16 storage as float32, exactly."""
+    return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def _narrow(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Return float32 rounded to bfloat16, to nearest and ties to even; NaN stays NaN."""
+    bits = values.view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def _arithmetic(ufunc: np.ufunc) -> Kernel:
+    """Return a kernel for a numpy ufunc; bfloat16 is computed in float32 and rounded once."""
+
+    def kernel(first: Array, inout: Array) -> None:
+        if inout.dtype == BF16:
+            inout.view(np.uint16)[...] = _narrow(ufunc(_widen(first), _widen(inout)))
+        else:
+            ufunc(first, inout, out=inout)
+
+    return kernel
+
+
+def _extremum(beats: np.ufunc) -> Kernel:
+    """Return a kernel that takes the incoming value unless the local one beats it."""
+
+    def kernel(first: Array, inout: Array) -> None:
+        wide = inout.dtype == BF16
+        local, incoming = (_widen(inout), _widen(first)) if wide else (inout, first)
+        np.copyto(inout, first, where=~beats(local, incoming))
+
+    return kernel
+
+
+def _located(beats: np.ufunc) -> Kernel:
+    """Return a kernel for (value, index) pairs; the lowest index wins a tie."""
+
+    def kernel(first: Array, inout: Array) -> None:
+        tie = first["value"] == inout["value"]
+        lowest = np.minimum(first["index"], inout["index"])
+        np.copyto(inout, first, where=beats(first["value"], inout["value"]))
+        np.copyto(inout["index"], lowest, where=tie)
+
+    return kernel
+
+
+def _take(first: Array, inout: Array) -> None:
+    inout[...] = first
+
+
+def _keep(first: Array, inout: Array) -> None:
+    pass
+
+
+ARRAY: Final[dict[str, Kernel]] = {
+    "SUM": _arithmetic(np.add), "PROD": _arithmetic(np.multiply),
+    "MAX": _extremum(np.greater), "MIN": _extremum(np.less),
+    "LAND": _arithmetic(np.logical_and), "LOR": _arithmetic(np.logical_or), "LXOR": _arithmetic(np.logical_xor),
+    "BAND": _arithmetic(np.bitwise_and), "BOR": _arithmetic(np.bitwise_or), "BXOR": _arithmetic(np.bitwise_xor),
+    "MAXLOC": _located(np.greater), "MINLOC": _located(np.less),
+    "REPLACE": _take, "NO_OP": _keep,
+}  # fmt: skip
+
+_NUMBERS = frozenset({"integer", "fortran", "float"})
+FAMILIES: Final[dict[str, frozenset[str]]] = (
+    dict.fromkeys(("SUM", "PROD"), _NUMBERS | {"complex"})
+    | dict.fromkeys(("MAX", "MIN"), _NUMBERS)
+    | dict.fromkeys(("LAND", "LOR", "LXOR"), frozenset({"integer", "logical"}))
+    | dict.fromkeys(("BAND", "BOR", "BXOR"), frozenset({"integer", "fortran", "byte"}))
+    | dict.fromkeys(("MAXLOC", "MINLOC"), frozenset({"pair"}))
+)
+"""Which families of datatypes an operation takes (MPI 4.1, section 6.9.2)."""
+
+
+def _best(x: Any, y: Any, better: bool) -> Any:
+    """Return the better of two (value, index) pairs; `better` says whether x's value beats y's."""
+    if better:
+        return x[0], x[1]
+    return (x[0], min(x[1], y[1])) if x[0] == y[0] else (y[0], y[1])
+
+
+SCALAR: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "SUM": lambda x, y: x + y, "PROD": lambda x, y: x * y,
+    "MAX": lambda x, y: y if y > x else x, "MIN": lambda x, y: y if y < x else x,
+    "LAND": lambda x, y: bool(x) & bool(y), "LOR": lambda x, y: bool(x) | bool(y),
+    "LXOR": lambda x, y: bool(x) ^ bool(y),
+    "BAND": lambda x, y: x & y, "BOR": lambda x, y: x | y, "BXOR": lambda x, y: x ^ y,
+    "MAXLOC": lambda x, y: _best(x, y, x[0] > y[0]), "MINLOC": lambda x, y: _best(x, y, x[0] < y[0]),
+    "REPLACE": lambda x, y: y, "NO_OP": lambda x, y: x,
+}  # fmt: skip
+
 
 UserFunction = Callable[[Any, Any, Any], Any]
 RMA_ONLY: Final = ("REPLACE", "NO_OP")
@@ -153,3 +252,90 @@ SUM, PROD, MAX, MIN = (BY_NAME[name] for name in ("SUM", "PROD", "MAX", "MIN"))
 LAND, LOR, LXOR = (BY_NAME[name] for name in ("LAND", "LOR", "LXOR"))
 BAND, BOR, BXOR = (BY_NAME[name] for name in ("BAND", "BOR", "BXOR"))
 MAXLOC, MINLOC, REPLACE, NO_OP = (BY_NAME[name] for name in ("MAXLOC", "MINLOC", "REPLACE", "NO_OP"))
+
+
+T = TypeVar("T")
+Combine = Callable[[T, T], T]
+
+
+def _pairs(parts: list[T], combine: Combine[T]) -> list[T]:
+    return [combine(parts[i], parts[i + 1]) for i in range(0, len(parts) - 1, 2)]
+
+
+def reduce_tree(parts: list[Array], merge: Combine[Array]) -> Array:
+    """Combine arrays in the order of recursive doubling: fold to a power of two, then pairs, pairs of pairs, and so on.
+
+    `merge(a, b)` puts the combination of a and b in the place of b. `parts` stay as they are. The tree is walked depth
+    first: a thousand contributions pass once through a handful of accumulators, which stay in the processor's cache.
+    """
+    extra = len(parts) - (1 << (len(parts).bit_length() - 1))
+    accumulators, spare = _Accumulators(merge), 2 * extra
+    for i in range(0, spare, 2):
+        accumulators.push(accumulators.fresh(parts[i], parts[i + 1]), owned=True)
+    for part in parts[spare:]:
+        accumulators.push(part, owned=False)
+    return accumulators.result()
+
+
+def reduce_tree_in_place(parts: list[Array], merge: Combine[Array]) -> Array:
+    """Combine as `tree` does, in the memory of the parts themselves; the result lies in the last one."""
+    extra = len(parts) - (1 << (len(parts).bit_length() - 1))
+    level = _pairs(parts[: 2 * extra], merge) + parts[2 * extra :]
+    while len(level) > 1:
+        level = _pairs(level, merge)
+    return level[0]
+
+
+class _Accumulators:
+    """Subtrees that are complete, the highest first: a binary counter. Those that are `owned` may be written."""
+
+    def __init__(self, merge: Combine[Array]) -> None:
+        self._merge = merge
+        self._stack: list[tuple[int, Array, bool]] = []  # height, array, owned
+        self._spare: list[Array] = []
+
+    def fresh(self, a: Array, b: Array) -> Array:
+        """Return the combination of two arrays in memory of its own."""
+        if not self._spare:
+            return self._merge(a, b.copy())
+        place = self._spare.pop()
+        place[...] = b
+        return self._merge(a, place)
+
+    def push(self, value: Array, owned: bool) -> None:
+        """Add a leaf, and combine what has become as high as its neighbour."""
+        height, stack = 0, self._stack
+        while stack and stack[-1][0] == height:
+            _, before, own = stack.pop()
+            value = self._merge(before, value) if owned else self.fresh(before, value)
+            if own:
+                self._spare.append(before)
+            height, owned = height + 1, True
+        stack.append((height, value, owned))
+
+    def result(self) -> Array:
+        """Return the whole tree, in memory of its own."""
+        ((_, value, owned),) = self._stack
+        return value if owned else value.copy()
+
+
+def reduce_binomial(parts: list[T], combine: Combine[T], root: int = 0) -> T:
+    """Combine in the order of a binomial tree to `root`: ranks are renumbered from the root on."""
+    level = parts[root:] + parts[:root]
+    while len(level) > 1:
+        odd = level[-1:] if len(level) % 2 else []
+        level = _pairs(level, combine) + odd
+    return level[0]
+
+
+def reduce_ordered(parts: list[T], combine: Combine[T]) -> T:
+    """Combine in rank order: ((0 1) 2) 3 and so on."""
+    result = parts[0]
+    for part in parts[1:]:
+        result = combine(result, part)
+    return result
+
+
+def scan_prefixes(parts: list[T], combine: Combine[T]) -> Iterator[T]:
+    """Yield the combination of ranks 0..r for each r, in rank order."""
+    return accumulate(parts, combine)

@@ -1,10 +1,16 @@
-"""Messages packed by hand: `Datatype.Pack`, `Unpack` and their portable forms.
+"""Values as bytes: `MPI.Pickle`, whose instance every object call uses, and `Datatype.Pack` with its portable form.
 
-This room knows flat bytes and layouts. Packed bytes are those that would travel; "external32" is big-endian.
+Packed elements are the bytes that would travel; "external32" is big-endian.
 """
 
 from __future__ import annotations
 
+import copyreg
+import io
+import pickle as _pickle
+import sys
+from collections import ChainMap
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -12,8 +18,97 @@ import numpy as np
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_ARG, ERR_TYPE, CallError, SpecBufferError, Truncated
 from spawnsim.comm.layouts import Bytes
-from spawnsim.comm.memory import as_bytes, flat
+from spawnsim.comm.memory import as_bytes, buffer, flat
 from spawnsim.errors import ParameterError
+
+LARGE = 1024**2 // 4  # bytes from which on a buffer is left out of a pickle
+
+
+def _dumps(obj: Any, protocol: int | None = None, **how: Any) -> bytes:
+    """Return an object as bytes, as `pickle.dumps`. Equal tensors have equal bytes, wherever in memory they lie."""
+    torch: Any = sys.modules.get("torch")
+    if not hasattr(torch, "UntypedStorage"):  # absent, or half imported
+        return _pickle.dumps(obj, protocol, **how)
+    file = io.BytesIO()
+    pickler = _pickle.Pickler(file, protocol, **how)
+    own: Any = dict.fromkeys((torch.UntypedStorage, torch.storage.TypedStorage), _reduced)
+    pickler.dispatch_table = ChainMap[Any, Any](own, copyreg.dispatch_table)
+    pickler.dump(obj)
+    return file.getvalue()
+
+
+def _reduced(storage: Any) -> tuple[Any, tuple[bytes]]:
+    """Return what torch makes of a storage. It names it by its address, of 14 digits or 15; here all have one name."""
+    rebuild, (data,) = storage.__reduce__()
+    address = getattr(storage, "_untyped_storage", storage)._cdata
+    return rebuild, (data.replace(_text(str(address)), _text("0" * 15)),)
+
+
+def _text(words: str) -> bytes:
+    """Return a text as a pickle of protocol 2 has it."""
+    return b"X" + len(words).to_bytes(4, "little") + words.encode()
+
+
+class Pickle:
+    """A pair of functions and a protocol; programs may put in others (`MPI.pickle.__init__(dumps, loads)`)."""
+
+    def __init__(
+        self,
+        dumps: Callable[..., bytes] | None = None,
+        loads: Callable[..., Any] | None = None,
+        protocol: int | None = None,
+        threshold: int | None = None,
+    ) -> None:
+        self._dumps, self._loads = dumps or _dumps, loads or _pickle.loads
+        own = dumps is None
+        self.PROTOCOL: int | None = _pickle.HIGHEST_PROTOCOL if own and protocol is None else protocol
+        self.THRESHOLD = threshold
+
+    @property
+    def THRESHOLD(self) -> int:
+        """The size in bytes from which on a buffer is left out of a pickle; None sets the default."""
+        return self._threshold
+
+    @THRESHOLD.setter
+    def THRESHOLD(self, value: int | None) -> None:
+        self._threshold = LARGE if value is None else value
+
+    def dumps(self, obj: Any) -> bytes:
+        """Return an object as bytes."""
+        return self._dumps(obj) if self.PROTOCOL is None else self._dumps(obj, self.PROTOCOL)
+
+    def loads(self, data: Any) -> Any:
+        """Return the object of bytes."""
+        return self._loads(data)
+
+    def dumps_oob(self, obj: Any) -> tuple[bytes, list[buffer]]:
+        """Return an object as bytes and the large buffers that were left out of them."""
+        held: list[buffer] = []
+
+        def keep(piece: Any) -> bool:
+            view = buffer.frombuffer(piece.raw())
+            small = view.nbytes < self.THRESHOLD
+            if not small:
+                held.append(view)
+            return small
+
+        return self._dumps(obj, max(self.PROTOCOL or 0, 5), buffer_callback=keep), held
+
+    def loads_oob(self, data: Any, buffers: Iterable[Any]) -> Any:
+        """Return the object of bytes and the buffers that were left out of them."""
+        return self._loads(data, buffers=buffers)
+
+
+def copied(obj: Any, pickle: Pickle | None = None) -> Any:
+    """Return what the receiver of an object gets: immutable plain values as they are, all others through pickle."""
+    if type(obj) in (int, float, str, bytes, bool, type(None)):
+        return obj
+    using = pickle or _default
+    return using.loads(using.dumps(obj))
+
+
+_default = Pickle()
+
 
 # Sizes in external32 that differ from this machine's (MPI 4.1, table 14.2).
 _EXTERNAL: Final = {"MPI_LONG": "i4", "MPI_UNSIGNED_LONG": "u4", "MPI_WCHAR": "u2"}

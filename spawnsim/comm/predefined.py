@@ -12,8 +12,7 @@ import numpy as np
 
 from spawnsim.comm.datatypes import BF16, Datatype
 from spawnsim.comm.failures import ERR_ARG, CallError, UnknownTypeError
-from spawnsim.comm.layouts import atom, place
-from spawnsim.comm.recipes import Recipe
+from spawnsim.comm.layouts import Recipe, atom, place
 
 _TABLE: Final = """
 PACKED u1 B opaque | BYTE u1 B byte | AINT i8 p integer | OFFSET i8 p integer | COUNT i8 p integer

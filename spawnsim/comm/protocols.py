@@ -1,22 +1,69 @@
-"""The seam: what policies may ask of a communicator, whatever building implements it.
+"""The interface between policies and backends: what may be asked of a communicator, whatever backend implements it.
 
-This room knows signatures only. Names and arguments are mpi4py's; five members are spawnsim's own (`clock`, `compute`,
-`rng`, `background`, `record`). Communicators carry more of mpi4py than is listed here.
+Signatures only. Names and arguments are mpi4py's; five members are spawnsim's own (`clock`, `compute`, `rng`,
+`background`, `record`). `Capabilities` is what a communicator says of itself, `Recovery` what is left after ranks
+have died. Communicators carry more of mpi4py than is listed here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, LOCK_EXCLUSIVE
 from spawnsim.comm.group import Group
-from spawnsim.comm.info import Info
+from spawnsim.comm.handles import Info
 from spawnsim.comm.ops import SUM, Op
-from spawnsim.comm.recovery import Capabilities, Recovery
 from spawnsim.comm.status import Status
 from spawnsim.random import Streams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a communicator can do here.
+
+    Attributes:
+        backend: "virtual", "mpi" or "torch".
+        library: the library that carries it, with its version.
+        survives: whether the job goes on when a rank dies.
+        ulfm: whether Revoke, Shrink and Agree are the library's own.
+        progress: when a busy rank answers one-sided accesses: "poll", "async" or "hardware".
+        threads: the thread level, such as "multiple".
+        devices: where the memory of buffers may lie, in torch's words: "cpu", and "cuda" where GPU tensors are taken.
+        missing: launcher flags or settings that would give more, with what each would give.
+    """
+
+    backend: str
+    library: str
+    survives: bool
+    ulfm: bool
+    progress: str
+    threads: str
+    devices: tuple[str, ...] = ("cpu",)
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What `comm.recover()` returns on every survivor.
+
+    Attributes:
+        comm: the communicator of the survivors, in their old order.
+        ranks: old rank → new rank.
+        step: the smallest step that any survivor gave; None if none was given. Survivors of an interrupted step stand
+            at different steps, and go on together from this one.
+        dead: the old ranks that are gone.
+        joined: the new ranks of those that have begun again since they died, and have nothing yet: bring them what they
+            need (weights, the iteration). On these ranks themselves nobody but they have joined.
+    """
+
+    comm: Any
+    ranks: Mapping[int, int]
+    step: int | None
+    dead: tuple[int, ...]
+    joined: tuple[int, ...] = ()
 
 
 class Clock(Protocol):

@@ -1,7 +1,4 @@
-"""What is known of a received message: who sent it, under which tag, how much.
-
-This room knows four numbers and a flag. Whoever completes a receive fills them in.
-"""
+"""What is known of a received message: its source, its tag, its size. Whoever completes a receive fills it in."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any, Self
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_ARG, SUCCESS, CallError
-from spawnsim.comm.integers import integer
+from spawnsim.comm.handles import integer
 from spawnsim.comm.predefined import BYTE
 
 

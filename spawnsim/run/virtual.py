@@ -164,7 +164,7 @@ def _simulate(main: Main, **arguments: Any) -> Any:
 @contextmanager
 def aborting() -> Iterator[None]:
     """Turn a program's `Abort` into a `RankError` with its exit status."""
-    from spawnsim.virtual.comm.belongings import ProgramAbort
+    from spawnsim.virtual.mpi.comm import ProgramAbort
 
     try:
         yield

@@ -161,7 +161,7 @@ def run_contract(backend: str, ranks: int, match: str | None = None) -> Iterator
 def run_virtual(cases: Iterable[Case], ranks: int, **cluster: Any) -> Iterator[Outcome]:
     """Run each case on a virtual cluster of its own. `cluster`: as for `spawnsim.virtual.simulate`."""
     simulate = importlib.import_module("spawnsim.virtual").simulate
-    mpi = importlib.import_module("spawnsim.virtual.mpi").MPI
+    mpi = importlib.import_module("spawnsim.virtual.mpi.module").MPI
     for case in cases:
         main = functools.partial(_on_a_duplicate, case, mpi)
         yield outcome_of(case, functools.partial(simulate, main, ranks=ranks, recorder=Recorder(), **cluster))

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from spawnsim.comm import ANY_SOURCE, BYTE, MAX, MIN, SUM, Comm, Status, as_comm
-from spawnsim.comm.job import KINDS, virtual_world, world
+from spawnsim.comm.backends import KINDS, virtual_world, world
 from spawnsim.errors import MismatchError, ParameterError, UsageError
 from spawnsim.policies.exchange.group_mean import GroupMean
 from spawnsim.policies.state.layout import Tensors, Travels, as_real, collect
@@ -47,7 +47,7 @@ def _first_env(*names: str, default: str | None = None) -> str | None:
 
 def _get_MPI() -> Any:
     """Return the caller's `MPI`: mpi4py's module, loaded now, or the virtual one on a virtual rank."""
-    room = "spawnsim.real.mpi.comm" if virtual_world() is None else "spawnsim.virtual.mpi"
+    room = "spawnsim.real.mpi.comm" if virtual_world() is None else "spawnsim.virtual.mpi.module"
     return import_module(room).MPI
 
 

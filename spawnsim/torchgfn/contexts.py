@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from spawnsim.comm import UNDEFINED, Comm
-from spawnsim.comm.job import default_group, virtual_world
+from spawnsim.comm.backends import default_group, virtual_world
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.torchgfn.communication import Group, _get_MPI, comm_of
 

@@ -1,7 +1,7 @@
 """The names of torchgfn's `gfn.utils.distributed`, on every backend; and its reports of where time goes.
 
 Where a function takes `group`, a rank is a rank *of that group*, for `src` and `dst_rank` too; without one the
-group is the world of the job (`spawnsim.comm.job`). `backend` chooses which world that is ("mpi" or "torch"); a
+group is the world of the job (`spawnsim.comm.backends`). `backend` chooses which world that is ("mpi" or "torch"); a
 group given decides by itself, and virtual ranks have one world only. What travels is the same for both.
 
 Reports are data first, then one table in the log. Their timings: one dictionary per rank,

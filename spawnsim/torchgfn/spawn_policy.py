@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from spawnsim import policies
 from spawnsim.comm import Comm, as_comm
-from spawnsim.comm.job import world
+from spawnsim.comm.backends import world
 from spawnsim.policies import SpawnPolicy, Windows
 from spawnsim.policies.rules.selection import compute_worst_ranks_by_ratio
 

@@ -20,9 +20,6 @@ from spawnsim.errors import Livelock, ParameterError, RankError, RankFailed, Spa
 from spawnsim.random import Streams
 from spawnsim.virtual import diagnosis, torch_distributed
 from spawnsim.virtual.collectives import Timing
-from spawnsim.virtual.comm.belongings import ProgramAbort
-from spawnsim.virtual.comm.communicators import Intracomm, enter
-from spawnsim.virtual.comm.context import Context
 from spawnsim.virtual.compute import ComputeModel
 from spawnsim.virtual.diagnosis import LivelockWatchdog
 from spawnsim.virtual.digest import RankDigest
@@ -32,6 +29,9 @@ from spawnsim.virtual.engine.world import Rank, Recorder, World
 from spawnsim.virtual.faults import Plan
 from spawnsim.virtual.faults.crashes import Crashes
 from spawnsim.virtual.faults.injection import FaultyLinks
+from spawnsim.virtual.mpi.comm import ProgramAbort
+from spawnsim.virtual.mpi.communicators import Intracomm, enter
+from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.platform import Platform, load_platform
 from spawnsim.virtual.reproducibility import TorchStates, generators_per_rank, leaks_noticed
 from spawnsim.virtual.services import RankServices

@@ -16,8 +16,8 @@ from spawnsim.virtual.compute import Sampler
 from spawnsim.virtual.digest import nanoseconds
 from spawnsim.virtual.engine.completion import Completion
 from spawnsim.virtual.engine.kernel import Task
+from spawnsim.virtual.engine.waiting import Unbroken, await_one
 from spawnsim.virtual.engine.world import Rank, World
-from spawnsim.virtual.waiting import Unbroken, await_one
 
 COMPUTE, SLEEP = 4, 5  # kinds of the trace
 

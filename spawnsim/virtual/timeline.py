@@ -28,22 +28,21 @@ from typing import Any
 
 from greenlet import GreenletExit
 
-from spawnsim.virtual.comm import transport
-from spawnsim.virtual.comm.calling import CallingComm
-from spawnsim.virtual.comm.context import Member, total
-from spawnsim.virtual.comm.transport import Transport
 from spawnsim.virtual.engine import wire
 from spawnsim.virtual.engine.completion import Message
 from spawnsim.virtual.engine.kernel import RankDied, Task, current_task
 from spawnsim.virtual.engine.world import Rank, Recorder, World
 from spawnsim.virtual.faults.events import Pause
 from spawnsim.virtual.interpreter import Patches, Put
-from spawnsim.virtual.meeting import Call as Collective
-from spawnsim.virtual.meeting import Meeting
-from spawnsim.virtual.mpi import CLASSES
-from spawnsim.virtual.onesided.epochs import Epochs
-from spawnsim.virtual.onesided.service import Access, Windows
-from spawnsim.virtual.requests import Request
+from spawnsim.virtual.mpi import context as transport
+from spawnsim.virtual.mpi.communicators import CurrentComm
+from spawnsim.virtual.mpi.context import Member, Transport, total
+from spawnsim.virtual.mpi.instance import Call as Collective
+from spawnsim.virtual.mpi.instance import CollectiveInstance
+from spawnsim.virtual.mpi.module import CLASSES
+from spawnsim.virtual.mpi.requests import Request
+from spawnsim.virtual.mpi.rma import Epochs
+from spawnsim.virtual.mpi.rma_service import Access, WindowState
 from spawnsim.virtual.services import Background, Clock, Compute
 
 # Calls that cost no computing: questions about handles, and the house's own doors.
@@ -58,7 +57,7 @@ Watcher = Callable[[str, Any, Callable[[], Any]], Any]
 def _calls() -> Iterator[tuple[type, str, Any]]:
     """Yield class, name and function of all calls: of the virtual MPI's classes, and those that they are made of."""
     for owner in dict.fromkeys(each for cls in CLASSES for each in cls.__mro__):
-        if owner.__module__.startswith("spawnsim.virtual") and owner is not CallingComm:
+        if owner.__module__.startswith("spawnsim.virtual") and owner is not CurrentComm:
             for name, raw in list(vars(owner).items()):
                 function = isinstance(raw, (classmethod, FunctionType))
                 if function and not name.startswith("_") and not name.startswith(UNWATCHED):
@@ -317,14 +316,14 @@ def _joined(timeline: Timeline, task: Task, given: tuple[Member, Collective]) ->
             call.facts["root"] = collective.root
 
 
-def _left(timeline: Timeline, task: Task, given: tuple[Meeting, int]) -> None:
+def _left(timeline: Timeline, task: Task, given: tuple[CollectiveInstance, int]) -> None:
     meeting, me = given
     call = timeline.call_of(task, meeting.members[me])
     if call is not None and meeting.context is not None:
         call.facts |= {"context": meeting.context.number, "collective": meeting.number}
 
 
-def _asked(timeline: Timeline, task: Task, given: tuple[Windows, Rank, int, Access]) -> None:
+def _asked(timeline: Timeline, task: Task, given: tuple[WindowState, Rank, int, Access]) -> None:
     windows, origin, place, access = given
     call = timeline.call_of(task, origin.id)
     if call is not None:
@@ -341,8 +340,8 @@ def _note_moves(put: Put) -> None:
     put(Transport, "_accept", _noted(Transport._accept, _received, after=True))
     put(Transport, "_taken", _noted(Transport._taken, _received))
     put(Member, "_join", _noted(Member._join, _joined))
-    put(Meeting, "outcome", _noted(Meeting.outcome, _left))
-    put(Windows, "request", _noted(Windows.request, _asked))
+    put(CollectiveInstance, "outcome", _noted(CollectiveInstance.outcome, _left))
+    put(WindowState, "request", _noted(WindowState.request, _asked))
 
 
 _noting = Patches(_note_moves).in_place

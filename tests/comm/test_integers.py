@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spawnsim.comm.failures import SpecTypeError, TooLarge
-from spawnsim.comm.integers import AINT, each_integer, integer
+from spawnsim.comm.handles import AINT, each_integer, integer
 from spawnsim.errors import UsageError
 
 

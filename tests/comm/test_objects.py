@@ -7,8 +7,8 @@ import pytest
 
 from spawnsim import comm
 from spawnsim.comm import constants, failures
+from spawnsim.comm.packing import Pickle, copied
 from spawnsim.comm.predefined import BY_NAME
-from spawnsim.comm.serial import Pickle, copied
 from spawnsim.errors import UnsupportedError
 
 

@@ -147,7 +147,7 @@ def test_one_collective_per_dtype_however_many_parameters() -> None:
                 type(group).Allreduce = lambda self, *a, **k: (counted.append("call"), real(self, *a, **k))[1]
             return comm
 
-    from spawnsim.virtual.comm.communicators import Intracomm
+    from spawnsim.virtual.mpi.communicators import Intracomm
 
     before = Intracomm.Allreduce
     try:

@@ -22,7 +22,7 @@ from spawnsim.record import Recorder
 from spawnsim.run import virtual
 from spawnsim.run.virtual import is_unmodified
 from spawnsim.virtual.cluster import Totals
-from spawnsim.virtual.comm.belongings import ProgramAbort
+from spawnsim.virtual.mpi.comm import ProgramAbort
 from spawnsim.virtual.scripts import run_program
 
 HEAD = "import sys\nfrom mpi4py import MPI\ncomm = MPI.COMM_WORLD\nrank, size = comm.rank, comm.size\n"

@@ -18,7 +18,7 @@ def test_sums_are_those_of_the_tree_to_the_last_bit(ranks, n):
             return
         size = comm.size
         from mpi4py import MPI
-        from spawnsim.comm.reductions import tree_in_place
+        from spawnsim.comm.ops import reduce_tree_in_place
         from spawnsim.real.mpi.collectives import CHUNK_NBYTES, LARGE_NBYTES, SharedMemorySum
         raw = comm.as_mpi_comm()
         rng = np.random.default_rng(rank)
@@ -27,7 +27,7 @@ def test_sums_are_those_of_the_tree_to_the_last_bit(ranks, n):
             sizes = (8, LARGE_NBYTES - 8, LARGE_NBYTES, CHUNK_NBYTES, CHUNK_NBYTES + 8, 5 * CHUNK_NBYTES // 2)
             for nbytes in sizes if kind in (np.float32, np.int64) else (LARGE_NBYTES, CHUNK_NBYTES + 8):
                 own = (rng.standard_normal(nbytes // item) * 1e3).astype(kind)
-                expected = tree_in_place(raw.allgather(own), lambda a, b: np.add(a, b, out=b))
+                expected = reduce_tree_in_place(raw.allgather(own), lambda a, b: np.add(a, b, out=b))
                 got = np.empty_like(own)
                 if nbytes < LARGE_NBYTES and MPI.get_vendor()[0] == "Open MPI":
                     raw.Allreduce(own, expected)  # a ring's sums for some sizes

@@ -17,7 +17,7 @@ from spawnsim.record import Recorder
 from spawnsim.virtual.cluster import Cluster, Setting
 from spawnsim.virtual.collectives import Plan, depends, finish
 from spawnsim.virtual.collectives.reference import Performer
-from spawnsim.virtual.comm.context import Context
+from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.network import Network
 from spawnsim.virtual.platform.files import Platform
 

@@ -7,9 +7,9 @@ from virtual_run import BANDWIDTH, LATENCY, platform, run
 from spawnsim.errors import ParameterError
 from spawnsim.virtual.collectives import Selection, finish
 from spawnsim.virtual.engine.completion import ReceivingNic
+from spawnsim.virtual.mpi.requests import Request
 from spawnsim.virtual.network import FatTree, Hockney, HomeLinks, Nodes, Switch
 from spawnsim.virtual.platform import Platform
-from spawnsim.virtual.requests import Request
 
 NBYTES, SENDERS = 10_000, 5
 BYTES_S = NBYTES / BANDWIDTH

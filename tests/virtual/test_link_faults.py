@@ -8,7 +8,7 @@ from spawnsim.comm.ops import MAX, SUM
 from spawnsim.errors import ParameterError, Timeout
 from spawnsim.virtual.faults import DELIVERED, Plan
 from spawnsim.virtual.faults.plan import RETRANSMIT_S
-from spawnsim.virtual.requests import Request
+from spawnsim.virtual.mpi.requests import Request
 
 FLOATS = 30_000  # 120 kB: above the usual eager threshold
 NONE = platform(contention="none")

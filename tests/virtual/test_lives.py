@@ -9,7 +9,7 @@ from virtual_run import run
 
 from spawnsim import AverageAllPolicy
 from spawnsim.errors import RankFailed, Revoked, Timeout
-from spawnsim.virtual.mpi import MPI
+from spawnsim.virtual.mpi.module import MPI
 
 FAILED = (RankFailed, Revoked, Timeout)
 RANKS, VICTIM = 12, 3

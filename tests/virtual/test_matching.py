@@ -9,9 +9,9 @@ from virtual_run import BANDWIDTH, LATENCY, OVERHEAD, platform, run
 from spawnsim.comm import Status
 from spawnsim.comm.constants import ANY_SOURCE
 from spawnsim.errors import Deadlock, RankError, Timeout
+from spawnsim.virtual.mpi.requests import Request
 from spawnsim.virtual.network import Hockney, Switch
 from spawnsim.virtual.platform import Platform
-from spawnsim.virtual.requests import Request
 
 BYTE = 1 / BANDWIDTH
 SMALL = platform(eager_bytes=1000, contention="none")

@@ -5,7 +5,7 @@ import pytest
 from virtual_run import BANDWIDTH, LATENCY, platform, run
 
 from spawnsim.errors import RankFailed, Timeout
-from spawnsim.virtual.requests import Request
+from spawnsim.virtual.mpi.requests import Request
 
 MEGABYTE = 1_000_000
 BYTES_S = MEGABYTE / BANDWIDTH  # 1 s

@@ -9,7 +9,7 @@ from virtual_run import platform, run
 
 from spawnsim.errors import Deadlock, RankFailed, Revoked, SpawnsimError
 from spawnsim.virtual.engine import kernel
-from spawnsim.virtual.mpi import MPI
+from spawnsim.virtual.mpi.module import MPI
 
 
 def ends(call):

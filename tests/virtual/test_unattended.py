@@ -5,7 +5,7 @@ import pytest
 from virtual_run import LATENCY, platform, run
 
 from spawnsim.comm.failures import Truncated
-from spawnsim.virtual.requests import Request
+from spawnsim.virtual.mpi.requests import Request
 
 LOOKS = {
     "Get_status": lambda request: request.Get_status(),

@@ -23,9 +23,8 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from spawnsim.comm.buffers import as_buffer
-from spawnsim.comm.ops import SUM, Op
+from spawnsim.comm.ops import SUM, Op, reduce_tree_in_place
 from spawnsim.comm.predefined import NAMED
-from spawnsim.comm.reductions import tree_in_place
 from spawnsim.errors import MismatchError
 from spawnsim.real.mpi.abortable import abortable, make_detached
 from spawnsim.real.mpi.translation import failure, peer
@@ -162,7 +161,7 @@ class SharedMemorySum:
         self._meet()
         slices = [part[low:high] for part in parts]  # nobody else touches these
         shared, slices[rank] = slices[-1], into[low:high]
-        total = tree_in_place(slices, _add)
+        total = reduce_tree_in_place(slices, _add)
         if total is shared:
             into[low:high] = total
         else:

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from spawnsim.comm import constants, failures
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import ERRORS_ARE_FATAL, ERRORS_RETURN, Errhandler
-from spawnsim.comm.recovery import Capabilities, Recovery
+from spawnsim.comm.protocols import Capabilities, Recovery
 from spawnsim.errors import UsageError
 from spawnsim.real.launch.launchers import detect_launcher, require_together
 from spawnsim.real.mpi import translation

@@ -28,7 +28,7 @@ import numpy as np
 from mpi4py import MPI
 
 from spawnsim.comm.constants import ANY_SOURCE
-from spawnsim.comm.recovery import Capabilities, Recovery
+from spawnsim.comm.protocols import Capabilities, Recovery
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout, WorldError
 from spawnsim.real.launch.processes import SURVIVE, KnownDeaths
 from spawnsim.real.mpi.abortable import DetachedCall

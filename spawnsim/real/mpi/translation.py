@@ -21,9 +21,7 @@ from spawnsim.comm import constants as ours
 from spawnsim.comm import failures
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.group import Group
-from spawnsim.comm.handles import Errhandler
-from spawnsim.comm.info import Info
-from spawnsim.comm.integers import integer
+from spawnsim.comm.handles import Errhandler, Info, integer
 from spawnsim.comm.ops import Op
 from spawnsim.comm.predefined import BY_NAME, NAMED
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, WorldError

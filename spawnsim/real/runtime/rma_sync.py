@@ -15,7 +15,7 @@ from typing import Any
 from spawnsim.comm.constants import LOCK_EXCLUSIVE, LOCK_SHARED
 from spawnsim.comm.failures import ERR_GROUP, CallError
 from spawnsim.comm.group import Group
-from spawnsim.comm.integers import integer
+from spawnsim.comm.handles import integer
 from spawnsim.errors import ParameterError, Timeout, UsageError
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from spawnsim.comm.constants import COMM_TYPE_SHARED, CONGRUENT, IDENT, SIMILAR, UNDEFINED, UNEQUAL
 from spawnsim.comm.failures import ERR_COMM, CallError
 from spawnsim.comm.group import Group
-from spawnsim.comm.recovery import Capabilities
+from spawnsim.comm.protocols import Capabilities
 from spawnsim.errors import UnsupportedError, UsageError
 from spawnsim.real.launch.launchers import detect_launcher
 from spawnsim.real.runtime.abort import refuse_recovery

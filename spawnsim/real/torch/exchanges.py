@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.buffers import Buffer, as_buffer
 from spawnsim.comm.constants import IN_PLACE
 from spawnsim.comm.failures import ERR_ROOT, CallError
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import SUM, Op
-from spawnsim.comm.regions import Buffer
 from spawnsim.errors import ParameterError, Timeout
 from spawnsim.real.runtime.requests import RealRequest
 from spawnsim.real.torch.point_to_point import OBJECT, CompositeRequest, ReceiveTarget, bytes_of

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.buffers import Buffer, as_buffer
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL
 from spawnsim.comm.datatypes import BF16
 from spawnsim.comm.failures import ERR_RANK, ERR_TAG, CallError, SpecTypeError, Truncated
 from spawnsim.comm.memory import as_bytes
-from spawnsim.comm.regions import Buffer
 from spawnsim.errors import Timeout
 from spawnsim.real.runtime.requests import RealRequest
 from spawnsim.real.runtime.staging import Call, Memory, Stage, device_tensor

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from spawnsim.comm.serial import Pickle
+from spawnsim.comm.packing import Pickle
 from spawnsim.errors import RankFailed
 from spawnsim.real.runtime.abort import AbortProtocol
 from spawnsim.real.runtime.finalize import Finalizer

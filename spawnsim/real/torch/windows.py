@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.buffers import Buffer, as_buffer, as_target
 from spawnsim.comm.constants import LOCK_EXCLUSIVE, PROC_NULL
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_RANK, CallError
@@ -25,8 +25,6 @@ from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import BY_NAME as OPS
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.comm.predefined import BY_NAME as TYPES
-from spawnsim.comm.regions import Buffer
-from spawnsim.comm.vectors import as_target
 from spawnsim.errors import ParameterError, Timeout, UnsupportedError, UsageError
 from spawnsim.real.runtime.requests import RealRequest
 from spawnsim.real.runtime.rma_sync import ActiveTarget, PassiveTarget

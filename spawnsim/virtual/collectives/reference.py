@@ -15,8 +15,8 @@ from spawnsim.virtual.collectives.timing import Plan, Step
 from spawnsim.virtual.engine import wire
 from spawnsim.virtual.engine.completion import Message, Receive
 from spawnsim.virtual.engine.matching import Mailbox
+from spawnsim.virtual.engine.waiting import Waiting, await_one
 from spawnsim.virtual.engine.world import World
-from spawnsim.virtual.waiting import Waiting, await_one
 
 
 class Group(Protocol):

@@ -13,8 +13,8 @@ from typing import Any
 
 from spawnsim.random import Streams
 from spawnsim.virtual.engine.kernel import RankDied, Task
+from spawnsim.virtual.engine.waiting import rank_failed
 from spawnsim.virtual.engine.world import Rank, World
-from spawnsim.virtual.waiting import rank_failed
 
 DETECTION_S = 0.01  # from a rank's death until the others know (measured with ULFM on one node)
 DEATH, BIRTH = 8, 9  # kinds of the trace

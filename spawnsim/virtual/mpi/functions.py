@@ -1,27 +1,30 @@
-"""The functions of `mpi4py.MPI`: start and end, time, memory, names.
+"""The functions of `mpi4py.MPI`: start and end, time, memory, names; and those that mpi4py's own modules ask for.
 
-Each means the calling rank, found by the task that runs. This room knows ranks and clocks; messages are the business
-of `spawnsim.virtual.comm`.
+Each means the calling rank, found by the task that runs. Every function defined in this file whose name is MPI's, or
+one of those that `mpi4py.util` uses, becomes one of `module.MPI`.
 """
 
 from __future__ import annotations
 
 import platform as machine
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from threading import RLock
+from typing import Any, NoReturn
 
 import numpy as np
 
 from spawnsim.comm import constants
+from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_OTHER, CallError
-from spawnsim.comm.info import INFO_NULL, Info
-from spawnsim.comm.integers import AINT, integer
+from spawnsim.comm.handles import AINT, INFO_NULL, Info, integer
 from spawnsim.comm.memory import address, buffer
+from spawnsim.errors import UnsupportedError
 from spawnsim.importing import versions
-from spawnsim.virtual.comm import buffering, grids
 from spawnsim.virtual.engine.kernel import current_task, current_world
 from spawnsim.virtual.engine.world import Rank, World
-from spawnsim.virtual.requests import Request
+from spawnsim.virtual.mpi import point_to_point, topology
+from spawnsim.virtual.mpi.communicators import Intercomm, Intracomm
+from spawnsim.virtual.mpi.requests import Request
 
 TICK_S = 1e-9
 SPIN_S = 1e-6  # what a look at the clock costs a program that does nothing but look
@@ -151,12 +154,12 @@ def Free_mem(mem: buffer) -> None:
 
 def Attach_buffer(buf: Any) -> None:
     """Attach a buffer for Bsend."""
-    buffering.attach(_here().attachments, None, buf)
+    point_to_point.attach(_here().attachments, None, buf)
 
 
 def Detach_buffer() -> Any:
     """Take the buffer for Bsend back."""
-    return buffering.detach(_here().attachments, None)
+    return point_to_point.detach(_here().attachments, None)
 
 
 def Flush_buffer() -> None:
@@ -173,7 +176,7 @@ def Iflush_buffer() -> Request:
 
 def Compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
     """Return a balanced distribution of nodes over dimensions."""
-    return grids.compute_dims(nnodes, dims)
+    return topology.compute_dims(nnodes, dims)
 
 
 def Get_processor_name() -> str:
@@ -225,3 +228,74 @@ def Get_hw_resource_info() -> Info:
 
 def Pcontrol(level: int) -> None:
     """Do nothing: there is no profiler behind the calls."""
+
+
+def _comm_lock(comm: Any, key: Hashable | None = None) -> Any:
+    """Return a lock: nobody competes for it, since a rank's calls come from one line of execution."""
+    return RLock()
+
+
+def _comm_lock_table(comm: Any) -> dict[Hashable, Any]:
+    """Return no locks."""
+    return {}
+
+
+def _commctx_intra(comm: Intracomm) -> tuple[Intracomm, int]:
+    """Return a communicator for messages behind the program's back, and a tag; the first call is collective."""
+    notes = comm._context.notes.setdefault("contexts of pkl5", {})
+    if comm._me not in notes:
+        notes[comm._me] = [comm.Dup(), 0]
+    entry = notes[comm._me]
+    entry[1] += 1
+    return entry[0], entry[1] - 1
+
+
+def _commctx_inter(comm: Intercomm) -> tuple[Intercomm, int, Intracomm, bool]:
+    """Return likewise for two groups, with a communicator of the own group; and whether that is the first."""
+    notes = comm._context.notes.setdefault("contexts of pkl5", {})
+    me = comm._side, comm._me
+    if me not in notes:
+        both = comm.Merge(high=bool(comm._side))
+        notes[me] = [comm.Dup(), 0, both.Split(comm._side, comm._me)]
+    entry = notes[me]
+    entry[1] += 1
+    return entry[0], entry[1] - 1, entry[2], comm._side == 0
+
+
+def _typecode(datatype: Datatype) -> str | None:
+    """Return the typecode of a datatype, or None."""
+    return datatype.code or None
+
+
+def _typealign(datatype: Datatype) -> int | None:
+    """Return the alignment of a datatype in bytes, or None."""
+    return int(np.dtype(datatype.dtype).alignment) if datatype.is_predefined and datatype.dtype else None
+
+
+def _datatype_decode(datatype: Datatype, mark: bool = False) -> tuple[Datatype, str, dict[str, Any]]:
+    """Return base type, combiner and parameters of a datatype."""
+    return datatype.decode()
+
+
+def _datatype_create(
+    datatype: Datatype, combiner: str, params: dict[str, Any], free: bool = False
+) -> Datatype:
+    """Return the datatype that `_datatype_decode` took apart."""
+    if combiner in ("NAMED", "DUP"):
+        return datatype if combiner == "NAMED" else datatype.Dup()
+    made: Datatype = getattr(datatype, f"Create_{combiner.lower()}")(**params)
+    return made
+
+
+def _refused(name: str) -> Callable[[Any], NoReturn]:
+    def refuse(arg: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"MPI.{name}: a virtual rank has no MPI library and no handles that C could be given; call from Python"
+        )
+
+    refuse.__module__, refuse.__name__ = __name__, name
+    refuse.__doc__ = "Refuse: there are no handles of C."
+    return refuse
+
+
+_sizeof, _addressof, _handleof = _refused("_sizeof"), _refused("_addressof"), _refused("_handleof")

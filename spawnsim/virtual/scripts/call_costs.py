@@ -16,11 +16,11 @@ from typing import Any
 
 from spawnsim import units
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.comm.calling import held
 from spawnsim.virtual.diagnosis import PACKAGE
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import World
-from spawnsim.virtual.mpi import MPI
+from spawnsim.virtual.mpi.communicators import held
+from spawnsim.virtual.mpi.module import MPI
 from spawnsim.virtual.timeline import being_watched, watched
 
 NONE = "none"

@@ -25,9 +25,9 @@ from typing import Any
 from spawnsim.comm.constants import ANY_SOURCE
 from spawnsim.comm.status import Status
 from spawnsim.errors import UnsupportedError
-from spawnsim.virtual.comm.calling import COMM_WORLD
 from spawnsim.virtual.engine.kernel import current_task
-from spawnsim.virtual.mpi import MPI
+from spawnsim.virtual.mpi.communicators import COMM_WORLD
+from spawnsim.virtual.mpi.module import MPI
 
 TASK, RESULT = 2**20 + 1, 2**20 + 2  # tags
 PoolTask = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

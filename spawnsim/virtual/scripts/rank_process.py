@@ -24,9 +24,9 @@ from typing import Any, TextIO
 
 from spawnsim.errors import ParameterError
 from spawnsim.importing import of_a_rank
-from spawnsim.virtual.comm.calling import held
 from spawnsim.virtual.engine.kernel import Task, current_task
-from spawnsim.virtual.mpi import MPI
+from spawnsim.virtual.mpi.communicators import held
+from spawnsim.virtual.mpi.module import MPI
 
 SHARED_PACKAGES = {"spawnsim", "mpi4py"}  # never a rank's own, wherever they lie
 

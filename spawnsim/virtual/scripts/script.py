@@ -19,11 +19,11 @@ from greenlet import GreenletExit
 
 from spawnsim.errors import Deadlock, ParameterError, RankError
 from spawnsim.virtual.cluster import Cluster, OnError, OnNote, Progress, Setting, Totals
-from spawnsim.virtual.comm.calling import COMM_WORLD
-from spawnsim.virtual.comm.payload import pickler
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import Rank, Recorder
+from spawnsim.virtual.mpi.communicators import COMM_WORLD
 from spawnsim.virtual.mpi.functions import OPTIONS
+from spawnsim.virtual.mpi.payload import pickler
 from spawnsim.virtual.scripts.call_costs import CallCosts, Cost
 from spawnsim.virtual.scripts.package import Pool, installed_as_mpi4py, serve
 from spawnsim.virtual.scripts.rank_process import Lines, Processes, RankModules, virtual_time

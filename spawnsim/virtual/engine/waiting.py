@@ -1,0 +1,295 @@
+"""Waiting for completions, and saying what is waited for; and operations that go on although nobody waits for them.
+
+Knows completions, deadlines and dead ranks, and must not know buffers. A wait ends early when a death or a revocation
+dooms it; its description is what a deadlock report and a timeout quote.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, fields
+from typing import Any
+
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
+from spawnsim.comm.failures import RankFailed, Revoked
+from spawnsim.comm.status import Status
+from spawnsim.virtual.engine.completion import AllOf, Completion
+from spawnsim.virtual.engine.kernel import Task, timeout
+from spawnsim.virtual.engine.world import World
+
+Dead = AbstractSet[tuple[int, int]]  # the lives that are known to have ended: (rank of the world, life)
+
+
+@dataclass(slots=True)  # frozen would cost a microsecond a call
+class Waiting:
+    """One pending operation. `members` are the world ranks of the communicator's peers, `peer` a rank among them."""
+
+    operation: str
+    comm: str
+    members: Sequence[int]
+    peer: int
+    tag: int = 0
+    keyword: str = "source"
+    acknowledged: Collection[int] = ()  # world ranks whose death does not end a wait for anybody
+    context: Any = None  # that ends the wait when it is revoked, and knows its members' lives
+
+    def describe(self) -> str:
+        """Return the call with its peer and tag."""
+        asked = f"{self.keyword}={self._who()}"
+        if self.keyword != "target":  # an access to a window has no tag
+            asked += f", tag={'ANY_TAG' if self.tag == ANY_TAG else self.tag}"
+        return f"{self.operation}({asked}) on {self.comm}"
+
+    def _who(self) -> str:
+        """Return the peer's rank, and that in the world if it is another."""
+        if self.peer == ANY_SOURCE:
+            return "ANY_SOURCE"
+        world = self.members[self.peer]
+        return str(self.peer) if world == self.peer else f"{self.peer} (rank {world} of the world)"
+
+    def peers(self) -> Sequence[int]:
+        """Return the world ranks any of which could end the wait."""
+        return self.members if self.peer == ANY_SOURCE else (self.members[self.peer],)
+
+    def missing(self, by_s: float = math.inf) -> Sequence[int]:
+        """Return the ranks still awaited."""
+        return () if self.peer == ANY_SOURCE else (self.peer,)
+
+    def doomed(self, dead: Dead) -> Sequence[int]:
+        """Return the dead that end this wait with `RankFailed`, as ranks of the communicator."""
+        peers, known = self.peers(), self.acknowledged if self.peer == ANY_SOURCE else ()
+        new = ((rank, life) for rank, life in dead if rank in peers and rank not in known)
+        gone = sorted(rank for rank, life in new if self.context.life(rank) == life)
+        return [self.members.index(rank) for rank in gone]
+
+    def contexts(self) -> Sequence[Any]:
+        """Return what ends the wait when it is revoked."""
+        return () if self.context is None else (self.context,)
+
+    def sequence(self) -> int:
+        """Return -1: the call is no collective."""
+        return -1
+
+
+class Unbroken:
+    """What is common to waits that neither a death nor a revocation ends."""
+
+    __slots__ = ()
+
+    def doomed(self, dead: Dead) -> Sequence[int]:
+        """Return nobody."""
+        return ()
+
+    def contexts(self) -> Sequence[Any]:
+        """Return nothing."""
+        return ()
+
+    def sequence(self) -> int:
+        """Return -1: the call is no collective."""
+        return -1
+
+
+@dataclass(slots=True)
+class Assured(Waiting):
+    """A pending operation whose end is known: no death changes it any more, but a revocation does."""
+
+    def doomed(self, dead: Dead) -> Sequence[int]:
+        """Return nobody."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingForAny:
+    """Several pending operations, any of which ends the wait."""
+
+    operation: str
+    parts: Sequence[Any]
+
+    def describe(self) -> str:
+        """Return the call with what it waits for."""
+        shown = ", ".join(part.describe() for part in self.parts[:3])
+        more = f", and {len(self.parts) - 3} more" if len(self.parts) > 3 else ""
+        return f"{self.operation}[{shown}{more}]"
+
+    def peers(self) -> Sequence[int]:
+        """Return the world ranks any of which could end the wait."""
+        return sorted({rank for part in self.parts for rank in part.peers()})
+
+    def missing(self, by_s: float = math.inf) -> Sequence[int]:
+        """Return the ranks still awaited."""
+        return sorted({rank for part in self.parts for rank in part.missing(by_s)})
+
+    def doomed(self, dead: Dead) -> Sequence[int]:
+        """Return the dead that any part waits for."""
+        return sorted({rank for part in self.parts for rank in part.doomed(dead)})
+
+    def contexts(self) -> Sequence[Any]:
+        """Return what ends any part when it is revoked."""
+        return [context for part in self.parts for context in part.contexts()]
+
+    def sequence(self) -> int:
+        """Return -1: the call is no collective."""
+        return -1
+
+
+def check_alive(world: World, waiting: Any) -> None:
+    """Raise `Revoked` if the wait's communicator has been revoked, `RankFailed` if ranks known to be dead doom it."""
+    if world.revoked:
+        check_revoked(world, waiting)
+    if world.failed:
+        dead = world.known_dead(world.kernel.current.clock)
+        doomed = waiting.doomed(dead) if dead else ()
+        if doomed:
+            raise rank_failed(world.kernel.current, waiting, doomed)
+
+
+def check_revoked(world: World, waiting: Any, finish_s: float = math.inf) -> None:
+    """Raise `Revoked` if a communicator of the wait was revoked by now, and before `finish_s`."""
+    task = world.kernel.current
+    for context in waiting.contexts():
+        why = context.why_revoked(task.rank, task.clock)
+        if why and min(context.revoked_s, task.clock) < finish_s:
+            raise Revoked(f"{task.name} was in {waiting.describe()}, which {why}")
+
+
+def rank_failed(task: Task, waiting: Any, doomed: Sequence[int]) -> RankFailed:
+    """Return the error of a wait that the dead have ended."""
+    names = ", ".join(map(str, doomed))
+    message = f"{task.name} was in {waiting.describe()} at {task.clock:.6g} s, and rank {names} has failed"
+    return RankFailed(doomed, message)
+
+
+def await_one(world: World, completion: Completion, waiting: Any) -> None:
+    """Wait until `completion` is over; the running task's clock moves to its end."""
+    kernel = world.kernel
+    task = kernel.current
+    rank, due_s = world.ranks[task.rank], task.clock + task.deadline_s
+    revocable = world.plan is not None and world.plan.mortal and isinstance(waiting, Waiting)
+    while completion.finish_s is None or (
+        rank.company
+        and task.clock < completion.finish_s
+        and (completion.finish_s <= due_s or (revocable and task.clock < due_s))
+    ):
+        if completion.finish_s is None:
+            check_alive(world, waiting)
+            completion.waiter = task
+            try:
+                kernel.block(waiting, lost=completion.lost)
+            finally:
+                completion.waiter = None
+        elif revocable:
+            _await_end(world, min(completion.finish_s, due_s), waiting)
+        else:  # its card lets in requests to its window as they come: whose turn it is shows at that time
+            rank.reach(task, completion.finish_s)
+            kernel.observe()
+    finish_s = completion.finish_s if completion.finish_s > due_s else completion.final()
+    if finish_s > task.clock:
+        rank.reach(task, min(finish_s, due_s))
+        if rank.company:  # its memory is exposed: what it does next must be done at its own time
+            kernel.observe()
+        if finish_s > due_s:
+            raise timeout(task, waiting)
+
+
+def _await_end(world: World, finish_s: float, waiting: Waiting) -> None:
+    """Wait for an end, or a deadline, that is known to come, unless the communicator is revoked before."""
+    kernel = world.kernel
+    task = kernel.current
+    wait = Assured(*(getattr(waiting, name.name) for name in fields(Waiting)))
+    kernel.env.at(finish_s, task.rank, lambda: kernel.resume(task) if task.wait is wait else None)
+    kernel.block(wait)
+    world.ranks[task.rank].reach(task, finish_s)
+    kernel.observe()
+
+
+def finished(completions: Sequence[Completion | None], now_s: float) -> list[int]:
+    """Return the positions of those that are over by `now_s`, the earliest first."""
+    known = sorted(
+        (each.finish_s, index)
+        for index, each in enumerate(completions)
+        if each is not None and each.finish_s is not None and each.finish_s <= now_s
+    )
+    over = [(completions[index].final(), index) for _, index in known]  # type: ignore[union-attr]
+    return [index for finish_s, index in sorted(over) if finish_s <= now_s]
+
+
+def await_any(world: World, completions: Sequence[Completion | None], waiting: Any) -> list[int]:
+    """Wait until at least one is over; return the positions of all that are over then, the earliest first."""
+    kernel = world.kernel
+    task = kernel.current
+    rank = world.ranks[task.rank]
+    due_s = task.clock + task.deadline_s
+    kernel.observe()
+    while True:
+        rank.reach(task, kernel.env.now)
+        over = finished(completions, task.clock)
+        if over:
+            return over
+        check_alive(world, waiting)
+        _park_until_any(world, completions, waiting, due_s)
+
+
+def _park_until_any(
+    world: World, completions: Sequence[Completion | None], waiting: Any, due_s: float
+) -> None:
+    """Park until a completion learns its end, or the earliest known end has come."""
+    kernel = world.kernel
+    task = kernel.current
+    pending = [each for each in completions if each is not None]
+    first_s = _earliest(pending)
+    if first_s > due_s and math.isfinite(first_s):
+        rank = world.ranks[task.rank]
+        rank.reach(task, due_s)
+        if rank.company:
+            kernel.observe()
+        raise timeout(task, waiting)
+    alarm = kernel.env.at(first_s, task.rank, lambda: kernel.resume(task)) if math.isfinite(first_s) else None
+    for each in pending:
+        each.waiter = task
+    try:
+        kernel.block(waiting, lost=any(each.lost for each in pending))
+    finally:
+        for each in pending:
+            each.waiter = None
+        if alarm is not None:
+            alarm.cancel()
+
+
+def _earliest(completions: Iterable[Completion]) -> float:
+    return min((each.finish_s for each in completions if each.finish_s is not None), default=math.inf)
+
+
+class FreedOperation(AllOf):
+    """Runs the delivery of a completion at its end, in the place of the request that has let go of it."""
+
+    __slots__ = ("_deliver", "_part", "_rank")
+
+    def __init__(self, world: World, part: Completion, deliver: Callable[[Status], Any]) -> None:
+        self._part, self._deliver, self._rank = part, deliver, world.here()
+        self._rank.company += 1
+        super().__init__(world.kernel, (part,))
+
+    def part_over(self) -> None:
+        """Deliver at the end, now that it is known; it may yet be taken back, or turn out to be later."""
+        end_s, env = self._part.finish_s, self.kernel.env
+        if end_s is not None and self.finish_s is None:
+            env.at(max(end_s, env.now), self._rank.id, self._arrive)
+
+    def reopen(self) -> None:
+        """Go on waiting: the part has not ended after all."""
+
+    def _arrive(self) -> None:
+        now_s, part = self.kernel.env.now, self._part
+        if self.finish_s is not None or part.finish_s is None or self._rank.dead:
+            return
+        if part.final() > now_s:
+            self.part_over()
+            return
+        self.finish_s = now_s
+        self._rank.company -= 1
+        try:
+            self._deliver(Status())
+        except Exception as error:  # noqa: BLE001 - it is the program's fault, and ends the run as its own error would
+            self.kernel.fail(error, self._rank.tasks[0])

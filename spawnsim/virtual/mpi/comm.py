@@ -1,0 +1,324 @@
+"""Calls that every communicator has about itself: naming, comparing, duplicating, splitting, aborting, freeing.
+
+New communicators are agreed upon in a collective of the old one: the members' meeting makes one shared `Context`, and
+each member enters it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NoReturn, Self
+
+from spawnsim.comm.constants import (
+    COMM_TYPE_HW_GUIDED,
+    COMM_TYPE_RESOURCE_GUIDED,
+    COMM_TYPE_SHARED,
+    CONGRUENT,
+    IDENT,
+    IO,
+    LASTUSEDCODE,
+    PROC_NULL,
+    SIMILAR,
+    TAG_UB,
+    TAG_UB_VALUE,
+    UNDEFINED,
+    UNEQUAL,
+    UNIVERSE_SIZE,
+    WTIME_IS_GLOBAL,
+)  # fmt: skip
+from spawnsim.comm.failures import ERR_ARG, ERR_COMM, ERR_GROUP, ERR_LASTCODE, CallError
+from spawnsim.comm.group import Group
+from spawnsim.comm.handles import INFO_NULL, Info, Named, integer
+from spawnsim.errors import UnsupportedError
+from spawnsim.virtual.mpi.context import Context, Member
+from spawnsim.virtual.mpi.instance import Call
+from spawnsim.virtual.mpi.requests import Request
+
+
+class ProgramAbort(BaseException):
+    """`Comm.Abort`: ends the whole run."""
+
+    def __init__(self, errorcode: int, rank: int, time_s: float) -> None:
+        self.errorcode, self.rank, self.time_s = errorcode, rank, time_s
+        super().__init__(errorcode, rank, time_s)
+
+
+class Belongings(Member, Named):
+    """Hints, error handlers, Abort."""
+
+    __slots__ = ()
+    _kind = "COMM"
+
+    def Abort(self, errorcode: int = 0) -> NoReturn:
+        """End the whole run, with this exit status."""
+        raise ProgramAbort(integer(errorcode), self._rank.id, self._world.kernel.current.clock)
+
+    def _abort(self, errorcode: int) -> NoReturn:
+        self.Abort(errorcode)
+
+    @classmethod
+    def Get_parent(cls) -> Any:
+        """Return the null communicator: no program has spawned this one."""
+        from spawnsim.virtual.mpi.communicators import Intercomm
+
+        return Intercomm()
+
+    @classmethod
+    def Join(cls, fd: int) -> NoReturn:
+        """Refuse: dynamic processes are outside the simulation."""
+        raise UnsupportedError("Comm.Join: dynamic processes are not simulated; start all ranks at once")
+
+
+class Management(Belongings):
+    """Calls on the communicator itself."""
+
+    __slots__ = ()
+
+    def Set_name(self, name: str) -> None:
+        """Set the name, which errors tell from then on."""
+        super().Set_name(name)
+        self._context.name = name
+
+    name = property(Belongings.Get_name, Set_name)
+
+    def Get_rank(self) -> int:
+        """Return this rank."""
+        if self._identity is None:
+            self._need()
+        return self._me
+
+    def Get_size(self) -> int:
+        """Return the number of ranks (of this rank's own group)."""
+        if self._identity is None:
+            self._need()
+        return len(self._members)
+
+    def Get_group(self) -> Group:
+        """Return the group of this rank, also of a communicator that was revoked."""
+        if self._identity is None:
+            self._need()
+        return Group.of(self._members, self._rank.id)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.Get_rank()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.Get_size()
+
+    @property
+    def group(self) -> Group:
+        """The group of this rank."""
+        return self.Get_group()
+
+    def Get_attr(self, keyval: int) -> int | Any | None:
+        """Return an attribute: MPI's own (TAG_UB, UNIVERSE_SIZE, …) or one of the program."""
+        self._exist()
+        own = {
+            TAG_UB: TAG_UB_VALUE, IO: PROC_NULL, WTIME_IS_GLOBAL: True,
+            UNIVERSE_SIZE: len(self._world.ranks), LASTUSEDCODE: ERR_LASTCODE,
+        }  # fmt: skip
+        return own[keyval] if keyval in own else super().Get_attr(keyval)
+
+    def Is_inter(self) -> bool:
+        """Return whether there are two groups."""
+        if self._identity is None:
+            self._need()
+        return len(self._context.sides) > 1
+
+    def Is_intra(self) -> bool:
+        """Return whether there is one group."""
+        return not self.Is_inter()
+
+    @property
+    def is_inter(self) -> bool:
+        """Whether there are two groups."""
+        return self.Is_inter()
+
+    @property
+    def is_intra(self) -> bool:
+        """Whether there is one group."""
+        return self.Is_intra()
+
+    def Compare(self, comm: Member) -> int:
+        """Return IDENT, CONGRUENT (same group and order), SIMILAR (same members) or UNEQUAL."""
+        self._need()
+        comm._need()
+        mine, other = self._context, comm._context
+        if mine is other:
+            return IDENT
+        if mine.sides == other.sides:
+            return CONGRUENT
+        same = len(mine.sides) == len(other.sides)
+        members = [sorted(side) for side in mine.sides] == [sorted(side) for side in other.sides]
+        return SIMILAR if same and members else UNEQUAL
+
+    # -- new communicators -----------------------------------------------------------------------------------
+
+    def _agree(self, name: str, part: Any, make: Callable[[list[Any]], Any]) -> Any:
+        """Meet all members; `make(parts)` runs once and its result goes to all."""
+        call = Call(name, "allgather", part, 8, outcome=lambda m, rank: m.agreed(lambda: make(m.all_parts())))
+        return self._meet(call)
+
+    def _copy(self) -> Context:
+        return self._context.derive(*self._context.sides, topology=self._context.topology)
+
+    def _adopt(self, context: Context) -> Self:
+        new = type(self).enter(context, self._rank.id)
+        new._own, new._errhandler = self._own, self._errhandler
+        return new
+
+    def Dup(self, info: Info | None = None) -> Self:
+        """Return a communicator with the same members and attributes, and messages of its own."""
+        return self._duplicate(self._agree("Dup", None, lambda parts: self._copy()), info)
+
+    def Clone(self) -> Self:
+        """Return a duplicate."""
+        return self.Dup()
+
+    def Dup_with_info(self, info: Info) -> Self:
+        """Return a duplicate with these hints."""
+        return self.Dup(info)
+
+    def Idup(self, info: Info | None = None) -> tuple[Self, Request]:
+        """Start Dup; return the communicator, usable once the request is over, and the request."""
+        outcome = lambda m, rank: None  # noqa: E731
+        completion, waiting = self._join(Call("Idup", "allgather", None, 8, outcome=outcome))
+        context = waiting.meeting.agreed(self._copy)
+        return self._duplicate(context, info), Request.start(self._world, completion, waiting)
+
+    def Idup_with_info(self, info: Info) -> tuple[Self, Request]:
+        """Start Dup_with_info."""
+        return self.Idup(info)
+
+    def _duplicate(self, context: Context, info: Info | None) -> Self:
+        new = self._adopt(context)
+        self.copy_attributes(new)
+        hints = info if info is not None else self._info
+        new._info = Info.Create(hints) if hints else None
+        return new
+
+    def _subset(self, context: Context | None) -> Any:
+        """Return this rank's handle of a new communicator, or the null one."""
+        from spawnsim.virtual.mpi.communicators import COMM_NULL, Intracomm
+
+        if context is None or all(self._rank.id not in side for side in context.sides):
+            return COMM_NULL
+        new = (Intracomm if len(context.sides) == 1 else type(self)).enter(context, self._rank.id)
+        new._own, new._errhandler = self._own, self._errhandler
+        return new
+
+    def Split(self, color: int = 0, key: int = 0) -> Any:
+        """Return a communicator with the ranks of this color, in the order of their keys (ties: of their ranks)."""
+        color, key = integer(color), integer(key)
+        if color != UNDEFINED and color < 0:
+            raise CallError(ERR_ARG, f"color {color}: give a number of at least 0, or UNDEFINED")
+        return self._split("Split", color, key)
+
+    def _split(self, name: str, color: Hashable, key: int) -> Any:
+        contexts = self._agree(name, (color, key, self._rank.id, self._side), self._sort_by_color)
+        return self._subset(contexts.get(color))
+
+    def _sort_by_color(self, parts: list[tuple[Hashable, int, int, int]]) -> dict[Hashable, Context]:
+        colors = list(dict.fromkeys(part[0] for part in parts if part[0] != UNDEFINED))
+        found: dict[Hashable, Context] = {}
+        for color in colors:
+            sides: list[tuple[int, ...]] = []
+            for side in range(len(self._context.sides)):
+                mine = [
+                    (key, place, rank)
+                    for place, (own, key, rank, at) in enumerate(parts)
+                    if own == color and at == side
+                ]
+                sides.append(tuple(rank for _, _, rank in sorted(mine)))
+            if all(sides):
+                found[color] = self._context.derive(*sides)
+        return found
+
+    def Split_type(self, split_type: int, key: int = 0, info: Info = INFO_NULL) -> Any:
+        """Return a communicator with the ranks that share something: for COMM_TYPE_SHARED, a node's memory."""
+        import numpy as np
+
+        split_type, key = integer(split_type), integer(key)
+        if split_type == UNDEFINED:
+            return self._split("Split_type", UNDEFINED, key)
+        guided = split_type in (COMM_TYPE_HW_GUIDED, COMM_TYPE_RESOURCE_GUIDED)
+        if guided and info and info.Get("mpi_hw_resource_type") == "mpi_shared_memory":
+            split_type = COMM_TYPE_SHARED
+        if (
+            split_type != COMM_TYPE_SHARED
+        ):  # the virtual hardware has no other parts that a program could name
+            return self._split("Split_type", UNDEFINED, key)
+        node = int(self._world.network.place(np.array([self._rank.id]))[0])
+        return self._split("Split_type", ("node", node), key)
+
+    def Create(self, group: Group) -> Any:
+        """Return a communicator of a group's members; all ranks of this one call."""
+        self._check_group(group)
+        made = self._agree("Create", (group.members, self._rank.id), self._make_groups)
+        return self._subset(made.get(self._rank.id))
+
+    def _make_groups(self, parts: list[tuple[tuple[int, ...], int]]) -> dict[int, Context]:
+        wanted = {members for members, rank in parts if rank in members}
+        contexts = {members: self._context.derive(members) for members in sorted(wanted)}
+        return {rank: contexts[members] for members, rank in parts if rank in members}
+
+    def _check_group(self, group: Group) -> None:
+        self._need()
+        strangers = [rank for rank in group.live() if rank not in self._members]
+        if strangers:
+            raise CallError(
+                ERR_GROUP, f"the group has members that are not in {self._label}: {strangers[:5]}"
+            )
+
+    def Free(self) -> None:
+        """Give up the communicator. All members do, each when it likes: messages on their way still arrive.
+
+        MPI calls this collective, and says that implementations are expected to make it local; programs rely on that.
+        It asks for no time and no rank, so that finalizers may call it wherever they run.
+        """
+        self._check_freed("freed")
+        self.delete_attributes()
+        self._let_go()
+
+    def Disconnect(self) -> None:
+        """Wait until all members have called, and give up the communicator. Of a revoked one nobody is awaited."""
+        self._check_freed("disconnected")
+        if not self._why_revoked():
+            self._meet(Call("Disconnect", "barrier"))
+        self.delete_attributes()
+        self._let_go()
+
+    def _check_freed(self, what: str) -> None:
+        """Refuse to give up a null communicator, or one that MPI has made."""
+        if self._identity is None:
+            self._need()
+        if self._context.number <= len(self._world.ranks) + 1 and self._name in (
+            "MPI_COMM_WORLD",
+            "MPI_COMM_SELF",
+        ):
+            raise CallError(ERR_COMM, f"{self._name} cannot be {what}")
+
+    def _let_go(self) -> None:
+        if self._world.ledger is not None:
+            self._world.ledger.freed(self._context)
+        self._identity = None
+
+    def Get_topology(self) -> int:
+        """Return CART, GRAPH, DIST_GRAPH or UNDEFINED."""
+        from spawnsim.virtual.mpi.topology import topology
+
+        return topology(self)  # type: ignore[arg-type]
+
+    @property
+    def topology(self) -> int:
+        """CART, GRAPH, DIST_GRAPH or UNDEFINED."""
+        return self.Get_topology()
+
+    @property
+    def is_topo(self) -> bool:
+        """Whether the communicator has a shape."""
+        return self.Get_topology() != UNDEFINED

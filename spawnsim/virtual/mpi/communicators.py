@@ -1,0 +1,464 @@
+"""The communicators: `Intracomm` and `Intercomm`, put together from this folder's calls; COMM_WORLD and its like.
+
+Beyond MPI's calls each carries the rank's own five members: clock, compute, rng, background, record. COMM_WORLD and
+COMM_SELF are objects that may be captured anywhere (a module imported once and shared by all ranks may keep
+`comm = MPI.COMM_WORLD` in a global or a default argument): each use looks up the rank whose task is running. In a
+collective of an intercommunicator each group gets what the other contributes. Communicators with a topology are built
+on `Intracomm`, so that their module is imported when first called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Self
+
+from spawnsim.comm import ops
+from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.constants import PROC_NULL, ROOT
+from spawnsim.comm.failures import ERR_COMM, CallError
+from spawnsim.comm.group import Group
+from spawnsim.comm.handles import INFO_NULL, Info, integer
+from spawnsim.comm.ops import SUM, Op
+from spawnsim.errors import UnsupportedError, UsageError
+from spawnsim.virtual.engine.kernel import current_task
+from spawnsim.virtual.mpi import semantics
+from spawnsim.virtual.mpi.collectives import (
+    Collectives,
+    IntraCollectives,
+    ObjectCollectives,
+    ObjectIntraCollectives,
+    PersistentCollectives,
+    PersistentIntraCollectives,
+    PersistentMessages,
+)
+from spawnsim.virtual.mpi.comm import Management
+from spawnsim.virtual.mpi.context import Context, Member
+from spawnsim.virtual.mpi.fault_tolerance import FaultTolerance
+from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
+from spawnsim.virtual.mpi.payload import dumps, loads
+from spawnsim.virtual.mpi.point_to_point import Objects, Probes, Unsupported
+from spawnsim.virtual.services import Background, Clock, Compute, Record
+
+ALTERNATIVE = "dynamic processes are not simulated; start all ranks at once with --ranks N"
+
+
+class Making(Member):
+    """Communicators with a shape, from a group, between two groups."""
+
+    __slots__ = ()
+
+    def Create_group(self, group: Group, tag: int = 0) -> Any:
+        """Return a communicator of a group's members; they alone call."""
+        return create_group(self, group, integer(tag))
+
+    @classmethod
+    def Create_from_group(
+        cls, group: Group, stringtag: str = "org.mpi4py", info: Info = INFO_NULL, errhandler: Any = None
+    ) -> Any:
+        """Return a communicator of a group's members, who alone call, out of COMM_WORLD."""
+        return create_from_group(group, stringtag, errhandler)
+
+    def Create_cart(
+        self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
+    ) -> Any:
+        """Return a grid of the first ranks; those left over get COMM_NULL."""
+        from spawnsim.virtual.mpi.topology import create_cart
+
+        return create_cart(self, dims, periods)  # type: ignore[arg-type]
+
+    def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> Any:
+        """Return a graph of the first ranks; those left over get COMM_NULL."""
+        from spawnsim.virtual.mpi.topology import create_graph
+
+        return create_graph(self, index, edges)  # type: ignore[arg-type]
+
+    def Create_dist_graph_adjacent(
+        self, sources: Sequence[int], destinations: Sequence[int], sourceweights: Sequence[int] | None = None,
+        destweights: Sequence[int] | None = None, info: Info = INFO_NULL, reorder: bool = False,
+    ) -> Any:  # fmt: skip
+        """Return a graph of which each rank tells its own edges."""
+        from spawnsim.virtual.mpi.topology import create_dist_graph_adjacent
+
+        return create_dist_graph_adjacent(self, sources, destinations, (sourceweights, destweights))  # type: ignore[arg-type]
+
+    def Create_dist_graph(
+        self, sources: Sequence[int], degrees: Sequence[int], destinations: Sequence[int],
+        weights: Sequence[int] | None = None, info: Info = INFO_NULL, reorder: bool = False,
+    ) -> Any:  # fmt: skip
+        """Return a graph of which each rank tells any edges."""
+        from spawnsim.virtual.mpi.topology import create_dist_graph
+
+        return create_dist_graph(self, sources, degrees, destinations, weights=weights)  # type: ignore[arg-type]
+
+    def Create_intercomm(self, local_leader: int, peer_comm: Any, remote_leader: int, tag: int = 0) -> Any:
+        """Join this communicator's group with another one; the leaders meet on `peer_comm`."""
+        return create_intercomm(self, local_leader, peer_comm, remote_leader, tag)  # type: ignore[arg-type]
+
+    def Cart_map(self, dims: Sequence[int], periods: Sequence[bool] | None = None) -> int:
+        """Return the rank that this one would have in a grid."""
+        from spawnsim.virtual.mpi.topology import mapped_rank
+
+        return mapped_rank(self, dims)
+
+    def Graph_map(self, index: Sequence[int], edges: Sequence[int]) -> int:
+        """Return the rank that this one would have in a graph."""
+        from spawnsim.virtual.mpi.topology import index_ends, mapped_rank
+
+        return mapped_rank(self, [len(index_ends(index, edges))])
+
+    def Spawn(
+        self, command: str, args: Sequence[str] | None = None, maxprocs: int = 1, info: Info = INFO_NULL,
+        root: int = 0, errcodes: list[int] | None = None,
+    ) -> NoReturn:  # fmt: skip
+        """Refuse."""
+        raise UnsupportedError(f"Intracomm.Spawn: {ALTERNATIVE}")
+
+    def Spawn_multiple(
+        self, command: Sequence[str], args: Any = None, maxprocs: Sequence[int] | None = None, info: Any = INFO_NULL,
+        root: int = 0, errcodes: list[list[int]] | None = None,
+    ) -> NoReturn:  # fmt: skip
+        """Refuse."""
+        raise UnsupportedError(f"Intracomm.Spawn_multiple: {ALTERNATIVE}")
+
+    def Accept(self, port_name: str, info: Info = INFO_NULL, root: int = 0) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(f"Intracomm.Accept: {ALTERNATIVE}")
+
+    def Connect(self, port_name: str, info: Info = INFO_NULL, root: int = 0) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(f"Intracomm.Connect: {ALTERNATIVE}")
+
+
+class Comm(
+    PersistentMessages, Objects, Probes, Collectives, PersistentCollectives, ObjectCollectives, FaultTolerance,
+    Management, Unsupported,
+):  # fmt: skip
+    """A communicator of one virtual rank, under mpi4py's names."""
+
+    __slots__ = ()
+
+    def __new__(cls, comm: Member | None = None) -> Self:
+        """Return a null communicator, or a copy of the handle of another."""
+        self = super().__new__(cls)
+        self._identity, self._attributes = None, {}
+        if comm is not None and comm._identity is not None:
+            for slot in Member.__slots__:
+                setattr(self, slot, getattr(comm, slot))
+            self._identity, self._attributes = comm._identity, comm._attributes
+        return self
+
+    @property
+    def clock(self) -> Clock:
+        """The rank's own time."""
+        return self._own.clock  # type: ignore[no-any-return]
+
+    @property
+    def compute(self) -> Compute:
+        """A block of computing: `with comm.compute(): ...`."""
+        return self._own.compute  # type: ignore[no-any-return]
+
+    @property
+    def rng(self) -> Any:
+        """The rank's random streams: `comm.rng("donors")`."""
+        return self._own.rng
+
+    @property
+    def record(self) -> Record:
+        """`comm.record(loss=…)` adds a row, `comm.record.event(kind, …)` an event."""
+        return self._own.record  # type: ignore[no-any-return]
+
+    @property
+    def background(self) -> Callable[[Callable[[], Any]], Background]:
+        """`comm.background(fn)` runs `fn` beside the rank's program."""
+        return self._own.background  # type: ignore[no-any-return]
+
+    @property
+    def Win(self) -> Any:
+        """The window class of this building: `comm.Win.Allocate(nbytes, comm=comm)`."""
+        from spawnsim.virtual.mpi.windows import Win
+
+        return Win
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+
+        if self._identity is None:
+            return type(self), ()
+        if self._context.number <= 1 + len(self._world.ranks):
+            return predefined, (self._context.everyone == (self._rank.id,) and self._context.number > 1,)
+        raise ValueError("cannot pickle a communicator: it means something on its own rank only")
+
+    def __repr__(self) -> str:
+        if self._identity is None:
+            return f"{type(self).__name__}(null)"
+        return f"{type(self).__name__}({self._label}, rank {self._me} of {len(self._members)})"
+
+
+class Intracomm(Comm, Making, IntraCollectives, PersistentIntraCollectives, ObjectIntraCollectives):
+    """A communicator with one group."""
+
+    __slots__ = ()
+
+
+COMM_NULL = Comm()
+
+
+def enter(context: Context, rank: int, name: str = "") -> Intracomm:
+    """Return the handle of a world rank."""
+    return Intracomm.enter(context, rank, name)
+
+
+def held(name: str) -> Any:
+    """Return what the calling rank holds under a name. Raises `UsageError` outside virtual ranks."""
+    task = current_task()
+    if task is None:
+        raise UsageError(
+            f"{name} was used outside a virtual rank: it means the rank that calls, and none does"
+        )
+    return task.kernel.owner.ranks[task.rank].attachments[name]
+
+
+class CurrentComm(Intracomm):
+    """A stand-in for the calling rank's own communicator."""
+
+    __slots__ = ("_which",)
+
+    @classmethod
+    def called(cls, which: str) -> Self:
+        """Return the stand-in for one of the rank's predefined communicators."""
+        self = object.__new__(cls)
+        object.__setattr__(self, "_which", which)
+        return self
+
+    def __getattribute__(self, name: str) -> Any:
+        return getattr(held(object.__getattribute__(self, "_which")), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(held(object.__getattribute__(self, "_which")), name, value)
+
+    def __repr__(self) -> str:
+        return f"MPI.{object.__getattribute__(self, '_which')}"
+
+
+COMM_WORLD = CurrentComm.called("COMM_WORLD")
+COMM_SELF = CurrentComm.called("COMM_SELF")
+
+
+def predefined(own: bool) -> CurrentComm:
+    """Return COMM_SELF or COMM_WORLD: what a pickle of theirs becomes, on whatever rank."""
+    return COMM_SELF if own else COMM_WORLD
+
+
+def create_group(comm: Any, group: Group, tag: int | str) -> Any:
+    """Return a communicator of a group's members, of whom each calls.
+
+    The first member to call opens a context for the meeting; the meeting itself then takes place on it.
+    """
+    comm._check_group(group)
+    if comm._rank.id not in group.members:
+        return COMM_NULL
+    calls = comm._context.notes.setdefault(("Create_group", group.members, tag), {})
+    turn = calls[comm._rank.id] = calls.get(comm._rank.id, -1) + 1
+    key = ("Create_group", group.members, tag, turn)
+    context = comm._context.notes.get(key)
+    if context is None:
+        context = comm._context.notes[key] = comm._context.derive(group.members)
+    new = Intracomm.enter(context, comm._rank.id)
+    new._own, new._errhandler = comm._own, comm._errhandler
+    new.barrier()
+    return new
+
+
+def create_from_group(group: Group, name: str, errhandler: Any) -> Any:
+    """Return a communicator of a group's members, of whom each calls with the same name; the parent is COMM_WORLD."""
+    new = create_group(held("COMM_WORLD"), group, name)
+    if errhandler is not None and new:
+        new.Set_errhandler(errhandler)
+    return new
+
+
+def _theirs(meeting: CollectiveInstance, me: int) -> list[Any]:
+    return meeting.parts(me)
+
+
+class Intercomm(Comm):
+    """A communicator with two groups. Ranks in its calls are ranks of the *other* group."""
+
+    __slots__ = ()
+
+    def Get_remote_group(self) -> Group:
+        """Return the other group."""
+        self._need()
+        return Group.of(tuple(self._peers), self._rank.id)
+
+    def Get_remote_size(self) -> int:
+        """Return the number of ranks of the other group."""
+        self._need()
+        return len(self._peers)
+
+    @property
+    def remote_group(self) -> Group:
+        """The other group."""
+        return self.Get_remote_group()
+
+    @property
+    def remote_size(self) -> int:
+        """The number of ranks of the other group."""
+        return self.Get_remote_size()
+
+    def Merge(self, high: bool = False) -> Intracomm:
+        """Return a communicator of both groups; those with `high` come last."""
+
+        def make(parts: list[bool]) -> Context:
+            first, second = self._context.sides
+            swap = parts[0] and not parts[len(first)]
+            return self._context.derive(second + first if swap else first + second)
+
+        new = Intracomm.enter(self._agree("Merge", bool(high), make), self._rank.id)
+        new._own = self._own
+        return new
+
+    @classmethod
+    def Create_from_groups(
+        cls, local_group: Group, local_leader: int, remote_group: Group, remote_leader: int,
+        stringtag: str = "org.mpi4py", info: Info = INFO_NULL, errhandler: Any = None,
+    ) -> Intercomm:  # fmt: skip
+        """Return an intercommunicator of two groups, whose members alone call, out of COMM_WORLD."""
+        local, world = create_from_group(local_group, stringtag, errhandler), held("COMM_WORLD")
+        leader = remote_group.members[integer(remote_leader)]
+        made: Intercomm = local.Create_intercomm(local_leader, world, leader)
+        if errhandler is not None:
+            made.Set_errhandler(errhandler)
+        local.Free()
+        return made
+
+    # -- collectives -------------------------------------------------------------------------------------------
+
+    def _root(self, root: int) -> int:
+        root = integer(root)
+        if root not in (ROOT, PROC_NULL):
+            self._check_root(root)
+        return root
+
+    # Rooted collectives: ROOT at the root, PROC_NULL beside it, the root's rank in the other group.
+
+    def Bcast(self, buf: Any, root: int = 0) -> None:
+        """Send the root's buffer to all ranks of the other group."""
+        self._rooted("Bcast", as_buffer(buf).pack() if root == ROOT else None, root, as_buffer(buf).unpack)
+
+    def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
+        """Collect the blocks of the other group at the root."""
+        self._to_root("Gather", sendbuf, root, lambda: semantics._fill(recvbuf, blocks=len(self._peers)))
+
+    def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
+        """Collect unequal blocks of the other group at the root."""
+        self._to_root(
+            "Gather", sendbuf, root, lambda: semantics._fill(recvbuf, vector=True, blocks=len(self._peers))
+        )
+
+    def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
+        """Hand out blocks of the root's buffer to the other group."""
+        self._from_root(sendbuf, recvbuf, root, vector=False)
+
+    def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
+        """Hand out unequal blocks of the root's buffer to the other group."""
+        self._from_root(sendbuf, recvbuf, root, vector=True)
+
+    def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> None:
+        """Combine the other group's buffers at the root."""
+
+        def collect() -> Any:
+            target = as_buffer(recvbuf, writable=True)
+            merge = semantics.merger(op, target)
+            return lambda parts: target.unpack(ops.reduce_tree(list(parts), merge))
+
+        self._to_root("Reduce", sendbuf, root, collect)
+
+    def _rooted(self, name: str, part: Any, root: int, receive: Any) -> None:
+        root = self._root(root)
+        received = self._meet(
+            Call(name, "allgather", part, 0 if part is None else part.nbytes, outcome=_theirs)
+        )
+        if root >= 0:
+            receive(received[root])
+
+    def _to_root(self, name: str, sendbuf: Any, root: int, collect: Callable[[], Any]) -> None:
+        root = self._root(root)
+        part = as_buffer(sendbuf).pack() if root >= 0 else None
+        received = self._meet(
+            Call(name, "allgather", part, 0 if part is None else part.nbytes, outcome=_theirs)
+        )
+        if root == ROOT:
+            collect()(received)
+
+    def _from_root(self, sendbuf: Any, recvbuf: Any, root: int, vector: bool) -> None:
+        blocks, root = None, self._root(root)
+        if root == ROOT:
+            blocks = [block.pack() for block in as_buffer(sendbuf, vector=vector, blocks=len(self._peers))]
+        nbytes = sum(block.nbytes for block in blocks or ())
+        received = self._meet(Call("Scatter", "allgather", blocks, nbytes, outcome=_theirs))
+        if root >= 0:
+            as_buffer(recvbuf, writable=True).unpack(received[root][self._me])
+
+    # Objects
+
+    def _objects(self, name: str, part: Any) -> list[Any]:
+        return self._meet(Call(name, "allgather", part, 8, outcome=_theirs))  # type: ignore[no-any-return]
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        """Return the root's object in the other group, None in its own."""
+        root = self._root(root)
+        received = self._objects("bcast", dumps(obj) if root == ROOT else None)
+        return loads(received[root]) if root >= 0 else None
+
+    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
+        """Return the other group's objects at the root."""
+        root = self._root(root)
+        received = self._objects("gather", dumps(sendobj) if root >= 0 else None)
+        return [loads(part) for part in received] if root == ROOT else None
+
+    def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
+        """Return this rank's item of the root's sequence."""
+        root = self._root(root)
+        received = self._objects("scatter", self._one_each(sendobj) if root == ROOT else None)
+        return loads(received[root][self._me]) if root >= 0 else None
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        """Return the other group's objects."""
+        return [loads(part) for part in self._objects("allgather", dumps(sendobj))]
+
+    def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
+        """Return, from every rank of the other group, its item for this one."""
+        return [loads(part[self._me]) for part in self._objects("alltoall", self._one_each(sendobj))]
+
+    def reduce(self, sendobj: Any, op: Op = SUM, root: int = 0) -> Any:
+        """Return the combination of the other group's objects at the root."""
+        root = self._root(root)
+        received = self._objects("reduce", dumps(sendobj) if root >= 0 else None)
+        return ops.reduce_binomial([loads(part) for part in received], op) if root == ROOT else None
+
+    def allreduce(self, sendobj: Any, op: Op = SUM) -> Any:
+        """Return the combination of the other group's objects."""
+        return ops.reduce_binomial([loads(part) for part in self._objects("allreduce", dumps(sendobj))], op)
+
+
+def create_intercomm(
+    self: Intracomm, local_leader: int, peer_comm: Intracomm, remote_leader: int, tag: int = 0
+) -> Intercomm:
+    """Join this communicator's group with another one; the leaders meet on `peer_comm`."""
+    self._need()
+    local_leader, remote_leader, tag = integer(local_leader), integer(remote_leader), integer(tag)
+    key, context = ("intercomm", tag), None
+    if self._me == local_leader:
+        theirs = peer_comm.sendrecv(self._members, remote_leader, tag, None, remote_leader, tag)
+        if set(theirs) & set(self._members):
+            raise CallError(ERR_COMM, "Create_intercomm: the two groups share ranks")
+        sides = tuple(sorted((tuple(self._members), tuple(theirs))))
+        meetings = peer_comm._context.notes.setdefault(key, {})
+        context = meetings.pop(sides, None)  # the leader that comes second takes what the first has made
+        if context is None:
+            context = meetings[sides] = self._context.derive(*sides)
+            context.ancestors |= peer_comm._context.ancestors | {peer_comm._context.number}
+    shared = self._agree("Create_intercomm", context, lambda parts: parts[local_leader])
+    new = Intercomm.enter(shared, self._rank.id)
+    new._own = self._own
+    return new

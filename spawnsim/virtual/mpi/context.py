@@ -1,0 +1,480 @@
+"""What the members of a communicator share (`Context`), and what one member holds of it (`Member`).
+
+A context has the members, their numbering, their mailboxes and the collectives in progress. `Transport` is what all
+calls between two ranks are made of: one message out, one message in, waiting or not.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL, TAG_UB_VALUE
+from spawnsim.comm.failures import (
+    ERR_COMM,
+    ERR_RANK,
+    ERR_ROOT,
+    ERR_TAG,
+    CallError,
+    Revoked,
+    Truncated,
+    Unreadable,
+)
+from spawnsim.comm.handles import Attributed, Info, integer
+from spawnsim.comm.status import Status
+from spawnsim.errors import UsageError, WorldError
+from spawnsim.virtual.engine.completion import Completion, Message, Receive, take_in
+from spawnsim.virtual.engine.matching import Mailbox
+from spawnsim.virtual.engine.waiting import Dead, Waiting, await_one, check_alive
+from spawnsim.virtual.engine.wire import Mode, Transfer, send
+from spawnsim.virtual.engine.world import Rank, World
+from spawnsim.virtual.mpi.instance import Call, CollectiveInstance, WaitingForCollective
+from spawnsim.virtual.mpi.payload import check_type, watched
+from spawnsim.virtual.mpi.requests import Request, fill
+
+GIVEN_UP = (
+    "the others have given this rank up, because it was silent for too long (paused, or it did not come to their "
+    "recovery), and go on without it: it must leave"
+)
+
+
+@dataclass(eq=False)
+class Context:
+    """One communicator. `sides` are the world ranks of its group, or of its two groups."""
+
+    world: World
+    sides: tuple[tuple[int, ...], ...]
+    topology: Any = None
+    ancestors: frozenset[int] = frozenset()  # their numbers: a recovery of any of them ends this one, too
+    number: int = field(init=False)
+    meetings: dict[int, CollectiveInstance] = field(default_factory=dict)
+    calls: dict[int, int] = field(default_factory=dict)  # collectives called so far, by world rank
+    mailboxes: dict[int, Mailbox] = field(default_factory=dict)  # by world rank
+    notes: dict[Any, Any] = field(default_factory=dict)  # agreements of the members, made in collectives
+    revoked_s: float | None = None  # inf: only for members that were given up
+    lives: dict[int, int] = field(default_factory=dict)  # of members that had begun again when they joined
+    origin: Context | None = None  # whose recoveries have led to this one; None: itself
+    regrouping: Any = None  # the recovery under way
+    successor: Context | None = None  # what the last recovery has made of it
+    inner: bool = False  # not of the program's making: a window's
+    name: str = ""  # if MPI or a member has given it one
+
+    def __post_init__(self) -> None:
+        self.number = self.world.next_context()
+        self.world.open_contexts.add(self)
+        if self.world.ledger is not None:
+            self.world.ledger.made(self)
+        self.everyone = tuple(rank for side in self.sides for rank in side)
+        self.places = [{rank: place for place, rank in enumerate(side)} for side in self.sides]
+
+    @property
+    def label(self) -> str:
+        """The name, or the number: the same on all members."""
+        return self.name or f"communicator {self.number}"
+
+    def derive(self, *sides: tuple[int, ...], topology: Any = None, inner: bool = False) -> Context:
+        """Return a new context that is made of this one, and ends with it."""
+        new = Context(
+            self.world, sides, topology, self.ancestors | {self.number}, lives=self.lives, inner=inner
+        )
+        new.revoked_s = self.revoked_s  # by somebody who did not wait for the others
+        return new
+
+    def within(self, other: Context) -> bool:
+        """Whether this is `other`, or was made of it."""
+        return self is other or other.number in self.ancestors
+
+    def why_revoked(self, rank: int, by_s: float) -> str:
+        """Return why calls of a world rank end in `Revoked` by a time; "" if they do not."""
+        if self.revoked_s is not None and self.world.ranks[rank].given_up:
+            return f"was revoked: {GIVEN_UP}"
+        if not self.takes(rank):
+            return "is of an earlier life of this rank, which has begun again since: recover() to join the others"
+        if self.revoked_s is not None and self.revoked_s <= by_s:
+            return "was revoked: call recover(), shrink it, or use another communicator"
+        return ""
+
+    def succeed(self, lives: Mapping[int, int]) -> Context:
+        """Return a context of these lives, by world rank, in the order of the first communicator."""
+        origin = self.origin or self
+        sides = tuple(tuple(rank for rank in side if rank in lives) for side in origin.sides)
+        again = {rank: life for rank, life in lives.items() if life}
+        return Context(self.world, sides, ancestors=self.ancestors, lives=again, origin=origin)
+
+    def life(self, rank: int) -> int:
+        """Return which life of a world rank is a member."""
+        return self.lives.get(rank, 0)
+
+    def takes(self, rank: int) -> bool:
+        """Whether the present life of a world rank is a member."""
+        return self.life(rank) == self.world.ranks[rank].life
+
+    def is_dead(self, rank: int, dead: Dead) -> bool:
+        """Whether the life of a world rank that is a member is among the dead."""
+        return (rank, self.life(rank)) in dead
+
+    def death_known_s(self, rank: int) -> float:
+        """Return when the others know of the death of a member, by world rank; inf: never."""
+        return self.world.failed.get((rank, self.life(rank)), math.inf)
+
+    def shut_out(self, rank: int) -> None:
+        """Let the calls of a world rank end in `Revoked`; for the other members nothing changes."""
+        if self.revoked_s is None and any(rank in places for places in self.places):
+            self.revoked_s = math.inf
+
+    def mailbox(self, rank: int) -> Mailbox:
+        """Return the mailbox of a world rank."""
+        mailbox = self.mailboxes.get(rank)
+        if mailbox is None:
+            mailbox = self.mailboxes[rank] = Mailbox(self.world.kernel, rank, self.world.cards.get(rank))
+            if self.inner and self.world.links is not None:
+                self.world.links.make_reliable(mailbox)
+        return mailbox
+
+    def meet(self, rank: int, name: str, call: Call) -> WaitingForCollective:
+        """Let a world rank arrive at its next collective."""
+        number = self.calls.get(rank, 0)
+        self.calls[rank] = number + 1
+        meeting = self.meetings.get(number)
+        if meeting is None:
+            meeting = self.meetings[number] = CollectiveInstance(
+                self.world, name, self.everyone, number, len(self.sides[0]), context=self
+            )
+        me = self.everyone.index(rank) if len(self.sides) > 1 else self.places[0][rank]
+        if (
+            len(self.sides) > 1
+        ):  # algorithms of two groups are not modelled: timed as an exchange of all with all
+            part = call.part.copy() if call.lent else call.part  # the groups do not wait for each other
+            call = replace(
+                call, timing="allgather", part=part, lent=False, nbytes=total(call.nbytes), sizes="each"
+            )
+        meeting.join(me, call)
+        if meeting.here == len(self.everyone):
+            del self.meetings[number]
+        return WaitingForCollective(meeting, me)
+
+
+class Member(Attributed):
+    """One rank's handle of a communicator: the ground that the rooms of `Comm` stand on."""
+
+    __slots__ = (
+        "_context",
+        "_errhandler",
+        "_info",
+        "_mailbox",
+        "_me",
+        "_name",
+        "_own",
+        "_peers",
+        "_rank",
+        "_side",
+        "_world",
+    )
+
+    _context: Context
+    _world: World
+    _rank: Rank
+    _me: int
+    _peers: Sequence[int]
+    _mailbox: Mailbox
+    _name: str
+    _side: int
+    _own: Any
+    _errhandler: Any
+    _info: Info | None
+
+    @classmethod
+    def enter(cls, context: Context, rank: int, name: str = "") -> Self:
+        """Return the handle of a world rank that belongs to `context`."""
+        self = cls.__new__(cls)
+        self._identity = self._context = context
+        self._world, self._rank = context.world, context.world.ranks[rank]
+        self._side = next(side for side, places in enumerate(context.places) if rank in places)
+        self._me = context.places[self._side][rank]
+        self._peers = context.sides[-1 - self._side] if len(context.sides) > 1 else context.sides[0]
+        self._mailbox = context.mailbox(rank)
+        self._attributes, self._name, self._errhandler, self._info = {}, name, None, None
+        self._own = None
+        if name:
+            context.name = name
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what a null communicator has not."""
+        if name in Member.__slots__:
+            raise CallError(ERR_COMM, "the communicator is null, or was freed before")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def _label(self) -> str:
+        return self._name or self._context.label
+
+    @property
+    def _members(self) -> tuple[int, ...]:
+        """The world ranks of this rank's own group."""
+        return self._context.sides[self._side]
+
+    def _exist(self) -> None:
+        if self._identity is None:
+            raise CallError(ERR_COMM, "the communicator is null, or was freed before")
+
+    def _need(self) -> None:
+        """Refuse one that is null or freed, or was revoked."""
+        self._exist()
+        if self._context.revoked_s is not None:
+            why = self._why_revoked()
+            if why:
+                raise Revoked(f"{self._world.kernel.current.name}: {self._label} {why}")
+
+    def _why_revoked(self) -> str:
+        return self._context.why_revoked(self._rank.id, self._world.kernel.current.clock)
+
+    def _check_peer(self, peer: int, tag: int) -> None:
+        """Refuse a rank or tag out of range; `peer` is not PROC_NULL."""
+        if (
+            self._identity is None
+            or self._context.revoked_s is not None
+            or not 0 <= peer < len(self._peers)
+            or not 0 <= tag <= TAG_UB_VALUE
+        ):
+            self._refuse_peer(peer, tag)
+
+    def _refuse_peer(self, peer: int, tag: int) -> None:
+        """Raise what is wrong, if it is wrong already."""
+        self._need()
+        if not 0 <= peer < len(self._peers):
+            raise CallError(
+                ERR_RANK, f"rank {peer} is not in {self._label}, whose ranks are 0 to {len(self._peers) - 1}"
+            )
+        if not 0 <= tag <= TAG_UB_VALUE:
+            raise CallError(ERR_TAG, f"tag {tag} is outside 0 to {TAG_UB_VALUE}")
+
+    def _check_source(self, source: int, tag: int) -> None:
+        if (
+            source not in (ANY_SOURCE, PROC_NULL)
+            or tag != ANY_TAG
+            or self._identity is None
+            or self._context.revoked_s is not None
+        ):
+            self._check_peer(0 if source in (ANY_SOURCE, PROC_NULL) else source, 0 if tag == ANY_TAG else tag)
+
+    def _check_root(self, root: int) -> None:
+        self._need()
+        if not 0 <= root < len(self._peers):
+            raise CallError(
+                ERR_ROOT, f"root {root} is not in {self._label}, whose ranks are 0 to {len(self._peers) - 1}"
+            )
+
+    def _join(self, call: Call) -> tuple[Completion, WaitingForCollective]:
+        """Arrive at a collective without waiting for its end."""
+        self._need()
+        rank, task = self._rank, self._world.kernel.current
+        if task.rank != rank.id:
+            raise UsageError(
+                f"{call.describe()}: {task.name} has got hold of rank {self._me}'s handle of {self._label}; each rank "
+                "must use its own"
+            )
+        rank.trace.note((task.clock, 2, call.root, int(total(call.nbytes)), len(call.name)))
+        rank.trace.cover(call.part)
+        waiting = self._context.meet(rank.id, self._label, call)
+        completion = waiting.meeting.gone[waiting.me]
+        assert completion is not None
+        return completion, waiting
+
+    def _meet(self, call: Call) -> Any:
+        """Take part in a collective and return this rank's outcome of it."""
+        completion, waiting = self._join(call)
+        try:
+            await_one(self._world, completion, waiting)
+        except BaseException:
+            waiting.meeting.keep(waiting.me)
+            raise
+        return waiting.meeting.outcome(waiting.me)
+
+
+def total(nbytes: Any) -> int:
+    """Return the bytes that a rank brings to a collective; see `Call`."""
+    if isinstance(nbytes, tuple):  # a neighbour exchange: dests, and the size for each
+        return sum(nbytes[1])
+    return nbytes if isinstance(nbytes, int) else int(nbytes.sum())
+
+
+class Transport(Member):
+    """What all the calls below are made of: one message out, one message in."""
+
+    __slots__ = ()
+
+    def _dispatch(self, payload: Any, dest: int, tag: int, mode: Mode, *, buf: Any = None) -> Transfer | None:
+        """Send a payload (bytes, or anything with `nbytes`), made of `buf`. Returns what to wait for, if anything."""
+        if dest == PROC_NULL:
+            self._need()
+            return None
+        self._check_peer(dest, tag)
+        world = self._world
+        if world.failed:
+            check_alive(world, self._waiting("Send", dest, tag, "dest"))
+        message = Message(self._me, tag, payload, len(payload) if type(payload) is bytes else payload.nbytes)
+        if buf is not None:
+            message.dtype = getattr(buf if type(buf) is np.ndarray else payload, "dtype", None)
+        return send(world, self._context.mailbox(self._peers[dest]), message, mode)
+
+    def _deliver(
+        self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str, buf: Any = None
+    ) -> None:
+        """Send and wait until the program may go on."""
+        if type(dest) is not int or type(tag) is not int:
+            dest, tag = integer(dest), integer(tag)
+        transfer = self._dispatch(payload, dest, tag, mode, buf=buf)
+        if transfer is not None:
+            await_one(self._world, transfer, self._waiting(operation, dest, tag, "dest"))
+
+    def _post(self, source: int, tag: int, *, blocking: bool = False) -> Receive:
+        """Post a receive that was checked. A wildcard is an observation."""
+        kernel = self._world.kernel
+        if source == ANY_SOURCE:
+            kernel.observe()
+        task = kernel.current
+        receive = Receive(kernel, source, tag, task.clock)
+        if blocking and self._world.plan is None and not self._rank.company:  # only its deadline will end it
+            receive.stays_s = task.clock + task.deadline_s
+        self._mailbox.post(receive)
+        return receive
+
+    def _accept(self, source: int, tag: int, operation: str) -> Message:
+        """Receive one message, blocking. `source` and `tag` are plain integers."""
+        if source >= 0:
+            self._check_peer(source, tag if tag != ANY_TAG else 0)
+            message = self._mailbox.ready(source, tag)
+            if message is not None and self._take_now(message):
+                return message
+        else:
+            self._check_source(source, tag)
+        return self._accept_later(source, tag, operation)
+
+    def _take_now(self, message: Message) -> bool:
+        """Take a message whose data are on their way, without parking; False if that is to be done at its time."""
+        task, mailbox, arrival_s = self._world.kernel.current, self._mailbox, message.arrival_s
+        now_s = task.clock
+        assert arrival_s is not None
+        if (
+            arrival_s + message.receive_s > now_s + task.deadline_s
+        ):  # so late that its place at the card stays free
+            return False
+        if mailbox.card is not None:
+            if self._rank.company and arrival_s > now_s:  # its card may let in requests to a window first
+                return False
+            arrival_s = take_in(message, mailbox.card)
+            if arrival_s + message.receive_s > now_s + task.deadline_s:
+                return False
+        mailbox.take_ready(message)
+        finish_s = (arrival_s if arrival_s > now_s else now_s) + message.receive_s
+        if finish_s > now_s:
+            self._rank.reach(task, finish_s)
+            if self._rank.company:  # its memory is exposed: what it does next must be done at its own time
+                self._world.kernel.observe()
+        self._rank.trace.note((task.clock, 3, message.source, message.nbytes, message.tag))
+        return True
+
+    def _accept_later(self, source: int, tag: int, operation: str) -> Message:
+        """Receive one message that may have to be waited for."""
+        receive = self._post(source, tag, blocking=True)
+        try:
+            await_one(self._world, receive, self._waiting(operation, source, tag))
+        except WorldError:  # the program may go on: the receive must not swallow a later message
+            self._mailbox.give_up(receive, self._world.kernel.current.clock)
+            raise
+        message, receive.message = receive.message, None
+        assert message is not None
+        self._rank.trace.note(
+            (self._world.kernel.current.clock, 3, message.source, message.nbytes, message.tag)
+        )
+        return message
+
+    def _waiting(self, operation: str, peer: int, tag: int, keyword: str = "source") -> Waiting:
+        context = self._context
+        acknowledged = context.notes.get(("acknowledged", self._rank.id), ())
+        return Waiting(operation, self._label, self._peers, peer, tag, keyword, acknowledged, context)
+
+    def _isend(
+        self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str, buf: Any = None
+    ) -> Request:
+        """Start a send; if it is one of a buffer that the program must leave alone, that is watched."""
+        if type(dest) is not int or type(tag) is not int:
+            dest, tag = integer(dest), integer(tag)
+        transfer = self._dispatch(payload, dest, tag, mode, buf=buf)
+        collected = None if buf is None else watched(self._world, buf, payload, (operation, dest))
+        if transfer is None:
+            return Request.over(self._world, collected, writes=False)
+        waiting = self._waiting(operation, dest, tag, "dest")
+        return Request.start(self._world, transfer, waiting, collected, writes=False)
+
+    def _irecv(self, source: int, tag: int, operation: str, collect: Any, *, buf: Any = None) -> Request:
+        """Post a receive; `collect(payload)` makes the request's result, or writes it to `buf`."""
+        if type(source) is not int or type(tag) is not int:
+            source, tag = integer(source), integer(tag)
+        if source == PROC_NULL:
+            self._need()
+            return Request.over(self._world, receive_nothing)
+        self._check_source(source, tag)
+        receive = self._post(source, tag)
+
+        def deliver(status: Status) -> Any:
+            message, receive.message = receive.message, None  # the mailbox may still know of the receive
+            if message is None:  # cancelled
+                status.Set_cancelled(True)
+                return None
+            fill(status, message.source, message.tag, message.nbytes)
+            return self._taken(message, collect, buf)
+
+        waiting = self._waiting(operation, source, tag)
+        request = Request.start(self._world, receive, waiting, deliver, writes=buf is not None)
+        request._withdraw = self._withdraw
+        return request
+
+    def _withdraw(self, request: Request, now_s: float) -> None:
+        receive = request._completion
+        if (
+            isinstance(receive, Receive)
+            and not (receive.message is None and receive.finish_s is not None)  # cancelled before
+            and self._mailbox.withdraw(receive, now_s)
+        ):
+            receive.complete(self._world.kernel.current.clock)
+
+    def _taken(self, message: Message, collect: Any, buf: Any) -> Any:
+        """Return what is made of a message, maybe the contents of `buf`."""
+        try:
+            made = collect(message.payload)
+        except Exception as error:  # noqa: BLE001 - whatever a pickle raises
+            raise self._unfit(error, message) from None
+        if buf is not None:
+            self._check_type(buf, message)
+        return made
+
+    def _check_type(self, buf: Any, message: Message) -> None:
+        """Warn if a message was received into a buffer of another type; the usual case costs next to nothing."""
+        dtype = message.dtype
+        if dtype is not None and buf.dtype is not dtype:
+            check_type(self._world, self._label, buf, message)
+
+    def _unfit(self, error: Exception, message: Message) -> Exception:
+        """Return the error of a message that cannot be received as the program wants it: it names the message."""
+        name = f"rank {message.source} with tag {message.tag} on {self._label}"
+        if isinstance(error, Truncated):
+            return Truncated(message=f"{error.message}; it is from {name}")
+        if isinstance(error, (pickle.UnpicklingError, EOFError)):
+            return Unreadable(
+                f"the {message.nbytes:,} bytes from {name} are no pickled object ({error}): were they sent by Send? "
+                "Then receive them by Recv, for upper-case and lower-case calls do not mix"
+            )
+        error.add_note(f"raised by the object that came from {name}, while it was unpickled")
+        return error
+
+
+def receive_nothing(status: Status) -> None:
+    """Write into a status what a receive from PROC_NULL gets."""
+    fill(status, PROC_NULL, ANY_TAG, 0)

@@ -1,0 +1,427 @@
+"""Going on without the dead: MPI's fault-tolerance calls (revoke, shrink, agree) under mpi4py's names, and `recover`.
+
+From the time of a revocation on every call ends in `Revoked`, and who waits is woken. A member known to be dead is not
+awaited, and a death while others wait ends their wait. A recovery waits neither for ranks whose program has ended, nor
+for ever: a rank that is paused for `SILENT_S`, or lives and does not come in time, is given up, as on real ranks.
+Messages that nobody has received by then are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.failures import Revoked
+from spawnsim.comm.group import Group
+from spawnsim.comm.protocols import Capabilities, Recovery
+from spawnsim.errors import Timeout, UnsupportedError
+from spawnsim.virtual.engine.completion import Completion, Message
+from spawnsim.virtual.engine.matching import Mailbox, undelivered
+from spawnsim.virtual.engine.waiting import Unbroken, await_one
+from spawnsim.virtual.engine.world import World
+from spawnsim.virtual.mpi.context import GIVEN_UP, Context, Member
+from spawnsim.virtual.mpi.requests import Request
+
+
+def family(context: Context) -> list[Context]:
+    """Return a context and all that were made of it, in the order in which they were made."""
+    found = [each for each in context.world.open_contexts if each.within(context)]
+    return sorted(found, key=lambda each: each.number)
+
+
+def revoke(contexts: Sequence[Context]) -> None:
+    """Let every call on these contexts end in `Revoked` from the running task's time on."""
+    world = contexts[0].world
+    task, env = world.kernel.current, world.kernel.env
+    fresh = {each for each in contexts if each.revoked_s is None or each.revoked_s > task.clock}
+    if fresh:
+        world.revoked = True
+        for context in fresh:
+            context.revoked_s = task.clock
+        env.at(max(task.clock, env.now), task.rank, lambda: _interrupt(world, fresh))
+
+
+def _interrupt(world: World, contexts: Collection[Context]) -> None:
+    """Wake who waits on revoked contexts."""
+    for task in world.kernel.tasks:
+        wait = task.wait
+        if task.parked and wait is not None and not contexts.isdisjoint(wait.contexts()):  # type: ignore[attr-defined]
+            world.kernel.throw(task, Revoked(f"{task.name} was in {wait.describe()} when it was revoked"))
+
+
+def give_up(world: World, rank: int) -> None:
+    """Shut a rank out: all its calls end in `Revoked`, on whatever communicator, should it ever come back."""
+    world.revoked = True
+    world.ranks[rank].given_up = True
+    for context in world.open_contexts:
+        context.shut_out(rank)
+
+
+def close(contexts: Sequence[Context], survivors: Collection[int], time_s: float) -> None:
+    """Drop all messages that survivors have not received there, and all that are still to come."""
+    for context in contexts:
+        for rank in sorted(survivors & context.mailboxes.keys()):
+            side = next(side for side, places in enumerate(context.places) if rank in places)
+            senders = context.sides[-1 - side] if len(context.sides) > 1 else context.sides[0]
+            mailbox = context.mailboxes[rank]
+            mailbox.__class__ = ClosedMailbox  # whoever sends has it already, and need not look
+            assert isinstance(mailbox, ClosedMailbox)
+            mailbox.close(context.world, () if context.inner else senders, time_s)
+
+
+class ClosedMailbox(Mailbox):
+    """A mailbox from which nobody will receive any more."""
+
+    def close(self, world: World, senders: Sequence[int], time_s: float) -> None:
+        """Drop what is here. `senders` are the world ranks by whose messages are counted; empty: a window's own."""
+        self._world, self._senders, self._closed_s = world, senders, time_s
+        left = [*undelivered(self)]
+        self.unexpected, self._flying, self._arrived = {}, None, type(self._arrived)()
+        for message in sorted(left, key=lambda each: (each.envelope_s, each.source, each.number)):
+            self._admit(message)
+
+    def _admit(self, message: Message) -> None:
+        """Drop and count a message."""
+        message.queued = False
+        if self._senders:
+            source, time_s = self._senders[message.source], max(message.envelope_s, self._closed_s)
+            self._world.ranks[self.rank].dropped[source] += 1
+            self._world.recorder.event(
+                self.rank, time_s, "late_message", {"source": source, "nbytes": message.nbytes}
+            )
+
+    def _put_back(self, message: Message) -> None:
+        """Forget a message whose receive was given up."""
+
+
+SILENT_S = 3.0  # a paused rank is given up after this time; real ranks, which must ask, take as long
+
+
+@dataclass(eq=False)
+class Agreement:
+    """A meeting of those members of a communicator who live."""
+
+    context: Context
+    make: Callable[[dict[int, Any]], Any]
+    parts: dict[int, Any] = field(default_factory=dict)  # by world rank
+    waits: list[Completion] = field(default_factory=list)
+    latest_s: float = 0.0
+    result: Any = None
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        self.context.world.on_death.append(self.check)
+
+    def join(self, rank: int, part: Any) -> Completion:
+        """Arrive, at the running task's clock."""
+        kernel = self.context.world.kernel
+        completion = Completion(kernel)
+        self.parts[rank], self.latest_s = part, max(self.latest_s, kernel.current.clock)
+        self.waits.append(completion)
+        kernel.effect()
+        self.check()
+        return completion
+
+    def check(self) -> None:
+        """End if all who are awaited are here: two sweeps over a tree of the members."""
+        world = self.context.world
+        now_s = max(self.latest_s, world.kernel.env.now)
+        if self.over or self.awaited(now_s):
+            return
+        self.over, self.result = True, self.conclude(now_s)
+        world.on_death.remove(self.check)
+        everyone = self.context.everyone
+        flight_s = world.network.cost(everyone[0], everyone[-1], 8)[2]
+        end_s = now_s + 2 * math.ceil(math.log2(max(len(everyone), 2))) * flight_s
+        for completion in self.waits:
+            completion.complete(end_s)
+
+    def awaited(self, now_s: float) -> list[int]:
+        """Return the world ranks still awaited."""
+        context = self.context
+        return [
+            rank
+            for rank in context.everyone
+            if rank not in self.parts and context.death_known_s(rank) > now_s
+        ]
+
+    def conclude(self, now_s: float) -> Any:
+        """Return what is agreed upon."""
+        return self.make(self.parts)
+
+
+@dataclass(eq=False)
+class RecoveryAgreement(Agreement):
+    """The agreement of a recovery. The lowest member that has come decides when it has waited for long enough.
+
+    Ranks that have begun again may come as well: they are no members, and join them. They decide nothing. The result is
+    the context of all who are here, and the smallest step of those who were members.
+    """
+
+    make: Callable[[dict[int, Any]], Any] = field(init=False)
+    lives: dict[int, int] = field(default_factory=dict)  # by world rank, of those who have come
+    limits: dict[int, tuple[float, float]] = field(
+        default_factory=dict
+    )  # by world rank: (came, gives others up)
+    _alarm_s: float = math.inf
+
+    def come(self, rank: int, part: Any, limit_s: float) -> Completion:
+        """Arrive; who lives and does not come is given up after `limit_s`."""
+        world = self.context.world
+        now_s, self.lives[rank] = world.kernel.current.clock, world.ranks[rank].life
+        self.limits[rank] = now_s, now_s + max(limit_s, SILENT_S)
+        return self.join(rank, part)
+
+    def awaited(self, now_s: float) -> list[int]:
+        """Return the world ranks still awaited; an alarm stands at the time at which nobody will be."""
+        here = self._here(now_s)
+        if not here:  # they have all died meanwhile
+            return list(self.context.everyone)
+        members = [rank for rank in here if self._is_member(rank)]
+        began_s, due_s = self.limits[min(members or here)]
+        free_s = {
+            rank: self._free_s(rank, began_s, now_s) if members else self._gone_s(rank)
+            for rank in self.context.everyone
+            if rank not in self.parts
+        }
+        awaited = [rank for rank, until_s in free_s.items() if min(until_s, due_s) > now_s]
+        if awaited:
+            self._set_alarm(min(max(free_s[rank] for rank in awaited), due_s))
+        return awaited
+
+    def conclude(self, now_s: float) -> Any:
+        """Give up who has not come, and drop what was on its way."""
+        context, world = self.context, self.context.world
+        here = self._here(now_s)
+        for rank in context.everyone:
+            if rank not in here and context.takes(rank) and world.ranks[rank].ended_s > now_s:
+                give_up(world, rank)
+        members = {rank for rank in here if self._is_member(rank)}
+        close(family(context), members, now_s)
+        steps = [self.parts[rank] for rank in members or here if self.parts[rank] is not None]
+        context.regrouping = None
+        context.successor = context.succeed({rank: self.lives[rank] for rank in here})
+        return context.successor, min(steps, default=None)
+
+    def withdraw(self, rank: int) -> None:
+        """Wait no longer with the others."""
+        del self.parts[rank], self.lives[rank]
+
+    def _is_member(self, rank: int) -> bool:
+        return rank in self.context.everyone and self.lives[rank] == self.context.life(rank)
+
+    def _here(self, now_s: float) -> set[int]:
+        failed = self.context.world.failed
+        return {rank for rank, life in self.lives.items() if failed.get((rank, life), math.inf) > now_s}
+
+    def _free_s(self, rank: int, began_s: float, now_s: float) -> float:
+        """Return when a rank is no longer awaited, as far as that is known by now."""
+        world, owner = self.context.world, self.context.world.ranks[rank]
+        silent_s = max(began_s, world.plan.paused_s(rank, now_s)) + SILENT_S if owner.awake else math.inf
+        return min(self._gone_s(rank), silent_s)
+
+    def _gone_s(self, rank: int) -> float:
+        """Return when a rank has died or ended, as far as that is known."""
+        ended_s = self.context.world.ranks[rank].ended_s if self.context.takes(rank) else math.inf
+        return min(self.context.death_known_s(rank), ended_s)
+
+    def _set_alarm(self, time_s: float) -> None:
+        env = self.context.world.kernel.env
+        if time_s < self._alarm_s:
+            self._alarm_s = time_s
+            env.at(time_s, self.context.everyone[0], lambda: self._ring(time_s))
+
+    def _ring(self, time_s: float) -> None:
+        if time_s == self._alarm_s:
+            self._alarm_s = math.inf
+            self.check()
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingForLiving(Unbroken):
+    """A wait for the living members: survivors of a revocation must agree."""
+
+    operation: str
+    comm: str
+    agreement: Agreement
+
+    def describe(self) -> str:
+        """Return the call."""
+        return f"{self.operation} on {self.comm}"
+
+    def peers(self) -> list[int]:
+        """Return the world ranks still awaited."""
+        context = self.agreement.context
+        return [
+            rank
+            for rank in context.everyone
+            if rank not in self.agreement.parts and context.death_known_s(rank) == math.inf
+        ]
+
+    def missing(self, by_s: float = math.inf) -> list[int]:
+        """Return the ranks still awaited, as ranks of the communicator."""
+        return [self.agreement.context.everyone.index(rank) for rank in self.peers()]
+
+
+class FaultTolerance(Member):
+    """Calls that work although members have died."""
+
+    __slots__ = ()
+
+    def capabilities(self) -> Capabilities:
+        """Return what this communicator can do."""
+        progress = self._world.platform.progress
+        return Capabilities(
+            backend="virtual",
+            library="spawnsim",
+            survives=True,
+            ulfm=True,
+            progress=progress,
+            threads="multiple",
+        )
+
+    def recover(self, step: int | None = None) -> Recovery:
+        """Meet all survivors; return their new communicator, and the smallest `step` that any of them gave.
+
+        It ends this communicator and all that was made of it (communicators, windows, open requests): calls on them
+        raise `Revoked`. Those who live and do not come within the deadline are given up, like the dead.
+
+        A rank that has begun again joins so: the others' calls end in `Revoked`, and they meet it in their recovery.
+        Its own `step` does not count, and it gives nobody up: it waits until its deadline, and then raises `Timeout`.
+
+        Raises `Revoked` on a rank that the others have given up meanwhile (it was paused): it must leave.
+        """
+        self._world.kernel.observe()
+        self._check_given_up()
+        now, rank = self._context, self._rank
+        joins = not now.takes(rank.id)
+        while joins and now.successor is not None and not now.takes(rank.id):
+            now = now.successor
+        revoke(family(now))
+        context, agreed = self._regroup(now, step)
+        places = {member: place for place, member in enumerate(context.sides[0])}
+        stay = {member for member in places if context.life(member) == self._context.life(member)}
+        ranks = {old: places[member] for old, member in enumerate(self._members) if member in stay}
+        dead = tuple(old for old in range(len(self._members)) if old not in ranks)
+        rank.outside = False
+        joined = tuple(places[member] for member in places if context.life(member) != now.life(member))
+        return Recovery(self._survivor(context), ranks, agreed, dead, joined)
+
+    def Revoke(self) -> None:
+        """Make every call of every member on this communicator end in `Revoked`, now or when it is next made."""
+        revoke([self._context])
+
+    def Is_revoked(self) -> bool:
+        """Return whether the communicator was revoked."""
+        return bool(self._why_revoked())
+
+    is_revoked = property(Is_revoked)
+
+    def Get_failed(self) -> Group:
+        """Return the group of the members known to have died."""
+        kernel = self._world.kernel
+        kernel.observe()
+        dead = self._dead()
+        self._world.charge_poll()
+        if not dead:
+            kernel.fruitless()
+        return Group.of(dead, self._rank.id)
+
+    def Ack_failed(self, num_to_ack: int | None = None) -> int:
+        """Acknowledge failures: receives from anybody go on without these dead. Return how many are acknowledged."""
+        dead = self._dead()[: None if num_to_ack is None else max(num_to_ack, 0)]
+        self._context.notes["acknowledged", self._rank.id] = frozenset(dead)
+        return len(dead)
+
+    def Agree(self, flag: int) -> int:
+        """Return the bitwise and of all survivors' flags; the same for all."""
+        return int(self._agree_alive("Agree", flag, _all_flags))
+
+    def Iagree(self, flag: Any) -> Request:
+        """Start Agree on a buffer of one integer, which receives the result."""
+        own = as_buffer(flag, writable=True)
+        agreement = self._agreement(_all_flags)
+        completion = agreement.join(self._rank.id, int(own.pack()[0]))
+
+        def deliver(_: Any) -> None:
+            own.unpack(np.array([agreement.result], own.dtype))
+
+        return Request.start(
+            self._world, completion, WaitingForLiving("Iagree", self._label, agreement), deliver
+        )
+
+    def Shrink(self) -> Any:
+        """Return a communicator of the survivors."""
+        return self._survivor(self._agree_alive("Shrink", None, self._living))
+
+    def Ishrink(self) -> tuple[Any, Request]:
+        """Start Shrink: refused, since the communicator could not be handed out before the agreement."""
+        raise UnsupportedError("Comm.Ishrink: who survives is known when the survivors have met; use Shrink")
+
+    # -- how -------------------------------------------------------------------------------------------------
+
+    def _dead(self) -> list[int]:
+        dead = self._world.known_dead(self._world.kernel.current.clock)
+        return [rank for rank in self._context.everyone if self._context.is_dead(rank, dead)]
+
+    def _living(self, parts: dict[int, Any]) -> Context:
+        """Return a context of those who have come. It stands beside the old one, and does not end with it."""
+        return self._context.succeed({rank: self._context.life(rank) for rank in parts})
+
+    def _survivor(self, context: Context) -> Any:
+        new = type(self).enter(context, self._rank.id)
+        new._own, new._errhandler = self._own, self._errhandler
+        return new
+
+    def _check_life(self) -> None:
+        if not self._context.takes(self._rank.id):
+            self._need()
+
+    def _check_given_up(self) -> None:
+        if self._rank.given_up:
+            raise Revoked(f"{self._world.kernel.current.name}: {GIVEN_UP}")
+
+    def _agreement(self, make: Callable[[dict[int, Any]], Any]) -> Agreement:
+        """Return the agreement that is this rank's next one on the communicator."""
+        self._check_given_up()
+        self._check_life()
+        notes, rank = self._context.notes, self._rank.id
+        number = notes[rank, "agreements"] = notes.get((rank, "agreements"), -1) + 1
+        agreement = notes.get(("agreement", number))
+        if agreement is None:
+            agreement = notes["agreement", number] = Agreement(self._context, make)
+        assert isinstance(agreement, Agreement)
+        return agreement
+
+    def _agree_alive(self, name: str, part: Any, make: Callable[[dict[int, Any]], Any]) -> Any:
+        agreement = self._agreement(make)
+        completion = agreement.join(self._rank.id, part)
+        await_one(self._world, completion, WaitingForLiving(name, self._label, agreement))
+        return agreement.result
+
+    def _regroup(self, context: Context, step: int | None) -> Any:
+        """Agree with those who come in time. Members need no deadline of their own; who joins them does."""
+        task, rank = self._world.kernel.current, self._rank.id
+        if context.regrouping is None:
+            context.regrouping = RecoveryAgreement(context)
+        agreement, before = context.regrouping, task.deadline_s
+        joins = not context.takes(rank)
+        completion = agreement.come(rank, step, math.inf if joins else before)
+        task.deadline_s = before if joins else math.inf
+        try:
+            await_one(self._world, completion, WaitingForLiving("recover", self._label, agreement))
+        except Timeout:
+            agreement.withdraw(rank)
+            raise
+        finally:
+            task.deadline_s = before
+        return agreement.result
+
+
+def _all_flags(parts: dict[int, int]) -> int:
+    return int(np.bitwise_and.reduce(list(parts.values())))

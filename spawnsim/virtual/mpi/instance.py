@@ -1,0 +1,361 @@
+"""One collective in progress: the ranks of a communicator meet once, instead of exchanging N² messages.
+
+Each arrival brings its clock and its contribution. The result is computed once for all; when each rank leaves is
+decided by the algorithms of `spawnsim.virtual.collectives`. From a rooted collective a rank leaves as soon as those
+have arrived on whom its own part depends, so that no rank waits for one that it does not need. Knows arrivals and
+departures, and must not know buffers or algorithms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from spawnsim.errors import MismatchError
+from spawnsim.virtual.collectives import Edges, Finish, Plan
+from spawnsim.virtual.engine.completion import Completion, Uncertain
+from spawnsim.virtual.engine.kernel import Kernel
+from spawnsim.virtual.engine.waiting import Dead
+from spawnsim.virtual.engine.world import Rank, World
+from spawnsim.virtual.faults.injection import CollectiveFaults
+
+
+class Departure(Uncertain):
+    """The end of a collective for one rank. Its card stays busy with what it sent until `nic_free_s`."""
+
+    __slots__ = ("nic_free_s", "rank")
+
+    def __init__(self, kernel: Kernel, rank: Rank) -> None:
+        self.kernel, self.rank, self.nic_free_s = kernel, rank, -math.inf
+        self.finish_s: float | None = None
+        self.waiter = self.heirs = None
+        self.lost = False
+
+    def leave(self, time_s: float) -> None:
+        """Let the rank go at a time; NaN: a message that it needs is lost.
+
+        Where lengths differ, only a late rank may show that this one could have left before: then it goes now.
+        """
+        if time_s == time_s:
+            self.complete(max(time_s, self.kernel.env.now))
+        else:
+            self.lose()
+
+    def final(self) -> float:
+        """Return the end; what the rank sends from now on waits for its messages of the collective."""
+        if self.nic_free_s > self.rank.nic_free_s:
+            self.rank.nic_free_s = self.nic_free_s
+        return self.finish_s  # type: ignore[return-value]
+
+    def is_over(self, by_s: float) -> bool:
+        """Whether the rank has left by a time, or will have."""
+        return self.finish_s is not None and self.finish_s <= by_s
+
+
+@dataclass(slots=True)
+class WaitingForCollective:
+    """A rank that waits for a collective to end."""
+
+    meeting: CollectiveInstance
+    me: int
+
+    def describe(self) -> str:
+        """Return the call, its number and its communicator."""
+        call = self.meeting.calls[self.me]
+        name = call.describe() if call is not None else "collective"
+        return f"{name}, number {self.meeting.number} on {self.meeting.comm}"
+
+    def missing(self, by_s: float = math.inf) -> Sequence[int]:
+        """Return the ranks that had not arrived by a time, and those whose messages had not come through."""
+        meeting, departure = self.meeting, self.meeting.gone[self.me]
+        found = {rank for rank, arrival_s in enumerate(meeting.arrivals.tolist()) if not arrival_s <= by_s}
+        if meeting.strikes is not None and departure is not None and not departure.is_over(by_s):
+            found |= set(meeting.strikes.late(self.me))
+        return sorted(found)
+
+    def peers(self) -> Sequence[int]:
+        """Return the world ranks that have not arrived, or cannot be heard."""
+        return [self.meeting.members[rank] for rank in self.missing()]
+
+    def doomed(self, dead: Dead) -> Sequence[int]:
+        """Return the dead who will never arrive, or be heard."""
+        members, context = self.meeting.members, self.meeting.context
+        return [rank for rank in self.missing() if context.is_dead(members[rank], dead)]
+
+    def contexts(self) -> Sequence[Any]:
+        """Return what ends the wait when it is revoked."""
+        return (self.meeting.context,)
+
+    def sequence(self) -> int:
+        """Return the number of the collective on its communicator."""
+        return self.meeting.number
+
+
+EARLY = {"bcast", "reduce", "gather", "scatter", "scan", "exscan"}  # some ranks may leave before all arrive
+
+
+def nothing(meeting: CollectiveInstance, me: int) -> None:
+    """Be the outcome of a collective that has none."""
+
+
+@dataclass(slots=True)  # frozen would cost three microseconds a call
+class Call:
+    """A collective as one rank calls it.
+
+    `agree` are the (name, value) pairs that must be equal on all ranks. `nbytes` is what this rank contributes: a
+    number, or an array with a size per destination. `sizes` says how the ranks' `nbytes` are put together for the
+    cost model: "root", "all" (the largest), "same" (all bring the same), "each" (an array by rank), "matrix" (rows by
+    rank), "edges" (each rank tells its neighbours and their sizes).
+    """
+
+    name: str
+    timing: str
+    part: Any = None
+    nbytes: Any = 0
+    root: int = -1
+    agree: tuple[tuple[str, Any], ...] = ()
+    sizes: str = "all"
+    lent: bool = False  # the part is the program's own memory: good as long as this rank waits
+    needs: tuple[int, ...] | None = None  # on whom a neighbour exchange waits; elsewhere the algorithm tells
+    outcome: Callable[[CollectiveInstance, int], Any] = nothing
+
+    def describe(self) -> str:
+        """Return the call as in the program."""
+        arguments = [f"root={self.root}"] if self.root >= 0 else []
+        arguments += [f"{name}={value}" for name, value in self.agree]
+        return f"{self.name}({', '.join(arguments)})"
+
+
+@dataclass(eq=False, slots=True)
+class CollectiveInstance:
+    """One collective on one communicator. `members` are world ranks, in the order of the communicator."""
+
+    world: World
+    comm: str
+    members: Sequence[int]
+    number: int
+    first: int  # how many of the members are of the first group; all, unless there are two
+    context: Any = None  # that ends all waits for it when it is revoked
+    calls: list[Call | None] = field(init=False)
+    arrivals: np.ndarray[Any, np.dtype[np.float64]] = field(init=False)
+    gone: list[Departure | None] = field(init=False)
+    strikes: CollectiveFaults | None = field(init=False, default=None)  # if links have faults
+    busy: dict[int, float] = field(default_factory=dict)  # whose cards were busy as they came, until when
+    here: int = 0
+    opening: int = -1  # who came first
+    _shared: dict[bool, Any] = field(default_factory=dict)  # by group
+    _dirty: bool = False
+
+    def __post_init__(self) -> None:
+        size = len(self.members)
+        self.calls, self.gone = [None] * size, [None] * size
+        self.arrivals = np.full(size, math.nan)
+        if self.world.links is not None:
+            self._open_to_faults()
+
+    def _open_to_faults(self) -> None:
+        number = -1 if self.context is None else self.context.number
+        fields = {"comm": self.comm, "number": self.number}
+        self.strikes = CollectiveFaults(self.world, self.members, (number, self.number), fields)
+
+    # -- arriving --------------------------------------------------------------------------------------------
+
+    def join(self, me: int, call: Call) -> Completion:
+        """Arrive as rank `me` of the communicator, at the running task's clock."""
+        self.world.kernel.effect()  # before anything else: it may wait for others, who come meanwhile
+        task = self.world.kernel.current
+        if self.opening < 0:
+            self.opening = me
+        else:
+            self._compare(me, call)
+        self.calls[me], self.arrivals[me] = call, task.clock
+        rank = self.world.ranks[task.rank]
+        if rank.nic_free_s > task.clock:
+            self.busy[me] = rank.nic_free_s
+        completion = self.gone[me] = Departure(self.world.kernel, rank)
+        self.here += 1
+        if self.here == len(self.members):
+            self._end()
+        elif call.timing in EARLY or call.needs is not None:
+            self._expect_release()
+        return completion
+
+    def parts(self, me: int) -> list[Any]:
+        """Return the contributions that member `me` hears: all, or those of the other group; None if not here yet."""
+        heard = self.calls
+        if self.first < len(heard):
+            heard = heard[self.first :] if me < self.first else heard[: self.first]
+        return [None if call is None else call.part for call in heard]
+
+    def agreed(self, compute: Callable[[], Any]) -> Any:
+        """Return a result that is computed once for all members of both groups."""
+        return self.shared(0, compute)
+
+    def all_parts(self) -> list[Any]:
+        """Return the contributions of all members."""
+        return [None if call is None else call.part for call in self.calls]
+
+    def place(self, me: int) -> int:
+        """Return the rank of member `me` in its own group."""
+        return me if me < self.first else me - self.first
+
+    def shared(self, me: int, compute: Callable[[], Any]) -> Any:
+        """Return a result that is computed once for all members of a group."""
+        group = me < self.first
+        if group not in self._shared:
+            self._shared[group] = compute()
+        return self._shared[group]
+
+    def keep(self, me: int) -> None:
+        """Take a snapshot of what a rank has lent: it leaves before the collective is over, and may go on to write."""
+        call = self.calls[me]
+        if call is not None and call.lent:
+            call.part, call.lent = call.part.copy(), False
+
+    def _compare(self, me: int, call: Call) -> None:
+        """Refuse a call that does not fit those already here."""
+        other, held = self.opening, self._first()
+        if held.name != call.name or held.root != call.root or held.agree != call.agree:
+            raise MismatchError(
+                f"collective number {self.number} on {self.comm}: rank {me} calls {call.describe()} at "
+                f"{self.world.kernel.current.clock:.6g} s where rank {other} called {held.describe()} at "
+                f"{self.arrivals[other]:.6g} s. All ranks must make the same collective calls in the same order"
+            )
+
+    # -- leaving ---------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Everybody is here: fix all departures."""
+        finish = self._finish()
+        sender = self.world.ranks[self.members[0]]
+        sender.messages += finish.messages
+        sender.nbytes += finish.nbytes
+        self._book(finish)
+        for departure, time_s in zip(self.gone, finish.times.tolist(), strict=True):
+            if departure is not None and departure.finish_s is None:
+                departure.leave(time_s)
+
+    def _book(self, finish: Finish) -> None:
+        """Tell those who leave before their cards have sent all that is theirs until when that takes."""
+        if not self.busy:
+            return  # nobody leaves before its card is idle
+        for me in np.flatnonzero(finish.out_free > finish.times).tolist():
+            departure = self.gone[me]
+            if departure is not None and departure.finish_s is None:
+                departure.nic_free_s = float(finish.out_free[me])
+
+    def _first(self) -> Call:
+        call = self.calls[self.opening]
+        assert call is not None
+        return call
+
+    def _finish(self) -> Finish:
+        first, timing = self._first(), self.world.timing
+        members = np.asarray(self.members)
+        root, out_free, sizes = max(first.root, 0), self._out_free(), self._sizes(first)
+        found = timing.finish(first.timing, self.arrivals, sizes, root, ranks=members, out_free=out_free)
+        if self.strikes is None or self.world.plan.quiet(self.arrivals.min(), found.times.max()):
+            return found
+        return self._struck(timing.plan(first.timing, len(members), sizes, root, ranks=members), out_free)
+
+    def _struck(self, plan: Plan, out_free: Any) -> Finish:
+        """Return when all leave whom faults of links let go."""
+        assert self.strikes is not None
+        return self.strikes.finish(plan, self.arrivals, out_free, self.calls)
+
+    def _out_free(self) -> Any:
+        """Return when each card can begin to inject; None if all were idle as their ranks came."""
+        if not self.busy:
+            return None
+        out_free = np.full(len(self.members), -math.inf)
+        out_free[list(self.busy)] = list(self.busy.values())
+        return out_free
+
+    def _sizes(self, first: Call) -> Any:
+        """Put the ranks' sizes together. Those not here yet are taken to contribute as much as the largest here."""
+        if first.sizes == "root":
+            root = self.calls[first.root]
+            return 0 if root is None else root.nbytes
+        here = [call.nbytes for call in self.calls if call is not None]
+        if first.sizes == "all":
+            return max(here)
+        if first.sizes == "same":
+            return first.nbytes
+        if first.sizes == "edges":
+            return self._edges()
+        if first.sizes == "each":
+            return np.array(
+                [max(here) if call is None else call.nbytes for call in self.calls], dtype=np.int64
+            )
+        return np.stack(
+            [np.broadcast_to(call.nbytes, len(self.calls)) for call in self.calls if call]
+        ).astype(np.int64)
+
+    def _edges(self) -> Edges:
+        """Return the messages of a neighbour exchange: each rank tells (dests, nbytes of each)."""
+        here = [(rank, *call.nbytes) for rank, call in enumerate(self.calls) if call is not None]
+        source = np.concatenate([np.full(len(dests), rank) for rank, dests, _ in here]).astype(np.int64)
+        dest = np.concatenate([np.asarray(dests, np.int64) for _, dests, _ in here])
+        return Edges(source, dest, np.concatenate([np.asarray(sizes, np.int64) for _, _, sizes in here]))
+
+    def outcome(self, me: int) -> Any:
+        """Return what member `me` gets, now that it leaves."""
+        heard = self if self.strikes is None else self._heard_by(me, self.strikes)
+        return self.calls[me].outcome(heard, me)  # type: ignore[union-attr]
+
+    def _heard_by(self, me: int, strikes: CollectiveFaults) -> CollectiveInstance:
+        """Return the meeting as member `me` hears it: over damaged links, contributions are not what they were."""
+        strikes.note(me)
+        calls = strikes.heard_by(me, self.calls)
+        if calls is None:
+            return self
+        heard = copy(self)
+        heard.calls, heard._shared = calls, {}
+        return heard
+
+    # -- leaving early -----------------------------------------------------------------------------------------
+
+    def _expect_release(self) -> None:
+        if not self._dirty:
+            self._dirty = True
+            self.world.kernel.releases.append(self._release)
+
+    def _release(self) -> None:
+        """Before time moves: let those go whose part is over, although others are still to come."""
+        self._dirty = False
+        first = self._first()
+        if self.here == len(self.members) or (first.sizes == "root" and self.calls[first.root] is None):
+            return  # all have left; or nobody knows the size yet, and all depend on the root
+        members = np.asarray(self.members)
+        plan = self.world.timing.plan(
+            first.timing, len(members), self._sizes(first), max(first.root, 0), ranks=members
+        )
+        free = [
+            rank
+            for rank, completion in enumerate(self.gone)
+            if _waits(completion) and self._heard(plan, rank)
+        ]
+        if free:
+            out_free = self._out_free()
+            if self.strikes is None:
+                found = plan.finish(self.arrivals, self.world.network, members, out_free=out_free)
+            else:
+                found = self._struck(plan, out_free)
+            self._book(found)
+            for rank in free:
+                self.gone[rank].leave(float(found.times[rank]))  # type: ignore[union-attr]
+
+    def _heard(self, plan: Plan, rank: int) -> bool:
+        """Whether all have arrived on whom the leaving of `rank` depends."""
+        call = self.calls[rank]
+        needed = plan.depends(rank) if call is None or call.needs is None else call.needs
+        return needed is not None and all(self.calls[other] is not None for other in needed)
+
+
+def _waits(completion: Completion | None) -> bool:
+    return completion is not None and completion.finish_s is None

@@ -1,0 +1,178 @@
+"""Neighborhood collectives under mpi4py's names, and what they exchange over the edges of a topology.
+
+Between two ranks with several edges the k-th edge out meets the k-th one in. Knows edges and buffers, and must not
+know grids or clocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.constants import PROC_NULL
+from spawnsim.comm.failures import ERR_COUNT, ArgumentError
+from spawnsim.comm.handles import INFO_NULL, Info
+from spawnsim.virtual.mpi.collectives import Starts
+from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
+from spawnsim.virtual.mpi.payload import dumps, loads
+from spawnsim.virtual.mpi.requests import Prequest, Request
+from spawnsim.virtual.mpi.semantics import CollectiveCall, Outcome
+
+Edges = tuple[Sequence[int], Sequence[int]]  # from whom, to whom
+
+
+def occurrences(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return each rank with how often it came before.
+
+    >>> occurrences([3, 5, 3])
+    [(3, 0), (5, 0), (3, 1)]
+    """
+    seen: Counter[int] = Counter()
+    found = []
+    for rank in ranks:
+        found.append((rank, seen[rank]))
+        seen[rank] += 1
+    return found
+
+
+def neighbor_call(name: str, parts: Sequence[Any], nbytes: Sequence[int], edges: Edges) -> Call:
+    """Return the call of a rank that sends `parts`, one per outgoing edge, and gets one per incoming edge."""
+    sources, dests = edges
+    sent = dict(zip(occurrences(dests), parts, strict=True))
+    real = [(dest, size) for dest, size in zip(dests, nbytes, strict=True) if dest != PROC_NULL]
+    needs = tuple(sorted({source for source in sources if source != PROC_NULL}))
+
+    def outcome(meeting: CollectiveInstance, me: int) -> list[Any]:
+        return [
+            None if source == PROC_NULL else meeting.calls[source].part[me, turn]  # type: ignore[union-attr]
+            for source, turn in occurrences(sources)
+        ]
+
+    sizes = [dest for dest, _ in real], [size for _, size in real]
+    return Call(name, "neighbor", sent, sizes, sizes="edges", needs=needs, outcome=outcome)
+
+
+def _blocks(
+    spec: Any, number: int, *, vector: bool, types: bool = False, writable: bool = False
+) -> list[Any]:
+    """Return a buffer's blocks, one for each of `number` edges; of a rank without edges, none."""
+    blocks = list(as_buffer(spec, vector=vector, blocks=number, types=types, writable=writable))
+    return blocks if number else []
+
+
+def _collect(target: list[Any]) -> Outcome:
+    def unpack(blocks: Sequence[Any]) -> None:
+        for block, data in zip(target, blocks, strict=True):
+            if data is not None:
+                block.unpack(data)
+
+    return unpack
+
+
+def allgather_call(sendbuf: Any, recvbuf: Any, edges: Edges, vector: bool = False) -> CollectiveCall:
+    """The same buffer to each neighbour; a block from each."""
+    part, dests = as_buffer(sendbuf).pack(), edges[1]
+    target = _blocks(recvbuf, len(edges[0]), vector=vector, writable=True)
+    own = neighbor_call("Neighbor_allgather", [part] * len(dests), [part.nbytes] * len(dests), edges)
+    return CollectiveCall(own, _collect(target))
+
+
+def alltoall_call(
+    sendbuf: Any, recvbuf: Any, edges: Edges, *, vector: bool = False, types: bool = False
+) -> CollectiveCall:
+    """A block to each neighbour; a block from each."""
+    parts = [block.pack() for block in _blocks(sendbuf, len(edges[1]), vector=vector, types=types)]
+    target = _blocks(recvbuf, len(edges[0]), vector=vector, types=types, writable=True)
+    own = neighbor_call("Neighbor_alltoall", parts, [part.nbytes for part in parts], edges)
+    return CollectiveCall(own, _collect(target))
+
+
+class NeighborCollectives(Starts):
+    """Exchanges with the neighbours of a topology."""
+
+    __slots__ = ()
+
+    @property
+    def _edges(self) -> Edges:
+        self._need()
+        shape = self._context.topology
+        return shape.sources(self._me), shape.destinations(self._me)
+
+    def Neighbor_allgather(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Exchange with the neighbours: allgather."""
+        self._run(allgather_call(sendbuf, recvbuf, self._edges))
+
+    def Ineighbor_allgather(self, sendbuf: Any, recvbuf: Any) -> Request:
+        """Start Neighbor_allgather."""
+        return self._start(allgather_call(sendbuf, recvbuf, self._edges))
+
+    def Neighbor_allgather_init(self, sendbuf: Any, recvbuf: Any, info: Info = INFO_NULL) -> Prequest:
+        """Prepare Neighbor_allgather."""
+        return Prequest.prepare(lambda: self.Ineighbor_allgather(sendbuf, recvbuf))
+
+    def Neighbor_allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Exchange with the neighbours: allgatherv."""
+        self._run(allgather_call(sendbuf, recvbuf, self._edges, vector=True))
+
+    def Ineighbor_allgatherv(self, sendbuf: Any, recvbuf: Any) -> Request:
+        """Start Neighbor_allgatherv."""
+        return self._start(allgather_call(sendbuf, recvbuf, self._edges, vector=True))
+
+    def Neighbor_allgatherv_init(self, sendbuf: Any, recvbuf: Any, info: Info = INFO_NULL) -> Prequest:
+        """Prepare Neighbor_allgatherv."""
+        return Prequest.prepare(lambda: self.Ineighbor_allgatherv(sendbuf, recvbuf))
+
+    def Neighbor_alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Exchange with the neighbours: alltoall."""
+        self._run(alltoall_call(sendbuf, recvbuf, self._edges))
+
+    def Ineighbor_alltoall(self, sendbuf: Any, recvbuf: Any) -> Request:
+        """Start Neighbor_alltoall."""
+        return self._start(alltoall_call(sendbuf, recvbuf, self._edges))
+
+    def Neighbor_alltoall_init(self, sendbuf: Any, recvbuf: Any, info: Info = INFO_NULL) -> Prequest:
+        """Prepare Neighbor_alltoall."""
+        return Prequest.prepare(lambda: self.Ineighbor_alltoall(sendbuf, recvbuf))
+
+    def Neighbor_alltoallv(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Exchange with the neighbours: alltoallv."""
+        self._run(alltoall_call(sendbuf, recvbuf, self._edges, vector=True))
+
+    def Ineighbor_alltoallv(self, sendbuf: Any, recvbuf: Any) -> Request:
+        """Start Neighbor_alltoallv."""
+        return self._start(alltoall_call(sendbuf, recvbuf, self._edges, vector=True))
+
+    def Neighbor_alltoallv_init(self, sendbuf: Any, recvbuf: Any, info: Info = INFO_NULL) -> Prequest:
+        """Prepare Neighbor_alltoallv."""
+        return Prequest.prepare(lambda: self.Ineighbor_alltoallv(sendbuf, recvbuf))
+
+    def Neighbor_alltoallw(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Exchange with the neighbours: alltoallw."""
+        self._run(alltoall_call(sendbuf, recvbuf, self._edges, vector=True, types=True))
+
+    def Ineighbor_alltoallw(self, sendbuf: Any, recvbuf: Any) -> Request:
+        """Start Neighbor_alltoallw."""
+        return self._start(alltoall_call(sendbuf, recvbuf, self._edges, vector=True, types=True))
+
+    def Neighbor_alltoallw_init(self, sendbuf: Any, recvbuf: Any, info: Info = INFO_NULL) -> Prequest:
+        """Prepare Neighbor_alltoallw."""
+        return Prequest.prepare(lambda: self.Ineighbor_alltoallw(sendbuf, recvbuf))
+
+    def neighbor_allgather(self, sendobj: Any) -> list[Any]:
+        """Return the objects of the incoming neighbours."""
+        return self._exchange("neighbor_allgather", [dumps(sendobj)] * len(self._edges[1]))
+
+    def neighbor_alltoall(self, sendobj: Sequence[Any] | None) -> list[Any]:
+        """Send an object to each outgoing neighbour; return one from each incoming one."""
+        items = [None] * len(self._edges[1]) if sendobj is None else list(sendobj)
+        if len(items) != len(self._edges[1]):
+            raise ArgumentError(
+                ERR_COUNT, f"expecting {len(self._edges[1])} items, one per neighbour; got {len(items)}"
+            )
+        return self._exchange("neighbor_alltoall", [dumps(item) for item in items])
+
+    def _exchange(self, name: str, parts: list[bytes]) -> list[Any]:
+        received = self._meet(neighbor_call(name, parts, [len(part) for part in parts], self._edges))
+        return [None if part is None else loads(part) for part in received]

@@ -1,0 +1,487 @@
+"""Calls between two ranks: sends and receives of objects (lower case) and buffers (upper case), and probes.
+
+A probe is an observation: it waits for its time and costs the call overhead. The buffer for buffered sends is not
+needed by the simulation; it is kept because programs ask for it, and such a send without one is an error in MPI.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn, Self
+
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, BSEND_OVERHEAD, BUFFER_AUTOMATIC, PROC_NULL
+from spawnsim.comm.failures import ERR_BUFFER, ERR_REQUEST, CallError, SpecBufferError, Truncated
+from spawnsim.comm.handles import INFO_NULL, Handle, Info, integer
+from spawnsim.comm.memory import flat
+from spawnsim.comm.status import Status
+from spawnsim.errors import UnsupportedError
+from spawnsim.virtual.engine.completion import Completion, Receive
+from spawnsim.virtual.engine.completion import Message as Letter
+from spawnsim.virtual.engine.kernel import current_world
+from spawnsim.virtual.engine.waiting import await_one, check_alive
+from spawnsim.virtual.engine.wire import LOCAL, STANDARD, SYNCHRONOUS
+from spawnsim.virtual.mpi.context import Transport, receive_nothing
+from spawnsim.virtual.mpi.payload import check_target, dumps, kept, loads, pack, receiver, unpack
+from spawnsim.virtual.mpi.requests import Request, fill
+
+PARTITIONS = "partitioned communication is not simulated: send each partition as a message of its own"
+
+
+class Unsupported:
+    """Refusals."""
+
+    __slots__ = ()
+
+    def Psend_init(
+        self, buf: Any, partitions: int, dest: int, tag: int = 0, info: Info = INFO_NULL
+    ) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(f"Comm.Psend_init: {PARTITIONS}")
+
+    def Precv_init(
+        self, buf: Any, partitions: int, source: int = ANY_SOURCE, tag: int = ANY_TAG, info: Info = INFO_NULL
+    ) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(f"Comm.Precv_init: {PARTITIONS}")
+
+
+class BufferedSends(Transport):
+    """Bsend and its kin. A communicator's own buffer comes first, then the one attached to the program."""
+
+    __slots__ = ()
+
+    def Attach_buffer(self, buf: Any) -> None:
+        """Attach a buffer to this communicator."""
+        attach(self._rank.attachments, self._context, buf)
+
+    def Detach_buffer(self) -> Any:
+        """Take the buffer back."""
+        return detach(self._rank.attachments, self._context)
+
+    def Flush_buffer(self) -> None:
+        """Return when all buffered messages have left: they have."""
+
+    def Iflush_buffer(self) -> Request:
+        """Start Flush_buffer."""
+        return Request.over(self._world)
+
+    def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Send a buffer from the attached one: returns at once."""
+        self._deliver(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Bsend")
+
+    def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send a buffer from the attached one."""
+        return self._isend(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Ibsend")
+
+    def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Send an object from the attached buffer: returns at once."""
+        self._deliver(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="bsend")
+
+    def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send an object from the attached buffer."""
+        return self._isend(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="ibsend")
+
+    def _room_for(self, payload: Any) -> Any:
+        held: dict[Any, Any] = self._rank.attachments
+        attached = held.get(("buffer", self._context), held.get(("buffer", None)))
+        nbytes = len(payload) if type(payload) is bytes else payload.nbytes
+        if attached is None:
+            raise CallError(ERR_BUFFER, "a buffered send without a buffer: call MPI.Attach_buffer first")
+        have = math.inf if attached is BUFFER_AUTOMATIC else flat(attached).nbytes
+        if nbytes + BSEND_OVERHEAD > have:
+            raise CallError(
+                ERR_BUFFER, f"the attached buffer of {have} bytes is too short: {nbytes} + {BSEND_OVERHEAD}"
+            )
+        return payload
+
+
+def attach(held: dict[Any, Any], owner: Any, buf: Any) -> None:
+    """Attach a buffer for an owner: a context, or None for the program."""
+    if ("buffer", owner) in held:
+        raise CallError(ERR_BUFFER, "a buffer is attached already: detach it first")
+    if buf is not None and buf is not BUFFER_AUTOMATIC and not flat(buf).flags.writeable:
+        raise SpecBufferError("the buffer to be attached is read-only: pass memory that can be written")
+    held["buffer", owner] = BUFFER_AUTOMATIC if buf is None else buf
+
+
+def detach(held: dict[Any, Any], owner: Any) -> Any:
+    """Take the buffer of an owner back; None if there is none."""
+    return held.pop(("buffer", owner), None)
+
+
+class Objects(Transport):
+    """Calls that send pickled objects."""
+
+    __slots__ = ()
+
+    def send(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Send an object."""
+        self._deliver(dumps(obj), dest, tag, STANDARD, operation="send")
+
+    def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Send an object; return when its receive has started."""
+        self._deliver(dumps(obj), dest, tag, SYNCHRONOUS, operation="ssend")
+
+    def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Send an object from a buffer: returns at once."""
+        self._deliver(dumps(obj), dest, tag, LOCAL, operation="bsend")
+
+    def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send an object."""
+        return self._isend(dumps(obj), dest, tag, STANDARD, operation="isend")
+
+    def issend(self, obj: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send an object; the request is over when its receive has started."""
+        return self._isend(dumps(obj), dest, tag, SYNCHRONOUS, operation="issend")
+
+    def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send an object from a buffer."""
+        return self._isend(dumps(obj), dest, tag, LOCAL, operation="ibsend")
+
+    def recv(
+        self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> Any:
+        """Receive an object. `buf` is accepted as mpi4py accepts it, and not needed."""
+        if type(source) is not int or type(tag) is not int:
+            source, tag = integer(source), integer(tag)
+        if source == PROC_NULL:
+            self._need()
+            if status is not None:
+                receive_nothing(status)
+            return None
+        message = self._accept(source, tag, "recv")
+        if status is not None:
+            fill(status, message.source, message.tag, message.nbytes)
+        try:
+            return loads(message.payload)
+        except Exception as error:  # noqa: BLE001 - whatever a pickle raises
+            raise self._unfit(error, message) from None
+
+    def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
+        """Start to receive an object."""
+        return self._irecv(source, tag, "irecv", loads)
+
+    def sendrecv(
+        self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = ANY_SOURCE,
+        recvtag: int = ANY_TAG, status: Status | None = None,
+    ) -> Any:  # fmt: skip
+        """Send one object and receive another, without deadlock."""
+        if type(dest) is not int or type(sendtag) is not int:
+            dest, sendtag = integer(dest), integer(sendtag)
+        transfer = self._dispatch(dumps(sendobj), dest, sendtag, STANDARD)
+        received = self.recv(recvbuf, source, recvtag, status)
+        if transfer is not None:
+            await_one(self._world, transfer, self._waiting("sendrecv", dest, sendtag, "dest"))
+        return received
+
+
+class Buffers(Transport):
+    """Calls that send memory."""
+
+    __slots__ = ()
+
+    def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Send a buffer. Above the eager threshold it returns when its receive has started and the data have left."""
+        self._deliver(pack(buf, dest), dest, tag, STANDARD, operation="Send", buf=buf)
+
+    def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Send a buffer; return when its receive has started."""
+        self._deliver(pack(buf, dest), dest, tag, SYNCHRONOUS, operation="Ssend", buf=buf)
+
+    def Rsend(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Send a buffer whose receive the program knows to be posted."""
+        self._deliver(pack(buf, dest), dest, tag, LOCAL, operation="Rsend", buf=buf)
+
+    def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send a buffer. Its content is taken now; a program that changes it before the end is warned."""
+        return self._isend(pack(buf, dest), dest, tag, STANDARD, operation="Isend", buf=buf)
+
+    def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send a buffer; the request is over when its receive has started."""
+        return self._isend(pack(buf, dest), dest, tag, SYNCHRONOUS, operation="Issend", buf=buf)
+
+    def Irsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send a buffer whose receive the program knows to be posted."""
+        return self._isend(pack(buf, dest), dest, tag, LOCAL, operation="Irsend", buf=buf)
+
+    def Recv(
+        self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> None:
+        """Receive into a buffer, which must be long enough."""
+        if type(source) is not int or type(tag) is not int:
+            source, tag = integer(source), integer(tag)
+        if source == PROC_NULL:
+            self._need()
+            if status is not None:
+                receive_nothing(status)
+            return
+        check_target(buf)
+        self._receive(buf, source, tag, status)
+
+    def _receive(self, buf: Any, source: int, tag: int, status: Status | None) -> None:
+        """Receive into a buffer that was checked."""
+        message = self._accept(source, tag, "Recv")
+        if status is not None:
+            fill(status, message.source, message.tag, message.nbytes)
+        try:
+            unpack(buf, message.payload)
+        except Truncated as error:
+            raise self._unfit(error, message) from None
+        if message.dtype is not None:
+            self._check_type(kept(buf), message)
+
+    def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
+        """Start to receive into a buffer, which is filled when the request is collected."""
+        if type(source) is not int:
+            source = integer(source)
+        check_target(buf, source)
+        buf = kept(buf)
+        return self._irecv(source, tag, "Irecv", receiver(buf), buf=buf)
+
+    def Sendrecv(
+        self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = ANY_SOURCE,
+        recvtag: int = ANY_TAG, status: Status | None = None,
+    ) -> None:  # fmt: skip
+        """Send one buffer and receive into another, without deadlock."""
+        if not type(dest) is type(sendtag) is type(source) is type(recvtag) is int:
+            dest, sendtag, source, recvtag = (
+                integer(dest),
+                integer(sendtag),
+                integer(source),
+                integer(recvtag),
+            )
+        check_target(recvbuf, source)
+        transfer = self._dispatch(pack(sendbuf, dest), dest, sendtag, STANDARD, buf=sendbuf)
+        if source == PROC_NULL:
+            self.Recv(recvbuf, source, recvtag, status)
+        else:
+            self._receive(recvbuf, source, recvtag, status)
+        if transfer is not None:
+            await_one(self._world, transfer, self._waiting("Sendrecv", dest, sendtag, "dest"))
+
+    def Sendrecv_replace(
+        self, buf: Any, dest: int, sendtag: int = 0, source: int = ANY_SOURCE, recvtag: int = ANY_TAG,
+        status: Status | None = None,
+    ) -> None:  # fmt: skip
+        """Send a buffer and receive into the same."""
+        self.Sendrecv(buf, dest, sendtag, buf, source, recvtag, status)
+
+    def Isendrecv(
+        self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = ANY_SOURCE,
+        recvtag: int = ANY_TAG,
+    ) -> Request:  # fmt: skip
+        """Start to send one buffer and to receive into another."""
+        dest, source = integer(dest), integer(source)
+        check_target(recvbuf, source)
+        watched = None if sendbuf is recvbuf else sendbuf
+        outgoing = self._isend(
+            pack(sendbuf, dest), dest, sendtag, STANDARD, operation="Isendrecv", buf=watched
+        )
+        incoming = self.Irecv(recvbuf, source, recvtag)
+        return incoming.together(outgoing)
+
+    def Isendrecv_replace(
+        self, buf: Any, dest: int, sendtag: int = 0, source: int = ANY_SOURCE, recvtag: int = ANY_TAG
+    ) -> Request:
+        """Start to send a buffer and to receive into the same."""
+        return self.Isendrecv(buf, dest, sendtag, buf, source, recvtag)
+
+
+class Probes(Transport):
+    """Looking at messages before receiving them."""
+
+    __slots__ = ()
+
+    def Iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
+        """Return whether a message that fits has arrived."""
+        return self._iprobe(source, tag, status) is not None
+
+    def Probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
+        """Wait until a message that fits has arrived."""
+        if integer(source) == PROC_NULL:
+            _fill_status(status, None)
+        else:
+            self._probe(source, tag, status, "Probe")
+        return True
+
+    def Improbe(
+        self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> Message | None:
+        """Return a message that fits and has arrived, out of reach of any other receive; or None."""
+        if integer(source) == PROC_NULL:
+            return Message.of_nobody()
+        letter = self._iprobe(source, tag, status, hold=True)
+        return None if letter is None else Message.hold(self, letter)
+
+    def Mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message:
+        """Wait for a message that fits; return it, out of reach of any other receive."""
+        if integer(source) == PROC_NULL:
+            _fill_status(status, None)
+            return Message.of_nobody()
+        return Message.hold(self, self._probe(source, tag, status, "Mprobe", hold=True))
+
+    iprobe, probe, improbe, mprobe = Iprobe, Probe, Improbe, Mprobe
+
+    def _iprobe(self, source: int, tag: int, status: Status | None, *, hold: bool = False) -> Letter | None:
+        """Look once."""
+        if type(source) is not int or type(tag) is not int:
+            source, tag = integer(source), integer(tag)
+        if source == PROC_NULL:
+            letter: Letter | None = Letter(PROC_NULL, ANY_TAG, b"", 0)
+            self._world.kernel.observe()
+            self._check_source(source, tag)
+        else:
+            letter = self._visible(source, tag)
+            if hold and letter is not None:
+                self._mailbox.remove(
+                    letter
+                )  # now: while this task pays for the look, another of its rank may look
+        self._world.charge_poll()
+        if letter is None:
+            self._world.kernel.fruitless()
+        else:
+            _fill_status(status, None if source == PROC_NULL else letter)
+        return letter
+
+    def _probe(
+        self, source: int, tag: int, status: Status | None, operation: str, *, hold: bool = False
+    ) -> Letter:
+        """Wait for a letter, however long that takes; looking then costs what one look costs."""
+        source, tag = integer(source), integer(tag)
+        while (letter := self._visible(source, tag)) is None:
+            self._await_letter(source, tag, operation)
+        if hold:
+            self._mailbox.remove(letter)
+        self._world.charge_poll()
+        _fill_status(status, letter)
+        return letter
+
+    def _visible(self, source: int, tag: int) -> Letter | None:
+        """Return the letter that the running task sees at its time."""
+        self._world.kernel.observe()
+        self._check_source(source, tag)  # as of now: it may have been revoked meanwhile
+        letter = self._mailbox.find(source, tag)
+        return None if letter is None or letter.envelope_s > self._world.kernel.current.clock else letter
+
+    def _await_letter(self, source: int, tag: int, operation: str) -> None:
+        """Wait until the first letter known to come has come, or until a new one is sent."""
+        world, watcher = self._world, Completion(self._world.kernel)
+        waiting = self._waiting(operation, source, tag)
+        check_alive(world, waiting)
+        first_s = self._mailbox.earliest(source, tag)
+        self._mailbox.watchers.append(watcher)
+        watcher.waiter = task = world.kernel.current
+        alarm = (
+            None
+            if first_s is None
+            else world.kernel.env.at(
+                max(first_s, world.kernel.env.now), self._rank.id, lambda: world.kernel.resume(task)
+            )
+        )
+        try:
+            world.kernel.block(waiting)
+        finally:
+            watcher.waiter = None
+            if watcher in self._mailbox.watchers:
+                self._mailbox.watchers.remove(watcher)
+            if alarm is not None:
+                alarm.cancel()
+        self._rank.reach(task, world.kernel.env.now)
+
+
+NOBODY = object()
+
+
+class Message(Handle):
+    """A message that a matched probe has taken out of the queue."""
+
+    __slots__ = ("_letter", "_owner")
+    _letter: Letter | None
+    _owner: Transport | None
+
+    def __new__(cls, message: Message | None = None) -> Self:
+        """Return a null message, or a copy of the handle of another."""
+        self = super().__new__(cls)
+        self._identity = None if message is None else message._identity
+        self._letter = None if message is None else message._letter
+        self._owner = None if message is None else message._owner
+        return self
+
+    @classmethod
+    def hold(cls, owner: Transport, letter: Letter) -> Self:
+        """Return the handle of a message taken out for `owner`."""
+        self = cls.__new__(cls)
+        self._identity = self._letter = letter
+        self._owner = owner
+        return self
+
+    @classmethod
+    def of_nobody(cls) -> Self:
+        """Return the message that a matched probe of PROC_NULL finds: receiving it receives nothing, ever again."""
+        self = cls.__new__(cls)
+        self._identity = NOBODY
+        return self
+
+    @classmethod
+    def Probe(
+        cls, comm: Probes, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> Message:
+        """Wait for a message that fits and take it out."""
+        return comm.Mprobe(source, tag, status)
+
+    @classmethod
+    def Iprobe(
+        cls, comm: Probes, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> Message | None:
+        """Take out a message that fits and has arrived, if there is one."""
+        return comm.Improbe(source, tag, status)
+
+    probe, iprobe = Probe, Iprobe
+
+    def Recv(self, buf: Any, status: Status | None = None) -> None:
+        """Receive the message into a buffer."""
+        self.Irecv(buf).Wait(status)
+
+    def recv(self, status: Status | None = None) -> Any:
+        """Receive the message's object."""
+        return self.irecv().wait(status)
+
+    def Irecv(self, buf: Any) -> Request:
+        """Start to receive the message into a buffer."""
+        return self._receive(receiver(kept(buf)), kept(buf))
+
+    def irecv(self) -> Request:
+        """Start to receive the message's object."""
+        return self._receive(loads)
+
+    def _receive(self, collect: Any, buf: Any = None) -> Request:
+        letter, owner = self._letter, self._owner
+        if self._identity is NOBODY:
+            if self is not MESSAGE_NO_PROC:
+                self._identity = None
+            return Request.over(current_world(), receive_nothing)
+        if letter is None or owner is None:
+            raise CallError(ERR_REQUEST, "the message is null: it was received before")
+        self._identity = self._letter = self._owner = None
+        receive = Receive(owner._world.kernel, letter.source, letter.tag, owner._world.kernel.current.clock)
+        receive.card = owner._mailbox.card
+        receive.take(letter)
+        letter.meet()
+
+        def deliver(status: Status) -> Any:
+            fill(status, letter.source, letter.tag, letter.nbytes)
+            return owner._taken(letter, collect, buf)
+
+        waiting = owner._waiting("Mrecv", letter.source, letter.tag)
+        return Request.start(owner._world, receive, waiting, deliver, writes=buf is not None)
+
+
+MESSAGE_NULL = Message()
+MESSAGE_NO_PROC = Message.of_nobody()
+
+
+def _fill_status(status: Status | None, letter: Letter | None) -> None:
+    if status is not None and letter is not None:
+        fill(status, letter.source, letter.tag, letter.nbytes)
+    elif status is not None:
+        fill(status, PROC_NULL, ANY_TAG, 0)

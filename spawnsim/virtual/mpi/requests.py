@@ -1,0 +1,535 @@
+"""Requests: mpi4py's `Request`, `Prequest` and `Grequest` over completions, and the calls that wait for several.
+
+A request owns what it needs until it is over: dropping the object loses no message, because the message and the
+posted receive live in the mailbox. When one of several fails, the error is `ERR_IN_STATUS`, and each status tells
+what became of its request. Knows completions and statuses, and must not know how a message travels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Self
+
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
+from spawnsim.comm.failures import ERR_IN_STATUS, ERR_PENDING, ERR_REQUEST, CallError, SpecTypeError
+from spawnsim.comm.handles import Handle
+from spawnsim.comm.status import Status
+from spawnsim.errors import Revoked, UnsupportedError
+from spawnsim.virtual.engine.completion import AllOf, Completion
+from spawnsim.virtual.engine.waiting import (
+    FreedOperation,
+    WaitingForAny,
+    await_any,
+    await_one,
+    check_revoked,
+    finished,
+)
+from spawnsim.virtual.engine.world import World
+
+
+def collect_all(
+    requests: Sequence[Request], statuses: Sequence[Status | None], collect: Callable[..., Any]
+) -> list[Any]:
+    """Return `collect(request, status)` of each request.
+
+    When one fails, the others that are over are collected, the rest stay as they are (`ERR_PENDING`); then the error
+    of the first is raised as `ERR_IN_STATUS`. It keeps its class: what was a `TruncationError` still is.
+    """
+    found, failed = [], None
+    for request, status in zip(requests, statuses, strict=False):
+        if failed is not None and _pending(request):
+            _mark(status, ERR_PENDING)
+            continue
+        try:
+            found.append(collect(request, status))
+        except CallError as error:
+            _mark(status, error.Get_error_code())
+            failed = failed or error
+    if failed is not None:
+        raise type(failed)(ERR_IN_STATUS, f"a request of {len(requests)} failed: {failed}") from failed
+    return found
+
+
+def _pending(request: Request) -> bool:
+    completion = request._completion
+    if completion is None:
+        return False
+    return completion.finish_s is None or completion.finish_s > request._world.kernel.current.clock
+
+
+def _mark(status: Status | None, error: int) -> None:
+    if status is not None:
+        status.error = error
+
+
+class MultiRequest:
+    """The calls of `Request` that take a list of requests."""
+
+    __slots__ = ()
+
+    @classmethod
+    def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
+        """Wait until all are over; return their objects."""
+        _check(requests)
+        return collect_all(requests, _lend(statuses, len(requests)), _finish)
+
+    @classmethod
+    def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
+        """Wait until all are over."""
+        MultiRequest.waitall(requests, statuses)
+        return True
+
+    @classmethod
+    def testall(
+        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+    ) -> tuple[bool, list[Any] | None]:
+        """Return (all are over, their objects)."""
+        _check(requests)
+        active = [request for request in requests if request._completion is not None]
+        if active and len(done_now(active[0]._world, *active, every=True)) < len(active):
+            return False, None
+        return True, MultiRequest.waitall(requests, statuses)
+
+    @classmethod
+    def Testall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
+        """Return whether all are over."""
+        return MultiRequest.testall(requests, statuses)[0]
+
+    @classmethod
+    def waitany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, Any]:
+        """Wait until one is over; return its position and object (UNDEFINED if none is active)."""
+        index = _await_some(requests, "Waitany")[:1]
+        if not index:
+            fill_empty(status)
+            return UNDEFINED, None
+        return index[0], requests[index[0]]._collect(status)
+
+    @classmethod
+    def Waitany(cls, requests: Sequence[Request], status: Status | None = None) -> int:
+        """Wait until one is over; return its position."""
+        return MultiRequest.waitany(requests, status)[0]
+
+    @classmethod
+    def testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool, Any]:
+        """Return (position, flag, object) of one that is over, if any."""
+        over = _look_at(requests)
+        if over is None:
+            fill_empty(status)
+            return UNDEFINED, True, None
+        if not over:
+            return UNDEFINED, False, None
+        return over[0], True, requests[over[0]]._collect(status)
+
+    @classmethod
+    def Testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
+        """Return (position, flag) of one that is over, if any."""
+        return MultiRequest.testany(requests, status)[:2]
+
+    @classmethod
+    def waitsome(
+        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+    ) -> tuple[list[int] | None, list[Any] | None]:
+        """Wait until at least one is over; return positions and objects of all that are."""
+        over = _await_some(requests, "Waitsome")
+        if not over:
+            return None, None
+        return over, _collect_each(requests, over, statuses)
+
+    @classmethod
+    def Waitsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
+        """Wait until at least one is over; return the positions of all that are."""
+        return MultiRequest.waitsome(requests, statuses)[0]
+
+    @classmethod
+    def testsome(
+        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+    ) -> tuple[list[int] | None, list[Any] | None]:
+        """Return positions and objects of all that are over."""
+        over = _look_at(requests)
+        if over is None:
+            return None, None
+        return over, _collect_each(requests, over, statuses)
+
+    @classmethod
+    def Testsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
+        """Return the positions of all that are over."""
+        return MultiRequest.testsome(requests, statuses)[0]
+
+    @classmethod
+    def get_status_all(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
+        """Return whether all are over, and leave them as they are."""
+        lent = zip(requests, _lend(statuses, len(requests)), strict=False)
+        over = [request.Get_status(status) for request, status in lent]  # all: each fills its status
+        return all(over)
+
+    @classmethod
+    def get_status_any(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
+        """Return (position, flag) of one that is over, and leave it as it is."""
+        over = _look_at(requests)
+        if over:
+            requests[over[0]].Get_status(status)
+            return over[0], True
+        if over is None:
+            fill_empty(status)
+        return UNDEFINED, over is None
+
+    @classmethod
+    def get_status_some(
+        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+    ) -> list[int] | None:
+        """Return the positions of all that are over, and leave them as they are."""
+        over = _look_at(requests)
+        lent = zip(over or (), _lend(statuses, len(over or ())), strict=False)
+        for index, status in lent:
+            requests[index].Get_status(status)
+        return over
+
+    Get_status_all, Get_status_any, Get_status_some = get_status_all, get_status_any, get_status_some
+
+
+def _check(requests: Sequence[Request]) -> None:
+    """Refuse what is no list of requests, before anything is done to one of them."""
+    for place, request in enumerate(requests):
+        if not isinstance(request, MultiRequest):
+            raise SpecTypeError(
+                f"item {place} of the requests is of type {type(request).__name__}: no request"
+            )
+
+
+def _take(request: Request, status: Status | None) -> Any:
+    """Collect one that is over."""
+    return request._collect(status)
+
+
+def _finish(request: Request, status: Status | None) -> Any:
+    """Wait for one, whatever a program's own class makes of `wait`."""
+    return request._finish(status)
+
+
+def fill(status: Status, source: int, tag: int, nbytes: int) -> None:
+    """Write what was received into a status."""
+    status.source, status.tag, status.error = source, tag, 0
+    status.nbytes, status.cancelled = nbytes, False
+
+
+def fill_empty(status: Status | None) -> None:
+    """Write into a status what an inactive request gives."""
+    if status is not None:
+        fill(status, ANY_SOURCE, ANY_TAG, 0)
+
+
+def _lend(statuses: Sequence[Status] | None, count: int) -> Sequence[Status | None]:
+    """Return a status for each request; a list that is too short is extended, as mpi4py does."""
+    if statuses is None:
+        return [None] * count
+    if isinstance(statuses, tuple):
+        return [*statuses, *[None] * (count - len(statuses))]
+    assert isinstance(statuses, list)
+    statuses.extend(Status() for _ in range(count - len(statuses)))
+    return statuses
+
+
+def look(world: World, *requests: Request) -> float:
+    """Observe; return the time of the look. The caller charges for it once it has looked.
+
+    Raises `Revoked` if one of the requests was open when its communicator was revoked.
+    """
+    world.kernel.observe()
+    if world.revoked:
+        for request in requests:
+            request._check_revoked()
+    return world.kernel.current.clock
+
+
+def done_now(world: World, *requests: Request, every: bool = False) -> list[int]:
+    """Observe; return the positions of the requests that are over.
+
+    The kernel is told of a look in vain: none is over (or not `every` one), and of no other the end is known.
+    """
+    now_s = look(world, *requests)
+    completions = [request._completion for request in requests if request._completion is not None]
+    done = finished([request._completion for request in requests], now_s)
+    known = sum(each.finish_s is not None for each in completions)
+    if known == len(done) < len(completions) and (every or not done):
+        world.kernel.fruitless()
+    world.charge_poll()
+    return done
+
+
+def _look_at(requests: Sequence[Request]) -> list[int] | None:
+    """Return the positions of the requests that are over; None if none is active."""
+    _check(requests)
+    world = next((request._world for request in requests if request._completion is not None), None)
+    if world is None:
+        return None
+    return done_now(world, *requests)
+
+
+def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
+    _check(requests)
+    active = [request for request in requests if request._completion is not None]
+    if not active:
+        return []
+    if active[0]._world.revoked:
+        for request in active:
+            request._check_revoked()
+    parts = [request._waiting for request in active if request._waiting is not None]
+    waiting = WaitingForAny(operation, parts)
+    return await_any(active[0]._world, [request._completion for request in requests], waiting)
+
+
+def _collect_each(requests: Sequence[Request], over: list[int], statuses: list[Status] | None) -> list[Any]:
+    chosen = [requests[index] for index in over]
+    return collect_all(chosen, _lend(statuses, len(over)), _take)
+
+
+PARTITIONS = "partitioned communication is not simulated: send each partition as a message of its own"
+Deliver = Callable[[Status], Any]
+
+
+def _nothing(status: Status) -> None:
+    """Deliver nothing: a send, or a barrier."""
+
+
+class Delivered:
+    """What was delivered to memory when a program learnt that a request is over, for when it is collected."""
+
+    def __init__(self, deliver: Deliver) -> None:
+        self.status = Status()
+        self._outcome = deliver(self.status)
+
+    def __call__(self, status: Status) -> Any:
+        status.copy_from(self.status)
+        return self._outcome
+
+
+class Request(MultiRequest, Handle):
+    """A pending operation of one rank. Null (false) once it is over and collected.
+
+    The lower-case calls return the received object, the upper-case ones fill the buffer given at the start.
+    """
+
+    __slots__ = ("_completion", "_deliver", "_waiting", "_withdraw", "_world", "_writes")
+    _completion: Completion | None
+    _deliver: Deliver
+    _writes: bool  # to memory of the program: what is delivered is there although nobody collects it
+    _waiting: Any
+    _withdraw: Callable[[Any, float], None] | None
+    _world: World
+
+    def __new__(cls, request: Request | None = None) -> Self:
+        """Return a null request, or a copy of the handle of another."""
+        self = super().__new__(cls)
+        self._identity = self._completion = self._withdraw = None
+        if request is not None:
+            self._identity = request._identity
+            for name in Request.__slots__:
+                setattr(self, name, getattr(request, name, None))
+        return self
+
+    @classmethod
+    def start(
+        cls,
+        world: World,
+        completion: Completion,
+        waiting: Any,
+        deliver: Deliver | None = None,
+        *,
+        writes: bool = True,
+    ) -> Self:
+        """Return a request over a completion. `deliver(status)` runs when it is collected, or known to be over.
+
+        `writes`: it fills a buffer, and runs also if the request is freed; else it makes the object of the request.
+        """
+        self = super().__new__(cls)
+        self._identity, self._withdraw, self._writes = object(), None, writes and deliver is not None
+        self._world, self._completion, self._waiting = world, completion, waiting
+        self._deliver = _nothing if deliver is None else deliver
+        if world.ledger is not None:
+            world.ledger.opened(completion, world.kernel.current.rank, waiting)
+        return self
+
+    @classmethod
+    def over(cls, world: World, deliver: Deliver | None = None, *, writes: bool = True) -> Self:
+        """Return a request that is complete already: an eager send, or a call to PROC_NULL."""
+        completion = Completion(world.kernel)
+        completion.finish_s = world.kernel.current.clock
+        return cls.start(world, completion, None, deliver, writes=writes)
+
+    # -- one -------------------------------------------------------------------------------------------------
+
+    def wait(self, status: Status | None = None) -> Any:
+        """Wait until the operation is over; return its object, if it has one."""
+        completion = self._completion
+        if completion is not None and self._world.revoked:
+            self._check_revoked()
+        if completion is not None and not completion.over(self._world.kernel.current.clock):
+            await_one(self._world, completion, self._waiting)
+        return self._collect(status)
+
+    _finish = wait
+
+    def Wait(self, status: Status | None = None) -> bool:
+        """Wait until the operation is over."""
+        Request.wait(self, status)
+        return True
+
+    def test(self, status: Status | None = None) -> tuple[bool, Any]:
+        """Return (over, object); an observation."""
+        if self._completion is None:
+            return True, self._collect(status)
+        if not done_now(self._world, self):
+            return False, None
+        return True, self._collect(status)
+
+    def Test(self, status: Status | None = None) -> bool:
+        """Return whether the operation is over; an observation."""
+        return Request.test(self, status)[0]
+
+    def Get_status(self, status: Status | None = None) -> bool:
+        """Return whether the operation is over, and leave the request as it is."""
+        if self._completion is None:
+            fill_empty(status)
+            return True
+        done = bool(done_now(self._world, self))
+        if done and self._writes and not isinstance(self._deliver, Delivered):
+            self._deliver = Delivered(self._deliver)
+        if done and status is not None:
+            self._preview(status)
+        return done
+
+    def get_status(self, status: Status | None = None) -> bool:
+        """Return whether the operation is over, and leave the request as it is."""
+        return self.Get_status(status)
+
+    def Cancel(self) -> None:
+        """Withdraw a receive that has not matched; anything else goes on."""
+        self._need()
+        if self._withdraw is not None:
+            self._withdraw(self, look(self._world))
+            self._world.charge_poll()
+
+    cancel = Cancel
+
+    def Free(self) -> None:
+        """Let go of the request; the operation goes on, and its buffer is filled when it is over."""
+        self._need()
+        self._close()
+        completion, self._identity, self._completion = self._completion, None, None
+        if completion is not None and self._writes and not isinstance(self._deliver, Delivered):
+            FreedOperation(self._world, completion, self._deliver)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if self._identity is not None:
+            raise ValueError("cannot pickle a request: it means something on its own rank only")
+        return type(self), ()
+
+    def together(self, other: Request) -> Request:
+        """Return one request that is over when both are; it delivers what this one does."""
+        if self._completion is None or other._completion is None:
+            return self if other._completion is None else other
+        self._close()
+        other._close()
+        parts = (self._completion, other._completion)
+        return Request.start(self._world, AllOf(self._world.kernel, parts), self._waiting, self._deliver)
+
+    def _close(self) -> None:
+        """Tell the ledger, if there is one, that nobody need wait any more."""
+        if self._completion is not None and self._world.ledger is not None:
+            self._world.ledger.closed(self._completion)
+
+    def _check_revoked(self) -> None:
+        """Raise `Revoked`, once, if the operation was open when its communicator was revoked.
+
+        Its memory is left alone.
+        """
+        completion = self._completion
+        if completion is None or self._waiting is None:
+            return
+        try:
+            check_revoked(
+                self._world, self._waiting, math.inf if completion.finish_s is None else completion.final()
+            )
+        except Revoked:
+            self._close()
+            self._completion = None
+            self._retire()
+            raise
+
+    def _need(self) -> None:
+        if self._identity is None:
+            raise CallError(ERR_REQUEST, "the request is null: it was collected or freed before")
+
+    def _preview(self, status: Status) -> None:
+        message = getattr(self._completion, "message", None)
+        if isinstance(self._deliver, Delivered):
+            status.copy_from(self._deliver.status)
+        elif message is not None:
+            fill(status, message.source, message.tag, message.nbytes)
+
+    def _collect(self, status: Status | None) -> Any:
+        """Make the request null and deliver."""
+        if self._completion is None:
+            fill_empty(status)
+            return None
+        if status is not None:
+            fill(status, ANY_SOURCE, ANY_TAG, 0)
+        if self._world.ledger is not None:
+            self._close()
+        deliver, self._completion = self._deliver, None
+        self._retire()
+        return None if deliver is _nothing else deliver(Status() if status is None else status)
+
+    def _retire(self) -> None:
+        self._identity = None
+
+
+class Prequest(Request):
+    """A persistent request: `Start` begins the operation again, and a wait leaves it inactive, not null."""
+
+    __slots__ = ("_begin",)
+    _begin: Callable[[], Request]
+
+    @classmethod
+    def prepare(cls, begin: Callable[[], Request]) -> Self:
+        """Return an inactive request whose `Start` calls `begin`."""
+        self = cls.__new__(cls)
+        self._identity, self._begin = object(), begin
+        return self
+
+    def Start(self) -> None:
+        """Begin the operation."""
+        self._need()
+        if self._completion is not None:
+            raise CallError(
+                ERR_REQUEST, "Start of a persistent request that is still active: wait for it first"
+            )
+        active = self._begin()
+        for name in Request.__slots__:
+            setattr(self, name, getattr(active, name))
+
+    @classmethod
+    def Startall(cls, requests: list[Prequest]) -> None:
+        """Begin all operations."""
+        for request in requests:
+            request.Start()
+
+    def _retire(self) -> None:
+        """Stay, inactive."""
+
+    def Pready(self, partition: int) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(f"Prequest.Pready: {PARTITIONS}")
+
+    def Pready_range(self, partition_low: int, partition_high: int) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(f"Prequest.Pready_range: {PARTITIONS}")
+
+    def Pready_list(self, partitions: Sequence[int]) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(f"Prequest.Pready_list: {PARTITIONS}")
+
+    def Parrived(self, partition: int) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(f"Prequest.Parrived: {PARTITIONS}")

@@ -1,0 +1,457 @@
+"""The one-sided calls: Put, Get and the atomic ones, and the epochs in which they may be made.
+
+Locks, flushes, fences and post-start-complete-wait say when an access may be made and when it is complete; when a
+target serves it is decided in `rma_service`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from spawnsim.comm import constants
+from spawnsim.comm.buffers import Buffer, as_buffer, as_target, locate
+from spawnsim.comm.constants import LOCK_EXCLUSIVE, PROC_NULL
+from spawnsim.comm.datatypes import Datatype
+from spawnsim.comm.failures import (
+    ERR_COUNT,
+    ERR_RANK,
+    ERR_RMA_RANGE,
+    ERR_RMA_SYNC,
+    ERR_TYPE,
+    ERR_WIN,
+    ArgumentError,
+    CallError,
+)
+from spawnsim.comm.group import Group
+from spawnsim.comm.handles import AINT, Attributes, Info, integer
+from spawnsim.comm.memory import address, as_bytes
+from spawnsim.comm.ops import NO_OP, REPLACE, SUM, Op
+from spawnsim.errors import ParameterError, RankFailed, Revoked
+from spawnsim.virtual.engine.completion import Completion
+from spawnsim.virtual.engine.waiting import Waiting, await_one
+from spawnsim.virtual.engine.wire import STANDARD
+from spawnsim.virtual.mpi.instance import Call
+from spawnsim.virtual.mpi.requests import Request
+from spawnsim.virtual.mpi.rma_service import Access, Serve, WindowState
+from spawnsim.virtual.mpi.semantics import agree
+
+POST, COMPLETE = 1, 2  # tags of the active-target epochs
+PendingAccess = tuple[
+    int, Access, Callable[[Any], Any]
+]  # an access to a target, and what delivers the answer
+
+
+class Epochs(Attributes):
+    """The state of one rank's window handle: who may be accessed, and what is under way."""
+
+    _comm: Any
+    _windows: WindowState
+    _name: str
+    _place: int
+    _locked: set[int]
+    _started: set[int]
+    _locked_all: bool
+    _fenced: bool
+    _under_way: list[PendingAccess]
+    _tokens: list[Request]
+    _exposed: list[int]
+    _errhandler: Any
+    _info: Info
+
+    def _exist(self) -> None:
+        if self._identity is None:
+            raise CallError(ERR_WIN, "the window is null, or was freed before")
+
+    def _need(self) -> None:
+        """Refuse one that is null or freed, or whose communicator was revoked."""
+        self._exist()
+        if self._comm._context.revoked_s is not None:
+            self._comm._need()
+
+    @property
+    def _label(self) -> str:
+        return self._name or f"window on {self._comm._label}"
+
+    def _wait(self, completion: Completion, operation: str, rank: int) -> None:
+        await_one(self._windows.world, completion, self._waiting(operation, rank))
+
+    def _waiting(self, operation: str, rank: int) -> Waiting:
+        comm = self._comm
+        return Waiting(operation, self._label, comm._members, rank, 0, "target", context=comm._context)
+
+    def _check(self, rank: int, operation: str) -> None:
+        """Refuse an access outside any epoch."""
+        self._need()
+        if not 0 <= rank < len(self._windows.targets):
+            raise CallError(ERR_RANK, f"{operation}: rank {rank} is not in {self._label}")
+        if not (self._fenced or self._locked_all or rank in self._locked or rank in self._started):
+            raise CallError(
+                ERR_RMA_SYNC,
+                f"{operation} to rank {rank} of {self._label} outside an epoch: Lock, Fence or Start first",
+            )
+
+    # -- passive target --------------------------------------------------------------------------------------
+
+    def Lock(self, rank: int, lock_type: int = LOCK_EXCLUSIVE, assertion: int = 0) -> None:
+        """Begin to access one rank's part. A contended lock costs the time until it is granted."""
+        self._need()
+        rank = integer(rank)
+        if rank == PROC_NULL:
+            return
+        if rank in self._locked:
+            raise CallError(ERR_RMA_SYNC, f"Lock: {self._label} holds a lock on rank {rank} already")
+        if not 0 <= rank < len(self._windows.targets):
+            raise CallError(ERR_RANK, f"Lock: rank {rank} is not in {self._label}")
+        windows, origin = self._windows, self._comm._rank
+        windows.world.kernel.observe()
+        access = Access(windows.world, "Lock", (0, 0), lambda data: None, lock=lock_type)
+        self._wait(windows.request(origin, rank, access), "Lock", rank)
+        self._locked.add(rank)
+
+    def Unlock(self, rank: int) -> None:
+        """End the access: all calls to that rank are then complete there."""
+        self._need()
+        rank = integer(rank)
+        if rank == PROC_NULL:
+            return
+        if rank not in self._locked:
+            raise CallError(ERR_RMA_SYNC, f"Unlock: {self._label} holds no lock on rank {rank}")
+        self._flush(rank, "Unlock")
+        self._locked.discard(rank)
+        self._windows.release(self._comm._rank, rank)
+        self._windows.world.kernel.observe()
+
+    def Lock_all(self, assertion: int = 0) -> None:
+        """Begin to access all parts, shared. A part locked alone by another is waited for when it is accessed."""
+        self._need()
+        if self._locked_all:
+            raise CallError(ERR_RMA_SYNC, f"Lock_all: {self._label} is locked already")
+        self._locked_all = True
+
+    def Unlock_all(self) -> None:
+        """End the access to all parts."""
+        self._need()
+        if not self._locked_all:
+            raise CallError(ERR_RMA_SYNC, f"Unlock_all: {self._label} is not locked")
+        self._flush_all("Unlock_all")
+        self._locked_all = False
+
+    def Flush(self, rank: int) -> None:
+        """Complete all calls to one rank."""
+        rank = integer(rank)
+        self._check(rank, "Flush")
+        self._flush(rank, "Flush")
+
+    def Flush_all(self) -> None:
+        """Complete all calls."""
+        self._need()
+        self._flush_all("Flush_all")
+
+    def Flush_local(self, rank: int) -> None:
+        """Complete all calls to one rank as far as this rank's buffers go."""
+        self.Flush(rank)
+
+    def Flush_local_all(self) -> None:
+        """Complete all calls as far as this rank's buffers go."""
+        self.Flush_all()
+
+    def Sync(self) -> None:
+        """Make own and others' stores see each other: they do. It costs the call overhead, as every look does."""
+        self._need()
+        world = self._windows.world
+        world.kernel.observe()
+        world.charge_poll()
+        world.kernel.fruitless()
+
+    def _flush(self, rank: int, operation: str) -> None:
+        self._complete([each for each in self._under_way if each[0] == rank], operation)
+
+    def _flush_all(self, operation: str) -> None:
+        self._complete(self._under_way[:], operation)
+
+    def _complete(self, begun: list[PendingAccess], operation: str) -> None:
+        for each in begun:
+            try:
+                self._wait(each[1], operation, each[0])
+            except (RankFailed, Revoked):
+                self._under_way.remove(each)  # it will never be over; one that is late may yet be
+                raise
+            self._take(each)
+
+    def _take(self, begun: PendingAccess) -> None:
+        """Deliver an answer, once: its request may be waited for after a flush.
+
+        The digest covers it, since its contents came from the memory of another rank.
+        """
+        if begun in self._under_way:
+            self._under_way.remove(begun)
+            _, access, deliver = begun
+            self._comm._rank.trace.cover(access.answer)
+            deliver(access.answer)
+
+    # -- active target ---------------------------------------------------------------------------------------
+
+    def Fence(self, assertion: int = 0) -> None:
+        """Separate epochs, collectively: all calls before it are complete after it."""
+        self._need()
+        self._flush_all("Fence")
+        self._comm._meet(Call("Fence", "barrier"))
+        self._windows.world.kernel.observe()
+        self._fenced = not assertion & constants.MODE_NOSUCCEED
+
+    def Post(self, group: Group, assertion: int = 0) -> None:
+        """Let the ranks of a group access this rank's part."""
+        self._need()
+        self._exposed = self._places(group)
+        for rank in self._exposed:
+            self._comm._deliver(b"", rank, POST, STANDARD, operation="Post")
+        self._tokens = [self._comm._irecv(rank, COMPLETE, "Wait", _nothing) for rank in self._exposed]
+
+    def Start(self, group: Group, assertion: int = 0) -> None:
+        """Begin to access the parts of a group's ranks; waits until they have posted."""
+        self._need()
+        places = self._places(group)
+        for rank in places:
+            self._comm._accept(rank, POST, "Start")
+        self._started = set(places)
+
+    def Complete(self) -> None:
+        """End the access that Start began."""
+        self._need()
+        for rank in sorted(self._started):
+            self._flush(rank, "Complete")
+            self._comm._deliver(b"", rank, COMPLETE, STANDARD, operation="Complete")
+        self._started = set()
+
+    def Wait(self) -> bool:
+        """Wait until all ranks of Post's group have completed."""
+        self._need()
+        Request.waitall(self._tokens)
+        self._tokens = []
+        return True
+
+    def Test(self) -> bool:
+        """Return whether all ranks of Post's group have completed."""
+        self._need()
+        over = Request.Testall(self._tokens)
+        if over:
+            self._tokens = []
+        return over
+
+    def _places(self, group: Group) -> list[int]:
+        return [self._comm._members.index(rank) for rank in group.live()]
+
+
+def _nothing(payload: Any) -> None:
+    """Take a token."""
+
+
+class Accesses(Epochs):
+    """Put, Get and the atomic calls."""
+
+    def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        """Write to a part. The origin's buffer is free again at once."""
+        self._later(self._put(origin, target_rank, target, REPLACE), target_rank)
+
+    def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        """Read from a part. The data are in the origin's buffer after the next flush, unlock, fence or complete."""
+        self._later(self._get(origin, target_rank, target), target_rank)
+
+    def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> None:
+        """Combine with a part, atomically."""
+        self._later(self._put(origin, target_rank, target, op), target_rank)
+
+    def Get_accumulate(
+        self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Op = SUM
+    ) -> None:
+        """Combine with a part and return what was there, atomically."""
+        self._later(self._swap(origin, result, target_rank, target, op=op), target_rank)
+
+    def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Request:
+        """Start Put; the request is over when the data are written."""
+        return self._request("Rput", self._put(origin, target_rank, target, REPLACE), target_rank)
+
+    def Rget(self, origin: Any, target_rank: int, target: Any = None) -> Request:
+        """Start Get; the request is over when the data are there."""
+        return self._request("Rget", self._get(origin, target_rank, target), target_rank)
+
+    def Raccumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> Request:
+        """Start Accumulate."""
+        return self._request("Raccumulate", self._put(origin, target_rank, target, op), target_rank)
+
+    def Rget_accumulate(
+        self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Op = SUM
+    ) -> Request:
+        """Start Get_accumulate."""
+        return self._request(
+            "Rget_accumulate", self._swap(origin, result, target_rank, target, op=op), target_rank
+        )
+
+    def Fetch_and_op(
+        self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
+    ) -> None:
+        """Combine one element and return what was there, atomically."""
+        _check_single("Fetch_and_op", result, *([] if op == NO_OP else [origin]))
+        self._later(
+            self._swap(origin, result, target_rank, [integer(target_disp, AINT), 1], op=op), target_rank
+        )
+
+    def Compare_and_swap(
+        self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
+    ) -> None:
+        """Replace one element if it equals `compare`, and return what was there, atomically."""
+        _check_single("Compare_and_swap", result, origin, compare)
+        target_rank, target_disp = integer(target_rank), integer(target_disp, AINT)
+        if target_rank == PROC_NULL:
+            return
+        new, expected = as_buffer(origin).pack()[:1], as_buffer(compare).pack()[:1]
+        found = as_buffer(result, writable=True)
+        part = self._part(target_rank, [target_disp, 1], found, "Compare_and_swap")
+
+        def serve(data: Any) -> Any:
+            there = part.pack()
+            if there.tobytes() == data[1].tobytes():
+                part.unpack(data[0])
+            return there
+
+        sizes = new.nbytes + expected.nbytes, new.nbytes
+        access = self._access("Compare_and_swap", sizes, serve, [new, expected])
+        self._later((self._send(target_rank, access), found.unpack), target_rank)
+
+    # -- how they are made -----------------------------------------------------------------------------------
+
+    def _put(self, origin: Any, rank: int, target: Any, op: Op) -> Any:
+        rank = integer(rank)
+        if rank == PROC_NULL:
+            return None
+        own = as_buffer(origin)
+        part = self._part(rank, target, own, "Put")
+        _check_op(op, own, part)
+        call = "Put" if op == REPLACE else "Accumulate"
+        access = self._access(call, (own.nbytes, 0), lambda data: _apply(op, part, data), own.pack())
+        return self._send(rank, access), _no_answer
+
+    def _get(self, origin: Any, rank: int, target: Any) -> Any:
+        rank = integer(rank)
+        if rank == PROC_NULL:
+            return None
+        own = as_buffer(origin, writable=True)
+        part = self._part(rank, target, own, "Get")
+        access = self._access("Get", (0, part.nbytes), lambda data: part.pack())
+        return self._send(rank, access), own.unpack
+
+    def _swap(self, origin: Any, result: Any, rank: int, target: Any, *, op: Op) -> Any:
+        rank = integer(rank)
+        if rank == PROC_NULL:
+            return None
+        found = as_buffer(result, writable=True)
+        data = None if op == NO_OP else as_buffer(origin).pack()
+        part = self._part(rank, target, found, "Get_accumulate")
+        _check_op(op, found, part)
+
+        def serve(data: Any) -> Any:
+            there = part.pack()
+            if data is not None:
+                _apply(op, part, data)
+            return there
+
+        sizes = 0 if data is None else data.nbytes, found.nbytes
+        access = self._access("Get_accumulate", sizes, serve, data)
+        return self._send(rank, access), found.unpack
+
+    def _part(self, rank: int, target: Any, own: Buffer, operation: str) -> Buffer:
+        """Return the buffer in the target's memory that an access means."""
+        self._check(rank, operation)
+        displacement, count, datatype = as_target(target, own)
+        part = self._windows.targets[rank]
+        start, memory = displacement * part.disp_unit, part.memory
+        if self._windows.flavor == constants.WIN_FLAVOR_DYNAMIC:
+            memory, start = _region(part.regions, displacement)
+        return _located(memory, datatype, start, count, what=f"{operation} to rank {rank} of {self._label}")
+
+    def _access(self, call: str, nbytes: tuple[int, int], serve: Serve, data: Any = None) -> Access:
+        return Access(self._windows.world, call, nbytes, serve, data=data)
+
+    def _send(self, rank: int, access: Access) -> Access:
+        return self._windows.request(self._comm._rank, rank, access)
+
+    def _later(self, access: Any, rank: int) -> None:
+        if access is not None:
+            self._under_way.append((integer(rank), *access))
+
+    def _request(self, operation: str, access: Any, rank: int) -> Request:
+        world, rank = self._windows.world, integer(rank)
+        if access is None:
+            return Request.over(world)
+        self._later(access, rank)
+        begun = self._under_way[-1]
+        return Request.start(
+            world, access[0], self._waiting(operation, rank), lambda status: self._take(begun)
+        )
+
+
+def _no_answer(answer: Any) -> None:
+    """Deliver nothing."""
+
+
+def _check_op(op: Op, own: Buffer, part: Buffer) -> None:
+    """Refuse an operation that does not take the types, at the call and not when the target serves it.
+
+    Derived types are combined element by element: all must be of one predefined type, the same at both ends.
+    """
+    if not own.nbytes or op in (REPLACE, NO_OP):
+        return
+    ours, theirs = own.datatype.basic, part.datatype.basic
+    if ours is None or theirs is None or ours.dtype != theirs.dtype:
+        kinds = " and ".join(kind.Get_name() if kind else "a mixed type" for kind in (ours, theirs))
+        raise CallError(ERR_TYPE, f"{op.name or 'an operation'} needs elements of one type: got {kinds}")
+    op.check(ours)
+
+
+def _check_single(call: str, result: Any, *others: Any) -> None:
+    """Refuse anything but one element, of one type everywhere."""
+    found = as_buffer(result, writable=True)
+    if found.count != 1:
+        raise ArgumentError(ERR_COUNT, f"{call} takes one element, but the result's buffer has {found.count}")
+    for other in others:
+        agree(call, as_buffer(other), found)
+
+
+def _apply(op: Op, part: Buffer, data: Any) -> None:
+    """Combine data with a target's memory."""
+    if not part.nbytes:
+        return
+    basic = part.datatype.basic
+    if op == REPLACE or basic is None:
+        part.unpack(data)
+    else:
+        part.unpack(op.reduce(_elements(data, basic), _elements(part.pack(), basic), basic))
+
+
+def _elements(data: Any, basic: Datatype) -> Any:
+    """Return what travels as an array of elements of a predefined type."""
+    if data.dtype == basic.dtype:
+        return data
+    if basic.dense:
+        return data.view(basic.dtype)
+    found = np.zeros(len(data) // basic.size, basic.dtype)  # a pair travels without its padding
+    basic.layout.scatter(as_bytes(found), data)
+    return found
+
+
+def _located(memory: Any, datatype: Datatype, start: int, count: int, *, what: str) -> Buffer:
+    try:
+        return locate(memory, datatype, start, (count, 1))
+    except ParameterError as error:
+        raise CallError(ERR_RMA_RANGE, f"{what}: {error}") from None
+
+
+def _region(regions: Sequence[Any], place: int) -> tuple[Any, int]:
+    for region in regions:
+        first = address(region)
+        if first <= place <= first + region.nbytes:
+            return region, place - first
+    raise CallError(ERR_RMA_RANGE, f"address {place:#x} is in no memory that the target has attached")

@@ -1,0 +1,289 @@
+"""What each collective of buffers contributes, how contributions are combined, and where the outcome goes.
+
+One function per collective makes a `CollectiveCall`; the blocking, non-blocking and persistent calls all run it.
+Knows buffers and reductions, and must not know when anybody arrives or leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spawnsim.comm import ops
+from spawnsim.comm.buffers import Buffer, as_buffer
+from spawnsim.comm.constants import IN_PLACE
+from spawnsim.comm.failures import ERR_COUNT, ERR_TYPE, ArgumentError
+from spawnsim.comm.memory import as_bytes
+from spawnsim.comm.ops import Op
+from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
+
+Outcome = Callable[[Any], object]
+Combine = Callable[[Any, Any], Any]
+
+
+@dataclass(slots=True)
+class CollectiveCall:
+    """A collective of one rank: the call that it brings, and what is done with the outcome."""
+
+    call: Call
+    collect: Outcome
+
+
+def _in_place(spec: Any) -> bool:
+    """Return whether a rank's data lie in its other buffer; mpi4py takes None for the same."""
+    return spec is IN_PLACE or spec is None
+
+
+def _drop(outcome: Any) -> None:
+    """Do nothing: this rank receives nothing."""
+
+
+def _fill(spec: Any, **how: Any) -> Outcome:
+    """Return what unpacks a list of blocks into a buffer specification; None leaves it alone."""
+    target = as_buffer(spec, writable=True, **how)
+
+    def unpack(blocks: Sequence[Any] | None) -> None:
+        if blocks is not None:
+            for block, data in zip(target, blocks, strict=True):
+                if data is not None:
+                    block.unpack(data)
+
+    return unpack
+
+
+def _row(recvbuf: Any, size: int) -> Outcome:
+    """Return what unpacks equal blocks, joined into one array, into a buffer of `size` blocks."""
+    target = as_buffer(recvbuf, writable=True, blocks=size)
+    return lambda joined: None if joined is None else target.unpack(joined)
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Return all contributions in a row: made once, for a thousand ranks would otherwise unpack a million blocks."""
+    same = all(part.dtype == parts[0].dtype for part in parts)
+    return np.concatenate(parts if same else [as_bytes(part) for part in parts])
+
+
+def barrier() -> CollectiveCall:
+    """Everybody arrives before anybody leaves."""
+    return CollectiveCall(Call("Barrier", "barrier"), _drop)
+
+
+def bcast(buf: Any, root: int, me: int) -> CollectiveCall:
+    """The root's buffer goes to all."""
+    own = as_buffer(buf)
+    outcome = lambda meeting, rank: meeting.calls[root].part  # noqa: E731
+    call = Call(
+        "Bcast", "bcast", own.pack() if me == root else None, own.nbytes, root, sizes="root", outcome=outcome
+    )
+    return CollectiveCall(call, _drop if me == root else own.unpack)
+
+
+def gather(
+    sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vector: bool = False
+) -> CollectiveCall:
+    """The root gets every rank's block. `place` is (this rank, number of ranks)."""
+    me, size = place
+    part = None
+    if not (_in_place(sendbuf) and me == root):
+        part = as_buffer(sendbuf).pack()
+    collect = _fill(recvbuf, vector=vector, blocks=size) if me == root else _drop
+    nbytes = 0 if part is None else part.nbytes
+    outcome = lambda meeting, rank: meeting.parts(rank) if rank == root else None  # noqa: E731
+    return CollectiveCall(
+        Call("Gather", "gather", part, nbytes, root, sizes="each", outcome=outcome), collect
+    )
+
+
+def scatter(
+    sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vector: bool = False
+) -> CollectiveCall:
+    """Every rank gets its block of the root's buffer."""
+    me, size = place
+    part, nbytes = None, np.zeros(size, np.int64)
+    if me == root:
+        blocks = [block.pack() for block in as_buffer(sendbuf, vector=vector, blocks=size)]
+        part, nbytes = blocks, np.array([block.nbytes for block in blocks])
+    outcome = lambda meeting, rank: meeting.calls[root].part[rank]  # noqa: E731
+    collect: Outcome = (
+        _drop if _in_place(recvbuf) and me == root else as_buffer(recvbuf, writable=True).unpack
+    )
+    return CollectiveCall(
+        Call("Scatter", "scatter", part, nbytes, root, sizes="root", outcome=outcome), collect
+    )
+
+
+def allgather(
+    sendbuf: Any, recvbuf: Any, place: tuple[int, int], *, vector: bool = False, lend: bool = False
+) -> CollectiveCall:
+    """Every rank gets every rank's block."""
+    me, size = place
+    own = (
+        as_buffer(recvbuf, vector=vector, blocks=size).block(me) if _in_place(sendbuf) else as_buffer(sendbuf)
+    )
+    part, lent = _lent(own) if lend and not vector else (own.pack(), False)
+
+    def outcome(meeting: CollectiveInstance, rank: int) -> Any:
+        parts = meeting.parts(rank)
+        return parts if vector else meeting.shared(rank, lambda: _joined(parts))
+
+    call = Call("Allgather", "allgather", part, part.nbytes, sizes="each", outcome=outcome, lent=lent)
+    return CollectiveCall(call, _fill(recvbuf, vector=True, blocks=size) if vector else _row(recvbuf, size))
+
+
+def alltoall(
+    sendbuf: Any, recvbuf: Any, place: tuple[int, int], *, vector: bool = False, types: bool = False
+) -> CollectiveCall:
+    """Every rank gets, from every rank, the block meant for it."""
+    _, size = place
+    source = recvbuf if _in_place(sendbuf) else sendbuf
+    blocks = [block.pack() for block in as_buffer(source, vector=vector, blocks=size, types=types)]
+    call = Call(
+        "Alltoall", "alltoall", blocks, np.array([block.nbytes for block in blocks]), sizes="matrix",
+        outcome=lambda meeting, rank: [part[meeting.place(rank)] for part in meeting.parts(rank)],
+    )  # fmt: skip
+    return CollectiveCall(call, _fill(recvbuf, vector=vector, blocks=size, types=types))
+
+
+# -- reductions ----------------------------------------------------------------------------------------------
+
+
+def merger(op: Op, own: Buffer) -> Combine:
+    """Return `merge(a, b)` for arrays of a buffer's datatype; it writes to `b` and returns it."""
+    datatype = own.datatype
+    op.check(datatype)
+    return lambda a, b: op.reduce(a, b, datatype)
+
+
+def combiner(op: Op, own: Buffer) -> Combine:
+    """Return `combine(a, b)` for arrays of a buffer's datatype; it leaves `a` and `b` as they are."""
+    merge = merger(op, own)
+    return lambda a, b: merge(a, b.copy())
+
+
+def _reducing(name: str, buffers: tuple[Any, Any], op: Op, lend: bool = False) -> tuple[Call, Buffer]:
+    """Return the call of a reduction of (what is sent, what is received), still without outcome, and what it sends."""
+    sendbuf, recvbuf = buffers
+    own = as_buffer(recvbuf if _in_place(sendbuf) else sendbuf)
+    count, datatype = own.count * own.blocks, own.datatype
+    agree = (
+        ("op", op.name or "user-defined"),
+        ("count", count),
+        ("datatype", datatype.Get_name() or "derived"),
+    )
+    call = Call(name, name.lower(), None, own.nbytes, agree=agree)
+    call.part, call.lent = _lent(own) if lend else (own.pack(), False)
+    return call, own
+
+
+def _receiving(name: str, own: Buffer, buffers: tuple[Any, Any]) -> Outcome:
+    """Return what unpacks into the receiving buffer of (sent, received), which must hold what the sending one does."""
+    target = as_buffer(buffers[1], writable=True)
+    if not _in_place(buffers[0]):
+        agree(name, own, target)
+    return target.unpack
+
+
+def agree(call: str, sent: Buffer, target: Buffer) -> None:
+    """Refuse buffers of one call that differ in count or type. Two names of one numpy type are the same type."""
+    if sent.count != target.count:
+        raise ArgumentError(ERR_COUNT, f"{call}: {sent.count} elements into a buffer of {target.count}")
+    ours, theirs = sent.datatype, target.datatype
+    if ours is theirs:
+        return
+    plain = ours.is_predefined and theirs.is_predefined and ours.dtype is not None
+    if ours != theirs and not (plain and ours.dtype == theirs.dtype):
+        names = ours.Get_name() or "a derived type", theirs.Get_name() or "a derived type"
+        raise ArgumentError(ERR_TYPE, f"{call}: {names[0]} into a buffer of {names[1]}")
+
+
+def _lent(own: Buffer) -> tuple[Any, bool]:
+    """Return a contribution, and whether it is the program's own memory. It may be, where all wait for the result."""
+    if own.datatype.dtype is not None and own.datatype.is_predefined:
+        return own.array, True
+    return own.pack(), False
+
+
+def reduce(sendbuf: Any, recvbuf: Any, op: Op, *, root: int, me: int) -> CollectiveCall:
+    """The root gets the combination of all contributions, in the order of a binomial tree."""
+    call, own = _reducing("Reduce", (sendbuf, recvbuf), op)
+    combine = combiner(op, own)
+    first = root if op.Is_commutative() else 0
+
+    def outcome(meeting: CollectiveInstance, rank: int) -> Any:
+        return ops.reduce_binomial(meeting.parts(rank), combine, first) if rank == root else None
+
+    collect = _receiving("Reduce", own, (sendbuf, recvbuf)) if me == root else _drop
+    call.root, call.outcome = root, outcome
+    return CollectiveCall(call, collect)
+
+
+def allreduce(sendbuf: Any, recvbuf: Any, op: Op, *, lend: bool = False) -> CollectiveCall:
+    """Every rank gets the combination, in the order of recursive doubling: bit for bit what both MPI wheels return."""
+    call, own = _reducing("Allreduce", (sendbuf, recvbuf), op, lend)
+    call.outcome = _tree(op, own)
+    return CollectiveCall(call, _receiving("Allreduce", own, (sendbuf, recvbuf)))
+
+
+def _tree(op: Op, own: Buffer) -> Callable[[CollectiveInstance, int], Any]:
+    """Return the outcome that is the combination of all contributions, made once for all."""
+    merge = merger(op, own)
+    return lambda meeting, rank: meeting.shared(rank, lambda: ops.reduce_tree(meeting.parts(rank), merge))
+
+
+def counts(count: int) -> Call:
+    """Every rank learns how many elements each rank receives."""
+    return Call("Reduce_scatter", "allgather", count, 8, outcome=lambda meeting, rank: meeting.parts(rank))
+
+
+def reduce_scatter(
+    sendbuf: Any,
+    recvbuf: Any,
+    counts: Sequence[int] | None,
+    op: Op,
+    *,
+    place: tuple[int, int],
+    lend: bool = False,
+) -> CollectiveCall:
+    """Every rank gets its block of the combination; `counts` are the elements per rank, None: equal blocks."""
+    size = place[1]
+    call, own = _reducing("Reduce_scatter", (sendbuf, recvbuf), op, lend)
+    elements = len(call.part)
+    if counts is None:
+        if elements % size:
+            raise ArgumentError(ERR_COUNT, f"{elements} elements do not divide into blocks for {size} ranks")
+        counts = [elements // size] * size
+    ends, combination = np.cumsum(counts), _tree(op, own)
+    if ends[-1] != elements:
+        raise ArgumentError(
+            ERR_COUNT, f"recvcounts add up to {ends[-1]}, but each rank contributes {elements} elements"
+        )
+
+    def outcome(meeting: CollectiveInstance, rank: int) -> Any:
+        whole = combination(meeting, rank)
+        place = meeting.place(rank)
+        return whole[ends[place] - counts[place] : ends[place]]
+
+    call.outcome = outcome
+    call.nbytes, call.sizes = np.array(counts, np.int64) * (own.nbytes // max(elements, 1)), "same"
+    return CollectiveCall(call, as_buffer(recvbuf, writable=True).unpack)
+
+
+def scan(sendbuf: Any, recvbuf: Any, op: Op, inclusive: bool) -> CollectiveCall:
+    """Rank r gets the combination of ranks 0 to r, or to r - 1 (rank 0 then keeps what it has)."""
+    name = "Scan" if inclusive else "Exscan"
+    call, own = _reducing(name, (sendbuf, recvbuf), op)
+    combine = combiner(op, own)
+
+    def outcome(meeting: CollectiveInstance, rank: int) -> Any:
+        last = rank if inclusive else rank - 1
+        if last < 0:
+            return None
+        if meeting.here < len(meeting.members):  # this rank leaves before the later ones arrive
+            return ops.reduce_ordered(meeting.parts(rank)[: last + 1], combine)
+        return meeting.shared(rank, lambda: list(ops.scan_prefixes(meeting.parts(rank), combine)))[last]
+
+    unpack, call.outcome = _receiving(name, own, (sendbuf, recvbuf)), outcome
+    return CollectiveCall(call, lambda data: None if data is None else unpack(data))

@@ -1,0 +1,474 @@
+"""Communicators with a topology: Cartesian grids, graphs, distributed graphs, their constructors and their calls.
+
+The shapes are pure arithmetic on ranks. A communicator with a shape is agreed upon in a collective of the one that it
+is made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+from spawnsim.comm.constants import CART, DIST_GRAPH, GRAPH, PROC_NULL, UNDEFINED, WEIGHTS_EMPTY
+from spawnsim.comm.failures import ERR_ARG, ERR_DIMS, ERR_RANK, CallError
+from spawnsim.comm.handles import each_integer, integer
+from spawnsim.errors import ParameterError
+from spawnsim.virtual.mpi.communicators import COMM_NULL, Intracomm
+from spawnsim.virtual.mpi.context import Context
+from spawnsim.virtual.mpi.neighborhood import NeighborCollectives
+
+
+@dataclass(frozen=True)
+class Cartesian:
+    """A grid of `dims`, the last dimension running fastest; a dimension may close into a ring."""
+
+    dims: tuple[int, ...]
+    periods: tuple[bool, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of places."""
+        return math.prod(self.dims)
+
+    def coords(self, rank: int) -> list[int]:
+        """Return the coordinates of a rank."""
+        rank = integer(rank)
+        if not 0 <= rank < self.size:
+            raise CallError(ERR_RANK, f"rank {rank} is not in a grid of {self.size} ranks")
+        found = []
+        for dim in reversed(self.dims):
+            rank, place = divmod(rank, dim)
+            found.append(place)
+        return found[::-1]
+
+    def rank(self, coords: Sequence[int]) -> int:
+        """Return the rank at coordinates; beyond an open edge there is none."""
+        if len(coords) != len(self.dims):
+            raise CallError(ERR_ARG, f"{len(coords)} coordinates for a grid of {len(self.dims)} dimensions")
+        rank = 0
+        for place, dim, period in zip(each_integer(coords), self.dims, self.periods, strict=True):
+            if not period and not 0 <= place < dim:
+                raise CallError(ERR_ARG, f"coordinate {place} is outside an open dimension of {dim}")
+            rank = rank * dim + place % dim
+        return rank
+
+    def shift(self, rank: int, direction: int, disp: int) -> tuple[int, int]:
+        """Return (source, dest) for a shift along a dimension; PROC_NULL beyond an open edge."""
+        direction, disp = integer(direction), integer(disp)
+        if not 0 <= direction < len(self.dims):
+            raise CallError(ERR_DIMS, f"direction {direction} of a grid of {len(self.dims)} dimensions")
+        return self._step(rank, direction, -disp), self._step(rank, direction, disp)
+
+    def _step(self, rank: int, direction: int, disp: int) -> int:
+        coords = self.coords(rank)
+        coords[direction] += disp
+        if not self.periods[direction] and not 0 <= coords[direction] < self.dims[direction]:
+            return PROC_NULL
+        return self.rank(coords)
+
+    def sources(self, rank: int) -> list[int]:
+        """Return the neighbours, dimension by dimension: below, above."""
+        return [place for direction in range(len(self.dims)) for place in self.shift(rank, direction, 1)]
+
+    destinations = sources
+
+
+@dataclass(frozen=True)
+class Graph:
+    """MPI's graph: `index[i]` neighbours are listed in `edges` up to and including rank i's."""
+
+    index: tuple[int, ...]
+    edges: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of nodes."""
+        return len(self.index)
+
+    def sources(self, rank: int) -> list[int]:
+        """Return the neighbours of a rank."""
+        rank = integer(rank)
+        if not 0 <= rank < self.size:
+            raise CallError(ERR_RANK, f"rank {rank} is not in a graph of {self.size} nodes")
+        return list(self.edges[self.index[rank - 1] if rank else 0 : self.index[rank]])
+
+    destinations = sources
+
+
+@dataclass(frozen=True)
+class DistGraph:
+    """A directed graph that each rank knows its own part of: by rank, (neighbours, weights or None)."""
+
+    incoming: dict[int, tuple[list[int], list[int] | None]]
+    outgoing: dict[int, tuple[list[int], list[int] | None]]
+
+    def sources(self, rank: int) -> list[int]:
+        """Return from whom a rank receives."""
+        return self.incoming[rank][0]
+
+    def destinations(self, rank: int) -> list[int]:
+        """Return to whom a rank sends."""
+        return self.outgoing[rank][0]
+
+
+def compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
+    """Return dimensions as equal as they can be, whose product is `nnodes`; entries above 0 stay as they are.
+
+    As MPI_Dims_create: those set freely come in descending order.
+    """
+    nnodes, wanted = integer(nnodes), [0] * index(dims) if hasattr(dims, "__index__") else each_integer(dims)
+    if any(dim < 0 for dim in wanted) or nnodes < 1:
+        raise CallError(ERR_DIMS, f"Compute_dims({nnodes}, {wanted}): give positive numbers")
+    fixed = math.prod(dim for dim in wanted if dim > 0)
+    free = [place for place, dim in enumerate(wanted) if dim == 0]
+    if nnodes % fixed or (not free and fixed != nnodes):
+        raise CallError(ERR_DIMS, f"Compute_dims: {nnodes} nodes do not divide into {wanted}")
+    for place, dim in zip(free, _balanced(nnodes // fixed, len(free)), strict=True):
+        wanted[place] = dim
+    return wanted
+
+
+def _balanced(count: int, parts: int) -> list[int]:
+    """Return `parts` factors of `count`, descending, the largest as small as possible, and so on."""
+    if parts <= 1:
+        return [count] * parts
+    root = count ** (1 / parts)
+    first = next(d for d in range(max(1, math.ceil(root - 1e-9)), count + 1) if count % d == 0)
+    return [first, *_balanced(count // first, parts - 1)]
+
+
+class Topocomm(Intracomm, NeighborCollectives):
+    """A communicator with neighbours."""
+
+    __slots__ = ()
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """Number of incoming and outgoing neighbours."""
+        return len(self.inedges), len(self.outedges)
+
+    @property
+    def indegree(self) -> int:
+        """Number of incoming neighbours."""
+        return len(self.inedges)
+
+    @property
+    def outdegree(self) -> int:
+        """Number of outgoing neighbours."""
+        return len(self.outedges)
+
+    @property
+    def inoutedges(self) -> tuple[list[int], list[int]]:
+        """Incoming and outgoing neighbours."""
+        return self.inedges, self.outedges
+
+    @property
+    def inedges(self) -> list[int]:
+        """From whom this rank receives."""
+        return list(self._context.topology.sources(self._me))
+
+    @property
+    def outedges(self) -> list[int]:
+        """To whom this rank sends."""
+        return list(self._context.topology.destinations(self._me))
+
+
+class Cartcomm(Topocomm):
+    """A Cartesian grid of ranks."""
+
+    __slots__ = ()
+
+    @property
+    def _grid(self) -> Cartesian:
+        self._need()
+        return self._context.topology  # type: ignore[no-any-return]
+
+    def Get_dim(self) -> int:
+        """Return the number of dimensions."""
+        return len(self._grid.dims)
+
+    def Get_topo(self) -> tuple[list[int], list[int], list[int]]:
+        """Return dimensions, periods, and the coordinates of this rank."""
+        return self.dims, self.periods, self.coords
+
+    def Get_cart_rank(self, coords: Sequence[int]) -> int:
+        """Return the rank at coordinates."""
+        return self._grid.rank(coords)
+
+    def Get_coords(self, rank: int) -> list[int]:
+        """Return the coordinates of a rank."""
+        return self._grid.coords(rank)
+
+    def Shift(self, direction: int, disp: int) -> tuple[int, int]:
+        """Return (source, dest) for a shift along a dimension."""
+        return self._grid.shift(self._me, direction, disp)
+
+    def Sub(self, remain_dims: Sequence[bool]) -> Any:
+        """Return the grid of the dimensions that remain, through this rank."""
+        grid = self._grid
+        if len(remain_dims) != len(grid.dims):
+            raise CallError(ERR_DIMS, f"{len(remain_dims)} flags for a grid of {len(grid.dims)} dimensions")
+        coords = grid.coords(self._me)
+        kept = [place for place, keep in enumerate(each_integer(remain_dims)) if keep]
+        color = [place for where, place in enumerate(coords) if where not in kept]
+        flat = self._split("Sub", tuple(color), self._me)
+        shape = Cartesian(tuple(grid.dims[p] for p in kept), tuple(grid.periods[p] for p in kept))
+
+        return with_topology(Cartcomm, flat, shape)
+
+    @property
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return self.Get_dim()
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return self.Get_dim()
+
+    @property
+    def dims(self) -> list[int]:
+        """The length of each dimension."""
+        return list(self._grid.dims)
+
+    @property
+    def periods(self) -> list[int]:
+        """Whether each dimension closes into a ring."""
+        return [int(period) for period in self._grid.periods]
+
+    @property
+    def coords(self) -> list[int]:
+        """The coordinates of this rank."""
+        return self._grid.coords(self._me)
+
+    @property
+    def topo(self) -> tuple[list[int], list[int], list[int]]:
+        """Dimensions, periods, coordinates."""
+        return self.Get_topo()
+
+
+class Graphcomm(Topocomm):
+    """A graph of ranks that every rank knows whole."""
+
+    __slots__ = ()
+
+    @property
+    def _graph(self) -> Graph:
+        self._need()
+        return self._context.topology  # type: ignore[no-any-return]
+
+    def Get_dims(self) -> tuple[int, int]:
+        """Return the number of nodes and edges."""
+        return len(self._graph.index), len(self._graph.edges)
+
+    def Get_topo(self) -> tuple[list[int], list[int]]:
+        """Return index and edges."""
+        return list(self._graph.index), list(self._graph.edges)
+
+    def Get_neighbors_count(self, rank: int) -> int:
+        """Return the number of neighbours of a rank."""
+        return len(self._graph.sources(rank))
+
+    def Get_neighbors(self, rank: int) -> list[int]:
+        """Return the neighbours of a rank."""
+        return self._graph.sources(rank)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The number of nodes and edges."""
+        return self.Get_dims()
+
+    @property
+    def nnodes(self) -> int:
+        """The number of nodes."""
+        return self.Get_dims()[0]
+
+    @property
+    def nedges(self) -> int:
+        """The number of edges."""
+        return self.Get_dims()[1]
+
+    @property
+    def topo(self) -> tuple[list[int], list[int]]:
+        """Index and edges."""
+        return self.Get_topo()
+
+    @property
+    def index(self) -> list[int]:
+        """Where each node's neighbours end in `edges`."""
+        return list(self._graph.index)
+
+    @property
+    def edges(self) -> list[int]:
+        """All neighbours, node by node."""
+        return list(self._graph.edges)
+
+    @property
+    def nneighbors(self) -> int:
+        """The number of neighbours of this rank."""
+        return len(self.neighbors)
+
+    @property
+    def neighbors(self) -> list[int]:
+        """The neighbours of this rank."""
+        return self._graph.sources(self._me)
+
+
+class Distgraphcomm(Topocomm):
+    """A directed graph of which each rank knows its own part."""
+
+    __slots__ = ()
+
+    def Get_dist_neighbors_count(self) -> tuple[int, int, bool]:
+        """Return the number of incoming and outgoing neighbours, and whether edges have weights."""
+        self._need()
+        (sources, weights), (destinations, _) = self._sides()
+        return len(sources), len(destinations), weights is not None
+
+    def Get_dist_neighbors(self) -> tuple[list[int], list[int], tuple[list[int], list[int]] | None]:
+        """Return incoming and outgoing neighbours, and their weights."""
+        self._need()
+        (sources, inweights), (destinations, outweights) = self._sides()
+        weights = None if inweights is None or outweights is None else (list(inweights), list(outweights))
+        return list(sources), list(destinations), weights
+
+    def _sides(self) -> tuple[Any, Any]:
+        graph: DistGraph = self._context.topology
+        return graph.incoming[self._me], graph.outgoing[self._me]
+
+
+def with_topology(kind: Any, comm: Any, shape: Any) -> Any:
+    """Return a communicator as one with neighbours; its members all bring the same shape."""
+    if comm is COMM_NULL:
+        return COMM_NULL
+    comm._context.topology = shape
+    new = kind.enter(comm._context, comm._rank.id)
+    new._own = comm._own
+    return new
+
+
+# -- making: methods of Intracomm --------------------------------------------------------------------------
+
+
+def create_cart(
+    self: Intracomm, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
+) -> Any:
+    """Return a grid of the first ranks; those left over get COMM_NULL."""
+    sizes = tuple(each_integer([dims] if isinstance(dims, int) else dims))
+    rings = [bool(periods)] * len(sizes) if periods is None or isinstance(periods, (bool, int)) else periods
+    shape = Cartesian(sizes, tuple(map(bool, each_integer(rings))))
+    if len(shape.periods) != len(sizes):
+        raise ParameterError(
+            f"Create_cart({list(sizes)}, {list(rings)}): one flag for each of {len(sizes)} lengths"
+        )
+    if any(dim < 1 for dim in sizes):
+        raise CallError(ERR_DIMS, f"Create_cart({list(sizes)}): lengths must be positive")
+    return _first_ranks(self, Cartcomm, shape, "Create_cart")
+
+
+def create_graph(self: Intracomm, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> Any:
+    """Return a graph of the first ranks; those left over get COMM_NULL."""
+    ends, edges = index_ends(index, edges), each_integer(edges)
+    shape = Graph(ends, tuple(edges))
+    if shape.index and shape.index[-1] > len(shape.edges):
+        raise CallError(
+            ERR_ARG, f"Create_graph: {len(shape.edges)} edges, but the index ends at {shape.index[-1]}"
+        )
+    return _first_ranks(self, Graphcomm, shape, "Create_graph")
+
+
+def _first_ranks(comm: Intracomm, kind: Any, shape: Any, name: str) -> Any:
+    if shape.size > comm.Get_size():
+        raise CallError(ERR_ARG, f"{name}: {shape.size} places for {comm.Get_size()} ranks")
+    flat = comm._split(name, 0 if comm._me < shape.size else UNDEFINED, comm._me)
+    return with_topology(kind, flat, shape)
+
+
+def create_dist_graph_adjacent(
+    self: Intracomm, sources: Sequence[int], destinations: Sequence[int],
+    weights: tuple[Sequence[int] | None, Sequence[int] | None],
+) -> Distgraphcomm:  # fmt: skip
+    """Return a graph of which each rank tells its own edges."""
+    edges = each_integer(sources or ()), each_integer(destinations or ())
+    part = (edges[0], _weights(weights[0]), edges[1], _weights(weights[1]))
+
+    def make(parts: list[Any]) -> Context:
+        incoming = {rank: (each[0], each[1]) for rank, each in enumerate(parts)}
+        outgoing = {rank: (each[2], each[3]) for rank, each in enumerate(parts)}
+        return self._context.derive(*self._context.sides, topology=DistGraph(incoming, outgoing))
+
+    return enter_dist_graph(self, self._agree("Create_dist_graph_adjacent", part, make))
+
+
+def create_dist_graph(
+    self: Intracomm, sources: Sequence[int], degrees: Sequence[int], destinations: Sequence[int],
+    *, weights: Sequence[int] | None = None,
+) -> Distgraphcomm:  # fmt: skip
+    """Return a graph of which each rank tells any edges: `degrees[i]` of them leave `sources[i]`."""
+    given = _weights(weights)
+    sources, degrees, destinations = each_integer(sources), each_integer(degrees), each_integer(destinations)
+    ends = iter(zip(destinations, given or [0] * len(destinations), strict=True))
+    edges = [
+        (source, *next(ends)) for source, degree in zip(sources, degrees, strict=True) for _ in range(degree)
+    ]
+
+    def make(parts: list[Any]) -> Context:
+        weighted = all(flag for _, flag in parts)
+        incoming: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        outgoing: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for source, dest, weight in (edge for own, _ in parts for edge in own):
+            incoming[dest].append((source, weight))
+            outgoing[source].append((dest, weight))
+        size = len(parts)
+        graph = DistGraph(_by_rank(incoming, size, weighted), _by_rank(outgoing, size, weighted))
+        return self._context.derive(*self._context.sides, topology=graph)
+
+    return enter_dist_graph(self, self._agree("Create_dist_graph", (edges, given is not None), make))
+
+
+def _by_rank(edges: dict[int, list[tuple[int, int]]], size: int, weighted: bool) -> dict[int, Any]:
+    return {
+        rank: (
+            [other for other, _ in edges.get(rank, ())],
+            [w for _, w in edges.get(rank, ())] if weighted else None,
+        )
+        for rank in range(size)
+    }
+
+
+def _weights(weights: Any) -> list[int] | None:
+    """Return weights as a list; None, or MPI's UNWEIGHTED, is none. WEIGHTS_EMPTY are those of no edges."""
+    if weights is None or isinstance(weights, int):
+        return [] if weights == WEIGHTS_EMPTY else None
+    return each_integer(weights)
+
+
+def index_ends(index: Sequence[int], edges: Sequence[int]) -> tuple[int, ...]:
+    """Return where each place's edges end; mpi4py takes an adjacency array, which begins with 0, too."""
+    ends = tuple(each_integer(index))
+    return ends[1:] if len(ends) > 1 and ends[0] == 0 and ends[-1] == len(edges) else ends
+
+
+def enter_dist_graph(comm: Intracomm, context: Context) -> Distgraphcomm:
+    """Return this rank's handle of a distributed graph."""
+    new = Distgraphcomm.enter(context, comm._rank.id)
+    new._own = comm._own
+    return new
+
+
+def topology(comm: Intracomm) -> int:
+    """Return the kind of a communicator's shape."""
+    kinds = {Cartesian: CART, Graph: GRAPH, DistGraph: DIST_GRAPH}
+    return kinds.get(type(comm._context.topology), UNDEFINED)
+
+
+def mapped_rank(comm: Any, dims: Sequence[int]) -> int:
+    """Return the rank that a communicator's rank would have among `dims` places, or UNDEFINED."""
+    size = Cartesian(tuple(each_integer(dims)), (False,) * len(dims)).size
+    if size > comm.Get_size():
+        raise CallError(ERR_DIMS, f"{size} places for {comm.Get_size()} ranks")
+    return int(comm._me) if comm._me < size else UNDEFINED
