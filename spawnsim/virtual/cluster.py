@@ -26,7 +26,7 @@ from spawnsim.virtual.digest import RankDigest
 from spawnsim.virtual.engine.kernel import Kernel, Task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import Rank, Recorder, World
-from spawnsim.virtual.faults import Plan
+from spawnsim.virtual.faults import FaultPlan
 from spawnsim.virtual.faults.crashes import Crashes
 from spawnsim.virtual.faults.injection import FaultyLinks
 from spawnsim.virtual.mpi.comm import ProgramAbort
@@ -85,11 +85,11 @@ class Setting:
                 f"deadline_s={self.deadline_s!r}: give a time above 0 s; math.inf waits for ever"
             )
 
-    def parts(self) -> tuple[Platform, Plan, ComputeModel]:
+    def parts(self) -> tuple[Platform, FaultPlan, ComputeModel]:
         """Return the platform, the plan of faults and the compute model, each checked: nothing runs for it."""
         platform = load_platform(self.platform)
         platform.check(self.ranks)
-        plan = Plan.parse(self.faults, seed=self.seed)
+        plan = FaultPlan.parse(self.faults, seed=self.seed)
         plan.check(self.ranks)
         return platform, plan, platform.compute_model(self.compute_s, self.stragglers)
 
@@ -119,10 +119,10 @@ class Cluster:
         for disturbed in plan.disturbed:
             ranks[disturbed].awake = partial(plan.awake_s, disturbed)
         for rank in ranks:
-            rank.company = self.world.company_of(rank.id)
+            rank.observers = self.world.observers_of(rank.id)
         if plan.paused:
             kernel.on_wake = self._rouse
-        self.lives = Crashes(self.world, self.refurnish)
+        self.crashes = Crashes(self.world, self.refurnish)
         kernel.owner, kernel.on_end = self.world, self._ended
         LivelockWatchdog(kernel, self._under_way, self._livelock)
         self._whole = Context(self.world, (tuple(range(setting.ranks)),))
@@ -156,20 +156,20 @@ class Cluster:
 
     def start(self, rank: int, program: Callable[[], Any]) -> None:
         """Let a rank run a program."""
-        self.lives.begin(self.world.ranks[rank], program)
+        self.crashes.begin(self.world.ranks[rank], program)
 
     # -- endings ---------------------------------------------------------------------------------------------
 
     def _rouse(self, task: Task) -> None:
         """A paused rank takes note of an error when it wakes."""
-        self.world.ranks[task.rank].reach(task, task.clock)
+        self.world.ranks[task.rank].advance_to(task, task.clock)
         self.world.kernel.observe()
 
     def _left(self, rank: Rank, task: Task) -> bool:
         """Whether a rank leaves that the others have given up, or that has not joined them; they go on without it."""
-        left = (rank.given_up or rank.outside) and isinstance(task.error, WorldError)
+        left = (rank.evicted or rank.outside) and isinstance(task.error, WorldError)
         if left:
-            kind = "given_up" if rank.given_up else "not_joined"
+            kind = "given_up" if rank.evicted else "not_joined"
             self.world.recorder.event(rank.id, task.clock, kind, {"error": str(task.error)})
         return left
 
@@ -181,7 +181,7 @@ class Cluster:
             self.world.kernel.failure = task.error
             task.error.__dict__.setdefault("_task", task)
         else:
-            self.lives.ended(task)
+            self.crashes.ended(task)
         if task is rank.tasks[0]:
             self._finished += 1
             for beside in rank.tasks[1:]:  # background tasks end with their program, as daemon threads do
@@ -273,7 +273,7 @@ class Cluster:
         return Totals(
             virtual_seconds=virtual_s,
             wall_seconds=wall_s,
-            events=sum(rank.trace.count for rank in ranks),
+            events=sum(rank.digest.count for rank in ranks),
             scheduled=self.world.kernel.steps,
             messages=sum(rank.messages for rank in ranks),
             bytes=sum(rank.nbytes for rank in ranks),

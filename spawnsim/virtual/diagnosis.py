@@ -135,7 +135,7 @@ def _call(task: Task) -> str:
 def _frames(task: Task) -> tuple[FrameType | None, str]:
     """Return the innermost frame that is not spawnsim's own, and the name of the function that it calls."""
     frame: FrameType | None = (
-        task.carrier.gr_frame or sys._getframe()
+        task.greenlet.gr_frame or sys._getframe()
     )  # none while it runs: then it asks itself
     call = ""
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):

@@ -19,6 +19,11 @@ from zlib import crc32
 
 import numpy as np
 
+# What kind an event is: the number behind its time. Digests of runs are compared between versions, so a number once
+# given out is never changed; 7 is unused.
+SEND, COLLECTIVE, RECEIVE, COMPUTE, SLEEP, ONE_SIDED = 1, 2, 3, 4, 5, 6
+CRASH, RESTART, LINK_FAULT = 8, 9, 10
+
 SHORT_NBYTES = 8192
 _LANES = 251  # a prime, so that no power of two is a multiple of it
 _WHOLE = "?bBhHiIlLqQefdFD"  # dtypes of numpy all of whose bytes count
@@ -128,7 +133,7 @@ class RankDigest:
         """Number of events so far."""
         return (self._hashed + len(self._pending)) // FIELDS
 
-    def digest(self) -> bytes:
+    def value(self) -> bytes:
         """Return the 16-byte digest of all events and contents so far."""
         self._update(struct.pack("<" + "diiqi" * (len(self._pending) // FIELDS), *self._pending))
         whole = self._hash.copy()

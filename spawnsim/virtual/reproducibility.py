@@ -146,7 +146,7 @@ class TorchStates:
                 yield
             finally:
                 if self._torch is not None:
-                    self._kernel.entered.remove(self.enter)
+                    self._kernel.on_resume.remove(self.enter)
                     self._torch.default_generator.set_state(self._outside)
                     self._set(None, torch_settings(self._torch))
 
@@ -155,7 +155,7 @@ class TorchStates:
         self._torch = sys.modules["torch"]
         self._outside = self._torch.default_generator.get_state()
         self._settings = torch_settings(self._torch)
-        self._kernel.entered.append(self.enter)
+        self._kernel.on_resume.append(self.enter)
         task = current_task()
         if task is not None and task.kernel is self._kernel:
             self.enter(task)

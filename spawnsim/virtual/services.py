@@ -13,13 +13,11 @@ from typing import Any
 
 from spawnsim.errors import ParameterError, Timeout
 from spawnsim.virtual.compute import Sampler
-from spawnsim.virtual.digest import nanoseconds
+from spawnsim.virtual.digest import COMPUTE, SLEEP, nanoseconds
 from spawnsim.virtual.engine.completion import Completion
 from spawnsim.virtual.engine.kernel import Task
 from spawnsim.virtual.engine.waiting import Unbroken, await_one
 from spawnsim.virtual.engine.world import Rank, World
-
-COMPUTE, SLEEP = 4, 5  # kinds of the trace
 
 
 class Clock:
@@ -31,7 +29,7 @@ class Clock:
     def now(self) -> float:
         """Return the rank's virtual time in seconds."""
         kernel = self._world.kernel
-        if self._rank.company:
+        if self._rank.observers:
             kernel.observe()
         kernel.current.timed = True
         return kernel.current.clock
@@ -41,8 +39,8 @@ class Clock:
         if not seconds >= 0:
             raise ParameterError(f"sleep({seconds}): give a time of at least 0 s")
         task = self._world.kernel.current
-        self._rank.trace.note((task.clock, SLEEP, -1, nanoseconds(seconds), 0))
-        self._rank.reach(task, task.clock + seconds)
+        self._rank.digest.note((task.clock, SLEEP, -1, nanoseconds(seconds), 0))
+        self._rank.advance_to(task, task.clock + seconds)
         self._world.kernel.observe()
         if self._rank.attachments.get("windows"):  # it may look at exposed memory next
             self._world.kernel.fruitless()
@@ -87,7 +85,7 @@ class Compute:
         if kind is None:
             self.spend(self._stated_s)
 
-    def spend(self, stated_s: float | None, *, toll: bool = False) -> None:
+    def spend(self, stated_s: float | None, *, call_cost: bool = False) -> None:
         """Pass the time of one block, and poll. A `toll` is the price of a call: in itself nothing that happens."""
         world, rank = self._world, self._rank
         task = world.kernel.current
@@ -97,14 +95,14 @@ class Compute:
         self.seconds = end_s - begin_s
         ends = self.seconds < math.inf  # or it is paused for ever, in the middle of the block
         rank.compute_s += self.seconds if ends else 0.0
-        rank.trace.note((begin_s, COMPUTE, -1, nanoseconds(self.seconds) if ends else -1, 0))
-        if not toll:
+        rank.digest.note((begin_s, COMPUTE, -1, nanoseconds(self.seconds) if ends else -1, 0))
+        if not call_cost:
             world.kernel.idle = 0
         world.kernel.run_ahead()
-        if rank.company:
+        if rank.observers:
             rank.compute_from(begin_s, end_s)
-        rank.reach(task, end_s)
-        if rank.company:  # others may look at what this rank stores next: it must be this rank's time then
+        rank.advance_to(task, end_s)
+        if rank.observers:  # others may look at what this rank stores next: it must be this rank's time then
             world.kernel.observe()
 
 
@@ -130,7 +128,7 @@ class Background:
     def __init__(self, world: World, rank: Rank, program: Callable[[], Any]) -> None:
         self._world, self._rank = world, rank
         self._over = Completion(world.kernel)
-        rank.company += 1
+        rank.observers += 1
         clock = world.kernel.current.clock
         self._task = world.kernel.spawn(
             rank.id, lambda: self._run(program), clock=clock, name=f"rank {rank.id} (background)"
@@ -142,7 +140,7 @@ class Background:
         try:
             program()
         finally:
-            self._rank.company -= 1
+            self._rank.observers -= 1
             self._over.complete(self._world.kernel.current.clock)
 
     @property

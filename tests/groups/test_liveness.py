@@ -18,10 +18,10 @@ from spawnsim.virtual.faults import (
     Delay,
     Drop,
     Duplicate,
+    FaultPlan,
     LinkDown,
     Partition,
     Pause,
-    Plan,
     SlowDown,
 )
 
@@ -106,7 +106,7 @@ def test_nobody_is_left_behind_for_good(fault: str, asynchronous: bool) -> None:
     assert all(count >= least for count in seen.counts.values()), (quiet.counts, seen.counts)
 
 
-def plan_of(seed: int, ranks: int) -> Plan:
+def plan_of(seed: int, ranks: int) -> FaultPlan:
     """Return a random plan of faults that end at `FAULTS_END_S`."""
     draw = random.Random(seed)
 
@@ -131,7 +131,7 @@ def plan_of(seed: int, ranks: int) -> Plan:
         "crash": lambda: Crash(ranks - 1, draw.uniform(0, FAULTS_END_S)),
     }  # fmt: skip
     chosen = draw.sample(sorted(kinds), draw.randint(1, 4))
-    return Plan(tuple(kinds[kind]() for kind in chosen), seed)
+    return FaultPlan(tuple(kinds[kind]() for kind in chosen), seed)
 
 
 @pytest.mark.parametrize(

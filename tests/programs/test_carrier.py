@@ -497,7 +497,7 @@ def test_ranks_do_not_share_what_the_environment_holds(script: Any) -> None:
 def test_a_reborn_rank_of_an_unmodified_program_joins_the_others(
     script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It runs from the top, is told that its communicator is of an earlier life, and goes on at the others' step."""
+    """It runs from the top, is told that its communicator is outdated, and goes on at the others' step."""
     path = script("""
         step, times = 0, 0
         while step < 30:

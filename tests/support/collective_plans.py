@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from spawnsim.virtual.collectives import ALGORITHMS, Plan, Planner, Selection
+from spawnsim.virtual.collectives import ALGORITHMS, CollectivePlan, Planner, Selection
 from spawnsim.virtual.network import Hockney, LogGP, Nodes, Switch
 
 SIZES = (2, 3, 5, 8, 16, 64, 1000)
@@ -20,7 +20,7 @@ def switch(overlap=True, gamma=GAMMA, alpha=ALPHA, bandwidth=BANDWIDTH):
     return Switch(Hockney(alpha, bandwidth, overlap=overlap), gamma_s_per_B=gamma)
 
 
-def plan(network, operation, name, size, nbytes, root=0, **options) -> Plan:
+def plan(network, operation, name, size, nbytes, root=0, **options) -> CollectivePlan:
     """Return the plan of a named algorithm."""
     selection = Selection(fixed=((operation, name),), **options)
     return Planner(network, selection).plan(operation, size, nbytes, root)

@@ -30,7 +30,7 @@ from support.random_policies import CHECKED, POLICIES, WHOLE, Draw, Mixed
 
 import spawnsim
 from spawnsim.errors import RankError, RankFailed, Revoked, Timeout, WorldError
-from spawnsim.virtual.faults import Crash, Partition, Plan, Restart, Swarm
+from spawnsim.virtual.faults import Crash, FaultPlan, Partition, Restart, Swarm
 from spawnsim.virtual.faults.events import LinkFault
 
 FAILED = (RankFailed, Revoked, Timeout)
@@ -256,7 +256,7 @@ class Case:
 
     seed: int
     ranks: int
-    plan: Plan
+    plan: FaultPlan
     program: Any
     platform: str | None
     straggler: str | None
@@ -362,7 +362,7 @@ def collectives(seed: int) -> Case:
             replace(f, for_s=math.inf) if isinstance(f, LinkFault | Partition) else f
             for f in case.plan.faults
         ]
-        case.plan = Plan(tuple(faults), seed)
+        case.plan = FaultPlan(tuple(faults), seed)
     return case
 
 
@@ -378,7 +378,7 @@ def stages(seed: int) -> Case:
         rank, _, began_s, ended_s = draw.one(*(stage for stage in shown if stage[1] == name))
         at_s = began_s + (ended_s - began_s) * draw.one(0.0, 1.0, 0.5, draw.rng.random())
         again = [Restart(rank, at_s + draw.one(1e-4, 5e-3, 0.05))] if draw.one(True, False) else []
-        case.plan = Plan((*case.plan.faults, Crash(rank, at_s), *again), seed)
+        case.plan = FaultPlan((*case.plan.faults, Crash(rank, at_s), *again), seed)
     return case
 
 

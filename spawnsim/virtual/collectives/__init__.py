@@ -7,9 +7,9 @@ apart).
 from spawnsim.virtual.collectives.catalogue import ALGORITHMS, Selection, names
 from spawnsim.virtual.collectives.dataflow import Finish
 from spawnsim.virtual.collectives.faulty import Damage, Strike, Struck
-from spawnsim.virtual.collectives.timing import Edges, Plan, Planner, Step, Timing, depends, finish
+from spawnsim.virtual.collectives.timing import CollectivePlan, Edges, Planner, Step, Timing, depends, finish
 
 __all__ = [
-    "ALGORITHMS", "Damage", "Edges", "Finish", "Plan", "Planner", "Selection", "Step", "Strike", "Struck", "Timing",
-    "depends", "finish", "names",
+    "ALGORITHMS", "CollectivePlan", "Damage", "Edges", "Finish", "Planner", "Selection", "Step", "Strike", "Struck",
+    "Timing", "depends", "finish", "names",
 ]  # fmt: skip

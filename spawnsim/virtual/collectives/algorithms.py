@@ -91,12 +91,12 @@ def _star(size: int, *, inward: bool, whole: bool, reduces: bool = False) -> tup
 
 
 def linear_scatter(size: int) -> Schedule:
-    """α + (P-1)mβ, blocks of m bytes: one card feeds them all."""
+    """α + (P-1)mβ, blocks of m bytes: one NIC feeds them all."""
     return Schedule(size, _star(size, inward=False, whole=False), "blocks")
 
 
 def linear_gather(size: int) -> Schedule:
-    """α + (P-1)mβ, blocks of m bytes: one card takes them all."""
+    """α + (P-1)mβ, blocks of m bytes: one NIC takes them all."""
     return Schedule(size, _star(size, inward=True, whole=False), "blocks")
 
 

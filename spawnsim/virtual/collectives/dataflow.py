@@ -1,6 +1,6 @@
 """Completion times of a collective: the rounds of its schedule, folded over the vector of arrival times.
 
-Every rank's clock, and the two directions of its network card, are one vector each; a round is a few operations on
+Every rank's clock, and the two directions of its NIC, are one vector each; a round is a few operations on
 them. A rank that has not arrived is NaN; it makes NaN of exactly those that wait for it.
 
 Schedules and costs are known here; the kernel, ranks' programs and buffers are not.
@@ -17,11 +17,11 @@ from spawnsim.virtual.network.cost import Costs, Floats, Ints, Network
 
 
 class Finish(NamedTuple):
-    """When a collective is over for each rank, what it sent in all, and until when it keeps the cards busy.
+    """When a collective is over for each rank, what it sent in all, and until when it keeps the NICs busy.
 
     `times` is float64 (P,), seconds; NaN for a rank that waits for one that has not arrived. `out_free` is float64
-    (P,), seconds: when each card has injected the rank's last message; -inf if it was idle before and sends none. It
-    lies after `times` only where a card was busy at the beginning: see `run`.
+    (P,), seconds: when each NIC has injected the rank's last message; -inf if it was idle before and sends none. It
+    lies after `times` only where a NIC was busy at the beginning: see `run`.
     """
 
     times: Floats
@@ -47,7 +47,7 @@ class Fold:
     ) -> None:
         self.clock = arrivals.copy()
         self.out_free = np.full(len(arrivals), -np.inf) if out_free is None else out_free.copy()
-        # Until when ranks stay: see `run`. Where all cards were idle, until they are idle again.
+        # Until when ranks stay: see `run`. Where all NICs were idle, until they are idle again.
         self.stays = self.out_free if out_free is None else np.full(len(arrivals), -np.inf)
         self.in_free = np.full(len(arrivals), -np.inf)
         self.eager_bytes = network.eager_bytes
@@ -172,9 +172,9 @@ def run(
 ) -> Finish:
     """Return when each rank leaves. Ranks are relative to the root.
 
-    A rank's part is over when it has taken its last message and its card has injected its own last one. If a card was
+    A rank's part is over when it has taken its last message and its NIC has injected its own last one. If a NIC was
     busy at the beginning, its rank does not stay for what it sent before: its messages up to the eager threshold are
-    buffered, and count as if the card had been idle; longer ones must have left.
+    buffered, and count as if the NIC had been idle; longer ones must have left.
 
     Args:
         schedule: What is sent.
@@ -182,7 +182,7 @@ def run(
         arrivals: When each rank enters, float64 (P,), seconds; NaN for one that has not.
         network: What a message costs.
         ranks: The world ranks of the members, int (P,); None if they are 0 to P-1.
-        out_free: When each card can begin to inject, float64 (P,), seconds; None: all are idle.
+        out_free: When each NIC can begin to inject, float64 (P,), seconds; None: all are idle.
     """
     fold = Fold(arrivals, network, ranks, out_free)
     for each in schedule.rounds:

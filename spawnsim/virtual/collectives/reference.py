@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from spawnsim.virtual.collectives.timing import Plan, Step
+from spawnsim.virtual.collectives.timing import CollectivePlan, Step
 from spawnsim.virtual.engine import wire
 from spawnsim.virtual.engine.completion import Message, Receive
 from spawnsim.virtual.engine.matching import Mailbox
@@ -48,7 +48,7 @@ class Part(Message):
 class Performer:
     """One rank's part in collectives that are sent message by message.
 
-    Its card lets messages in as the dataflow has it: in the order in which the algorithm takes them, without gaps. The
+    Its NIC lets messages in as the dataflow has it: in the order in which the algorithm takes them, without gaps. The
     network's contention must be "serial" or "none".
     """
 
@@ -58,7 +58,7 @@ class Performer:
         self.rank = self.world.ranks[group.everyone[me]]
         self._in_free_s = self._stay_s = -math.inf
 
-    def perform(self, plan: Plan, tag: int = 0, key: tuple[int, ...] | None = None) -> None:
+    def perform(self, plan: CollectivePlan, tag: int = 0, key: tuple[int, ...] | None = None) -> None:
         """Do this rank's part of a plan, on the running task; its clock ends when the rank leaves."""
         self._in_free_s = self._stay_s = -math.inf
         for step in plan.rounds_of(self.me):
@@ -66,7 +66,7 @@ class Performer:
             for source, nbytes, reduced in step.receives:
                 self._take(source, round(nbytes), tag)
                 self._spend(reduced * self.world.network.gamma_s_per_B)
-        self.rank.reach(self.world.kernel.current, self._stay_s)
+        self.rank.advance_to(self.world.kernel.current, self._stay_s)
 
     def _send(self, step: Step, tag: int, key: tuple[int, ...] | None) -> None:
         members = self.group.everyone
@@ -76,7 +76,7 @@ class Performer:
             wire.send(self.world, self.group.mailbox(members[dest]), message, wire.LOCAL)
             if nbytes > self.world.network.eager_bytes:
                 self._stay_s = self.rank.nic_free_s
-            else:  # as if the card had been idle: see `dataflow.run`
+            else:  # as if the NIC had been idle: see `dataflow.run`
                 inject_s = self.world.price(self.rank.id, members[dest], round(nbytes))[1]
                 self._stay_s = max(now_s, self._stay_s) + inject_s
 
@@ -84,13 +84,13 @@ class Performer:
         kernel, members = self.world.kernel, self.group.everyone
         receive = Receive(kernel, source, tag, kernel.current.clock)
         self.group.mailbox(self.rank.id).post(receive)
-        receive.card = None  # messages are let in here
+        receive.nic = None  # messages are let in here
         await_one(self.world, receive, self._waiting(source, tag))
         assert receive.message is not None and receive.message.arrival_s is not None
         drain_s = self.world.network.drain(members[source], self.rank.id, nbytes)
-        if drain_s:  # the card lets messages in one by one; the wire leaves that to us
+        if drain_s:  # the NIC lets messages in one by one; the wire leaves that to us
             self._in_free_s = max(receive.message.arrival_s, self._in_free_s + drain_s)
-            self.rank.reach(kernel.current, self._in_free_s + receive.message.receive_s)
+            self.rank.advance_to(kernel.current, self._in_free_s + receive.message.receive_s)
 
     def _waiting(self, source: int, tag: int) -> Waiting:
         group = self.group
@@ -99,4 +99,4 @@ class Performer:
     def _spend(self, seconds: float) -> None:
         if seconds:
             task = self.world.kernel.current
-            self.rank.reach(task, task.clock + seconds)
+            self.rank.advance_to(task, task.clock + seconds)

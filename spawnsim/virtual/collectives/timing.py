@@ -1,7 +1,7 @@
 """When a collective is over, for whom, and who waits for whom: what the kernel's side asks of this package.
 
-A `Plan` is one collective of a group as it is going to be carried out: algorithm, schedule, lengths, root. A `Planner`
-chooses and lays out; a `Timing` also remembers, so that ranks which arrive together on the same call leave alike.
+A `CollectivePlan` is one collective of a group as it is going to be carried out: algorithm, schedule, lengths, root. A
+`Planner` chooses and lays out; a `Timing` also remembers, so that ranks that arrive together leave alike.
 
 Operations' names, arrival times and networks are known here; buffers, greenlets and events are not.
 """
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class CollectivePlan:
     """One collective of a group: an algorithm, its schedule, the lengths of its messages, its root.
 
     Attributes:
@@ -192,7 +192,7 @@ class Planner:
 
     def plan(
         self, operation: str, size: int, sizes: Sizes | Edges, root: int = 0, *, ranks: Ints | None = None
-    ) -> Plan:
+    ) -> CollectivePlan:
         """Lay out one collective among `size` ranks.
 
         Args:
@@ -209,7 +209,7 @@ class Planner:
         nbytes = sizes.nbytes if isinstance(sizes, Edges) else sizes
         if root and isinstance(nbytes, np.ndarray):
             nbytes = np.roll(nbytes, -root)
-        return Plan(name, algorithm, schedule, MessageSizes(schedule, nbytes), root)
+        return CollectivePlan(name, algorithm, schedule, MessageSizes(schedule, nbytes), root)
 
     def _schedule(
         self, name: str, algorithm: str, sizes: Sizes | Edges, *, size: int, ranks: Ints | None
@@ -293,7 +293,7 @@ def finish(
         network: What a message costs.
         ranks: World ranks of the members, int (P,); None if they are 0 to P-1.
         selection: Which algorithm runs; as MPICH chooses, if None.
-        out_free: When each rank's card can begin to inject, float64 (P,), seconds; None: all are idle.
+        out_free: When each rank's NIC can begin to inject, float64 (P,), seconds; None: all are idle.
 
     Raises:
         ParameterError: An unknown operation, or sizes that do not fit it.

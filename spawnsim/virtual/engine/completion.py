@@ -1,7 +1,7 @@
 """What takes time between two ranks: messages, and completions that end when the time is known.
 
-The receiving side of a rank's network card lets in one message at a time, as the rank takes them. A message that is
-taken books the card for its drain, from the arrival of its first bytes on or, where that is taken already, in the
+The receiving side of a rank's NIC lets in one message at a time, as the rank takes them. A message that is
+taken books the NIC for its drain, from the arrival of its first bytes on or, where that is taken already, in the
 first gap that is long enough. So many messages to one rank take as long as all their bytes, what came long ago
 costs nothing, and no event is needed: the order is that of the receiving program, as in the dataflow of
 collectives. Where the order of arrival must decide instead, there is `contention.Ingress`, at the price of events.
@@ -24,7 +24,7 @@ SLACK = 1e-9  # overlap, in drains, that is rounding and no contention
 
 
 class ReceivingNic:
-    """When one card was or will be busy letting messages in: intervals in seconds, rising, apart."""
+    """When one NIC was or will be busy letting messages in: intervals in seconds, rising, apart."""
 
     __slots__ = ("_busy", "_free_s")
 
@@ -32,8 +32,8 @@ class ReceivingNic:
         self._busy: list[tuple[float, float]] = []
         self._free_s = -math.inf  # from then on
 
-    def let_in(self, arrival_s: float, drain_s: float) -> float:
-        """Book the card for a message that would arrive, alone, at `arrival_s`. Return when it has arrived."""
+    def admit(self, arrival_s: float, drain_s: float) -> float:
+        """Book the NIC for a message that would arrive, alone, at `arrival_s`. Return when it has arrived."""
         begin_s = arrival_s - drain_s
         if begin_s + SLACK * drain_s < self._free_s:
             return self._squeeze_in(begin_s, arrival_s)
@@ -83,7 +83,7 @@ class Message:
     envelope_s: float = 0.0  # when the receiver can first see it
     arrival_s: float | None = None  # when its data are there; None: not known yet
     receive_s: float = 0.0  # what taking it costs the receiver
-    drain_s: float = 0.0  # how long it has yet to keep the receiver's card busy
+    drain_s: float = 0.0  # how long it has yet to keep the receiver's NIC busy
     number: int = 0  # in the mailbox's order
     sequence: int = 0  # in the order sent; kept by `contention.Ingress` alone
     dtype: Any = None  # numpy's, of the sender's numbers, where that is known
@@ -120,14 +120,14 @@ class Message:
 class Completion:
     """Something that ends at a time that may not be known yet: the kernel side of every request."""
 
-    __slots__ = ("finish_s", "heirs", "kernel", "waiter")
+    __slots__ = ("dependents", "finish_s", "kernel", "waiter")
     lost: bool = False  # whether it is known that only a deadline ends a wait for it
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.finish_s: float | None = None
         self.waiter: Task | None = None
-        self.heirs: list[AllOf] | None = None
+        self.dependents: list[AllOf] | None = None
 
     def final(self) -> float:
         """Return the end of a completion whose end is known. A receive takes its message in now, if it has not yet."""
@@ -143,15 +143,15 @@ class Completion:
         self.finish_s = finish_s
         if self.waiter is not None:
             self.kernel.resume(self.waiter)
-        if self.heirs is not None:
-            for heir in self.heirs:
-                heir.part_over()
+        if self.dependents is not None:
+            for dependent in self.dependents:
+                dependent.part_over()
 
     def reopen(self) -> None:
         """Forget the end, which was not to be."""
         self.finish_s = None
-        for heir in self.heirs or ():
-            heir.reopen()
+        for dependent in self.dependents or ():
+            dependent.reopen()
 
 
 class Uncertain(Completion):
@@ -179,7 +179,7 @@ class AllOf(Completion):
         super().__init__(kernel)
         self.parts = parts
         for part in parts:
-            part.heirs = [*(part.heirs or ()), self]
+            part.dependents = [*(part.dependents or ()), self]
         self.part_over()
 
     def part_over(self) -> None:
@@ -197,14 +197,14 @@ class AllOf(Completion):
 class Receive(Completion):
     """A posted receive, complete once its message's data have arrived."""
 
-    __slots__ = ("card", "message", "number", "posted_s", "source", "stays_s", "tag")
+    __slots__ = ("message", "nic", "number", "posted_s", "source", "stays_s", "tag")
 
     def __init__(self, kernel: Kernel, source: int, tag: int, posted_s: float) -> None:
         super().__init__(kernel)
         self.source, self.tag, self.posted_s = source, tag, posted_s
         self.stays_s = posted_s  # until then it is sure not to be withdrawn
         self.message: Message | None = None
-        self.card: ReceivingNic | None = None  # that must let the message in; None: it lets in all at once
+        self.nic: ReceivingNic | None = None  # that must let the message in; None: it lets in all at once
         self.number = 0
 
     @property
@@ -244,18 +244,18 @@ class Receive(Completion):
             self.complete(max(self.posted_s, message.arrival_s) + message.receive_s)
 
     def final(self) -> float:
-        """Return when the data are in the program's hands; the card is booked for them."""
+        """Return when the data are in the program's hands; the NIC is booked for them."""
         message = self.message
         assert self.finish_s is not None
-        if self.card is not None and message is not None and message.drain_s:
-            self.finish_s = max(self.posted_s, take_in(message, self.card)) + message.receive_s
+        if self.nic is not None and message is not None and message.drain_s:
+            self.finish_s = max(self.posted_s, take_in(message, self.nic)) + message.receive_s
         return self.finish_s
 
 
-def take_in(message: Message, card: ReceivingNic) -> float:
-    """Book a card for a message, once. Return its final arrival."""
+def take_in(message: Message, nic: ReceivingNic) -> float:
+    """Book a NIC for a message, once. Return its final arrival."""
     assert message.arrival_s is not None
     if message.drain_s:
-        message.arrival_s = card.let_in(message.arrival_s, message.drain_s)
+        message.arrival_s = nic.admit(message.arrival_s, message.drain_s)
         message.drain_s = 0.0
     return message.arrival_s

@@ -2,15 +2,15 @@
 
 Networks whose contention is "serial" or "none" need neither: see `completion.ReceivingNic`.
 
-*In turn* (`Ingress`): network cards let messages in one by one, in the order in which their first bytes reach them.
-A card is busy for `drain_s` with a message; the message has arrived at max(arrival, free + drain_s), free being
-when the card was done with the one before. Who comes before can be said only when nobody can send anything earlier
-any more: letting in is an observation. But nothing sent from now on reaches a card before now + lookahead, the
-least latency there is; so one event settles all messages whose first bytes come within it, on all cards. A thousand
+*In turn* (`Ingress`): NICs let messages in one by one, in the order in which their first bytes reach them.
+A NIC is busy for `drain_s` with a message; the message has arrived at max(arrival, free + drain_s), free being
+when the NIC was done with the one before. Who comes before can be said only when nobody can send anything earlier
+any more: letting in is an observation. But nothing sent from now on reaches a NIC before now + lookahead, the
+least latency there is; so one event settles all messages whose first bytes come within it, on all NICs. A thousand
 ranks in step pay one event a round, not one a message.
 
 *Sharing* (`Sharing`): each message is a flow from its latency on, with its max-min fair share of what it crosses.
-Rates change when a flow begins or ends, and those times are events: exact, and dearer than cards in turn. A message
+Rates change when a flow begins or ends, and those times are events: exact, and dearer than NICs in turn. A message
 alone takes what the link model says. Between a pair of ranks messages do not overtake.
 """
 
@@ -71,12 +71,12 @@ class Model(Protocol):
         ...
 
 
-# first bytes at the card, sender, sequence; card, (drain, arrival if alone), message, its mailbox unless it is there
+# first bytes at the NIC, sender, sequence; NIC, (drain, arrival if alone), message, its mailbox unless it is there
 Coming = tuple[float, int, int, int, tuple[float, float], Message, Mailbox | None]
 
 
 class Ingress:
-    """The receiving sides of all cards. `free_s` is when each has let in all that it has been given, by world rank."""
+    """The receiving sides of all NICs. `free_s` is when each has let in all that it has been given, by world rank."""
 
     def __init__(self, env: EventQueue, network: Network) -> None:
         self._env, self.price = env, network.price
@@ -135,8 +135,8 @@ class Ingress:
         coming, limit_s = self._coming, self._env.now + self._lookahead_s
         self._settled_s = limit_s = max(limit_s - 4 * math.ulp(limit_s), math.nextafter(alarm_s, math.inf))
         while coming and coming[0][0] < limit_s:
-            _, _, _, card, times, message, mailbox = heappop(coming)
-            arrival_s = self._let_in(card, *times)
+            _, _, _, nic, times, message, mailbox = heappop(coming)
+            arrival_s = self._admit(nic, *times)
             if mailbox is None:
                 message.land(arrival_s)
                 continue
@@ -148,12 +148,12 @@ class Ingress:
         if coming:
             self._set_alarm()
 
-    def _let_in(self, card: int, drain_s: float, arrival_s: float) -> float:
+    def _admit(self, nic: int, drain_s: float, arrival_s: float) -> float:
         """Return when a message has been let in that would arrive alone at `arrival_s`."""
         if not drain_s:
             return arrival_s
-        after_s = self.free_s.get(card, -math.inf) + drain_s
-        self.free_s[card] = arrival_s = arrival_s if arrival_s > after_s else after_s
+        after_s = self.free_s.get(nic, -math.inf) + drain_s
+        self.free_s[nic] = arrival_s = arrival_s if arrival_s > after_s else after_s
         return arrival_s
 
 

@@ -14,7 +14,7 @@ import simpy
 from spawnsim.errors import InternalError
 
 # They stand for a rank in the order of what happens at one time. What has waited for that time at its target, or is on
-# its way to a card, comes first; then all arrivals, for what comes at that very time is seen; then the ranks; then
+# its way to a NIC, comes first; then all arrivals, for what comes at that very time is seen; then the ranks; then
 # decisions among all that the ranks have done; then deadlines, for what comes at that very time is in time.
 # Of rank r: DECIDING + r, LATE + r.
 WAITED, UNDER_WAY, ARRIVING, DECIDING, LATE = -(3 << 40), -(2 << 40), -(1 << 40), 1 << 40, 2 << 40

@@ -37,16 +37,6 @@ from spawnsim.virtual import interpreter
 from spawnsim.virtual.engine.event_queue import LATE, EventQueue
 from spawnsim.virtual.interpreter import rare_collections
 
-__all__ = [
-    "Kernel",
-    "RankDied",
-    "Task",
-    "Wait",
-    "current_task",
-    "current_world",
-]
-
-
 RUN_AHEAD = (
     4096  # effects that a task may queue before it waits for the others: bounds memory, changes no result
 )
@@ -77,13 +67,13 @@ class Task:
     """One line of execution of a rank, with its own clock: the rank's program, or a background task beside it."""
 
     __slots__ = (
-        "budget", "carrier", "clock", "deadline_s", "error", "explicit", "kernel", "name", "parked", "polls",
+        "budget", "clock", "deadline_s", "error", "explicit", "greenlet", "kernel", "name", "parked", "polls",
         "rank", "refused", "thrown", "timed", "timer_s", "wait",
     )  # fmt: skip
 
     def __init__(self, kernel: Kernel, rank: int, clock: float, name: str) -> None:
         self.kernel, self.rank, self.clock, self.name = kernel, rank, clock, name
-        self.carrier: greenlet
+        self.greenlet: greenlet
         self.parked = False
         self.wait: Wait | None = None
         self.thrown: BaseException | None = None  # raised in the task when it next runs
@@ -98,7 +88,7 @@ class Task:
     @property
     def alive(self) -> bool:
         """Whether the task has not ended yet, nor was left where it stands."""
-        return not self.carrier.dead and self.refused <= PATIENCE
+        return not self.greenlet.dead and self.refused <= PATIENCE
 
     def __repr__(self) -> str:
         return f"Task({self.name}, clock={self.clock:.6g})"
@@ -160,63 +150,12 @@ def current_world() -> Any:
     return task.kernel.owner
 
 
-class Timers:
-    """The part of the kernel that ends waits."""
-
-    def __init__(self) -> None:
-        self.env = EventQueue()
-        self._default_timers = 0
-
-    def resume(self, task: Task, error: BaseException | None = None) -> None:
-        """Make a parked task ready; `error` is raised where it waits."""
-        raise NotImplementedError
-
-    def bound(self, task: Task) -> None:
-        """Make an event of the default deadline of a parked task: nothing else is going to end its wait."""
-        if task.parked and task.deadline_s != math.inf and not task.explicit:
-            self._arm_explicit(task)
-
-    def _arm(self, task: Task) -> None:
-        """See that a timer stands at or before the deadline of the wait that begins."""
-        if task.explicit:
-            self._arm_explicit(task)
-        elif task.timer_s == math.inf:
-            self._arm_default(task, task.clock + task.deadline_s)
-
-    def _arm_explicit(self, task: Task) -> None:
-        wait, due_s = task.wait, task.clock + task.deadline_s
-        self.env.at(max(due_s, self.env.now), LATE + task.rank, partial(self._expire, task, wait, due_s))
-
-    def _arm_default(self, task: Task, due_s: float) -> None:
-        task.timer_s = max(due_s, self.env.now)
-        self._default_timers += 1
-        self.env.at(task.timer_s, LATE + task.rank, partial(self._default_fires, task))
-
-    def _default_fires(self, task: Task) -> None:
-        self._default_timers -= 1
-        task.timer_s = math.inf
-        if task.parked and not task.explicit:
-            due_s = task.clock + task.deadline_s
-            if due_s <= self.env.now:
-                self._expire(task, task.wait, due_s)
-            else:
-                self._arm_default(task, due_s)
-
-    def ends_a_wait(self, action: partial[None]) -> bool:
-        """Whether an event's action is an explicit deadline that is still to end a wait: no default, no return."""
-        return action.func == self._expire and action.args[0].wait is action.args[1]
-
-    def _expire(self, task: Task, wait: Wait | None, due_s: float) -> None:
-        if task.parked and task.wait is wait and wait is not None:
-            task.clock = max(task.clock, due_s)
-            self.resume(task, timeout(task, wait))
-
-
-class Kernel(Timers):
+class Kernel:
     """Runs tasks: first all that are ready, then the next event of SimPy's heap."""
 
     def __init__(self, deadline_s: float = math.inf) -> None:
-        super().__init__()
+        self.env = EventQueue()
+        self._default_timers = 0
         self.ready: deque[Task] = deque()
         self.tasks: list[Task] = []
         self.hub = getcurrent()
@@ -226,7 +165,7 @@ class Kernel(Timers):
         self.deadline_s = deadline_s
         self.releases: list[Callable[[], None]] = []  # to be called before time moves: may make tasks ready
         self.on_end: Callable[[Task], None] = lambda task: None
-        self.entered: list[Callable[[Task], None]] = []  # called when a task that had left goes on
+        self.on_resume: list[Callable[[Task], None]] = []  # called when a task that had left goes on
         self.on_wake: Callable[[Task], None] | None = None  # called when a task is to take note of an error
         self.failure: BaseException | None = None
         self.closed = False
@@ -243,16 +182,16 @@ class Kernel(Timers):
     def spawn(self, rank: int, program: Callable[[], Any], *, clock: float = 0.0, name: str = "") -> Task:
         """Add a task that will run `program`; it starts when the kernel next runs ready tasks."""
         task = Task(self, rank, clock, name or f"rank {rank}")
-        task.carrier = TaskGreenlet(lambda: self._carry(task, program), self.hub)
-        task.carrier.task = task
+        task.greenlet = TaskGreenlet(lambda: self._carry(task, program), self.hub)
+        task.greenlet.task = task
         self.tasks.append(task)
         self.ready.append(task)
         return task
 
     def _carry(self, task: Task, program: Callable[[], Any]) -> None:
         """Run a task's program and keep its outcome: SimPy must never see a rank's exception."""
-        for entered in self.entered:
-            entered(task)
+        for resumed in self.on_resume:
+            resumed(task)
         try:
             program()
         except GreenletExit:
@@ -348,11 +287,11 @@ class Kernel(Timers):
             self.hub.switch()
         elif follower is not task:
             self.current = follower
-            follower.carrier.switch()
+            follower.greenlet.switch()
         if restore is not None:
             restore()
-        for entered in self.entered:
-            entered(task)
+        for resumed in self.on_resume:
+            resumed(task)
         if self.closed:
             raise GreenletExit
 
@@ -381,11 +320,53 @@ class Kernel(Timers):
                 self._accident = error
                 return None
         # a task not yet begun would inherit this one's recursion depth
-        return ready.popleft() if ready[0].carrier else None
+        return ready.popleft() if ready[0].greenlet else None
 
     def _step(self) -> None:
         self.steps += 1
         self.env.step()
+
+    # -- deadlines -----------------------------------------------------------------------------------------
+
+    def bound(self, task: Task) -> None:
+        """Make an event of the default deadline of a parked task: nothing else is going to end its wait."""
+        if task.parked and task.deadline_s != math.inf and not task.explicit:
+            self._arm_explicit(task)
+
+    def _arm(self, task: Task) -> None:
+        """See that a timer stands at or before the deadline of the wait that begins."""
+        if task.explicit:
+            self._arm_explicit(task)
+        elif task.timer_s == math.inf:
+            self._arm_default(task, task.clock + task.deadline_s)
+
+    def _arm_explicit(self, task: Task) -> None:
+        wait, due_s = task.wait, task.clock + task.deadline_s
+        self.env.at(max(due_s, self.env.now), LATE + task.rank, partial(self._expire, task, wait, due_s))
+
+    def _arm_default(self, task: Task, due_s: float) -> None:
+        task.timer_s = max(due_s, self.env.now)
+        self._default_timers += 1
+        self.env.at(task.timer_s, LATE + task.rank, partial(self._default_fires, task))
+
+    def _default_fires(self, task: Task) -> None:
+        self._default_timers -= 1
+        task.timer_s = math.inf
+        if task.parked and not task.explicit:
+            due_s = task.clock + task.deadline_s
+            if due_s <= self.env.now:
+                self._expire(task, task.wait, due_s)
+            else:
+                self._arm_default(task, due_s)
+
+    def ends_a_wait(self, action: partial[None]) -> bool:
+        """Whether an event's action is an explicit deadline that is still to end a wait: no default, no return."""
+        return action.func == self._expire and action.args[0].wait is action.args[1]
+
+    def _expire(self, task: Task, wait: Wait | None, due_s: float) -> None:
+        if task.parked and task.wait is wait and wait is not None:
+            task.clock = max(task.clock, due_s)
+            self.resume(task, timeout(task, wait))
 
     # -- the loop ------------------------------------------------------------------------------------------
 
@@ -438,7 +419,7 @@ class Kernel(Timers):
         call, in functions that Python runs in one frame of C; a `throw` from elsewhere ended in segmentation faults.
         """
         self.current = task
-        task.carrier.switch()
+        task.greenlet.switch()
 
     # -- the end -------------------------------------------------------------------------------------------
 
@@ -448,7 +429,7 @@ class Kernel(Timers):
         for task in self.tasks:
             task.budget = 0  # so that effects, too, come to `observe`
         for task in self.tasks:
-            if task.carrier:  # begun, and not over
+            if task.greenlet:  # begun, and not over
                 self._enter(task)
 
     def _refuse(self, task: Task) -> NoReturn:
@@ -458,7 +439,9 @@ class Kernel(Timers):
         """
         task.refused += 1
         if task.refused > PATIENCE:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(task.carrier))  # collected, it would be run once more
+            ctypes.pythonapi.Py_IncRef(
+                ctypes.py_object(task.greenlet)
+            )  # collected, it would be run once more
             interpreter.suspend_torch_modes()
             while True:
                 self.hub.switch()

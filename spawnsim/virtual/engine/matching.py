@@ -43,8 +43,8 @@ _number = attrgetter("number")
 class Mailbox:
     """The unexpected messages and posted receives of one rank on one communicator."""
 
-    def __init__(self, kernel: Kernel, rank: int, card: ReceivingNic | None = None) -> None:
-        self.kernel, self.rank, self.card = kernel, rank, card
+    def __init__(self, kernel: Kernel, rank: int, nic: ReceivingNic | None = None) -> None:
+        self.kernel, self.rank, self.nic = kernel, rank, nic
         self.unexpected: dict[int, deque[Message]] = {}  # by source, in the order sent
         self.posted: dict[
             int, deque[Receive]
@@ -90,7 +90,7 @@ class Mailbox:
     def post(self, receive: Receive) -> None:
         """Match a receive or queue it. A wildcard's caller has observed: the clock stands at `posted_s`."""
         self._numbers += 1
-        receive.number, receive.card = self._numbers, self.card
+        receive.number, receive.nic = self._numbers, self.nic
         message = self.find(receive.source, receive.tag)
         if message is not None:
             self.remove(message)

@@ -19,7 +19,7 @@ from spawnsim.virtual.engine.completion import AllOf, Completion
 from spawnsim.virtual.engine.kernel import Task, timeout
 from spawnsim.virtual.engine.world import World
 
-Dead = AbstractSet[tuple[int, int]]  # the lives that are known to have ended: (rank of the world, life)
+Dead = AbstractSet[tuple[int, int]]  # incarnations known to have ended: (rank of the world, incarnation)
 
 
 @dataclass(slots=True)  # frozen would cost a microsecond a call
@@ -33,7 +33,7 @@ class Waiting:
     tag: int = 0
     keyword: str = "source"
     acknowledged: Collection[int] = ()  # world ranks whose death does not end a wait for anybody
-    context: Any = None  # that ends the wait when it is revoked, and knows its members' lives
+    context: Any = None  # that ends the wait when it is revoked, and knows its members' incarnations
 
     def describe(self) -> str:
         """Return the call with its peer and tag."""
@@ -60,8 +60,8 @@ class Waiting:
     def doomed(self, dead: Dead) -> Sequence[int]:
         """Return the dead that end this wait with `RankFailed`, as ranks of the communicator."""
         peers, known = self.peers(), self.acknowledged if self.peer == ANY_SOURCE else ()
-        new = ((rank, life) for rank, life in dead if rank in peers and rank not in known)
-        gone = sorted(rank for rank, life in new if self.context.life(rank) == life)
+        new = ((rank, incarnation) for rank, incarnation in dead if rank in peers and rank not in known)
+        gone = sorted(rank for rank, incarnation in new if self.context.incarnation(rank) == incarnation)
         return [self.members.index(rank) for rank in gone]
 
     def contexts(self) -> Sequence[Any]:
@@ -168,7 +168,7 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
     rank, due_s = world.ranks[task.rank], task.clock + task.deadline_s
     revocable = world.plan is not None and world.plan.mortal and isinstance(waiting, Waiting)
     while completion.finish_s is None or (
-        rank.company
+        rank.observers
         and task.clock < completion.finish_s
         and (completion.finish_s <= due_s or (revocable and task.clock < due_s))
     ):
@@ -182,12 +182,12 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
         elif revocable:
             _await_end(world, min(completion.finish_s, due_s), waiting)
         else:  # its card lets in requests to its window as they come: whose turn it is shows at that time
-            rank.reach(task, completion.finish_s)
+            rank.advance_to(task, completion.finish_s)
             kernel.observe()
     finish_s = completion.finish_s if completion.finish_s > due_s else completion.final()
     if finish_s > task.clock:
-        rank.reach(task, min(finish_s, due_s))
-        if rank.company:  # its memory is exposed: what it does next must be done at its own time
+        rank.advance_to(task, min(finish_s, due_s))
+        if rank.observers:  # its memory is exposed: what it does next must be done at its own time
             kernel.observe()
         if finish_s > due_s:
             raise timeout(task, waiting)
@@ -200,7 +200,7 @@ def _await_end(world: World, finish_s: float, waiting: Waiting) -> None:
     wait = Assured(*(getattr(waiting, name.name) for name in fields(Waiting)))
     kernel.env.at(finish_s, task.rank, lambda: kernel.resume(task) if task.wait is wait else None)
     kernel.block(wait)
-    world.ranks[task.rank].reach(task, finish_s)
+    world.ranks[task.rank].advance_to(task, finish_s)
     kernel.observe()
 
 
@@ -223,7 +223,7 @@ def await_any(world: World, completions: Sequence[Completion | None], waiting: A
     due_s = task.clock + task.deadline_s
     kernel.observe()
     while True:
-        rank.reach(task, kernel.env.now)
+        rank.advance_to(task, kernel.env.now)
         over = finished(completions, task.clock)
         if over:
             return over
@@ -241,8 +241,8 @@ def _park_until_any(
     first_s = _earliest(pending)
     if first_s > due_s and math.isfinite(first_s):
         rank = world.ranks[task.rank]
-        rank.reach(task, due_s)
-        if rank.company:
+        rank.advance_to(task, due_s)
+        if rank.observers:
             kernel.observe()
         raise timeout(task, waiting)
     alarm = kernel.env.at(first_s, task.rank, lambda: kernel.resume(task)) if math.isfinite(first_s) else None
@@ -268,7 +268,7 @@ class FreedOperation(AllOf):
 
     def __init__(self, world: World, part: Completion, deliver: Callable[[Status], Any]) -> None:
         self._part, self._deliver, self._rank = part, deliver, world.here()
-        self._rank.company += 1
+        self._rank.observers += 1
         super().__init__(world.kernel, (part,))
 
     def part_over(self) -> None:
@@ -288,7 +288,7 @@ class FreedOperation(AllOf):
             self.part_over()
             return
         self.finish_s = now_s
-        self._rank.company -= 1
+        self._rank.observers -= 1
         try:
             self._deliver(Status())
         except Exception as error:  # noqa: BLE001 - it is the program's fault, and ends the run as its own error would

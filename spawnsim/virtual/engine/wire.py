@@ -1,4 +1,4 @@
-"""How a message travels: eager, rendezvous, synchronous; one network card per rank. Where messages meet: `contention`.
+"""How a message travels: eager, rendezvous, synchronous; one NIC per rank. Where messages meet: `contention`.
 
 An eager message leaves at once and its arrival is known when it is sent. A rendezvous asks first: its data start when
 the receive is posted and the answer is back, and travel on a lane of their own, so that a small message does not wait
@@ -13,7 +13,7 @@ from enum import Enum
 from heapq import heappop, heappush
 from zlib import crc32
 
-from spawnsim.virtual.digest import SHORT_NBYTES
+from spawnsim.virtual.digest import SEND, SHORT_NBYTES
 from spawnsim.virtual.engine.completion import Completion, Message
 from spawnsim.virtual.engine.event_queue import DECIDING
 from spawnsim.virtual.engine.matching import Mailbox
@@ -113,7 +113,7 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     onto_wire = 0 if rendezvous else nbytes
     send_s, inject_s, flight_s, receive_s, drain_s = world.price(task.rank, dest, onto_wire)
     begin_s = now_s
-    if dest != task.rank:  # a message to oneself meets no network card
+    if dest != task.rank:  # a message to oneself meets no NIC
         if source.nic_free_s > now_s:
             begin_s = source.nic_free_s
         source.nic_free_s = begin_s + inject_s
@@ -122,12 +122,12 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     message.drain_s = drain_s
     source.messages += 1
     source.nbytes += nbytes
-    trace, payload = source.trace, message.payload
-    trace.note((now_s, 1, dest, nbytes, message.tag))
-    if nbytes <= SHORT_NBYTES and type(payload) is bytes:  # `trace.cover`, without the calls
-        trace.contents = crc32(payload, trace.contents)
+    digest, payload = source.digest, message.payload
+    digest.note((now_s, SEND, dest, nbytes, message.tag))
+    if nbytes <= SHORT_NBYTES and type(payload) is bytes:  # `digest.cover`, without the calls
+        digest.contents = crc32(payload, digest.contents)
     else:
-        trace.cover(payload)
+        digest.cover(payload)
     transfer: Transfer | None = None
     if rendezvous:
         transfer = Rendezvous(world, source, world.ranks[dest])
@@ -142,14 +142,14 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     if task.budget <= 0:
         kernel.observe()
     if send_s:
-        source.reach(task, task.clock + send_s)
+        source.advance_to(task, task.clock + send_s)
     if world.links is not None:
         world.links.carry(task.rank, mailbox, message)
     elif world.contention is not None:
         world.contention.carry(message, mailbox, task.rank)
     else:
         mailbox.deliver(message)
-    if send_s and source.company:
+    if send_s and source.observers:
         kernel.observe()
     return transfer
 

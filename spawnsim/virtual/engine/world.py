@@ -1,4 +1,4 @@
-"""The state of a virtual cluster: ranks, their network cards, their digests.
+"""The state of a virtual cluster: ranks, their NICs, their digests.
 
 What a rank owns and how its clock may move is known here; communicators' calls are not.
 """
@@ -40,18 +40,18 @@ class Rank:
 
     id: int
     kernel: Kernel
-    trace: RankDigest
+    digest: RankDigest
     streams: Streams
-    life: int = 0  # how often it has begun again
+    incarnation: int = 0  # how often it has begun again
     death_s: float = math.inf
     dead: bool = False
     ended_s: float = math.inf  # when its program came to its end
-    nic_free_s: float = 0.0  # when its network card can start the next message
+    nic_free_s: float = 0.0  # when its NIC can start the next message
     bulk_free_s: float = 0.0  # likewise for rendezvous data, which do not queue behind small messages
     cleared: list[Any] = field(
         default_factory=list
     )  # a heap of rendezvous data that may start: when, number, what
-    company: int = (
+    observers: int = (
         0  # background tasks, exposed windows, pauses, deaths: with company a rank does not run ahead
     )
     busy: list[tuple[float, float]] = field(default_factory=list)  # computing from, to; kept while exposed
@@ -61,12 +61,12 @@ class Rank:
     tasks: list[Task] = field(default_factory=list)
     awake: Callable[[float], float] | None = None  # if the fault plan pauses it: when it next is awake
     outside: bool = False  # it has begun again, and not joined the others yet
-    given_up: bool = False  # the others have recovered without it: whatever it calls ends in Revoked
+    evicted: bool = False  # the others have recovered without it: whatever it calls ends in Revoked
     dropped: Counter[int] = field(default_factory=Counter)  # messages that came too late, by sender
     generators: Any = None  # `generators.Generators`, once it draws from a global generator
     attachments: dict[Any, Any] = field(default_factory=dict)  # per-rank objects of other rooms
 
-    def reach(self, task: Task, time_s: float) -> None:
+    def advance_to(self, task: Task, time_s: float) -> None:
         """Move a task's clock forward to `time_s`, but not past the rank's own death."""
         if self.awake is not None:  # a paused rank takes note of nothing until it wakes
             time_s = self.awake(max(time_s, task.clock))
@@ -105,7 +105,7 @@ class World:
     links: Any = None  # `links.Links`, if the plan has faults of links
     failed: dict[tuple[int, int], float] = field(
         default_factory=dict
-    )  # (rank, life) -> when the others know of its death; a life that has ended never comes back
+    )  # (rank, incarnation) -> when the others know of its death; a dead incarnation never comes back
     on_death: list[Callable[[], None]] = field(
         default_factory=list
     )  # agreements of survivors, to be checked again
@@ -116,7 +116,9 @@ class World:
     )  # kind and line -> a sentence, of what MPI leaves undefined and the program has done
     contexts: int = 0  # communicators made so far
     open_contexts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    ledger: Any = None  # told of requests and communicators as they come and go; only program runs keep one
+    resource_leaks: Any = (
+        None  # told of requests and communicators as they come and go; only program runs keep one
+    )
     watchers: list[Any] = field(default_factory=list)  # of the ranks' calls: see `calls`
     timeline: Any = None  # `timeline.Timeline`, if the run is traced
 
@@ -128,9 +130,9 @@ class World:
         )  # a send can be seen at the time of the send: nobody runs ahead
         self.kernel.in_turn = self.instant
         serial = self.network.contention == "serial"
-        self.cards = {rank.id: ReceivingNic() for rank in self.ranks} if serial else {}
+        self.nics = {rank.id: ReceivingNic() for rank in self.ranks} if serial else {}
 
-    def company_of(self, rank: int) -> int:
+    def observers_of(self, rank: int) -> int:
         """Return what company a rank has that has just begun: a pause or a death to come, a network without latency.
 
         Deaths, revocations and who joins are news to everybody: nobody may be ahead of them.
@@ -141,8 +143,8 @@ class World:
         """Let a look cost the running task the call overhead."""
         task = self.kernel.current
         rank = self.ranks[task.rank]
-        rank.reach(task, task.clock + self.network.call_overhead_s)
-        if rank.company:  # what it does next to its exposed memory must be done at its own time
+        rank.advance_to(task, task.clock + self.network.call_overhead_s)
+        if rank.observers:  # what it does next to its exposed memory must be done at its own time
             self.kernel.observe()
 
     def next_context(self) -> int:
@@ -155,12 +157,12 @@ class World:
         return self.ranks[self.kernel.current.rank]
 
     def known_dead(self, by_s: float) -> set[tuple[int, int]]:
-        """Return the (rank, life) of all deaths that are known by a time."""
-        return {life for life, known_s in self.failed.items() if known_s <= by_s}
+        """Return the (rank, incarnation) of all deaths that are known by a time."""
+        return {incarnation for incarnation, known_s in self.failed.items() if known_s <= by_s}
 
     def digest(self) -> str:
         """Return the digest of the whole run: of all ranks' traces, in rank order."""
         whole = hashlib.blake2b(digest_size=16)
         for rank in self.ranks:
-            whole.update(rank.trace.digest())
+            whole.update(rank.digest.value())
         return whole.hexdigest()

@@ -21,11 +21,11 @@ from spawnsim.virtual.faults.events import (
     SlowDown,
     Verdict,
 )
-from spawnsim.virtual.faults.plan import Plan
+from spawnsim.virtual.faults.plan import FaultPlan
 from spawnsim.virtual.faults.swarm import Swarm
 
 __all__ = [
-    "Plan", "Swarm", "Fault", "LinkFault", "Verdict", "DELIVERED", "KINDS",
+    "FaultPlan", "Swarm", "Fault", "LinkFault", "Verdict", "DELIVERED", "KINDS",
     "Crash", "Restart", "Pause", "SlowDown",
     "LinkDown", "Drop", "Duplicate", "Corrupt", "Delay", "Partition",
 ]  # fmt: skip

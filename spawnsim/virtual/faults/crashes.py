@@ -12,19 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 from spawnsim.random import Streams
+from spawnsim.virtual.digest import CRASH, RESTART
 from spawnsim.virtual.engine.kernel import RankDied, Task
 from spawnsim.virtual.engine.waiting import rank_failed
 from spawnsim.virtual.engine.world import Rank, World
 
 DETECTION_S = 0.01  # from a rank's death until the others know (measured with ULFM on one node)
-DEATH, BIRTH = 8, 9  # kinds of the trace
 
 
 class Crashes:
     """Ends ranks at their time of death and begins them again, as the fault plan says."""
 
     def __init__(self, world: World, refurnish: Callable[[int], None]) -> None:
-        """`refurnish(rank)` gives a rank that begins again what its last life has left."""
+        """`refurnish(rank)` gives a rank that begins again what its last incarnation has left."""
         self._world, self._refurnish = world, refurnish
         self._programs: dict[int, Callable[[], Any]] = {}
 
@@ -58,9 +58,9 @@ class Crashes:
     def _bury(self, rank: Rank) -> None:
         world, env = self._world, self._world.kernel.env
         rank.dead = True
-        rank.trace.note((rank.death_s, DEATH, -1, 0, 0))
+        rank.digest.note((rank.death_s, CRASH, -1, 0, 0))
         known_s = max(rank.death_s, env.now) + DETECTION_S
-        world.failed[rank.id, rank.life] = known_s
+        world.failed[rank.id, rank.incarnation] = known_s
         if rank.death_s < math.inf:  # else it is paused for ever
             world.recorder.event(rank.id, rank.death_s, "crash", {})
         env.at(known_s, rank.id, self._tell)
@@ -86,8 +86,8 @@ class Crashes:
     def _revive(self, rank: Rank, time_s: float) -> None:
         """Begin a rank's program again: it keeps its place and its machine, and nothing else."""
         world = self._world
-        rank.life, rank.dead, rank.outside, rank.given_up = rank.life + 1, False, True, False
-        rank.company, rank.busy, rank.cleared = world.company_of(rank.id), [], []
+        rank.incarnation, rank.dead, rank.outside, rank.evicted = rank.incarnation + 1, False, True, False
+        rank.observers, rank.busy, rank.cleared = world.observers_of(rank.id), [], []
         rank.death_s = world.plan.death_s(rank.id, time_s)
         rank.nic_free_s = rank.bulk_free_s = max(time_s, 0.0)
         rank.streams, rank.generators = Streams(world.seed, rank.id), None
@@ -96,6 +96,6 @@ class Crashes:
         for context in world.open_contexts:
             context.shut_out(rank.id)
         self._refurnish(rank.id)
-        rank.trace.note((time_s, BIRTH, -1, 0, 0))
+        rank.digest.note((time_s, RESTART, -1, 0, 0))
         world.recorder.event(rank.id, time_s, "restart", {})
         self.begin(rank, self._programs[rank.id], time_s)

@@ -1,8 +1,8 @@
 """Faults of links as they strike: what is lost, late, doubled or damaged between two ranks.
 
 A program's own messages are told one by one: what is lost never comes. Collectives and windows travel on reliable
-connections, as MPI's do: what is lost is sent again until it comes through (`Plan.carried`), what comes twice is taken
-once. Each fault that strikes becomes an event of the run.
+connections, as MPI's do: what is lost is sent again until it comes through (`FaultPlan.carried`), what comes twice is
+taken once. Each fault that strikes becomes an event of the run.
 
 In a collective, a message that is lost for good never arrives: those whose part depends on it wait until their
 deadline. A damaged one damages a bit of what it carries, for all whom that reaches: of a block, the block; in a
@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.virtual.collectives import Damage, Finish, Plan, Struck
-from spawnsim.virtual.digest import nanoseconds
+from spawnsim.virtual.collectives import CollectivePlan, Damage, Finish, Struck
+from spawnsim.virtual.digest import LINK_FAULT, nanoseconds
 from spawnsim.virtual.engine.completion import Message
 from spawnsim.virtual.engine.matching import Mailbox
 from spawnsim.virtual.engine.wire import set_out
@@ -77,7 +77,6 @@ def _flipped(raw: Any, place: float) -> Any:
     return raw
 
 
-LINK = 10  # kind of the trace
 # What travels on reliable connections: the first part of each draw's key.
 COLLECTIVE, REQUEST, ANSWER, TOKEN = 1, 2, 3, 4
 
@@ -150,7 +149,7 @@ class FaultyLinks:
         """Note a fault in the sender's trace."""
         late_ns = -1 if verdict.lost else nanoseconds(verdict.delay_s)
         marks = verdict.copies + (verdict.corrupt << 8)
-        self._world.ranks[source].trace.note((sent_s, LINK, dest, late_ns, marks))
+        self._world.ranks[source].digest.note((sent_s, LINK_FAULT, dest, late_ns, marks))
 
 
 def twin(message: Message) -> Message:
@@ -177,12 +176,12 @@ class CollectiveFaults:
         self._world, self._members, self._fields = world, members, fields
         self._key = (COLLECTIVE, *key)
         self._told: set[tuple[int, int, int]] = set()
-        self._plan: Plan | None = None
+        self._plan: CollectivePlan | None = None
         self._struck: Struck | None = None
 
     # -- when ------------------------------------------------------------------------------------------------
 
-    def finish(self, plan: Plan, arrivals: Any, out_free: Any, calls: Sequence[Any]) -> Finish:
+    def finish(self, plan: CollectivePlan, arrivals: Any, out_free: Any, calls: Sequence[Any]) -> Finish:
         """Return when each member leaves: NaN for those for whom it never ends."""
         here = [call for call in calls if call is not None]
         self._plan, self._checked = plan, not any(can_be_damaged(call.part) for call in here)

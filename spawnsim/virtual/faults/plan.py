@@ -229,7 +229,7 @@ _Speeds = tuple[list[float], list[float]]  # ascending times, and the speed from
 
 
 @dataclass(frozen=True)
-class Plan:
+class FaultPlan:
     """Faults and the seed of their chances. Two equal plans do the same to every run."""
 
     faults: tuple[Fault, ...] = ()
@@ -252,9 +252,9 @@ class Plan:
                 )
 
     @classmethod
-    def parse(cls, source: str | Plan | None, *, seed: int = 0) -> Plan:
+    def parse(cls, source: str | FaultPlan | None, *, seed: int = 0) -> FaultPlan:
         """Return the plan that a text names: "crash:17@3.5s; pause:3@1s+6s", JSON, or the path of a JSON file."""
-        if isinstance(source, Plan):
+        if isinstance(source, FaultPlan):
             return source
         words = (source or "").strip()
         if words.endswith(".json"):

@@ -27,7 +27,7 @@ from spawnsim.virtual.faults.events import (
     Restart,
     SlowDown,
 )
-from spawnsim.virtual.faults.plan import Plan
+from spawnsim.virtual.faults.plan import FaultPlan
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Swarm:
         if self.ranks < 1 or not self.horizon_s > 0.0 or self.most < 1:
             raise ParameterError(f"{self}: ranks, horizon_s and most must be above 0")
 
-    def plan(self, seed: int) -> Plan:
+    def plan(self, seed: int) -> FaultPlan:
         """Return the plan of a seed."""
         stream = random.generator(seed, -1, "faults.swarm")
         faults: list[Fault] = []
@@ -65,7 +65,7 @@ class Swarm:
                 for fault in faults
                 if isinstance(fault, Crash) and stream.random() < 0.8
             ]
-        return Plan(tuple(faults), seed)
+        return FaultPlan(tuple(faults), seed)
 
     def window(self, stream: np.random.Generator) -> tuple[float, float]:
         """Draw a start and a length; both in milliseconds, so that plans are short to read."""

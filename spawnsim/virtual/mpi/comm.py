@@ -303,8 +303,8 @@ class Management(Belongings):
             raise CallError(ERR_COMM, f"{self._name} cannot be {what}")
 
     def _let_go(self) -> None:
-        if self._world.ledger is not None:
-            self._world.ledger.freed(self._context)
+        if self._world.resource_leaks is not None:
+            self._world.resource_leaks.freed(self._context)
         self._identity = None
 
     def Get_topology(self) -> int:

@@ -28,6 +28,7 @@ from spawnsim.comm.failures import (
 from spawnsim.comm.handles import Attributed, Info, integer
 from spawnsim.comm.status import Status
 from spawnsim.errors import UsageError, WorldError
+from spawnsim.virtual.digest import COLLECTIVE, RECEIVE
 from spawnsim.virtual.engine.completion import Completion, Message, Receive, take_in
 from spawnsim.virtual.engine.matching import Mailbox
 from spawnsim.virtual.engine.waiting import Dead, Waiting, await_one, check_alive
@@ -57,7 +58,9 @@ class Context:
     mailboxes: dict[int, Mailbox] = field(default_factory=dict)  # by world rank
     notes: dict[Any, Any] = field(default_factory=dict)  # agreements of the members, made in collectives
     revoked_s: float | None = None  # inf: only for members that were given up
-    lives: dict[int, int] = field(default_factory=dict)  # of members that had begun again when they joined
+    incarnations: dict[int, int] = field(
+        default_factory=dict
+    )  # of members that had begun again when they joined
     origin: Context | None = None  # whose recoveries have led to this one; None: itself
     regrouping: Any = None  # the recovery under way
     successor: Context | None = None  # what the last recovery has made of it
@@ -67,8 +70,8 @@ class Context:
     def __post_init__(self) -> None:
         self.number = self.world.next_context()
         self.world.open_contexts.add(self)
-        if self.world.ledger is not None:
-            self.world.ledger.made(self)
+        if self.world.resource_leaks is not None:
+            self.world.resource_leaks.made(self)
         self.everyone = tuple(rank for side in self.sides for rank in side)
         self.places = [{rank: place for place, rank in enumerate(side)} for side in self.sides]
 
@@ -80,7 +83,12 @@ class Context:
     def derive(self, *sides: tuple[int, ...], topology: Any = None, inner: bool = False) -> Context:
         """Return a new context that is made of this one, and ends with it."""
         new = Context(
-            self.world, sides, topology, self.ancestors | {self.number}, lives=self.lives, inner=inner
+            self.world,
+            sides,
+            topology,
+            self.ancestors | {self.number},
+            incarnations=self.incarnations,
+            inner=inner,
         )
         new.revoked_s = self.revoked_s  # by somebody who did not wait for the others
         return new
@@ -91,36 +99,36 @@ class Context:
 
     def why_revoked(self, rank: int, by_s: float) -> str:
         """Return why calls of a world rank end in `Revoked` by a time; "" if they do not."""
-        if self.revoked_s is not None and self.world.ranks[rank].given_up:
+        if self.revoked_s is not None and self.world.ranks[rank].evicted:
             return f"was revoked: {GIVEN_UP}"
         if not self.takes(rank):
-            return "is of an earlier life of this rank, which has begun again since: recover() to join the others"
+            return "belongs to an earlier incarnation of this rank, which has restarted: recover() to join the others"
         if self.revoked_s is not None and self.revoked_s <= by_s:
             return "was revoked: call recover(), shrink it, or use another communicator"
         return ""
 
-    def succeed(self, lives: Mapping[int, int]) -> Context:
-        """Return a context of these lives, by world rank, in the order of the first communicator."""
+    def succeed(self, incarnations: Mapping[int, int]) -> Context:
+        """Return a context of these incarnations, by world rank, in the order of the first communicator."""
         origin = self.origin or self
-        sides = tuple(tuple(rank for rank in side if rank in lives) for side in origin.sides)
-        again = {rank: life for rank, life in lives.items() if life}
-        return Context(self.world, sides, ancestors=self.ancestors, lives=again, origin=origin)
+        sides = tuple(tuple(rank for rank in side if rank in incarnations) for side in origin.sides)
+        again = {rank: incarnation for rank, incarnation in incarnations.items() if incarnation}
+        return Context(self.world, sides, ancestors=self.ancestors, incarnations=again, origin=origin)
 
-    def life(self, rank: int) -> int:
-        """Return which life of a world rank is a member."""
-        return self.lives.get(rank, 0)
+    def incarnation(self, rank: int) -> int:
+        """Return which incarnation of a world rank is a member."""
+        return self.incarnations.get(rank, 0)
 
     def takes(self, rank: int) -> bool:
-        """Whether the present life of a world rank is a member."""
-        return self.life(rank) == self.world.ranks[rank].life
+        """Whether the present incarnation of a world rank is a member."""
+        return self.incarnation(rank) == self.world.ranks[rank].incarnation
 
     def is_dead(self, rank: int, dead: Dead) -> bool:
-        """Whether the life of a world rank that is a member is among the dead."""
-        return (rank, self.life(rank)) in dead
+        """Whether the incarnation of a world rank that is a member is among the dead."""
+        return (rank, self.incarnation(rank)) in dead
 
     def death_known_s(self, rank: int) -> float:
         """Return when the others know of the death of a member, by world rank; inf: never."""
-        return self.world.failed.get((rank, self.life(rank)), math.inf)
+        return self.world.failed.get((rank, self.incarnation(rank)), math.inf)
 
     def shut_out(self, rank: int) -> None:
         """Let the calls of a world rank end in `Revoked`; for the other members nothing changes."""
@@ -131,7 +139,7 @@ class Context:
         """Return the mailbox of a world rank."""
         mailbox = self.mailboxes.get(rank)
         if mailbox is None:
-            mailbox = self.mailboxes[rank] = Mailbox(self.world.kernel, rank, self.world.cards.get(rank))
+            mailbox = self.mailboxes[rank] = Mailbox(self.world.kernel, rank, self.world.nics.get(rank))
             if self.inner and self.world.links is not None:
                 self.world.links.make_reliable(mailbox)
         return mailbox
@@ -279,8 +287,8 @@ class Member(Attributed):
                 f"{call.describe()}: {task.name} has got hold of rank {self._me}'s handle of {self._label}; each rank "
                 "must use its own"
             )
-        rank.trace.note((task.clock, 2, call.root, int(total(call.nbytes)), len(call.name)))
-        rank.trace.cover(call.part)
+        rank.digest.note((task.clock, COLLECTIVE, call.root, int(total(call.nbytes)), len(call.name)))
+        rank.digest.cover(call.part)
         waiting = self._context.meet(rank.id, self._label, call)
         completion = waiting.meeting.gone[waiting.me]
         assert completion is not None
@@ -340,7 +348,9 @@ class Transport(Member):
             kernel.observe()
         task = kernel.current
         receive = Receive(kernel, source, tag, task.clock)
-        if blocking and self._world.plan is None and not self._rank.company:  # only its deadline will end it
+        if (
+            blocking and self._world.plan is None and not self._rank.observers
+        ):  # only its deadline will end it
             receive.stays_s = task.clock + task.deadline_s
         self._mailbox.post(receive)
         return receive
@@ -365,19 +375,19 @@ class Transport(Member):
             arrival_s + message.receive_s > now_s + task.deadline_s
         ):  # so late that its place at the card stays free
             return False
-        if mailbox.card is not None:
-            if self._rank.company and arrival_s > now_s:  # its card may let in requests to a window first
+        if mailbox.nic is not None:
+            if self._rank.observers and arrival_s > now_s:  # its card may let in requests to a window first
                 return False
-            arrival_s = take_in(message, mailbox.card)
+            arrival_s = take_in(message, mailbox.nic)
             if arrival_s + message.receive_s > now_s + task.deadline_s:
                 return False
         mailbox.take_ready(message)
         finish_s = (arrival_s if arrival_s > now_s else now_s) + message.receive_s
         if finish_s > now_s:
-            self._rank.reach(task, finish_s)
-            if self._rank.company:  # its memory is exposed: what it does next must be done at its own time
+            self._rank.advance_to(task, finish_s)
+            if self._rank.observers:  # its memory is exposed: what it does next must be done at its own time
                 self._world.kernel.observe()
-        self._rank.trace.note((task.clock, 3, message.source, message.nbytes, message.tag))
+        self._rank.digest.note((task.clock, RECEIVE, message.source, message.nbytes, message.tag))
         return True
 
     def _accept_later(self, source: int, tag: int, operation: str) -> Message:
@@ -390,8 +400,8 @@ class Transport(Member):
             raise
         message, receive.message = receive.message, None
         assert message is not None
-        self._rank.trace.note(
-            (self._world.kernel.current.clock, 3, message.source, message.nbytes, message.tag)
+        self._rank.digest.note(
+            (self._world.kernel.current.clock, RECEIVE, message.source, message.nbytes, message.tag)
         )
         return message
 

@@ -57,7 +57,7 @@ def _interrupt(world: World, contexts: Collection[Context]) -> None:
 def give_up(world: World, rank: int) -> None:
     """Shut a rank out: all its calls end in `Revoked`, on whatever communicator, should it ever come back."""
     world.revoked = True
-    world.ranks[rank].given_up = True
+    world.ranks[rank].evicted = True
     for context in world.open_contexts:
         context.shut_out(rank)
 
@@ -164,7 +164,7 @@ class RecoveryAgreement(Agreement):
     """
 
     make: Callable[[dict[int, Any]], Any] = field(init=False)
-    lives: dict[int, int] = field(default_factory=dict)  # by world rank, of those who have come
+    incarnations: dict[int, int] = field(default_factory=dict)  # by world rank, of those who have come
     limits: dict[int, tuple[float, float]] = field(
         default_factory=dict
     )  # by world rank: (came, gives others up)
@@ -173,7 +173,7 @@ class RecoveryAgreement(Agreement):
     def come(self, rank: int, part: Any, limit_s: float) -> Completion:
         """Arrive; who lives and does not come is given up after `limit_s`."""
         world = self.context.world
-        now_s, self.lives[rank] = world.kernel.current.clock, world.ranks[rank].life
+        now_s, self.incarnations[rank] = world.kernel.current.clock, world.ranks[rank].incarnation
         self.limits[rank] = now_s, now_s + max(limit_s, SILENT_S)
         return self.join(rank, part)
 
@@ -205,19 +205,19 @@ class RecoveryAgreement(Agreement):
         close(family(context), members, now_s)
         steps = [self.parts[rank] for rank in members or here if self.parts[rank] is not None]
         context.regrouping = None
-        context.successor = context.succeed({rank: self.lives[rank] for rank in here})
+        context.successor = context.succeed({rank: self.incarnations[rank] for rank in here})
         return context.successor, min(steps, default=None)
 
     def withdraw(self, rank: int) -> None:
         """Wait no longer with the others."""
-        del self.parts[rank], self.lives[rank]
+        del self.parts[rank], self.incarnations[rank]
 
     def _is_member(self, rank: int) -> bool:
-        return rank in self.context.everyone and self.lives[rank] == self.context.life(rank)
+        return rank in self.context.everyone and self.incarnations[rank] == self.context.incarnation(rank)
 
     def _here(self, now_s: float) -> set[int]:
         failed = self.context.world.failed
-        return {rank for rank, life in self.lives.items() if failed.get((rank, life), math.inf) > now_s}
+        return {came[0] for came in self.incarnations.items() if failed.get(came, math.inf) > now_s}
 
     def _free_s(self, rank: int, began_s: float, now_s: float) -> float:
         """Return when a rank is no longer awaited, as far as that is known by now."""
@@ -305,11 +305,15 @@ class FaultTolerance(Member):
         revoke(family(now))
         context, agreed = self._regroup(now, step)
         places = {member: place for place, member in enumerate(context.sides[0])}
-        stay = {member for member in places if context.life(member) == self._context.life(member)}
+        stay = {
+            member for member in places if context.incarnation(member) == self._context.incarnation(member)
+        }
         ranks = {old: places[member] for old, member in enumerate(self._members) if member in stay}
         dead = tuple(old for old in range(len(self._members)) if old not in ranks)
         rank.outside = False
-        joined = tuple(places[member] for member in places if context.life(member) != now.life(member))
+        joined = tuple(
+            places[member] for member in places if context.incarnation(member) != now.incarnation(member)
+        )
         return Recovery(self._survivor(context), ranks, agreed, dead, joined)
 
     def Revoke(self) -> None:
@@ -371,7 +375,7 @@ class FaultTolerance(Member):
 
     def _living(self, parts: dict[int, Any]) -> Context:
         """Return a context of those who have come. It stands beside the old one, and does not end with it."""
-        return self._context.succeed({rank: self._context.life(rank) for rank in parts})
+        return self._context.succeed({rank: self._context.incarnation(rank) for rank in parts})
 
     def _survivor(self, context: Context) -> Any:
         new = type(self).enter(context, self._rank.id)
@@ -383,7 +387,7 @@ class FaultTolerance(Member):
             self._need()
 
     def _check_given_up(self) -> None:
-        if self._rank.given_up:
+        if self._rank.evicted:
             raise Revoked(f"{self._world.kernel.current.name}: {GIVEN_UP}")
 
     def _agreement(self, make: Callable[[dict[int, Any]], Any]) -> Agreement:

@@ -109,12 +109,12 @@ def Wtime() -> float:
     world = _world()
     task = world.kernel.current
     rank = world.ranks[task.rank]
-    if rank.company:
+    if rank.observers:
         world.kernel.observe()
     last_s, looks = rank.attachments.get(LOOKS, (-1.0, 0))
     looks = looks + 1 if task.clock == last_s else 0
     if looks:
-        rank.reach(task, task.clock + (TICK_S if looks < PATIENCE else SPIN_S))
+        rank.advance_to(task, task.clock + (TICK_S if looks < PATIENCE else SPIN_S))
     rank.attachments[LOOKS] = task.clock, looks
     task.timed = True
     return task.clock

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from spawnsim.errors import MismatchError
-from spawnsim.virtual.collectives import Edges, Finish, Plan
+from spawnsim.virtual.collectives import CollectivePlan, Edges, Finish
 from spawnsim.virtual.engine.completion import Completion, Uncertain
 from spawnsim.virtual.engine.kernel import Kernel
 from spawnsim.virtual.engine.waiting import Dead
@@ -33,7 +33,7 @@ class Departure(Uncertain):
     def __init__(self, kernel: Kernel, rank: Rank) -> None:
         self.kernel, self.rank, self.nic_free_s = kernel, rank, -math.inf
         self.finish_s: float | None = None
-        self.waiter = self.heirs = None
+        self.waiter = self.dependents = None
         self.lost = False
 
     def leave(self, time_s: float) -> None:
@@ -263,7 +263,7 @@ class CollectiveInstance:
             return found
         return self._struck(timing.plan(first.timing, len(members), sizes, root, ranks=members), out_free)
 
-    def _struck(self, plan: Plan, out_free: Any) -> Finish:
+    def _struck(self, plan: CollectivePlan, out_free: Any) -> Finish:
         """Return when all leave whom faults of links let go."""
         assert self.strikes is not None
         return self.strikes.finish(plan, self.arrivals, out_free, self.calls)
@@ -350,7 +350,7 @@ class CollectiveInstance:
             for rank in free:
                 self.gone[rank].leave(float(found.times[rank]))  # type: ignore[union-attr]
 
-    def _heard(self, plan: Plan, rank: int) -> bool:
+    def _heard(self, plan: CollectivePlan, rank: int) -> bool:
         """Whether all have arrived on whom the leaving of `rank` depends."""
         call = self.calls[rank]
         needed = plan.depends(rank) if call is None or call.needs is None else call.needs

@@ -386,7 +386,7 @@ class Probes(Transport):
                 self._mailbox.watchers.remove(watcher)
             if alarm is not None:
                 alarm.cancel()
-        self._rank.reach(task, world.kernel.env.now)
+        self._rank.advance_to(task, world.kernel.env.now)
 
 
 NOBODY = object()
@@ -464,7 +464,7 @@ class Message(Handle):
             raise CallError(ERR_REQUEST, "the message is null: it was received before")
         self._identity = self._letter = self._owner = None
         receive = Receive(owner._world.kernel, letter.source, letter.tag, owner._world.kernel.current.clock)
-        receive.card = owner._mailbox.card
+        receive.nic = owner._mailbox.nic
         receive.take(letter)
         letter.meet()
 

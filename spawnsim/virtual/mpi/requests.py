@@ -346,8 +346,8 @@ class Request(MultiRequest, Handle):
         self._identity, self._withdraw, self._writes = object(), None, writes and deliver is not None
         self._world, self._completion, self._waiting = world, completion, waiting
         self._deliver = _nothing if deliver is None else deliver
-        if world.ledger is not None:
-            world.ledger.opened(completion, world.kernel.current.rank, waiting)
+        if world.resource_leaks is not None:
+            world.resource_leaks.opened(completion, world.kernel.current.rank, waiting)
         return self
 
     @classmethod
@@ -436,8 +436,8 @@ class Request(MultiRequest, Handle):
 
     def _close(self) -> None:
         """Tell the ledger, if there is one, that nobody need wait any more."""
-        if self._completion is not None and self._world.ledger is not None:
-            self._world.ledger.closed(self._completion)
+        if self._completion is not None and self._world.resource_leaks is not None:
+            self._world.resource_leaks.closed(self._completion)
 
     def _check_revoked(self) -> None:
         """Raise `Revoked`, once, if the operation was open when its communicator was revoked.
@@ -475,7 +475,7 @@ class Request(MultiRequest, Handle):
             return None
         if status is not None:
             fill(status, ANY_SOURCE, ANY_TAG, 0)
-        if self._world.ledger is not None:
+        if self._world.resource_leaks is not None:
             self._close()
         deliver, self._completion = self._deliver, None
         self._retire()

@@ -189,7 +189,7 @@ class Epochs(Attributes):
         if begun in self._under_way:
             self._under_way.remove(begun)
             _, access, deliver = begun
-            self._comm._rank.trace.cover(access.answer)
+            self._comm._rank.digest.cover(access.answer)
             deliver(access.answer)
 
     # -- active target ---------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from spawnsim.comm.constants import LOCK_EXCLUSIVE
+from spawnsim.virtual.digest import ONE_SIDED
 from spawnsim.virtual.engine.completion import Message, ReceivingNic, Uncertain
 from spawnsim.virtual.engine.event_queue import ARRIVING, WAITED
 from spawnsim.virtual.engine.kernel import Kernel
@@ -51,7 +52,7 @@ class TransferTimes(NamedTuple):
 
 
 def inject(world: World, link: tuple[Rank, Rank], nbytes: int, now_s: float) -> TransferTimes:
-    """Put data on the card of a link's source, behind what it sends already."""
+    """Put data on the NIC of a link's source, behind what it sends already."""
     source, dest = link
     send_s, inject_s, flight_s, _, drain_s = world.price(source.id, dest.id, nbytes)
     begin_s = now_s
@@ -67,20 +68,20 @@ def inject(world: World, link: tuple[Rank, Rank], nbytes: int, now_s: float) -> 
 
 
 class RoundTrip(Uncertain):
-    """What is over when an answer is back at the origin. Its card lets the answer in as the program takes it."""
+    """What is over when an answer is back at the origin. Its NIC lets the answer in as the program takes it."""
 
-    __slots__ = ("card", "drain_s")
+    __slots__ = ("drain_s", "nic")
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
-        self.card: ReceivingNic | None = None
+        self.nic: ReceivingNic | None = None
         self.drain_s = 0.0
 
     def final(self) -> float:
-        """Return the end; the card is booked now, if it has not been yet."""
+        """Return the end; the NIC is booked now, if it has not been yet."""
         assert self.finish_s is not None
-        if self.card is not None and self.drain_s:
-            self.finish_s, self.drain_s = self.card.let_in(self.finish_s, self.drain_s), 0.0
+        if self.nic is not None and self.drain_s:
+            self.finish_s, self.drain_s = self.nic.admit(self.finish_s, self.drain_s), 0.0
         return self.finish_s
 
 
@@ -92,7 +93,7 @@ def answer(world: World, source: Rank, dest: Rank, nbytes: int, *, delay_s: floa
         packet.drain_s = drain_s
         world.contention.stream(packet, left_s, arrival_s + delay_s)
     else:
-        to.card, to.drain_s = world.cards.get(dest.id), drain_s
+        to.nic, to.drain_s = world.nics.get(dest.id), drain_s
         to.complete(arrival_s + delay_s)
 
 
@@ -129,7 +130,7 @@ class Connection:
             packet = Packet(origin, target, nbytes, lambda time_s: self._at(time_s, request))
             packet.drain_s = drain_s
             world.contention.stream(packet, passage.left_s, arrival_s)
-        elif drain_s and world.cards:
+        elif drain_s and world.nics:
             self._event(arrival_s, lambda: self._let_in(arrival_s, drain_s, request))
         else:
             self._at(arrival_s, request)
@@ -143,8 +144,8 @@ class Connection:
         self._event(time_s, lambda: self._arrive(request))
 
     def _let_in(self, arrival_s: float, drain_s: float, request: AccessRequest) -> None:
-        """The last byte would be there if the card had nothing else to let in."""
-        let_in_s = self.world.cards[self.target.id].let_in(arrival_s, drain_s)
+        """The last byte would be there if the NIC had nothing else to let in."""
+        let_in_s = self.world.nics[self.target.id].admit(arrival_s, drain_s)
         if let_in_s > arrival_s:
             self._at(let_in_s, request)
         else:
@@ -246,8 +247,10 @@ class WindowState:
         there, back = access.nbytes
         origin.messages += 1
         origin.nbytes += there + back
-        origin.trace.note((self.world.kernel.current.clock, 6, access.target.rank.id, there + back, 0))
-        origin.trace.cover(access.data)
+        origin.digest.note(
+            (self.world.kernel.current.clock, ONE_SIDED, access.target.rank.id, there + back, 0)
+        )
+        origin.digest.cover(access.data)
         self._send(origin, place, access, lambda: self._arrived(origin, access))
         return access
 
@@ -274,7 +277,7 @@ class WindowState:
             access.lose()
         kernel = self.world.kernel
         kernel.effect()
-        origin.reach(kernel.current, kernel.current.clock + passage.send_s)
+        origin.advance_to(kernel.current, kernel.current.clock + passage.send_s)
         if passage.send_s or connection.target is origin:  # what it stores next comes behind
             kernel.observe()
 

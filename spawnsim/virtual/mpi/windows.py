@@ -113,7 +113,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
         self._info = Info.Create(info if info else None)
         self._locked, self._started, self._locked_all, self._fenced = set(), set(), False, False
         self._under_way, self._tokens, self._exposed = [], [], []
-        comm._rank.company += 1
+        comm._rank.observers += 1
         comm._world.kernel.observe()
         comm._rank.attachments.setdefault("windows", []).append(self)
         return self
@@ -136,7 +136,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
             self._flush_all("Free")
             self.delete_attributes()
             self._comm._meet(Call("Win.Free", "barrier"))
-        self._comm._rank.company -= 1
+        self._comm._rank.observers -= 1
         self._comm._rank.attachments["windows"].remove(self)
         self._identity = None
 

@@ -2,7 +2,7 @@
 
 A message sent at sender clock t starts injection at s = max(t, nic_free[source]). Then nic_free[source] =
 s + inject_s, the message arrives at s + flight_s, and the sender goes on at t + send_s. The receiver takes it at
-max(own clock, arrival) + receive_s. Where several messages meet at one receiver, its network card lets them in one by
+max(own clock, arrival) + receive_s. Where several messages meet at one receiver, its NIC lets them in one by
 one, in the order in which they are taken: the arrival of each becomes max(arrival, in_free[dest] + drain_s), and
 in_free[dest] is then that time. A message with drain_s = 0 neither waits for others nor holds them up.
 
@@ -32,9 +32,9 @@ Floats = NDArray[np.float64]
 Contention = Literal["serial", "fifo", "fair", "none"]
 """Where messages meet.
 
-"serial": a card sends one message after the other, and takes them in one after the other, in the order in which the
+"serial": a NIC sends one message after the other, and takes them in one after the other, in the order in which the
 receiving program takes them. "fifo": likewise, but in the order in which their first bytes come, which needs events.
-"fair": all messages under way share the links' bandwidths (max-min), exact at event times. "none": a card sends one
+"fair": all messages under way share the links' bandwidths (max-min), exact at event times. "none": a NIC sends one
 after the other, and takes in any number at once. Collectives know "serial" and "none"; the others are "serial" to them.
 """
 
@@ -43,7 +43,7 @@ class Cost(NamedTuple):
     """The cost of one message, in seconds."""
 
     send_s: float  # the sender's processor is busy
-    inject_s: float  # from the start of injection until the sender's card may start the next message
+    inject_s: float  # from the start of injection until the sender's NIC may start the next message
     flight_s: float  # from the start of injection until arrival
     receive_s: float  # the receiver's processor is busy on taking it
 
@@ -55,7 +55,7 @@ class Costs(NamedTuple):
     inject_s: Floats | float
     flight_s: Floats | float
     receive_s: Floats | float
-    drain_s: Floats | float  # the receiver's card is busy
+    drain_s: Floats | float  # the receiver's NIC is busy
 
 
 FREE = Cost(0.0, 0.0, 0.0, 0.0)  # a message to oneself
@@ -82,7 +82,7 @@ class Network(Protocol):
 
     @property
     def lookahead_s(self) -> float:
-        """Seconds from the sending of any message until its first byte can be at its receiver's card, at least."""
+        """Seconds from the sending of any message until its first byte can be at its receiver's NIC, at least."""
         ...
 
     def shared_links(self, ranks: int) -> SharedLinks:
@@ -103,7 +103,7 @@ class Network(Protocol):
         ...
 
     def drain(self, source: int, dest: int, nbytes: int) -> float:
-        """Return how long one message occupies the receiver's network card, in seconds."""
+        """Return how long one message occupies the receiver's NIC, in seconds."""
         ...
 
     def costs(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float) -> Costs:
@@ -272,13 +272,13 @@ class SharedLinks:
 
     @classmethod
     def nodes(cls, ranks: int, ranks_per_node: int, bandwidth_Bps: float) -> SharedLinks:
-        """Return nodes whose ranks share one full-duplex card."""
+        """Return nodes whose ranks share one full-duplex NIC."""
         count = -(-ranks // ranks_per_node)
         node = [rank // ranks_per_node for rank in range(ranks)]
         return cls((bandwidth_Bps,) * (2 * count), tuple(node), tuple(count + own for own in node))
 
     def path(self, source: int, dest: int) -> tuple[int, ...]:
-        """Return the links between two ranks; none where they share their card."""
+        """Return the links between two ranks; none where they share their NIC."""
         if source == dest or self.out[source] == self.out[dest]:
             return ()
         return (self.out[source], self.into[dest])

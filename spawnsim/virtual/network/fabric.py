@@ -38,7 +38,7 @@ class CostTable:
         self.links = pieces
 
     def least_head_s(self) -> float:
-        """Return the least time from the start of injection until a card can begin to take a message in, in seconds."""
+        """Return the least time from the start of injection until a NIC can begin to take a message in, in seconds."""
         heads = []
         for piece in (piece for own in self.links for piece in own):
             slope = piece.per_byte.flight_s - piece.per_byte.drain_s
@@ -147,7 +147,7 @@ class Fabric(Overheads, ABC):
 
     @cached_property
     def lookahead_s(self) -> float:
-        """Seconds from the sending of any message until its first byte can be at its receiver's card, at least."""
+        """Seconds from the sending of any message until its first byte can be at its receiver's NIC, at least."""
         return self.table.least_head_s()
 
     def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
@@ -188,7 +188,7 @@ class Fabric(Overheads, ABC):
         return cost
 
     def drain(self, source: int, dest: int, nbytes: int) -> float:
-        """Return how long one message occupies the receiver's network card, in seconds."""
+        """Return how long one message occupies the receiver's NIC, in seconds."""
         if source == dest:
             return 0.0
         key = (self.kind(source, dest), nbytes)
@@ -248,7 +248,7 @@ class Switch(Fabric):
 class Nodes(Fabric):
     """Nodes of `ranks_per_node` consecutive ranks: one link inside a node, another between nodes.
 
-    Every rank has a card of its own, unless contention is "fair": then the ranks of a node share one. Where they share
+    Every rank has a NIC of its own, unless contention is "fair": then the ranks of a node share one. Where they share
     one otherwise, give `inter` the bandwidth of a share.
 
     Args:
@@ -281,7 +281,7 @@ class Nodes(Fabric):
         return (self.intra, self.inter)
 
     def shared_links(self, ranks: int) -> SharedLinks:
-        """Return one card for all ranks of a node; within a node nothing is shared."""
+        """Return one NIC for all ranks of a node; within a node nothing is shared."""
         return SharedLinks.nodes(ranks, self.ranks_per_node, bandwidth_Bps(self.inter))
 
     def capacity(self) -> int | None:

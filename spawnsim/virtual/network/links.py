@@ -67,12 +67,12 @@ def evaluate(pieces: tuple[Piece, ...], nbytes: float) -> Costs:
 
 @dataclass(frozen=True, slots=True)
 class Hockney:
-    """Hockney's model: T(n) = α + nβ; the sender's card is busy for nβ, processors are free.
+    """Hockney's model: T(n) = α + nβ; the sender's NIC is busy for nβ, processors are free.
 
     Args:
         latency_s: α, seconds.
         bandwidth_Bps: 1/β, bytes per second.
-        overlap: False for the telephone model of textbook formulas: a card is busy for all of α + nβ.
+        overlap: False for the telephone model of textbook formulas: a NIC is busy for all of α + nβ.
         serial_receive: Let messages that meet at one receiver in one by one.
 
     Raises:

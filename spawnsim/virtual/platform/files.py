@@ -70,7 +70,7 @@ class Platform:
         step: how long a `comm.compute()` takes that states nothing; None: such a block is an error.
         stragglers: what stretches compute blocks, unless the run names its own.
         progress: when a rank that computes answers one-sided accesses: "poll" when it next enters MPI, "async" at once
-            by a thread of its own, "hardware" at once by the network card.
+            by a thread of its own, "hardware" at once by the NIC.
         collectives: which algorithms run.
         description: one sentence.
         fitted: what it was measured on, as (name, value) pairs; empty if it was not measured.

@@ -138,7 +138,7 @@ class CallCosts:
                 self._unmet.discard(site)
                 seconds += cost.sites.get(site, 0.0)
         if seconds > 0:
-            held("OWN").compute.spend(seconds, toll=True)
+            held("OWN").compute.spend(seconds, call_cost=True)
 
     @contextmanager
     def collected(self, world: World) -> Iterator[None]:

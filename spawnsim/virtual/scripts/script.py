@@ -68,7 +68,11 @@ class ScriptRun:
         self.cost = Cost.of(how.get("cost"))
         self.code = _compiled(script.path)
         self.cluster = Cluster(setting, recorder, how.get("progress"), how.get("trace"))
-        self.outcome, self.call_costs, self.ledger = ScriptOutcome(), CallCosts(self.cost), ResourceLeaks()
+        self.outcome, self.call_costs, self.resource_leaks = (
+            ScriptOutcome(),
+            CallCosts(self.cost),
+            ResourceLeaks(),
+        )
         self.on_error: OnError = how.get("on_error") or (lambda error: None)
         self.on_note: OnNote | None = how.get("on_note")
         self.out = Lines(sys.stdout, _rank, script.prefix, _heard, told=self._printed)
@@ -87,13 +91,13 @@ class ScriptRun:
     def run(self) -> Totals:
         """Run the script to its end on all ranks."""
         world = self.cluster.world
-        world.ledger = self.ledger
-        self.ledger.made(self.cluster.comm_world(0)._context)
+        world.resource_leaks = self.resource_leaks
+        self.resource_leaks.made(self.cluster.comm_world(0)._context)
         for rank in world.ranks:
             self.cluster.comm_self(rank.id)
             self._furnish(rank)
             self.cluster.start(rank.id, self._program)
-        world.kernel.entered.append(self.processes.enter)
+        world.kernel.on_resume.append(self.processes.enter)
         with self._surroundings():
             return self.cluster.run(self._tell, self.on_note)
 
@@ -125,7 +129,7 @@ class ScriptRun:
         task = current_task()
         assert task is not None
         rank = self.cluster.world.ranks[task.rank]
-        if rank.life:
+        if rank.incarnation:
             self._furnish(rank)
             rank.attachments[OPTIONS] = self._options
             self.processes.enter(task)
@@ -163,7 +167,7 @@ class ScriptRun:
 
     def _printed(self, rank: int, text: str) -> None:
         """Let the digest cover what a rank prints. What it writes to stderr holds paths and addresses."""
-        self.cluster.world.ranks[rank].trace.cover(text.encode("utf-8", "surrogatepass"))
+        self.cluster.world.ranks[rank].digest.cover(text.encode("utf-8", "surrogatepass"))
 
     def _run_at_exit(self) -> None:
         process = self.processes.calling()
@@ -176,7 +180,7 @@ class ScriptRun:
         What ranks have printed comes before; what they print when they are ended, and take no notice of it, is dropped.
         """
         if isinstance(error, Deadlock):
-            for sentence in self.ledger.left_messages():
+            for sentence in self.resource_leaks.left_messages():
                 error.add_note(sentence)
         left = [f"rank {rank} (status {status})" for rank, status in sorted(self.outcome.statuses.items())]
         if left and hasattr(error, "add_note"):
@@ -266,7 +270,7 @@ def run_program(
     """
     script = Script(Path(path), tuple(map(str, argv)), **options)
     setting = Setting(ranks, platform, stragglers, faults, seed, 0.0, deadline_s)
-    carrier = ScriptRun(
+    run = ScriptRun(
         script,
         setting,
         recorder,
@@ -276,12 +280,12 @@ def run_program(
         on_note=on_note,
         trace=trace,
     )
-    totals = carrier.run()
+    totals = run.run()
     if warn is not None:
-        warn.extend([*carrier.ledger.warnings(carrier.cluster.world), *carrier.call_costs.warnings()])
-    failed = {rank: status for rank, status in sorted(carrier.outcome.statuses.items()) if status}
+        warn.extend([*run.resource_leaks.warnings(run.cluster.world), *run.call_costs.warnings()])
+    failed = {rank: status for rank, status in sorted(run.outcome.statuses.items()) if status}
     for rank, status in failed.items():
-        time_s = carrier.outcome.ends_s.get(rank, totals.virtual_seconds)
+        time_s = run.outcome.ends_s.get(rank, totals.virtual_seconds)
         error = RankError(rank, time_s, f"rank {rank} ended with exit status {status} at {time_s:.6g} s")
         error.__dict__ |= {"totals": totals, "status": status}
         raise error

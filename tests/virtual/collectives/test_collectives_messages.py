@@ -15,14 +15,14 @@ from support.effort import tried
 
 from spawnsim.record import Recorder
 from spawnsim.virtual.cluster import Cluster, Setting
-from spawnsim.virtual.collectives import Plan, depends, finish
+from spawnsim.virtual.collectives import CollectivePlan, depends, finish
 from spawnsim.virtual.collectives.reference import Performer
 from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.network import Network
 from spawnsim.virtual.platform.files import Platform
 
 
-def interpret(one: Plan, network: Network, arrivals, ranks, free=None):
+def interpret(one: CollectivePlan, network: Network, arrivals, ranks, free=None):
     """Run a plan message by message, each rank as far as it gets.
 
     Returns when each leaves, and when its card has sent its last message.
@@ -115,7 +115,7 @@ def test_a_root_leaves_before_the_late():
     assert depends("allreduce", "ring", 8, rank=3) is None
 
 
-def on_the_wire(one: Plan, network: Network, arrivals, members):
+def on_the_wire(one: CollectivePlan, network: Network, arrivals, members):
     """Run a plan as real messages of virtual ranks; return when each leaves, and the run's totals."""
     platform = Platform("test", network)
     cluster = Cluster(Setting(ranks=max(members) + 1, platform=platform, deadline_s=np.inf), Recorder())
@@ -126,7 +126,7 @@ def on_the_wire(one: Plan, network: Network, arrivals, members):
         left[me] = cluster.world.kernel.current.clock
 
     for me, rank in enumerate(members):
-        cluster.lives.begin(cluster.world.ranks[rank], partial(program, me), float(arrivals[me]))
+        cluster.crashes.begin(cluster.world.ranks[rank], partial(program, me), float(arrivals[me]))
     totals = cluster.run()
     return left, totals
 

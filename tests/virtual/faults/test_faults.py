@@ -17,10 +17,10 @@ from spawnsim.virtual.faults import (
     Delay,
     Drop,
     Duplicate,
+    FaultPlan,
     LinkDown,
     Partition,
     Pause,
-    Plan,
     Restart,
     SlowDown,
     Swarm,
@@ -35,14 +35,14 @@ TEXT = (
 
 def test_a_crash_is_known_by_rank_and_time() -> None:
     """The first at or after the time asked for; inf when there is none."""
-    plan = Plan((Crash(1, 2.0), Restart(1, 3.0), Crash(1, 7.0)))
+    plan = FaultPlan((Crash(1, 2.0), Restart(1, 3.0), Crash(1, 7.0)))
     assert [plan.death_s(1), plan.death_s(1, after_s=3.0), plan.death_s(0)] == [2.0, 7.0, math.inf]
     assert plan.restart_s(1) == 3.0
 
 
 def test_work_stands_still_in_a_pause() -> None:
     """Two seconds of work around a pause of six end six seconds later; without disturbance nothing is rounded."""
-    plan = Plan((Pause(3, 1.0, 6.0),))
+    plan = FaultPlan((Pause(3, 1.0, 6.0),))
     assert plan.stretch(3, 0.5, 2.0) == 8.5
     assert plan.stretch(3, 2.0, 1.0) == 8.0
     assert plan.stretch(3, 0.1, 0.2) == 0.1 + 0.2
@@ -52,7 +52,7 @@ def test_work_stands_still_in_a_pause() -> None:
 
 def test_slow_downs_multiply_and_end() -> None:
     """Three times slower for the first three seconds, six times while both last."""
-    plan = Plan((SlowDown(0, 0.0, 6.0, 3.0), SlowDown(0, 3.0, 3.0, 2.0)))
+    plan = FaultPlan((SlowDown(0, 0.0, 6.0, 3.0), SlowDown(0, 3.0, 3.0, 2.0)))
     assert plan.stretch(0, 0.0, 1.0) == pytest.approx(3.0)
     assert plan.stretch(0, 3.0, 0.5) == pytest.approx(6.0)
     assert plan.stretch(0, 0.0, 2.5) == pytest.approx(7.0)
@@ -63,7 +63,7 @@ def test_stretching_in_portions_is_stretching_at_once(
     start_s: float, first_s: float, second_s: float
 ) -> None:
     """A timeline, not a factor: where the block is cut does not matter."""
-    plan = Plan((Pause(0, 2.0, 3.0), SlowDown(0, 4.0, 9.0, 2.5), SlowDown(0, 6.0, 1.0, 4.0)))
+    plan = FaultPlan((Pause(0, 2.0, 3.0), SlowDown(0, 4.0, 9.0, 2.5), SlowDown(0, 6.0, 1.0, 4.0)))
     once = plan.stretch(0, start_s, first_s + second_s)
     assert plan.stretch(0, plan.stretch(0, start_s, first_s), second_s) == pytest.approx(once, abs=1e-9)
     assert once >= start_s + first_s + second_s - 1e-9
@@ -71,7 +71,7 @@ def test_stretching_in_portions_is_stretching_at_once(
 
 def test_a_pause_without_end_never_ends() -> None:
     """Neither does the work in it."""
-    plan = Plan((Pause(0, 1.0, math.inf), Pause(1, 1.0, 2.0), Pause(1, 2.0, 4.0)))
+    plan = FaultPlan((Pause(0, 1.0, math.inf), Pause(1, 1.0, 2.0), Pause(1, 2.0, 4.0)))
     assert plan.stretch(0, 0.5, 1.0) == math.inf
     assert plan.awake_s(0, 2.0) == math.inf
     assert [plan.awake_s(1, t) for t in (0.5, 1.0, 5.9, 6.0)] == [0.5, 6.0, 6.0, 6.0]
@@ -80,7 +80,7 @@ def test_a_pause_without_end_never_ends() -> None:
 
 def test_messages_wait_for_a_link_or_are_lost_with_it() -> None:
     """A link that comes back delivers then; one that stays down never."""
-    plan = Plan((LinkDown(0, 1, 2.0, 1.0), LinkDown(5, None, 0.0, math.inf)))
+    plan = FaultPlan((LinkDown(0, 1, 2.0, 1.0), LinkDown(5, None, 0.0, math.inf)))
     assert plan.message(0, 1, 2.25, 0) == Verdict(delay_s=0.75)
     assert plan.message(0, 1, 3.0, 0) == plan.message(1, 0, 2.25, 0) == Verdict()
     assert plan.message(5, 9, 1.0, 4).lost
@@ -88,18 +88,18 @@ def test_messages_wait_for_a_link_or_are_lost_with_it() -> None:
 
 def test_a_partition_cuts_both_ways_and_only_between() -> None:
     """Members go on talking among themselves."""
-    plan = Plan((Partition((0, 1), 1.0, 2.0),))
+    plan = FaultPlan((Partition((0, 1), 1.0, 2.0),))
     assert plan.message(0, 2, 1.5, 0).delay_s == plan.message(2, 0, 1.5, 0).delay_s == 1.5
     assert plan.message(0, 1, 1.5, 0) == plan.message(2, 3, 1.5, 0) == Verdict()
 
 
 def test_chances_are_functions_of_the_message() -> None:
     """Frequencies come out, the order of asking does not matter, and another seed chooses others."""
-    plan = Plan((Drop(None, None, 0.0, math.inf, 0.1),), seed=1)
+    plan = FaultPlan((Drop(None, None, 0.0, math.inf, 0.1),), seed=1)
     lost = [plan.message(0, 1, 0.0, number).lost for number in range(20_000)]
     assert sum(lost) / 20_000 == pytest.approx(0.1, abs=0.01)
     assert [plan.message(0, 1, 0.0, number).lost for number in reversed(range(20_000))] == lost[::-1]
-    other = Plan(plan.faults, seed=2)
+    other = FaultPlan(plan.faults, seed=2)
     assert [other.message(0, 1, 0.0, number).lost for number in range(200)] != lost[:200]
 
 
@@ -111,35 +111,35 @@ def test_verdicts_add_up() -> None:
         Duplicate(0, 1, 0.0, 9.0),
         Corrupt(0, 1, 0.0, 9.0),
     )
-    assert Plan(faults).message(0, 1, 1.0, 0) == Verdict(False, 0.75, 2, True)
-    spread = [Plan((Delay(0, 1, 0.0, 9.0, 1.0, 2.0),)).message(0, 1, 0.0, n).delay_s for n in range(99)]
+    assert FaultPlan(faults).message(0, 1, 1.0, 0) == Verdict(False, 0.75, 2, True)
+    spread = [FaultPlan((Delay(0, 1, 0.0, 9.0, 1.0, 2.0),)).message(0, 1, 0.0, n).delay_s for n in range(99)]
     assert 1.0 <= min(spread) < 1.2 < 2.8 < max(spread) < 3.0
 
 
 def test_text_and_json_round_trip() -> None:
     """Every kind survives both notations, the seed survives JSON."""
-    plan = Plan.parse(TEXT, seed=5)
+    plan = FaultPlan.parse(TEXT, seed=5)
     assert {fault.kind for fault in plan.faults} == set(KINDS)
-    assert Plan.parse(str(plan), seed=5) == plan
-    assert Plan.parse(plan.to_json()) == plan
+    assert FaultPlan.parse(str(plan), seed=5) == plan
+    assert FaultPlan.parse(plan.to_json()) == plan
 
 
 def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
     """A path that ends in .json."""
     path = tmp_path / "plan.json"
     path.write_text('[{"kind": "pause", "rank": 3, "at_s": 1, "for_s": null}]', encoding="utf-8")
-    assert Plan.parse(str(path)).faults == (Pause(3, 1.0, math.inf),)
+    assert FaultPlan.parse(str(path)).faults == (Pause(3, 1.0, math.inf),)
 
 
 def test_short_hands_expand() -> None:
     """Lists of ranks and links both ways are several faults; nothing is a plan without faults."""
-    assert Plan.parse("crash:1,3-4@2s").faults == (Crash(1, 2.0), Crash(3, 2.0), Crash(4, 2.0))
-    assert Plan.parse("down:0<>*@500ms+1s").faults == (
+    assert FaultPlan.parse("crash:1,3-4@2s").faults == (Crash(1, 2.0), Crash(3, 2.0), Crash(4, 2.0))
+    assert FaultPlan.parse("down:0<>*@500ms+1s").faults == (
         LinkDown(0, None, 0.5, 1.0),
         LinkDown(None, 0, 0.5, 1.0),
     )
-    assert not Plan.parse(None)
-    assert not Plan.parse(" ; ")
+    assert not FaultPlan.parse(None)
+    assert not FaultPlan.parse(" ; ")
 
 
 @pytest.mark.parametrize(
@@ -173,14 +173,14 @@ def test_short_hands_expand() -> None:
 def test_bad_plans_are_one_clear_error(text: str, match: str) -> None:
     """The part that is wrong, and what to write."""
     with pytest.raises(ParameterError, match=match):
-        Plan.parse(text)
+        FaultPlan.parse(text)
 
 
 def test_a_plan_is_checked_against_the_run() -> None:
     """A fault of a rank that the run has not would silently never happen."""
-    Plan.parse("drop:*>3@0s").check(4)
+    FaultPlan.parse("drop:*>3@0s").check(4)
     with pytest.raises(ParameterError, match=r"ranks 0 to 3, and no rank 17"):
-        Plan.parse("crash:17@3.5s").check(4)
+        FaultPlan.parse("crash:17@3.5s").check(4)
 
 
 def test_a_swarm_is_keyed_by_its_seed_and_leaves_a_survivor() -> None:
@@ -192,7 +192,7 @@ def test_a_swarm_is_keyed_by_its_seed_and_leaves_a_survivor() -> None:
     for plan in plans:
         plan.check(3)
         assert any(math.isinf(plan.death_s(rank)) for rank in range(3))
-        assert Plan.parse(plan.to_json()) == plan
+        assert FaultPlan.parse(plan.to_json()) == plan
     assert all(fault.at_s < 10.1 for plan in plans for fault in plan.faults)
     assert any(plan.restart_s(0) - plan.death_s(0) < 0.01 for plan in plans), (
         "before others know of the death"

@@ -6,7 +6,7 @@ from support.virtual_run import BANDWIDTH, LATENCY, platform, run
 
 from spawnsim.comm.ops import MAX, SUM
 from spawnsim.errors import ParameterError, Timeout
-from spawnsim.virtual.faults import DELIVERED, Plan
+from spawnsim.virtual.faults import DELIVERED, FaultPlan
 from spawnsim.virtual.faults.plan import RETRANSMIT_S
 from spawnsim.virtual.mpi.requests import Request
 
@@ -147,11 +147,11 @@ def test_what_is_dropped_is_sent_again(length_s, resent_s):
 
 def test_data_are_sent_again_at_the_times_of_tcp_until_it_gives_up():
     """Twice as long each time, from 0.2 s up to 120 s: 11 times for 300 s without a link; never through for 1,000 s."""
-    verdict = Plan.parse("drop:0>1@0s+300s").carried(0, 1, 0.0, 7)
+    verdict = FaultPlan.parse("drop:0>1@0s+300s").carried(0, 1, 0.0, 7)
     assert (verdict.lost, verdict.resent) == (False, 11)
     assert verdict.delay_s == pytest.approx(0.2 * (2**10 - 1) + 120.0)
-    assert Plan.parse("drop:0>1@0s+1000s").carried(0, 1, 0.0, 7).lost
-    assert Plan.parse("drop:0>1@0s+1000s").carried(1, 0, 0.0, 7) == DELIVERED
+    assert FaultPlan.parse("drop:0>1@0s+1000s").carried(0, 1, 0.0, 7).lost
+    assert FaultPlan.parse("drop:0>1@0s+1000s").carried(1, 0, 0.0, 7) == DELIVERED
 
 
 def test_a_lossy_network_is_slow_and_loses_nothing():
@@ -456,7 +456,7 @@ def test_messages_to_oneself_cross_no_link():
     notes = run(main, 2, faults="drop:*>*@0s")[1]
     assert notes.column("got") == {0: 0, 1: 1}
     with pytest.raises(ParameterError, match=r"LinkDown\(source=1, dest=1.*no link to itself"):
-        Plan.parse("down:1>1@0s")
+        FaultPlan.parse("down:1>1@0s")
 
 
 def test_a_partition_of_all_from_nobody_is_refused():

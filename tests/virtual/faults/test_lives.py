@@ -232,7 +232,7 @@ def test_who_does_not_join_leaves_alone():
     notes = run(main, RANKS, faults=LATER)[1]
     assert set(notes.column("done")) == set(range(RANKS)) - {VICTIM}
     assert kinds(notes) == [(3, "crash"), (3, "restart"), (3, "not_joined")]
-    assert "earlier life of this rank" in notes.events[-1][3]["error"]
+    assert "earlier incarnation" in notes.events[-1][3]["error"]
     assert "recover()" in notes.events[-1][3]["error"]
 
 

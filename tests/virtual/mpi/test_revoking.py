@@ -293,10 +293,10 @@ def test_windows_of_a_revoked_communicator_can_be_freed():
             assert ends(call) == "Revoked"
         if comm.rank:
             win.Free()
-        comm.record(company=comm._rank.company)
+        comm.record(observers=comm._rank.observers)
         new.Barrier()
 
-    assert run(main, 2)[1].column("company") == {0: 1, 1: 0}
+    assert run(main, 2)[1].column("observers") == {0: 1, 1: 0}
 
 
 def test_without_a_deadline_the_living_are_awaited():

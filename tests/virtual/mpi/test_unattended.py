@@ -76,7 +76,7 @@ def test_a_freed_receive_is_full_when_a_later_word_says_so():
             comm.Irecv(target, 1, 0).Free()
             assert comm.recv(source=1, tag=1) == "sent"
             assert target[0] == 1.0
-            assert comm._rank.company == 0
+            assert comm._rank.observers == 0
 
     run(main, 2)
 

@@ -123,11 +123,11 @@ def test_of_what_comes_at_one_time_the_card_takes_first_what_was_sent_first():
 
 def test_a_card_books_the_first_gap_that_is_long_enough():
     """A message goes before, between or behind those that were let in, never beside them."""
-    card = ReceivingNic()
-    assert [card.let_in(10.0, 2.0), card.let_in(20.0, 2.0), card.let_in(5.0, 2.0)] == [10.0, 20.0, 5.0]
-    assert card.let_in(9.0, 4.0) == 14.0  # 5 to 9 would do but for 8 to 10
-    assert card.let_in(15.0, 4.0) == 18.0
-    assert card.let_in(17.0, 1.0) == 21.0  # full from 8 to 20
+    nic = ReceivingNic()
+    assert [nic.admit(10.0, 2.0), nic.admit(20.0, 2.0), nic.admit(5.0, 2.0)] == [10.0, 20.0, 5.0]
+    assert nic.admit(9.0, 4.0) == 14.0  # 5 to 9 would do but for 8 to 10
+    assert nic.admit(15.0, 4.0) == 18.0
+    assert nic.admit(17.0, 1.0) == 21.0  # full from 8 to 20
 
 
 def test_the_ranks_of_a_node_share_its_card_fairly():
