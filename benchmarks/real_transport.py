@@ -60,7 +60,7 @@ def copies(comm: MPIComm) -> None:
     """A donor's and a receiver's own work on one snapshot, in passes over the model."""
     live = {f"parameter/{name}": each.detach() for name, each in Weights(LENGTHS).named_parameters()}
     flat, other = np.ones(sum(LENGTHS), np.float32), np.ones(sum(LENGTHS), np.float32)
-    shelf = SnapshotWindow(comm, live, Fixed(9.0))
+    snapshots = SnapshotWindow(comm, live, Fixed(9.0))
     calls: dict[str, Callable[[], object]] = {"a pass": lambda: np.copyto(flat, other)}
     for how in (None, "float16", "bfloat16"):
         packer = Packer(2**26, checksum=True, compression=Compression(how))
@@ -71,29 +71,29 @@ def copies(comm: MPIComm) -> None:
         )
     bare = Packer(2**26)
     calls["pack into fresh memory, no checksum"] = lambda: bare.pack(live, 1, 1)
-    calls["publish in a window"] = lambda: shelf.publish(live, 1)
-    calls["publish by way of a stage, with Put"] = lambda: staged(live, flat, shelf)
+    calls["publish in a window"] = lambda: snapshots.publish(live, 1)
+    calls["publish by way of a stage, with Put"] = lambda: staged(live, flat, snapshots)
     found = medians(calls)
     if comm.rank == 0:
         show("one rank's own work, 10 M float32 in 20 tensors", found, "a pass")
-    fetch(comm, shelf, live)
-    shelf.free()
+    fetch(comm, snapshots, live)
+    snapshots.free()
 
 
-def staged(live: dict[str, torch.Tensor], flat: np.ndarray[Any, Any], shelf: SnapshotWindow) -> None:
+def staged(live: dict[str, torch.Tensor], flat: np.ndarray[Any, Any], snapshots: SnapshotWindow) -> None:
     """Publish as it was done before: copy to a stage, and from there to the window."""
     pieces = torch.split(torch.from_numpy(flat), LENGTHS)
     torch._foreach_copy_(list(pieces), list(live.values()))
-    window, me = shelf._windows[""].win, shelf.comm.Get_rank()
+    window, me = snapshots._windows[""].win, snapshots.comm.Get_rank()
     window.Put([flat.view(np.uint8), flat.nbytes], me, [4096, flat.nbytes])
     window.Flush(me)
 
 
-def fetch(comm: MPIComm, shelf: SnapshotWindow, live: dict[str, torch.Tensor]) -> None:
+def fetch(comm: MPIComm, snapshots: SnapshotWindow, live: dict[str, torch.Tensor]) -> None:
     """Take a donor's snapshot, against a bare Get of the same bytes."""
     for version in (1, 2):  # `staged` left no description in one of the slots
-        shelf.publish(live, version)
-    raw, into = shelf._windows[""].win._raw, np.ones(sum(LENGTHS), np.float32)
+        snapshots.publish(live, version)
+    raw, into = snapshots._windows[""].win._raw, np.ones(sum(LENGTHS), np.float32)
     donor = (comm.rank + 1) % comm.size
 
     def get() -> None:
@@ -102,7 +102,7 @@ def fetch(comm: MPIComm, shelf: SnapshotWindow, live: dict[str, torch.Tensor]) -
 
     comm.Barrier()
     if comm.rank == 0:
-        found = medians({"bare Get": get, "take a snapshot": lambda: shelf.take([donor])}, 4 * REPEATS)
+        found = medians({"bare Get": get, "take a snapshot": lambda: snapshots.take([donor])}, 4 * REPEATS)
         show("one-sided fetch", found, "bare Get")
         print(
             f"  share of the bare bandwidth: {found['bare Get'] / found['take a snapshot']:.2f} (wanted 0.9)"

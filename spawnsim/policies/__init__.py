@@ -14,17 +14,17 @@ from spawnsim.policies.asynchronous import AsyncModelAveragePolicy
 from spawnsim.policies.average_all import AverageAllPolicy
 from spawnsim.policies.averaging import DecentralizedAverager, DecentralizedAveragingPolicy
 from spawnsim.policies.base import SpawnPolicy
-from spawnsim.policies.exchange.coordinator import Wiring
+from spawnsim.policies.exchange.coordinator import ExchangeOptions, Wiring
 from spawnsim.policies.exchange.group_mean import Consensus
-from spawnsim.policies.exchange.replacement import Renewal
-from spawnsim.policies.exchange.window_set import Windows
+from spawnsim.policies.exchange.replacement import Renewal, Replacement
+from spawnsim.policies.exchange.window_set import WindowOptions, Windows
 from spawnsim.policies.one_sided import OneSidedSelectiveAveragingPolicy
 from spawnsim.policies.replay import ReplayPolicy, replay
 from spawnsim.policies.rules.cadence import Adaptive, Cadence, Deadline, Every, Fixed, When
 from spawnsim.policies.rules.donors import Best, ByMetric, Neighbours, Uniform
 from spawnsim.policies.rules.selection import Expired, Report, Threshold, WorstRatio
 from spawnsim.policies.selective import AsyncSelectiveAveragingPolicy
-from spawnsim.policies.state.layout import Travels, one_storage
+from spawnsim.policies.state.layout import StateScope, Travels, one_storage
 
 __all__ = [
     "Adaptive",
@@ -39,18 +39,22 @@ __all__ = [
     "DecentralizedAverager",
     "DecentralizedAveragingPolicy",
     "Every",
+    "ExchangeOptions",
     "Expired",
     "Fixed",
     "Neighbours",
     "OneSidedSelectiveAveragingPolicy",
     "Renewal",
+    "Replacement",
     "ReplayPolicy",
     "Report",
     "SpawnPolicy",
+    "StateScope",
     "Threshold",
     "Travels",
     "Uniform",
     "When",
+    "WindowOptions",
     "Windows",
     "Wiring",
     "WorstRatio",

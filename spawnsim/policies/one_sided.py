@@ -14,19 +14,18 @@ from typing import Any, ClassVar
 
 import torch
 
+from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
-from spawnsim.policies.base import Info, Result, SpawnPolicy, as_metric, blank_info
+from spawnsim.policies.base import Info, Result, SpawnPolicy
 from spawnsim.policies.exchange.replacement import (
     Contribution,
     Explore,
-    ModelAndOptimizer,
     ModelBuilder,
-    Renewal,
+    Replacement,
     ReplacementRecord,
-    normalized,
-    without_nonfinite,
+    usable,
 )
-from spawnsim.policies.exchange.window_set import OpenWindows, Windows, metric_range
+from spawnsim.policies.exchange.window_set import OpenWindows, WindowOptions, metric_range
 from spawnsim.policies.rules.cadence import Cadence, Every
 from spawnsim.policies.rules.donors import (
     MOST_DONORS,
@@ -49,11 +48,12 @@ from spawnsim.policies.rules.selection import (
     admitted,
     behind,
     check_age_range,
+    check_cooldown,
+    selection_for,
     spare_the_best,
 )
-from spawnsim.policies.selective import check_cooldown, selection_for
 from spawnsim.policies.state.codecs import Codec
-from spawnsim.policies.state.layout import Travels, collect
+from spawnsim.policies.state.layout import ModelAndOptimizer, StateScope, collect
 from spawnsim.policies.state.snapshot import Compression, model_device
 
 logger = logging.getLogger(__name__)
@@ -67,24 +67,26 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         model: with `group`, lets the constructor make the windows; else the first call does. Both are collective.
         average_every: iterations between reports to the board, between snapshots, and in mode "worst_ratio" between
             checks: half a period after each report a rank compares it with what the others reported at the same
-            iteration, later if the verdict hangs on ranks that have not come there yet (`comparison.py`). A report
-            that was made before a replacement is not judged after it.
+            iteration, later if the verdict hangs on ranks that have not come there yet (`rules/selection.py`). A
+            report that was made before a replacement is not judged after it.
         threshold_metric: in mode "threshold", a rank that is worse is replaced; infinite means never.
         replacement_ratio: in mode "worst_ratio", the share that is replaced, of those on the board.
         averaging_strategy, momentum: as in `AsyncSelectiveAveragingPolicy`.
-        age_range: in mode "age", lives last drawn + 1 calls, the draw uniform over the range, both ends included.
-        replacement_mode: "age" (checked at every call), "threshold" (likewise) or "worst_ratio".
+        age_range: in mode "age", a rank is replaced every n + 1 calls, n drawn anew each time, uniformly over the
+            range, both ends included.
+        replacement_mode: "age" or "threshold" (both checked at every call), or "worst_ratio".
         group: spawnsim's, mpi4py's or torch's communicator.
         cooldown: iterations for which a replaced rank is not replaced again by metric (None: `average_every`).
         donors: a donor rule, or a number or share of the candidates, drawn uniformly. By default the best alone for
-            "best_only", which then serves all replaced ranks; else half the group, 8 at most. Candidates have laid out
-            a snapshot, have a finite metric and, but in mode "age", are not being replaced.
+            "best_only", which then serves all replaced ranks; else half the group, 8 at most. Candidates have published
+            a snapshot and have a finite metric, and except in mode "age" they are not being replaced themselves.
         selection: your own rule over the board's reports, checked as in mode "worst_ratio".
         windows: layout, how often to publish, deadlines.
         The rest is as in `AsyncSelectiveAveragingPolicy`.
     """
 
     most_donors: ClassVar[int | None] = MOST_DONORS
+    acts_in_every_call = True
 
     # fmt: off
     def __init__(
@@ -93,12 +95,12 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         momentum: float = 0.0, age_range: tuple[int, int] = (50, 150), replacement_mode: str = "age",
         group: Any = None, *, cooldown: int | None = None, donors: DonorRule | Count = None,
         selection: Selection | None = None, mixing: Mixing | None = None, cadence: Cadence | None = None,
-        travels: Travels | None = None, explore: Explore | None = None, mode: Mode = "max",
-        nan_policy: NanPolicy = "worst", windows: Windows | None = None,
+        travels: StateScope | None = None, explore: Explore | None = None, mode: Mode = "max",
+        nan_policy: NanPolicy = "worst", windows: WindowOptions | None = None,
         compression: str | Codec | None = None, timing: dict[str, list[float]] | None = None, guard: bool = True,
     ) -> None:
         # fmt: on
-        super().__init__(average_every, cadence=cadence)
+        super().__init__(average_every, cadence=cadence, timing=timing)
         threshold = threshold_metric if replacement_mode == "threshold" else None
         named = selection_for(replacement_mode, ratio=replacement_ratio, threshold=threshold, mode=mode)
         self.rules = Rules(
@@ -106,41 +108,52 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             averaging_strategy, mixing, mode, nan_policy,
         )  # fmt: skip
         self._by_board = selection is not None or replacement_mode == "worst_ratio"
-        travels = travels if travels is not None else Travels(optimizer_state="reset")
-        self.renewal = Renewal(model_builder, averaging_strategy, momentum, "replace", travels, explore)
+        travels = travels if travels is not None else StateScope(optimizer_state="reset")
+        self.replacement = Replacement(model_builder, averaging_strategy, momentum, "replace", travels, explore)
         Compression(compression)  # refuses what it does not know
         self.compression, self.guard = compression, bool(guard)
-        self.windows = windows if windows is not None else Windows()
+        self.windows = windows if windows is not None else WindowOptions()
         self.publishing = Every(self.windows.publish_every or self.average_every)
         self.cooldown = check_cooldown(self.average_every if cooldown is None else cooldown)
         self.threshold_metric, self.replacement_ratio = float(threshold_metric), float(replacement_ratio)
         self.averaging_strategy, self.momentum, self.mode = averaging_strategy, float(momentum), mode
         self.replacement_mode, self.age_range = replacement_mode, check_age_range(age_range)
-        self.timing = timing if timing is not None else {}
         self.total_iterations = 0
         self.unmatched: tuple[str, ...] = ()
         self._donors = donors
-        self._group = group
+        self._group = group  # the one that a call without a group means
         self._opened: OpenWindows | None = None
         self._age: Age | None = None
         self._resume: dict[str, Any] = {}
         self._last_replaced = -math.inf
         self._rounds = ReportRounds(self.average_every)
-        self._idle = blank_info(replacement_mode, self.average_every if self._by_board else 1)
+        self._expose = True
+        self.idle_info["replacement_mode"] = replacement_mode
+        if not self._by_board:  # a rank that is judged by itself is judged in each call
+            self.idle_info["replacement_check_every"] = 1
         if group is not None and model is not None:
             self.setup(group, model)
 
     def setup(self, group: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> OpenWindows:
-        """Make the windows; collective over the group. The constructor or the first call does it if you do not."""
-        comm = self.comm_of(group)
+        """Make the windows; collective over the group. The constructor or the first call does it if you do not.
+
+        Args:
+            group: the communicator: spawnsim's, mpi4py's or torch's.
+            model: whose tensors the windows are made for.
+            optimizer: of the model; needed where its state is exchanged.
+
+        Returns:
+            The windows.
+        """
+        comm = self._bound(group)
         if self._donors is None:
             half = max(1, comm.Get_size() // 2)
             most = half if self.most_donors is None else min(half, self.most_donors)
             self.rules = replace(self.rules, donors=default_donors(self.averaging_strategy, self.mode, most))
         self._age = Age(self.age_range, comm.rng("age"))
         self._age.age, self._age.max_age = self._resume.get("age", (0, self._age.max_age))
-        opened = self.windows.open(comm, collect(model, optimizer, self.renewal.travels), self.compression)
-        self._group, self._opened = group, opened
+        opened = self.windows.open(comm, collect(model, optimizer, self.replacement.travels), self.compression)
+        self._opened = opened
         self._rounds.close()
         return opened
 
@@ -154,34 +167,61 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         *,
         expose_params: bool = True,
     ) -> Result:
-        """Take over from others if this rank's time has come; lay the own model out if that is due."""
+        """Take over from others if this rank is to be replaced; publish its own model if that is due.
+
+        Args:
+            iteration: of this rank's training loop, from 0.
+            model: as the latest optimizer step left it.
+            optimizer: of the model.
+            local_metric: how good the model is; None is reported as 0.
+            group: the communicator; None is the one of the constructor or of the latest call.
+            expose_params: False publishes nothing in this call.
+
+        Returns:
+            The model and optimizer to go on with, and what happened.
+        """
+        self._expose = expose_params
+        group = group if group is not None else self._group
+        return super().__call__(iteration, model, optimizer, local_metric, group)
+
+    def act(
+        self,
+        iteration: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        metric: float | None,
+        comm: Comm,
+        info: Info,
+    ) -> ModelAndOptimizer:
+        """Make the windows in the first call on a communicator; look for a replacement, report and publish."""
         opened = self._opened
-        if opened is None or (group is not None and group is not self._group):
-            opened = self.setup(group if group is not None else self._group, model, optimizer)
-        info = self._idle.copy()
-        metric = 0.0 if local_metric is None else as_metric(local_metric)
-        if local_metric is not None:
-            info["local_metric"] = metric
+        if opened is None or comm is not opened.comm:
+            opened = self.setup(self._group, model, optimizer)
+        metric = 0.0 if metric is None else metric
         self.total_iterations += 1
+        # The order of what follows is what keeps a verdict about the weights that it is about. Where ranks are compared
+        # on the board, the report comes last: after a replacement the metric is of weights that are gone, so it is told
+        # to the others but never judged. Where a rank decides by its own metric or age alone, no verdict waits for the
+        # report, and it goes out first. A replaced rank publishes at once: the selection has just rejected the weights
+        # of its latest snapshot, and a reader that still takes them would bring them back.
         first = not opened.board.reports
         due = first or self.cadence.due(iteration)
         if first or (due and not self._by_board):
             self._report(opened, iteration, metric, judged=self.cadence.due(iteration))
-        seen = self._dying(opened, iteration, metric, due=due)
+        seen = self._verdict(opened, iteration, metric, due=due)
         if seen is not None:
             model, optimizer = self._replace(opened, iteration, (model, optimizer), info, *seen)
-        if due and self._by_board and not first:  # after a replacement it is of weights that are gone
+        if due and self._by_board and not first:
             self._report(opened, iteration, metric, judged=not info["is_replaced"])
-        if expose_params and (first or info["is_replaced"] or self.publishing.due(iteration)):
-            info["bytes"] += opened.shelf.publish(collect(model, optimizer, self.renewal.travels), iteration)
-        return model, optimizer, info
+        if self._expose and (first or info["is_replaced"] or self.publishing.due(iteration)):
+            info["bytes"] += opened.snapshots.publish(collect(model, optimizer, self.replacement.travels), iteration)
+        return model, optimizer
 
-    # ------------------------------------------------------------------------------------------------ deciding
     def _report(self, opened: OpenWindows, iteration: int, metric: float, *, judged: bool) -> None:
         opened.board.report(metric, iteration)
         self._rounds.reported(iteration, judged=judged and self._by_board)
 
-    def _dying(
+    def _verdict(
         self, opened: OpenWindows, iteration: int, metric: float, *, due: bool
     ) -> tuple[ReportTable, int] | None:
         """Return the board's lines, and at which iteration to compare, if this rank is to be replaced."""
@@ -196,13 +236,25 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
                     return lines, compared
             return None
         if self.replacement_mode == "age":
-            dying = self._age is not None and self._age.tick()
+            replaced = self._age is not None and self._age.tick()
         else:
-            dying = rested and self.is_agent_dying(metric, self.threshold_metric)
-        return (lines := opened.board.read(), lines.shared()) if dying else None
+            replaced = rested and self.is_agent_dying(metric, self.threshold_metric)
+        return (lines := opened.board.read(), lines.shared()) if replaced else None
 
     def is_agent_dying(self, local_metric: float, threshold_metric: float, check_policy: int = 0) -> bool:
-        """Return whether this rank is to be replaced: `check_policy` 0 by metric (worse than threshold), 1 by age."""
+        """Tell whether a rank would be replaced; the policy itself asks this in mode "threshold".
+
+        Args:
+            local_metric: of the rank.
+            threshold_metric: a worse metric than this means yes; an infinite one means no.
+            check_policy: 0 decides by metric, 1 by this rank's age.
+
+        Returns:
+            Whether it is to be replaced.
+
+        Raises:
+            ParameterError: `check_policy` is neither 0 nor 1.
+        """
         if check_policy not in (0, 1):
             raise ParameterError(f"check_policy={check_policy!r}: give 0 (by metric) or 1 (by age)")
         if check_policy:
@@ -214,7 +266,6 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         taking = admitted(reports, self.rules.nan_policy)
         return spare_the_best(self.rules.selection(taking), taking, self.mode)
 
-    # --------------------------------------------------------------------------------------------- replacing
     def _replace(
         self, opened: OpenWindows, iteration: int, whose: ModelAndOptimizer, info: Info, lines: ReportTable,
         compared: int,
@@ -222,25 +273,23 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         comm, began_s = opened.comm, opened.comm.clock.now()
         opened.board.mark(busy=True)
         reports = lines.of_alive().near(compared) if lines.alive.sum() > 1 else lines.near(compared)
-        gifts, nbytes = self._take(opened, whose, lines, reports)
-        if gifts or self.averaging_strategy == "reset_weights":
-            new = self.renewal(*whose, gifts, reference={}, rng=comm.rng("explore"))
+        contributions, nbytes = self._take(opened, whose, lines, reports)
+        if contributions or self.averaging_strategy == "reset_weights":
+            new = self.replacement(*whose, contributions, reference={}, rng=comm.rng("explore"))
             whose, self.unmatched = (new.model, new.optimizer), new.unmatched
             wait_s, (low, high) = comm.clock.now() - began_s, metric_range(reports)
-            account = ReplacementRecord(
-                iteration, compared if self._by_board else iteration, iteration, info["local_metric"], gifts, low, high,
-                nbytes, wait_s, new.unmatched, self.mode,
+            record = ReplacementRecord(
+                iteration, compared if self._by_board else iteration, iteration, info["local_metric"], contributions,
+                low, high, nbytes, wait_s, new.unmatched, self.mode,
             )
             self._count(iteration, wait_s)
             self._rounds.close()
-            account.tell(info, self.num_replacements)
-            account.record(comm, self.renewal, served="after")
+            record.publish(comm, info, self.num_replacements, self.replacement, served="after")
         opened.board.mark(busy=False)
         return whose
 
     def _count(self, iteration: int, wait_s: float) -> None:
-        self.num_replacements += 1
-        self._idle["num_replacements_so_far"] = self.num_replacements
+        self.count_replacement()
         self._last_replaced = iteration
         self.reset_age()
         self.note("replace", wait_s)
@@ -248,32 +297,30 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
     def _take(
         self, opened: OpenWindows, whose: ModelAndOptimizer, lines: ReportTable, reports: list[Report]
     ) -> tuple[list[Contribution], int]:
-        """Return the gifts of this rank's donors and their bytes; donors have finite metrics.
-
-        Nor are they being replaced, but by age they may be: it says nothing of a model, and all may be of one age.
-        """
+        """Return the contributions of this rank's donors and their bytes; donors have finite metrics."""
         me, out = opened.comm.Get_rank(), {opened.comm.Get_rank()}
+        # A rank that is being replaced for its metric is no source of weights. One that is replaced for its age is: age
+        # says nothing of a model, and where all ranks are of one age there would be no donor at all.
         if self._by_board or self.replacement_mode != "age":
             out |= self._selected(reports).union(lines.ranks[lines.busy].tolist())
         givers = [report for report in reports if report.rank not in out and math.isfinite(report.metric)]
         if not givers or self.averaging_strategy == "reset_weights":
             return [], 0
         donors, weights = choose_donors(me, givers, self.rules, opened.comm.rng("donors"))
-        taken = opened.shelf.take(donors, model_device(whose[0]))
+        taken = opened.snapshots.take(donors, model_device(whose[0]))
         share = dict(zip(donors, weights, strict=True))
-        gifts = [Contribution(donor, got.iteration, share[donor], got.tensors) for donor, got in taken.items()]
-        kept = without_nonfinite(opened.comm, gifts, whose, self.renewal) if self.guard else normalized(gifts)
+        contributions = [Contribution(donor, got.iteration, share[donor], got.tensors) for donor, got in taken.items()]
+        kept = usable(opened.comm, contributions, whose, self.replacement.travels, guard=self.guard)
         return kept, sum(got.nbytes for got in taken.values())
 
-    # ------------------------------------------------------------------------------------------------ looking
     @property
     def age(self) -> int:
-        """Calls since this rank's life began."""
+        """Calls since this rank was last replaced."""
         return self._age.age if self._age else 0
 
     @property
     def max_age(self) -> int:
-        """The age at which this life ends; -1 before the windows are made."""
+        """The age at which this rank is replaced; -1 before the windows are made."""
         return self._age.max_age if self._age else -1
 
     @property
@@ -282,17 +329,16 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         return self.num_replacements
 
     def reset_age(self) -> None:
-        """Begin a new life."""
+        """Start the count of calls at 0, and draw the age of the next replacement."""
         if self._age is not None:
             self._age.reset()
 
     @property
     def stats(self) -> dict[str, float]:
-        """Calls, replacements, and what reading met with: torn, missing, nothing."""
-        counts = self._opened.shelf.counts if self._opened else {}
+        """Calls, replacements, and reads that failed: torn, missing, nothing."""
+        counts = self._opened.snapshots.counts if self._opened else {}
         return {"total_iterations": self.total_iterations, "num_replacements": self.num_replacements, **counts}
 
-    # ------------------------------------------------------------------------------------------------- ending
     def shutdown(self) -> None:
         """Offer nothing any more and free the windows, if all others come within `windows.shutdown_timeout_s`."""
         opened, self._opened = self._opened, None
@@ -301,18 +347,25 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         elif opened is not None and self.replacement_mode == "age":
             self.warn_if_all_lived(self.age_range, self.total_iterations, opened.comm)
         if opened is not None and not opened.close(self.windows.shutdown_timeout_s):
-            logger.warning("rank %d: not all ranks came to free the windows: they stay", opened.comm.Get_rank())
+            logger.warning("rank %d: not all ranks came to free the windows; they stay", opened.comm.Get_rank())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters and the age."""
+        """Return what a checkpoint needs.
+
+        Returns:
+            Counters, the age, and the iteration of the last replacement.
+        """
         age = (self.age, self.max_age) if self._age else self._resume.get("age")
         last = self._last_replaced if math.isfinite(self._last_replaced) else None
         return {**super().state_dict(), "total_iterations": self.total_iterations, "age": age, "last_replaced": last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a checkpoint."""
+        """Take up a checkpoint, before the first call.
+
+        Args:
+            state: what `state_dict` returned.
+        """
         super().load_state_dict(state)
-        self._idle["num_replacements_so_far"] = self.num_replacements
         self._last_replaced = -math.inf if state["last_replaced"] is None else state["last_replaced"]
         self._resume = {"age": tuple(state["age"])} if state["age"] else {}
         if self._age is not None and self._resume:

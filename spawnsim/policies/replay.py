@@ -16,18 +16,18 @@ import torch
 
 from spawnsim.comm import Comm, Status
 from spawnsim.errors import UsageError
-from spawnsim.policies.base import Info, Result, SpawnPolicy, as_metric, blank_info
+from spawnsim.policies.base import Info, SpawnPolicy
 from spawnsim.policies.exchange.messages import Bytes, Message, decode
 from spawnsim.policies.exchange.replacement import (
     Contribution,
     Explore,
     ModelBuilder,
-    Renewal,
+    Replacement,
     ReplacementRecord,
     Served,
 )
 from spawnsim.policies.state.codecs import Codec
-from spawnsim.policies.state.layout import Tensors, Travels, collect
+from spawnsim.policies.state.layout import ModelAndOptimizer, StateScope, Tensors, collect
 from spawnsim.policies.state.snapshot import Compression, Packer
 
 TAG = 7003
@@ -45,15 +45,15 @@ class RecordedReplacement:
     versions: tuple[int, ...]
     asked: int
     served: Served
-    renewal: Renewal
+    replacement: Replacement
 
     @classmethod
-    def of(cls, event: Mapping[str, Any], renewal: Renewal) -> RecordedReplacement:
+    def of(cls, event: Mapping[str, Any], replacement: Replacement) -> RecordedReplacement:
         """Return the replacement of one event, carried out as it says, with the given builder and explorer."""
         try:
-            travels = replace(renewal.travels, optimizer_state=event["optimizer_state"])
-            renewal = replace(
-                renewal,
+            travels = replace(replacement.travels, optimizer_state=event["optimizer_state"])
+            replacement = replace(
+                replacement,
                 strategy=event["strategy"],
                 momentum=event["momentum"],
                 rule=event["rule"],
@@ -62,7 +62,7 @@ class RecordedReplacement:
             donors, weights, versions = (tuple(event[name]) for name in ("donors", "weights", "versions"))
             iteration, round_, replaced = (int(event[name]) for name in ("iteration", "round", "replaced"))
             asked, served = int(event["asked"]), event["served"]
-            return cls(iteration, round_, replaced, donors, weights, versions, asked, served, renewal)
+            return cls(iteration, round_, replaced, donors, weights, versions, asked, served, replacement)
         except KeyError as missing:
             raise UsageError(
                 f"a recorded replacement has no {missing}: was it recorded by spawnsim's policies?"
@@ -71,27 +71,32 @@ class RecordedReplacement:
 
 def replay(
     events: Iterable[Mapping[str, Any]], model_builder: ModelBuilder | None = None, *, explore: Explore | None = None,
-    travels: Travels | None = None, compression: str | Codec | None = None,
+    travels: StateScope | None = None, compression: str | Codec | None = None,
 ) -> ReplayPolicy:  # fmt: skip
     """Return a policy that takes the decisions in `events` (of `Run.events`, or lines of events.jsonl) again.
 
     Give the recorded run's `model_builder`, `explore` and `travels`, and `compression` if it was a codec of your own;
     all else is in the events.
     """
-    renewal = Renewal(model_builder, explore=explore, travels=travels or Travels())
-    return ReplayPolicy(events, renewal, compression)
+    replacement = Replacement(model_builder, explore=explore, travels=travels or StateScope())
+    return ReplayPolicy(events, replacement, compression)
 
 
 class ReplayPolicy(SpawnPolicy):
     """Takes recorded decisions again; made by `replay`."""
 
     def __init__(
-        self, events: Iterable[Mapping[str, Any]], renewal: Renewal, compression: str | Codec | None = None
+        self,
+        events: Iterable[Mapping[str, Any]],
+        replacement: Replacement,
+        compression: str | Codec | None = None,
     ) -> None:
         super().__init__()
         events = list(events)
         self.recorded = [
-            RecordedReplacement.of(event, renewal) for event in events if event.get("kind") == "replacement"
+            RecordedReplacement.of(event, replacement)
+            for event in events
+            if event.get("kind") == "replacement"
         ]
         self._compressed: dict[int, str] = {
             event["rank"]: event["compression"] for event in events if event.get("kind") == "transport"
@@ -110,38 +115,34 @@ class ReplayPolicy(SpawnPolicy):
         self._requests: list[tuple[Any, Bytes]] = []
         self._reference: Tensors = {}
         self._early: dict[tuple[int, int], Bytes] = {}  # (donor, round) → a snapshot for a later replacement
-        self._idle = blank_info("replay", 1)
+        self.idle_info["replacement_mode"] = "replay"
 
-    def __call__(
+    def act(
         self,
         iteration: int,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        local_metric: float | None = None,
-        group: Any = None,
-    ) -> Result:
+        metric: float | None,
+        comm: Comm,
+        info: Info,
+    ) -> ModelAndOptimizer:
         """Give what was given at this iteration, and take over what was taken over; waits for the donors."""
-        comm = self.comm_of(group)
-        members = comm.Get_group().members
-        me = members[comm.Get_rank()]
-        info = self._idle.copy()
-        if local_metric is not None:
-            info["local_metric"] = as_metric(local_metric)
+        me = comm.Get_group().members[comm.Get_rank()]
         self._give(comm, (me, iteration, "before"), model, optimizer)
         asking, due = self._asked.get((me, iteration)), self._due.get((me, iteration))
         if asking is not None:
-            self._reference = asking.renewal.reference(model)
+            self._reference = asking.replacement.reference(model)
         if due is not None:
             model, optimizer = self._take_over(comm, due, (model, optimizer), info)
         self._give(comm, (me, iteration, "after"), model, optimizer)
-        return model, optimizer, info
+        return model, optimizer
 
     def _give(
         self, comm: Comm, key: tuple[int, int, str], model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         members = comm.Get_group().members
         for each in self._given.get(key, ()):
-            live = collect(model, optimizer, each.renewal.travels)
+            live = collect(model, optimizer, each.replacement.travels)
             for message in self._packing(key[0]).pack(live, each.round, key[1]):
                 self._requests.append((comm.Isend(message, members.index(each.replaced), TAG), message))
 
@@ -154,30 +155,24 @@ class ReplayPolicy(SpawnPolicy):
         return self._packer
 
     def _take_over(
-        self,
-        comm: Comm,
-        due: RecordedReplacement,
-        whose: tuple[torch.nn.Module, torch.optim.Optimizer],
-        info: Info,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        self, comm: Comm, due: RecordedReplacement, whose: ModelAndOptimizer, info: Info
+    ) -> ModelAndOptimizer:
         began_s, members = comm.clock.now(), comm.Get_group().members
         donors = [members.index(donor) for donor in due.donors]
         messages = [self._receive(comm, donor, due.round) for donor in donors]
-        gifts = [
+        contributions = [
             Contribution(donor, message.iteration, weight, self._unpacker.unpack([message]))
             for donor, message, weight in zip(donors, messages, due.weights, strict=True)
         ]
-        new = due.renewal(*whose, gifts, reference=self._reference, rng=comm.rng("explore"))
+        new = due.replacement(*whose, contributions, reference=self._reference, rng=comm.rng("explore"))
         self._reference = {}
-        self.num_replacements += 1
-        self._idle["num_replacements_so_far"] = self.num_replacements
-        account = ReplacementRecord(
-            due.iteration, due.round, due.asked, info["local_metric"], gifts,
+        self.count_replacement()
+        record = ReplacementRecord(
+            due.iteration, due.round, due.asked, info["local_metric"], contributions,
             nbytes=sum(message.body.size for message in messages), wait_s=comm.clock.now() - began_s,
             unmatched=new.unmatched,
         )  # fmt: skip
-        account.tell(info, self.num_replacements)
-        account.record(comm, due.renewal, served=due.served)
+        record.publish(comm, info, self.num_replacements, due.replacement, served=due.served)
         return new.model, new.optimizer
 
     def _receive(self, comm: Comm, donor: int, round_: int) -> Message:

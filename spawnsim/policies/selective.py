@@ -7,24 +7,22 @@ It puts a cadence, rules (selection, donors, mixing), a replacement and an excha
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
-from spawnsim.errors import ParameterError
-from spawnsim.policies.base import Info, Result, SpawnPolicy, as_metric, blank_info
-from spawnsim.policies.exchange.coordinator import Outcome, Wiring
+from spawnsim.comm import Comm
+from spawnsim.policies.base import Info, SpawnPolicy
+from spawnsim.policies.exchange.coordinator import ExchangeOptions, Outcome
 from spawnsim.policies.exchange.endpoint import Exchange, ShutdownDrain
 from spawnsim.policies.exchange.replacement import (
     Contribution,
     Explore,
-    ModelAndOptimizer,
     ModelBuilder,
-    Renewal,
+    Replacement,
     ReplacementRecord,
     Rule,
-    normalized,
-    without_nonfinite,
+    usable,
 )
 from spawnsim.policies.rules.cadence import Cadence
 from spawnsim.policies.rules.donors import (
@@ -38,24 +36,20 @@ from spawnsim.policies.rules.donors import (
 )
 from spawnsim.policies.rules.selection import (
     Age,
-    Expired,
     Mode,
     NanPolicy,
     Selection,
-    Threshold,
-    WorstRatio,
     check_age_range,
+    check_cooldown,
     check_mode,
     check_nan_policy,
+    selection_for,
 )
 from spawnsim.policies.state.codecs import Codec
-from spawnsim.policies.state.layout import Tensors, Travels
+from spawnsim.policies.state.layout import ModelAndOptimizer, StateScope, Tensors
 from spawnsim.policies.state.snapshot import Compression, model_device
 
 logger = logging.getLogger(__name__)
-
-ReplacementMode = Literal["worst_ratio", "threshold", "age"]
-REPLACEMENT_MODES: tuple[str, ...] = ("worst_ratio", "threshold", "age")
 
 
 class _WithThreshold(int):
@@ -63,28 +57,6 @@ class _WithThreshold(int):
 
 
 COOLDOWN = _WithThreshold(200)
-
-
-def selection_for(replacement_mode: str, *, ratio: float, threshold: float | None, mode: Mode) -> Selection:
-    """Return the selection that a replacement mode names."""
-    if replacement_mode == "age":
-        return Expired(mode)
-    if replacement_mode == "worst_ratio":
-        return WorstRatio(ratio, mode, threshold)
-    if replacement_mode != "threshold":
-        raise ParameterError(
-            f"replacement_mode={replacement_mode!r}: choose one of {', '.join(REPLACEMENT_MODES)}"
-        )
-    if threshold is None:
-        raise ParameterError("replacement_mode='threshold' needs a threshold")
-    return Threshold(threshold, mode)
-
-
-def check_cooldown(cooldown: int) -> int:
-    """Return the cooldown, or raise `ParameterError`."""
-    if not cooldown >= 0:
-        raise ParameterError(f"cooldown={cooldown!r}: give a number of iterations of at least 0")
-    return int(cooldown)
 
 
 class AsyncSelectiveAveragingPolicy(SpawnPolicy):
@@ -129,6 +101,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     """
 
     most_donors: ClassVar[int | None] = MOST_DONORS
+    acts_in_every_call = True  # others may ask this rank for its model at any time
 
     # fmt: off
     def __init__(
@@ -137,12 +110,13 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         threshold: float | None = None, cooldown: int = COOLDOWN, timing: dict[str, list[float]] | None = None, *,
         replacement_mode: str = "worst_ratio", age_range: tuple[int, int] = (50, 150),
         donors: DonorRule | Count = None, selection: Selection | None = None, mixing: Mixing | None = None,
-        cadence: Cadence | None = None, rule: Rule = "replace", travels: Travels | None = None,
+        cadence: Cadence | None = None, rule: Rule = "replace", travels: StateScope | None = None,
         explore: Explore | None = None, mode: Mode = "max", nan_policy: NanPolicy = "worst",
-        wiring: Wiring | None = None, compression: str | Codec | None = None, guard: bool = True,
+        wiring: ExchangeOptions | None = None, compression: str | Codec | None = None, guard: bool = True,
     ) -> None:
         # fmt: on
-        super().__init__(average_every, cadence=cadence)
+        super().__init__(average_every, cadence=cadence, timing=timing)
+        self.idle_info["replacement_mode"] = replacement_mode
         check_mode(mode)
         check_nan_policy(nan_policy)
         named = selection_for(replacement_mode, ratio=replacement_ratio, threshold=threshold, mode=mode)
@@ -150,64 +124,59 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             selection if selection is not None else named, self._donors(donors, averaging_strategy, mode),
             averaging_strategy, mixing, mode, nan_policy,
         )  # fmt: skip
-        travels = travels if travels is not None else Travels(optimizer_state="reset")
-        self.renewal = Renewal(model_builder, averaging_strategy, momentum, rule, travels, explore)
+        travels = travels if travels is not None else StateScope(optimizer_state="reset")
+        self.replacement = Replacement(model_builder, averaging_strategy, momentum, rule, travels, explore)
         Compression(compression)  # refuses what it does not know
         self.compression, self.guard = compression, bool(guard)
-        self.wiring = wiring if wiring is not None else Wiring(poll_interval_s=poll_interval_s)
+        self.wiring = wiring if wiring is not None else ExchangeOptions(poll_interval_s=poll_interval_s)
         self.poll_interval_s = self.wiring.poll_interval_s
         self.cooldown, self.replacement_mode = check_cooldown(cooldown), replacement_mode
         self._cooldown = 0 if isinstance(cooldown, _WithThreshold) and threshold is None else self.cooldown
         self.replacement_ratio, self.threshold = float(replacement_ratio), threshold
         self.averaging_strategy, self.momentum, self.mode = averaging_strategy, float(momentum), mode
         self.age_range = check_age_range(age_range)
-        self.timing = timing if timing is not None else {}
         self.unmatched: tuple[str, ...] = ()
-        self._group: object = None
         self._judged = False  # whether a metric was ever given
         self._exchange: Exchange | None = None
         self._age: Age | None = None
         self._resume: dict[str, Any] = {}
         self._reference: tuple[int, Tensors] = (-1, {})
         self._latest: tuple[int, torch.nn.Module, torch.optim.Optimizer] | None = None
-        self._idle = blank_info(replacement_mode, self.average_every)
 
-    def __call__(
+    def act(
         self,
         iteration: int,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        local_metric: float | None = None,
-        group: Any = None,
-    ) -> Result:
-        """Report if due (and a metric is given), serve whoever has asked, take over what has arrived."""
+        metric: float | None,
+        comm: Comm,
+        info: Info,
+    ) -> ModelAndOptimizer:
+        """Report if due (and a metric is given), serve the ranks that have asked, take over what has arrived."""
         exchange = self._exchange
-        if exchange is None or group is not self._group:
-            exchange = self._join(group)
+        if exchange is None or comm is not exchange.comm:
+            exchange = self._join(comm)
         self._latest = (iteration, model, optimizer)
-        info = self._idle.copy()
-        if local_metric is not None:
-            info["local_metric"] = as_metric(local_metric)
-            self._judged = True
         expired = self._age.tick() if self._age is not None else False
-        if local_metric is not None and self.cadence.due(iteration):
-            exchange.report(iteration, info["local_metric"], expired=expired)
+        if metric is not None:
+            self._judged = True
+            if self.cadence.due(iteration):
+                exchange.report(iteration, metric, expired=expired)
         outcome = exchange.serve(iteration, model, optimizer)
         if exchange.assigned is not None:
-            self._reference = (iteration, self.renewal.reference(model))
+            self._reference = (iteration, self.replacement.reference(model))
         if outcome is not None and (outcome.given or outcome.fresh_start):
-            model, optimizer = self._take_over(exchange, outcome, info)
-        return model, optimizer, info
+            return self._take_over(exchange, outcome, info)
+        return model, optimizer
 
     def _donors(self, donors: DonorRule | Count, strategy: str, mode: Mode) -> DonorRule:
         if donors is None:
             return default_donors(strategy, mode, self.most_donors)
         return donors if callable(donors) else Uniform(donors)
 
-    def _join(self, group: Any) -> Exchange:
+    def _join(self, comm: Comm) -> Exchange:
         """Begin on a communicator; another one than before (after a recovery) begins anew."""
-        comm = self.comm_of(group)
-        travels, resume = self.renewal.travels, self._resume
+        travels, resume = self.replacement.travels, self._resume
         exchange = Exchange(
             comm, self.rules, self.wiring, travels=travels, cooldown=self._cooldown,
             compression=Compression(self.compression),
@@ -218,47 +187,43 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         if self.replacement_mode == "age" and self._age is None:
             self._age = Age(self.age_range, comm.rng("age"))
             self._age.age, self._age.max_age = resume.get("age", (0, self._age.max_age))
-        self._group, self._exchange = group, exchange
+        self._exchange = exchange
         return exchange
 
-    def _take_over(
-        self, exchange: Exchange, outcome: Outcome, info: Info
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    def _take_over(self, exchange: Exchange, outcome: Outcome, info: Info) -> ModelAndOptimizer:
         assert self._latest is not None
         iteration, model, optimizer = self._latest
-        gifts = self._gifts(exchange, outcome, (model, optimizer))
-        if not (gifts or outcome.fresh_start):
+        contributions = self._contributions(exchange, outcome, (model, optimizer))
+        if not (contributions or outcome.fresh_start):
             return model, optimizer
         asked, reference = self._reference
         self._reference = (-1, {})
-        new = self.renewal(model, optimizer, gifts, reference=reference, rng=exchange.comm.rng("explore"))
+        new = self.replacement(model, optimizer, contributions, reference=reference, rng=exchange.comm.rng("explore"))
         self.unmatched = new.unmatched
-        self.num_replacements += 1
-        self._idle["num_replacements_so_far"] = self.num_replacements
+        self.count_replacement()
         if self._age is not None:
             self._age.reset()
         self.note("wait", outcome.wait_s)
         assignment = outcome.assignment
-        account = ReplacementRecord(
-            iteration, assignment.round, asked, info["local_metric"], gifts, assignment.low, assignment.high,
+        record = ReplacementRecord(
+            iteration, assignment.round, asked, info["local_metric"], contributions, assignment.low, assignment.high,
             outcome.nbytes, outcome.wait_s, new.unmatched, self.mode,
         )  # fmt: skip
-        account.tell(info, self.num_replacements)
-        account.record(exchange.comm, self.renewal, served="before")
+        record.publish(exchange.comm, info, self.num_replacements, self.replacement, served="before")
         self._latest = (iteration, new.model, new.optimizer)
         return new.model, new.optimizer
 
-    def _gifts(self, exchange: Exchange, outcome: Outcome, whose: ModelAndOptimizer) -> list[Contribution]:
+    def _contributions(self, exchange: Exchange, outcome: Outcome, whose: ModelAndOptimizer) -> list[Contribution]:
         weights = dict(zip(outcome.assignment.donors, outcome.assignment.weights, strict=True))
-        gifts = [
+        contributions = [
             Contribution(donor, outcome.given[donor][0].iteration, weights[donor], tensors)
             for donor, tensors in exchange.unpack(outcome, model_device(whose[0])).items()
         ]
-        return without_nonfinite(exchange.comm, gifts, whose, self.renewal) if self.guard else normalized(gifts)
+        return usable(exchange.comm, contributions, whose, self.replacement.travels, guard=self.guard)
 
     def shutdown(self) -> None:
         """Serve what was promised, for `wiring.shutdown_timeout_s` at most. Not collective; may be called twice."""
-        exchange, self._exchange, self._group = self._exchange, None, None
+        exchange, self._exchange = self._exchange, None
         if exchange is None or self._latest is None:
             return
         self._resume = self._progress(exchange)
@@ -306,6 +271,5 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a checkpoint; call it before the first call of the policy."""
         super().load_state_dict(state)
-        self._idle["num_replacements_so_far"] = self.num_replacements
         self._resume = {name: state[name] for name in ("settled", "last_trigger", "age") if name in state}
         self._exchange = self._age = None

@@ -10,7 +10,7 @@ from support.policy_ranks import WIDE, Line, line, numbers, walk
 
 import spawnsim
 from spawnsim.errors import MismatchError, ParameterError, UsageError
-from spawnsim.policies import AverageAllPolicy, Every, Travels, one_storage
+from spawnsim.policies import AverageAllPolicy, Every, StateScope, one_storage
 from spawnsim.policies.state.arithmetic import as_one_view
 from spawnsim.policies.state.layout import collect
 
@@ -29,8 +29,9 @@ def test_all_ranks_end_with_the_mean() -> None:
 def test_iteration_0_averages_too_so_that_ranks_begin_together() -> None:
     """As in the original; a cadence of one's own leaves it out. The flag says when it happened."""
     for every, cadence, expected in ((3, None, [0, 3, 6]), (1, None, list(range(7))), (3, Every(3), [3, 6])):
-        policy = AverageAllPolicy(every, cadence=cadence)
-        found = walk(lambda _, policy=policy: policy, ranks=2, steps=7)
+        found = walk(
+            lambda _, every=every, cadence=cadence: AverageAllPolicy(every, cadence=cadence), ranks=2, steps=7
+        )
         assert [i for i in range(7) if found.infos[0, i]["averaged_this_iteration"]] == expected
 
 
@@ -122,7 +123,7 @@ def test_optimizer_state_is_averaged_or_reset_on_demand() -> None:
     for how, expected in (("keep", {0.0, 1.0}), ("average", {0.5}), ("reset", set())):
         kept: list[torch.optim.Optimizer] = []
         walk(
-            lambda _, how=how: AverageAllPolicy(1, travels=Travels(optimizer_state=how)),
+            lambda _, how=how: AverageAllPolicy(1, travels=StateScope(optimizer_state=how)),
             ranks=2,
             steps=1,
             start=start,
@@ -183,7 +184,7 @@ def test_one_storage_moves_a_model_and_changes_nothing_else() -> None:
     one_storage(model)
     assert all(a is b for a, b in zip(model.parameters(), objects, strict=True))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    live = collect(model, None, Travels())
+    live = collect(model, None, StateScope())
     for dtype in (torch.float32, torch.float16, torch.int64):
         assert as_one_view([tensor for tensor in live.values() if tensor.dtype == dtype]) is not None
     model[0](torch.ones(1, 3)).sum().backward()
@@ -218,7 +219,7 @@ def test_an_arena_row_is_averaged_in_place() -> None:
         model.weight.data, model.logZ.data = arena[rank, :3], arena[rank, 3]
         return model, optimizer
 
-    walk(lambda _: AverageAllPolicy(1, travels=Travels(buffers=False)), ranks=2, steps=1, start=start)
+    walk(lambda _: AverageAllPolicy(1, travels=StateScope(buffers=False)), ranks=2, steps=1, start=start)
     assert arena.tolist() == [[0.5] * 4] * 2
 
 

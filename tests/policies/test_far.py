@@ -11,7 +11,7 @@ from programs.every_policy import CASES, Case, policy_of
 from support.far import Far, card
 
 import spawnsim
-from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, SpawnPolicy, Travels
+from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, SpawnPolicy, StateScope
 
 ENOUGH = 60
 
@@ -81,7 +81,7 @@ def test_every_policy(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_averaging_with_the_optimizer(momentum: float) -> None:
     """Moments on the device and step counts in main memory are averaged together, each where it lies."""
-    travels = Travels(optimizer_state="average")
+    travels = StateScope(optimizer_state="average")
     for rank, tensors in enumerate(final(lambda _: AverageAllPolicy(1, momentum=momentum, travels=travels))):
         wanted = (1 - momentum) * 1.5 + momentum * rank
         assert hull(tensors) == (wanted, wanted)
@@ -89,7 +89,7 @@ def test_averaging_with_the_optimizer(momentum: float) -> None:
 
 def test_a_copied_optimizer_comes_whole() -> None:
     """Who is replaced has its moments and step counts from one donor, whole."""
-    how: dict[str, Any] = {"threshold": 0.5, "cooldown": 0, "travels": Travels(optimizer_state="copy")}
+    how: dict[str, Any] = {"threshold": 0.5, "cooldown": 0, "travels": StateScope(optimizer_state="copy")}
     found = final(lambda _: AsyncSelectiveAveragingPolicy(lambda: away(2.5), 2, **how))
     whole = {rank: hull(tensors[4:]) for rank, tensors in enumerate(found)}
     assert all(low == high for low, high in whole.values())

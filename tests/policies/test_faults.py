@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.policy_ranks import numbers, walk
 
-from spawnsim.policies import AsyncSelectiveAveragingPolicy, Wiring
+from spawnsim.policies import AsyncSelectiveAveragingPolicy, ExchangeOptions
 from spawnsim.virtual.faults import Swarm
 
 RANKS, STEPS, HORIZON_S = 10, 60, 0.3
@@ -16,7 +16,7 @@ KINDS = ("crash", "pause", "slow", "down", "drop", "delay", "duplicate", "corrup
 
 def policy(comm: Any) -> AsyncSelectiveAveragingPolicy:
     """Return a policy with a short deadline that checks every byte."""
-    wiring = Wiring(deadline=0.05, checksum=True, shutdown_timeout_s=0.1)
+    wiring = ExchangeOptions(deadline=0.05, checksum=True, shutdown_timeout_s=0.1)
     return AsyncSelectiveAveragingPolicy(None, 2, 0.3, cooldown=0, wiring=wiring)
 
 
@@ -47,7 +47,7 @@ def test_who_has_fallen_behind_takes_part_again(quorum: float) -> None:
 
     def patient(comm: Any) -> AsyncSelectiveAveragingPolicy:
         return AsyncSelectiveAveragingPolicy(
-            None, 2, 0.3, "best_only", cooldown=0, wiring=Wiring(quorum=quorum, deadline=0.02)
+            None, 2, 0.3, "best_only", cooldown=0, wiring=ExchangeOptions(quorum=quorum, deadline=0.02)
         )
 
     def metric(rank: int, step: int) -> float:

@@ -12,7 +12,7 @@ from support.policy_ranks import line, numbers
 
 import spawnsim
 from spawnsim.errors import MismatchError, Timeout
-from spawnsim.policies import AverageAllPolicy, OneSidedSelectiveAveragingPolicy, Windows
+from spawnsim.policies import AverageAllPolicy, OneSidedSelectiveAveragingPolicy, WindowOptions
 
 RANKS, FLOATS, STEPS = 12, 30_000, 12
 MADE = {
@@ -125,7 +125,7 @@ def test_damaged_snapshots_are_refused_and_counted(layout: str, share: float) ->
         model, optimizer = line(float(comm.rank), FLOATS)
         policy = OneSidedSelectiveAveragingPolicy(
             None, None, 4, averaging_strategy="best_only", age_range=(3, 5), replacement_mode="age", cooldown=0,
-            windows=Windows(layout, publish_every=1),
+            windows=WindowOptions(layout, publish_every=1),
         )  # fmt: skip
         for step in range(24):
             with comm.compute(0.01):

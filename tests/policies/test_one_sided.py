@@ -12,7 +12,7 @@ from support.policy_ranks import Line, Steps, line, numbers, walk
 
 import spawnsim
 from spawnsim.errors import ParameterError
-from spawnsim.policies import OneSidedSelectiveAveragingPolicy, Windows
+from spawnsim.policies import OneSidedSelectiveAveragingPolicy, WindowOptions
 from spawnsim.policies.exchange.snapshot_window import HEADER, SnapshotWindow, _common_version
 from spawnsim.policies.rules.cadence import Adaptive, Fixed
 
@@ -28,9 +28,9 @@ def windows(comm: Any, mode: str = "worst_ratio", every: int = 3, layout: str = 
         "cooldown": 0,
         **how,
     }
-    shelf = Windows(layout, **settings.pop("shelf", {}))
+    options = WindowOptions(layout, **settings.pop("options", {}))
     return OneSidedSelectiveAveragingPolicy(
-        settings.pop("builder", None), None, every, windows=shelf, **settings
+        settings.pop("builder", None), None, every, windows=options, **settings
     )
 
 
@@ -209,7 +209,7 @@ def test_ranks_may_differ_in_iterations() -> None:
 
 @LAYOUTS
 def test_models_of_different_shapes_are_matched_by_name(layout: str) -> None:
-    """Windows of different sizes, names that not all have: what fits is taken, the rest stays and is named."""
+    """WindowOptions of different sizes, names that not all have: what fits is taken, the rest stays and is named."""
 
     def start(rank: int) -> tuple[Line, torch.optim.Optimizer]:
         model, optimizer = line(float(rank), width=3 + rank)
@@ -263,7 +263,7 @@ def test_expose_params_false_keeps_a_model_back() -> None:
 def test_a_donor_that_does_not_answer_costs_a_deadline_not_the_run() -> None:
     """Readers go on with those that do; the stopped rank comes back later."""
     found = walk(
-        lambda comm: windows(comm, donors=3, shelf={"deadline": 0.05, "shutdown_timeout_s": 0.2}), steps=40,
+        lambda comm: windows(comm, donors=3, options={"deadline": 0.05, "shutdown_timeout_s": 0.2}), steps=40,
         faults="pause:3@0.05s+9s",
     )  # fmt: skip
     late = [
@@ -285,7 +285,7 @@ def late(found: Steps, after_s: float) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("fault", ["pause:2@0.05s+9s", "crash:2@0.05s"])
 def test_the_next_rank_takes_the_board_over(fault: str) -> None:
     """Its holder is dead, or does not answer: replacements go on by the next one's board, without the holder."""
-    found = walk(lambda comm: windows(comm, donors=3, shelf=SHORT), steps=40, faults=fault)
+    found = walk(lambda comm: windows(comm, donors=3, options=SHORT), steps=40, faults=fault)
     times = found.run.table["time_s"]
     assert times[found.run.table["rank"] == 1].max() < 1
     assert {event["replaced"] for event in late(found, 0.3) if event["time_s"] < 1} == {0}
@@ -295,7 +295,7 @@ def test_the_next_rank_takes_the_board_over(fault: str) -> None:
 def test_a_holder_that_was_only_slow_follows_the_others() -> None:
     """When it comes back its board says that they have moved: it goes by their new metrics, not by the old lines."""
     found = walk(
-        lambda comm: windows(comm, donors=3, shelf=SHORT), steps=60, faults="pause:2@0.05s+0.3s",
+        lambda comm: windows(comm, donors=3, options=SHORT), steps=60, faults="pause:2@0.05s+0.3s",
         metric=lambda rank, step: 5.0 if rank == 2 else rank + (0.0 if step < 20 else 9.0),
     )  # fmt: skip
     assert {event["high"] for event in late(found, 0.36) if event["replaced"] == 2} == {12.0}
@@ -304,7 +304,7 @@ def test_a_holder_that_was_only_slow_follows_the_others() -> None:
 def test_a_board_without_holder_and_deputies_ends_replacements_not_training() -> None:
     """Three dead: the others train on, and replace nobody."""
     found = walk(
-        lambda comm: windows(comm, donors=3, shelf=SHORT), ranks=6, steps=40,
+        lambda comm: windows(comm, donors=3, options=SHORT), ranks=6, steps=40,
         faults="crash:2@0.05s; crash:3@0.05s; crash:4@0.05s",
     )  # fmt: skip
     assert {rank for rank, step in found.infos if step == 39} == {0, 1, 5}
@@ -316,7 +316,7 @@ def test_shutdown_never_hangs_and_may_be_called_early_and_twice() -> None:
     windows(None).shutdown()
 
     def main(comm: Any) -> None:
-        policy = windows(comm, shelf={"shutdown_timeout_s": 0.1})
+        policy = windows(comm, options={"shutdown_timeout_s": 0.1})
         policy(0, *line(0.0), 1.0, comm)
         if comm.Get_rank():
             policy.shutdown()
@@ -365,7 +365,7 @@ def test_bad_parameters_are_refused_in_the_constructor(bad: dict[str, Any]) -> N
     with pytest.raises(ParameterError):
         OneSidedSelectiveAveragingPolicy(**{"model_builder": line, "model": None, "average_every": 5, **bad})
     with pytest.raises(ParameterError, match="layout"):
-        Windows("rows")
+        WindowOptions("rows")
 
 
 # ------------------------------------------------------------------------------------------------- shelves
@@ -398,20 +398,20 @@ def test_a_read_that_was_overtaken_is_repeated() -> None:
 
     def main(comm: Any) -> None:
         live = {"a": torch.zeros(200_000), "b": torch.zeros(3)}
-        shelf = SnapshotWindow(comm, live, Fixed(9.0))
+        snapshots = SnapshotWindow(comm, live, Fixed(9.0))
         if comm.Get_rank() == 0:
             for iteration in range(1, 400):
                 for tensor in live.values():
                     tensor.fill_(iteration)
-                shelf.publish(live, iteration)
+                snapshots.publish(live, iteration)
                 comm.clock.sleep(2e-5)
             return
         comm.clock.sleep(1e-3)
         for _ in range(5):
-            found = shelf.take([0]).get(0)
+            found = snapshots.take([0]).get(0)
             if found is not None:
                 seen.append((found.iteration, {float(n) for t in found.tensors.values() for n in t.unique()}))
-        torn.append(shelf.counts["torn"])
+        torn.append(snapshots.counts["torn"])
 
     spawnsim.run(main, ranks=2, platform="ethernet-10g")
     assert torn[0] > 0
@@ -423,14 +423,14 @@ def test_a_reader_waits_a_poll_not_the_donors_whole_computation() -> None:
     waits: list[float] = []
 
     def main(comm: Any) -> None:
-        shelf = SnapshotWindow(comm, {"a": torch.zeros(9)}, Adaptive())
-        shelf.publish({"a": torch.ones(9)}, 0)
+        snapshots = SnapshotWindow(comm, {"a": torch.zeros(9)}, Adaptive())
+        snapshots.publish({"a": torch.ones(9)}, 0)
         for batch in range(100):
             with comm.compute(0.01):
                 pass
             if comm.Get_rank() == 0 and batch == 50:
                 before_s = comm.clock.now()
-                assert len(shelf.take([1, 2])) == 2
+                assert len(snapshots.take([1, 2])) == 2
                 waits.append(comm.clock.now() - before_s)
 
     spawnsim.run(main, ranks=3)

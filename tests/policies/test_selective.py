@@ -12,7 +12,7 @@ from support.policy_ranks import Line, Steps, line, numbers, walk
 
 import spawnsim
 from spawnsim.errors import ParameterError
-from spawnsim.policies import AsyncSelectiveAveragingPolicy, Best, Travels, Wiring, replay
+from spawnsim.policies import AsyncSelectiveAveragingPolicy, Best, ExchangeOptions, StateScope, replay
 
 
 def selective(comm: Any, strategy: str = "mean", every: int = 3, **how: Any) -> AsyncSelectiveAveragingPolicy:
@@ -129,7 +129,7 @@ def test_nobody_waits_for_anybody() -> None:
 def test_a_dead_rank_costs_only_itself() -> None:
     """The others go on replacing, by quorum or deadline."""
     found = walk(
-        lambda comm: selective(comm, wiring=Wiring(deadline=0.02)), steps=40, faults="crash:3@0.05s",
+        lambda comm: selective(comm, wiring=ExchangeOptions(deadline=0.02)), steps=40, faults="crash:3@0.05s",
         metric=lambda rank, iteration: float(rank + iteration % 2),
     )  # fmt: skip
     late = [event for event in found.events("replacement") if event["time_s"] > 0.2]
@@ -141,7 +141,7 @@ def test_a_dead_rank_costs_only_itself() -> None:
 def test_the_next_rank_takes_over_from_a_dead_coordinator() -> None:
     """Replacements go on without rank 0."""
     found = walk(
-        lambda comm: selective(comm, wiring=Wiring(deadline=0.02)), steps=40, faults="crash:0@0.05s",
+        lambda comm: selective(comm, wiring=ExchangeOptions(deadline=0.02)), steps=40, faults="crash:0@0.05s",
         metric=lambda rank, iteration: float(rank + iteration % 2),
     )  # fmt: skip
     late = [event for event in found.events("decision") if event["time_s"] > 0.2 and event["replaced"]]
@@ -159,7 +159,7 @@ def test_a_coordinator_that_is_done_decides_for_those_who_are_not() -> None:
 def test_a_slow_rank_is_dropped_from_rounds_not_waited_for() -> None:
     """Rounds are decided without the straggler; its late reports are counted."""
     found = walk(
-        lambda comm: selective(comm, wiring=Wiring(deadline=0.02)), steps=40,
+        lambda comm: selective(comm, wiring=ExchangeOptions(deadline=0.02)), steps=40,
         pace=lambda rank: 0.2 if rank == 3 else 0.01,
     )  # fmt: skip
     decided = [
@@ -172,7 +172,7 @@ def test_a_slow_rank_is_dropped_from_rounds_not_waited_for() -> None:
 def test_rank_0_is_an_ordinary_participant() -> None:
     """The coordinating rank is replaced like any other, and any rank may coordinate."""
     assert replacements(walk(selective, steps=12))[0][0] == 0
-    found = walk(lambda comm: selective(comm, wiring=Wiring(coordinator=2)), steps=12)
+    found = walk(lambda comm: selective(comm, wiring=ExchangeOptions(coordinator=2)), steps=12)
     assert replacements(found)[0] == (0, [1, 2, 3])
 
 
@@ -298,7 +298,7 @@ def test_the_delta_rule_keeps_steps_taken_meanwhile() -> None:
 
 def test_large_models_travel_in_parts() -> None:
     """Small parts give the same result as one message."""
-    found = walk(lambda comm: selective(comm, wiring=Wiring(part_nbytes=16)), steps=12)
+    found = walk(lambda comm: selective(comm, wiring=ExchangeOptions(part_nbytes=16)), steps=12)
     assert numbers(found.models[0]) == {2.0}
 
 
@@ -351,7 +351,7 @@ def test_users_own_selection_and_donors() -> None:
 def test_without_a_metric_a_rank_takes_no_part() -> None:
     """It is neither replaced nor a donor."""
     found = walk(
-        lambda comm: selective(comm, wiring=Wiring(deadline=0.06)), steps=24,
+        lambda comm: selective(comm, wiring=ExchangeOptions(deadline=0.06)), steps=24,
         metric=lambda rank, _: None if rank == 0 else float(rank),
     )  # fmt: skip
     assert replacements(found)
@@ -388,7 +388,7 @@ def leaving_s(**how: Any) -> dict[int, float]:
     spent: dict[int, float] = {}
 
     def main(comm: Any) -> None:
-        wiring = Wiring(**{"deadline": 0.05, **how.get("wiring", {})})
+        wiring = ExchangeOptions(**{"deadline": 0.05, **how.get("wiring", {})})
         policy = AsyncSelectiveAveragingPolicy(None, 2, 0.3, cooldown=0, wiring=wiring)
         model, optimizer = line(float(comm.Get_rank()))
         for iteration in range(20):
@@ -480,7 +480,7 @@ def test_unknown_parameters_are_refused() -> None:
 
 def test_of_a_small_group_the_last_rank_decides() -> None:
     """Recoveries leave groups that have no such rank."""
-    found = walk(lambda comm: selective(comm, wiring=Wiring(coordinator=9)), steps=12)
+    found = walk(lambda comm: selective(comm, wiring=ExchangeOptions(coordinator=9)), steps=12)
     assert {event["rank"] for event in found.events("decision")} == {3}
     assert found.events("replacement")
 
@@ -499,7 +499,7 @@ def test_optimizer_state_can_be_copied_from_the_donor() -> None:
 
     kept: list[tuple[Line, torch.optim.Optimizer]] = []
     walk(
-        lambda comm: selective(comm, "best_only", travels=Travels(optimizer_state="copy")),
+        lambda comm: selective(comm, "best_only", travels=StateScope(optimizer_state="copy")),
         steps=12,
         start=start,
     )

@@ -146,7 +146,7 @@ class Coordinator:
 
 
 @dataclass(frozen=True, slots=True)
-class Wiring:
+class ExchangeOptions:
     """How the exchange waits and sends.
 
     `quorum`: how many reports decide a round at once, a share of the group (float) or a number of ranks (int).
@@ -181,6 +181,9 @@ class Wiring:
     def new_deadline(self) -> Deadline:
         """Return a deadline that has seen nothing yet."""
         return self.deadline() if callable(self.deadline) else as_deadline(self.deadline)
+
+
+Wiring = ExchangeOptions  # the name that it had first
 
 
 @dataclass(frozen=True, slots=True)

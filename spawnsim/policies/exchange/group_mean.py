@@ -8,7 +8,8 @@ tensors go through one buffer and are written last: a group that did not meet le
 The mean of equal models is that model to the bit. The sum of n equal floats, divided by n, is that float only where n
 is a power of two, so ranks compare digests first: of the beginnings of a few tensors; while these agree, of those of
 all tensors; and then of everything. Where models differ, as they do in training, that is one small Allreduce. With
-`guard`, floats that are not finite are left out.
+`guard`, floats that are not finite are left out number by number: the mean is taken over the ranks that have a finite
+number in that place, and where no rank has one, each keeps its own.
 
 `Consensus` keeps each rank's weights at given times, which disturbs nobody, and forms the mean model when training is
 over: what averaging would give, whatever the policy.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -31,19 +33,14 @@ from spawnsim.comm import IN_PLACE, MAX, MIN, SUM, Comm
 from spawnsim.errors import MismatchError, ParameterError
 from spawnsim.policies.state.arithmetic import (
     CPU,
-    Healed,
-    MeanPiece,
     all_finite,
     as_memory,
     as_one_view,
-    heal,
-    leave_out,
-    mend,
     new_buffer,
     sum_dtype,
     surely_finite,
 )
-from spawnsim.policies.state.layout import Collector, Entry, Layout, Tensors, Travels, collect
+from spawnsim.policies.state.layout import Collector, Entry, Layout, StateScope, Tensors, collect
 
 FEW, HEAD = 8, 16  # tensors that are looked at first, and numbers of each
 
@@ -76,6 +73,70 @@ def _same_digest(comm: Comm, rows: Iterable[torch.Tensor]) -> bool:
     ends = np.concatenate([digest, ~digest])  # the greatest, and the least
     comm.Allreduce(IN_PLACE, ends, MAX)
     return bool(ends[0] == ~ends[1])
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What a rank does not contribute to a sum: flat places, and the values that stood there."""
+
+    places: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Healed:
+    """How many of this rank's numbers are now the mean of the others', and how many are NaN on every rank."""
+
+    numbers: int = 0
+    lost: int = 0
+
+    def __add__(self, other: Healed) -> Healed:
+        return Healed(self.numbers + other.numbers, self.lost + other.lost)
+
+
+MeanPiece = tuple[torch.Tensor, LeftOut | None]
+
+
+def leave_out(contribution: torch.Tensor) -> LeftOut | None:
+    """Put 0 where a flat contribution is not finite; return what was left out, None if it is nothing."""
+    if all_finite(contribution):
+        return None
+    places = (~torch.isfinite(contribution)).nonzero().squeeze(1)
+    left_out = LeftOut(places, contribution[places])
+    contribution[places] = 0
+    return left_out
+
+
+def heal(comm: Comm, pieces: Sequence[MeanPiece]) -> Healed:
+    """Mend means from which some ranks left something out, in place; all ranks of the group call, with equal pieces.
+
+    A piece is a mean (the sum divided by the group's size) and what this rank left out of it. Where nobody left
+    anything out, this costs one small Allreduce.
+    """
+    if not pieces:
+        return Healed()
+    wanted = np.asarray([left_out is not None for _, left_out in pieces], np.int32)
+    comm.Allreduce(IN_PLACE, wanted, MAX)
+    found = Healed()
+    for (mean, left_out), wants in zip(pieces, wanted.tolist(), strict=True):
+        if wants:
+            found += mend(comm, mean, left_out)
+    return found
+
+
+def mend(comm: Comm, mean: torch.Tensor, left_out: LeftOut | None) -> Healed:
+    """Divide by the number of ranks that contributed, place by place; all ranks of the group call."""
+    counts = torch.ones_like(mean)
+    if left_out is not None:
+        counts[left_out.places] = 0
+    comm.Allreduce(IN_PLACE, as_memory(counts))
+    mean.mul_(torch.where(counts > 0, comm.Get_size() / counts, 1))
+    if left_out is None:
+        return Healed()
+    nobody = counts[left_out.places] == 0
+    mean[left_out.places] = torch.where(nobody, left_out.values, mean[left_out.places])
+    lost = int((nobody & left_out.values.isnan()).sum())
+    return Healed(int((~nobody).sum()), lost)
 
 
 Array = NDArray[Any]
@@ -391,7 +452,7 @@ class Consensus:
         if not every_s > 0:
             raise ParameterError(f"every_s={every_s!r}: give seconds above 0")
         self._comm, self._every_s, self._model = comm, every_s, model
-        self._collect = Collector(Travels())
+        self._collect = Collector(StateScope())
         self._held = self._weights(model)
         self._kept: list[Tensor] = []
 
@@ -428,6 +489,6 @@ class Consensus:
 
 
 def _set_weights(model: torch.nn.Module, weights: Tensor) -> None:
-    tensors = [each for each in collect(model, None, Travels()).values() if each.is_floating_point()]
+    tensors = [each for each in collect(model, None, StateScope()).values() if each.is_floating_point()]
     for tensor, part in zip(tensors, torch.split(weights, [each.numel() for each in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))

@@ -12,24 +12,26 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
-from spawnsim.policies.base import Info
 from spawnsim.policies.rules.donors import check_momentum, check_strategy
 from spawnsim.policies.state.arithmetic import all_finite, blend, with_delta, with_momentum
 from spawnsim.policies.state.layout import (
+    ModelAndOptimizer,
+    StateScope,
     Tensors,
-    Travels,
     assign,
     assign_optimizer,
     collect,
     reset_optimizer,
 )
+
+logger = logging.getLogger(__name__)
 
 ModelBuilder = Callable[[], tuple[torch.nn.Module, torch.optim.Optimizer]]
 Explore = Callable[[torch.nn.Module, torch.optim.Optimizer, np.random.Generator], None]
@@ -46,16 +48,22 @@ class Contribution:
     tensors: Tensors
 
 
-def normalized(gifts: Sequence[Contribution]) -> list[Contribution]:
-    """Return the gifts that have come with weights that sum to 1."""
-    total = sum(gift.weight for gift in gifts)
-    return [replace(gift, weight=gift.weight / total) for gift in gifts] if total > 0 else list(gifts)
+def normalized(contributions: Sequence[Contribution]) -> list[Contribution]:
+    """Return the contributions that have arrived with weights that sum to 1."""
+    total = sum(each.weight for each in contributions)
+    return (
+        [replace(each, weight=each.weight / total) for each in contributions]
+        if total > 0
+        else list(contributions)
+    )
 
 
-def nonfinite_donors(gifts: Sequence[Contribution], own: Tensors) -> list[int]:
+def nonfinite_donors(contributions: Sequence[Contribution], own: Tensors) -> list[int]:
     """Return the donors whose state holds a NaN, or an infinity where this rank has none (masks may hold some)."""
     return [
-        gift.donor for gift in gifts if not all(_is_usable(t, own.get(n)) for n, t in gift.tensors.items())
+        each.donor
+        for each in contributions
+        if not all(_is_usable(tensor, own.get(name)) for name, tensor in each.tensors.items())
     ]
 
 
@@ -78,18 +86,27 @@ class ReplacementResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Renewal:
-    """How a replacement is carried out.
+class Replacement:
+    """How a replacement is carried out: θ_new = Σ w_k θ_k over the donors, then θ ← m·θ_own + (1 - m)·θ_new.
 
-    θ_new = Σ w_k θ_k over the donors (`rule` "replace"), plus the rank's own steps since it asked for them ("delta");
-    then θ ← m·θ_own + (1 - m)·θ_new with m = `momentum`. `explore(model, optimizer, rng)` is called last.
+    Args:
+        builder: makes the fresh (model, optimizer) of a replaced rank; None overwrites its own in place.
+        strategy: what the weights w come from: "mean", "weighted_mean" or "best_only"; "reset_weights" takes nothing
+            from donors and needs a builder.
+        momentum: m, from 0 to 1.
+        rule: "delta" adds to θ_new the steps that the rank took since it asked its donors; "replace" does not.
+        travels: which parts of the state are exchanged, and what becomes of the optimizer's.
+        explore: called last, as `explore(model, optimizer, rng)`.
+
+    Raises:
+        ParameterError: an argument is not among its choices or outside its range.
     """
 
     builder: ModelBuilder | None = None
     strategy: str = "mean"
     momentum: float = 0.0
     rule: Rule = "replace"
-    travels: Travels = field(default_factory=lambda: Travels(optimizer_state="reset"))
+    travels: StateScope = field(default_factory=lambda: StateScope(optimizer_state="reset"))
     explore: Explore | None = None
 
     def __post_init__(self) -> None:
@@ -107,39 +124,57 @@ class Renewal:
             )
 
     def reference(self, model: torch.nn.Module) -> Tensors:
-        """Return a copy of the parameters as they are now, for the delta rule; empty without it."""
+        """Return what the delta rule needs of the moment in which donors are asked.
+
+        Args:
+            model: of the rank that is to be replaced.
+
+        Returns:
+            A copy of its parameters by name; nothing with another rule.
+        """
         if self.rule == "replace" or self.strategy == "reset_weights":
             return {}
-        own = collect(model, None, Travels(buffers=False))
+        own = collect(model, None, StateScope(buffers=False))
         return {name: tensor.clone() for name, tensor in own.items()}
 
     def __call__(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        gifts: Sequence[Contribution],
+        contributions: Sequence[Contribution],
         *,
         reference: Tensors,
         rng: np.random.Generator,
     ) -> ReplacementResult:
-        """Return the replaced rank's model and optimizer. Without gifts (reset_weights) they are the builder's."""
+        """Replace a model.
+
+        Args:
+            model: of the replaced rank.
+            optimizer: of that model.
+            contributions: what its donors gave, with weights that sum to 1; none for fresh weights of the builder.
+            reference: what `reference` returned when the donors were asked; empty without the delta rule.
+            rng: for `explore`.
+
+        Returns:
+            The model and optimizer to go on with, and the names of tensors that no donor had: they keep their values.
+        """
         fresh, fresh_optimizer = self.builder() if self.builder else (model, optimizer)
-        plain = Travels(self.travels.frozen, self.travels.buffers)
+        plain = StateScope(self.travels.frozen, self.travels.buffers)
         own, live = collect(model, None, plain), collect(fresh, None, plain)
-        values, unmatched = self._values(own, live, gifts, reference)
+        values, unmatched = self._values(own, live, contributions, reference)
         assign(live, values)
-        self._optimizer(model, optimizer, fresh, fresh_optimizer, gifts)
+        self._optimizer(model, optimizer, fresh, fresh_optimizer, contributions)
         if self.explore is not None:
             self.explore(fresh, fresh_optimizer, rng)
         return ReplacementResult(fresh, fresh_optimizer, unmatched)
 
     def _values(
-        self, own: Tensors, live: Tensors, gifts: Sequence[Contribution], reference: Tensors
+        self, own: Tensors, live: Tensors, contributions: Sequence[Contribution], reference: Tensors
     ) -> tuple[Tensors, tuple[str, ...]]:
         values: Tensors = {}
         unmatched: list[str] = []
         for name, target in live.items():
-            mixed = mixture(name, target, gifts) if gifts else target
+            mixed = mixture(name, target, contributions) if contributions else target
             before = own.get(name)
             same = before is not None and before.shape == target.shape
             if mixed is None:
@@ -165,37 +200,44 @@ class Renewal:
         optimizer: torch.optim.Optimizer,
         fresh: torch.nn.Module,
         fresh_optimizer: torch.optim.Optimizer,
-        gifts: Sequence[Contribution],
+        contributions: Sequence[Contribution],
     ) -> None:
         how = self.travels.optimizer_state
+        # Momentum that was gathered on the old weights points away from where the new ones want to go: so reset is the
+        # policies' default, and fresh weights (reset_weights) allow nothing else.
         if how == "reset" or self.strategy == "reset_weights":
             reset_optimizer(fresh_optimizer)
             return
         if fresh_optimizer is not optimizer:
-            everything = collect(model, optimizer, Travels(optimizer_state="copy"))
+            everything = collect(model, optimizer, StateScope(optimizer_state="copy"))
             assign_optimizer(fresh, fresh_optimizer, _of_optimizer(everything))
-        if how == "copy" and gifts:
-            heaviest = max(gifts, key=lambda gift: (gift.weight, -gift.donor))
+        if how == "copy" and contributions:
+            heaviest = max(contributions, key=lambda each: (each.weight, -each.donor))
             assign_optimizer(fresh, fresh_optimizer, _of_optimizer(heaviest.tensors))
-        elif how == "average" and gifts:
-            names = dict.fromkeys(name for gift in gifts for name in _of_optimizer(gift.tensors))
-            mixed = {name: mixture(name, _first(name, gifts), gifts) for name in names}
-            assign_optimizer(
-                fresh, fresh_optimizer, {n: value for n, value in mixed.items() if value is not None}
-            )
+        elif how == "average" and contributions:
+            first: Tensors = {}  # of each tensor, the first donor's that has one: it gives shape and dtype
+            for each in contributions:
+                for name, tensor in _of_optimizer(each.tensors).items():
+                    first.setdefault(name, tensor)
+            mixed = {name: mixture(name, tensor, contributions) for name, tensor in first.items()}
+            found = {name: value for name, value in mixed.items() if value is not None}
+            assign_optimizer(fresh, fresh_optimizer, found)
 
 
-def mixture(name: str, like: torch.Tensor, gifts: Sequence[Contribution]) -> torch.Tensor | None:
+Renewal = Replacement  # the name that it had first
+
+
+def mixture(name: str, like: torch.Tensor, contributions: Sequence[Contribution]) -> torch.Tensor | None:
     """Return the weighted mean of a tensor over the donors that have it in this shape; None if none has."""
-    having = [gift for gift in gifts if name in gift.tensors and gift.tensors[name].shape == like.shape]
+    having = [
+        (tensor, each.weight)
+        for each in contributions
+        if (tensor := each.tensors.get(name)) is not None and tensor.shape == like.shape
+    ]
     if not having:
         return None
-    mixed = blend([gift.tensors[name] for gift in having], [gift.weight for gift in having])
+    mixed = blend([tensor for tensor, _ in having], [weight for _, weight in having])
     return mixed.to(device=like.device, dtype=like.dtype)
-
-
-def _first(name: str, gifts: Sequence[Contribution]) -> torch.Tensor:
-    return next(gift.tensors[name] for gift in gifts if name in gift.tensors)
 
 
 def _of_optimizer(tensors: Tensors) -> Tensors:
@@ -203,58 +245,57 @@ def _of_optimizer(tensors: Tensors) -> Tensors:
 
 
 Served = Literal["before", "after"]
-ModelAndOptimizer = tuple[torch.nn.Module, torch.optim.Optimizer]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplacementRecord:
     """What happened to a rank at `iteration`.
 
-    `round` is the iteration whose metrics decided, `asked` the own iteration at which the donors were asked (the
-    reference of the delta rule), `low` and `high` the metrics' range as far as it was known.
+    `round` is the iteration whose metrics decided, `asked` this rank's iteration when the donors were asked (the
+    reference of the delta rule), `low` and `high` the range of the metrics as far as it was known, `mode` "max" or
+    "min" where it is known which metrics are better.
     """
 
     iteration: int
     round: int
     asked: int
     metric: float
-    gifts: Sequence[Contribution]
+    contributions: Sequence[Contribution]
     low: float = math.nan
     high: float = math.nan
     nbytes: int = 0
     wait_s: float = 0.0
     unmatched: tuple[str, ...] = ()
-    mode: str = ""  # "max" or "min", where it is known which metrics are better
+    mode: str = ""
 
     @property
     def staleness(self) -> int:
         """Iterations by which the oldest donor snapshot is behind this rank; negative if it is ahead."""
-        return max((self.iteration - gift.iteration for gift in self.gifts), default=0)
+        return max((self.iteration - each.iteration for each in self.contributions), default=0)
 
-    def tell(self, info: Info, so_far: int) -> None:
-        """Write the replacement into the info of the call in which it happened."""
+    def publish(
+        self, comm: Comm, info: dict[str, Any], so_far: int, how: Replacement, *, served: Served
+    ) -> None:
+        """Write the replacement into the `info` of its call, and add the event "replacement".
+
+        The event has all that `replay` needs. Its ranks are those of the whole run, also where the communicator is a
+        part of it. `served` says whether donors give what they have before or after a replacement of their own in the
+        same call. Warns of tensors that no donor had.
+        """
         info.update(
-            averaged_this_iteration=bool(self.gifts), is_replaced=True, num_replacements_so_far=so_far,
-            global_min_metric=self.low, global_max_metric=self.high, donors=len(self.gifts),
+            averaged_this_iteration=bool(self.contributions), is_replaced=True, num_replacements_so_far=so_far,
+            global_min_metric=self.low, global_max_metric=self.high, donors=len(self.contributions),
             staleness=self.staleness, bytes=self.nbytes, wait_s=self.wait_s,
         )  # fmt: skip
-
-    def record(self, comm: Comm, renewal: Renewal, *, served: Served) -> None:
-        """Add the event "replacement", with all that `replay` needs; warn of tensors that no donor had.
-
-        Ranks are those of the whole run, also where the communicator is a part of it. `served` says whether donors
-        give what they have before or after a replacement of their own in the same call.
-        """
         world = comm.Get_group().members
         comm.record.event(
             "replacement", iteration=self.iteration, round=self.round, replaced=world[comm.Get_rank()],
-            donors=[world[gift.donor] for gift in self.gifts], weights=[gift.weight for gift in self.gifts],
-            versions=[gift.iteration for gift in self.gifts], asked=self.asked, metric=self.metric, low=self.low,
-            high=self.high, bytes=self.nbytes, wait_s=self.wait_s, served=served,
-            strategy=renewal.strategy, momentum=renewal.momentum, rule=renewal.rule,
-            optimizer_state=renewal.travels.optimizer_state, mode=self.mode,
+            donors=[world[each.donor] for each in self.contributions],
+            weights=[each.weight for each in self.contributions],
+            versions=[each.iteration for each in self.contributions], asked=self.asked, metric=self.metric,
+            low=self.low, high=self.high, bytes=self.nbytes, wait_s=self.wait_s, served=served,
+            strategy=how.strategy, momentum=how.momentum, rule=how.rule,
+            optimizer_state=how.travels.optimizer_state, mode=self.mode,
         )  # fmt: skip
         if self.unmatched:
             shown = ", ".join(self.unmatched[:5]) + (", …" if len(self.unmatched) > 5 else "")
@@ -264,16 +305,22 @@ class ReplacementRecord:
             )
 
 
-def without_nonfinite(
-    comm: Comm, gifts: Sequence[Contribution], whose: ModelAndOptimizer, renewal: Renewal
+def usable(
+    comm: Comm,
+    contributions: Sequence[Contribution],
+    own: ModelAndOptimizer,
+    travels: StateScope,
+    *,
+    guard: bool,
 ) -> list[Contribution]:
-    """Return the gifts that hold no NaN and no strange infinity, with weights that sum to 1.
+    """Return the contributions to mix, with weights that sum to 1.
 
-    Donors that are left out are told of: an event "left_out", and a warning.
+    With `guard`, donors whose state holds a NaN, or an infinity that this rank's model has not in that place, are left
+    out, with an event "left_out" and a warning.
     """
-    out = nonfinite_donors(gifts, collect(*whose, renewal.travels))
+    out = nonfinite_donors(contributions, collect(*own, travels)) if guard else []
     if out:
         world = comm.Get_group().members
         comm.record.event("left_out", donors=[world[donor] for donor in out])
         logger.warning("rank %d: what donors %s gave is not finite: left out", comm.rank, out)
-    return normalized([gift for gift in gifts if gift.donor not in out])
+    return normalized([each for each in contributions if each.donor not in out])

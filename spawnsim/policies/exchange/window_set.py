@@ -181,7 +181,7 @@ WINDOW_LAYOUTS: tuple[str, ...] = ("flat", "per_parameter")
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class WindowOptions:
     """How state is laid out and read.
 
     `layout`: "flat" is one window for everything, any mix of dtypes; "per_parameter" one window per tensor.
@@ -226,11 +226,14 @@ class Windows:
         if name := Compression(compression).name:  # a replay needs it
             comm.record.event("transport", compression=name)
         apart = self.layout == "per_parameter"
-        shelf = SnapshotWindow(
+        snapshots = SnapshotWindow(
             comm, live, deadline, per_parameter=apart, compression=compression, slots=self.slots, checksum=self.checksum
         )  # fmt: skip
         holder = min(self.holder, comm.Get_size() - 1)  # after recoveries groups are smaller
-        return OpenWindows(comm, shelf, MetricsBoard(comm, holder=holder, timeout_s=self.board_timeout_s))
+        return OpenWindows(comm, snapshots, MetricsBoard(comm, holder=holder, timeout_s=self.board_timeout_s))
+
+
+Windows = WindowOptions  # the name that it had first
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +241,7 @@ class OpenWindows:
     """A rank's windows on one communicator."""
 
     comm: Comm
-    shelf: SnapshotWindow
+    snapshots: SnapshotWindow
     board: MetricsBoard
 
     def _all_come(self, timeout_s: float) -> bool:
@@ -255,7 +258,7 @@ class OpenWindows:
         have come or somebody's time was up first is decided once for all, on the board: either all free or none.
         """
         try:
-            self.shelf.withdraw()
+            self.snapshots.withdraw()
             if self.board.moved:  # without a word to the others, who will not see all come
                 return False
             if self.board.agree(FREE if self._all_come(timeout_s) else KEEP) != FREE:
@@ -263,7 +266,7 @@ class OpenWindows:
             with self.comm.clock.deadline(
                 self.comm.clock.limit_s()
             ):  # stated, for a verdict may be lost on its way
-                self.shelf.free()
+                self.snapshots.free()
                 self.board.free()
         except (Timeout, RankFailed, Revoked):  # also of a rank that dies while all free
             return False

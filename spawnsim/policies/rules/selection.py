@@ -25,6 +25,8 @@ Mode = Literal["max", "min"]
 NanPolicy = Literal["worst", "exclude", "raise"]
 MODES: tuple[str, ...] = ("max", "min")
 NAN_POLICIES: tuple[str, ...] = ("worst", "exclude", "raise")
+ReplacementMode = Literal["worst_ratio", "threshold", "age"]
+REPLACEMENT_MODES: tuple[str, ...] = ("worst_ratio", "threshold", "age")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,21 @@ class Expired:
         return spare_the_best({report.rank for report in reports if report.expired}, reports, self.mode)
 
 
+def selection_for(replacement_mode: str, *, ratio: float, threshold: float | None, mode: Mode) -> Selection:
+    """Return the selection that a replacement mode names."""
+    if replacement_mode == "age":
+        return Expired(mode)
+    if replacement_mode == "worst_ratio":
+        return WorstRatio(ratio, mode, threshold)
+    if replacement_mode != "threshold":
+        raise ParameterError(
+            f"replacement_mode={replacement_mode!r}: choose one of {', '.join(REPLACEMENT_MODES)}"
+        )
+    if threshold is None:
+        raise ParameterError("replacement_mode='threshold' needs a threshold")
+    return Threshold(threshold, mode)
+
+
 class Age:
     """One rank's life: it ends in the call at which its age has reached `max_age`, so it lasts max_age + 1 calls.
 
@@ -201,6 +218,13 @@ def check_age_range(age_range: tuple[int, int]) -> tuple[int, int]:
     if not 0 <= low <= high:
         raise ParameterError(f"age_range={age_range!r}: give (lowest, highest) with 0 <= lowest <= highest")
     return low, high
+
+
+def check_cooldown(cooldown: int) -> int:
+    """Return the cooldown, or raise `ParameterError`."""
+    if not cooldown >= 0:
+        raise ParameterError(f"cooldown={cooldown!r}: give a number of iterations of at least 0")
+    return int(cooldown)
 
 
 NEVER = -1

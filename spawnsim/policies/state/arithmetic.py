@@ -3,21 +3,17 @@
 Everything is anchored (`a + Σ w (x - a)`), so that equal inputs give a bit-identical output. Half precision is summed
 in float32, whole numbers in float64, and rounded once. Large tensors are gone through piece by piece, so that what
 lies between is in the cache and not in fresh memory: two to four times faster, the same bits. NaN and infinities are
-found for the price of a sum, and left out of a mean number by number: it is taken over the ranks that have a finite
-number in that place, and where no rank has one, each keeps its own.
+found for the price of a sum.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-
-from spawnsim.comm import IN_PLACE, MAX, Comm
 
 CPU = torch.device("cpu")
 
@@ -55,70 +51,6 @@ def surely_finite(tensor: torch.Tensor) -> bool:
 def all_finite(tensor: torch.Tensor) -> bool:
     """Return whether all numbers of a floating-point tensor are finite."""
     return surely_finite(tensor) or bool(torch.isfinite(tensor).all())
-
-
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """What a rank does not contribute to a sum: flat places, and the values that stood there."""
-
-    places: torch.Tensor
-    values: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Healed:
-    """How many of this rank's numbers are now the mean of the others', and how many are NaN on every rank."""
-
-    numbers: int = 0
-    lost: int = 0
-
-    def __add__(self, other: Healed) -> Healed:
-        return Healed(self.numbers + other.numbers, self.lost + other.lost)
-
-
-MeanPiece = tuple[torch.Tensor, LeftOut | None]
-
-
-def leave_out(contribution: torch.Tensor) -> LeftOut | None:
-    """Put 0 where a flat contribution is not finite; return what was left out, None if it is nothing."""
-    if all_finite(contribution):
-        return None
-    places = (~torch.isfinite(contribution)).nonzero().squeeze(1)
-    left_out = LeftOut(places, contribution[places])
-    contribution[places] = 0
-    return left_out
-
-
-def heal(comm: Comm, pieces: Sequence[MeanPiece]) -> Healed:
-    """Mend means from which some ranks left something out, in place; all ranks of the group call, with equal pieces.
-
-    A piece is a mean (the sum divided by the group's size) and what this rank left out of it. Where nobody left
-    anything out, this costs one small Allreduce.
-    """
-    if not pieces:
-        return Healed()
-    wanted = np.asarray([left_out is not None for _, left_out in pieces], np.int32)
-    comm.Allreduce(IN_PLACE, wanted, MAX)
-    found = Healed()
-    for (mean, left_out), wants in zip(pieces, wanted.tolist(), strict=True):
-        if wants:
-            found += mend(comm, mean, left_out)
-    return found
-
-
-def mend(comm: Comm, mean: torch.Tensor, left_out: LeftOut | None) -> Healed:
-    """Divide by the number of ranks that contributed, place by place; all ranks of the group call."""
-    counts = torch.ones_like(mean)
-    if left_out is not None:
-        counts[left_out.places] = 0
-    comm.Allreduce(IN_PLACE, as_memory(counts))
-    mean.mul_(torch.where(counts > 0, comm.Get_size() / counts, 1))
-    if left_out is None:
-        return Healed()
-    nobody = counts[left_out.places] == 0
-    mean[left_out.places] = torch.where(nobody, left_out.values, mean[left_out.places])
-    lost = int((nobody & left_out.values.isnan()).sum())
-    return Healed(int((~nobody).sum()), lost)
 
 
 PIECE = 1 << 18  # elements: an intermediate result of so many fits in the second cache

@@ -22,13 +22,14 @@ from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies.state.arithmetic import all_finite, new_buffer
 
 Tensors = dict[str, torch.Tensor]
+ModelAndOptimizer = tuple[torch.nn.Module, torch.optim.Optimizer]
 OptimizerState = Literal["copy", "average", "reset", "keep"]
 OPTIMIZER_STATES: tuple[str, ...] = ("copy", "average", "reset", "keep")
 ALIGN_NBYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Travels:
+class StateScope:
     """What of a model is exchanged.
 
     Parameters always are; `frozen` adds those that need no gradient, `buffers` what a state_dict holds besides
@@ -51,7 +52,10 @@ class Travels:
         return self.optimizer_state in ("copy", "average")
 
 
-def collect(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, travels: Travels) -> Tensors:
+Travels = StateScope  # the name that it had first
+
+
+def collect(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, travels: StateScope) -> Tensors:
     """Return the live tensors that travel, by name: detached, sharing memory with the model."""
     tensors = {
         f"parameter/{name}": parameter.detach()
@@ -270,7 +274,7 @@ class Collector:
     What was collected keeps that memory alive, so another tensor cannot have come to lie at the same address.
     """
 
-    def __init__(self, travels: Travels) -> None:
+    def __init__(self, travels: StateScope) -> None:
         self._travels = travels
         self._live: Tensors = {}
         self._root: object = None  # the dictionary of the model's own children
@@ -318,7 +322,7 @@ def one_storage(model: torch.nn.Module) -> None:
 
     Raises `UsageError` if tensors of the model share memory: they would be parted.
     """
-    live = [tensor for tensor in collect(model, None, Travels()).values() if tensor.numel()]
+    live = [tensor for tensor in collect(model, None, StateScope()).values() if tensor.numel()]
     if len({tensor.data_ptr() for tensor in live}) < len(live):
         raise UsageError(
             "one_storage: parameters or buffers of this model share memory; tie them as one Parameter"

@@ -13,7 +13,7 @@ import torch
 from support.policy_ranks import line, numbers, walk
 
 import spawnsim
-from spawnsim.policies import AsyncSelectiveAveragingPolicy, Wiring
+from spawnsim.policies import AsyncSelectiveAveragingPolicy, ExchangeOptions
 from spawnsim.policies.exchange.messages import checksum, decode
 from spawnsim.policies.state.layout import Layout
 from spawnsim.policies.state.snapshot import (
@@ -91,8 +91,8 @@ def test_a_donor_that_gives_often_never_overwrites_what_is_on_the_way() -> None:
 def test_a_donor_answers_each_who_asks_with_its_model_of_now() -> None:
     """Two are replaced in one round, and the slow one asks later: it gets a later snapshot, not a copy of the first."""
     found = walk(
-        lambda _: AsyncSelectiveAveragingPolicy(None, 10, 0.5, "best_only", wiring=Wiring(deadline=2.0)), steps=70,
-        pace=lambda rank: 0.05 if rank == 1 else 0.01,
+        lambda _: AsyncSelectiveAveragingPolicy(None, 10, 0.5, "best_only", wiring=ExchangeOptions(deadline=2.0)),
+        steps=70, pace=lambda rank: 0.05 if rank == 1 else 0.01,
     )  # fmt: skip
     first = {event["replaced"]: event for event in found.events("replacement") if event["round"] == 10}
     assert first[0]["donors"] == first[1]["donors"] == [3]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from spawnsim.policies.state.layout import Collector, Travels, collect
+from spawnsim.policies.state.layout import Collector, StateScope, collect
 
 
 class Nested(torch.nn.Module):
@@ -51,7 +51,7 @@ def _freeze(model: Nested) -> None:
 @pytest.mark.parametrize("change", [_grow, _exchange, _exchange_inside, _move, _shorten, _drop, _freeze])
 def test_a_collector_sees_every_change_of_a_model(change: Callable[[Nested], None]) -> None:
     """It walks a model once, and again only when other tensors or other memory would be found."""
-    model, travels = Nested(), Travels(frozen=False)
+    model, travels = Nested(), StateScope(frozen=False)
     collector = Collector(travels)
     first = collector(model, None)
     assert collector(model, None) is first
@@ -65,6 +65,6 @@ def test_a_collector_sees_every_change_of_a_model(change: Callable[[Nested], Non
 
 def test_a_collector_knows_models_apart() -> None:
     """A policy may be called with another model of the same kind."""
-    collector, one, other = Collector(Travels()), Nested(), Nested()
+    collector, one, other = Collector(StateScope()), Nested(), Nested()
     assert collector(one, None)["parameter/scale"].data_ptr() == one.scale.data_ptr()
     assert collector(other, None)["parameter/scale"].data_ptr() == other.scale.data_ptr()

@@ -13,8 +13,9 @@ from support.policy_ranks import Line, Steps, line, walk
 
 import spawnsim
 from spawnsim.errors import MismatchError
-from spawnsim.policies import AsyncModelAveragePolicy, AverageAllPolicy, Travels
-from spawnsim.policies.state.arithmetic import all_finite, leave_out
+from spawnsim.policies import AsyncModelAveragePolicy, AverageAllPolicy, StateScope
+from spawnsim.policies.exchange.group_mean import leave_out
+from spawnsim.policies.state.arithmetic import all_finite
 from spawnsim.torchgfn.distributed import average_gradients
 
 RANKS = 10
@@ -111,7 +112,7 @@ def test_an_averaged_optimizer_is_healed_itself() -> None:
         optimizer.state[model.weight]["exp_avg"] = torch.full_like(model.weight, float(comm.Get_rank()))
         if comm.Get_rank() == 1:
             optimizer.state[model.weight]["exp_avg"][3] = math.inf
-        AverageAllPolicy(1, travels=Travels(optimizer_state="average"))(0, model, optimizer, group=comm)
+        AverageAllPolicy(1, travels=StateScope(optimizer_state="average"))(0, model, optimizer, group=comm)
         moments[comm.Get_rank()] = float(optimizer.state[model.weight]["exp_avg"][3])
 
     spawnsim.run(main, ranks=3)

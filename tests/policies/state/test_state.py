@@ -1,4 +1,4 @@
-"""What travels: any dtype, frozen, 0-dim, buffers, optimizer state; layouts, snapshots, renewals."""
+"""What travels: any dtype, frozen, 0-dim, buffers, optimizer state; layouts, snapshots, replacements."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ import torch
 
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies.exchange.messages import Unreadable, decode
-from spawnsim.policies.exchange.replacement import Contribution, Renewal
-from spawnsim.policies.state.layout import Entry, Layout, Tensors, Travels, assign, assign_optimizer, collect
+from spawnsim.policies.exchange.replacement import Contribution, Replacement
+from spawnsim.policies.state.layout import (
+    Entry,
+    Layout,
+    StateScope,
+    Tensors,
+    assign,
+    assign_optimizer,
+    collect,
+)
 from spawnsim.policies.state.snapshot import Packer
 
 Pair = tuple[torch.nn.Module, torch.optim.Optimizer]
@@ -41,7 +49,7 @@ def pair(width: int = 3, lr: float = 0.1) -> Pair:
     return model, optimizer
 
 
-def gift(
+def contribution(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, weight: float = 1.0, donor: int = 0
 ) -> Contribution:
     """Return the state of a donor."""
@@ -49,28 +57,28 @@ def gift(
         donor,
         0,
         weight,
-        {k: v.clone() for k, v in collect(model, optimizer, Travels(optimizer_state="copy")).items()},
+        {k: v.clone() for k, v in collect(model, optimizer, StateScope(optimizer_state="copy")).items()},
     )
 
 
-def renewed(
-    renewal: Renewal, whose: Pair, gifts: list[Contribution], reference: Tensors | None = None
+def replaced(
+    replacement: Replacement, whose: Pair, contributions: list[Contribution], reference: Tensors | None = None
 ) -> Pair:
     """Carry a replacement out."""
-    new = renewal(*whose, gifts, reference=reference or {}, rng=np.random.default_rng(0))
+    new = replacement(*whose, contributions, reference=reference or {}, rng=np.random.default_rng(0))
     return new.model, new.optimizer
 
 
 # ---------------------------------------------------------------------------------------------- collecting
 def test_all_of_a_state_dict_travels_and_nothing_else() -> None:
     """Parameters (0-dim, bf16, complex, frozen) and persistent buffers; no scratch."""
-    names = {name.split("/", 1)[1] for name in collect(Mixed(), None, Travels())}
+    names = {name.split("/", 1)[1] for name in collect(Mixed(), None, StateScope())}
     assert names == set(Mixed().state_dict())
 
 
 def test_parts_can_be_left_out() -> None:
-    """Frozen parameters and buffers are parameters of `Travels`."""
-    names = collect(Mixed(), None, Travels(frozen=False, buffers=False))
+    """Frozen parameters and buffers are parameters of `StateScope`."""
+    names = collect(Mixed(), None, StateScope(frozen=False, buffers=False))
     assert "parameter/logZ" in names
     assert "parameter/frozen" not in names
     assert not any(name.startswith("buffer/") for name in names)
@@ -80,7 +88,7 @@ def test_collected_tensors_are_the_model() -> None:
     """Views, not copies: writing them writes the model, in place."""
     model = Mixed()
     address = model.logZ.data_ptr()
-    assign(collect(model, None, Travels()), {"parameter/logZ": torch.tensor(7.0)})
+    assign(collect(model, None, StateScope()), {"parameter/logZ": torch.tensor(7.0)})
     assert model.logZ.item() == 7
     assert model.logZ.data_ptr() == address
 
@@ -90,7 +98,7 @@ def test_optimizer_state_travels_by_parameter_name() -> None:
     model, optimizer = pair()
     fresh, empty = Mixed(), None
     empty = torch.optim.Adam(fresh.parameters())
-    assign_optimizer(fresh, empty, collect(model, optimizer, Travels(optimizer_state="copy")))
+    assign_optimizer(fresh, empty, collect(model, optimizer, StateScope(optimizer_state="copy")))
     got, wanted = empty.state[fresh.wide.weight], optimizer.state[model.wide.weight]
     assert torch.equal(got["exp_avg"], wanted["exp_avg"])
     assert got["step"] == wanted["step"] == 1
@@ -102,8 +110,8 @@ def test_optimizer_state_travels_by_parameter_name() -> None:
 # ------------------------------------------------------------------------------------------------- layouts
 def test_layouts_are_known_by_names_dtypes_and_shapes() -> None:
     """Equal models have equal digests; a changed shape is named."""
-    here, there = (Layout.of(collect(Mixed(width), None, Travels())) for width in (3, 4))
-    assert here.digest == Layout.of(collect(Mixed(), None, Travels())).digest
+    here, there = (Layout.of(collect(Mixed(width), None, StateScope())) for width in (3, 4))
+    assert here.digest == Layout.of(collect(Mixed(), None, StateScope())).digest
     assert here.digest != there.digest
     assert "parameter/wide.weight is float32[2, 3] here and float32[2, 4] there" in here.difference(there)
     assert Layout.parse(here.text).digest == here.digest
@@ -121,7 +129,7 @@ def test_a_description_that_is_none_is_refused(text: bytes) -> None:
 
 def test_views_are_aligned_and_whole() -> None:
     """Each dtype has a segment of its own; views cover it without overlap."""
-    live = collect(Mixed(), None, Travels())
+    live = collect(Mixed(), None, StateScope())
     layout = Layout.of(live)
     buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
     assign(layout.views(buffer), live)
@@ -142,7 +150,7 @@ def test_parts_hold_whole_tensors() -> None:
 def test_a_snapshot_comes_back_bit_for_bit(limit: int) -> None:
     """In one part or many, in any dtype; later changes of the model do not reach it."""
     model, optimizer = pair()
-    live = collect(model, optimizer, Travels(optimizer_state="copy"))
+    live = collect(model, optimizer, StateScope(optimizer_state="copy"))
     before = {name: tensor.clone() for name, tensor in live.items()}
     packer = Packer(limit)
     messages = [decode(buffer) for buffer in packer.pack(live, 3, 17)]
@@ -161,13 +169,13 @@ def test_a_part_of_the_wrong_size_is_unreadable() -> None:
         Packer(10**9).unpack([message])
 
 
-# ------------------------------------------------------------------------------------------------ renewals
+# ------------------------------------------------------------------------------------------------ replacements
 def test_without_a_builder_the_own_model_is_overwritten_in_place() -> None:
     """The objects stay; the values are the donor's."""
     whose, donor = pair(), pair()
     with torch.no_grad():
         donor[0].logZ.fill_(9)
-    model, optimizer = renewed(Renewal(), whose, [gift(*donor)])
+    model, optimizer = replaced(Replacement(), whose, [contribution(*donor)])
     assert (model, optimizer) == whose
     assert all(
         torch.equal(a, b)
@@ -178,7 +186,7 @@ def test_without_a_builder_the_own_model_is_overwritten_in_place() -> None:
 def test_with_a_builder_the_fresh_pair_is_returned_and_donors_keep_theirs() -> None:
     """New objects (with their own hyper-parameters), the donor's values, and no memory in common."""
     whose, donor = pair(), pair()
-    model, optimizer = renewed(Renewal(lambda: pair(lr=0.5)), whose, [gift(*donor)])
+    model, optimizer = replaced(Replacement(lambda: pair(lr=0.5)), whose, [contribution(*donor)])
     assert model is not whose[0]
     assert optimizer.param_groups[0]["lr"] == 0.5
     addresses = {tensor.data_ptr() for tensor in model.state_dict().values()}
@@ -191,11 +199,11 @@ def test_optimizer_state_is_reset_kept_copied_or_averaged(how: str, steps: float
     whose, one, two = pair(), pair(), pair()
     for (model, optimizer), step in ((whose, 2.0), (one, 3.0), (two, 5.0)):
         optimizer.state[model.wide.weight]["step"].fill_(step)
-    gifts = [gift(*one, 0.5, 1), gift(*two, 0.5, 2)]
+    contributions = [contribution(*one, 0.5, 1), contribution(*two, 0.5, 2)]
     if how == "copy":
-        gifts = [gift(*one, 0.4, 1), gift(*two, 0.6, 2)]
-    renewal = Renewal(pair, travels=Travels(optimizer_state=how))
-    model, optimizer = renewed(renewal, whose, gifts)
+        contributions = [contribution(*one, 0.4, 1), contribution(*two, 0.6, 2)]
+    replacement = Replacement(pair, travels=StateScope(optimizer_state=how))
+    model, optimizer = replaced(replacement, whose, contributions)
     state = optimizer.state.get(model.wide.weight)
     assert (float(state["step"]) if state else None) == steps
 
@@ -206,33 +214,35 @@ def test_models_of_different_shapes_are_matched_by_name() -> None:
     with torch.no_grad():
         donor[0].logZ.fill_(9)
         whose[0].wide.weight.fill_(4)
-    new = Renewal(lambda: pair(width=3))(*whose, [gift(*donor)], reference={}, rng=np.random.default_rng(0))
+    new = Replacement(lambda: pair(width=3))(
+        *whose, [contribution(*donor)], reference={}, rng=np.random.default_rng(0)
+    )
     assert new.unmatched == ("parameter/wide.weight",)
     assert new.model.logZ.item() == 9
     assert (new.model.wide.weight == 4).all()
 
 
-def test_momentum_and_delta_enter_a_renewal() -> None:
+def test_momentum_and_delta_enter_a_replacement() -> None:
     """θ ← m·own + (1 - m)·(donor + own steps since asked)."""
     whose, donor = pair(), pair()
-    renewal = Renewal(momentum=0.25, rule="delta")
+    replacement = Replacement(momentum=0.25, rule="delta")
     with torch.no_grad():
         whose[0].logZ.fill_(1.0)
-        reference = renewal.reference(whose[0])
+        reference = replacement.reference(whose[0])
         whose[0].logZ.fill_(3.0)
         donor[0].logZ.fill_(10.0)
-    model, _ = renewed(renewal, whose, [gift(*donor)], reference)
+    model, _ = replaced(replacement, whose, [contribution(*donor)], reference)
     assert model.logZ.item() == pytest.approx(0.25 * 3 + 0.75 * (10 + 2))
 
 
 def test_a_nan_model_is_healed_by_its_donor() -> None:
     """A diverged rank takes the donor's weights, whatever momentum and delta say."""
     whose, donor = pair(), pair()
-    renewal = Renewal(momentum=0.5, rule="delta")
-    reference = renewal.reference(whose[0])
+    replacement = Replacement(momentum=0.5, rule="delta")
+    reference = replacement.reference(whose[0])
     with torch.no_grad():
         whose[0].wide.weight.fill_(math.nan)
-    model, _ = renewed(renewal, whose, [gift(*donor)], reference)
+    model, _ = replaced(replacement, whose, [contribution(*donor)], reference)
     assert torch.isfinite(model.wide.weight).all()
 
 
@@ -241,7 +251,7 @@ def test_reset_weights_starts_afresh() -> None:
     whose = pair()
     with torch.no_grad():
         whose[0].logZ.fill_(9)
-    model, _ = renewed(Renewal(pair, "reset_weights"), whose, [])
+    model, _ = replaced(Replacement(pair, "reset_weights"), whose, [])
     assert model.logZ.item() == 1.5
 
 
@@ -251,14 +261,14 @@ def test_explore_is_called_with_a_generator() -> None:
     def explore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: np.random.Generator) -> None:
         optimizer.param_groups[0]["lr"] *= rng.choice([0.5, 2.0])
 
-    _, optimizer = renewed(Renewal(explore=explore), pair(), [gift(*pair())])
+    _, optimizer = replaced(Replacement(explore=explore), pair(), [contribution(*pair())])
     assert optimizer.param_groups[0]["lr"] in (0.05, 0.2)
 
 
-def test_bad_renewals_are_refused() -> None:
+def test_bad_replacements_are_refused() -> None:
     """Strategy, momentum, rule, builder and optimizer state are checked where they are given."""
     for bad in ({"strategy": "median"}, {"momentum": 1.5}, {"rule": "add"}, {"strategy": "reset_weights"}):
         with pytest.raises(ParameterError):
-            Renewal(**bad)
+            Replacement(**bad)
     with pytest.raises(ParameterError, match="optimizer_state"):
-        Travels(optimizer_state="lose")
+        StateScope(optimizer_state="lose")
