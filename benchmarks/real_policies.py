@@ -144,7 +144,7 @@ def main() -> None:
                 )
         idle(fast)
         slowdown(fast)
-        exact._home.goodbye()
+        exact.runtime.finalize()
 
 
 def small(comm: MPIComm, length: int) -> tuple[str, float, tuple[float, float, float]]:

@@ -62,7 +62,7 @@ def main() -> None:
     comm = world(recorder=journal)
     with tempfile.TemporaryDirectory() as folder, guarded(comm):
         journal.open(shard(Path(folder), comm.rank))
-        record, tally = comm.record, comm._home.tally
+        record, counters = comm.record, comm.runtime.counters
         array, loss = np.zeros(100), np.float64(0.5)
         figures = {
             "row of 8 numbers": timed(lambda: record(**NUMBERS)),
@@ -70,8 +70,8 @@ def main() -> None:
             "row of 7 numbers and a numpy scalar": timed(lambda: record(**{**NUMBERS, "c": loss})),
             "event": timed(lambda: record.event("replacement", donors=[1, 2], why="age"), 500),
             "compute block": timed(lambda: block(comm)),
-            "count of a message": timed(lambda: tally.sent("Isend", array)),
-            "count of a collective": timed(lambda: tally.part("Allreduce", (array, array), {}, 0)),
+            "count of a message": timed(lambda: counters.sent("Isend", array)),
+            "count of a collective": timed(lambda: counters.part("Allreduce", (array, array), {}, 0)),
         }
         kept: Recording = lambda iteration: record(**{**NUMBERS, "iteration": iteration, "why": "age"})  # noqa: E731
         pairs = [(loop_us(comm, lambda _: None), loop_us(comm, kept)) for _ in range(REPEATS)]

@@ -54,11 +54,11 @@ def run_rank(job: Job) -> Run | None:
     comm = room.world(recorder=journal, seed=job.seed, deadline_s=job.deadline_s)
     with room.guarded(comm), seeded(comm.rng):
         shards = Shards(job, comm, journal)
-        comm._home.ending.last_words.append(shards.last_words)
+        comm.runtime.on_abort(shards.last_words)
         register_stage(BEGUN, comm.rank, os.environ)
         with Steps(journal, job.task.parameters.get("iterations"), shown=job.progress and comm.rank == 0):
             job.task(comm)
-            comm._home.parting.settle()
+            comm.runtime.settle()
         return shards.finish()
 
 
@@ -92,7 +92,7 @@ class Shards:
                 folder.begin(job.out, self.what, self._inputs)
             comm.Barrier()
             journal.open(shards.shard(job.out, comm.Get_rank()))
-        comm._home.tally.clear()  # the program's alone counts
+        comm.runtime.counters.clear()  # the program's alone counts
         journal.flush()  # from now on the shard says which process this rank is
         self._began_s = time.perf_counter()
 
@@ -101,7 +101,7 @@ class Shards:
         from spawnsim.record import journal as shards
 
         self._journal.close()
-        self._comm._home.parting.meet()
+        self._comm.runtime.barrier()
         add_late(self.what, self._inputs, self._out)
         if self._out is None:
             parts = self._gathered()
@@ -110,7 +110,7 @@ class Shards:
             return _result(
                 shards.merge_frames(parts), what=self.what, counted=self._known(), outcome=FINISHED
             )
-        if self._comm.Get_rank() != self._comm._home.lowest():
+        if self._comm.Get_rank() != self._comm.runtime.lowest():
             return None
         run = collect(self._out, what=self.what, counted=self._known(), outcome=FINISHED)
         shards.discard(self._out)
@@ -136,9 +136,7 @@ class Shards:
         return {"ranks": self._comm.Get_size(), "wall_seconds": time.perf_counter() - self._began_s}
 
     def _counted(self) -> dict[str, Any]:
-        home = self._comm._home
-        counted: dict[str, Any] = home.tally.counted(home.own)
-        return counted | {"process": os.getpid()}
+        return {**self._comm.runtime.totals(), "process": os.getpid()}
 
 
 def collect(out: Path, *, what: Mapping[str, Any], counted: Mapping[str, Any], outcome: str) -> Run:

@@ -27,19 +27,19 @@ def then_dies(function):
 def main(comm, victim=1, at="settled"):
     """Come to the end of the program; the victim dies while the job ends."""
     comm.Barrier()
-    home = comm._home
+    runtime = comm.runtime
     comm.record(size=comm.size)
     if comm.rank == victim:
         if at == "waiting":
             threading.Timer(0.3, die).start()
         if at == "settled":
-            home.parting.settle = then_dies(home.parting.settle)
+            runtime.settle = then_dies(runtime.settle)
         if at == "merging":
             real.collect = die
         if at == "merged":
             real.collect = then_dies(real.collect)
         if at == "released":
-            home.release = then_dies(home.release)
+            runtime.release = then_dies(runtime.release)
         if at == "before":
             die()
     elif at == "waiting":

@@ -52,7 +52,7 @@ def wake(comm, pid):
 
 def dropped(comm, source):
     """Return how many messages from a rank of the world came too late."""
-    return comm._home.survival.revoking.dropped[source] if real(comm) else comm._rank.dropped[source]
+    return comm.runtime.survival.revoking.dropped[source] if real(comm) else comm._rank.dropped[source]
 
 
 def meet(comm):
@@ -137,7 +137,7 @@ def one_by_one(comm):
 def inside(comm, at="making"):
     """Rank 0 dies in a step, and rank 1 on its way through the recovery."""
     if comm.rank == 1 and real(comm):
-        survival = comm._home.survival
+        survival = comm.runtime.survival
         where, name = {
             "deciding": (survival.agreement, "_decide"),
             "making": (survival, "_make"),

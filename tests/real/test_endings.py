@@ -97,7 +97,7 @@ def test_last_words_are_said_on_every_rank(job):
     """What ranks have recorded is saved before the job is aborted."""
     found = job(
         program(
-            "comm._home.ending.last_words.append(lambda text: os.write(1, f'{rank}: {text}\\n'.encode()))\n"
+            "comm.runtime.on_abort(lambda text: os.write(1, f'{rank}: {text}\\n'.encode()))\n"
             "    comm.Barrier()\n    if rank == 2: raise ValueError('late')"
         )
     )
@@ -108,7 +108,7 @@ def test_a_signal_to_one_rank_ends_the_job_with_one_line(job):
     """A rank that is inside MPI runs no Python, and still the whole job ends at once, with its last words."""
     found = job(
         program(
-            "comm._home.ending.last_words.append(lambda text: os.write(1, f'{rank}: {text}\\n'.encode()))\n"
+            "comm.runtime.on_abort(lambda text: os.write(1, f'{rank}: {text}\\n'.encode()))\n"
             "    import signal\n"
             "    comm.Barrier()\n"
             "    if rank == 1: time.sleep(0.5); os.kill(os.getpid(), signal.SIGTERM)"

@@ -67,8 +67,8 @@ if DEVICE == "cuda":
     torch.cuda.set_device(gpu_of_rank(torch.cuda.device_count()))
 """
 DIRTY = """
-    if hasattr(comm._home, "words"):
-        comm._home.words.memory = Dirty()
+    if hasattr(comm.runtime, "translate"):
+        comm.runtime.translate.memory = Dirty()
 """
 
 Ranks = Callable[..., None]
@@ -308,7 +308,7 @@ def test_an_mpi_that_reaches_gpu_memory_gets_the_tensor_itself(gpu_ranks: Ranks)
             def reaches(self, tensor): return isinstance(tensor, Shared)
             def wait(self, tensor): self.waits += 1
 
-        memory = comm._home.words.memory = Reached()
+        memory = comm.runtime.translate.memory = Reached()
         mine, theirs = Shared(torch.full((3,), float(rank))), Shared(torch.zeros(3))
         receive = comm.Irecv(theirs, 1 - rank)
         comm.Send(mine, 1 - rank)
@@ -354,7 +354,7 @@ def test_programs_without_gpus_look_for_none(gpu_ranks: Ranks) -> None:
         """
         comm.Allreduce(IN_PLACE, torch.ones(3))
         comm.Sendrecv([torch.ones(3), FLOAT], 1 - rank, recvbuf=np.empty(3, np.float32), source=1 - rank)
-        assert not comm._home.words.devices
+        assert not comm.runtime.translate.devices
         """,
         world="none",  # of its own: those of other tests have seen GPUs
     )

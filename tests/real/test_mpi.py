@@ -69,7 +69,7 @@ def test_dropped_requests_lose_nothing(ranks):
         comm.Barrier()
         for _ in range(40):
             comm.poll()
-        assert len(comm._home.registry) == 0
+        assert len(comm.runtime.registry) == 0
         """
     )
 

@@ -60,9 +60,9 @@ def test_communicators_have_memory_of_their_own_and_give_it_back(ranks):
             total = np.empty_like(numbers)
             half.Allreduce(numbers, total)
             assert (total == (4 if rank % 2 else 2)).all()
-        assert len(comm._home.windows) == 1
+        assert len(comm.runtime.windows) == 1
         half.Free()
-        assert comm._home.windows == []
+        assert comm.runtime.windows == []
         comm.Allreduce(numbers, total)
         assert (total == 6).all()
         """

@@ -58,7 +58,7 @@ def test_a_late_message_whose_sender_dies_harms_nobody(ranks):
     class Torn:
         def Test(self):
             raise MPI.Exception(MPI.ERR_OTHER)
-    revoking = comm._home.survival.revoking
+    revoking = comm.runtime.survival.revoking
     revoking._old, revoking._landing = [(comm.as_mpi_comm(), comm.members)], [Torn()]
     assert not revoking.probe_by(lambda source, tag: False)(ANY_SOURCE, ANY_TAG)
     assert revoking._landing == []
@@ -70,7 +70,7 @@ def test_a_call_that_was_left_does_not_end_the_job(ranks):
     ranks(
         """
     from spawnsim.real.mpi.abortable import _late
-    dog = comm._home.watchdog
+    dog = comm.runtime.watchdog
     ask_all = dog.ask_all
 
     def looking():
@@ -90,7 +90,7 @@ def test_a_library_that_makes_no_communicator_any_more_ends_the_recovery(ranks):
     """MPICH makes none after two deaths in makings of others: ranks tried again, 16 times 6 s, and then once more."""
     ranks(
         """
-        survival = comm._home.survival
+        survival = comm.runtime.survival
         began_s, tried = time.perf_counter(), []
         survival._make = lambda *_: (tried.append(1), time.sleep(600))
         survival.agreement._missing = lambda meeting, awaited, began_s: time.perf_counter() - began_s > 0.5

@@ -328,7 +328,7 @@ def test_an_exception_ends_the_job_with_one_traceback(tmp_path):
 def test_nobody_leaves_while_others_compare_notes(tmp_path):
     """The last to tell rank 0 what it has recorded come when another has told it long ago."""
     text = """
-    comm._home.parting.settle()
+    comm.runtime.settle()
     time.sleep(0.5 * (rank == 1))
     assert comm.gather(rank, root=0) == ([0, 1, 2] if rank == 0 else None)
     """

@@ -11,80 +11,81 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from functools import reduce as fold
-from itertools import accumulate
 from math import inf
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
-from spawnsim.comm.ops import SUM
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout, UnsupportedError, WorldError
+from spawnsim.real.mpi.runtime import CommCore
 from spawnsim.real.mpi.translation import DETECTED_S, failure, ulfm
+from spawnsim.real.runtime.collectives import ObjectCollectives
 from spawnsim.real.runtime.requests import wait_until
 from spawnsim.real.runtime.watchdog import verdict
-
-if TYPE_CHECKING:
-    from spawnsim.real.mpi.comm import MPIComm
 
 T = TypeVar("T")
 
 
-def abortable(comm: MPIComm, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def abortable(comm: CommCore, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one collective of `comm`; its number has been counted already."""
     if operation[0].islower():
-        return ObjectCollectives(comm).call(operation, args, kwargs)
+        return AbortableObjects(comm).call(operation, args, kwargs)
     landing = BounceBuffers(operation, args, kwargs, comm.rank)
-    home, number, began_s, limit_s = comm._home, comm._sequence, perf_counter(), comm._home.clock.limit_s()
+    runtime, number, began_s, limit_s = (
+        comm.runtime,
+        comm._sequence,
+        perf_counter(),
+        comm.runtime.clock.limit_s(),
+    )
     request = None
     try:
         request = getattr(comm._raw, "I" + operation.lower())(*landing.args, **landing.kwargs)
-        if home.wait(request.Test, limit_s, (operation, number, comm)):
+        if runtime.wait(request.Test, limit_s, (operation, number, comm)):
             landing.end()
             return None
     except MPI.Exception as error:
-        home.survival.kept += [request, landing]  # as below: parts of it may be under way
+        runtime.survival.kept += [request, landing]  # as below: parts of it may be under way
         raise _failure(error, comm, f"{operation} number {number}") from None
     except (Revoked, RankFailed):
-        home.survival.kept += [request, landing]  # it may still write to its buffers
+        runtime.survival.kept += [request, landing]  # it may still write to its buffers
         raise
     late = _late(comm, (operation, number, comm, began_s, limit_s))
     if request.Test():  # the last one has come while the others were asked
         landing.end()
         return None
-    home.survival.kept += [request, landing]
+    runtime.survival.kept += [request, landing]
     raise late
 
 
-def _late(comm: MPIComm, call: tuple[str, int, MPIComm, float, float]) -> Exception:
+def _late(comm: CommCore, call: tuple[str, int, CommCore, float, float]) -> Exception:
     """Return the error of a call past its deadline: who is missing, as the watchdogs of all say."""
-    home, key = comm._home, -abs(id(call))
-    home.watchdog.active[key] = (
+    runtime, key = comm.runtime, -abs(id(call))
+    runtime.watchdog.active[key] = (
         *call[:4],
         inf,
     )  # for others to see; this rank's own watchdog would end the job
-    everyone = home.watchdog.ask_all()
-    home.watchdog.active.pop(key, None)
+    everyone = runtime.watchdog.ask_all()
+    runtime.watchdog.active.pop(key, None)
     if comm.revoked:  # meanwhile the others have begun to recover, or have given this rank up
         return Revoked(f"{call[0]} {comm.revoked}")
-    home.survival.agreement.suspects.update(where.rank for where in everyone if not where.answered)
+    runtime.survival.agreement.suspects.update(where.rank for where in everyone if not where.answered)
     missing, text = verdict(call, [everyone[member] for member in comm.members])
     return Timeout(missing, call[0], call[1], text)
 
 
 def run_detached(
-    comm: MPIComm, operation: str, function: Callable[[], T], awaited: Sequence[int] | None = None
+    comm: CommCore, operation: str, function: Callable[[], T], awaited: Sequence[int] | None = None
 ) -> T:
     """Run a blocking call of the library in a thread, and leave it there when it meets the deadline.
 
     It waits for the ranks `awaited`; None: for all, as a collective.
     """
-    home, began_s, limit_s = comm._home, perf_counter(), comm._home.clock.limit_s()
+    runtime, began_s, limit_s = comm.runtime, perf_counter(), comm.runtime.clock.limit_s()
     number = comm._sequence if awaited is None else -1
     apart = DetachedCall(function)
-    if not home.wait(apart.over, limit_s, (operation, number, comm), awaited[0] if awaited else None):
+    if not runtime.wait(apart.over, limit_s, (operation, number, comm), awaited[0] if awaited else None):
         text = f"rank {comm.rank} of {comm.label}: {operation} met its deadline of {limit_s:g} s"
         late: Exception = Timeout(awaited or (), operation, -1, text)
         if awaited is None:
@@ -97,25 +98,25 @@ def run_detached(
         raise _failure(error, comm, operation) from None
 
 
-def _failure(error: MPI.Exception, comm: MPIComm, what: str) -> SpawnsimError:
+def _failure(error: MPI.Exception, comm: CommCore, what: str) -> SpawnsimError:
     """Return the error of a call. What it is called is no evidence: where a member dies meanwhile, it may be any."""
     found = failure(error, comm._raw, f"rank {comm.rank} of {comm.label}: {what}")
-    survival = comm._home.survival
+    survival = comm.runtime.survival
     if isinstance(found, WorldError) or not wait_until(lambda: survival.failed(comm), DETECTED_S):
         return found
     dead = survival.failed(comm)
     return RankFailed(dead, f"{found}; missing: rank {', '.join(map(str, dead))}")
 
 
-def make_collectively(comm: MPIComm, make: Callable[..., T], *args: Any) -> T:
+def make_collectively(comm: CommCore, make: Callable[..., T], *args: Any) -> T:
     """Make the collective call `make(*args, communicator)`; one that can be left in a job that survives deaths."""
     if comm.revoked:
         raise Revoked(f"a window {comm.revoked}")
     call: Callable[[], T] = partial(make, *args, comm._raw)
-    return make_detached(comm, "making a window", call) if comm._home.abortable else call()
+    return make_detached(comm, "making a window", call) if comm.runtime.abortable else call()
 
 
-def make_detached(comm: MPIComm, operation: str, call: Callable[[], T], *, meeting: bool = True) -> T:
+def make_detached(comm: CommCore, operation: str, call: Callable[[], T], *, meeting: bool = True) -> T:
     """Run a call that makes a communicator or a window of `comm`, and leave it when it meets the deadline.
 
     All meet before it (unless they do not all make it: `meeting=False`), so that few die within the library's own call,
@@ -127,7 +128,7 @@ def make_detached(comm: MPIComm, operation: str, call: Callable[[], T], *, meeti
         # Open MPI makes communicators in turn, those of a lower numbered parent first, and a making that a death has
         # ended or left keeps its turn for ever. COMM_SELF is lower than any other: its own making takes the turn over,
         # and gives it back.
-        comm._home.survival.settle()
+        comm.runtime.survival.settle()
         MPI.COMM_SELF.Dup().Free()
     return run_detached(comm, operation, call)
 
@@ -203,17 +204,17 @@ def _root(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return root
 
 
-class ObjectCollectives:
+class AbortableObjects(ObjectCollectives):
     """Object collectives by two collectives of bytes."""
 
-    def __init__(self, comm: MPIComm) -> None:
-        self._comm = comm
+    def __init__(self, comm: CommCore) -> None:
+        self._comm, self.rank, self.size = comm, comm.rank, comm.size
 
     def call(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call of this name."""
         if self._comm._inter or not hasattr(self, operation):
             raise UnsupportedError(
-                f"rank {self._comm.rank} of {self._comm.label}: {operation} of objects is not to be had with "
+                f"rank {self.rank} of {self._comm.label}: {operation} of Python objects is not available with "
                 "Options(survive=True) between groups and on topologies: send the objects, or use the upper-case call"
             )
         method: Callable[..., Any] = getattr(self, operation)
@@ -234,37 +235,3 @@ class ObjectCollectives:
         return [
             MPI.pickle.loads(whole[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)
         ]
-
-    def bcast(self, obj: Any, root: int = 0) -> Any:
-        """Give the root's object to all."""
-        return self.allgather(obj if self._comm.rank == root else None)[root]
-
-    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
-        """Collect all objects at the root."""
-        found = self.allgather(sendobj)
-        return found if self._comm.rank == root else None
-
-    def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
-        """Give each rank its object of the root's list."""
-        return self.bcast(sendobj, root)[self._comm.rank]
-
-    def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
-        """Give every rank its object of every list."""
-        return [row[self._comm.rank] for row in self.allgather(list(sendobj))]
-
-    def allreduce(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:
-        """Combine all objects at all ranks."""
-        return fold(op, self.allgather(sendobj))
-
-    def scan(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:
-        """Combine the objects of all ranks up to this one."""
-        return list(accumulate(self.allgather(sendobj), op))[self._comm.rank]
-
-    def exscan(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:
-        """Combine the objects of all ranks before this one; None on rank 0."""
-        return [None, *accumulate(self.allgather(sendobj), op)][self._comm.rank]
-
-    def reduce(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM, root: int = 0) -> Any:
-        """Combine all objects at the root."""
-        total = self.allreduce(sendobj, op)
-        return total if self._comm.rank == root else None

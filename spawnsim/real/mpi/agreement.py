@@ -73,18 +73,16 @@ class Lineage:
 class Agreement:
     """One rank's side. `revoke(lineage)` ends its calls there; `over()` says whether its program has ended."""
 
-    def __init__(
-        self, ending: AbortProtocol, revoke: Callable[[str], None], over: Callable[[], bool]
-    ) -> None:
-        self._watchdog = watchdog = ending.watchdog
+    def __init__(self, abort: AbortProtocol, revoke: Callable[[str], None], over: Callable[[], bool]) -> None:
+        self._watchdog = watchdog = abort.watchdog
         self._channel, self._me = watchdog.channel, watchdog.channel.rank
         self._revoke, self._over = revoke, over
         self.lineages: dict[str, Lineage] = defaultdict(Lineage)
-        self.lost = ending.lost  # world ranks that were given up
+        self.lost = abort.lost  # world ranks that were given up
         self.suspects: set[int] = set()  # world ranks that did not answer when they were last asked
         self.dead: Callable[[], Collection[int]] = tuple  # world ranks that the library knows to be dead
         self.fenced = False
-        watchdog.heard |= {
+        watchdog.handlers |= {
             "come": self._come, "alive": self._alive, "ended": self._ended, "decided": self._decided,
             AGREED: self._said, MADE: self._said, "fenced": self._fence,
         }  # fmt: skip
@@ -254,20 +252,18 @@ class Heartbeat:
 class ShutdownBarrier:
     """One rank's side. `gone()`: world ranks that are dead or given up; `fence()` raises if this one is."""
 
-    def __init__(
-        self, ending: AbortProtocol, gone: Callable[[], set[int]], fence: Callable[[], None]
-    ) -> None:
-        self._watchdog, self._gone, self._fence = ending.watchdog, gone, fence
-        self._met = 0  # how many times this rank has come to a meeting
+    def __init__(self, abort: AbortProtocol, gone: Callable[[], set[int]], fence: Callable[[], None]) -> None:
+        self._watchdog, self._gone, self._fence = abort.watchdog, gone, fence
+        self._met = 0  # how many barriers this rank has come to
         self._others: dict[int, int] = {}  # the same of others
-        self._watchdog.heard["parting"] = self._heard
+        self._watchdog.handlers["shutdown"] = self._heard
 
-    def meet(self) -> Callable[[], bool]:
+    def begin_barrier(self) -> Callable[[], bool]:
         """Begin to wait for all who live."""
         self._met += 1
         number, channel = self._met, self._watchdog.channel
         others = set(range(channel.size)) - {channel.rank}
-        self._watchdog.do(lambda: self._watchdog.tell_all({"kind": "parting", "met": number}))
+        self._watchdog.do(lambda: self._watchdog.tell_all({"kind": "shutdown", "met": number}))
 
         def all_here() -> bool:
             self._fence()
@@ -277,7 +273,7 @@ class ShutdownBarrier:
         return all_here
 
     def lowest(self) -> int:
-        """Return the lowest rank that has come to the last meeting, and may have left since."""
+        """Return the lowest rank that has come to the last barrier, and may have left since."""
         came = {rank for rank, met in self._others.items() if met >= self._met}
         return min({self._watchdog.channel.rank, *came})
 

@@ -9,14 +9,13 @@ these sums is the tree in which virtual ranks and MPICH sum, so the bits are the
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import os
 from collections.abc import Callable
 from functools import lru_cache, partial
 from threading import get_ident
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -25,20 +24,13 @@ from numpy.typing import NDArray
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.ops import SUM, Op, reduce_tree_in_place
 from spawnsim.comm.predefined import NAMED
-from spawnsim.errors import MismatchError
 from spawnsim.real.mpi.abortable import abortable, make_detached
+from spawnsim.real.mpi.runtime import CommCore, MPIRuntime
 from spawnsim.real.mpi.translation import failure, peer
-from spawnsim.real.runtime.ordered_sum import ordered_allreduce
+from spawnsim.real.runtime.collectives import ordered_allreduce, require_same_call
 
 if TYPE_CHECKING:
-    from spawnsim.real.mpi.comm import MPIComm
-    from spawnsim.real.mpi.runtime import RankRuntime
     from spawnsim.real.runtime.staging import Stage
-
-__all__ = [
-    "Collectives",
-    "MAKERS",
-]
 
 
 SAME_BUFFER = {
@@ -85,15 +77,7 @@ def check_fingerprints(
 ) -> None:
     """Raise MismatchError, on all ranks, unless all are in the same collective with the same arguments."""
     text = describe_call(operation, sequence, args, kwargs)
-    word = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-    ends = np.array([word, -word], np.int64)
-    raw.Allreduce(MPI.IN_PLACE, ends, MPI.MIN)
-    if ends[0] != -ends[1]:
-        everyone = raw.allgather(text)
-        table = "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(everyone))
-        raise MismatchError(
-            f"ranks have met in different collectives:\n{table}\n  make the same call on every rank"
-        )
+    require_same_call(text, lambda ends: raw.Allreduce(MPI.IN_PLACE, ends, MPI.MIN), raw.allgather)
 
 
 Array = NDArray[Any]
@@ -122,8 +106,8 @@ class LibrarySum:
 class SharedMemorySum:
     """The shared memory of a communicator whose ranks all live on one node: two halves a rank, used in turn."""
 
-    def __init__(self, raw: MPI.Intracomm, home: RankRuntime) -> None:
-        self.label, self._home = f"{raw.Get_name()}/node{raw.Get_size()}", home
+    def __init__(self, raw: MPI.Intracomm, runtime: MPIRuntime) -> None:
+        self.label, self._runtime = f"{raw.Get_name()}/node{raw.Get_size()}", runtime
         self._raw, self._rank, self._size = raw, raw.Get_rank(), raw.Get_size()
         self._win = MPI.Win.Allocate_shared(2 * CHUNK_NBYTES, 1, comm=raw)
         self._win.Lock_all(MPI.MODE_NOCHECK)
@@ -132,12 +116,12 @@ class SharedMemorySum:
             for rank in range(self._size)
         ]
         self._turn = 0
-        home.windows.append(self)
+        runtime.windows.append(self)
 
     @classmethod
-    def of(cls, raw: MPI.Intracomm, home: RankRuntime) -> SharedMemorySum | LibrarySum:
+    def of(cls, raw: MPI.Intracomm, runtime: MPIRuntime) -> SharedMemorySum | LibrarySum:
         """Return the way for large sums on this communicator; collective."""
-        return cls(raw, home) if _on_one_node(raw) else LibrarySum(raw)
+        return cls(raw, runtime) if _on_one_node(raw) else LibrarySum(raw)
 
     def allreduce(self, contribution: Array, into: Array) -> None:
         """Put the sum of all ranks' contributions into `into`; both flat, of one dtype, and perhaps the same memory."""
@@ -176,7 +160,7 @@ class SharedMemorySum:
 
     def free(self) -> None:
         """Leave the communicator's shared memory; collective."""
-        self._home.windows.remove(self)
+        self._runtime.windows.remove(self)
         self.release()
 
     def release(self) -> None:
@@ -264,15 +248,15 @@ def _method(operation: str, *, objects: bool) -> Callable[..., Any]:
     one_way = operation in ONE_WAY
 
     def call(self: Collectives, *args: Any, **kwargs: Any) -> Any:
-        home = self._home
-        translate = home.words.op if objects else home.words
+        runtime = self.runtime
+        translate = runtime.translate.op if objects else runtime.translate
         if args:
             args = tuple([translate(value) for value in args])
         if kwargs:
             kwargs = {key: translate(value) for key, value in kwargs.items()}
         result = self._watched(operation, args, kwargs)
         if one_way:
-            home.poll()
+            runtime.poll()
         return result
 
     call.__name__ = call.__qualname__ = operation
@@ -280,22 +264,15 @@ def _method(operation: str, *, objects: bool) -> Callable[..., Any]:
     return call
 
 
-class Collectives:
+class Collectives(CommCore):
     """All collectives; the table above makes the methods."""
 
-    _raw: MPI.Intracomm
-    _home: RankRuntime
-    _sequence: int
-    _node: SharedMemorySum | LibrarySum | None  # how large sums go, once one has gone
-    _shares: bool  # whether shared memory is a way at all
-    _inter: bool  # only between groups can a root be ROOT or PROC_NULL
-    label: str
-    rank: int
-    members: tuple[int, ...]
+    _node: SharedMemorySum | LibrarySum | None  # of large sums, from the first one on
+    _shares: bool  # whether large sums may go through shared memory
 
     def _watched(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the raw call while the watchdog knows of it; where arguments are GPU tensors, on main memory."""
-        stage = self._staged(operation, args, kwargs) if self._home.words.devices else None
+        stage = self._staged(operation, args, kwargs) if self.runtime.translate.devices else None
         if stage is None:
             return self._called(operation, args, kwargs)
         self._called(operation, stage.args, stage.kwargs)
@@ -310,23 +287,22 @@ class Collectives:
         function: Callable[..., Any] | None = None,
     ) -> Any:
         """Make the raw call, or `function` of the raw communicator, while the watchdog knows of it."""
-        home = self._home
-        if self._inter:
+        runtime = self.runtime
+        if self._inter:  # only between two groups can a root be ROOT or PROC_NULL
             args = tuple([peer(value) if type(value) is int else value for value in args])
             kwargs = {key: peer(value) if key == "root" else value for key, value in kwargs.items()}
         self._sequence += 1
-        home.tally.part(operation, args, kwargs, self.rank)
-        if home.abortable:
-            comm = cast("MPIComm", self)
+        runtime.counters.part(operation, args, kwargs, self.rank)
+        if runtime.abortable:
             if operation in MAKERS:
                 call = partial(getattr(self._raw, operation), *args, **kwargs)
-                return make_detached(comm, operation, call, meeting=operation != "Create_group")
-            return function(self, *args) if function else abortable(comm, operation, args, kwargs)
-        watchdog, thread = home.watchdog, get_ident()
+                return make_detached(self, operation, call, meeting=operation != "Create_group")
+            return function(self, *args) if function else abortable(self, operation, args, kwargs)
+        watchdog, thread = runtime.watchdog, get_ident()
         active = watchdog.active
-        active[thread] = (operation, self._sequence, self, perf_counter(), home.clock.limit_s())
+        active[thread] = (operation, self._sequence, self, perf_counter(), runtime.clock.limit_s())
         try:
-            if home.fingerprints:
+            if runtime.fingerprints:
                 check_fingerprints(self._raw, operation, self._sequence, args, kwargs=kwargs)
             if function is None:
                 return getattr(self._raw, operation)(*args, **kwargs)
@@ -339,23 +315,23 @@ class Collectives:
 
     def _staged(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stage | None:
         """Return main memory for GPU tensors among translated arguments; None if the call can be made as it is."""
-        rank, direct = None if self._inter else self.rank, not self._home.abortable
-        return self._home.words.stage(self._raw, operation, args, kwargs, rank=rank, direct=direct)
+        rank, direct = None if self._inter else self.rank, not self.runtime.abortable
+        return self.runtime.translate.stage(self._raw, operation, args, kwargs, rank=rank, direct=direct)
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> None:
         """mpi4py's `Allreduce`, bounded by the deadline; summed in rank order with `reduction="ordered"`.
 
         Large sums among ranks of one node go through memory that they share, in the order of the library's own.
         """
-        home = self._home
-        words = home.words
-        args = words(sendbuf), words(recvbuf), words(op)
-        stage = self._staged("Allreduce", (sendbuf, recvbuf, op), {}) if words.devices else None
+        runtime = self.runtime
+        translate = runtime.translate
+        args = translate(sendbuf), translate(recvbuf), translate(op)
+        stage = self._staged("Allreduce", (sendbuf, recvbuf, op), {}) if translate.devices else None
         if stage is not None:  # from here on all ranks must go the same way, wherever each one's memory lies
             self.Allreduce(*stage.args)
             stage.end()
             return
-        if home.ordered and isinstance(op, Op):
+        if runtime.ordered and isinstance(op, Op):
             self._called("Allreduce", (sendbuf, recvbuf, op), {}, ordered_allreduce)
             return
         if self._shares and getattr(recvbuf, "nbytes", LARGE_NBYTES) >= LARGE_NBYTES and args[2] == MPI.SUM:
@@ -367,7 +343,7 @@ class Collectives:
 
     def _on_node(self, large: tuple[Array, Array], raw: MPI.Intracomm, *_: Any) -> None:
         if self._node is None:
-            self._node = SharedMemorySum.of(raw, self._home)
+            self._node = SharedMemorySum.of(raw, self.runtime)
         self._node.allreduce(*large)
 
 

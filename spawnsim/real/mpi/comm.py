@@ -2,7 +2,7 @@
 
 All of mpi4py's methods are there, by delegation; communicators that they return come back wrapped and share the
 rank's services (clock, rng, record, compute, background). Integers such as `ANY_SOURCE` are spawnsim's, whatever the
-library's own numbers are. Knows mpi4py; knows no policy, no run folder and no command line.
+library's own numbers are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
@@ -22,16 +22,17 @@ from spawnsim.comm.handles import ERRORS_ARE_FATAL, ERRORS_RETURN, Errhandler
 from spawnsim.comm.protocols import Capabilities, Recovery
 from spawnsim.errors import UsageError
 from spawnsim.real.launch.launchers import detect_launcher, require_together
+from spawnsim.real.launch.processes import SURVIVE
 from spawnsim.real.mpi import translation
 from spawnsim.real.mpi.collectives import MAKERS, Collectives
 from spawnsim.real.mpi.point_to_point import MPIPersistent, MPIRequest, PointToPoint, wrap_request
-from spawnsim.real.mpi.recovery import SURVIVE, capabilities, prepare, recover
-from spawnsim.real.mpi.runtime import RankRuntime, abort
+from spawnsim.real.mpi.recovery import capabilities, prepare, recover
+from spawnsim.real.mpi.runtime import MPIRuntime, abort
 from spawnsim.real.mpi.translation import ulfm
 from spawnsim.real.mpi.windows import Windows
-from spawnsim.real.runtime.finalize import close, guarded
 from spawnsim.real.runtime.namespace import KINDS
 from spawnsim.real.runtime.namespace import namespace as names
+from spawnsim.real.runtime.rank import close, guarded
 from spawnsim.real.runtime.services import Options, RankServices, Recorder, Task
 
 if TYPE_CHECKING:
@@ -41,36 +42,28 @@ if TYPE_CHECKING:
 class MPIComm(PointToPoint, Collectives):
     """A communicator of real ranks. Made by `world()`, by its own `Split`, `Dup`, …, and by `wrap()`."""
 
-    revoked = ""  # why, once it is
-
-    def __init__(self, raw: MPI.Comm, home: RankRuntime, label: str) -> None:
-        self._home, self.label = home, label
-        self._raw, self._sequence = cast("MPI.Intracomm", raw), 0
-        self.rank, self.size = raw.Get_rank(), raw.Get_size()
-        self.members = self._in_world(raw.Get_group())
-        self._inter, self._node = raw.Is_inter(), None
-        self._shares = home.options.node_memory and self.size > 1 and not (self._inter or home.abortable)
+    def __init__(self, raw: MPI.Comm, runtime: MPIRuntime, label: str) -> None:
+        super().__init__(raw, runtime, label)
+        self._node = None
+        self._shares = (
+            runtime.options.node_memory and self.size > 1 and not (self._inter or runtime.abortable)
+        )
         self.Win = Windows(self)
         raw.Set_attr(_keyval(), self)
-        own = home.own
-        self.clock, self.rng, self.record, self.compute = own.clock, own.rng, own.record, own.compute
-        self._open_matching()  # at last: from now on the watchdog's thread may revoke it
+        self._open_matching()  # last, since the watchdog's thread may revoke it from now on
 
-    def _in_world(self, group: MPI.Group) -> tuple[int, ...]:
-        return tuple(int(rank) for rank in MPI.Group.Translate_ranks(group, None, self._home.raw.Get_group()))
-
-    # ------------------------------------------------------------------------------------------ own members
+    # ---------------------------------------------------------------------------------- of the rank and of recovery
     def background(self, fn: Callable[[], object]) -> Task:
         """Run `fn()` in a thread of this rank."""
-        return self._home.own.background(fn)
+        return self.runtime.services.background(fn)
 
     def poll(self) -> None:
         """Let MPI make progress now; every operation and the end of every compute block do it anyhow."""
-        self._home.poll()
+        self.runtime.poll()
 
     def capabilities(self) -> Capabilities:
         """Return what this communicator can do here, and which launcher flag is missing."""
-        return capabilities(self._home)
+        return capabilities(self.runtime)
 
     def recover(self, step: int | None = None) -> Recovery:
         """Return a communicator of the survivors, after `RankFailed`, `Revoked` or `Timeout`; all of them must call."""
@@ -78,14 +71,14 @@ class MPIComm(PointToPoint, Collectives):
 
     def Get_failed(self) -> Group:
         """Return the group of the members that are known to have died, or were given up."""
-        dead = self._home.survival.failed(self)
-        return Group.of(tuple(self.members[rank] for rank in dead), self._home.own.rank)
+        dead = self.runtime.survival.failed(self)
+        return Group.of(tuple(self.members[rank] for rank in dead), self.runtime.services.rank)
 
     def Ack_failed(self, num_to_ack: int | None = None) -> int:
         """Acknowledge failures: receives from anybody go on without these dead. Return how many are acknowledged."""
         if ulfm() and not self.revoked:
             self._raw.Ack_failed()
-        count: int = self._home.survival.acknowledge(self, num_to_ack)
+        count: int = self.runtime.survival.acknowledge(self, num_to_ack)
         return count
 
     def as_native(self) -> MPI.Comm:
@@ -106,13 +99,13 @@ class MPIComm(PointToPoint, Collectives):
         return self.size
 
     def Get_group(self) -> Group:
-        """Return the group, in spawnsim's words: its members are ranks of the world."""
-        return Group.of(self.members, self._home.own.rank)
+        """Return the group, in spawnsim's terms: its members are ranks of the world."""
+        return Group.of(self.members, self.runtime.services.rank)
 
     def Get_remote_group(self) -> Group:
         """Return the other side of an intercommunicator."""
         remote: Any = self._raw
-        return Group.of(self._in_world(remote.Get_remote_group()), self._home.own.rank)
+        return Group.of(self._in_world(remote.Get_remote_group()), self.runtime.services.rank)
 
     def Get_attr(self, keyval: int) -> Any:
         """Return an attribute; spawnsim's numbers of the predefined ones are translated."""
@@ -128,10 +121,13 @@ class MPIComm(PointToPoint, Collectives):
     def Get_errhandler(self) -> Any:
         """Return the error handler: spawnsim's for a predefined one."""
         found = self._raw.Get_errhandler()
-        for own, theirs in ((ERRORS_RETURN, MPI.ERRORS_RETURN), (ERRORS_ARE_FATAL, MPI.ERRORS_ARE_FATAL)):
+        for services, theirs in (
+            (ERRORS_RETURN, MPI.ERRORS_RETURN),
+            (ERRORS_ARE_FATAL, MPI.ERRORS_ARE_FATAL),
+        ):
             if found == theirs:
                 found.Free()
-                return Errhandler(own)
+                return Errhandler(services)
         return found
 
     Create_keyval = staticmethod(MPI.Comm.Create_keyval)
@@ -168,7 +164,7 @@ class MPIComm(PointToPoint, Collectives):
         return method
 
     def _delegate(self, raw: Callable[..., Any], name: str) -> Callable[..., Any]:
-        translate = self._home.words
+        translate = self.runtime.translate
 
         def call(*args: Any, **kwargs: Any) -> Any:
             named = {key: translate(value) for key, value in kwargs.items()}
@@ -189,25 +185,25 @@ class MPIComm(PointToPoint, Collectives):
         return call
 
     def _wrapped(self, value: Any, name: str, stage: Stage | None = None) -> Any:
-        """Return results in the house's clothes: communicators and requests are wrapped, also in tuples."""
+        """Return a result with its communicators and requests wrapped, also in tuples."""
         if isinstance(value, MPI.Comm):
-            return MPIComm(value, self._home, f"{self.label}/{name}") if value else None
+            return MPIComm(value, self.runtime, f"{self.label}/{name}") if value else None
         if isinstance(value, MPI.Request):
-            return wrap_request(value, self._home, (name, -1, self), stage)
+            return wrap_request(value, self.runtime, (name, -1, self), stage)
         if type(value) is tuple:
             return tuple([self._wrapped(part, name) for part in value])
         return value
 
     def _make(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        translate = self._home.words
+        translate = self.runtime.translate
         named = {key: translate(value) for key, value in kwargs.items()}
         raw = self._watched(name, tuple([translate(value) for value in args]), named)
         if raw == MPI.COMM_NULL:
             return None
-        return MPIComm(raw, self._home, f"{self.label}/{name}{self._sequence}")
+        return MPIComm(raw, self.runtime, f"{self.label}/{name}{self._sequence}")
 
     def __eq__(self, other: object) -> bool:
-        if not other:  # where this house has no communicator, it says None
+        if not other:  # a rank that is in no communicator has None, mpi4py's programs compare with COMM_NULL
             return not self
         return isinstance(other, MPIComm) and self._raw == other._raw
 
@@ -244,22 +240,21 @@ def world(
     """Return the communicator of all ranks of this job. Collective; the clock starts when all have met."""
     require_together(detect_launcher(), MPI.COMM_WORLD.Get_size(), MPI.get_vendor()[0])
     raw = MPI.COMM_WORLD.Dup()
-    own = RankServices(raw.Get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
-    comm = _enter(raw, own, options or Options(survive=SURVIVE in os.environ), "world")
+    services = RankServices(raw.Get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
+    comm = _enter(raw, services, options or Options(survive=SURVIVE in os.environ), "world")
     raw.Set_name("MPI_COMM_WORLD")
-    MPI.COMM_WORLD.Set_attr(
-        _keyval(), comm
-    )  # whoever wraps it means this run: its seed, recorder and deadline
+    # to wrap COMM_WORLD during the run means this run: its seed, recorder and deadline
+    MPI.COMM_WORLD.Set_attr(_keyval(), comm)
     return comm
 
 
-def _enter(raw: MPI.Intracomm, own: RankServices, options: Options, label: str) -> MPIComm:
-    home = RankRuntime(raw, own, options)
-    prepare(home)
-    home.watchdog.start()
-    comm = MPIComm(raw, home, label)
+def _enter(raw: MPI.Intracomm, services: RankServices, options: Options, label: str) -> MPIComm:
+    runtime = MPIRuntime(raw, services, options)
+    prepare(runtime)
+    runtime.watchdog.start()
+    comm = MPIComm(raw, runtime, label)
     comm.Barrier()
-    own.clock.start()
+    services.clock.start()
     return comm
 
 
@@ -270,7 +265,7 @@ def _keyval() -> int:
 
 
 def wrap(raw: MPI.Comm) -> MPIComm:
-    """Return a communicator of mpi4py's in the house's clothes; the same one each time.
+    """Return the wrapper of one of mpi4py's communicators; the same one each time.
 
     During a run of `world()`, COMM_WORLD means that run. Else this is collective over `raw` on the first call: the
     deadline is 30 s, the seed 0, and nothing is recorded; `world()` is the way to choose. MPI must not have been
@@ -279,25 +274,25 @@ def wrap(raw: MPI.Comm) -> MPIComm:
     if not isinstance(raw, MPI.Intracomm) or raw == MPI.COMM_NULL:
         raise UsageError(f"{raw!r}: pass an mpi4py intracommunicator that this rank is in")
     known = raw.Get_attr(_keyval())
-    if isinstance(known, MPIComm) and not known._home.ending.over:
+    if isinstance(known, MPIComm) and not known.runtime.abort.program_ended:
         return known
     comm = _enter(
         raw, RankServices(raw.Get_rank(), recorder=None, seed=0, deadline_s=30.0), Options(), raw.Get_name()
     )
-    atexit.register(_part, comm._home)
+    atexit.register(_finalize, comm.runtime)
     return comm
 
 
-def _part(home: RankRuntime) -> None:
-    """Part from the other ranks at the end of a program that knows nothing of `world()`.
+def _finalize(runtime: MPIRuntime) -> None:
+    """End together with the other ranks in a program that knows nothing of `world()`.
 
     Policies may have sent messages to ranks that had ended; MPICH kills a job that finalizes with any of them.
     """
     try:
-        if not MPI.Is_finalized() and not home.ending.begun:
-            home.goodbye()
+        if not MPI.Is_finalized() and not runtime.abort.begun:
+            runtime.finalize()
     finally:
-        home.watchdog.stop()
+        runtime.watchdog.stop()
 
 
 def namespace(comm: MPIComm) -> SimpleNamespace:

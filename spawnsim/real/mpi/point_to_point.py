@@ -18,11 +18,11 @@ from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.comm.memory import as_bytes
 from spawnsim.errors import RankFailed, Revoked, Timeout
 from spawnsim.real.mpi import translation
+from spawnsim.real.mpi.runtime import CommCore, MPIRuntime
 from spawnsim.real.mpi.translation import failure, rank_back
 from spawnsim.real.runtime.requests import RealRequest
 
 if TYPE_CHECKING:
-    from spawnsim.real.mpi.runtime import RankRuntime
     from spawnsim.real.runtime.staging import Stage
 
 
@@ -36,7 +36,7 @@ class MPIRequest(RealRequest):
 
     @classmethod
     def of(
-        cls, raw: MPI.Request, home: RankRuntime, what: tuple[str, int, Any], stage: Stage | None = None
+        cls, raw: MPI.Request, runtime: MPIRuntime, what: tuple[str, int, Any], stage: Stage | None = None
     ) -> MPIRequest:
         """Return the request over one of mpi4py's; `what` is (operation, peer or -1, communicator).
 
@@ -44,7 +44,7 @@ class MPIRequest(RealRequest):
         """
         self = cls()
         self._raw, self._status, self._stage = raw, MPI.Status(), stage
-        self.begin(home, what)
+        self.begin(runtime, what)
         return self
 
     def _try(self) -> bool:
@@ -74,11 +74,11 @@ class MPIPersistent(MPIRequest):
 
     @classmethod
     def of(
-        cls, raw: MPI.Request, home: RankRuntime, what: tuple[str, int, Any], stage: Stage | None = None
+        cls, raw: MPI.Request, runtime: MPIRuntime, what: tuple[str, int, Any], stage: Stage | None = None
     ) -> MPIRequest:
         self = cls()
         self._raw, self._status, self._persistent, self._stage = raw, MPI.Status(), True, stage
-        self._home, self._what = home, what
+        self._runtime, self._what = runtime, what
         return self
 
     def Start(self) -> None:
@@ -86,7 +86,7 @@ class MPIPersistent(MPIRequest):
         if self._stage is not None:
             self._stage.begin()
         self._raw.Start()  # type: ignore[attr-defined]
-        self.begin(self._home, self._what)
+        self.begin(self._runtime, self._what)
 
     @classmethod
     def Startall(cls, requests: list[MPIPersistent]) -> None:
@@ -105,10 +105,10 @@ class MPIPersistent(MPIRequest):
 
 
 def wrap_request(
-    raw: MPI.Request, home: RankRuntime, what: tuple[str, int, Any], stage: Stage | None = None
+    raw: MPI.Request, runtime: MPIRuntime, what: tuple[str, int, Any], stage: Stage | None = None
 ) -> MPIRequest:
     """Return the request over one of mpi4py's of any kind."""
-    return (MPIPersistent if isinstance(raw, MPI.Prequest) else MPIRequest).of(raw, home, what, stage)
+    return (MPIPersistent if isinstance(raw, MPI.Prequest) else MPIRequest).of(raw, runtime, what, stage)
 
 
 def copy_to_gpu(stage: Stage | None, status: MPI.Status) -> None:
@@ -176,27 +176,28 @@ class PostedReceive(MPIRequest):
                 self._complete = True
 
 
-def post_receive(home: RankRuntime, what: tuple[str, int, Any], pattern: tuple[int, int]) -> PostedReceive:
+def post_receive(runtime: MPIRuntime, what: tuple[str, int, Any], pattern: tuple[int, int]) -> PostedReceive:
     """Return a new object receive that is open."""
     request = PostedReceive()
     request.pattern, request.message = pattern, None
     request._raw, request._status = MPI.REQUEST_NULL, MPI.Status()
-    request.begin(home, what)
+    request.begin(runtime, what)
     return request
 
 
-class Matching:
-    """The receiving half of a communicator: which message belongs to which receive."""
-
-    _raw: MPI.Intracomm
-    _home: RankRuntime
-    label: str
-    rank: int
+class PointToPoint(CommCore):
+    """send, recv and their kin, and which message belongs to which receive."""
 
     def _open_matching(self) -> None:
         self._posted: list[PostedReceive] = []
         self._matching = RLock()
-        self._home.comms = [*(other for other in self._home.comms if other._raw), self]
+        self.runtime.comms = [*(other for other in self.runtime.comms if other._raw), self]
+
+    # MPI matches a message with the first posted receive that takes it. An object receive is posted here and not in the
+    # library, since its size is not known before its message is: it stands in `_posted`, and looks for its message by
+    # `Improbe`. So whoever takes a message out of the library, or looks at one, first serves those that were posted
+    # earlier. `_matching` makes the look and the hand-over one step, as any thread may complete a request; it is
+    # re-entrant, since a completion may come inside of another look.
 
     def _find(self, pattern: tuple[int, int], status: MPI.Status) -> MPI.Message | None:
         """Return the next message for a receive that starts now, once earlier open receives have had theirs."""
@@ -229,9 +230,9 @@ class Matching:
         waiting.message = message
         waiting._status = MPI.Status(status)
         self._posted.remove(waiting)
-        tally = self._home.tally
-        tally.received += 1
-        tally.nbytes += status.Get_count(MPI.BYTE)
+        counters = self.runtime.counters
+        counters.received += 1
+        counters.nbytes += status.Get_count(MPI.BYTE)
 
     def _receive(self, source: int, tag: int, status: Any, operation: str) -> tuple[MPI.Message, MPI.Status]:
         """Return the matched message of a blocking receive, and what is known of it."""
@@ -240,14 +241,14 @@ class Matching:
         if message is None:
             message = self._await(pattern, found, (operation, source))
         fill_status(status, found)
-        tally = self._home.tally
-        tally.received += 1
+        counters = self.runtime.counters
+        counters.received += 1
         if operation == "recv":
-            tally.nbytes += found.Get_count(MPI.BYTE)
+            counters.nbytes += found.Get_count(MPI.BYTE)
         return message, found
 
     def _await(self, pattern: tuple[int, int], found: MPI.Status, what: tuple[str, int]) -> Any:
-        home, got = self._home, []
+        runtime, got = self.runtime, []
 
         def look() -> bool:
             message = self._find(pattern, found)
@@ -255,8 +256,8 @@ class Matching:
                 got.append(message)
             return message is not None
 
-        limit_s = home.clock.limit_s()
-        if not home.wait(look, limit_s, (what[0], -1, self), what[1]):
+        limit_s = runtime.clock.limit_s()
+        if not runtime.wait(look, limit_s, (what[0], -1, self), what[1]):
             raise self._late(what[0], what[1], limit_s, "from")
         return got[0]
 
@@ -264,34 +265,32 @@ class Matching:
         who = f"{way} rank {peer}" if peer >= 0 else "from any rank"
         text = f"rank {self.rank} of {self.label}: {operation} {who} met its deadline of {limit_s:g} s"
         return Timeout(
-            [peer] if peer >= 0 else [], operation, -1, f"{text} at {self._home.clock.now():.3f} s"
+            [peer] if peer >= 0 else [], operation, -1, f"{text} at {self.runtime.clock.now():.3f} s"
         )
-
-
-class PointToPoint(Matching):
-    """send, recv and their kin."""
 
     # ------------------------------------------------------------------------------------------------ sending
     def _send(self, raw: MPI.Request, operation: str, dest: int) -> None:
         """Complete a send that was just started."""
-        home = self._home
+        runtime = self.runtime
         try:
-            if not raw.Test() and not home.wait(raw.Test, home.clock.limit_s(), (operation, -1, self), dest):
-                MPIRequest.of(raw, home, (operation, dest, self))  # the registry keeps the buffer
-                raise self._late(operation, dest, home.clock.limit_s(), "to")
+            if not raw.Test() and not runtime.wait(
+                raw.Test, runtime.clock.limit_s(), (operation, -1, self), dest
+            ):
+                MPIRequest.of(raw, runtime, (operation, dest, self))  # the registry keeps the buffer
+                raise self._late(operation, dest, runtime.clock.limit_s(), "to")
         except MPI.Exception as error:
             raise failure(
                 error, self._raw, f"rank {self.rank} of {self.label}: {operation} to {dest}", dest
             ) from None
         except (Revoked, RankFailed):
-            home.survival.kept.append(raw)
+            runtime.survival.kept.append(raw)
             raise
-        home.poll()
+        runtime.poll()
 
     def _start(self, name: str, buf: Any, dest: int, tag: int) -> MPI.Request:
-        self._home.tally.sent(name, buf)
-        words_ = self._home.words
-        if words_.devices and name[0] == "I" and (stage := words_.stage(self._raw, name, (buf,))):
+        self.runtime.counters.sent(name, buf)
+        translate = self.runtime.translate
+        if translate.devices and name[0] == "I" and (stage := translate.stage(self._raw, name, (buf,))):
             buf = stage.args[0]
         try:
             request: MPI.Request = getattr(self._raw, name)(
@@ -304,10 +303,10 @@ class PointToPoint(Matching):
         return request
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
-        self._send(self._start("Isend", self._home.words(buf), dest, tag), "Send", dest)
+        self._send(self._start("Isend", self.runtime.translate(buf), dest, tag), "Send", dest)
 
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
-        self._send(self._start("Issend", self._home.words(buf), dest, tag), "Ssend", dest)
+        self._send(self._start("Issend", self.runtime.translate(buf), dest, tag), "Ssend", dest)
 
     Rsend = Send
 
@@ -318,10 +317,10 @@ class PointToPoint(Matching):
         self._send(self._start("issend", obj, dest, tag), "ssend", dest)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> MPIRequest:
-        return self._kept(self._start("Isend", self._home.words(buf), dest, tag), "Isend", dest)
+        return self._kept(self._start("Isend", self.runtime.translate(buf), dest, tag), "Isend", dest)
 
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> MPIRequest:
-        return self._kept(self._start("Issend", self._home.words(buf), dest, tag), "Issend", dest)
+        return self._kept(self._start("Issend", self.runtime.translate(buf), dest, tag), "Issend", dest)
 
     Irsend = Isend
 
@@ -332,15 +331,15 @@ class PointToPoint(Matching):
         return self._kept(self._start("issend", obj, dest, tag), "issend", dest)
 
     def _kept(self, raw: MPI.Request, operation: str, peer: int, stage: Stage | None = None) -> MPIRequest:
-        request = MPIRequest.of(raw, self._home, (operation, peer, self), stage)
-        self._home.poll()
+        request = MPIRequest.of(raw, self.runtime, (operation, peer, self), stage)
+        self.runtime.poll()
         return request
 
     # ---------------------------------------------------------------------------------------------- receiving
     def Recv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> None:
-        home = self._home
-        buf = home.words(buf)
-        stage = home.words.stage(self._raw, "Recv", (buf,)) if home.words.devices else None
+        runtime = self.runtime
+        buf = runtime.translate(buf)
+        stage = runtime.translate.stage(self._raw, "Recv", (buf,)) if runtime.translate.devices else None
         if stage is not None:
             buf = stage.args[0]
         if self._posted:
@@ -355,7 +354,7 @@ class PointToPoint(Matching):
             return raw.Test(found)
 
         try:
-            if not home.wait(done, home.clock.limit_s(), ("Recv", -1, self), source):
+            if not runtime.wait(done, runtime.clock.limit_s(), ("Recv", -1, self), source):
                 self._give_up(raw, found, source)
         except MPI.Exception as error:
             raise failure(
@@ -363,7 +362,7 @@ class PointToPoint(Matching):
             ) from None
         except (Revoked, RankFailed):
             raw.Cancel()
-            home.survival.kept.append((raw, buf))
+            runtime.survival.kept.append((raw, buf))
             raise
         if stage is not None:
             copy_to_gpu(stage, found)
@@ -373,11 +372,11 @@ class PointToPoint(Matching):
         raw.Cancel()
         raw.Wait(found)
         if found.Is_cancelled():
-            raise self._late("Recv", source, self._home.clock.limit_s(), "from")
+            raise self._late("Recv", source, self.runtime.clock.limit_s(), "from")
 
     def _start_receive(self, buf: Any, source: int, tag: int) -> MPI.Request:
-        self._home.tally.received += 1
         """Post a receive into a buffer that is translated already."""
+        self.runtime.counters.received += 1
         try:
             return self._raw.Irecv(buf, translation.source(source), translation.tag(tag))
         except MPI.Exception as error:
@@ -385,9 +384,9 @@ class PointToPoint(Matching):
             raise failure(error, self._raw, text) from None
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> MPIRequest:
-        home = self._home
-        buf = home.words(buf)
-        stage = home.words.stage(self._raw, "Irecv", (buf,)) if home.words.devices else None
+        runtime = self.runtime
+        buf = runtime.translate(buf)
+        stage = runtime.translate.stage(self._raw, "Irecv", (buf,)) if runtime.translate.devices else None
         raw = self._start_receive(buf if stage is None else stage.args[0], source, tag)
         return self._kept(raw, "Irecv", source, stage)
 
@@ -397,7 +396,7 @@ class PointToPoint(Matching):
     def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> MPIRequest:
         pattern = translation.source(source), translation.tag(tag)
         with self._matching:
-            request = post_receive(self._home, ("irecv", source, self), pattern)
+            request = post_receive(self.runtime, ("irecv", source, self), pattern)
             if pattern[0] == MPI.PROC_NULL:
                 request.message = MPI.MESSAGE_NO_PROC
             else:
@@ -416,16 +415,16 @@ class PointToPoint(Matching):
             raise failure(error, self._raw, f"rank {self.rank} of {self.label}: probe of {source}") from None
         if there:
             fill_status(status, found)
-        if self._home.registry:
-            self._home.registry.sweep()
+        if self.runtime.registry:
+            self.runtime.registry.sweep()
         return there
 
     iprobe = Iprobe
 
     def Probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> bool:
-        home = self._home
-        limit_s = home.clock.limit_s()
-        if not home.wait(lambda: self.Iprobe(source, tag, status), limit_s, ("Probe", -1, self), source):
+        runtime = self.runtime
+        limit_s = runtime.clock.limit_s()
+        if not runtime.wait(lambda: self.Iprobe(source, tag, status), limit_s, ("Probe", -1, self), source):
             raise self._late("Probe", source, limit_s, "from")
         return True
 
@@ -483,7 +482,7 @@ class PointToPoint(Matching):
         outgoing.Wait()
 
     def _replaced(self, buf: Any) -> Stage | None:
-        translate = self._home.words
+        translate = self.runtime.translate
         buf = translate(buf)
         if not translate.devices:
             return None

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -34,23 +34,10 @@ from spawnsim.real.launch.processes import SURVIVE, KnownDeaths
 from spawnsim.real.mpi.abortable import DetachedCall
 from spawnsim.real.mpi.agreement import FENCED, Agreement, Decision, Round, ShutdownBarrier
 from spawnsim.real.mpi.collectives import LibrarySum, SharedMemorySum
-from spawnsim.real.mpi.runtime import abort, acknowledge, over, polling
+from spawnsim.real.mpi.runtime import CommCore, MPIRuntime, abort, acknowledge, over, polling
 from spawnsim.real.mpi.translation import DETECTED_S, failed_ranks, failure, ulfm
 from spawnsim.real.runtime.abort import refuse_recovery
 from spawnsim.real.runtime.requests import wait_until
-
-if TYPE_CHECKING:
-    from spawnsim.real.mpi.comm import MPIComm
-    from spawnsim.real.mpi.runtime import RankRuntime
-
-__all__ = [
-    "SURVIVE",
-    "capabilities",
-    "prepare",
-    "recover",
-    "ulfm",
-]
-
 
 ALLOWED = ("tomemory", "Get_group", "Is_inter", "handle", "name")
 
@@ -77,8 +64,8 @@ class RevokedHandle:
 class Revocation:
     """One rank's revoked communicators. `dropped` counts late messages, by the world rank that sent them."""
 
-    def __init__(self, home: RankRuntime) -> None:
-        self._home = home
+    def __init__(self, runtime: MPIRuntime) -> None:
+        self._runtime = runtime
         self.kept: list[Any] = []  # requests, buffers and windows that the library may still touch
         self.dropped: Counter[int] = Counter()
         self._old: list[tuple[Any, tuple[int, ...]]] = []
@@ -86,30 +73,30 @@ class Revocation:
 
     def __call__(self, lineage: str, why: str) -> None:
         """Revoke the communicators of a lineage ("": all there are) and what belongs to them; from any thread."""
-        home = self._home
-        for comm in list(home.comms):
+        runtime = self._runtime
+        for comm in list(runtime.comms):
             inside = not lineage or comm.label == lineage or comm.label.startswith(f"{lineage}/")
             if inside and not comm.revoked:
                 self._take(comm, f"on {comm.label}, which was revoked: {why}")
         theirs = [
             window
-            for window in home.windows
+            for window in runtime.windows
             if not isinstance(window, SharedMemorySum) and window._comm.revoked
         ]
         for window in theirs:
-            home.windows.remove(window)
+            runtime.windows.remove(window)
             self.kept.append((window._raw, window._words))
             why_not = f"on {window.label}, whose communicator was revoked: {why}"
             for handle in ("_raw", "_words", "_tokens"):
                 setattr(window, handle, RevokedHandle(getattr(window, handle), why_not))
-        for request in home.registry.held():
+        for request in runtime.registry.held():
             self._end(request)
 
     def _take(self, comm: Any, why: str) -> None:
         raw = comm._raw
         comm.revoked, comm._raw = why, RevokedHandle(raw, why)
-        if comm._node in self._home.windows:  # giving its memory back would need the dead
-            self._home.windows.remove(comm._node)
+        if comm._node in self._runtime.windows:  # giving its memory back would need the dead
+            self._runtime.windows.remove(comm._node)
             self.kept.append(comm._node)
         comm._node = LibrarySum(comm._raw)
         for name in [name for name, value in vars(comm).items() if isinstance(value, FunctionType)]:
@@ -155,7 +142,7 @@ class Revocation:
         nbytes, source = status.Get_count(MPI.BYTE), members[status.Get_source()]
         self._landing.append(message.Irecv([bytearray(nbytes), MPI.BYTE]))
         self.dropped[source] += 1
-        self._home.own.record.event("late_message", source=source, nbytes=nbytes)
+        self._runtime.services.record.event("late_message", source=source, nbytes=nbytes)
 
 
 T = TypeVar("T")
@@ -166,10 +153,10 @@ FUTILE = 5  # recoveries in a row from one step, before which nobody has died
 NOWHERE = np.iinfo(np.int64).max  # the step of a rank that gives none
 
 
-def capabilities(home: RankRuntime) -> Capabilities:
+def capabilities(runtime: MPIRuntime) -> Capabilities:
     """Return what can be done, without trying it."""
     vendor, version = MPI.get_vendor()
-    survives = ulfm() or (home.options.survive and SURVIVE in os.environ)
+    survives = ulfm() or (runtime.options.survive and SURVIVE in os.environ)
     flag = "mpiexec --with-ft ulfm" if vendor == "Open MPI" else "mpiexec -disable-auto-cleanup"
     advice = f"to survive a rank's death start with spawnsim run --survive, or {flag} by hand"
     return Capabilities(
@@ -187,13 +174,13 @@ def capabilities(home: RankRuntime) -> Capabilities:
 class Survival:
     """What one rank needs to outlive others; each home has one. `dropped` messages are counted in `revoking`."""
 
-    def __init__(self, home: RankRuntime) -> None:
-        self._home = home
-        self.revoking = Revocation(home)
+    def __init__(self, runtime: MPIRuntime) -> None:
+        self._runtime = runtime
+        self.revoking = Revocation(runtime)
         self.kept = self.revoking.kept
-        self.agreement = Agreement(home.ending, self._revoke, lambda: home.ending.over)
-        home.ending.given_up = lambda: self.agreement.fenced
-        self.farewell: ShutdownBarrier | None = None  # where ranks part without the library
+        self.agreement = Agreement(runtime.abort, self._revoke, lambda: runtime.abort.program_ended)
+        runtime.abort.given_up = lambda: self.agreement.fenced
+        self.shutdown: ShutdownBarrier | None = None  # where ranks meet at the end without the library
         self.acknowledged: dict[str, set[int]] = {}  # world ranks, by communicator
         self._futile, self._step = 0, -1
         self._alone = False
@@ -203,14 +190,14 @@ class Survival:
 
     def prepare(self) -> None:
         """Make the rank fit to survive others: once MPI is up, since before it MPICH puts its own handler there."""
-        home = self._home
-        raw = home.raw
+        runtime = self._runtime
+        raw = runtime.raw
         self._base = raw.Dup()
-        self.agreement.dead = home.ending.dead = self.dead
+        self.agreement.dead = runtime.abort.dead = self.dead
         self._places = raw.allgather((socket.gethostname(), os.getpid()))
-        home.parting.give_up = self.give_up
-        self.farewell = ShutdownBarrier(home.ending, self._gone, self.fence)
-        if home.options.survive and MPI.get_vendor()[0] == "MPICH":
+        runtime.give_up = self.give_up
+        self.shutdown = ShutdownBarrier(runtime.abort, self._gone, self.fence)
+        if runtime.options.survive and MPI.get_vendor()[0] == "MPICH":
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     # ------------------------------------------------------------------------------------------- who is no more
@@ -219,12 +206,12 @@ class Survival:
         library = failed_ranks(self._base) if ulfm() else ()
         return {*library, *self._recorded()}
 
-    def failed(self, comm: MPIComm) -> list[int]:
+    def failed(self, comm: CommCore) -> list[int]:
         """Return the ranks of a communicator that have died or were given up."""
         gone = self._gone()
         return [rank for rank, member in enumerate(comm.members) if member in gone]
 
-    def acknowledge(self, comm: MPIComm, number: int | None) -> int:
+    def acknowledge(self, comm: CommCore, number: int | None) -> int:
         """Let receives from anybody go on without the dead; return how many are acknowledged."""
         dead = [comm.members[rank] for rank in self.failed(comm)][:number]
         self.acknowledged[comm.label] = set(dead)
@@ -261,12 +248,14 @@ class Survival:
     def fence(self) -> None:
         """Raise if the others have given this rank up."""
         if self.agreement.fenced:
-            raise Revoked(f"rank {self._home.own.rank}: {FENCED}") from None  # the one error of this rank
+            raise Revoked(
+                f"rank {self._runtime.services.rank}: {FENCED}"
+            ) from None  # the one error of this rank
 
-    def regroup(self, comm: MPIComm, step: int | None) -> tuple[Any, Decision]:
+    def regroup(self, comm: CommCore, step: int | None) -> tuple[Any, Decision]:
         """Return a library's communicator of the survivors, and what they have decided."""
-        home, lineage = self._home, lineage_of(comm)
-        state, limit_s = self.agreement.lineages[lineage], home.clock.limit_s()
+        runtime, lineage = self._runtime, lineage_of(comm)
+        state, limit_s = self.agreement.lineages[lineage], runtime.clock.limit_s()
         self._revoke(lineage)
         number, tries, gone = state.done + 1, 0, set[int]()
         for _ in range(ROUNDS):
@@ -315,13 +304,13 @@ class Survival:
             except BaseException as error:  # noqa: BLE001  the thread that asked raises it
                 found.put((None, error))
 
-        self._home.watchdog.do(run)
+        self._runtime.watchdog.do(run)
         result, error = found.get()
         if error is not None:
             raise error
         return result  # type: ignore[no-any-return]
 
-    def refuse_futile(self, comm: MPIComm, step: int | None, dead: tuple[int, ...]) -> None:
+    def refuse_futile(self, comm: CommCore, step: int | None, dead: tuple[int, ...]) -> None:
         """Refuse to recover for ever from what is no death: a program that tries again each time would never end."""
         self._futile = 0 if dead or step is None or step != self._step else self._futile + 1
         self._step = -1 if step is None else step
@@ -344,7 +333,7 @@ class Survival:
         ranks end together, unless one of them has died.
         """
         self._watched(self.agreement.tell_lost)
-        self._watched(partial(wait_until, self._home.channel.sent, LEFT_S))
+        self._watched(partial(wait_until, self._runtime.channel.sent, LEFT_S))
         if ulfm() or SURVIVE in os.environ or self.agreement.lost or self.dead():
             self.leave_alone()
         return self._alone
@@ -355,7 +344,7 @@ class Survival:
         sys.stderr.flush()
         for rank in sorted(self.agreement.lost) if self._places else ():
             host, process = self._places[rank]
-            if host == self._places[self._home.own.rank][0]:
+            if host == self._places[self._runtime.services.rank][0]:
                 _wake(process)
         os._exit(0)
 
@@ -367,20 +356,20 @@ def _wake(process: int) -> None:
         return
 
 
-def lineage_of(comm: MPIComm) -> str:
+def lineage_of(comm: CommCore) -> str:
     """Return the name that a communicator shares with all that recoveries make of it."""
     head, _, last = comm.label.rpartition("/")
     return head if last.startswith("recovered") else comm.label
 
 
-def prepare(home: RankRuntime) -> None:
+def prepare(runtime: MPIRuntime) -> None:
     """Called once MPI is up, on all ranks."""
-    home.survival = Survival(home)
-    if home.options.survive or ulfm():
-        home.survival.prepare()
+    runtime.survival = Survival(runtime)
+    if runtime.options.survive or ulfm():
+        runtime.survival.prepare()
 
 
-def recover(comm: MPIComm, step: int | None = None) -> Recovery:
+def recover(comm: CommCore, step: int | None = None) -> Recovery:
     """Return the communicator of the survivors. All of them must call; `step` is where this one stands.
 
     It ends `comm` and all that was made of it (communicators, windows, open requests): calls on them raise `Revoked`.
@@ -389,28 +378,28 @@ def recover(comm: MPIComm, step: int | None = None) -> Recovery:
     Raises `Revoked` on a rank that the others have given up meanwhile (it was stopped): it must leave. Raises
     `WorldError` when the ranks have recovered `FUTILE` times from one step and nobody has died: what fails is no death.
     """
-    home, survival = comm._home, comm._home.survival
+    runtime, survival = comm.runtime, comm.runtime.survival
     survival.fence()
-    if ulfm() and not home.abortable:
+    if ulfm() and not runtime.abortable:
         raw, agreed = _shrink_by_ulfm(comm, step)
         survival.revoking(
             lineage_of(comm), "it has been recovered; use the communicator that recover() returned"
         )
-        home.poll_by(raw)
+        runtime.poll_by(raw)
     else:
-        if not home.options.survive:
+        if not runtime.options.survive:
             refuse_recovery("recover() needs a job that was started by spawnsim run --survive")
         raw, decision = survival.regroup(comm, step)
         agreed = decision.step
-        home.probe_by(survival.revoking.probe_by(polling(raw, home.options)))
+        runtime.probe_by(survival.revoking.probe_by(polling(raw, runtime.options)))
     return _recovered(comm, raw, agreed)
 
 
-def _recovered(comm: MPIComm, raw: Any, step: int | None) -> Recovery:
-    home, survival, lineage = comm._home, comm._home.survival, lineage_of(comm)
-    home.epoch += 1
-    label = f"{lineage}/recovered{survival.agreement.lineages[lineage].done or home.epoch}"
-    survivors = type(comm)(raw, home, label)
+def _recovered(comm: CommCore, raw: Any, step: int | None) -> Recovery:
+    runtime, survival, lineage = comm.runtime, comm.runtime.survival, lineage_of(comm)
+    runtime.epoch += 1
+    label = f"{lineage}/recovered{survival.agreement.lineages[lineage].done or runtime.epoch}"
+    survivors = type(comm)(raw, runtime, label)
     old = {comm.members.index(member): rank for rank, member in enumerate(survivors.members)}
     dead = tuple(sorted(set(range(comm.size)) - set(old)))
     survival.agreement.lost |= {comm.members[rank] for rank in dead} - survival.agreement.lineages[
@@ -426,7 +415,7 @@ def _recovered(comm: MPIComm, raw: Any, step: int | None) -> Recovery:
     return Recovery(survivors, old, step, dead)
 
 
-def _shrink_by_ulfm(comm: MPIComm, step: int | None) -> tuple[Any, int | None]:
+def _shrink_by_ulfm(comm: CommCore, step: int | None) -> tuple[Any, int | None]:
     """ULFM's way: revoke, so that all come here, and shrink, until nobody dies meanwhile."""
     raw: Any = comm._raw
     error: SpawnsimError | None = None

@@ -1,6 +1,7 @@
-"""What all communicators of one MPI rank share: services, request registry, watchdog, options; how it polls and waits.
+"""What all communicators of one MPI rank share, and what the parts of one communicator share.
 
-Knows mpi4py's world and the control channel of the watchdogs; knows no communicator's methods.
+How a rank polls, waits and ends on MPI (`MPIRuntime`), the watchdogs' messages over a communicator of their own
+(`ControlChannel`), and what point-to-point calls, collectives and windows use of a communicator (`CommCore`).
 """
 
 from __future__ import annotations
@@ -11,16 +12,15 @@ import time
 import zlib
 from collections.abc import Callable
 from threading import Timer, get_ident
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from mpi4py import MPI
 
 from spawnsim.errors import Revoked
 from spawnsim.real.mpi.translation import Translator, failure, ulfm
-from spawnsim.real.runtime.abort import AbortProtocol
-from spawnsim.real.runtime.finalize import Finalizer
-from spawnsim.real.runtime.requests import SPINS, RequestRegistry, wait_until
-from spawnsim.real.runtime.services import Counters, Options, RankServices
+from spawnsim.real.runtime.rank import RankRuntime
+from spawnsim.real.runtime.requests import SPINS, wait_until
+from spawnsim.real.runtime.services import Options, RankServices
 
 CONTROL_TAG = 1
 SERVING_POLLS = 32
@@ -65,32 +65,24 @@ class ControlChannel:
         return None
 
 
-class RankRuntime:
-    """One per rank and run."""
+class MPIRuntime(RankRuntime):
+    """One per rank and run. `survival` is made by `recovery.prepare`, before any call is waited for."""
 
-    def __init__(self, raw: MPI.Intracomm, own: RankServices, options: Options) -> None:
+    survival: Any
+
+    def __init__(self, raw: MPI.Intracomm, services: RankServices, options: Options) -> None:
         self.raw = raw
-        self.own, self.clock, self.options = own, own.clock, options
-        self.fingerprints, self.ordered = options.fingerprints, options.reduction == "ordered"
-        self.registry = RequestRegistry()
+        self.channel = ControlChannel(raw.Dup())
+        self._closing = raw.Dup()  # for the collectives at the end, which must not meet one of the program's
+        super().__init__(services, options, self.channel, abort)
         self.windows: list[Any] = []
         self.needy = False  # whether there are windows that others reach only while this rank polls
-        self.words = Translator(raw.Get_group())
-        self._control = raw.Dup()
-        self.farewell = raw.Dup()
-        self.channel = ControlChannel(self._control)
-        self.ending = AbortProtocol(self.channel, abort)
-        self.watchdog = self.ending.watchdog
-        self.parting, self.tally = Finalizer(self), Counters()
-        self.comms: list[Any] = []
-        self.watchdog.note = self.parting.note
+        self.translate = Translator(raw.Get_group())
+        self.comms: list[CommCore] = []
         self.watchdog.progress = self._progress
         self._iprobe = polling(raw, options)
-        own.on_error = self.ending.fail
-        own.clock.poll = self.poll
-        own.compute.poll = self.serve
+        services.compute.poll = self.serve
         self.abortable, self.epoch = options.survive, 0
-        self.survival: Any = None  # what recovery needs: recovery.py makes it
 
     # --------------------------------------------------------------------------------------------- while running
     def poll(self) -> None:
@@ -122,11 +114,7 @@ class RankRuntime:
         call: tuple[str, int, Any],
         peer: int | None = None,
     ) -> bool:
-        """Wait for `done`, at most `limit_s`; a wait that is not over at once is known to the watchdog.
-
-        `peer`: the rank of the communicator that it waits for, ANY_SOURCE for any; a collective waits for all. If that
-        one is known to have died, the wait ends in `RankFailed`.
-        """
+        """Wait as every runtime does; in a job that survives deaths, a wait for a dead rank ends in `RankFailed`."""
         for _ in range(SPINS):
             if done():
                 return True
@@ -158,37 +146,33 @@ class RankRuntime:
                 self.registry.sweep()
 
     # ------------------------------------------------------------------------------------------------ at the end
-    def goodbye(self) -> None:
-        """Part from the other ranks; collective, and more than once is fine."""
-        self.parting.leave()
-
-    def meet(self) -> Callable[[], bool]:
+    def begin_barrier(self) -> Callable[[], bool]:
         """Begin to wait for all ranks; in a job that survives some, for those who live."""
-        if self.survival.farewell is not None:
-            here: Callable[[], bool] = self.survival.farewell.meet()
+        if self.survival.shutdown is not None:
+            here: Callable[[], bool] = self.survival.shutdown.begin_barrier()
             return here
-        request = self.farewell.Ibarrier()
+        request = self._closing.Ibarrier()
 
         def all_here() -> bool:
             try:
                 return request.Test()
             except MPI.Exception as error:
-                raise failure(error, self.farewell, f"rank {self.own.rank}: at the end") from None
+                raise failure(error, self._closing, f"rank {self.services.rank}: at the end") from None
 
         return all_here
 
     def lowest(self) -> int:
-        """Return the lowest rank that has come to the last meeting."""
-        found: int = 0 if self.survival.farewell is None else self.survival.farewell.lowest()
+        """Return the lowest rank that has come to the last barrier."""
+        found: int = 0 if self.survival.shutdown is None else self.survival.shutdown.lowest()
         return found
 
     def take_leftovers(self) -> int:
-        """Take messages that nobody received from the library, on all communicators of the house."""
+        """Take messages that were not received out of the library, on all communicators."""
         return sum(_taken(comm._raw) for comm in self.comms if comm._raw)
 
     def release(self) -> None:
         """Free windows, and stop the watchdog."""
-        if self.survival.farewell is None or not self.survival.end():
+        if self.survival.shutdown is None or not self.survival.end():
             self._release_windows()
         self.watchdog.stop()
 
@@ -197,10 +181,39 @@ class RankRuntime:
         labels = ",".join(window.label for window in self.windows)
         word = zlib.crc32(labels.encode())
         ends = array.array("q", [word, -word])
-        self.farewell.Allreduce(MPI.IN_PLACE, ends, MPI.MAX)
+        self._closing.Allreduce(MPI.IN_PLACE, ends, MPI.MAX)
         if ends[0] == -ends[1]:
             for window in self.windows:
                 window.release()
+
+
+class CommCore:
+    """What the parts of a communicator share.
+
+    Attributes:
+        members: the world ranks, in the order of the communicator's.
+        revoked: why the communicator can no longer be used, once it cannot; "" until then.
+    """
+
+    revoked = ""
+    Barrier: Callable[[], None]  # `collectives` adds them; abortable calls and windows are built on them
+    Allgather: Callable[..., None]
+    Allgatherv: Callable[..., None]
+
+    def __init__(self, raw: MPI.Comm, runtime: MPIRuntime, label: str) -> None:
+        self.runtime, self.label = runtime, label
+        self._raw, self._sequence = cast("MPI.Intracomm", raw), 0  # and the number of its collectives so far
+        self.rank, self.size = raw.Get_rank(), raw.Get_size()
+        self.members = self._in_world(raw.Get_group())
+        self._inter = raw.Is_inter()
+        services = runtime.services
+        self.clock, self.rng, self.record = services.clock, services.rng, services.record
+        self.compute = services.compute
+
+    def _in_world(self, group: MPI.Group) -> tuple[int, ...]:
+        return tuple(
+            int(rank) for rank in MPI.Group.Translate_ranks(group, None, self.runtime.raw.Get_group())
+        )
 
 
 def abort(status: int) -> NoReturn:
@@ -237,7 +250,7 @@ def polling(comm: MPI.Comm, options: Options) -> Callable[[int, int], bool]:
 
 
 def acknowledge(comm: Any) -> None:
-    """Receive from any rank again, whoever has failed."""
+    """Receive from any rank again, after some have failed."""
     if hasattr(comm, "Ack_failed"):
         comm.Ack_failed()
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from spawnsim.comm.constants import LOCK_EXCLUSIVE
 from spawnsim.comm.ops import SUM
@@ -23,48 +22,14 @@ from spawnsim.errors import UnsupportedError
 from spawnsim.real.mpi import translation
 from spawnsim.real.mpi.abortable import make_collectively, run_detached
 from spawnsim.real.mpi.point_to_point import MPIRequest
-from spawnsim.real.runtime.rma_sync import ActiveTarget, PassiveTarget
+from spawnsim.real.mpi.runtime import CommCore
+from spawnsim.real.runtime.rma_sync import WindowSync
 
 if TYPE_CHECKING:
-    from spawnsim.real.mpi.comm import MPIComm
     from spawnsim.real.runtime.staging import Stage
 
 
 WRITER = 1 << 40  # added to a lock word by the one exclusive holder; shared holders add 1
-
-
-class LockWords(PassiveTarget):
-    """Lock and Unlock of one rank's window."""
-
-    _words: Any  # mpi4py's window of a lock word per rank
-    _one: NDArray[np.int64]
-    _was: NDArray[np.int64]
-
-    def _acquire(self, rank: int, lock_type: int, limit_s: float, call: tuple[str, int, Any]) -> bool:
-        taken: bool = self._home.wait(lambda: self._take(rank, lock_type), limit_s, call)
-        return taken
-
-    def _take(self, rank: int, lock_type: int) -> bool:
-        """Try once to take a lock word: the writer needs it at zero, a reader needs it without a writer."""
-        if lock_type == LOCK_EXCLUSIVE:
-            compare = np.zeros(1, np.int64)
-            self._one[0] = WRITER
-            self._words.Compare_and_swap(self._one, compare, self._was, rank)
-            self._words.Flush(rank)
-            return int(self._was[0]) == 0
-        if self._add(rank, 1) < WRITER:
-            return True
-        self._add(rank, -1)
-        return False
-
-    def _release(self, rank: int, lock_type: int) -> None:
-        self._add(rank, -(WRITER if lock_type == LOCK_EXCLUSIVE else 1))
-
-    def _add(self, rank: int, share: int) -> int:
-        self._one[0] = share
-        self._words.Fetch_and_op(self._one, self._was, rank)
-        self._words.Flush(rank)
-        return int(self._was[0])
 
 
 @dataclass(frozen=True)
@@ -75,24 +40,24 @@ class WatchedTarget:
     members: tuple[int, ...]
 
 
-class MPIWin(LockWords, ActiveTarget):
+class MPIWin(WindowSync):
     """A window: mpi4py's methods. Make one by `comm.Win.Allocate(nbytes)` or `comm.Win.Create(memory)`; collective."""
 
-    def __init__(self, raw: MPI.Win, comm: MPIComm) -> None:
-        self._raw, self._comm, self._home = raw, comm, comm._home
-        self._words = make_collectively(comm, MPI.Win.Allocate, 8, 8, MPI.INFO_NULL)
-        self._tokens = make_collectively(
-            comm, MPI.Intracomm.Dup
-        )  # of epochs, so that no receive of the program takes one
+    def __init__(self, raw: MPI.Win, comm: CommCore) -> None:
+        self._raw, self._comm, self._runtime = raw, comm, comm.runtime
+        self._words: Any = make_collectively(
+            comm, MPI.Win.Allocate, 8, 8, MPI.INFO_NULL
+        )  # a lock word per rank
+        # of epochs, so that no receive of the program takes one
+        self._tokens = make_collectively(comm, MPI.Intracomm.Dup)
         word: Any = self._words.tomemory()
         memoryview(word)[:] = bytes(8)
         self.label = f"{comm.label}/Win{comm._sequence}"
         self._stages: list[tuple[int, Stage]] = []  # of calls with GPU tensors that are not flushed yet
-        self._begin_epochs()
-        self._held: dict[int, int] = {}  # target → kind of lock
+        self._begin_sync()
         self._one, self._was = np.zeros(1, np.int64), np.zeros(1, np.int64)
         comm.Barrier()
-        self._home.windows.append(self)
+        self._runtime.windows.append(self)
         raw.Lock_all(MPI.MODE_NOCHECK)
         self._words.Lock_all(MPI.MODE_NOCHECK)
         self._targets = [WatchedTarget(f"the window of {comm.label}", (member,)) for member in comm.members]
@@ -118,7 +83,7 @@ class MPIWin(LockWords, ActiveTarget):
 
     # ------------------------------------------------------------------------------------------ tokens of epochs
     def _tell(self, rank: int, token: int) -> None:
-        MPIRequest.of(self._tokens.isend(None, rank, token), self._home, ("Win.Post", rank, self._comm))
+        MPIRequest.of(self._tokens.isend(None, rank, token), self._runtime, ("Win.Post", rank, self._comm))
 
     def _listen(self) -> None:
         found = MPI.Status()
@@ -126,11 +91,42 @@ class MPIWin(LockWords, ActiveTarget):
             message.recv()
             self._told[found.Get_source(), found.Get_tag()] += 1
 
+    # ------------------------------------------------------------------------------------------------- locks
+    # MPI's own locks are taken already (`Lock_all`), so a lock is a word in a second window: an exclusive holder swaps
+    # WRITER for 0, a shared one adds 1 and takes it back where it meets a writer. Both are atomics of the library, in
+    # which the target's program takes no part. A lock is tried again at each look of the wait: without a queue, and so
+    # without fairness, which MPI does not promise either.
+    def _acquire(self, rank: int, lock_type: int, limit_s: float, call: tuple[str, int, Any]) -> bool:
+        taken: bool = self._runtime.wait(lambda: self._take(rank, lock_type), limit_s, call)
+        return taken
+
+    def _take(self, rank: int, lock_type: int) -> bool:
+        """Try once to take a lock word: the writer needs it at zero, a reader needs it without a writer."""
+        if lock_type == LOCK_EXCLUSIVE:
+            compare = np.zeros(1, np.int64)
+            self._one[0] = WRITER
+            self._words.Compare_and_swap(self._one, compare, self._was, rank)
+            self._words.Flush(rank)
+            return int(self._was[0]) == 0
+        if self._add(rank, 1) < WRITER:
+            return True
+        self._add(rank, -1)
+        return False
+
+    def _release(self, rank: int, lock_type: int) -> None:
+        self._add(rank, -(WRITER if lock_type == LOCK_EXCLUSIVE else 1))
+
+    def _add(self, rank: int, share: int) -> int:
+        self._one[0] = share
+        self._words.Fetch_and_op(self._one, self._was, rank)
+        self._words.Flush(rank)
+        return int(self._was[0])
+
     # ---------------------------------------------------------------------------------------------- accesses
     def _buffers(self, operation: str, target_rank: int, *buffers: Any) -> tuple[Any, ...]:
-        """Count an access and return its buffers in mpi4py's words; a GPU tensor is in main memory until Flush."""
-        translate = self._home.words
-        self._home.tally.access(buffers[0])
+        """Count an access and return its buffers as mpi4py takes them; a GPU tensor is in main memory until Flush."""
+        translate = self._runtime.translate
+        self._runtime.counters.access(buffers[0])
         given = tuple([translate(buffer) for buffer in buffers])
         stage: Stage | None = translate.stage(self._raw, operation, given) if translate.devices else None
         if stage is None:
@@ -147,21 +143,21 @@ class MPIWin(LockWords, ActiveTarget):
 
     def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
         (origin,) = self._buffers("Get", target_rank, origin)
-        self._raw.Get(origin, translation.peer(target_rank), self._home.words(target))
+        self._raw.Get(origin, translation.peer(target_rank), self._runtime.translate(target))
 
     def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
         (origin,) = self._buffers("Put", target_rank, origin)
-        self._raw.Put(origin, translation.peer(target_rank), self._home.words(target))
+        self._raw.Put(origin, translation.peer(target_rank), self._runtime.translate(target))
 
     def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Any = SUM) -> None:
-        translate = self._home.words
+        translate = self._runtime.translate
         (origin,) = self._buffers("Accumulate", target_rank, origin)
         self._raw.Accumulate(origin, translation.peer(target_rank), translate(target), translate(op))
 
     def Get_accumulate(
         self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Any = SUM
     ) -> None:
-        translate = self._home.words
+        translate = self._runtime.translate
         origin, result = self._buffers("Get_accumulate", target_rank, origin, result)
         self._raw.Get_accumulate(
             origin, result, translation.peer(target_rank), translate(target), translate(op)
@@ -171,7 +167,7 @@ class MPIWin(LockWords, ActiveTarget):
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Any = SUM
     ) -> None:
         origin, result = self._buffers("Fetch_and_op", target_rank, origin, result)
-        self._raw.Fetch_and_op(origin, result, target_rank, target_disp, self._home.words(op))
+        self._raw.Fetch_and_op(origin, result, target_rank, target_disp, self._runtime.translate(op))
 
     def Compare_and_swap(
         self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
@@ -186,30 +182,30 @@ class MPIWin(LockWords, ActiveTarget):
         return self._requested("Rput", origin, target_rank, target)
 
     def _requested(self, operation: str, origin: Any, target_rank: int, target: Any) -> MPIRequest:
-        translate = self._home.words
-        self._home.tally.access(origin)
+        translate = self._runtime.translate
+        self._runtime.counters.access(origin)
         origin = translate(origin)
         stage = translate.stage(self._raw, operation, (origin,)) if translate.devices else None
         if stage is not None:
             (origin,) = stage.args
         raw = getattr(self._raw, operation)(origin, translation.peer(target_rank), translate(target))
-        return MPIRequest.of(raw, self._home, (f"Win.{operation}", target_rank, self._comm), stage)
+        return MPIRequest.of(raw, self._runtime, (f"Win.{operation}", target_rank, self._comm), stage)
 
     # -------------------------------------------------------------------------------------------- completion
     def Flush(self, rank: int) -> None:
         """Complete all calls to one rank; watched, since it waits for the target's next poll on some paths."""
-        home, thread = self._home, get_ident()
-        if home.abortable and rank != self._comm.rank:
+        runtime, thread = self._runtime, get_ident()
+        if runtime.abortable and rank != self._comm.rank:
             run_detached(self._comm, f"Win.Flush of rank {rank}", partial(self._raw.Flush, rank), [rank])
             self._land(rank)
             return
-        active = home.watchdog.active
+        active = runtime.watchdog.active
         active[thread] = (
             f"Win.Flush of rank {rank}",
             -1,
             self._targets[rank],
             perf_counter(),
-            home.clock.limit_s(),
+            runtime.clock.limit_s(),
         )
         try:
             self._raw.Flush(rank)
@@ -239,16 +235,16 @@ class MPIWin(LockWords, ActiveTarget):
         return bool(self._raw)
 
     def __eq__(self, other: object) -> bool:
-        if not other:  # where this house has no window, it says None
+        if not other:  # a window that does not exist is None, mpi4py's programs compare with WIN_NULL
             return not self
         return isinstance(other, MPIWin) and self._raw == other._raw
 
     __hash__ = None  # type: ignore[assignment]
 
     def Free(self) -> None:
-        self._home.windows.remove(self)
+        self._runtime.windows.remove(self)
         self._comm.Barrier()
-        if self._home.abortable:
+        if self._runtime.abortable:
             run_detached(self._comm, "Win.Free", self.release)
         else:
             self.release()
@@ -269,7 +265,7 @@ class MPIWin(LockWords, ActiveTarget):
 class Windows:
     """`comm.Win`: makes windows on a communicator, with mpi4py's names. All calls are collective."""
 
-    def __init__(self, comm: MPIComm) -> None:
+    def __init__(self, comm: CommCore) -> None:
         self._comm = comm
 
     def Allocate(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
@@ -289,12 +285,12 @@ class Windows:
 
     def Create(self, memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window over memory that exists. Others reach it only when this rank polls; `Allocate` is quicker."""
-        home = self._comm._home
-        memory = home.words(memory)
-        if home.words.far(memory):
+        runtime = self._comm.runtime
+        memory = runtime.translate(memory)
+        if runtime.translate.far(memory):
             raise UnsupportedError(
                 "Win.Create over GPU memory: use Win.Allocate, and Put GPU tensors into it and Get them from it"
             )
-        home.needy = True
+        runtime.needy = True
         raw = make_collectively(self._comm, MPI.Win.Create, memory, disp_unit, info or MPI.INFO_NULL)
         return MPIWin(raw, self._comm)

@@ -1,11 +1,9 @@
 """How a real job ends early: all together, loudly, with one message and a non-zero status.
 
-A rank that raises, exits early or waits past a deadline must not leave the others hanging. The lowest rank's watchdog
-grants the word to one speaker; every rank runs its `last_words` (the recorder saves what it has), then the speaker
-aborts the job. A rank that only finds others missing does not speak where the launcher knows which has died. A rank
-that is told to stop by SIGINT (Ctrl-C) or SIGTERM ends the job likewise: it may be inside a library that runs no
-Python, so a thread hears of the signal through the interpreter's wake-up pipe. Launchers load this module: no numpy,
-no MPI, no torch here.
+A rank that raises, exits early or waits past a deadline must not leave the others hanging. One rank reports the error:
+the first that asks the lowest rank's watchdog. Every rank then saves what it has (`on_abort`), and the reporting rank
+aborts the job. A rank that only finds others missing reports nothing where the launcher knows which has died. A rank
+that gets SIGINT (Ctrl-C) or SIGTERM ends the job in the same way. Launchers load this module: no numpy, MPI or torch.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ from spawnsim.real.launch.processes import (
 from spawnsim.real.runtime.watchdog import Call, Channel, Watchdog, Where, verdict
 
 PACKAGE = str(Path(__file__).parents[2]) + os.sep  # where files of this package lie
-GRANT_S = 1.0  # how long rank 0 may take to grant the floor
-LAST_WORDS_S = 3.0  # how long all ranks together may take to save what they have
-SILENT_S = 8.0  # a rank that may not speak leaves by itself after this long
+GRANT_S = 1.0  # how long the lowest rank may take to answer a request
+SAVE_S = 3.0  # how long all ranks together may take to save what they have
+SILENT_S = 8.0  # a rank that may not report leaves by itself after this long
 
 
 def exit_status_of(error: BaseException) -> int:
@@ -46,30 +44,39 @@ def exit_status_of(error: BaseException) -> int:
 
 
 class AbortProtocol:
-    """The end of one rank's run. `abort(status)` ends all ranks of the job and does not return."""
+    """One rank's side. `end_job(status)` ends all ranks of the job and does not return.
 
-    def __init__(self, channel: Channel, abort: Callable[[int], None]) -> None:
+    A rank that ends the job sends "request" to the lowest rank, which answers "grant" (`granted`: whether this one may
+    report). The one that may sends "save" to all; each saves what it has and answers "saved". Requests go to one rank
+    because many fail at once: of a collective that misses a member, all others meet the deadline within milliseconds,
+    and without an arbiter a job of 64 ranks would print 63 reports. All of it runs in the watchdog threads, since the
+    program's thread may be inside a blocking call of the library; and every wait has a limit, since any rank may be
+    dead: a rank that gets no answer within `GRANT_S` reports nevertheless, as two reports are better than none.
+    """
+
+    def __init__(self, channel: Channel, end_job: Callable[[int], None]) -> None:
         self.watchdog = Watchdog(channel, self._expired)
-        self.watchdog.heard |= {
-            "claim": self._claimed, "floor": self._floor, "words": self._words, "said": self._said,
+        self.watchdog.handlers |= {
+            "request": self._on_request, "grant": self._on_grant, "save": self._on_save, "saved": self._on_saved,
         }  # fmt: skip
-        self.last_words: list[Callable[[str], object]] = []
-        self.over = self.begun = False
-        self.doomed = False  # another rank has said that it ends the job
+        self.saves: list[
+            Callable[[str], object]
+        ] = []  # each is called once, with one line on why the job ends
+        self.program_ended = self.begun = False
+        self.remote = False  # another rank ends the job
         self.lost: set[int] = set()  # ranks that the others have given up, in a job that survives them
         self.given_up: Callable[[], bool] = bool  # whether this rank is one of them
-        self.dead: Callable[[], AbstractSet[int]] = KnownDeaths(
-            os.environ
-        )  # ranks that are known to have died
-        self._abort = abort
+        # ranks that are known to have died
+        self.dead: Callable[[], AbstractSet[int]] = KnownDeaths(os.environ)
+        self._end_job = end_job
         self._lock = threading.Lock()
-        self._speaker = -1  # the lowest rank keeps who has the floor
+        self._reporter = -1  # whom the lowest rank has let report
         self._granted: list[bool] = []
-        self._quiet: set[int] = set()
+        self._saved: set[int] = set()  # the other ranks that have saved what they have
 
     # ------------------------------------------------------------------------------------------- for the program
     def fail(self, error: BaseException, context: str = "") -> None:
-        """End the job because of an exception of this rank: one traceback, last words, abort. Does not return."""
+        """End the job because of an exception of this rank: report, save, abort. Does not return."""
         self.end(
             f"{_traceback_of(error)}\n{context or self._who()}",
             summary=f"{type(error).__name__}: {error}",
@@ -87,13 +94,13 @@ class AbortProtocol:
             self._end(text, summary or text, status)
         elif self.watchdog.is_alive():
             self.watchdog.do(lambda: self._end(text, summary or text, status))
-            time.sleep(GRANT_S + LAST_WORDS_S + SILENT_S)
+            time.sleep(GRANT_S + SAVE_S + SILENT_S)
         else:
-            self._speak(text, summary or text)
+            self._report(text, summary or text)
         self._leave(status)
 
     def hold(self) -> None:
-        """Keep the program's thread here if another one is ending the job: it must not part from the others now."""
+        """Keep the program's thread here if another one is ending the job: it must not leave the others now."""
         while self.begun:
             time.sleep(0.05)
 
@@ -109,33 +116,36 @@ class AbortProtocol:
 
     def _end(self, text: str, summary: str, status: int) -> None:
         self._granted, self.begun = [], True
+        # A `WorldError` says that others are missing, not why. Where keepers write down how ranks end, the launcher can
+        # name the rank that has died and the signal; a report of this rank's would only stand beside the true one. The
+        # keeper may learn of the death up to `KNOWN_S` later than this rank, which sees a closed connection.
         known = (
             status == WORLD_ERROR
             and REGISTRY in os.environ
             and self.watchdog.serve_until(_is_end_known, KNOWN_S)
         )
         if not known:
-            self._take_floor()
-        self._speak("" if known else text, summary)
-        self.watchdog.tell_all({"kind": "words", "summary": summary})
-        limit_s = GRANT_S if known else LAST_WORDS_S
-        self.watchdog.serve_until(lambda: self._present() <= self._quiet, limit_s)
+            self._request()
+        self._report("" if known else text, summary)
+        self.watchdog.tell_all({"kind": "save", "summary": summary})
+        limit_s = GRANT_S if known else SAVE_S
+        self.watchdog.serve_until(lambda: self._present() <= self._saved, limit_s)
         self._leave(status)
 
-    def _take_floor(self) -> None:
-        """Ask to be the one who speaks; if another rank is, help it to end, or go on if it cannot."""
+    def _request(self) -> None:
+        """Ask to be the one that reports; if another rank is, serve it while it ends the job, or go on if it cannot."""
         channel, leader = self.watchdog.channel, self.leader
         if channel.rank == leader:
-            self._claimed(leader, {})
+            self._on_request(leader, {})
         else:
-            channel.send(leader, {"kind": "claim"})
+            channel.send(leader, {"kind": "request"})
         self.watchdog.serve_until(lambda: bool(self._granted), GRANT_S)
         if self._granted == [False]:
             self.watchdog.serve_until(lambda: False, SILENT_S)
 
     def _leave(self, status: int) -> None:
-        record_first_end(status, "", os.environ)  # all is said
-        self._abort(status)
+        record_first_end(status, "", os.environ)  # no sentence: it is reported already
+        self._end_job(status)
 
     @property
     def leader(self) -> int:
@@ -148,39 +158,39 @@ class AbortProtocol:
         absent = self.lost | self.watchdog.silent | {channel.rank, *self.dead()}
         return set(range(channel.size)) - absent
 
-    def _speak(self, text: str, summary: str) -> None:
+    def _report(self, text: str, summary: str) -> None:
         if text:
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
-        self._say(summary)
+        self._save(summary)
 
-    def _say(self, summary: str) -> None:
+    def _save(self, summary: str) -> None:
         with self._lock:
-            words, self.last_words = self.last_words, []
-        for word in words:
+            saves, self.saves = self.saves, []
+        for save in saves:
             try:
-                word(summary)
+                save(summary)
             except Exception as error:  # noqa: BLE001  the job is ending: one broken recorder must not stop it
                 sys.stderr.write(f"spawnsim: could not save at the end: {error!r}\n")
 
-    def _claimed(self, sender: int, _message: dict[str, Any]) -> None:
-        first = self._speaker in (-1, sender)
-        self._speaker = sender if first else self._speaker
+    def _on_request(self, sender: int, _message: dict[str, Any]) -> None:
+        first = self._reporter in (-1, sender)
+        self._reporter = sender if first else self._reporter
         if sender == self.watchdog.channel.rank:
             self._granted.append(first)
         else:
-            self.watchdog.channel.send(sender, {"kind": "floor", "granted": first})
+            self.watchdog.channel.send(sender, {"kind": "grant", "granted": first})
 
-    def _floor(self, _sender: int, message: dict[str, Any]) -> None:
+    def _on_grant(self, _sender: int, message: dict[str, Any]) -> None:
         self._granted.append(message["granted"])
 
-    def _words(self, sender: int, message: dict[str, Any]) -> None:
-        self.doomed = True
-        self._say(message["summary"])
-        self.watchdog.channel.send(sender, {"kind": "said"})
+    def _on_save(self, sender: int, message: dict[str, Any]) -> None:
+        self.remote = True
+        self._save(message["summary"])
+        self.watchdog.channel.send(sender, {"kind": "saved"})
 
-    def _said(self, sender: int, _message: dict[str, Any]) -> None:
-        self._quiet.add(sender)
+    def _on_saved(self, sender: int, _message: dict[str, Any]) -> None:
+        self._saved.add(sender)
 
 
 def _is_end_known() -> bool:
@@ -198,7 +208,7 @@ def refuse_recovery(why: str) -> NoReturn:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Return the traceback from the program's own first line on: how it was started is no news."""
+    """Return the traceback from the program's first line on, without the frames that have started it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
         trace = trace.tb_next
@@ -207,7 +217,7 @@ def _traceback_of(error: BaseException) -> str:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STARTED = "SPAWNSIM_STARTED"
-"""Set by `launch`: whoever started the job says that it was stopped, so its ranks need not."""
+"""Set by `launch`: the process that started the job reports that it was stopped, so its ranks need not."""
 
 
 def outcome_of_signal(number: int) -> str:
@@ -216,8 +226,13 @@ def outcome_of_signal(number: int) -> str:
 
 
 @contextmanager
-def stoppable(ending: AbortProtocol) -> Iterator[None]:
-    """While the block runs, a signal to stop ends the whole job. Outside of the main thread nothing changes."""
+def stoppable(abort: AbortProtocol) -> Iterator[None]:
+    """While the block runs, a signal to stop ends the whole job. Outside of the main thread nothing changes.
+
+    A handler of Python's runs between two bytecodes of the main thread, which may sit in a blocking call of the library
+    for ever. The interpreter's C handler writes the signal's number to the wake-up pipe at once, and a thread reads it
+    there. The handler that is set does nothing, but there must be one, or the default action would end the process.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -225,7 +240,7 @@ def stoppable(ending: AbortProtocol) -> Iterator[None]:
     os.set_blocking(told, False)
     former = {number: signal.signal(number, _ignore) for number in SIGNALS}
     wakeup = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    threading.Thread(target=_listen, args=(heard, ending), name="spawnsim-signals", daemon=True).start()
+    threading.Thread(target=_listen, args=(heard, abort), name="spawnsim-signals", daemon=True).start()
     try:
         yield
     finally:
@@ -237,24 +252,22 @@ def stoppable(ending: AbortProtocol) -> Iterator[None]:
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing in the program's thread: the listening one acts."""
+    """Do nothing in the program's thread: the one that reads the pipe acts."""
 
 
-def _listen(heard: int, ending: AbortProtocol) -> None:
+def _listen(heard: int, abort: AbortProtocol) -> None:
     while number := os.read(heard, 1):
         if number[0] in SIGNALS and signal.getsignal(number[0]) is _ignore:
-            _stop(number[0], ending)
+            _stop(number[0], abort)
     os.close(heard)
 
 
-def _stop(number: int, ending: AbortProtocol) -> None:
-    rank, name = ending.watchdog.channel.rank, signal.Signals(number).name
-    everyone = "SLURM_STEP_ID" in os.environ  # Slurm tells all ranks at once: one of them says so
+def _stop(number: int, abort: AbortProtocol) -> None:
+    rank, name = abort.watchdog.channel.rank, signal.Signals(number).name
+    everyone = "SLURM_STEP_ID" in os.environ  # Slurm sends the signal to all ranks: rank 0 reports it
     known = STARTED in os.environ or (everyone and rank > 0)
-    said = f"rank {rank} was told to stop ({name})"
-    if (
-        STARTED in os.environ and not ending.doomed
-    ):  # who has started the job says it, unless it was told itself
-        record_first_end(128 + number, said, os.environ)
-    text = "" if known or ending.doomed else f"spawnsim: {said}; the job ends"
-    ending.end(text, summary=outcome_of_signal(number), status=128 + number)
+    cause = f"rank {rank} was told to stop ({name})"
+    if STARTED in os.environ and not abort.remote:  # our launcher reports it, unless it got the signal itself
+        record_first_end(128 + number, cause, os.environ)
+    text = "" if known or abort.remote else f"spawnsim: {cause}; the job ends"
+    abort.end(text, summary=outcome_of_signal(number), status=128 + number)

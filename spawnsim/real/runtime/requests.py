@@ -52,7 +52,7 @@ def _time_left(requests: Sequence[Any]) -> Callable[[], float]:
     """Return a function that says how many seconds a wait for all of these still has."""
     if not requests:
         return lambda: 0.0
-    end = time.perf_counter() + requests[0]._home.clock.limit_s()
+    end = time.perf_counter() + requests[0]._runtime.clock.limit_s()
     return lambda: max(0.0, end - time.perf_counter())
 
 
@@ -92,14 +92,14 @@ def _wait_for_some(
     waiting = next((request for request in requests if request._open), None)
     if waiting is None:
         return None
-    home, found = waiting._home, _find_complete(requests, first=first)
-    limit_s = home.clock.limit_s()
+    runtime, found = waiting._runtime, _find_complete(requests, first=first)
+    limit_s = runtime.clock.limit_s()
 
     def look() -> bool:
         found.extend(_find_complete(requests, first=first))
         return bool(found)
 
-    if not found and not home.wait(look, limit_s, (operation, -1, waiting._what[2])):
+    if not found and not runtime.wait(look, limit_s, (operation, -1, waiting._what[2])):
         raise waiting._timeout(operation, limit_s)
     return _report_found(requests, found, statuses)
 
@@ -137,14 +137,14 @@ class RealRequest:
         "__weakref__",
         "_complete",
         "_error",
-        "_home",
         "_lock",
         "_open",
         "_persistent",
+        "_runtime",
         "_what",
         "value",
     )
-    _home: Any
+    _runtime: Any
     _what: tuple[str, int, Any]
     _error: SpawnsimError | None
     value: Any
@@ -157,12 +157,12 @@ class RealRequest:
         self._error = self.value = None
         return self
 
-    def begin(self, home: Any, what: tuple[str, int, Any]) -> None:
+    def begin(self, runtime: Any, what: tuple[str, int, Any]) -> None:
         """Open the request: `what` is (operation, peer or -1, communicator)."""
-        self._home, self._what = home, what
+        self._runtime, self._what = runtime, what
         self._lock = Lock()  # one thread at a time tests a request
         self._complete, self._open = False, True
-        home.registry.append(self)
+        runtime.registry.append(self)
 
     # --------------------------------------------------------------------------------------------- completion
     def _try(self) -> bool:
@@ -211,13 +211,13 @@ class RealRequest:
     def _await(self, operation: str, limit_s: float | None = None) -> None:
         if self.advance():
             return
-        limit_s = self._home.clock.limit_s() if limit_s is None else limit_s
-        if not self._home.wait(self.advance, limit_s, (self._what[0], -1, self._what[2]), self._what[1]):
+        limit_s = self._runtime.clock.limit_s() if limit_s is None else limit_s
+        if not self._runtime.wait(self.advance, limit_s, (self._what[0], -1, self._what[2]), self._what[1]):
             raise self._timeout(operation, limit_s)
 
     def _timeout(self, operation: str, limit_s: float) -> Timeout:
         peers = [self._what[1]] if self._what[1] >= 0 else []
-        when = f"met its deadline of {limit_s:g} s at {self._home.clock.now():.3f} s"
+        when = f"met its deadline of {limit_s:g} s at {self._runtime.clock.now():.3f} s"
         text = f"{self._text()}: {operation} {when}; the request goes on and keeps its buffer"
         return Timeout(peers, operation, -1, text)
 
@@ -231,7 +231,7 @@ class RealRequest:
         if self.advance():
             self._take(status)
             return True
-        self._home.poll()
+        self._runtime.poll()
         return False
 
     def wait(self, status: Any = None) -> Any:
@@ -248,7 +248,7 @@ class RealRequest:
             _clear_status(status)
             self._describe(status)
         if not done:
-            self._home.poll()
+            self._runtime.poll()
         return done
 
     get_status = Get_status
@@ -304,7 +304,7 @@ class RealRequest:
         if done:
             _report_all(requests, statuses)
         elif requests:
-            next(request for request in requests if request._open)._home.poll()
+            next(request for request in requests if request._open)._runtime.poll()
         return done
 
     @classmethod

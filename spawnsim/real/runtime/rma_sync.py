@@ -18,14 +18,23 @@ from spawnsim.comm.group import Group
 from spawnsim.comm.handles import integer
 from spawnsim.errors import ParameterError, Timeout, UsageError
 
+POST, COMPLETE = 1, 2
+DUE = {POST: "Post", COMPLETE: "Complete"}
 
-class PassiveTarget:
-    """The locks that one rank holds on one window."""
+
+class WindowSync:
+    """The locks that one rank holds on one window, and its active-target epochs there."""
 
     _comm: Any
-    _home: Any
-    _held: dict[int, int]  # target → kind of lock
+    _runtime: Any
 
+    def _begin_sync(self) -> None:
+        self._held: dict[int, int] = {}  # target → kind of lock
+        self._told: Counter[tuple[int, int]] = Counter()  # (rank, POST or COMPLETE): tokens that have come
+        self._started: tuple[int, ...] = ()
+        self._exposed: tuple[int, ...] = ()
+
+    # ------------------------------------------------------------------------------------------ of each backend
     def Flush(self, rank: int) -> None:
         """Complete all calls to one rank."""
         raise NotImplementedError
@@ -38,6 +47,18 @@ class PassiveTarget:
         """Give the lock of a rank's part back."""
         raise NotImplementedError
 
+    def _tell(self, rank: int, token: int) -> None:
+        """Send a token to a rank of the window, without waiting."""
+        raise NotImplementedError
+
+    def _listen(self) -> None:
+        """Count the tokens that have come."""
+
+    def Sync(self) -> None:
+        """Make this rank's stores and those of others visible to each other."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------- passive target
     def Lock(self, rank: int, lock_type: int = LOCK_EXCLUSIVE, assertion: int = 0) -> None:
         rank = integer(rank)
         if lock_type not in (LOCK_EXCLUSIVE, LOCK_SHARED):
@@ -46,7 +67,7 @@ class PassiveTarget:
             raise UsageError(
                 f"rank {self._comm.rank}: Lock of rank {rank}, which it holds already; Unlock it first"
             )
-        limit_s = self._home.clock.limit_s()
+        limit_s = self._runtime.clock.limit_s()
         if not self._acquire(rank, lock_type, limit_s, (f"Win.Lock of rank {rank}", -1, self._comm)):
             text = f"rank {self._comm.rank}: the lock of rank {rank}'s window part was not free for {limit_s:g} s"
             raise Timeout([rank], "Win.Lock", -1, f"{text}: its holder may be dead, or has not called Unlock")
@@ -69,38 +90,7 @@ class PassiveTarget:
         for rank in list(self._held):
             self.Unlock(rank)
 
-
-POST, COMPLETE = 1, 2
-DUE = {POST: "Post", COMPLETE: "Complete"}
-
-
-class ActiveTarget:
-    """The active-target epochs of one rank's window."""
-
-    _comm: Any
-    _home: Any
-
-    def _begin_epochs(self) -> None:
-        self._told: Counter[tuple[int, int]] = Counter()  # (rank, POST or COMPLETE): tokens that have come
-        self._started: tuple[int, ...] = ()
-        self._exposed: tuple[int, ...] = ()
-
-    def _tell(self, rank: int, token: int) -> None:
-        """Send a token to a rank of the window, without waiting."""
-        raise NotImplementedError
-
-    def _listen(self) -> None:
-        """Count the tokens that have come."""
-
-    def Flush(self, rank: int) -> None:
-        """Complete all calls to one rank."""
-        raise NotImplementedError
-
-    def Sync(self) -> None:
-        """Make own and others' stores see each other."""
-        raise NotImplementedError
-
-    # ------------------------------------------------------------------------------------------- as MPI has them
+    # -------------------------------------------------------------------------------------------- active target
     def Post(self, group: Group, assertion: int = 0) -> None:
         """Let the ranks of a group access this rank's part; waits for nobody."""
         self._exposed = self._places(group)
@@ -124,18 +114,17 @@ class ActiveTarget:
     def Wait(self) -> bool:
         """Wait until all ranks of Post's group have completed."""
         self._expect(self._exposed, COMPLETE, "Wait")
-        return self._over()
+        return self._end_exposure()
 
     def Test(self) -> bool:
         """Return whether all ranks of Post's group have completed."""
         if self._silent(self._exposed, COMPLETE):
-            self._home.poll()
+            self._runtime.poll()
             return False
         self._told.subtract((rank, COMPLETE) for rank in self._exposed)
-        return self._over()
+        return self._end_exposure()
 
-    # -------------------------------------------------------------------------------------------------- how
-    def _over(self) -> bool:
+    def _end_exposure(self) -> bool:
         self._exposed = ()
         self.Sync()
         return True
@@ -147,12 +136,14 @@ class ActiveTarget:
 
     def _expect(self, ranks: tuple[int, ...], token: int, operation: str) -> None:
         """Wait for a token of each rank and take them; past the deadline none is taken."""
-        home, comm, look = self._home, self._comm, partial(self._silent, ranks, token)
-        limit_s = home.clock.limit_s()
-        if not home.wait(lambda: not look(), limit_s, (f"Win.{operation}", -1, comm)) and (missing := look()):
+        runtime, comm, look = self._runtime, self._comm, partial(self._silent, ranks, token)
+        limit_s = runtime.clock.limit_s()
+        if not runtime.wait(lambda: not look(), limit_s, (f"Win.{operation}", -1, comm)) and (
+            missing := look()
+        ):
             who = ", ".join(map(str, missing))
             text = f"rank {comm.rank} of {comm.label}: Win.{operation} met its deadline of {limit_s:g} s"
-            text += f" at {home.clock.now():.3f} s; missing: {DUE[token]} of rank {who}, with this rank in its group"
+            text += f" at {runtime.clock.now():.3f} s; missing: {DUE[token]} of rank {who}, with this rank in its group"
             raise Timeout(missing, f"Win.{operation}", -1, text)
         self._told.subtract((rank, token) for rank in ranks)
 

@@ -246,14 +246,14 @@ class Counters:
         given = args[0][0] if type(args[0]) is list else args[-1]
         self.nbytes += getattr(given, "nbytes", 0)
 
-    def counted(self, own: RankServices) -> dict[str, Any]:
+    def totals(self, services: RankServices) -> dict[str, Any]:
         """Return the totals of this rank: everything that it did is an event, as on virtual ranks."""
-        events = self.messages + self.received + own.compute.blocks + own.clock.sleeps
+        events = self.messages + self.received + services.compute.blocks + services.clock.sleeps
         return {
             "messages": self.messages,
             "bytes": self.nbytes,
             "events": events,
-            "clock_s": own.clock.now(),
+            "clock_s": services.clock.now(),
         }
 
 

@@ -81,7 +81,7 @@ class Watchdog(threading.Thread):
         self.last: Call | None = None
         self.note: Callable[[], str] = lambda: ""  # what the rank does outside any call
         self.progress: Callable[[], None] = lambda: None  # done on each look while the rank is inside a call
-        self.heard: dict[str, Callable[[int, dict[str, Any]], None]] = {
+        self.handlers: dict[str, Callable[[int, dict[str, Any]], None]] = {
             "ask": self._answer,
             "here": self._note_answer,
         }
@@ -126,7 +126,7 @@ class Watchdog(threading.Thread):
         """Hear all messages that have arrived."""
         while (heard := self.channel.receive()) is not None:
             sender, message = heard
-            self.heard[message["kind"]](sender, message)
+            self.handlers[message["kind"]](sender, message)
 
     def tell_all(self, message: dict[str, Any]) -> None:
         """Send a message to every other rank."""

@@ -8,12 +8,11 @@ types, other ops, ops of the program) is combined in rank order over the wire.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import cache
 from threading import get_ident
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,8 @@ import torch.distributed as dist
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import IN_PLACE
 from spawnsim.comm.ops import BAND, BOR, BXOR, MAX, MIN, PROD, SUM, Op
-from spawnsim.errors import MismatchError, ParameterError, Timeout, UsageError
-from spawnsim.real.runtime.ordered_sum import ordered_allreduce
+from spawnsim.errors import ParameterError, Timeout, UsageError
+from spawnsim.real.runtime.collectives import ordered_allreduce, require_same_call
 from spawnsim.real.runtime.requests import RealRequest
 from spawnsim.real.runtime.watchdog import verdict
 from spawnsim.real.torch.exchanges import Exchanges, as_blocks
@@ -35,123 +34,15 @@ from spawnsim.real.torch.point_to_point import (
     on_gpu,
     staged,
 )
+from spawnsim.real.torch.runtime import backend_of
 from spawnsim.real.torch.transport import rank_gone, tensor_of
-
-if TYPE_CHECKING:
-    from spawnsim.real.torch.runtime import RankRuntime
-
 
 Fingerprint = tuple[str, Any]
 """What all ranks must agree on beside the operation: a text, and a buffer whose type and count count."""
 NEVER = float("inf")
 SHORTEST_S = 1e-3  # torch counts milliseconds, and means for ever by 0
-AGREEING: Any = dist.AllreduceOptions()
-AGREEING.reduceOp = dist.ReduceOp.MIN
-
-
-class WatchedCollectives:
-    """Starting a collective of a group and waiting for it."""
-
-    _home: RankRuntime
-    _gloo: Any
-    _sequence: int
-    label: str
-    members: tuple[int, ...]
-    _freed: bool
-    _active: dict[int, Any]  # the watchdog's
-    clock: Any
-    rank: int
-    size: int
-
-    if TYPE_CHECKING:
-
-        def _live(self) -> None:
-            """Refuse a freed communicator."""
-
-        def _on_gpus(self) -> Any:
-            """Return NCCL's group of these ranks."""
-
-    def _count(self, operation: str) -> int:
-        self._live()
-        self._sequence += 1
-        return self._sequence
-
-    # ---------------------------------------------------------------------------------------- running and waiting
-    def _run_watched(
-        self, operation: str, start: Callable[..., Any], args: Any, what: Fingerprint | None = None
-    ) -> None:
-        """Start a collective of torch, `start(*args)`, and wait for it while the watchdog knows of it."""
-        if self._freed:
-            self._live()
-        home, thread, began = self._home, get_ident(), perf_counter()
-        self._sequence = number = self._sequence + 1
-        active, limit_s = self._active, self.clock.limit_s() + 0.0
-        home.tally.native(operation, args, self.rank)
-        active[thread] = (operation, number, self, began, NEVER)
-        try:
-            if home.fingerprints:
-                self._agreed(operation, number, what)
-            start(*args).wait(limit_s if limit_s > SHORTEST_S else SHORTEST_S)
-        except RuntimeError as error:
-            raise self._failure(error, (operation, number, self, began, limit_s)) from None
-        finally:
-            home.watchdog.last = active.pop(thread, None)
-
-    def _run_on_stream(
-        self, operation: str, start: Callable[..., Any], args: Any, what: Fingerprint | None = None
-    ) -> None:
-        """Start a collective of NCCL: the caller's stream waits for it, and the host does not.
-
-        So the call returns before its deadline, whatever happens; the watchdog ends the job, and says who is missing,
-        when the GPU has not finished by then.
-        """
-        home, number = self._home, self._count(operation)
-        if home.fingerprints:
-            self._agreed(operation, number, what)
-        call = (operation, number, self, perf_counter(), home.clock.limit_s())
-        home.tally.native(operation, args, self.rank)
-        work = start(*args)
-        work.wait()
-        home.unfinished.add(call, work)
-
-    def _group_for(self, tensor: torch.Tensor) -> tuple[Any, Callable[..., None]]:
-        """Return torch's group that reaches a tensor's memory, and how its calls are waited for."""
-        return (self._gloo, self._run_watched) if tensor.is_cpu else (self._on_gpus(), self._run_on_stream)
-
-    def _failure(self, error: RuntimeError, call: Any) -> Exception:
-        if isinstance(error, UsageError):
-            return error
-        if "timed out" not in str(error).lower():
-            what = f"rank {self.rank} of {self.label}: {call[0]} number {call[1]}"
-            return rank_gone(what, error)
-        everyone = self._home.watchdog.ask_all()
-        missing, text = verdict(call, [everyone[member] for member in self.members])
-        return Timeout(missing, call[0], call[1], text)
-
-    def _agreed(self, operation: str, number: int, what: Fingerprint | None) -> None:
-        self._same(
-            f"{operation} number {number}, " + (f"{what[0]}, {dtype_and_count(what[1])}" if what else "")
-        )
-
-    def _same(self, text: str) -> None:
-        """Raise MismatchError, on all ranks, unless all are in the same collective with the same arguments."""
-        word = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-        ends = torch.tensor([word, -word])
-        self._gloo.allreduce([ends], AGREEING).wait()
-        if int(ends[0]) != -int(ends[1]):
-            everyone = self._texts(text)
-            table = "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(everyone))
-            text = f"ranks have met in different collectives:\n{table}\n  make the same call on every rank"
-            raise MismatchError(text)
-
-    def _texts(self, text: str) -> list[str]:
-        """Gather one text per rank by fixed-size records."""
-        mine = torch.zeros(256, dtype=torch.uint8)
-        said = torch.frombuffer(bytearray(text.encode()[:256]), dtype=torch.uint8)
-        mine[: said.numel()] = said
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        self._gloo.allgather([everyone], [mine]).wait()
-        return [bytes(record.tolist()).rstrip(b"\0").decode(errors="replace") for record in everyone]
+MINIMUM: Any = dist.AllreduceOptions()
+MINIMUM.reduceOp = dist.ReduceOp.MIN
 
 
 def dtype_and_count(buf: Any) -> str:
@@ -197,8 +88,91 @@ def _reduced(op: str, root: int) -> Any:
     return _filled(dist.ReduceOptions(), reduceOp=(NATIVE | BITWISE)[op], rootRank=root)
 
 
-class NativeCollectives(WatchedCollectives, Exchanges):
+class NativeCollectives(Exchanges):
     """The collectives of torch's groups, counted, bounded and watched."""
+
+    _gloo: Any
+    _nccl: Any
+    _active: dict[int, Any]  # the watchdog's
+
+    def _on_gpus(self) -> Any:
+        """Return NCCL's group of these ranks, made when all of them first need it."""
+        if self._nccl is None:
+            runtime, whole = self.runtime, self.label == "world"
+            self._nccl = (
+                backend_of(runtime.group, "cuda") if whole else runtime.nccl(self.label, self.members)
+            )
+        return self._nccl
+
+    # ---------------------------------------------------------------------------------------- running and waiting
+    def _run_watched(
+        self, operation: str, start: Callable[..., Any], args: Any, what: Fingerprint | None = None
+    ) -> None:
+        """Start a collective of torch, `start(*args)`, and wait for it while the watchdog knows of it."""
+        if self._freed:
+            self._live()
+        runtime, thread, began = self.runtime, get_ident(), perf_counter()
+        self._sequence = number = self._sequence + 1
+        active, limit_s = self._active, self.clock.limit_s() + 0.0
+        runtime.counters.native(operation, args, self.rank)
+        active[thread] = (operation, number, self, began, NEVER)
+        try:
+            if runtime.fingerprints:
+                self._agreed(operation, number, what)
+            start(*args).wait(limit_s if limit_s > SHORTEST_S else SHORTEST_S)
+        except RuntimeError as error:
+            raise self._failure(error, (operation, number, self, began, limit_s)) from None
+        finally:
+            runtime.watchdog.last = active.pop(thread, None)
+
+    def _run_on_stream(
+        self, operation: str, start: Callable[..., Any], args: Any, what: Fingerprint | None = None
+    ) -> None:
+        """Start a collective of NCCL: the caller's stream waits for it, and the host does not.
+
+        So the call returns before its deadline, whatever happens; the watchdog ends the job, and says who is missing,
+        when the GPU has not finished by then.
+        """
+        runtime, number = self.runtime, self._count()
+        if runtime.fingerprints:
+            self._agreed(operation, number, what)
+        call = (operation, number, self, perf_counter(), runtime.clock.limit_s())
+        runtime.counters.native(operation, args, self.rank)
+        work = start(*args)
+        work.wait()
+        runtime.unfinished.add(call, work)
+
+    def _group_for(self, tensor: torch.Tensor) -> tuple[Any, Callable[..., None]]:
+        """Return torch's group that reaches a tensor's memory, and how its calls are waited for."""
+        return (self._gloo, self._run_watched) if tensor.is_cpu else (self._on_gpus(), self._run_on_stream)
+
+    def _failure(self, error: RuntimeError, call: Any) -> Exception:
+        if isinstance(error, UsageError):
+            return error
+        if "timed out" not in str(error).lower():
+            what = f"rank {self.rank} of {self.label}: {call[0]} number {call[1]}"
+            return rank_gone(what, error)
+        everyone = self.runtime.watchdog.ask_all()
+        missing, text = verdict(call, [everyone[member] for member in self.members])
+        return Timeout(missing, call[0], call[1], text)
+
+    def _agreed(self, operation: str, number: int, what: Fingerprint | None) -> None:
+        """Raise MismatchError, on all ranks, unless all are in the same collective with the same arguments."""
+        text = f"{operation} number {number}, " + (f"{what[0]}, {dtype_and_count(what[1])}" if what else "")
+        require_same_call(
+            text,
+            lambda ends: self._gloo.allreduce([torch.from_numpy(ends)], MINIMUM).wait(),
+            self._texts,
+        )
+
+    def _texts(self, text: str) -> list[str]:
+        """Gather one text per rank by fixed-size records."""
+        mine = torch.zeros(256, dtype=torch.uint8)
+        said = torch.frombuffer(bytearray(text.encode()[:256]), dtype=torch.uint8)
+        mine[: said.numel()] = said
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        self._gloo.allgather([everyone], [mine]).wait()
+        return [bytes(record.tolist()).rstrip(b"\0").decode(errors="replace") for record in everyone]
 
     # ------------------------------------------------------------------------------------------------- the calls
     def Barrier(self) -> None:
@@ -212,9 +186,9 @@ class NativeCollectives(WatchedCollectives, Exchanges):
     def _begun(
         self, operation: str, start: Callable[..., Any], args: Any, after: Callable[[], object] | None = None
     ) -> WorkRequest:
-        self._count(operation)
-        self._home.tally.native(operation, args, self.rank)
-        return WorkRequest.of(self._home, (operation, -1, self), start(*args), after)
+        self._count()
+        self.runtime.counters.native(operation, args, self.rank)
+        return WorkRequest.of(self.runtime, (operation, -1, self), start(*args), after)
 
     def Bcast(self, buf: Any, root: int = 0) -> None:
         self._root(root, "Bcast")
@@ -233,7 +207,7 @@ class NativeCollectives(WatchedCollectives, Exchanges):
         """Return a tensor to broadcast: any type as its bytes, staged if torch's group cannot reach it."""
         if type(buf) is Tensor and buf.is_cpu and buf.is_contiguous():  # the short way of a plain tensor
             return buf, None
-        if on_gpu(buf) and not self._home.has_nccl:
+        if on_gpu(buf) and not self.runtime.has_nccl:
             host = staged(buf).copy_(buf)
             return host.view(-1).view(torch.uint8), lambda: buf.copy_(host)
         plain = flat_tensor(buf, writable=True)
@@ -244,14 +218,14 @@ class NativeCollectives(WatchedCollectives, Exchanges):
         return data, lambda: buffer.unpack(data.numpy())
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
-        if sendbuf is IN_PLACE and type(recvbuf) is Tensor and recvbuf.is_cpu and not self._home.ordered:
+        if sendbuf is IN_PLACE and type(recvbuf) is Tensor and recvbuf.is_cpu and not self.runtime.ordered:
             options = REDUCING.get((recvbuf.dtype, op.name))
             if options is not None and recvbuf.is_contiguous():  # the short way of a plain tensor
                 self._run_watched("Allreduce", self._gloo.allreduce, ([recvbuf], options), (op.name, recvbuf))
                 return
         if self._staged(recvbuf, op):
             self._by_host(self.Allreduce, sendbuf, recvbuf, op)
-        elif self._home.ordered and not on_gpu(recvbuf):
+        elif self.runtime.ordered and not on_gpu(recvbuf):
             ordered_allreduce(self, sendbuf, recvbuf, op)
         else:
             tensor, options = self._reducible(sendbuf, recvbuf, op)
@@ -266,7 +240,7 @@ class NativeCollectives(WatchedCollectives, Exchanges):
             host = staged(recvbuf).copy_(recvbuf if sendbuf is IN_PLACE else sendbuf)
             inner = [self.Iallreduce(IN_PLACE, host, op)]
             return CompositeRequest.of(
-                self._home, ("Iallreduce", -1, self), inner, lambda: recvbuf.copy_(host)
+                self.runtime, ("Iallreduce", -1, self), inner, lambda: recvbuf.copy_(host)
             )
         tensor, options = self._reducible(sendbuf, recvbuf, op)
         if tensor is None:
@@ -276,7 +250,7 @@ class NativeCollectives(WatchedCollectives, Exchanges):
     def _staged(self, buf: Any, op: Op) -> bool:
         """Whether a reduction of a GPU's memory goes by way of main memory."""
         return on_gpu(buf) and not (
-            self._home.has_nccl and op.name in NATIVE and (buf.dtype, op.name) in REDUCING
+            self.runtime.has_nccl and op.name in NATIVE and (buf.dtype, op.name) in REDUCING
         )
 
     def _by_host(self, call: Callable[..., None], sendbuf: Any, recvbuf: Any, op: Op) -> None:
@@ -308,7 +282,7 @@ class NativeCollectives(WatchedCollectives, Exchanges):
             if self.rank == root:
                 recvbuf.copy_(host)
             return
-        tensor = None if self._home.ordered else self._contribution(sendbuf, recvbuf, op, root=root)
+        tensor = None if self.runtime.ordered else self._contribution(sendbuf, recvbuf, op, root=root)
         if tensor is None:
             self._met(self._reduction("Reduce", (sendbuf, recvbuf), op, root), "Reduce")
             return
@@ -346,7 +320,7 @@ class NativeCollectives(WatchedCollectives, Exchanges):
         if into is not None and given is not None and given.dtype == into.dtype:
             if given.numel() * self.size != into.numel():
                 return None, None, None
-            if into.is_cpu or self._home.has_nccl:
+            if into.is_cpu or self.runtime.has_nccl:
                 return into, given, None
             host = staged(into)
             return host, given.to("cpu"), lambda: recvbuf.view(-1).copy_(host)

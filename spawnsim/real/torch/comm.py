@@ -1,8 +1,7 @@
 """`Comm` over torch.distributed: gloo on CPU, NCCL on GPUs with gloo beside it, for where there is no MPI.
 
 Under torchrun, mpiexec, srun, or as one process. Collectives are torch's; messages and windows travel over one wire
-per rank (see `real.torch`). What is not offered raises `UnsupportedError` and names the alternative. Knows torch;
-knows no policy, no run folder and no command line.
+per rank (see `real.torch`). What is not offered raises `UnsupportedError` and names the alternative.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,14 +27,13 @@ from spawnsim.comm.protocols import Capabilities
 from spawnsim.errors import UnsupportedError, UsageError
 from spawnsim.real.launch.launchers import detect_launcher
 from spawnsim.real.runtime.abort import refuse_recovery
-from spawnsim.real.runtime.finalize import close, guarded
 from spawnsim.real.runtime.namespace import namespace as names
+from spawnsim.real.runtime.rank import close, guarded
 from spawnsim.real.runtime.services import Options, RankServices, Recorder, Task
 from spawnsim.real.torch.collectives import NativeCollectives
-from spawnsim.real.torch.exchanges import ObjectCollectives
 from spawnsim.real.torch.point_to_point import PointToPoint
 from spawnsim.real.torch.process_groups import join, make_group
-from spawnsim.real.torch.runtime import RankRuntime, backend_of, can_use_nccl, gpu_report
+from spawnsim.real.torch.runtime import TorchRuntime, backend_of, can_use_nccl, gpu_report, missing_call
 from spawnsim.real.torch.windows import Windows
 
 __all__ = [
@@ -58,19 +56,8 @@ INSTEAD = {
 SURVIVAL = "to survive a rank's death use torchrun --max-restarts, or --backend mpi --survive"
 
 
-class MissingCall(UnsupportedError, AttributeError):
-    """A name that is not here, so that `hasattr` says False."""
-
-
-def refusal(name: str) -> MissingCall:
-    """Return the error for one of mpi4py's methods that is not here."""
-    if name in INSTEAD:
-        return MissingCall(f"{name}: not over torch.distributed; use {INSTEAD[name]}, or --backend mpi")
-    return MissingCall(f"{name}: not over torch.distributed; --backend mpi has all of mpi4py's calls")
-
-
 def namespace(comm: Any) -> SimpleNamespace:
-    """Return `MPI` for programs on `comm`: mpi4py's names in spawnsim's words."""
+    """Return `MPI` for programs on `comm`: mpi4py's names for spawnsim's numbers and classes."""
     found = names(comm)
     return TorchNamespace(**vars(found))
 
@@ -79,65 +66,46 @@ class TorchNamespace(SimpleNamespace):
     """A namespace that says what is missing, and what to do."""
 
     def __getattr__(self, name: str) -> Any:
-        raise MissingCall(f"MPI.{name}: not over torch.distributed; --backend mpi has all of mpi4py's names")
+        raise missing_call(f"MPI.{name}")
 
 
-class InnerChannel(PointToPoint):
-    """The channel of a communicator's own exchanges: the same ranks, another context."""
-
-    def __init__(self, comm: TorchComm) -> None:
-        self._home, self._context = comm._home, comm._context ^ 1
-        self.label, self.rank, self.size = comm.label, comm.rank, comm.size
-        self._home.mailbox.open(self._context, comm.members)
-
-
-class TorchComm(PointToPoint, NativeCollectives, ObjectCollectives):
+class TorchComm(PointToPoint, NativeCollectives):
     """A communicator of real ranks. Made by `world()`, by its own `Split`, `Dup`, …, and by `wrap()`."""
 
-    def __init__(self, home: RankRuntime, members: tuple[int, ...], label: str) -> None:
-        self._home, self.label, self.members = home, label, members
-        self.rank, self.size = members.index(home.wire.rank), len(members)
-        self._sequence, self._made = 0, Counter[str]()
-        self._context = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=7).digest(), "little") & ~1
-        home.mailbox.open(self._context, members)
-        self._inner = InnerChannel(self)
-        own_gloo = backend_of(home.group, "cpu") if label == "world" else None
-        self._gloo = own_gloo if own_gloo and own_gloo.name() == "gloo" else home.gloo(label, members)
-        self._nccl: Any = None
-        self._process_group: Any = None
+    def __init__(self, runtime: TorchRuntime, members: tuple[int, ...], label: str) -> None:
+        # the label is the same on all ranks, so they agree on the context without a message; even numbers are the
+        # program's, the odd ones beside them the communicator's own exchanges'
+        number = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=7).digest(), "little") & ~1
+        super().__init__(runtime, members, label, number)
+        self._inner = PointToPoint(runtime, members, label, number ^ 1)
+        self._made = Counter[str]()
+        own_gloo = backend_of(runtime.group, "cpu") if label == "world" else None
+        self._gloo = own_gloo if own_gloo and own_gloo.name() == "gloo" else runtime.gloo(label, members)
+        self._nccl, self._process_group = None, cast("Any", None)
         self._named = "MPI_COMM_WORLD" if label == "world" else label
-        self._freed, self._active = False, home.watchdog.active
-        own = home.own
-        self.clock, self.rng, self.record, self.compute = own.clock, own.rng, own.record, own.compute
+        self._active = runtime.watchdog.active
         self.Win = Windows(self)
 
-    def _on_gpus(self) -> Any:
-        """Return NCCL's group of these ranks, made when all of them first need it."""
-        if self._nccl is None:
-            home, whole = self._home, self.label == "world"
-            self._nccl = backend_of(home.group, "cuda") if whole else home.nccl(self.label, self.members)
-        return self._nccl
-
-    # ------------------------------------------------------------------------------------------ own members
+    # ---------------------------------------------------------------------------------- of the rank and of recovery
     def background(self, fn: Callable[[], object]) -> Task:
         """Run `fn()` in a thread of this rank."""
-        return self._home.own.background(fn)
+        return self.runtime.services.background(fn)
 
     def poll(self) -> None:
         """Let go of requests that are complete; the wire makes progress by itself."""
-        self._home.poll()
+        self.runtime.poll()
 
     def capabilities(self) -> Capabilities:
         """Return what this communicator can do here."""
         return Capabilities(
             backend="torch",
-            library=f"torch {torch.__version__}, {dist.get_backend(self._home.group)}",
+            library=f"torch {torch.__version__}, {dist.get_backend(self.runtime.group)}",
             survives=False,
             ulfm=False,
             progress="async",  # a thread of each rank serves windows
             threads="multiple",
             devices=("cpu", "cuda"),
-            missing=(*filter(None, [self._home.lacks]), SURVIVAL),
+            missing=(*filter(None, [self.runtime.lacks]), SURVIVAL),
         )
 
     def recover(self, step: int | None = None) -> Any:
@@ -154,7 +122,7 @@ class TorchComm(PointToPoint, NativeCollectives, ObjectCollectives):
 
     def Get_group(self) -> Group:
         """Return the group: its members are ranks of the world."""
-        return Group.of(self.members, self._home.wire.rank)
+        return Group.of(self.members, self.runtime.wire.rank)
 
     group = property(Get_group)
 
@@ -187,10 +155,6 @@ class TorchComm(PointToPoint, NativeCollectives, ObjectCollectives):
     def name(self, value: str) -> None:
         self._named = value
 
-    def _live(self) -> None:
-        if self._freed:
-            raise CallError(ERR_COMM, f"{self.label} was freed: make another one")
-
     # ------------------------------------------------------------------------------------------- making others
     def Split(self, color: int = 0, key: int = 0) -> TorchComm | None:
         everyone = self.allgather((color, key, self.rank))
@@ -199,7 +163,7 @@ class TorchComm(PointToPoint, NativeCollectives, ObjectCollectives):
             return None
         chosen = sorted((key, rank) for other, key, rank in everyone if other == color)
         members = tuple(self.members[rank] for _, rank in chosen)
-        return TorchComm(self._home, members, f"{self.label}/Split{self._made['Split']}({color})")
+        return TorchComm(self.runtime, members, f"{self.label}/Split{self._made['Split']}({color})")
 
     def Split_type(
         self, split_type: int = COMM_TYPE_SHARED, key: int = 0, info: Any = None
@@ -210,7 +174,7 @@ class TorchComm(PointToPoint, NativeCollectives, ObjectCollectives):
 
     def Dup(self, info: Any = None) -> TorchComm:
         self._made["Dup"] += 1
-        return TorchComm(self._home, self.members, f"{self.label}/Dup{self._made['Dup']}")
+        return TorchComm(self.runtime, self.members, f"{self.label}/Dup{self._made['Dup']}")
 
     def Clone(self) -> TorchComm:
         """Return a duplicate."""
@@ -224,13 +188,13 @@ class TorchComm(PointToPoint, NativeCollectives, ObjectCollectives):
         members = group.live()
         kind = f"Group{members}:{tag}"
         self._made[kind] += 1
-        if self._home.wire.rank not in members:
+        if self.runtime.wire.rank not in members:
             return None
-        return TorchComm(self._home, members, f"{self.label}/{kind}{self._made[kind]}")
+        return TorchComm(self.runtime, members, f"{self.label}/{kind}{self._made[kind]}")
 
     @staticmethod
     def Create_keyval(*_args: Any, **_kwargs: Any) -> int:
-        """Refuse: attributes are Python's business here."""
+        """Refuse: a program can keep attributes in a dict."""
         raise UnsupportedError("Create_keyval: not over torch.distributed; keep a dict by communicator")
 
     def as_process_group(self) -> Any:
@@ -252,10 +216,10 @@ class TorchComm(PointToPoint, NativeCollectives, ObjectCollectives):
 
     def Abort(self, errorcode: int = 0) -> None:
         """End all ranks at once."""
-        self._home._abort(errorcode)
+        self.runtime.end_job(errorcode)
 
     def __getattr__(self, name: str) -> Any:
-        raise refusal(name) if name[:1].isupper() else AttributeError(name)
+        raise missing_call(name, INSTEAD.get(name, "")) if name[:1].isupper() else AttributeError(name)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (self._freed and not other)
@@ -286,34 +250,36 @@ def world(
     entered = not dist.is_initialized()
     if entered:
         join(detect_launcher(), backend)
-    own = RankServices(dist.get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
-    comm = _enter(dist.group.WORLD, own, options or Options())
-    comm._home.leaves_torch = entered
-    _WRAPPED[comm._home.group] = comm  # whoever wraps it means this run: its seed, recorder and deadline
+    services = RankServices(dist.get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
+    comm = _enter(dist.group.WORLD, services, options or Options())
+    comm.runtime.leaves_torch = entered
+    _WRAPPED[comm.runtime.group] = (
+        comm  # to wrap it during the run means this run: its seed, recorder and deadline
+    )
     if entered:
-        atexit.register(_leave, comm._home)
+        atexit.register(_finalize, comm.runtime)
     return comm
 
 
-def _leave(home: RankRuntime) -> None:
-    """Part from the others at the end of a program without `guarded`; one that raised has no time for it.
+def _finalize(runtime: TorchRuntime) -> None:
+    """End together with the others in a program without `guarded`; one that has raised does not wait for them.
 
     A process that ends while the wire's thread receives may end in C++'s `terminate`.
     """
     if not hasattr(sys, "last_value"):
-        home.goodbye()
+        runtime.finalize()
 
 
-def _enter(group: Any, own: RankServices, options: Options) -> TorchComm:
-    home = RankRuntime(group, own, options)
-    home.wire.start()
-    home.watchdog.start()
-    comm = TorchComm(home, tuple(range(group.size())), "world")
-    home.has_nccl, home.lacks = can_use_nccl(comm.allgather(gpu_report(group)))
-    if home.lacks and comm.rank == 0:
-        warnings.warn(home.lacks, RuntimeWarning, stacklevel=3)
+def _enter(group: Any, services: RankServices, options: Options) -> TorchComm:
+    runtime = TorchRuntime(group, services, options)
+    runtime.wire.start()
+    runtime.watchdog.start()
+    comm = TorchComm(runtime, tuple(range(group.size())), "world")
+    runtime.has_nccl, runtime.lacks = can_use_nccl(comm.allgather(gpu_report(group)))
+    if runtime.lacks and comm.rank == 0:
+        warnings.warn(runtime.lacks, RuntimeWarning, stacklevel=3)
     comm.Barrier()
-    own.clock.start()
+    services.clock.start()
     return comm
 
 
@@ -326,7 +292,7 @@ def wrap(group: Any) -> TorchComm:
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(f"{group!r}: pass a torch.distributed process group that this rank is in")
     known = _WRAPPED.get(group)
-    if known is None or known._home.ending.over:
-        own = RankServices(group.rank(), recorder=None, seed=0, deadline_s=30.0)
-        known = _WRAPPED[group] = _enter(group, own, Options())
+    if known is None or known.runtime.abort.program_ended:
+        services = RankServices(group.rank(), recorder=None, seed=0, deadline_s=30.0)
+        known = _WRAPPED[group] = _enter(group, services, Options())
     return known

@@ -1,15 +1,13 @@
 """Collectives made of messages over the wire: gathers, scatters, all-to-alls, objects, reductions that torch has not.
 
 Each call is a plan (what goes to whom, what comes from whom, what to do with it), which the blocking form waits for
-and the `I` form returns. Objects are pickled once per call and combined in rank order. Knows buffers and this
-communicator's inner point-to-point channel.
+and the `I` form returns. Objects are pickled once per call and combined in rank order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import reduce as fold
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,43 +17,32 @@ from spawnsim.comm.constants import IN_PLACE
 from spawnsim.comm.failures import ERR_ROOT, CallError
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import SUM, Op
-from spawnsim.errors import ParameterError, Timeout
+from spawnsim.errors import Timeout
+from spawnsim.real.runtime.collectives import ObjectCollectives
 from spawnsim.real.runtime.requests import RealRequest
-from spawnsim.real.torch.point_to_point import OBJECT, CompositeRequest, ReceiveTarget, bytes_of
+from spawnsim.real.torch.point_to_point import OBJECT, CompositeRequest, PointToPoint, ReceiveTarget, bytes_of
+from spawnsim.real.torch.runtime import CommCore
 from spawnsim.real.torch.transport import Bytes, as_payload
-
-if TYPE_CHECKING:
-    from spawnsim.real.torch.point_to_point import PointToPoint
-    from spawnsim.real.torch.runtime import RankRuntime
-
 
 Sends = Iterable[tuple[int, Bytes]]
 Receives = Iterable[tuple[int, Buffer]]
 
 
-class Exchanges:
-    """Gather, Scatter, Alltoall, Scan and their kin, by plans."""
+class Exchanges(CommCore, ObjectCollectives):
+    """Gather, Scatter, Alltoall, Scan and their kin, by plans, and the collectives of objects."""
 
-    _home: RankRuntime
-    _inner: PointToPoint
-    rank: int
-    size: int
-
-    if TYPE_CHECKING:
-
-        def _count(self, operation: str) -> int:
-            """Count a collective and return its number."""
+    _inner: PointToPoint  # the same ranks in another context, so that no receive of the program takes these messages
 
     def _plan(
         self, operation: str, sends: Sends, receives: Receives, after: Callable[[], object] | None = None
     ) -> CompositeRequest:
         """Begin an exchange; a block to oneself is copied by the mailbox as well."""
-        tag, inner = self._count(operation), self._inner
+        tag, inner = self._count(), self._inner
         parts: list[RealRequest] = [
             inner._receive(rank, tag, operation, ReceiveTarget(block)) for rank, block in receives
         ]
         parts += [inner._start(data, (rank, tag), operation) for rank, data in sends]
-        return CompositeRequest.of(self._home, (operation, -1, self), parts, after)
+        return CompositeRequest.of(self.runtime, (operation, -1, self), parts, after)
 
     def _met(self, request: CompositeRequest, operation: str) -> Any:
         """Wait for an exchange; past the deadline, say who is missing."""
@@ -193,10 +180,44 @@ class Exchanges:
             total = op.reduce(total, part, given.datatype)
         into.part(0, counts[self.rank]).unpack(total)
 
-    if TYPE_CHECKING:
+    # ----------------------------------------------------------------------------------------------- objects
+    def _swap(self, operation: str, objects: dict[int, Any], sources: Sequence[int]) -> list[Any]:
+        """Send `objects[rank]` to each rank, return what the sources sent here, in their order."""
+        tag, inner = self._count(), self._inner
+        receiving = [inner._receive(rank, tag, operation, OBJECT) for rank in sources]
+        pickled: dict[int, Any] = {}
+        for thing in objects.values():
+            if id(thing) not in pickled:
+                pickled[id(thing)] = as_payload(self.runtime.pickle.dumps(thing))
+        sending = [
+            inner._start(pickled[id(thing)], (rank, tag), operation) for rank, thing in objects.items()
+        ]
+        parts: list[RealRequest] = [*receiving, *sending]
+        self._met(CompositeRequest.of(self.runtime, (operation, -1, self), parts), operation)
+        return [request.value for request in receiving]
 
-        def allgather(self, sendobj: Any) -> list[Any]:
-            """Collect all objects at all ranks."""
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        self._root(root, "bcast")
+        sends = dict.fromkeys(range(self.size), obj) if self.rank == root else {}
+        return self._swap("bcast", sends, [root])[0]
+
+    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
+        self._root(root, "gather")
+        found = self._swap("gather", {root: sendobj}, range(self.size) if self.rank == root else [])
+        return found if self.rank == root else None
+
+    def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
+        self._root(root, "scatter")
+        sends: dict[int, Any] = {}
+        if self.rank == root:
+            sends = dict(enumerate(self._one_each(sendobj, "scatter")))
+        return self._swap("scatter", sends, [root])[0]
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        return self._swap("allgather", dict.fromkeys(range(self.size), sendobj), range(self.size))
+
+    def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
+        return self._swap("alltoall", dict(enumerate(self._one_each(sendobj, "alltoall"))), range(self.size))
 
 
 def as_blocks(
@@ -242,70 +263,3 @@ for _name in ("Allgather", "Allgatherv"):
     _forms(_name, "_allgather", rooted=False)
 for _name in ("Alltoall", "Alltoallv", "Alltoallw"):
     _forms(_name, "_alltoall", rooted=False)
-
-
-Combine = Callable[[Any, Any], Any]
-
-
-class ObjectCollectives(Exchanges):
-    """bcast, gather, allreduce and their kin."""
-
-    def _swap(self, operation: str, objects: dict[int, Any], sources: Sequence[int]) -> list[Any]:
-        """Send `objects[rank]` to each rank, return what the sources sent here, in their order."""
-        tag, inner = self._count(operation), self._inner
-        receiving = [inner._receive(rank, tag, operation, OBJECT) for rank in sources]
-        pickled: dict[int, Any] = {}
-        for thing in objects.values():
-            if id(thing) not in pickled:
-                pickled[id(thing)] = as_payload(self._home.pickle.dumps(thing))
-        sending = [
-            inner._start(pickled[id(thing)], (rank, tag), operation) for rank, thing in objects.items()
-        ]
-        parts: list[RealRequest] = [*receiving, *sending]
-        self._met(CompositeRequest.of(self._home, (operation, -1, self), parts), operation)
-        return [request.value for request in receiving]
-
-    def bcast(self, obj: Any, root: int = 0) -> Any:
-        self._root(root, "bcast")
-        sends = dict.fromkeys(range(self.size), obj) if self.rank == root else {}
-        return self._swap("bcast", sends, [root])[0]
-
-    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
-        self._root(root, "gather")
-        found = self._swap("gather", {root: sendobj}, range(self.size) if self.rank == root else [])
-        return found if self.rank == root else None
-
-    def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
-        self._root(root, "scatter")
-        sends: dict[int, Any] = {}
-        if self.rank == root:
-            sends = dict(enumerate(self._one_each(sendobj, "scatter")))
-        return self._swap("scatter", sends, [root])[0]
-
-    def allgather(self, sendobj: Any) -> list[Any]:
-        return self._swap("allgather", dict.fromkeys(range(self.size), sendobj), range(self.size))
-
-    def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
-        return self._swap("alltoall", dict(enumerate(self._one_each(sendobj, "alltoall"))), range(self.size))
-
-    def _one_each(self, objects: Sequence[Any] | None, operation: str) -> list[Any]:
-        given = list(objects) if objects is not None else []
-        if len(given) != self.size:
-            raise ParameterError(
-                f"{operation}: give a list of {self.size} objects, one per rank, not {len(given)}"
-            )
-        return given
-
-    def reduce(self, sendobj: Any, op: Combine = SUM, root: int = 0) -> Any:
-        found = self.gather(sendobj, root)
-        return None if found is None else fold(op, found)
-
-    def allreduce(self, sendobj: Any, op: Combine = SUM) -> Any:
-        return fold(op, self.allgather(sendobj))
-
-    def scan(self, sendobj: Any, op: Combine = SUM) -> Any:
-        return fold(op, self.allgather(sendobj)[: self.rank + 1])
-
-    def exscan(self, sendobj: Any, op: Combine = SUM) -> Any:
-        before = self.allgather(sendobj)[: self.rank]
-        return fold(op, before) if before else None

@@ -8,7 +8,7 @@ collectives, too: several that are one call, and a `Work` of torch's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +21,8 @@ from spawnsim.comm.memory import as_bytes
 from spawnsim.errors import Timeout
 from spawnsim.real.runtime.requests import RealRequest
 from spawnsim.real.runtime.staging import Call, Memory, Stage, device_tensor
+from spawnsim.real.torch.runtime import CommCore
 from spawnsim.real.torch.transport import Bytes, InboundMessage, PostedReceive, Sent, as_payload, rank_gone
-
-if TYPE_CHECKING:
-    from spawnsim.real.torch.runtime import RankRuntime
-
 
 HOST = Memory()
 BUF = ("buf",)
@@ -118,11 +115,11 @@ class SendRequest(RealRequest):
     payload: Any
 
     @classmethod
-    def of(cls, home: Any, what: tuple[str, int, Any], sent: Sent, payload: Any) -> SendRequest:
+    def of(cls, runtime: Any, what: tuple[str, int, Any], sent: Sent, payload: Any) -> SendRequest:
         """Return the request of a send; it holds the payload's memory."""
         self = cls()
         self.sent, self.payload = sent, payload
-        self.begin(home, what)
+        self.begin(runtime, what)
         return self
 
     def _try(self) -> bool:
@@ -134,8 +131,8 @@ class SendRequest(RealRequest):
 class ReceiveRequest(RealRequest):
     """A receive: of an object when it has no buffer."""
 
-    __slots__ = ("_after", "_buffer", "_cancelled", "_context", "slot")
-    slot: PostedReceive
+    __slots__ = ("_after", "_buffer", "_cancelled", "_context", "posted")
+    posted: PostedReceive
     _context: int
     _cancelled: bool
     _buffer: Buffer | None
@@ -143,39 +140,39 @@ class ReceiveRequest(RealRequest):
 
     @classmethod
     def of(
-        cls, home: Any, what: tuple[str, int, Any], slot: PostedReceive, where: tuple[int, ReceiveTarget]
+        cls, runtime: Any, what: tuple[str, int, Any], posted: PostedReceive, where: tuple[int, ReceiveTarget]
     ) -> ReceiveRequest:
         """Return the request of a receive that is posted already; `where` is (context, target)."""
         self = cls()
-        self.slot, self._context, self._cancelled = slot, where[0], False
+        self.posted, self._context, self._cancelled = posted, where[0], False
         self._buffer, self._after = where[1].buffer, where[1].after
-        self.begin(home, what)
+        self.begin(runtime, what)
         return self
 
     def _try(self) -> bool:
-        letter = self.slot.letter
-        if letter is None or letter.data is None:
+        message = self.posted.message
+        if message is None or message.data is None:
             return False
         if self._buffer is None:
-            self.value = self._home.pickle.loads(letter.data.data)
-        elif not letter.direct:
-            if letter.nbytes > self._buffer.nbytes:
-                bytes_ = f"{letter.nbytes} bytes from rank {letter.source}"
+            self.value = self._runtime.pickle.loads(message.data.data)
+        elif not message.direct:
+            if message.nbytes > self._buffer.nbytes:
+                bytes_ = f"{message.nbytes} bytes from rank {message.source}"
                 raise Truncated(14, f"{self._text()}: {bytes_} do not fit a buffer of {self._buffer.nbytes}")
-            self._buffer.unpack(letter.data)
+            self._buffer.unpack(message.data)
         if self._after is not None:
-            self._after(letter.nbytes)
+            self._after(message.nbytes)
         return True
 
     def _describe(self, status: Any) -> None:
-        letter = self.slot.letter
-        if letter is not None:
-            status.fill(letter.source, letter.tag, letter.nbytes)
+        message = self.posted.message
+        if message is not None:
+            status.fill(message.source, message.tag, message.nbytes)
         status.Set_cancelled(self._cancelled)
 
     def Cancel(self) -> None:
         super().Cancel()
-        if not self._complete and self._home.mailbox.cancel(self._context, self.slot):
+        if not self._complete and self._runtime.mailbox.cancel(self._context, self.posted):
             self._cancelled = self._complete = True
 
 
@@ -188,12 +185,12 @@ class WorkRequest(RealRequest):
 
     @classmethod
     def of(
-        cls, home: Any, what: tuple[str, int, Any], work: Any, after: Callable[[], object] | None = None
+        cls, runtime: Any, what: tuple[str, int, Any], work: Any, after: Callable[[], object] | None = None
     ) -> WorkRequest:
         """Return the request over a `Work`; `after` runs when it is complete."""
         self = cls()
         self._work, self._after = work, after
-        self.begin(home, what)
+        self.begin(runtime, what)
         return self
 
     def _try(self) -> bool:
@@ -218,7 +215,7 @@ class CompositeRequest(RealRequest):
     @classmethod
     def of(
         cls,
-        home: Any,
+        runtime: Any,
         what: tuple[str, int, Any],
         parts: list[RealRequest],
         after: Callable[[], object] | None = None,
@@ -226,7 +223,7 @@ class CompositeRequest(RealRequest):
         """Return one request for all of them."""
         self = cls()
         self._parts, self._after = parts, after
-        self.begin(home, what)
+        self.begin(runtime, what)
         return self
 
     def _try(self) -> bool:
@@ -239,14 +236,8 @@ class CompositeRequest(RealRequest):
         return True
 
 
-class PointToPoint:
+class PointToPoint(CommCore):
     """send, recv and their kin."""
-
-    _home: RankRuntime
-    _context: int
-    label: str
-    rank: int
-    size: int
 
     # ------------------------------------------------------------------------------------------------ sending
     def _start(self, data: Bytes, where: tuple[int, int], operation: str, *, held: Any = None) -> RealRequest:
@@ -256,8 +247,8 @@ class PointToPoint:
             return RealRequest()
         self._check(dest, tag, operation)
         synchronous = operation in ("Ssend", "Issend", "ssend", "issend")
-        sent = self._home.mailbox.send(self._context, dest, tag, data, synchronous=synchronous)
-        return SendRequest.of(self._home, (operation, dest, self), sent, (data, held))
+        sent = self.runtime.mailbox.send(self._context, dest, tag, data, synchronous=synchronous)
+        return SendRequest.of(self.runtime, (operation, dest, self), sent, (data, held))
 
     def _check(self, rank: int, tag: int, operation: str) -> None:
         if not 0 <= rank < self.size:
@@ -275,10 +266,10 @@ class PointToPoint:
         return self._start(outgoing(buf), (dest, tag), "Issend", held=buf)
 
     def isend(self, obj: Any, dest: int, tag: int = 0) -> RealRequest:
-        return self._start(as_payload(self._home.pickle.dumps(obj)), (dest, tag), "isend")
+        return self._start(as_payload(self.runtime.pickle.dumps(obj)), (dest, tag), "isend")
 
     def issend(self, obj: Any, dest: int, tag: int = 0) -> RealRequest:
-        return self._start(as_payload(self._home.pickle.dumps(obj)), (dest, tag), "issend")
+        return self._start(as_payload(self.runtime.pickle.dumps(obj)), (dest, tag), "issend")
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         self._start(outgoing(buf), (dest, tag), "Send", held=buf).Wait()
@@ -287,10 +278,10 @@ class PointToPoint:
         self._start(outgoing(buf), (dest, tag), "Ssend", held=buf).Wait()
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
-        self._start(as_payload(self._home.pickle.dumps(obj)), (dest, tag), "send").Wait()
+        self._start(as_payload(self.runtime.pickle.dumps(obj)), (dest, tag), "send").Wait()
 
     def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
-        self._start(as_payload(self._home.pickle.dumps(obj)), (dest, tag), "ssend").Wait()
+        self._start(as_payload(self.runtime.pickle.dumps(obj)), (dest, tag), "ssend").Wait()
 
     Rsend, Irsend = Send, Isend
 
@@ -315,17 +306,17 @@ class PointToPoint:
 
     def _receive(self, source: int, tag: int, operation: str, target: ReceiveTarget) -> ReceiveRequest:
         """Post a receive."""
-        slot = PostedReceive(source, tag, target.memory)
+        posted = PostedReceive(source, tag, target.memory)
         if source == PROC_NULL:
-            nothing = self._home.pickle.dumps(None) if target is OBJECT else b""
-            slot.letter = InboundMessage(
+            nothing = self.runtime.pickle.dumps(None) if target is OBJECT else b""
+            posted.message = InboundMessage(
                 PROC_NULL, ANY_TAG, 0, data=as_payload(nothing), direct=target is not OBJECT
             )
         else:
             if source != ANY_SOURCE:
                 self._check(source, max(tag, 0), operation)
-            self._home.mailbox.post(self._context, slot)
-        return ReceiveRequest.of(self._home, (operation, source, self), slot, (self._context, target))
+            self.runtime.mailbox.post(self._context, posted)
+        return ReceiveRequest.of(self.runtime, (operation, source, self), posted, (self._context, target))
 
     def Recv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> None:
         self._blocking(self._receive(source, tag, "Recv", incoming(buf)), status)
@@ -346,39 +337,43 @@ class PointToPoint:
 
     # ------------------------------------------------------------------------------------------------ probing
     def Iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> bool:
-        letter = self._look(source, tag)
-        if letter is not None and status is not None:
-            status.fill(letter.source, letter.tag, letter.nbytes)
-        self._home.poll()
-        return letter is not None
+        message = self._look(source, tag)
+        if message is not None and status is not None:
+            status.fill(message.source, message.tag, message.nbytes)
+        self.runtime.poll()
+        return message is not None
 
     def _look(self, source: int, tag: int) -> InboundMessage | None:
         if source == PROC_NULL:
             return InboundMessage(PROC_NULL, ANY_TAG, 0)
         if source != ANY_SOURCE:
             self._check(source, 0, "Probe")
-        return self._home.mailbox.peek(self._context, source, tag)
+        return self.runtime.mailbox.peek(self._context, source, tag)
 
     def Probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> bool:
-        home, limit_s = self._home, self._home.clock.limit_s()
-        if not home.wait(lambda: self._look(source, tag) is not None, limit_s, ("Probe", -1, self)):
+        runtime, limit_s = self.runtime, self.runtime.clock.limit_s()
+        if not runtime.wait(lambda: self._look(source, tag) is not None, limit_s, ("Probe", -1, self)):
             who = f"rank {source}" if source >= 0 else "any rank"
             text = f"rank {self.rank} of {self.label}: Probe of {who} met its deadline of {limit_s:g} s"
-            raise Timeout([source] if source >= 0 else [], "Probe", -1, f"{text} at {home.clock.now():.3f} s")
+            raise Timeout(
+                [source] if source >= 0 else [], "Probe", -1, f"{text} at {runtime.clock.now():.3f} s"
+            )
         return self.Iprobe(source, tag, status)
 
     def Improbe(
         self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None
     ) -> MatchedMessage | None:
-        slot = PostedReceive(source, tag, letter=InboundMessage(PROC_NULL, ANY_TAG, 0, data=as_payload(b"")))
+        posted = PostedReceive(
+            source, tag, message=InboundMessage(PROC_NULL, ANY_TAG, 0, data=as_payload(b""))
+        )
         if source != PROC_NULL:
-            claimed = self._home.mailbox.claim(self._context, source, tag)
+            claimed = self.runtime.mailbox.claim(self._context, source, tag)
             if claimed is None:
                 return None
-            slot = claimed
-        if status is not None and slot.letter is not None:
-            status.fill(slot.letter.source, slot.letter.tag, slot.letter.nbytes)
-        return MatchedMessage(self, slot)
+            posted = claimed
+        if status is not None and posted.message is not None:
+            status.fill(posted.message.source, posted.message.tag, posted.message.nbytes)
+        return MatchedMessage(self, posted)
 
     def Mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> MatchedMessage:
         while True:  # another thread may take what the probe has seen
@@ -420,8 +415,8 @@ class PointToPoint:
 class MatchedMessage:
     """A message that was matched by a probe: this rank's alone."""
 
-    def __init__(self, comm: PointToPoint, slot: PostedReceive) -> None:
-        self._comm, self._slot = comm, slot
+    def __init__(self, comm: PointToPoint, posted: PostedReceive) -> None:
+        self._comm, self._posted = comm, posted
 
     def Irecv(self, buf: Any) -> ReceiveRequest:
         """Receive it into a buffer."""
@@ -441,5 +436,5 @@ class MatchedMessage:
 
     def _request(self, operation: str, target: ReceiveTarget) -> ReceiveRequest:
         comm = self._comm
-        what = (operation, self._slot.source, comm)
-        return ReceiveRequest.of(comm._home, what, self._slot, (comm._context, target))
+        what = (operation, self._posted.source, comm)
+        return ReceiveRequest.of(comm.runtime, what, self._posted, (comm._context, target))

@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from spawnsim.errors import ParameterError, Timeout, UnsupportedError, WorldError
 from spawnsim.real.launch.launchers import LaunchContext, gpu_of_rank
-from spawnsim.real.torch.runtime import FOREVER
-
-if TYPE_CHECKING:
-    from spawnsim.real.torch.comm import TorchComm
-
+from spawnsim.real.torch.runtime import FOREVER, CommCore
 
 MEET_S = 300.0  # torch's own patience: at the start of a job, nodes read Python and torch from a shared disk
 PORTS = range(20000, 32000)  # below those that systems give to outgoing connections
@@ -213,14 +209,14 @@ def _launcher_pid() -> str:
     return str(known)
 
 
-def make_group(comm: TorchComm) -> Any:
+def make_group(comm: CommCore) -> Any:
     """Return a group of torch of a communicator's ranks, in its order. Collective among them."""
-    home = comm._home
+    runtime = comm.runtime
     if comm.label == "world":
-        return home.group
+        return runtime.group
     default: Any = dist.group.WORLD
-    ranks = [dist.get_global_rank(home.group, member) for member in comm.members]
-    name: Any = f"{home.run_name}/{comm.label}"
+    ranks = [dist.get_global_rank(runtime.group, member) for member in comm.members]
+    name: Any = f"{runtime.run_name}/{comm.label}"
     kind, store = c10d._world.pg_map[default]
     group, _ = c10d._new_process_group_helper(
         comm.size, comm.rank, ranks, dist.Backend(kind), store, name, timeout=c10d.default_pg_timeout

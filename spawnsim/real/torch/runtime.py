@@ -1,8 +1,8 @@
-"""What all communicators of one rank of torch.distributed share: its services, wire, mailbox, watchdog, and GPU.
+"""What all communicators of one rank of torch.distributed share, and what the parts of one communicator share.
 
-Knows torch's groups and how this rank waits (on one condition that the wire's thread notifies) and ends. NCCL takes
-one rank per GPU and waits for ever, or fails late, where ranks share one: so the ranks compare their GPUs when they
-enter, and the watchdog sees collectives that the GPU has not finished. Knows no communicator's methods.
+`TorchRuntime` has the wire, the mailbox and torch's groups; this rank waits on one condition that the wire's thread
+notifies. NCCL takes one rank per GPU and waits for ever, or fails late, where ranks share one: so the ranks compare
+their GPUs when they enter, and the watchdog sees collectives that the GPU has not finished.
 """
 
 from __future__ import annotations
@@ -18,25 +18,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
+from spawnsim.comm.failures import ERR_COMM, CallError
 from spawnsim.comm.packing import Pickle
-from spawnsim.errors import RankFailed
-from spawnsim.real.runtime.abort import AbortProtocol
-from spawnsim.real.runtime.finalize import Finalizer
-from spawnsim.real.runtime.requests import RequestRegistry
-from spawnsim.real.runtime.services import Counters, Options, RankServices
+from spawnsim.errors import RankFailed, UnsupportedError
+from spawnsim.real.runtime.rank import RankRuntime
+from spawnsim.real.runtime.services import Options, RankServices
+from spawnsim.real.runtime.watchdog import Call, Watchdog
 from spawnsim.real.torch.transport import Bytes, Mailbox, Parcel, Wire, as_payload, rank_gone
-from spawnsim.real.torch.windows import WindowServer
-
-if TYPE_CHECKING:
-    from spawnsim.real.runtime.watchdog import Call, Watchdog
-
 
 GpuReport = tuple[str, bool]
 """A rank's GPU, empty without one, and whether its group of torch has NCCL."""
@@ -51,7 +46,7 @@ def backend_of(group: Any, device: str) -> Any:
 
 
 def gpu_report(group: Any) -> GpuReport:
-    """Return this rank's card."""
+    """Return this rank's GPU, and whether NCCL is there."""
     if not torch.cuda.is_available():
         return "", False
     index = torch.cuda.current_device()
@@ -60,12 +55,12 @@ def gpu_report(group: Any) -> GpuReport:
     return f"{socket.gethostname()} {ident}", found is not None and found.name() == "nccl"
 
 
-def can_use_nccl(cards: Sequence[GpuReport]) -> tuple[bool, str]:
+def can_use_nccl(reports: Sequence[GpuReport]) -> tuple[bool, str]:
     """Return whether NCCL serves all ranks, and if they have GPUs and it does not, why and what to do."""
-    held = [where for where, _ in cards]
+    held = [where for where, _ in reports]
     if not any(held):
         return False, ""
-    if len(set(held)) == len(held) and all(nccl for _, nccl in cards):
+    if len(set(held)) == len(held) and all(nccl for _, nccl in reports):
         return True, ""
     why = "not all ranks have it"
     if not all(held):
@@ -150,33 +145,24 @@ class AbortReceiver:
         os._exit(parcel.tag)
 
 
-class RankRuntime:
+class TorchRuntime(RankRuntime):
     """One per rank and run. `group` is torch's group of all its ranks."""
 
-    def __init__(self, group: Any, own: RankServices, options: Options) -> None:
+    def __init__(self, group: Any, services: RankServices, options: Options) -> None:
         self.group = group
         rank, size = group.rank(), group.size()
         everyone, self._rank = tuple(range(size)), rank
         self._store = PrefixStore(group.group_name, _get_default_store())
         # the same on all ranks, which all enter each run
         self.run_name = f"spawnsim/{self._store.add(f'spawnsim/runs/{rank}', 1)}"
-        self.own, self.clock, self.options = own, own.clock, options
-        self.fingerprints, self.ordered = options.fingerprints, options.reduction == "ordered"
-        self.registry, self.pickle = RequestRegistry(), Pickle()
-        self.condition = threading.Condition()
+        self.pickle, self.condition = Pickle(), threading.Condition()
         self.wire = Wire(self.gloo("wire", everyone), rank=rank, size=size, wake=self.notify)
-        self.tally = Counters()
-        self.mailbox = Mailbox(self.condition, self.wire, self.tally)
-        self.server = WindowServer(self.wire, self.condition)
+        super().__init__(services, options, ControlChannel(self.wire), self.end_job)
+        self.mailbox = Mailbox(self.condition, self.wire, self.counters)
         self.wire.receivers[EXIT] = AbortReceiver()
-        self.ending = AbortProtocol(ControlChannel(self.wire), self._abort)
-        self.watchdog = self.ending.watchdog
-        self.parting, self._meetings = Finalizer(self), 0
-        self.watchdog.note = self.parting.note
+        self._barriers = 0
         self.unfinished, self.has_nccl, self.lacks = UnfinishedNccl(self.watchdog), False, ""
-        own.on_error = self.ending.fail
-        own.clock.poll = self.poll
-        self.leaves_torch = False  # whether the goodbye ends torch.distributed too
+        self.leaves_torch = False  # whether `release` ends torch.distributed too
 
     def gloo(self, label: str, members: tuple[int, ...]) -> Any:
         """Return a gloo group of some of the ranks, of its own; collective among them alone.
@@ -190,7 +176,7 @@ class RankRuntime:
             raise rank_gone(f"rank {self._rank} connects to ranks {members} of the world", error) from None
 
     def nccl(self, label: str, members: tuple[int, ...]) -> Any:
-        """Return an NCCL group of some of the ranks, likewise; they meet when they first use it."""
+        """Return an NCCL group of some of the ranks, made in the same way; they meet when they first use it."""
         store = PrefixStore(f"{self.run_name}/nccl/{label}", self._store)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER
@@ -204,7 +190,7 @@ class RankRuntime:
             self.registry.sweep()
 
     def notify(self) -> None:
-        """Wake whoever waits."""
+        """Wake the threads that wait."""
         with self.condition:
             self.condition.notify_all()
 
@@ -215,10 +201,7 @@ class RankRuntime:
         call: tuple[str, int, Any],
         peer: int | None = None,
     ) -> bool:
-        """Wait for `done`, at most `limit_s`; a wait that is not over at once is known to the watchdog.
-
-        `peer`: whom it waits for, which makes no difference here.
-        """
+        """Wait as every runtime does; `peer` makes no difference, since a dead rank ends all waits here."""
         if done():
             return True
         active, thread, began = self.watchdog.active, get_ident(), time.perf_counter()
@@ -240,14 +223,10 @@ class RankRuntime:
             active.pop(thread, None)
 
     # ------------------------------------------------------------------------------------------------ at the end
-    def goodbye(self) -> None:
-        """Part from the other ranks; collective, and more than once is fine."""
-        self.parting.leave()
-
-    def meet(self) -> Callable[[], bool]:
+    def begin_barrier(self) -> Callable[[], bool]:
         """Begin to wait for all ranks."""
-        self._meetings += 1
-        group = self.gloo(f"goodbye{self._meetings}", tuple(range(self.wire.size)))
+        self._barriers += 1
+        group = self.gloo(f"barrier{self._barriers}", tuple(range(self.wire.size)))
         work = group.barrier(dist.BarrierOptions())
 
         def met() -> bool:
@@ -257,27 +236,23 @@ class RankRuntime:
                 work.wait()
             except RuntimeError as error:
                 raise rank_gone("the end of the run", error) from None
-            return group is not None  # the group lives as long as somebody asks
+            return group is not None  # refers to the group, which must live until the barrier is complete
 
         return met
 
-    def lowest(self) -> int:
-        """Return the lowest rank that has come to the last meeting: nobody ends without any."""
-        return 0
-
     def take_leftovers(self) -> int:
-        """Drop letters that nobody claimed."""
+        """Drop messages that nobody received."""
         return self.mailbox.clear()
 
     def release(self) -> None:
         """Stop watchdog and wire, and leave torch.distributed if the run has entered it."""
-        self.parting.meet()  # who compares notes after all have settled may still wait for some of them
+        self.barrier()  # after they have settled ranks merge what they recorded, and may still wait for each other
         self.watchdog.stop()
         self.wire.stop()
         if self.leaves_torch:
             dist.destroy_process_group()
 
-    def _abort(self, status: int) -> None:
+    def end_job(self, status: int) -> None:
         """End all ranks: tell those who hear, then leave; launchers end the others when one leaves like this."""
         for rank in range(self.wire.size):
             if rank != self.wire.rank:
@@ -286,3 +261,39 @@ class RankRuntime:
         time.sleep(0.05)
         sys.stderr.flush()
         os._exit(status)
+
+
+class MissingCall(UnsupportedError, AttributeError):
+    """A name that is not here, so that `hasattr` says False."""
+
+
+def missing_call(name: str, instead: str = "") -> MissingCall:
+    """Return the error for one of mpi4py's calls that is not here, with what to use instead."""
+    if instead:
+        return MissingCall(f"{name}: not over torch.distributed; use {instead}, or --backend mpi")
+    return MissingCall(f"{name}: not over torch.distributed; --backend mpi has all of mpi4py's calls")
+
+
+class CommCore:
+    """What the parts of a communicator share. `members`: world ranks; `context` tells its messages from others'."""
+
+    def __init__(self, runtime: TorchRuntime, members: tuple[int, ...], label: str, context: int) -> None:
+        self.runtime, self.label, self.members = runtime, label, members
+        self.rank, self.size = members.index(runtime.wire.rank), len(members)
+        services = runtime.services
+        self.clock, self.rng, self.record = services.clock, services.rng, services.record
+        self.compute = services.compute
+        self._context, self._freed = context, False
+        self._sequence = 0  # the number of its collectives so far
+        runtime.mailbox.open(context, members)
+
+    def _live(self) -> None:
+        """Refuse a freed communicator."""
+        if self._freed:
+            raise CallError(ERR_COMM, f"{self.label} was freed: make another one")
+
+    def _count(self) -> int:
+        """Count a collective and return its number."""
+        self._live()
+        self._sequence += 1
+        return self._sequence

@@ -238,49 +238,49 @@ class InboundMessage:
     source: int
     tag: int
     nbytes: int
-    receipt: int = 0  # whoever sent it synchronously waits for this number
+    ack: int = 0  # whoever sent it synchronously waits for this number
     data: Bytes | None = None
     direct: bool = False  # the data lie in the receive's own memory
 
 
 @dataclass(eq=False, slots=True)
 class PostedReceive:
-    """A receive: what it takes, perhaps memory for the data, and the letter that it was given."""
+    """A receive: what it takes, perhaps memory for the data, and the message that it was given."""
 
     source: int
     tag: int
     memory: Bytes | None = None
-    letter: InboundMessage | None = None
+    message: InboundMessage | None = None
 
-    def takes(self, letter: InboundMessage) -> bool:
-        """Whether a letter may go to this receive."""
-        return self.source in (ANY_SOURCE, letter.source) and self.tag in (ANY_TAG, letter.tag)
+    def takes(self, message: InboundMessage) -> bool:
+        """Whether a message may go to this receive."""
+        return self.source in (ANY_SOURCE, message.source) and self.tag in (ANY_TAG, message.tag)
 
     @property
     def filled(self) -> bool:
-        """Whether the letter's data are there."""
-        return self.letter is not None and self.letter.data is not None
+        """Whether the message's data are there."""
+        return self.message is not None and self.message.data is not None
 
 
 @dataclass
 class MatchQueues:
-    """One communicator's open receives and unclaimed letters, each in order."""
+    """One communicator's open receives and unclaimed messages, each in order."""
 
-    slots: list[PostedReceive] = field(default_factory=list)
-    letters: list[InboundMessage] = field(default_factory=list)
+    posted: list[PostedReceive] = field(default_factory=list)
+    unexpected: list[InboundMessage] = field(default_factory=list)
 
 
 class Mailbox:
     """One per rank. `ranks[context]` maps the wire's ranks to the communicator's."""
 
-    def __init__(self, condition: threading.Condition, wire: Wire, tally: Counters) -> None:
-        self._condition, self._wire, self._tally = condition, wire, tally
-        self._shelves: dict[int, MatchQueues] = defaultdict(MatchQueues)
+    def __init__(self, condition: threading.Condition, wire: Wire, counters: Counters) -> None:
+        self._condition, self._wire, self._counters = condition, wire, counters
+        self._queues: dict[int, MatchQueues] = defaultdict(MatchQueues)
         self.ranks: dict[int, dict[int, int]] = {}
         self.members: dict[int, tuple[int, ...]] = {}
-        self._receipts: dict[int, Sent] = {}
+        self._acks: dict[int, Sent] = {}
         wire.receivers[MESSAGE] = self
-        wire.receivers[ACK] = AckReceiver(self._receipts, condition)
+        wire.receivers[ACK] = AckReceiver(self._acks, condition)
 
     def open(self, context: int, members: tuple[int, ...]) -> None:
         """Say who the ranks of a context are."""
@@ -290,12 +290,12 @@ class Mailbox:
     # ------------------------------------------------------------------------------------------------ sending
     def send(self, context: int, dest: int, tag: int, data: Bytes, *, synchronous: bool = False) -> Sent:
         """Send bytes; synchronously, the result is complete when a receive has been found."""
-        self._tally.access(data)
+        self._counters.access(data)
         ident = next(self._wire.idents) if synchronous else 0
         waiting = Sent(False)
         if synchronous:
-            self._receipts[ident] = waiting
-        # the sender's rank travels too, since a letter may come before its context is open here
+            self._acks[ident] = waiting
+        # the sender's rank travels too, since a message may come before its context is open here
         me = self.ranks[context][self._wire.rank]
         parcel = Parcel(MESSAGE, context, tag, ident=ident, first=me)
         sent = self._wire.send(self.members[context][dest], parcel, data)
@@ -304,25 +304,25 @@ class Mailbox:
     # ---------------------------------------------------------------------------------- called by the wire's thread
     def begin(self, parcel: Parcel) -> Bytes | None:
         """Find the receive for a message that comes in; it goes straight to that receive's memory if it fits."""
-        letter = InboundMessage(parcel.first, parcel.tag, parcel.nbytes, parcel.ident)
+        message = InboundMessage(parcel.first, parcel.tag, parcel.nbytes, parcel.ident)
         with self._condition:
-            shelf = self._shelves[parcel.context]
-            slot = next((slot for slot in shelf.slots if slot.takes(letter)), None)
-            if slot is None:
-                shelf.letters.append(letter)
+            queues = self._queues[parcel.context]
+            receive = next((receive for receive in queues.posted if receive.takes(message)), None)
+            if receive is None:
+                queues.unexpected.append(message)
             else:
-                shelf.slots.remove(slot)
-                slot.letter = letter
+                queues.posted.remove(receive)
+                receive.message = message
             if parcel.nbytes > INLINE_NBYTES:  # else the data are here already, and `done` wakes for both
                 self._condition.notify_all()
-        parcel.token = letter
-        if slot is None:
+        parcel.token = message
+        if receive is None:
             return None
-        self._acknowledge(letter, parcel.source)
-        if slot.memory is None or slot.memory.nbytes < parcel.nbytes:
+        self._acknowledge(message, parcel.source)
+        if receive.memory is None or receive.memory.nbytes < parcel.nbytes:
             return None
-        letter.direct = True
-        return slot.memory[: parcel.nbytes]
+        message.direct = True
+        return receive.memory[: parcel.nbytes]
 
     def done(self, parcel: Parcel, payload: Bytes) -> None:
         """Hand over the data."""
@@ -330,59 +330,61 @@ class Mailbox:
             parcel.token.data = payload
             self._condition.notify_all()
 
-    def _acknowledge(self, letter: InboundMessage, sender: int) -> None:
-        if letter.receipt:
-            self._wire.send(sender, Parcel(ACK, ident=letter.receipt))
-            letter.receipt = 0
+    def _acknowledge(self, message: InboundMessage, sender: int) -> None:
+        if message.ack:
+            self._wire.send(sender, Parcel(ACK, ident=message.ack))
+            message.ack = 0
 
     # ---------------------------------------------------------------------------------------------- receiving
-    def post(self, context: int, slot: PostedReceive) -> None:
-        """Open a receive; it takes the first unclaimed letter that fits."""
-        self._tally.received += 1
+    def post(self, context: int, receive: PostedReceive) -> None:
+        """Open a receive; it takes the first unclaimed message that fits."""
+        self._counters.received += 1
         with self._condition:
-            shelf = self._shelves[context]
-            letter = next((letter for letter in shelf.letters if slot.takes(letter)), None)
-            if letter is None:
-                shelf.slots.append(slot)
+            queues = self._queues[context]
+            message = next((message for message in queues.unexpected if receive.takes(message)), None)
+            if message is None:
+                queues.posted.append(receive)
                 return
-            shelf.letters.remove(letter)
-            slot.letter = letter
-        self._acknowledge(letter, self.members[context][letter.source])
+            queues.unexpected.remove(message)
+            receive.message = message
+        self._acknowledge(message, self.members[context][message.source])
 
     def peek(self, context: int, source: int, tag: int) -> InboundMessage | None:
-        """Return the first unclaimed letter that such a receive would get; it stays."""
+        """Return the first unclaimed message that such a receive would get; it stays."""
         wanted = PostedReceive(source, tag)
         with self._condition:
-            return next((letter for letter in self._shelves[context].letters if wanted.takes(letter)), None)
+            return next(
+                (message for message in self._queues[context].unexpected if wanted.takes(message)), None
+            )
 
     def claim(self, context: int, source: int, tag: int) -> PostedReceive | None:
-        """Return a receive that was given the first fitting letter, or None if there is none."""
-        slot = PostedReceive(source, tag)
+        """Return a receive that was given the first fitting message, or None if there is none."""
+        receive = PostedReceive(source, tag)
         with self._condition:  # re-entrant: nothing comes between the look and the claim
             if self.peek(context, source, tag) is None:
                 return None
-            self.post(context, slot)
-        return slot
+            self.post(context, receive)
+        return receive
 
     def clear(self) -> int:
-        """Drop all unclaimed letters whose data are there; return how many. Who waits for a receipt gets it."""
+        """Drop all unclaimed messages whose data are there; return how many. Who waits for a receipt gets it."""
         dropped: list[tuple[InboundMessage, int]] = []
         with self._condition:
-            for context, shelf in self._shelves.items():
-                whole = [letter for letter in shelf.letters if letter.data is not None]
-                shelf.letters = [letter for letter in shelf.letters if letter.data is None]
-                dropped += [(letter, self.members[context][letter.source]) for letter in whole]
-        for letter, sender in dropped:
-            self._acknowledge(letter, sender)
+            for context, queues in self._queues.items():
+                whole = [message for message in queues.unexpected if message.data is not None]
+                queues.unexpected = [message for message in queues.unexpected if message.data is None]
+                dropped += [(message, self.members[context][message.source]) for message in whole]
+        for message, sender in dropped:
+            self._acknowledge(message, sender)
         return len(dropped)
 
-    def cancel(self, context: int, slot: PostedReceive) -> bool:
-        """Close a receive that has no letter; return whether it had none."""
+    def cancel(self, context: int, receive: PostedReceive) -> bool:
+        """Close a receive that has no message; return whether it had none."""
         with self._condition:
-            slots = self._shelves[context].slots
-            if slot not in slots:
+            posted = self._queues[context].posted
+            if receive not in posted:
                 return False
-            slots.remove(slot)
+            posted.remove(receive)
             return True
 
 

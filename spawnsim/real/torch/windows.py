@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,13 +27,11 @@ from spawnsim.comm.ops import SUM, Op
 from spawnsim.comm.predefined import BY_NAME as TYPES
 from spawnsim.errors import ParameterError, Timeout, UnsupportedError, UsageError
 from spawnsim.real.runtime.requests import RealRequest
-from spawnsim.real.runtime.rma_sync import ActiveTarget, PassiveTarget
+from spawnsim.real.runtime.rma_sync import WindowSync
+from spawnsim.real.torch.collectives import NativeCollectives
 from spawnsim.real.torch.point_to_point import bytes_of
+from spawnsim.real.torch.runtime import TorchRuntime, missing_call
 from spawnsim.real.torch.transport import INLINE_NBYTES, Bytes, Parcel, Wire
-
-if TYPE_CHECKING:
-    from spawnsim.real.torch.comm import TorchComm
-
 
 REQUEST, REPLY = 5, 6
 GET, PUT, ACCUMULATE, SWAP, LOCK, UNLOCK, CANCEL, TOKEN = range(8)
@@ -88,6 +86,12 @@ class WindowServer:
         self.wanted: dict[int, PendingAccess] = {}
         self._wire.receivers[REQUEST] = self
         self._wire.receivers[REPLY] = ReplyReceiver(self, condition)
+
+    @classmethod
+    def of(cls, runtime: TorchRuntime) -> WindowServer:
+        """Return the one server of a rank."""
+        known = runtime.wire.receivers.get(REQUEST)
+        return known if isinstance(known, cls) else cls(runtime.wire, runtime.condition)
 
     def begin(self, parcel: Parcel) -> Bytes | None:
         """Use new memory: a Put shows as a whole."""
@@ -238,31 +242,29 @@ class AccessRequest(RealRequest):
     _wanted: PendingAccess
 
     @classmethod
-    def of(cls, home: Any, what: tuple[str, int, Any], wanted: PendingAccess) -> AccessRequest:
+    def of(cls, runtime: Any, what: tuple[str, int, Any], wanted: PendingAccess) -> AccessRequest:
         """Return the request of an access."""
         self = cls()
         self._wanted = wanted
-        self.begin(home, what)
+        self.begin(runtime, what)
         return self
 
     def _try(self) -> bool:
         return self._wanted.complete
 
 
-class TorchWin(PassiveTarget, ActiveTarget):
+class TorchWin(WindowSync):
     """A window: mpi4py's methods. Made by `comm.Win.Allocate` and `comm.Win.Create`; collective."""
 
-    def __init__(self, comm: TorchComm, memory: Bytes, disp_unit: int) -> None:
-        self._comm, self._home, self.memory = comm, comm._home, memory
-        self._server = self._home.server
-        comm._made["Win"] += 1
-        self._ident = comm._context ^ (comm._made["Win"] << 1) ^ (1 << 60)
-        self._begin_epochs()
+    def __init__(self, comm: NativeCollectives, number: int, memory: Bytes, disp_unit: int) -> None:
+        self._comm, self._runtime, self.memory = comm, comm.runtime, memory
+        self._server = WindowServer.of(self._runtime)
+        self._ident = comm._context ^ (number << 1) ^ (1 << 60)
+        self._begin_sync()
         self._server.parts[self._ident] = WindowPart(memory, told=self._hear)
         facts = comm.allgather((memory.nbytes, disp_unit))
         self._sizes, self._units = [size for size, _ in facts], [unit for _, unit in facts]
         self._open: dict[int, list[PendingAccess]] = {rank: [] for rank in range(comm.size)}
-        self._held: dict[int, int] = {}
         self._versions: dict[int, int] = {}
         comm.Barrier()
 
@@ -281,11 +283,11 @@ class TorchWin(PassiveTarget, ActiveTarget):
         if rank == PROC_NULL:
             wanted.complete = True
             return wanted
-        request.kind, request.context, request.ident = REQUEST, self._ident, next(self._home.wire.idents)
+        request.kind, request.context, request.ident = REQUEST, self._ident, next(self._runtime.wire.idents)
         self._server.wanted[request.ident] = wanted
         self._open[rank].append(wanted)
-        self._home.tally.access(wanted.into if payload is None else payload)
-        self._home.wire.send(self._comm.members[rank], request, payload)
+        self._runtime.counters.access(wanted.into if payload is None else payload)
+        self._runtime.wire.send(self._comm.members[rank], request, payload)
         return wanted
 
     def _range(self, rank: int, target: Any, origin: Buffer) -> tuple[int, int]:
@@ -318,7 +320,7 @@ class TorchWin(PassiveTarget, ActiveTarget):
 
     def Rget(self, origin: Any, target_rank: int, target: Any = None) -> RealRequest:
         wanted = self._get(origin, target_rank, target)
-        return AccessRequest.of(self._home, ("Win.Rget", target_rank, self._comm), wanted)
+        return AccessRequest.of(self._runtime, ("Win.Rget", target_rank, self._comm), wanted)
 
     def _put(self, origin: Any, rank: int, target: Any) -> PendingAccess:
         given = as_buffer(origin)
@@ -330,7 +332,7 @@ class TorchWin(PassiveTarget, ActiveTarget):
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None) -> RealRequest:
         wanted = self._put(origin, target_rank, target)
-        return AccessRequest.of(self._home, ("Win.Rput", target_rank, self._comm), wanted)
+        return AccessRequest.of(self._runtime, ("Win.Rput", target_rank, self._comm), wanted)
 
     def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> None:
         self._accumulate((origin, None), target_rank, target, op)
@@ -368,24 +370,24 @@ class TorchWin(PassiveTarget, ActiveTarget):
     # ------------------------------------------------------------------------------------------ tokens of epochs
     def _tell(self, rank: int, token: int) -> None:
         parcel = Parcel(REQUEST, self._ident, first=TOKEN, second=token)
-        self._home.wire.send(self._comm.members[rank], parcel)
+        self._runtime.wire.send(self._comm.members[rank], parcel)
 
     def _hear(self, sender: int, token: int) -> None:
         """Count a token; called by the wire's thread alone, and taken back by others under the condition."""
-        with self._home.condition:
+        with self._runtime.condition:
             self._told[self._comm.members.index(sender), token] += 1
 
     # ---------------------------------------------------------------------------------------------- completion
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise unsupported(f"Win.{name}", "Lock, Put, Get, Flush or Fence")
+        raise missing_call(f"Win.{name}", "Lock, Put, Get, Flush or Fence")
 
     def Flush(self, rank: int) -> None:
         waiting, self._open[rank] = self._open[rank], []
-        limit_s = self._home.clock.limit_s()
+        limit_s = self._runtime.clock.limit_s()
         call = (f"Win.Flush of rank {rank}", -1, self._comm)
-        if not self._home.wait(lambda: all(wanted.complete for wanted in waiting), limit_s, call):
+        if not self._runtime.wait(lambda: all(wanted.complete for wanted in waiting), limit_s, call):
             text = f"rank {self._comm.rank}: Win.Flush of rank {rank} met its deadline of {limit_s:g} s"
             raise Timeout([rank], "Win.Flush", -1, text)
         if waiting:
@@ -401,7 +403,7 @@ class TorchWin(PassiveTarget, ActiveTarget):
         request = Parcel(0, first=LOCK, second=lock_type)
         wanted = self._ask(rank, request, PendingAccess())
         self._open[rank].remove(wanted)
-        if not self._home.wait(lambda: wanted.complete, limit_s, call):
+        if not self._runtime.wait(lambda: wanted.complete, limit_s, call):
             self._ask(rank, Parcel(0, first=CANCEL, second=request.ident), PendingAccess())
             self.Flush(rank)
         return wanted.complete
@@ -415,17 +417,12 @@ class TorchWin(PassiveTarget, ActiveTarget):
         self._comm.Barrier()
 
     def Sync(self) -> None:
-        """Make own and others' stores see each other: there is one memory, and nothing to do."""
+        """Do nothing: there is one copy of the memory, so all stores are visible."""
 
     def Free(self) -> None:
         self.Flush_all()
         self._comm.Barrier()
         self._server.parts.pop(self._ident, None)
-
-
-def unsupported(what: str, instead: str) -> UnsupportedError:
-    """Return the error for a call that this building has not."""
-    return UnsupportedError(f"{what}: not over torch.distributed; use {instead}, or --backend mpi")
 
 
 def _one(spec: Any) -> Any:
@@ -439,25 +436,32 @@ def _one(spec: Any) -> Any:
 class Windows:
     """`comm.Win`: makes windows on a communicator, with mpi4py's names. All calls are collective."""
 
-    def __init__(self, comm: TorchComm) -> None:
-        self._comm = comm
+    def __init__(self, comm: NativeCollectives) -> None:
+        self._comm, self._made = comm, 0
+        WindowServer.of(
+            comm.runtime
+        )  # before the first window: an access may come as soon as its maker has met all
+
+    def _make(self, memory: Bytes, disp_unit: int) -> TorchWin:
+        self._made += 1
+        return TorchWin(self._comm, self._made, memory, disp_unit)
 
     def Allocate(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> TorchWin:
         """Return a window over `size` new bytes on each rank."""
-        return TorchWin(self._comm, np.zeros(size, np.uint8), disp_unit)
+        return self._make(np.zeros(size, np.uint8), disp_unit)
 
     def Create(self, memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> TorchWin:
         """Return a window over memory that exists."""
         own = np.zeros(0, np.uint8) if memory is None else as_bytes(as_buffer(memory, writable=True).array)
-        return TorchWin(self._comm, own, disp_unit)
+        return self._make(own, disp_unit)
 
     def __getattr__(self, name: str) -> Any:
         raise (
-            unsupported(f"Win.{name}", "Win.Allocate or Win.Create")
+            missing_call(f"Win.{name}", "Win.Allocate or Win.Create")
             if name[:1].isupper()
             else AttributeError(name)
         )
 
     def Allocate_shared(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> TorchWin:
         """Refuse: there is no shared memory between these ranks."""
-        raise unsupported("Win.Allocate_shared", "Win.Allocate with Get and Put")
+        raise missing_call("Win.Allocate_shared", "Win.Allocate with Get and Put")
