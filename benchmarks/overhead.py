@@ -17,6 +17,7 @@ from typing import Any
 
 import spawnsim
 from spawnsim.record import Recorder
+from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
 
 REPEATS, CROWD = 3, 10_000
@@ -64,7 +65,9 @@ def spent(loop: Loop, ranks: int, iterations: int, stragglers: str | None) -> tu
     """Return the processor seconds of a run, and the events of SimPy that it took."""
     begin = time.process_time()
     totals = simulate(
-        lambda comm: loop(comm, iterations), ranks=ranks, stragglers=stragglers, seed=7, recorder=Recorder()
+        lambda comm: loop(comm, iterations),
+        Scenario(ranks, stragglers=stragglers, seed=7),
+        recorder=Recorder(),
     )
     return time.process_time() - begin, totals.scheduled
 

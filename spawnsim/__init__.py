@@ -12,7 +12,7 @@ The layers, top to bottom (imports point down only; `lint-imports` holds it):
     policies | workloads | real | virtual     (siblings: none imports another)
     comm
     options
-    columns · importing · random · units
+    columns · importing · random · scenario · units
     errors
 """
 

@@ -28,10 +28,9 @@ from spawnsim.errors import InternalError, ParameterError, SpawnsimError
 from spawnsim.options import Parser, parameters
 from spawnsim.run import Run, run
 from spawnsim.run.process_setup import stoppable
-from spawnsim.run.program import program, require_main
+from spawnsim.run.program import is_unmodified, program, refuse_arguments, require_main
 from spawnsim.run.real import Job, run_rank, tidy
 from spawnsim.run.result import shown
-from spawnsim.run.virtual import is_unmodified, refuse_arguments
 
 if TYPE_CHECKING:
     from spawnsim.real.launch.launchers import LaunchContext

@@ -33,6 +33,7 @@ from spawnsim.fidelity.predicting import (
 from spawnsim.fidelity.watching import Seen, watched
 from spawnsim.options import Parser, parameters
 from spawnsim.run.program import Program, program
+from spawnsim.scenario import Scenario
 from spawnsim.virtual.platform import Platform, load_platform
 
 QUICK = Effort(budget_s=0.004, most=15, passes=4, largest_nbytes=4 << 20)
@@ -100,7 +101,7 @@ def judge(
     options: argparse.Namespace, task: Program, platform: Platform, runs: Sequence[Sequence[Seen]]
 ) -> None:
     """Predict each run, and print and draw how far off that is."""
-    setting = Setting(task, ranks=len(runs[0]), seed=options.seed, warmup=options.warmup)
+    setting = Setting(task, Scenario(len(runs[0]), seed=options.seed), options.warmup)
     repeats = [Repeat(times(seen, setting.warmup), predict(setting, seen, platform)) for seen in runs]
     rows = summary(repeats)
     stragglers = fitted(runs[0], setting.warmup)
@@ -109,7 +110,7 @@ def judge(
         sys.stdout.write(json.dumps(document) + "\n")
     else:
         facts_line = (
-            f"{setting.ranks} ranks, {len(runs)} runs, platform {platform.name}, stragglers {stragglers}"
+            f"{len(runs[0])} ranks, {len(runs)} runs, platform {platform.name}, stragglers {stragglers}"
         )
         sys.stdout.write(f"{facts_line}\n{error_table(rows, len(runs))}\n")
     if options.picture:

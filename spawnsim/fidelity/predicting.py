@@ -6,7 +6,7 @@ The same program runs with the compute times of the real run: replayed, fitted, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from spawnsim.fidelity.fitting import Fit, fit_stragglers
 from spawnsim.fidelity.microbenchmarks import FloatArray
 from spawnsim.fidelity.scoring import NullRecorder
 from spawnsim.fidelity.watching import Seen, watched
+from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
 from spawnsim.virtual.compute import Straggler, Trace
 from spawnsim.virtual.platform import Platform
@@ -72,11 +73,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is predicted: a program on so many ranks, from `seed` on, its first `warmup` blocks left aside."""
+    """What is predicted: a program on so many ranks, from the scenario's seed on; `warmup` first blocks left aside."""
 
     main: Callable[[Any], object]
-    ranks: int
-    seed: int
+    scenario: Scenario
     warmup: int
 
 
@@ -102,7 +102,7 @@ def predict(
                     times(
                         _run(setting, platform, trace, stragglers, seed=seed), setting.warmup, local_s=local_s
                     )
-                    for seed in range(setting.seed, setting.seed + runs)
+                    for seed in range(setting.scenario.seed, setting.scenario.seed + runs)
                 ),
             )
         )
@@ -133,16 +133,9 @@ def _run(
     def program(comm: Any) -> None:
         found[comm.Get_rank()] = watched(setting.main, comm)
 
-    simulate(
-        program,
-        ranks=setting.ranks,
-        platform=platform,
-        stragglers=stragglers,
-        compute_s=trace,
-        seed=seed,
-        recorder=NullRecorder(),
-    )
-    return [found[rank] for rank in range(setting.ranks)]
+    scenario = replace(setting.scenario, platform=platform, stragglers=stragglers, compute=trace, seed=seed)
+    simulate(program, scenario, recorder=NullRecorder())
+    return [found[rank] for rank in range(scenario.ranks)]
 
 
 SAME = ("library", "ranks", "cores", "machine", "python", "numpy")

@@ -12,6 +12,7 @@ from spawnsim.errors import WorldError
 from spawnsim.fidelity.fitting import LEAST_S_PER_B
 from spawnsim.fidelity.measuring import Measured, points
 from spawnsim.fidelity.microbenchmarks import Effort, Point, held_out
+from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
 from spawnsim.virtual.network import Link, Network, Piecewise
 from spawnsim.virtual.platform import Platform
@@ -73,7 +74,7 @@ def compare(measured: Measured, platform: Platform) -> tuple[Pair, ...]:
         if comm.Get_rank() == 0:
             found.append(both)
 
-    simulate(program, ranks=measured.ranks, platform=platform, recorder=NullRecorder(), stragglers="constant")
+    simulate(program, Scenario(measured.ranks, platform, "constant"), recorder=NullRecorder())
     return (*_paired(measured.points, found[0][0], ""), *_paired(measured.apart, found[0][1], "apart"))
 
 

@@ -1,13 +1,18 @@
-"""Load a program's file and give its `main(comm, ...)` the parameters of the run, wherever it will run."""
+"""Programs: load a file and give its `main(comm, ...)` the run's parameters; recognise unmodified mpi4py programs.
+
+The same on virtual ranks and on real ones.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import inspect
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +155,88 @@ def _bound(statement: ast.stmt) -> set[str]:
     if isinstance(statement, ast.Assign):
         return {target.id for target in statement.targets if isinstance(target, ast.Name)}
     return set()
+
+
+def is_unmodified(path: Path) -> bool:
+    """Return whether a file is to be run whole, and not through its `main(comm)`. Runs nothing of it.
+
+    It is if it speaks MPI (itself, through a module beside it, or through a package that requires mpi4py) and has no
+    `main`, or one without arguments; if it calls its `main()` without arguments; or if it calls `main` where it is run
+    as a script and imports mpi4py (or calls the first argument something else than comm).
+    """
+    if not has_main(path):
+        return _speaks_mpi(path)
+    tree = tree_of(path)
+    main = next(
+        (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "main"), None
+    )
+    if main is None:
+        return False
+    first = next(iter([*main.args.posonlyargs, *main.args.args, *filter(None, [main.args.vararg])]), None)
+    if first is None:
+        return _calls_main(tree) or _requires_mpi(path)
+    return _calls_main(tree) and ("mpi4py" in _imported(tree) or first.arg != "comm")
+
+
+def _requires_mpi(path: Path) -> bool:
+    """Return true if a file that has `main()` is an mpi4py program; else its author has forgotten the argument."""
+    if _speaks_mpi(path):
+        return True
+    raise ParameterError(
+        f"{path}: main() takes no argument; its first one is the communicator: write def main(comm). "
+        "A file with main() is run whole only if it calls main(), or if it speaks MPI"
+    )
+
+
+def _speaks_mpi(path: Path) -> bool:
+    """Return whether a file, or a module of its folder that it imports, imports mpi4py or a package that needs it."""
+    from spawnsim.record import manifest
+
+    own = manifest.own_files(path).values()
+    names = _imported(tree_of(path)).union(*(_imported(manifest.tree(file)) for file in own))
+    names -= sys.stdlib_module_names | {file.stem for file in own}
+    return "mpi4py" in names or bool(names & _packages_with_mpi())
+
+
+@cache
+def _packages_with_mpi() -> Set[str]:
+    """Return the installed packages whose distribution requires mpi4py, perhaps for an extra; but for ours."""
+    from importlib import metadata  # takes 30 ms, and most ranks do not need it
+
+    found = set()
+    for package, distributions in metadata.packages_distributions().items():
+        needed = [each for name in distributions for each in metadata.requires(name) or ()]
+        if any(re.match(r"mpi4py\b", each) for each in needed):
+            found.add(package)
+    return found - {"spawnsim"}
+
+
+def _calls_main(tree: ast.Module) -> bool:
+    """Return whether the file calls `main` when it is run, on its top level or below an `if`."""
+    definitions = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
+    statements = [each for each in tree.body if not isinstance(each, definitions)]
+    return any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "main"
+        for each in statements
+        for node in ast.walk(each)
+    )
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    return set(_modules(tree))
+
+
+def _modules(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def refuse_arguments(argv: Sequence[str]) -> None:
+    """Raise `ParameterError` for arguments of a script that has a `main(comm)`."""
+    if argv:
+        raise ParameterError(
+            f"unrecognized arguments: {' '.join(argv)}; main(comm) has parameters: give --set NAME=VALUE"
+        )

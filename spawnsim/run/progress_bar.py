@@ -16,6 +16,19 @@ from typing import Any, Protocol
 FORMAT = "{percentage:3.0f}%|{bar:30}| {desc} [{elapsed}<{remaining}]"
 UNKNOWN = "{desc} [{elapsed}]"  # where nobody says how much there is to do
 TICK_S = 0.3
+Progress = Callable[[float, int, int], None]
+"""Called now and then with virtual seconds, ranks that have finished, and ranks."""
+
+
+def listener(
+    progress: bool | Progress, recorder: Recorded, ranks: int, iterations: Any = None
+) -> AbstractContextManager[Progress | None]:
+    """Return a block that gives what is told of a run's progress: a bar (True), the caller's function, or None."""
+    return (
+        Bar(recorder, ranks=ranks, iterations=iterations)
+        if progress is True
+        else nullcontext(progress or None)
+    )
 
 
 def beside_the_bar() -> AbstractContextManager[Any]:
@@ -48,19 +61,6 @@ class Recorded(Protocol):
         """The time of the latest row."""
 
 
-class Listener:
-    """A `with` block around a plain function, or around nothing."""
-
-    def __init__(self, told: Callable[[float, int, int], None] | None) -> None:
-        self._told = told
-
-    def __enter__(self) -> Callable[[float, int, int], None] | None:
-        return self._told
-
-    def __exit__(self, *_error: object) -> None:
-        return None
-
-
 class Bar:
     """A bar on standard error, gone when the block ends. A thread of its own looks at the recorder."""
 
@@ -70,7 +70,7 @@ class Bar:
         self._virtual_s = 0.0
         self._over = threading.Event()
 
-    def __enter__(self) -> Callable[[float, int, int], None]:
+    def __enter__(self) -> Progress:
         from tqdm import tqdm
 
         self._bar = tqdm(total=self._rows or self._ranks, bar_format=FORMAT, leave=False, dynamic_ncols=True)
@@ -109,7 +109,7 @@ class Steps(Bar):
         super().__init__(recorder, ranks=1, iterations=iterations)
         self._shown = shown
 
-    def __enter__(self) -> Callable[[float, int, int], None]:
+    def __enter__(self) -> Progress:
         return super().__enter__() if self._shown else self.tell
 
     def __exit__(self, *error: object) -> None:

@@ -19,7 +19,7 @@ from spawnsim.errors import ParameterError, UnsupportedError, WorldError
 from spawnsim.run.program import Program
 from spawnsim.run.progress_bar import Steps
 from spawnsim.run.result import FINISHED, Run, results_digest, totals_of, warned
-from spawnsim.run.virtual import add_late, describe
+from spawnsim.run.writer import add_late, describe
 
 if TYPE_CHECKING:
     from spawnsim.record import Journal
@@ -82,9 +82,8 @@ class Shards:
         from spawnsim.record import journal as shards
 
         self._out, self._comm, self._journal = job.out, comm, journal
-        self.what, self._inputs = describe(
-            job.task, backend=job.backend, ranks=comm.Get_size(), seed=job.seed, deadline_s=job.deadline_s
-        )
+        circumstances = {"ranks": comm.Get_size(), "seed": job.seed, "deadline_s": job.deadline_s}
+        self.what, self._inputs = describe(job.task, circumstances, backend=job.backend)
         journal.counted = self._counted
         if job.out is not None:
             comm.Barrier()  # all have seen that the folder is free

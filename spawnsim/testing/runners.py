@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from spawnsim.errors import RankError, SpawnsimError, UnsupportedError
 from spawnsim.record import Recorder
+from spawnsim.scenario import Scenario
 from spawnsim.testing.cases import ABSENT, FAILED, PASSED, SKIPPED, Case, Outcome, Skipped, find_cases
 
 REAL_BACKENDS: Final = ("mpi", "real", "torch")
@@ -159,12 +160,12 @@ def run_contract(backend: str, ranks: int, match: str | None = None) -> Iterator
 
 
 def run_virtual(cases: Iterable[Case], ranks: int, **cluster: Any) -> Iterator[Outcome]:
-    """Run each case on a virtual cluster of its own. `cluster`: as for `spawnsim.virtual.simulate`."""
-    simulate = importlib.import_module("spawnsim.virtual").simulate
+    """Run each case on a virtual cluster of its own. `cluster`: fields of `spawnsim.scenario.Scenario`."""
+    simulate, scenario = importlib.import_module("spawnsim.virtual").simulate, Scenario(ranks, **cluster)
     mpi = importlib.import_module("spawnsim.virtual.mpi.module").MPI
     for case in cases:
         main = functools.partial(_on_a_duplicate, case, mpi)
-        yield outcome_of(case, functools.partial(simulate, main, ranks=ranks, recorder=Recorder(), **cluster))
+        yield outcome_of(case, functools.partial(simulate, main, scenario, recorder=Recorder()))
 
 
 def _on_a_duplicate(case: Case, mpi: Any, comm: Any) -> None:

@@ -1,5 +1,5 @@
 """The virtual backend: a deterministic cluster in one process."""
 
-from spawnsim.virtual.cluster import Setting, Totals, simulate
+from spawnsim.virtual.cluster import Totals, simulate
 
-__all__ = ["Setting", "Totals", "simulate"]
+__all__ = ["Totals", "simulate"]

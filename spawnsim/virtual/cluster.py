@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit
 
-from spawnsim.errors import Livelock, ParameterError, RankError, RankFailed, SpawnsimError, WorldError
+from spawnsim.errors import Livelock, RankError, RankFailed, SpawnsimError, WorldError
 from spawnsim.random import Streams
+from spawnsim.scenario import Scenario
 from spawnsim.virtual import diagnosis, torch_distributed
 from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.compute import ComputeModel
@@ -65,33 +66,13 @@ class Totals:
     mistakes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What a run is made of. See `spawnsim.run` for the meaning of each."""
-
-    ranks: int
-    platform: Any = None
-    stragglers: Any = None
-    faults: Any = None
-    seed: int = 0
-    compute_s: Any = None
-    deadline_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        if type(self.ranks) is not int or self.ranks < 1:
-            raise ParameterError(f"ranks={self.ranks!r}: give a whole number of at least 1")
-        if not self.deadline_s > 0:
-            raise ParameterError(
-                f"deadline_s={self.deadline_s!r}: give a time above 0 s; math.inf waits for ever"
-            )
-
-    def parts(self) -> tuple[Platform, FaultPlan, ComputeModel]:
-        """Return the platform, the plan of faults and the compute model, each checked: nothing runs for it."""
-        platform = load_platform(self.platform)
-        platform.check(self.ranks)
-        plan = FaultPlan.parse(self.faults, seed=self.seed)
-        plan.check(self.ranks)
-        return platform, plan, platform.compute_model(self.compute_s, self.stragglers)
+def parts(scenario: Scenario) -> tuple[Platform, FaultPlan, ComputeModel]:
+    """Return the platform, the plan of faults and the compute model of a scenario, each checked; nothing runs."""
+    platform = load_platform(scenario.platform)
+    platform.check(scenario.ranks)
+    plan = FaultPlan.parse(scenario.faults, seed=scenario.seed)
+    plan.check(scenario.ranks)
+    return platform, plan, platform.compute_model(scenario.compute, scenario.stragglers)
 
 
 class Cluster:
@@ -99,20 +80,20 @@ class Cluster:
 
     def __init__(
         self,
-        setting: Setting,
+        scenario: Scenario,
         recorder: Recorder,
         progress: Progress | None = None,
         trace: Recorder | None = None,
     ) -> None:
-        platform, plan, model = setting.parts()
-        kernel = Kernel(setting.deadline_s)
+        platform, plan, model = parts(scenario)
+        kernel = Kernel(scenario.deadline_s)
         ranks = [
-            Rank(rank, kernel, RankDigest(rank), Streams(setting.seed, rank), death_s=plan.death_s(rank))
-            for rank in range(setting.ranks)
+            Rank(rank, kernel, RankDigest(rank), Streams(scenario.seed, rank), death_s=plan.death_s(rank))
+            for rank in range(scenario.ranks)
         ]
         timing = Timing(platform.network, platform.collectives)
         self.world = World(
-            kernel, ranks, platform, platform.network, timing, recorder, setting.seed, plan or None
+            kernel, ranks, platform, platform.network, timing, recorder, scenario.seed, plan or None
         )
         if plan.links:
             self.world.links = FaultyLinks(self.world)
@@ -125,8 +106,8 @@ class Cluster:
         self.crashes = Crashes(self.world, self.refurnish)
         kernel.owner, kernel.on_end = self.world, self._ended
         LivelockWatchdog(kernel, self._under_way, self._livelock)
-        self._whole = Context(self.world, (tuple(range(setting.ranks)),))
-        self._owns = [RankServices(self.world, rank, model.open(setting.seed, rank.id)) for rank in ranks]
+        self._whole = Context(self.world, (tuple(range(scenario.ranks)),))
+        self._owns = [RankServices(self.world, rank, model.open(scenario.seed, rank.id)) for rank in ranks]
         self._finished = 0
         self._progress = progress
         self._timeline = _timeline(self.world, trace)
@@ -309,15 +290,9 @@ def _line(error: BaseException) -> str:
 
 def simulate(
     main: Main,
+    scenario: Scenario,
     *,
-    ranks: int,
-    platform: Any = None,
-    stragglers: Any = None,
-    faults: Any = None,
-    seed: int = 0,
     recorder: Recorder,
-    compute_s: Any = None,
-    deadline_s: float = 30.0,
     progress: Progress | None = None,
     on_error: OnError = lambda error: None,
     on_note: OnNote | None = None,
@@ -325,13 +300,24 @@ def simulate(
 ) -> Totals:
     """Run `main(comm)` on every rank of a virtual cluster.
 
-    Returns the totals. Raises what ended the run otherwise (RankError, Deadlock, Timeout, …), after everything was
-    recorded; the exception's `totals` say how far it came. `on_error` is told of it before the ranks are ended;
-    `on_note` is given a sentence when a rank computes for long. `trace` gets the timeline: see `timeline`.
+    Args:
+        main: the program.
+        scenario: ranks, platform, stragglers, faults, seed, compute times and deadline.
+        recorder: gets rows and events.
+        progress: is told of ranks that have finished.
+        on_error: is told what ended the run, before the ranks are ended.
+        on_note: is given a sentence when a rank computes for long.
+        trace: gets the timeline: see `spawnsim.virtual.timeline`.
+
+    Returns:
+        The totals.
+
+    Raises:
+        SpawnsimError: what ended the run otherwise (RankError, Deadlock, Timeout, …), after everything was recorded;
+            the exception's `totals` say how far it came.
     """
-    setting = Setting(ranks, platform, stragglers, faults, seed, compute_s, deadline_s)
-    cluster = Cluster(setting, recorder, progress, trace)
-    for rank in range(ranks):
+    cluster = Cluster(scenario, recorder, progress, trace)
+    for rank in range(scenario.ranks):
         cluster.comm_self(rank)
         cluster.start(rank, partial(_live, cluster, rank, main))
     return cluster.run(on_error, on_note)

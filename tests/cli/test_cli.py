@@ -20,6 +20,7 @@ from spawnsim.run import virtual
 from spawnsim.run.program import load, program
 from spawnsim.run.progress_bar import Bar
 from spawnsim.run.result import whole_digest
+from spawnsim.scenario import Scenario
 
 PROGRAM = '''
 """Counts."""
@@ -44,8 +45,9 @@ class PaperTotals:
 
 
 def _paper(
-    main: Callable[..., object], *, ranks: int, recorder: Any, progress: Any, **_rest: Any
+    main: Callable[..., object], scenario: Scenario, *, recorder: Any, progress: Any, **_rest: Any
 ) -> PaperTotals:
+    ranks = scenario.ranks
     for rank in range(ranks):
         comm = SimpleNamespace(
             rank=rank,
@@ -78,7 +80,7 @@ def train(tmp_path: Path) -> Path:
 
 
 def _ending_with(error: BaseException) -> Callable[..., PaperTotals]:
-    def simulate(_main: object, **_rest: object) -> PaperTotals:
+    def simulate(_main: object, _scenario: Scenario, **_rest: object) -> PaperTotals:
         raise error
 
     return simulate

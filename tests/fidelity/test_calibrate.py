@@ -18,6 +18,7 @@ from spawnsim.fidelity.fitting import fit_lines
 from spawnsim.fidelity.measuring import doubts
 from spawnsim.fidelity.microbenchmarks import Point, held_out
 from spawnsim.fidelity.scoring import ALL, NullRecorder
+from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
 from spawnsim.virtual.collectives import Selection
 from spawnsim.virtual.compute import Bimodal, Exponential, Fixed, Gamma, Lognormal, Noise, SlowRank, Speed
@@ -34,7 +35,7 @@ def _measured(platform: Platform, ranks: int = 4, per_node: int = 64, effort: Ef
     def program(comm: Any) -> None:
         found.append(measure(comm, effort, host=f"node {comm.Get_rank() // per_node}"))
 
-    simulate(program, ranks=ranks, platform=platform, recorder=NullRecorder())
+    simulate(program, Scenario(ranks, platform), recorder=NullRecorder())
     return found[0]
 
 
@@ -158,7 +159,7 @@ def test_bad_durations_are_refused() -> None:
 def test_one_rank_alone_is_refused() -> None:
     """It has nobody to talk to."""
     with pytest.raises((ParameterError, RankError), match="at least 2 ranks: mpiexec -n 2"):
-        simulate(lambda comm: measure(comm), ranks=1, recorder=NullRecorder())
+        simulate(lambda comm: measure(comm), Scenario(1), recorder=NullRecorder())
 
 
 def test_doubtful_measurements_are_said_to_be() -> None:

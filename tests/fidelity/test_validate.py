@@ -23,6 +23,7 @@ from spawnsim.fidelity import (
 )
 from spawnsim.fidelity.predicting import MEASURES
 from spawnsim.fidelity.scoring import NullRecorder
+from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
 from spawnsim.virtual.compute import Fixed
 from spawnsim.virtual.network import Hockney, Switch
@@ -47,7 +48,7 @@ def _run(program: Any, ranks: int = 4, **arguments: Any) -> list[Seen]:
     def watching(comm: Any) -> None:
         found[comm.Get_rank()] = watched(program, comm)
 
-    simulate(watching, ranks=ranks, recorder=NullRecorder(), **arguments)
+    simulate(watching, Scenario(ranks, **arguments), recorder=NullRecorder())
     return [found[rank] for rank in range(ranks)]
 
 
@@ -98,7 +99,7 @@ def test_a_watch_follows_requests_windows_and_communicators() -> None:
 def test_a_run_is_predicted_from_its_own_compute_times() -> None:
     """Replayed on the true platform nothing is lost; fitted stragglers come near; the mean alone misses the waiting."""
     seen = _run(_program, platform=TRUTH, stragglers="lognormal:0.4", seed=3)
-    found = {each.name: each for each in predict(Setting(_program, 4, 3, warmup=4), seen, TRUTH)}
+    found = {each.name: each for each in predict(Setting(_program, Scenario(4, seed=3), 4), seen, TRUTH)}
     repeat = Repeat(times(seen, 4), tuple(found.values()))
     assert repeat.error("replayed", "total") == pytest.approx(0.0, abs=1e-3)
     assert abs(repeat.error("fitted", "total")) < 0.05
@@ -110,7 +111,7 @@ def test_own_work_outside_of_blocks_is_part_of_the_prediction() -> None:
     """A rank that works between blocks, which costs nothing on virtual ranks."""
     began = np.arange(20) * 0.01
     seen = [Seen(began, began + 0.006, np.full(20, 0.001), 0.2)] * 2
-    found = predict(Setting(_lonely, 2, 0, warmup=5), seen, TRUTH)[0].median()
+    found = predict(Setting(_lonely, Scenario(2), 5), seen, TRUTH)[0].median()
     assert found["iteration"] == pytest.approx(0.009, rel=0.01)
     assert found["policy"] == pytest.approx(0.003, rel=0.05)
 
@@ -125,7 +126,7 @@ def test_too_few_blocks_are_refused() -> None:
     """A program without comm.compute() has nothing to fit."""
     seen = _run(lambda comm: comm.Barrier(), platform=TRUTH)
     with pytest.raises(ParameterError, match=r"0 comm.compute\(\) blocks: validation needs at least 7"):
-        predict(Setting(_program, 4, 0, warmup=5), seen, TRUTH)
+        predict(Setting(_program, Scenario(4), 5), seen, TRUTH)
 
 
 def test_the_summary_takes_medians_over_repeats() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import json
+import math
 import os
 import random
 import sys
@@ -19,8 +21,8 @@ import spawnsim
 from spawnsim import cli
 from spawnsim.errors import Deadlock, MismatchError, ParameterError, RankError, UnsupportedError
 from spawnsim.record import Recorder
-from spawnsim.run import virtual
-from spawnsim.run.virtual import is_unmodified
+from spawnsim.run.program import is_unmodified
+from spawnsim.scenario import Scenario
 from spawnsim.virtual.cluster import Totals
 from spawnsim.virtual.mpi.comm import ProgramAbort
 from spawnsim.virtual.scripts import run_program
@@ -41,7 +43,9 @@ def script(tmp_path: Path) -> Any:
 
 
 def _run(path: Path, *argv: str, ranks: int = 4, **options: Any) -> Totals:
-    return run_program(path, argv, ranks=ranks, recorder=Recorder(), **options)
+    names = {each.name for each in dataclasses.fields(Scenario)} & set(options)
+    scenario = Scenario(ranks, **{"deadline_s": math.inf} | {name: options.pop(name) for name in names})
+    return run_program(path, argv, scenario, recorder=Recorder(), **options)
 
 
 def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -223,15 +227,15 @@ def test_computing_can_cost_a_constant(script: Any) -> None:
     """Each call pays for what was computed before it."""
     path = script("for _ in range(10):\n    comm.Barrier()")
     free = _run(path).virtual_seconds
-    assert _run(path, compute_s="1 ms").virtual_seconds == pytest.approx(free + 0.010)
+    assert _run(path, compute="1 ms").virtual_seconds == pytest.approx(free + 0.010)
 
 
 def test_computing_can_cost_by_line(script: Any) -> None:
     """A cost for one call site alone."""
     path = script("comm.Barrier()\ncomm.Barrier()")
     free = _run(path).virtual_seconds
-    assert _run(path, compute_s={"program.py:6": 2.0}).virtual_seconds == pytest.approx(free + 2)
-    assert _run(path, compute_s="program.py:5=1s,program.py:9=5s").virtual_seconds == pytest.approx(free + 1)
+    assert _run(path, compute={"program.py:6": 2.0}).virtual_seconds == pytest.approx(free + 2)
+    assert _run(path, compute="program.py:5=1s,program.py:9=5s").virtual_seconds == pytest.approx(free + 1)
 
 
 def test_computing_can_be_measured(script: Any) -> None:
@@ -239,15 +243,15 @@ def test_computing_can_be_measured(script: Any) -> None:
     path = script(
         "sum(range(300_000))\ncomm.Barrier()\nt = MPI.Wtime()\nsum(range(300_000))\nassert MPI.Wtime() > t"
     )
-    assert 0.001 < _run(path, compute_s="measured", ranks=2).virtual_seconds < 2
-    assert _run(path, compute_s="measured*1000", ranks=2).virtual_seconds > 1
+    assert 0.001 < _run(path, compute="measured", ranks=2).virtual_seconds < 2
+    assert _run(path, compute="measured*1000", ranks=2).virtual_seconds > 1
 
 
 @pytest.mark.parametrize("text", ["measured*-1", "fast", "-1 s"])
 def test_costs_that_mean_nothing(script: Any, text: str) -> None:
     """They are refused before anything runs."""
     with pytest.raises(ParameterError):
-        _run(script(""), compute_s=text)
+        _run(script(""), compute=text)
 
 
 # -- endings -------------------------------------------------------------------------------------------------
@@ -532,7 +536,7 @@ def test_a_file_that_speaks_mpi_through_a_package_runs_whole(
     """A package whose distribution requires mpi4py will do; any other file is run whole on demand."""
     path = tmp_path / "file.py"
     path.write_text("import heat_like\n")
-    monkeypatch.setattr(virtual, "_packages_with_mpi", lambda: {"heat_like"})
+    monkeypatch.setattr(sys.modules[is_unmodified.__module__], "_packages_with_mpi", lambda: {"heat_like"})
     assert is_unmodified(path)
     path.write_text("exec('from mpi4py import MPI; print(MPI.COMM_WORLD.rank)')\n")
     assert not is_unmodified(path)
@@ -558,6 +562,6 @@ def test_what_a_package_registers_for_a_rank_runs_in_that_rank(
     monkeypatch.syspath_prepend(str(installed))
     late: list[Any] = []
     monkeypatch.setattr(atexit, "register", lambda _function, *args: late.append(args))
-    run_program(script("import pool_like\npool_like.Pool(comm)"), ranks=11, recorder=Recorder())
+    run_program(script("import pool_like\npool_like.Pool(comm)"), [], Scenario(11), recorder=Recorder())
     assert sorted(sys.modules["pool_like"].ENDED) == [(rank, 11) for rank in range(11)]
     assert late == [("at the interpreter",)]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from spawnsim.record import Recorder
+from spawnsim.scenario import Scenario
 from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.platform import load_platform
 from spawnsim.virtual.scripts import run_program
@@ -22,7 +23,7 @@ ETHERNET = load_platform("ethernet-10g")
 
 
 def _virtual(name: str, ranks: int, *argv: str) -> None:
-    run_program(SUITE / f"{name}.py", argv, ranks=ranks, recorder=Recorder(), prefix=False, platform=ETHERNET)
+    run_program(SUITE / f"{name}.py", argv, Scenario(ranks, ETHERNET), recorder=Recorder(), prefix=False)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 64])

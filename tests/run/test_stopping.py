@@ -15,7 +15,7 @@ import pytest
 
 import spawnsim
 from spawnsim.record import Recorder, journal
-from spawnsim.run import virtual
+from spawnsim.run.writer import RunWriter
 from spawnsim.virtual import diagnosis
 
 PROGRAM = """
@@ -160,7 +160,7 @@ def test_a_run_is_the_same_with_and_without_a_folder(tmp_path: Path, monkeypatch
     kept = spawnsim.run(main, ranks=12, out=tmp_path)
     assert kept.totals["digest"] == plain.totals["digest"] == spawnsim.Run.load(tmp_path).totals["digest"]
     assert [*kept.table] == [*plain.table]
-    assert isinstance(virtual.RunWriter({}, None).recorder, Recorder)
+    assert isinstance(RunWriter({}, None).recorder, Recorder)
 
 
 STUDY = """

@@ -14,7 +14,8 @@ import numpy as np
 from support.virtual_run import Notes
 
 from spawnsim.errors import Timeout
-from spawnsim.virtual.cluster import Cluster, Setting
+from spawnsim.scenario import Scenario
+from spawnsim.virtual.cluster import Cluster
 from spawnsim.virtual.collectives import Edges, Selection
 from spawnsim.virtual.collectives.reference import Performer
 from spawnsim.virtual.faults.injection import COLLECTIVE
@@ -154,8 +155,8 @@ class Run:
 
     def __init__(self, program: Program, faults: str | None = None, seed: int = 0) -> None:
         self.program, self.notes = program, Notes()
-        setting = Setting(program.size, program.platform(), faults=faults, seed=seed, deadline_s=np.inf)
-        self.cluster = Cluster(setting, self.notes)
+        scenario = Scenario(program.size, program.platform(), faults=faults, seed=seed, deadline_s=np.inf)
+        self.cluster = Cluster(scenario, self.notes)
         self.logs = [[] for _ in range(program.size)]
         self.stopped, self.busy = {}, 0
         self.comms = [self.cluster.comm_world(rank) for rank in range(program.size)]

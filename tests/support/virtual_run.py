@@ -1,5 +1,6 @@
 """Running a main on virtual ranks in tests, with rows in a list."""
 
+from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
 from spawnsim.virtual.network import Hockney, Switch
 from spawnsim.virtual.platform import Platform
@@ -39,4 +40,6 @@ class Notes:
 def run(main, ranks, **how):
     """Run and return (totals, notes)."""
     notes = Notes()
-    return simulate(main, ranks=ranks, recorder=notes, **{"platform": platform()} | how), notes
+    hooks = {name: how.pop(name) for name in ("progress", "on_error", "on_note", "trace") if name in how}
+    scenario = Scenario(ranks, **{"platform": platform()} | how)
+    return simulate(main, scenario, recorder=notes, **hooks), notes

@@ -19,6 +19,7 @@ from spawnsim.comm.datatypes import BF16
 from spawnsim.comm.ops import NO_OP
 from spawnsim.comm.predefined import BYTE, DOUBLE
 from spawnsim.record import Recorder
+from spawnsim.scenario import Scenario
 from spawnsim.virtual.digest import SHORT_NBYTES, checksum
 from spawnsim.virtual.scripts import run_program
 
@@ -371,7 +372,7 @@ def test_lists_tell_where_one_member_ends() -> None:
 def program(path: Path, text: str) -> str:
     """Return the digest of a whole program."""
     path.write_text(f"import sys\nfrom mpi4py import MPI\ncomm = MPI.COMM_WORLD\n{text}\n")
-    return run_program(path, ranks=RANKS, recorder=Recorder()).digest
+    return run_program(path, [], Scenario(RANKS), recorder=Recorder()).digest
 
 
 def test_printed_lines_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from support.virtual_run import LATENCY, Notes, platform, run
 
 from spawnsim.comm import MAX, SUM
 from spawnsim.errors import Deadlock, MismatchError, ParameterError, RankFailed, Timeout, TruncationError
+from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
 
 
@@ -23,7 +24,7 @@ def test_a_cycle_of_receives_is_a_deadlock_with_table_and_cycle():
 
     notes = Notes()
     with pytest.raises(Deadlock) as caught:
-        simulate(main, ranks=3, platform=platform(), recorder=notes)
+        simulate(main, Scenario(3, platform()), recorder=notes)
     text = str(caught.value)
     assert "rank 0 → rank 1 → rank 2 → rank 0" in text
     assert "recv(source=1, tag=3) on MPI_COMM_WORLD" in text
@@ -176,6 +177,7 @@ PROGRAM = """
 import sys
 sys.path.insert(0, "tests")
 from support.virtual_run import Notes, platform
+from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
 
 def main(comm):
@@ -188,7 +190,7 @@ def main(comm):
         comm.allreduce(comm.rng("x").normal())
 
 how = dict(platform="ethernet-10g", stragglers="lognormal:0.3+slow:0.1,4", seed=3)
-totals = simulate(main, ranks=40, recorder=Notes(), **how)
+totals = simulate(main, Scenario(40, **how), recorder=Notes())
 print(totals.digest, totals.virtual_seconds, totals.messages, totals.events)
 """
 

@@ -7,18 +7,18 @@ What programs do is not known here.
 from __future__ import annotations
 
 import builtins
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from greenlet import GreenletExit
 
 from spawnsim.errors import Deadlock, ParameterError, RankError
-from spawnsim.virtual.cluster import Cluster, OnError, OnNote, Progress, Setting, Totals
+from spawnsim.scenario import Scenario
+from spawnsim.virtual.cluster import Cluster, OnError, OnNote, Progress, Totals
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import Rank, Recorder
 from spawnsim.virtual.mpi.communicators import COMM_WORLD
@@ -63,11 +63,13 @@ class ScriptOutcome:
 class ScriptRun:
     """One run of a script."""
 
-    def __init__(self, script: Script, setting: Setting, recorder: Recorder, **how: Any) -> None:
+    def __init__(self, script: Script, scenario: Scenario, recorder: Recorder, **how: Any) -> None:
         self.script = script
-        self.cost = Cost.of(how.get("cost"))
+        self.cost = Cost.of(scenario.compute)
         self.code = _compiled(script.path)
-        self.cluster = Cluster(setting, recorder, how.get("progress"), how.get("trace"))
+        self.cluster = Cluster(
+            replace(scenario, compute=0.0), recorder, how.get("progress"), how.get("trace")
+        )
         self.outcome, self.call_costs, self.resource_leaks = (
             ScriptOutcome(),
             CallCosts(self.cost),
@@ -228,16 +230,10 @@ def _ask_the_hook(error: BaseException) -> None:
 
 def run_program(
     path: str | Path,
-    argv: Sequence[str] = (),
+    argv: Sequence[str],
+    scenario: Scenario,
     *,
-    ranks: int,
-    platform: Any = None,
-    stragglers: Any = None,
-    faults: Any = None,
-    seed: int = 0,
     recorder: Recorder,
-    compute_s: Any = None,
-    deadline_s: float = math.inf,
     progress: Progress | None = None,
     warn: list[str] | None = None,
     on_error: OnError | None = None,
@@ -250,16 +246,11 @@ def run_program(
     Args:
         path: the program's file.
         argv: its arguments.
-        ranks: how many; this and the next six as for `simulate`.
-        platform: the network.
-        stragglers: what stretches computing.
-        faults: a fault plan.
-        seed: of every random stream.
+        scenario: as for `simulate`. Its `compute` is what computing between two calls costs: None (nothing), "5 us" for
+            each, "measured*2" (what it took, times two; two runs then differ), or {"file.py:12": seconds} for single
+            calls. Programs may wait long: let `deadline_s` be `math.inf`.
         recorder: gets rows and events.
         progress: is told of ranks that have finished.
-        compute_s: what computing between two calls costs: None (nothing), "5 us" for each, "measured*2" (what it took,
-            times two; two runs then differ), or {"file.py:12": seconds} for single calls.
-        deadline_s: virtual seconds that one call may wait; programs may wait long, so there is no limit.
         warn: gets a line for each kind of thing that the program left open.
         on_error: is told what ended the run, before the ranks' programs are ended.
         on_note: is given a sentence when a rank computes for long.
@@ -269,12 +260,10 @@ def run_program(
     Raises what ended the run otherwise; a `RankError` whose cause is SystemExit for a status other than 0.
     """
     script = Script(Path(path), tuple(map(str, argv)), **options)
-    setting = Setting(ranks, platform, stragglers, faults, seed, 0.0, deadline_s)
     run = ScriptRun(
         script,
-        setting,
+        scenario,
         recorder,
-        cost=compute_s,
         progress=progress,
         on_error=on_error,
         on_note=on_note,

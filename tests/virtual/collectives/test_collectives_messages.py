@@ -14,7 +14,8 @@ from support.collective_programs import MessageRun, Program, Run, fault_plan
 from support.effort import tried
 
 from spawnsim.record import Recorder
-from spawnsim.virtual.cluster import Cluster, Setting
+from spawnsim.scenario import Scenario
+from spawnsim.virtual.cluster import Cluster
 from spawnsim.virtual.collectives import CollectivePlan, depends, finish
 from spawnsim.virtual.collectives.reference import Performer
 from spawnsim.virtual.mpi.context import Context
@@ -118,7 +119,7 @@ def test_a_root_leaves_before_the_late():
 def on_the_wire(one: CollectivePlan, network: Network, arrivals, members):
     """Run a plan as real messages of virtual ranks; return when each leaves, and the run's totals."""
     platform = Platform("test", network)
-    cluster = Cluster(Setting(ranks=max(members) + 1, platform=platform, deadline_s=np.inf), Recorder())
+    cluster = Cluster(Scenario(ranks=max(members) + 1, platform=platform, deadline_s=np.inf), Recorder())
     group, left = Context(cluster.world, (tuple(members),)), np.zeros(len(members))
 
     def program(me):

@@ -7,13 +7,14 @@ import pytest
 from support.virtual_run import Notes, platform
 
 from spawnsim.errors import Deadlock
+from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
 
 
 def stuck(main, on_error=lambda error: None):
     """Run a main that ends in a deadlock on three ranks."""
     with pytest.raises(Deadlock):
-        simulate(main, ranks=3, platform=platform(), recorder=Notes(), on_error=on_error)
+        simulate(main, Scenario(3, platform()), recorder=Notes(), on_error=on_error)
 
 
 def wait(comm):

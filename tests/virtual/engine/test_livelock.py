@@ -5,6 +5,7 @@ import pytest
 from support.virtual_run import LATENCY, OVERHEAD, run
 
 from spawnsim.errors import Livelock, Timeout
+from spawnsim.scenario import Scenario
 from spawnsim.virtual import diagnosis
 from spawnsim.virtual.scripts import run_program
 
@@ -212,4 +213,4 @@ def test_tolls_do_not_hide_endless_polls(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("from mpi4py import MPI\nwhile not MPI.COMM_WORLD.Iprobe(): pass\n")
     with pytest.raises(Livelock, match=r"Iprobe +script\.py:2"):
-        run_program(path, ranks=2, recorder=None, compute_s="5 us")
+        run_program(path, [], Scenario(2, compute="5 us"), recorder=None)

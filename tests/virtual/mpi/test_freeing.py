@@ -9,6 +9,7 @@ from support.virtual_run import LATENCY, Notes, platform, run
 
 from spawnsim.comm.failures import CallError
 from spawnsim.errors import RankError, UsageError
+from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
 
 
@@ -144,7 +145,7 @@ def test_finalizers_that_communicate_are_refused(monkeypatch):
 def test_a_communicator_outlives_the_run():
     """What is left of ranks goes when it goes, without a word."""
     left = []
-    simulate(lambda comm: left.append(Wrapper(comm.Dup())), ranks=2, platform=platform(), recorder=Notes())
+    simulate(lambda comm: left.append(Wrapper(comm.Dup())), Scenario(2, platform()), recorder=Notes())
     left.clear()
     gc.collect()
 

@@ -13,6 +13,7 @@ from support.virtual_run import Notes, platform, run
 from spawnsim.comm import DOUBLE, MAX, SUM
 from spawnsim.comm.failures import Truncated, Unreadable
 from spawnsim.errors import Deadlock, MismatchError, UsageError
+from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
 from spawnsim.virtual.scripts import run_program
 
@@ -125,7 +126,7 @@ def test_requests_that_are_none():
 def stuck(main, ranks):
     """Return what a deadlock's report says."""
     with pytest.raises(Deadlock) as caught:
-        simulate(main, ranks=ranks, platform=platform(), recorder=Notes())
+        simulate(main, Scenario(ranks, platform()), recorder=Notes())
     return str(caught.value)
 
 
@@ -181,7 +182,7 @@ def test_messages_on_another_communicator_are_told(tmp_path):
     with pytest.raises(
         Deadlock, match=r"recv\(source=0 \(rank 1 of the world\), tag=5\) on odd ones"
     ) as caught:
-        run_program(path, ranks=4, recorder=Notes())
+        run_program(path, [], Scenario(4), recorder=Notes())
     notes = "\n".join(caught.value.__notes__)
     assert "rank 1 to rank 3, tag 5, on MPI_COMM_WORLD" in notes
     assert "rank 0 to rank 1, tag 6, on odd ones (ranks 1 and 3 of the world)" in notes
@@ -202,7 +203,7 @@ def test_a_call_by_a_library_is_told_by_the_line_of_the_program():
             functools.singledispatch(comm.isend)(None, dest=99)
 
     with pytest.raises(UsageError) as caught:
-        simulate(wrong, ranks=12, platform=platform(), recorder=Notes())
+        simulate(wrong, Scenario(12, platform()), recorder=Notes())
     place = rf"{Path(__file__).name}:{wrong.__code__.co_firstlineno + 2} \(in functools.py:\d+\)"
     assert re.search(place, caught.value.__notes__[-1])
 

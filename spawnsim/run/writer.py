@@ -1,0 +1,175 @@
+"""What a run records, and its run folder: described when the run begins, written when it ends, in whatever way.
+
+For virtual ranks `RunWriter` does both; real ranks write shards of their own (`real`), and share the description.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spawnsim.errors import SpawnsimError, StorageError
+from spawnsim.run import process_setup
+from spawnsim.run.program import Program
+from spawnsim.run.result import FINISHED, Run, totals_of, warned
+
+if TYPE_CHECKING:
+    from spawnsim.record import Journal, Recorder
+    from spawnsim.record.manifest import Files
+
+OnError = Callable[[BaseException], None]
+FILES_OF = ("platform", "stragglers", "faults", "compute")  # circumstances that files may describe
+
+
+def describe(
+    task: Program, circumstances: Mapping[str, Any], *, backend: str
+) -> tuple[dict[str, Any], Files]:
+    """Return the "what" of run.json, and the files that the run depends on."""
+    from spawnsim.record import manifest
+
+    named = manifest.program(task.main) | {"parameters": task.parameters, "backend": backend}
+    return describe_named(named, manifest.path_of(task.main), circumstances)
+
+
+def describe_named(
+    named: Mapping[str, Any], file: Path | None, circumstances: Mapping[str, Any]
+) -> tuple[dict[str, Any], Files]:
+    """Return the same, given the program's names and parameters, and its file if it has one."""
+    from spawnsim.record import manifest
+    from spawnsim.record.recorder import document
+
+    what = {name: document(value) for name, value in {**named, **circumstances}.items()}
+    inputs = manifest.inputs(file, **{name: circumstances.get(name) for name in FILES_OF})
+    about = {"inputs": manifest.digests(inputs), "versions": manifest.versions(), "made": manifest.made()}
+    return what | about, inputs
+
+
+class RunWriter:
+    """A `with` block around a run: has its recorder, and writes the run folder when the block ends.
+
+    While the run lasts the recorder is a journal on disk, so that of a process that is killed all is left but the last
+    half second. Without a folder everything stays in memory.
+    """
+
+    def __init__(
+        self,
+        what: Mapping[str, Any],
+        out: Path | None,
+        on_error: OnError | None = None,
+        inputs: Files | None = None,
+        *,
+        trace: bool = False,
+    ) -> None:
+        from spawnsim.record import Journal, Recorder, folder, journal
+
+        self.what, self.out, self._inputs = dict(what), out, inputs or {}
+        self.recorder: Recorder | Journal = Recorder()
+        self.trace: Journal | None = None  # what keeps the timeline
+        self._on_error = on_error
+        self.counted: Any = None  # a dataclass, once the simulator has counted
+        self._run: Run | None = None
+        if out is not None:
+            folder.begin(out, what, inputs)
+            self.recorder = Journal(journal.shard(out), prompt=False)
+            if trace:
+                self.trace = Journal(out / journal.FOLDER / journal.TRACE, prompt=False)
+
+    @property
+    def run(self) -> Run:
+        """What was recorded, once the block has ended."""
+        if self._run is None:
+            self._run = self._gathered(FINISHED)
+        return self._run
+
+    def _gathered(self, outcome: str) -> Run:
+        recorder = self._recorded()
+        table, events = recorder.table(), recorder.events()
+        counted = dataclasses.asdict(self.counted) if self.counted is not None else {}
+        self.what |= reproducible(self.what, counted.get("leaks", ()))
+        if mistakes := counted.get("mistakes"):
+            self.what["warnings"] = [*self.what.get("warnings", ()), *mistakes]
+        add_late(self.what, self._inputs, self.out)
+        totals = totals_of(table, events, {"ranks": self.what.get("ranks")} | counted)
+        return Run(warned(self.what, table, events), table, events, totals, outcome)
+
+    def _recorded(self) -> Recorder:
+        from spawnsim.record import Recorder, merge
+
+        if isinstance(self.recorder, Recorder):
+            return self.recorder
+        assert self.out is not None
+        self.recorder.flush()
+        return merge(self.out).recorder
+
+    def tell(self, error: BaseException) -> None:
+        """Save what was recorded, and pass the error on, before the ranks are ended: that may hang."""
+        if isinstance(error, SpawnsimError):
+            self._save(error)
+            if self.trace is not None:
+                self.trace.flush()
+            if self._on_error is not None:
+                self._on_error(error)
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        from spawnsim.record import Journal, folder, journal
+
+        self._save(error)
+        if self.out is not None and isinstance(self.recorder, Journal):
+            self.recorder.close()
+            if self.trace is not None:
+                self.trace.close()
+                folder.keep_trace(self.out)
+            journal.discard(self.out)
+
+    def _save(self, error: BaseException | None) -> None:
+        """Write the run's files, beside the journal, which is left where they cannot be written."""
+        if self.counted is None:
+            self.counted = getattr(error, "totals", None)
+        if self.out is None:
+            return
+        note = f"What was recorded until then: {self.out}"
+        told = note in getattr(error, "__notes__", ())
+        if told:
+            error.__notes__.remove(note)  # type: ignore[union-attr]  # it is not part of the outcome
+        try:
+            self._run = self._gathered(outcome_of(error))
+            self._run.save(self.out)
+        except StorageError as full:
+            full.add_note(note)
+            raise full from error
+        if isinstance(error, (SpawnsimError, KeyboardInterrupt)):
+            error.add_note(note)
+
+
+def reproducible(what: Mapping[str, Any], leaks: Sequence[str]) -> dict[str, Any]:
+    """Return whether a run with the same seed would be the same, as far as can be noticed, and what would not."""
+    measured = str(what.get("compute")).startswith("measured")
+    found = [*(["computing was measured"] if measured else []), *leaks]
+    return {"reproducible": not found, "leaks": found}
+
+
+def add_late(what: dict[str, Any], inputs: Files, out: Path | None) -> None:
+    """Add what is known once a program has run: modules that it imported by computed names, its threads."""
+    from spawnsim.record import manifest
+
+    file = inputs.get(f"program/{what.get('file')}")
+    late = {} if file is None else manifest.late_files(file)
+    new = {name: path for name, path in late.items() if name not in what["inputs"]}
+    if out is not None:
+        manifest.keep(out, new)
+    what["inputs"] = what["inputs"] | manifest.digests(new)
+    what["made"] = what["made"] | {"threads": manifest.threads()}
+
+
+def outcome_of(error: BaseException | None) -> str:
+    """Return the "outcome" of run.json."""
+    if error is None:
+        return FINISHED
+    if isinstance(error, KeyboardInterrupt):
+        return process_setup.outcome_of(error)
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])

@@ -1,0 +1,70 @@
+"""The circumstances of a run on virtual ranks: how many, on what platform, with which faults, from which seed.
+
+One value goes from the caller down to the simulator. What is nonsense for any simulator is refused when it is made;
+what texts such as a platform's name or a fault plan mean, the simulator finds out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+from spawnsim.errors import ParameterError
+
+DEADLINE_S = 30.0
+LEAST_B = 20_000  # bytes that a rank takes which does nothing; docs/figures.md
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a run on virtual ranks takes place in, beside the program itself.
+
+    Attributes:
+        ranks: how many virtual ranks, at least 1.
+        platform: name, TOML file or object that describes the network; None: the default platform.
+        stragglers: text such as "lognormal:0.3", or an object; None: all ranks are equally fast.
+        faults: a fault plan as text, file or object, or None.
+        seed: of every random stream of the run, at least 0.
+        compute: what computing costs where the program states nothing: seconds, text such as "5 ms", a recorded run's
+            folder, or an object; for an unmodified program what lies between two calls, see `run_program`.
+        deadline_s: virtual seconds that one call may wait before it ends in `Timeout`; `math.inf`: without limit.
+
+    Raises:
+        ParameterError: a number out of its range, or more ranks than this machine's memory can hold.
+    """
+
+    ranks: int
+    platform: Any = None
+    stragglers: Any = None
+    faults: Any = None
+    seed: int = 0
+    compute: Any = None
+    deadline_s: float = DEADLINE_S
+
+    def __post_init__(self) -> None:
+        for name, least in (("ranks", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ParameterError(f"{name}={value!r}: give an integer of at least {least}")
+        # Refused here because the operating system would not refuse: it ends the process once the memory is used up.
+        if self.ranks * LEAST_B > memory_B():
+            raise ParameterError(
+                f"ranks={self.ranks:,}: each takes about {LEAST_B / 1e3:g} kB before it keeps anything, "
+                f"{self.ranks * LEAST_B / 1e9:,.0f} GB in all; this machine has {memory_B() / 1e9:,.0f} GB"
+            )
+        if not self.deadline_s > 0:
+            raise ParameterError(
+                f"deadline_s={self.deadline_s!r}: give seconds above 0; math.inf waits for ever"
+            )
+
+    def described(self) -> dict[str, Any]:
+        """Return the fields by name, as run.json keeps them: no deadline is None, since JSON has no infinity."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return values | {"deadline_s": None if math.isinf(self.deadline_s) else self.deadline_s}
+
+
+def memory_B() -> int:
+    """Return the bytes of this machine's main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
