@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+from collective_messages import Performer
 from virtual_run import Notes
 
 from spawnsim.errors import Timeout
 from spawnsim.virtual.cluster import Cluster, Setting
 from spawnsim.virtual.collectives import Edges, Selection
-from spawnsim.virtual.collectives.reference import Performer
 from spawnsim.virtual.faults.injection import COLLECTIVE
 from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.network import Hockney, LogGP, Nodes, Switch

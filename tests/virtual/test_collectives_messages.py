@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from collective_messages import Performer, steps_of
 from collective_plans import calls, switch
 from collective_programs import MessageRun, Program, Run, fault_plan
 from effort import tried
@@ -16,7 +17,6 @@ from hypothesis import strategies as st
 from spawnsim.record import Recorder
 from spawnsim.virtual.cluster import Cluster, Setting
 from spawnsim.virtual.collectives import CollectivePlan, depends, finish
-from spawnsim.virtual.collectives.reference import Performer
 from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.network import Network
 from spawnsim.virtual.platform.files import Platform
@@ -34,9 +34,9 @@ def interpret(one: CollectivePlan, network: Network, arrivals, ranks, free=None)
 
     def program(rank):
         me = int(ranks[rank])
-        for step in one.rounds_of(rank):
+        for step in steps_of(one, rank):
             for dest, nbytes in step.sends:
-                send_s, inject_s, flight_s, receive_s = network.cost(me, int(ranks[dest]), nbytes)
+                send_s, inject_s, flight_s, receive_s, _ = network.cost(me, int(ranks[dest]), nbytes)
                 begin = max(clock[rank], out_free[rank])
                 out_free[rank] = begin + inject_s
                 alone = max(clock[rank], stays[rank]) + inject_s
@@ -48,7 +48,7 @@ def interpret(one: CollectivePlan, network: Network, arrivals, ranks, free=None)
                     yield
                 arrival, receive_s, sent = queues[source, rank].popleft()
                 assert sent == nbytes
-                into = network.drain(int(ranks[source]), me, nbytes)
+                into = network.cost(int(ranks[source]), me, nbytes).drain_s
                 in_free[rank] = max(arrival, in_free[rank] + into) if into else in_free[rank]
                 arrival = in_free[rank] if into else arrival
                 clock[rank] = max(clock[rank], arrival) + receive_s + reduced * network.gamma_s_per_B

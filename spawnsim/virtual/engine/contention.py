@@ -26,7 +26,7 @@ from typing import Protocol, cast
 from spawnsim.virtual.engine.completion import Message
 from spawnsim.virtual.engine.event_queue import UNDER_WAY, EventQueue
 from spawnsim.virtual.engine.matching import Mailbox
-from spawnsim.virtual.network import Flow, FlowNetwork, Network
+from spawnsim.virtual.network import Cost, Flow, FlowNetwork, Network
 
 __all__ = [
     "Bulk",
@@ -55,8 +55,8 @@ class Bulk(Protocol):
 class Model(Protocol):
     """Decides when messages arrive that are under way together."""
 
-    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
-        """Return what a message costs besides what the model adds: the five fields of `Costs`."""
+    def cost(self, source: int, dest: int, nbytes: int) -> Cost:
+        """Return what a message costs besides what the model adds."""
         ...
 
     def carry(self, message: Message, mailbox: Mailbox, source: int) -> None:
@@ -79,7 +79,7 @@ class Ingress:
     """The receiving sides of all NICs. `free_s` is when each has let in all that it has been given, by world rank."""
 
     def __init__(self, env: EventQueue, network: Network) -> None:
-        self._env, self.price = env, network.price
+        self._env, self.cost = env, network.cost
         self._lookahead_s = network.lookahead_s
         self.free_s: dict[int, float] = {}
         self._coming: list[Coming] = []  # a heap
@@ -171,11 +171,11 @@ class Sharing:
         self._numbers = count()
         self._alarm_s = math.inf
 
-    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
+    def cost(self, source: int, dest: int, nbytes: int) -> Cost:
         """Return the cost of one message without the time of its bytes, which the flow takes."""
         whole, empty = self._network.cost(source, dest, nbytes), self._network.cost(source, dest, 0)
         flight_s = min(whole.flight_s, empty.flight_s) if self._path(source, dest) else whole.flight_s
-        return whole.send_s, 0.0, flight_s, whole.receive_s, 0.0
+        return Cost(whole.send_s, 0.0, flight_s, whole.receive_s, 0.0)
 
     def carry(self, message: Message, mailbox: Mailbox, source: int) -> None:
         """Take a message whose flow begins at its `envelope_s`; it is delivered when the flow is over."""

@@ -54,7 +54,7 @@ class Acknowledged(Transfer):
 
     def matched(self, message: Message, posted_s: float) -> None:
         """The acknowledgement starts when message and receive have met."""
-        back = self.world.price(self.dest.id, self.source.id, 0)
+        back = self.world.cost(self.dest.id, self.source.id, 0)
         self.complete(max(message.envelope_s, posted_s) + back[2])
 
 
@@ -71,7 +71,7 @@ class Rendezvous(Transfer):
 
     def matched(self, message: Message, posted_s: float) -> None:
         """Schedule the data: they start when the clear-to-send is back at the sender."""
-        back = self.world.price(self.dest.id, self.source.id, 0)
+        back = self.world.cost(self.dest.id, self.source.id, 0)
         start_s = max(message.envelope_s, posted_s) + back[2]
         heappush(self.source.cleared, (start_s, self.number, self))
         self.kernel.env.at(start_s, DECIDING + self.source.id, self._start_first)
@@ -82,9 +82,7 @@ class Rendezvous(Transfer):
         transfer._start(start_s)
 
     def _start(self, start_s: float) -> None:
-        _, inject_s, flight_s, _, drain_s = self.world.price(
-            self.source.id, self.dest.id, self.message.nbytes
-        )
+        _, inject_s, flight_s, _, drain_s = self.world.cost(self.source.id, self.dest.id, self.message.nbytes)
         self.message.drain_s = drain_s
         if self.dest is not self.source:
             start_s = max(start_s, self.source.bulk_free_s)
@@ -111,7 +109,7 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     now_s = task.clock
     rendezvous = nbytes > world.network.eager_bytes and mode is not LOCAL
     onto_wire = 0 if rendezvous else nbytes
-    send_s, inject_s, flight_s, receive_s, drain_s = world.price(task.rank, dest, onto_wire)
+    send_s, inject_s, flight_s, receive_s, drain_s = world.cost(task.rank, dest, onto_wire)
     begin_s = now_s
     if dest != task.rank:  # a message to oneself meets no NIC
         if source.nic_free_s > now_s:

@@ -124,7 +124,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.contention = model_of(self.kernel.env, self.network, len(self.ranks))
-        self.price = self.network.price if self.contention is None else self.contention.price
+        self.cost = self.network.cost if self.contention is None else self.contention.cost
         self.instant = (
             self.network.lookahead_s == 0.0
         )  # a send can be seen at the time of the send: nobody runs ahead
