@@ -20,6 +20,7 @@ which rank computes on while nothing else happens; it changes nothing of the run
 from __future__ import annotations
 
 import math
+import os
 import sys
 import sysconfig
 import threading
@@ -34,8 +35,9 @@ from spawnsim.errors import Deadlock, Livelock, SpawnsimError
 from spawnsim.virtual.engine.event_queue import ScheduledCall
 from spawnsim.virtual.engine.kernel import Kernel, Task
 
-PACKAGE = str(Path(__file__).parent.parent)
-LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+PACKAGE = str(Path(__file__).parent.parent) + os.sep  # where spawnsim's own files lie
+STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+INSTALLED = ("site-packages", "dist-packages")  # the interpreter's, a user's, and Debian's, wherever they lie
 SHOWN = 24  # rows of the table
 
 
@@ -110,6 +112,16 @@ def where(task: Task) -> str:
     return place(_frames(task)[0]) or "?"
 
 
+def is_installed(file: str) -> bool:
+    """Whether a file is spawnsim's or an installed package's."""
+    return file.startswith(PACKAGE) or any(folder in file for folder in INSTALLED)
+
+
+def is_program(file: str) -> bool:
+    """Whether a file is a program's: not installed, not Python's, and not generated code (`<string>`)."""
+    return not file.startswith((*STANDARD, "<")) and not is_installed(file)
+
+
 def place(frame: FrameType | None) -> str:
     """Return the line of the program, as file:line, that a frame comes from; empty if there is none.
 
@@ -122,7 +134,7 @@ def place(frame: FrameType | None) -> str:
 def line(stack: Sequence[tuple[str, int]]) -> str:
     """Return the same of a stack of files and line numbers, innermost first."""
     foreign = [each for each in stack if not each[0].startswith((PACKAGE, "<"))]  # "<string>": generated
-    own = next((each for each in foreign if not each[0].startswith(LIBRARIES)), None)
+    own = next((each for each in foreign if is_program(each[0])), None)
     named = [f"{file.rpartition('/')[2]}:{number}" for file, number in ([own] if own else []) + foreign[:1]]
     return f"{named[0]} (in {named[1]})" if len({*named}) == 2 else "".join(named[:1])
 
@@ -133,13 +145,19 @@ def _call(task: Task) -> str:
 
 
 def _frames(task: Task) -> tuple[FrameType | None, str]:
-    """Return the innermost frame that is not spawnsim's own, and the name of the function that it calls."""
-    frame: FrameType | None = (
+    """Return a task's innermost frame that is not spawnsim's own, and the name of the function that it calls."""
+    return outside(
         task.greenlet.gr_frame or sys._getframe()
-    )  # none while it runs: then it asks itself
+    )  # it has no frame while it runs: then it asks itself
+
+
+def outside(frame: FrameType | None) -> tuple[FrameType | None, str]:
+    """Return the innermost frame from this one on that is not spawnsim's own, and the function that it calls."""
     call = ""
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        call = frame.f_code.co_name if frame.f_code.co_name != "watching" else call  # see `calls`
+        call = (
+            frame.f_code.co_name if frame.f_code.co_name != "watching" else call
+        )  # `timeline` wraps calls in it
         frame = frame.f_back
     return frame, call
 
@@ -227,7 +245,8 @@ class LivelockWatchdog:
         return self._kernel.ends_a_wait(action)
 
 
-FIRST_S, LATER = 10.0, 3.0  # the first note after so many seconds, each later one after so many times as many
+FIRST_STALL_S = 10.0  # on the wall, until the first note
+STALL_FACTOR = 3.0  # each further note after so many times as many seconds: a run of days gets a dozen
 LOOK_S = 1.0
 
 
@@ -252,14 +271,14 @@ def stalls_noted(kernel: Kernel, note: Callable[[str], None] | None) -> Iterator
 def _watch_for_stalls(
     kernel: Kernel, note: Callable[[str], None], over: threading.Event, thread: int
 ) -> None:
-    before, still_s, due_s = _state(kernel), 0.0, FIRST_S
+    before, still_s, due_s = _state(kernel), 0.0, FIRST_STALL_S
     while not over.wait(LOOK_S):
         now = _state(kernel)
         still_s = still_s + LOOK_S if now == before else 0.0
-        before, due_s = now, due_s if still_s else FIRST_S
+        before, due_s = now, due_s if still_s else FIRST_STALL_S
         if still_s >= due_s:
             note(_sentence(kernel, still_s, sys._current_frames().get(thread)))
-            due_s *= LATER
+            due_s *= STALL_FACTOR
 
 
 def _running(kernel: Kernel) -> Task | None:

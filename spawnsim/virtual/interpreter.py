@@ -29,6 +29,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 Put = Callable[[Any, str, Any], None]  # put(owner, name, value), until the end
+CLOCKS = (
+    "time",
+    "perf_counter",
+    "monotonic",
+    "process_time",
+    "thread_time",
+)  # of `time`; each has a twin in _ns
 
 
 class Patches:

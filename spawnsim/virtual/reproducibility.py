@@ -18,12 +18,12 @@ import ctypes
 import os
 import random
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_stack
 from types import BuiltinFunctionType, FrameType, ModuleType
 from typing import Any
 
@@ -31,8 +31,16 @@ import numpy as np
 
 from spawnsim.importing import after_import
 from spawnsim.random import NUMPY, PYTHON, TORCH, Streams
+from spawnsim.virtual.diagnosis import STANDARD, is_installed, is_program
 from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
-from spawnsim.virtual.interpreter import Patches, Put, TorchSettings, set_torch_settings, torch_settings
+from spawnsim.virtual.interpreter import (
+    CLOCKS,
+    Patches,
+    Put,
+    TorchSettings,
+    set_torch_settings,
+    torch_settings,
+)
 
 _bits: Any = np.random.bit_generator  # whose stub lacks the source of seeds
 _hidden: Any = np.random.mtrand
@@ -199,19 +207,12 @@ def _bound(module: Any, kind: type) -> list[tuple[str, Any]]:
     ]
 
 
-NO_PROGRAMS = (
-    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    str(Path(__file__).parent.parent),
-    "<",
-)
-
-
 def _programs() -> list[ModuleType]:
     """Return the loaded modules that are neither Python's nor installed: they may have imported functions by name."""
     return [
         module
         for module in list(sys.modules.values())
-        if isinstance(file := getattr(module, "__file__", None), str) and not file.startswith(NO_PROGRAMS)
+        if isinstance(file := getattr(module, "__file__", None), str) and is_program(file)
     ]
 
 
@@ -246,10 +247,7 @@ def _reseeding(original: Callable[..., None]) -> Callable[..., None]:
 generators_per_rank = Patches(_route_generators).in_place
 
 
-CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 DATES = ("localtime", "gmtime", "ctime", "asctime", "strftime")
-STANDARD = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
-INSTALLED = ("site-packages", "dist-packages", str(Path(__file__).parent.parent))
 
 
 def _notice_leaks(put: Put) -> None:
@@ -269,7 +267,7 @@ def _noticed(original: Callable[..., Any], what: str) -> Callable[..., Any]:
         if task is not None:
             found = task.kernel.owner.leaks
             if kind not in found:
-                place = _place(sys._getframe(1))
+                place = _program_line(sys._getframe(1))
                 if place is not None:
                     found[kind] = f"{what} by rank {task.rank} ({place})"
         return original(*args, **kwargs)
@@ -278,15 +276,18 @@ def _noticed(original: Callable[..., Any], what: str) -> Callable[..., Any]:
     return noticed
 
 
-def _place(frame: FrameType | None) -> str | None:
-    """Return the file and line of a program that calls, maybe through the standard library; None: a library does."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if any(folder in file for folder in INSTALLED):
+def _program_line(frame: FrameType | None) -> str | None:
+    """Return the file and line of a program that calls, maybe through the standard library; None: a library does.
+
+    What a library reads for itself (a time stamp for its log) seldom comes back to the program, and a note about each
+    would drown the one that matters.
+    """
+    for each, number in walk_stack(frame):
+        file = each.f_code.co_filename
+        if is_installed(file):
             return None
         if not file.startswith((*STANDARD, "<frozen")):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{Path(file).name}:{number}"
     return None
 
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from threading import RLock
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 from spawnsim.errors import UnsupportedError
+from spawnsim.importing import after_import
 from spawnsim.virtual.engine.kernel import Task, current_task
+from spawnsim.virtual.interpreter import Patches, Put
 
 C10D, RENDEZVOUS = "torch.distributed.distributed_c10d", "torch.distributed.rendezvous"
 NATIVE = "torch._C._distributed_c10d"
@@ -36,69 +37,26 @@ class NotOnVirtualRanks(UnsupportedError, ValueError):
 @contextmanager
 def refused() -> Iterator[None]:
     """Refuse torch.distributed on the virtual ranks that run within the block, also where it is imported there."""
-    _GUARD.enter()
-    try:
+    with ExitStack() as stack, after_import("torch.distributed", lambda: stack.enter_context(_refusals())):
         yield
-    finally:
-        _GUARD.leave()
 
 
-class _Guard:
-    """What was replaced in torch, and a finder that replaces it as soon as torch has been loaded.
-
-    There is one, as there is one torch: runs may be nested, or be in several threads.
-    """
-
-    def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str, Any]] = []
-        self._runs, self._lock = 0, RLock()
-
-    def enter(self) -> None:
-        """Begin a run."""
-        with self._lock:
-            self._runs += 1
-            if self._runs == 1:
-                self.install()
-                sys.meta_path.insert(0, self)
-
-    def leave(self) -> None:
-        """End a run; after the last one put everything back."""
-        with self._lock:
-            self._runs -= 1
-            if self._runs == 0:
-                sys.meta_path.remove(self)
-                while self._replaced:
-                    holder, name, before = self._replaced.pop()
-                    setattr(holder, name, before)
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """Find nothing. A module of torch that is asked for after `C10D` shows that this one is loaded."""
-        if name.startswith("torch.") and not self._replaced:
-            with self._lock:
-                self.install()
-
-    def install(self) -> None:
-        """Replace the ways in, if they are loaded."""
-        modules: dict[str, Any] = {name: sys.modules.get(name) for name in (C10D, RENDEZVOUS, NATIVE)}
-        if not all(map(_is_loaded, modules.values())):
-            return
-        self._replace(getattr(modules[C10D], "_World", None), "default_pg", _unseen)
-        self._replace(modules[RENDEZVOUS], "_rendezvous_helper", partial(_refusing, "rendezvous"))
-        for store in STORES:
-            self._replace(getattr(modules[NATIVE], store, None), "__init__", partial(_refusing, store))
-
-    def _replace(self, holder: Any, name: str, by: Callable[[Any], Any]) -> None:
-        if holder is not None and hasattr(holder, name):
-            before = vars(holder)[name] if name in vars(holder) else getattr(holder, name)
-            self._replaced.append((holder, name, before))
-            setattr(holder, name, by(before))
+def _refuse(put: Put) -> None:
+    """Replace the ways in. A name that another version of torch lacks is left out."""
+    import_module(C10D)  # loaded already; another thread may still be at it, then this waits
+    modules = sys.modules
+    world, native = getattr(modules[C10D], "_World", None), modules.get(NATIVE)
+    ways: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (world, "default_pg", _unseen),
+        (modules.get(RENDEZVOUS), "_rendezvous_helper", partial(_refusing, "rendezvous")),
+        *((getattr(native, store, None), "__init__", partial(_refusing, store)) for store in STORES),
+    ]
+    for owner, name, by in ways:
+        if owner is not None and hasattr(owner, name):
+            put(owner, name, by(vars(owner)[name] if name in vars(owner) else getattr(owner, name)))
 
 
-_GUARD = _Guard()
-
-
-def _is_loaded(module: ModuleType | None) -> bool:
-    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
+_refusals = Patches(_refuse).in_place
 
 
 def _refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -227,7 +227,7 @@ def _await(folder: Path, started: subprocess.Popen[str]) -> int:
 def test_a_rank_that_computes_for_ever_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """An endless loop says nothing by itself: notes do, at growing intervals, and change nothing of the run."""
     monkeypatch.setattr(diagnosis, "LOOK_S", 0.01)
-    monkeypatch.setattr(diagnosis, "FIRST_S", 0.05)
+    monkeypatch.setattr(diagnosis, "FIRST_STALL_S", 0.05)
     notes: list[str] = []
 
     def main(comm: spawnsim.Comm) -> None:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+from support.collective_messages import Performer
 from support.virtual_run import Notes
 
 from spawnsim.errors import Timeout
 from spawnsim.scenario import Scenario
 from spawnsim.virtual.cluster import Cluster
 from spawnsim.virtual.collectives import Edges, Selection
-from spawnsim.virtual.collectives.reference import Performer
 from spawnsim.virtual.faults.injection import COLLECTIVE
 from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.network import Hockney, LogGP, Nodes, Switch

@@ -17,16 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spawnsim.virtual.collectives.schedule import (
-    Ints,
-    Lane,
-    Pattern,
-    Round,
-    Schedule,
-    lane,
-    masks,
-    one_by_one,
-)
+from spawnsim.virtual.collectives.schedule import Lane, Pattern, Round, Schedule, lane, masks, one_by_one
+from spawnsim.virtual.network.cost import Ints
 
 
 def _down(size: int, mask: int) -> Lane:

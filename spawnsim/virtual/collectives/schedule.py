@@ -23,9 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from spawnsim.virtual.network.cost import Floats, Ints
 
 Cut = Literal["vector", "blocks", "pairs", "edges"]
 """What blocks are: equal parts of one vector, one block per rank, one block per pair of ranks, or one per edge."""

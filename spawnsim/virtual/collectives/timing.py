@@ -8,7 +8,6 @@ Operations' names, arrival times and networks are known here; buffers, greenlets
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,20 +18,8 @@ from spawnsim.virtual.collectives import catalogue
 from spawnsim.virtual.collectives.catalogue import CallSize, Selection
 from spawnsim.virtual.collectives.dataflow import Finish, run
 from spawnsim.virtual.collectives.faulty import Judge, Struck, run_struck
-from spawnsim.virtual.collectives.schedule import Lengths, MessageSizes, Schedule, Sizes
+from spawnsim.virtual.collectives.schedule import MessageSizes, Schedule, Sizes
 from spawnsim.virtual.network.cost import Floats, Ints, Network
-
-
-class Step(NamedTuple):
-    """One round of one rank: it sends (dest, nbytes) in this order, then takes (source, nbytes, reduced bytes).
-
-    `numbers` tell its sends to one rank apart: those of their lanes, counted over all rounds; of edges, how many edges
-    to the same rank come before.
-    """
-
-    sends: tuple[tuple[int, float], ...]
-    receives: tuple[tuple[int, float, float], ...]
-    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,30 +87,6 @@ class CollectivePlan:
         if not root:
             return found
         return found._replace(times=np.roll(found.times, root), out_free=np.roll(found.out_free, root))
-
-    def rounds_of(self, rank: int) -> Iterator[Step]:
-        """Yield the rounds in which one rank has a part, with absolute ranks of the group."""
-        own, size, number = (rank - self.root) % self.schedule.size, self.schedule.size, -1
-        for each in self.schedule.rounds:
-            sends, receives, numbers = [], [], []
-            for lane in each.lanes:
-                number += 1
-                pattern, nbytes = lane.pattern, self.amounts.of(lane)
-                sent, taken = pattern.message_from.get(own), pattern.message_to.get(own)
-                if sent is not None:
-                    dest = (int(pattern.dest[sent]) + self.root) % size
-                    sends.append((dest, _length(nbytes, sent)))
-                    again = sum(other == dest for other, _ in sends[:-1])
-                    numbers.append(again if self.schedule.cut == "edges" else number)
-                if taken is not None:
-                    source, length = (int(pattern.source[taken]) + self.root) % size, _length(nbytes, taken)
-                    receives.append((source, length, length * each.reduces))
-            if sends or receives:
-                yield Step(tuple(sends), tuple(receives), tuple(numbers))
-
-
-def _length(nbytes: Lengths, message: int) -> float:
-    return nbytes[message].item() if isinstance(nbytes, np.ndarray) else nbytes
 
 
 def heard(operation: str, schedule: Schedule, root: int, rank: int) -> frozenset[int] | None:

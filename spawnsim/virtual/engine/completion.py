@@ -5,8 +5,6 @@ taken books the NIC for its drain, from the arrival of its first bytes on or, wh
 first gap that is long enough. So many messages to one rank take as long as all their bytes, what came long ago
 costs nothing, and no event is needed: the order is that of the receiving program, as in the dataflow of
 collectives. Where the order of arrival must decide instead, there is `contention.Ingress`, at the price of events.
-
-Times and who waits are known here; mailboxes, buffers and networks are not.
 """
 
 from __future__ import annotations
@@ -19,25 +17,28 @@ from typing import Any, Protocol
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.virtual.engine.kernel import Kernel, Task
 
-KEPT = 64  # busy intervals remembered, at least; what was before them is taken to be free
-SLACK = 1e-9  # overlap, in drains, that is rounding and no contention
+# Busy intervals remembered, at least; the NIC counts as free before them. A message books a gap so far back only if its
+# rank took more than 64 later ones first. Without a bound each look would go through all the messages of a run.
+KEPT = 64
+SLACK = 1e-9  # of a drain: an overlap as small as this is rounding, not contention
 
 
 class ReceivingNic:
-    """When one NIC was or will be busy letting messages in: intervals in seconds, rising, apart."""
+    """When one NIC was or will be busy receiving: intervals in seconds, rising and disjoint."""
 
     __slots__ = ("_busy", "_free_s")
 
     def __init__(self) -> None:
         self._busy: list[tuple[float, float]] = []
-        self._free_s = -math.inf  # from then on
+        self._free_s = -math.inf  # from then on it is free
 
     def admit(self, arrival_s: float, drain_s: float) -> float:
         """Book the NIC for a message that would arrive, alone, at `arrival_s`. Return when it has arrived."""
         begin_s = arrival_s - drain_s
         if begin_s + SLACK * drain_s < self._free_s:
             return self._squeeze_in(begin_s, arrival_s)
-        self._busy.append((begin_s, arrival_s))  # behind all others: nearly always so
+        # Behind all others, nearly always: programs take messages in about the order in which they come.
+        self._busy.append((begin_s, arrival_s))
         self._free_s = arrival_s
         if len(self._busy) > 2 * KEPT:
             del self._busy[:KEPT]
@@ -69,7 +70,7 @@ class ReceivingNic:
 
 
 class Sender(Protocol):
-    """Who must hear that a message found its receive: a rendezvous or a synchronous send."""
+    """A send that must learn that its message has been matched: a rendezvous or a synchronous one."""
 
     def matched(self, message: Message, posted_s: float) -> None:
         """Take note that the message has met its receive, which was posted at `posted_s`."""
@@ -79,7 +80,8 @@ class Sender(Protocol):
 class Message:
     """One message. `source` is a rank of the communicator; times are absolute virtual seconds."""
 
-    # Defaults of the class, not of each message: most messages never touch them, and a ring makes 300,000 a second.
+    # Defaults of the class, not of each message: most messages never touch them, and to make messages is a good part of
+    # what a run costs.
     envelope_s: float = 0.0  # when the receiver can first see it
     arrival_s: float | None = None  # when its data are there; None: not known yet
     receive_s: float = 0.0  # what taking it costs the receiver
@@ -88,7 +90,7 @@ class Message:
     sequence: int = 0  # in the order sent; kept by `contention.Ingress` alone
     dtype: Any = None  # numpy's, of the sender's numbers, where that is known
     queued: bool = False  # waits, unexpected, for its receive
-    sender: Sender | None = None  # that waits for the match; None: nobody does, or it has heard of it
+    sender: Sender | None = None  # that waits for the match; None: none does, or it has learned of it
     receive: Receive | None = None  # with which it is paired, as long as there is something to tell it
 
     def __init__(self, source: int, tag: int, payload: Any, nbytes: int) -> None:
@@ -139,7 +141,7 @@ class Completion:
         return self.finish_s is not None and self.finish_s <= now_s and self.final() <= now_s
 
     def complete(self, finish_s: float) -> None:
-        """Fix the end and wake who waits for it."""
+        """Fix the end and wake the task that waits for it."""
         self.finish_s = finish_s
         if self.waiter is not None:
             self.kernel.resume(self.waiter)
@@ -148,14 +150,14 @@ class Completion:
                 dependent.part_over()
 
     def reopen(self) -> None:
-        """Forget the end, which was not to be."""
+        """Forget the end: a receive's match that lay in the future was undone (see `matching`)."""
         self.finish_s = None
         for dependent in self.dependents or ():
             dependent.reopen()
 
 
 class Uncertain(Completion):
-    """What faults of links may keep from ever being over."""
+    """A completion that may never come, because a fault of a link has lost what it depends on."""
 
     __slots__ = ("lost",)
 
@@ -247,6 +249,8 @@ class Receive(Completion):
         """Return when the data are in the program's hands; the NIC is booked for them."""
         message = self.message
         assert self.finish_s is not None
+        # Not when the message arrives but when the program takes it: the order among messages that overlap is the
+        # receiving program's own. So no event is needed to decide it, and the rank may still run ahead.
         if self.nic is not None and message is not None and message.drain_s:
             self.finish_s = max(self.posted_s, take_in(message, self.nic)) + message.receive_s
         return self.finish_s

@@ -2,12 +2,12 @@
 
 Networks whose contention is "serial" or "none" need neither: see `completion.ReceivingNic`.
 
-*In turn* (`Ingress`): NICs let messages in one by one, in the order in which their first bytes reach them.
-A NIC is busy for `drain_s` with a message; the message has arrived at max(arrival, free + drain_s), free being
-when the NIC was done with the one before. Who comes before can be said only when nobody can send anything earlier
-any more: letting in is an observation. But nothing sent from now on reaches a NIC before now + lookahead, the
-least latency there is; so one event settles all messages whose first bytes come within it, on all NICs. A thousand
-ranks in step pay one event a round, not one a message.
+*First come, first served* (`Ingress`, "fifo"): NICs let messages in one by one, in the order in which their first bytes
+reach them. A NIC is busy for `drain_s` with a message; the message has arrived at max(arrival, free + drain_s), free
+being when the NIC was done with the one before. Which comes before can be said only when nothing earlier can be sent
+any more: letting in is an observation. But nothing sent from now on reaches a NIC before now + lookahead, the least
+latency there is; so one event settles all messages whose first bytes come within it, on all NICs. A thousand ranks in
+step pay one event a round, not one a message.
 
 *Sharing* (`Sharing`): each message is a flow from its latency on, with its max-min fair share of what it crosses.
 Rates change when a flow begins or ends, and those times are events: exact, and dearer than NICs in turn. A message
@@ -26,19 +26,11 @@ from typing import Protocol, cast
 from spawnsim.virtual.engine.completion import Message
 from spawnsim.virtual.engine.event_queue import UNDER_WAY, EventQueue
 from spawnsim.virtual.engine.matching import Mailbox
-from spawnsim.virtual.network import Flow, FlowNetwork, Network
-
-__all__ = [
-    "Bulk",
-    "Ingress",
-    "Model",
-    "Sharing",
-    "model_of",
-]
+from spawnsim.virtual.network import Cost, Flow, FlowNetwork, Network
 
 
 class Bulk(Protocol):
-    """The data of a rendezvous, and who waits until they have left."""
+    """The data of a rendezvous, and its sender, which waits until they have left."""
 
     message: Message
 
@@ -55,8 +47,8 @@ class Bulk(Protocol):
 class Model(Protocol):
     """Decides when messages arrive that are under way together."""
 
-    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
-        """Return what a message costs besides what the model adds: the five fields of `Costs`."""
+    def cost(self, source: int, dest: int, nbytes: int) -> Cost:
+        """Return what a message costs besides what the model adds."""
         ...
 
     def carry(self, message: Message, mailbox: Mailbox, source: int) -> None:
@@ -79,7 +71,7 @@ class Ingress:
     """The receiving sides of all NICs. `free_s` is when each has let in all that it has been given, by world rank."""
 
     def __init__(self, env: EventQueue, network: Network) -> None:
-        self._env, self.price = env, network.price
+        self._env, self.cost = env, network.cost
         self._lookahead_s = network.lookahead_s
         self.free_s: dict[int, float] = {}
         self._coming: list[Coming] = []  # a heap
@@ -94,6 +86,8 @@ class Ingress:
         drain_s, message.drain_s = message.drain_s, 0.0
         arrival_s, heads = message.envelope_s, mailbox.lanes
         head_s = arrival_s - drain_s
+        # Messages of one sender may not overtake each other at the NIC either: an empty one that was sent behind a
+        # large one would otherwise have its first (and last) byte there first.
         last_s = heads.get(message.source)
         if last_s is not None and last_s >= self._settled_s:  # one is before it, and may not be overtaken
             if head_s < last_s:
@@ -129,9 +123,13 @@ class Ingress:
         self._env.at(alarm_s, UNDER_WAY, lambda: self._settle(alarm_s))
 
     def _settle(self, alarm_s: float) -> None:
-        """Let in all before whom nobody can come any more."""
+        """Let in all messages whose turn is certain."""
         if alarm_s != self._alarm_s:
             return  # an earlier one was set since
+        # What is sent from now on reaches a NIC after the lookahead at the earliest, so the order of all that comes
+        # before that is final: one event settles it, on all NICs. Sums of times are rounded, so the limit gives way by
+        # a few units in the last place; but it must lie behind the alarm, or a network without latency would stand
+        # still.
         coming, limit_s = self._coming, self._env.now + self._lookahead_s
         self._settled_s = limit_s = max(limit_s - 4 * math.ulp(limit_s), math.nextafter(alarm_s, math.inf))
         while coming and coming[0][0] < limit_s:
@@ -161,7 +159,7 @@ Over = Callable[[float], None]
 
 
 class Sharing:
-    """All flows of a run. A message costs latency and processors before its flow begins, and no bytes."""
+    """All flows of a run ("fair"). A message costs latency and processors before its flow begins, and no bytes."""
 
     def __init__(self, env: EventQueue, network: Network, ranks: int) -> None:
         links = network.shared_links(ranks)
@@ -171,14 +169,18 @@ class Sharing:
         self._numbers = count()
         self._alarm_s = math.inf
 
-    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
+    def cost(self, source: int, dest: int, nbytes: int) -> Cost:
         """Return the cost of one message without the time of its bytes, which the flow takes."""
+        # The bytes of a message that crosses a shared link are the flow's; what is left of its cost is latency. Where
+        # no link is shared (within a node), the whole cost stands.
         whole, empty = self._network.cost(source, dest, nbytes), self._network.cost(source, dest, 0)
         flight_s = min(whole.flight_s, empty.flight_s) if self._path(source, dest) else whole.flight_s
-        return whole.send_s, 0.0, flight_s, whole.receive_s, 0.0
+        return Cost(whole.send_s, 0.0, flight_s, whole.receive_s, 0.0)
 
     def carry(self, message: Message, mailbox: Mailbox, source: int) -> None:
         """Take a message whose flow begins at its `envelope_s`; it is delivered when the flow is over."""
+        # Flows of one sender to one receiver may end in another order than they began, but messages may not overtake:
+        # the queue hands each over when its own flow and all before it are over.
         queue: deque[Message] = mailbox.lanes.setdefault(message.source, deque())
         queue.append(message)
 

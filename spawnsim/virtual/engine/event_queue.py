@@ -1,7 +1,4 @@
-"""SimPy's environment as a queue of events at absolute times.
-
-It knows events and their order, and neither tasks nor ranks' clocks.
-"""
+"""SimPy's environment as a queue of events at absolute times, ordered by time, then rank, then sequence."""
 
 from __future__ import annotations
 
@@ -13,19 +10,20 @@ import simpy
 
 from spawnsim.errors import InternalError
 
-# They stand for a rank in the order of what happens at one time. What has waited for that time at its target, or is on
-# its way to a NIC, comes first; then all arrivals, for what comes at that very time is seen; then the ranks; then
-# decisions among all that the ranks have done; then deadlines, for what comes at that very time is in time.
-# Of rank r: DECIDING + r, LATE + r.
+# The order of what happens at one time: each stands in the place of a rank. One-sided accesses that have waited for
+# that time at their target, and messages on their way to a NIC, come first; then all arrivals, so that a probe sees
+# what arrives at that very time; then the ranks; then decisions among all that ranks have done (which of several
+# rendezvous starts); then deadlines, so that what arrives at that very time is in time. Of rank r: DECIDING + r, LATE +
+# r. The distances leave room for a trillion ranks between two kinds.
 WAITED, UNDER_WAY, ARRIVING, DECIDING, LATE = -(3 << 40), -(2 << 40), -(1 << 40), 1 << 40, 2 << 40
 
 
 class ScheduledCall:
-    """A SimPy event at an absolute time. SimPy itself schedules by delay, and now + (t - now) is not always t.
+    """A SimPy event at an absolute time: what `simpy.Environment.step` asks of an event, and no more."""
 
-    It has what `simpy.Environment.step` asks of an event, and no more.
-    """
-
+    # SimPy's own Timeout takes a delay, and now + (t - now) is not always t in floating point: two events meant for one
+    # time would come at two, in an order that depends on when they were scheduled. A simpy.Event would also
+    # carry a value and a success that nothing reads.
     __slots__ = ("action", "callbacks")
     _ok = True
 

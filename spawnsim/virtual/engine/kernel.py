@@ -1,6 +1,6 @@
 """The rule of virtual time: local clocks over SimPy's clock, tasks in greenlets.
 
-Each task owns a local clock. Computing and sending move or stamp that clock and switch to nobody: *effects may run
+Each task owns a local clock. Computing and sending move or stamp that clock without a switch: *effects may run
 ahead*. What others could still change must wait for its time: *observations* park the task until SimPy's clock
 reaches the task's own. Then every task that could act earlier has acted.
 
@@ -37,10 +37,12 @@ from spawnsim.virtual import interpreter
 from spawnsim.virtual.engine.event_queue import LATE, EventQueue
 from spawnsim.virtual.interpreter import rare_collections
 
-RUN_AHEAD = (
-    4096  # effects that a task may queue before it waits for the others: bounds memory, changes no result
-)
-PATIENCE = 32  # calls that a task may make after its end before it is left where it stands
+# Effects that a task may queue before it waits for the others. Without a bound a rank that only sends would hold all
+# its messages in memory before any is received. It changes no result: to wait earlier is always allowed.
+RUN_AHEAD = 4096
+# Calls that a task may make after its end. A loop around `except BaseException` would otherwise keep the run from
+# ending.
+PATIENCE = 32
 
 
 class Wait(Protocol):
@@ -98,8 +100,12 @@ class RankDied(GreenletExit):  # type: ignore[misc]  # greenlet has no types
     """Ends a rank's program where it stands when its time has come. No `except Exception` catches it."""
 
 
-class Nobody:
-    """Stands in for the running task where no rank may call anything: each call asks for its task, and is refused."""
+class NoTask:
+    """Stands in for the running task where no rank may call anything.
+
+    Every call first asks the running task for its clock or its rank, so one stand-in refuses them all, at no cost to
+    the calls that are allowed.
+    """
 
     def __init__(self, refusal: Callable[[], BaseException]) -> None:
         self._refusal = refusal
@@ -108,13 +114,13 @@ class Nobody:
         raise self._refusal()
 
 
-FINALIZER: Any = Nobody(
+FINALIZER: Any = NoTask(
     lambda: UsageError(
         "a finalizer that Python's garbage collector runs cannot communicate: it runs in whichever rank comes along. "
         "Free windows and end communication yourself, or break the cycle of references"
     )
 )
-AFTERWARDS: Any = Nobody(
+AFTERWARDS: Any = NoTask(
     lambda: UsageError("a communication call outside a run: its ranks have ended, or have not begun")
 )
 
@@ -143,7 +149,7 @@ def timeout(task: Task, wait: Wait) -> Timeout:
 
 
 def current_world() -> Any:
-    """Return the owner of the kernel that runs the caller's task. Raises `UsageError` outside virtual ranks."""
+    """Return the owner of the kernel that runs the caller's task, or raise `UsageError` outside virtual ranks."""
     task = current_task()
     if task is None:
         raise UsageError("a communication call outside a virtual rank: no rank is the caller")
@@ -159,9 +165,9 @@ class Kernel:
         self.ready: deque[Task] = deque()
         self.tasks: list[Task] = []
         self.hub = getcurrent()
-        self.owner: Any = None  # whoever runs this kernel: opaque here
+        self.owner: Any = None  # the world whose kernel this is; opaque here
         self.current: Task = AFTERWARDS
-        self._dead: Any = Nobody(lambda: self._refuse(getcurrent().task))
+        self._dead: Any = NoTask(lambda: self._refuse(getcurrent().task))
         self.deadline_s = deadline_s
         self.releases: list[Callable[[], None]] = []  # to be called before time moves: may make tasks ready
         self.on_end: Callable[[Task], None] = lambda task: None
@@ -170,7 +176,7 @@ class Kernel:
         self.failure: BaseException | None = None
         self.closed = False
         self.in_turn = (
-            False  # whether who is woken goes on in the order of ranks: without latency others can tell
+            False  # whether tasks that are woken together go on in the order of ranks: see `resume`
         )
         self.idle = 0  # polls that found nothing since something last happened
         self.fruitless: Callable[[], None] = lambda: None  # to be called by polls that found nothing
@@ -198,17 +204,19 @@ class Kernel:
             pass
         except BaseException as error:  # noqa: BLE001 - a rank's outcome, whatever it is, is judged by the cluster
             task.error = error
-        interpreter.suspend_torch_modes()  # a mode that it ended in must not outlive it, and nobody needs it back
+        interpreter.suspend_torch_modes()  # a mode that it ended in must not outlive it
         self.on_end(task)
 
     # -- waiting -------------------------------------------------------------------------------------------
 
     def observe(self) -> None:
-        """Wait until SimPy's clock has reached the running task's: what it now sees, nobody can still change."""
+        """Wait until SimPy's clock has reached the running task's: what it sees then can no longer change."""
         task, env = self.current, self.env
         if self.closed:
             self._refuse(task)
         task.budget = RUN_AHEAD
+        # If nothing can happen before this task's time, the clock is set forward without an event or a switch. So a
+        # rank that polls alone costs no more than the call; with an event each, polling was twice as slow.
         if not self.ready and not self.releases and env.jump(task.clock, task.rank):
             return
         env.at(task.clock, task.rank, partial(self.ready.append, task))
@@ -250,6 +258,8 @@ class Kernel:
             task.parked = False
             task.thrown = error
             self.idle = 0
+            # Without latency a message sent now arrives now, so the order in which ranks go on at one time can be seen
+            # by others; it must then be that of ranks and not that of whatever happened to wake them.
             if self.in_turn:
                 self.env.at(self.env.now, task.rank, partial(self.ready.append, task))
             else:
@@ -282,6 +292,8 @@ class Kernel:
         if self.closed:
             self._refuse(task)
         restore = interpreter.suspend_torch_modes()
+        # From task to task directly, and events are let happen on this task's own stack: by way of the hub each wait
+        # would cost two switches. The follower may be this task itself, whose event has come: then there is none.
         follower = self._follower()
         if follower is None:
             self.hub.switch()
@@ -302,7 +314,7 @@ class Kernel:
         raise GreenletExit
 
     def fail(self, error: BaseException, task: Task) -> None:
-        """Note that a task's error ends the run, as soon as it is the hub's turn."""
+        """Note that a task's error ends the run, as soon as the hub runs next. The first error counts."""
         if self.failure is None:
             error.__dict__["_task"], self.failure = task, error
 
@@ -319,7 +331,8 @@ class Kernel:
             except Exception as error:  # noqa: BLE001 - no fault of the task that happens to run: the hub raises it
                 self._accident = error
                 return None
-        # a task not yet begun would inherit this one's recursion depth
+        # A greenlet that has not begun inherits the recursion depth of the task that begins it: a chain of ranks, each
+        # begun by the one before, would end in a RecursionError. So the hub begins them all.
         return ready.popleft() if ready[0].greenlet else None
 
     def _step(self) -> None:
@@ -329,7 +342,7 @@ class Kernel:
     # -- deadlines -----------------------------------------------------------------------------------------
 
     def bound(self, task: Task) -> None:
-        """Make an event of the default deadline of a parked task: nothing else is going to end its wait."""
+        """Turn the default deadline of a parked task into an event: nothing else is going to end its wait."""
         if task.parked and task.deadline_s != math.inf and not task.explicit:
             self._arm_explicit(task)
 
@@ -344,6 +357,9 @@ class Kernel:
         wait, due_s = task.wait, task.clock + task.deadline_s
         self.env.at(max(due_s, self.env.now), LATE + task.rank, partial(self._expire, task, wait, due_s))
 
+    # SimPy cannot take an event out of its heap, and a timer for each wait would fill it: hardly any wait
+    # meets its deadline. So a task has one default timer at a time, which is armed for the first deadline and, when it
+    # fires too early for the wait that goes on then, is armed again for that.
     def _arm_default(self, task: Task, due_s: float) -> None:
         task.timer_s = max(due_s, self.env.now)
         self._default_timers += 1
@@ -387,7 +403,7 @@ class Kernel:
                 self.current = AFTERWARDS
 
     def _collecting(self, begins: bool) -> None:
-        """Take note of Python's collector: what its finalizers call is called by no rank, whoever runs now."""
+        """Take note of Python's collector: the calls of its finalizers are not those of the rank that runs now."""
         if begins:
             self._interrupted, self.current = self.current, FINALIZER
         else:
@@ -396,6 +412,8 @@ class Kernel:
     def _run(self) -> None:
         env, ready = self.env, self.ready
         while True:
+            # Tasks before releases before events: whatever a ready task does at the present time may add to what a
+            # release decides on, and neither may happen after time has moved.
             while ready:
                 self._enter(ready.popleft())
                 if self._accident is not None:
@@ -407,17 +425,18 @@ class Kernel:
                 for release in releases:
                     release()
                 continue
-            if env.scheduled <= self._default_timers:  # nothing but timers that only say "too late"
+            # What is left are default deadlines, which only say "too late": nothing can end the waits that are left. To
+            # let them fire would turn each deadlock into a time-out of whichever rank waits longest, without its cycle.
+            if env.scheduled <= self._default_timers:
                 return
             self._step()
 
     def _enter(self, task: Task) -> None:
-        """Let a task run, from the hub.
-
-        Whatever unwinds a task's stack (C++ does when torch raises) goes on from its beginning into the hub's, and
-        must find there what the hub was calling when the task began. So tasks are begun and continued by this one
-        call, in functions that Python runs in one frame of C; a `throw` from elsewhere ended in segmentation faults.
-        """
+        """Let a task run, from the hub."""
+        # A greenlet's stack begins in the hub's. Whatever unwinds it (C++ does when torch raises) goes on from its
+        # beginning into the hub's frames, and must find there what the hub was calling when the task began. So tasks
+        # are begun, continued and ended by this one call, in functions that Python runs in one frame of C. Throwing
+        # into them from elsewhere ended in segmentation faults.
         self.current = task
         task.greenlet.switch()
 
@@ -426,22 +445,20 @@ class Kernel:
     def _close(self) -> None:
         """End every task that is alive where it waits: its `finally` blocks run, its further calls are refused."""
         self.closed = True
+        # Sends and computing check nothing but their budget. Without one they go to `observe`, which refuses them.
         for task in self.tasks:
-            task.budget = 0  # so that effects, too, come to `observe`
+            task.budget = 0
         for task in self.tasks:
             if task.greenlet:  # begun, and not over
                 self._enter(task)
 
     def _refuse(self, task: Task) -> NoReturn:
-        """End a call that is made after the end of the run, or of the rank.
-
-        A program that takes no notice is left where it stands.
-        """
+        """End a call that is made after the end of the run, or of the rank; after `PATIENCE` of them never return."""
         task.refused += 1
         if task.refused > PATIENCE:
-            ctypes.pythonapi.Py_IncRef(
-                ctypes.py_object(task.greenlet)
-            )  # collected, it would be run once more
+            # A greenlet that is collected is run once more, to be ended by GreenletExit, which this program catches.
+            # A reference that is never given back keeps it from being collected: it leaks, once, on purpose.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(task.greenlet))
             interpreter.suspend_torch_modes()
             while True:
                 self.hub.switch()

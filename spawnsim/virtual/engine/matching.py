@@ -13,13 +13,10 @@ things need care:
 
 A *wildcard* takes the earliest arrival among all sources, so from the first one on the mailbox is *timed*: messages
 are matched by events, in the order in which their envelopes arrive, against receives in the order posted. Once a
-mailbox has seen a wildcard it stays timed: a rank that takes from anybody once does so again.
+mailbox has seen a wildcard it stays timed: a rank that takes from any source once does so again.
 
 Ties: an envelope that arrives at the very time of a look, a cancel or a deadline has arrived. Envelopes that arrive
 together count in the order of their senders' ranks.
-
-Messages, receives and arrival times of one rank on one communicator are known here; buffers, networks and what a rank
-does are not.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from spawnsim.virtual.engine.completion import Completion, Message, Receive, Rec
 from spawnsim.virtual.engine.event_queue import ARRIVING
 from spawnsim.virtual.engine.kernel import Kernel
 
-KEPT = 16  # pairs remembered per source before those are forgotten whose time has come
+KEPT = 16  # pairs remembered per source before those whose time has come are dropped
 _number = attrgetter("number")
 
 
@@ -46,9 +43,9 @@ class Mailbox:
     def __init__(self, kernel: Kernel, rank: int, nic: ReceivingNic | None = None) -> None:
         self.kernel, self.rank, self.nic = kernel, rank, nic
         self.unexpected: dict[int, deque[Message]] = {}  # by source, in the order sent
-        self.posted: dict[
-            int, deque[Receive]
-        ] = {}  # by source, in the order posted; ANY_SOURCE: the wildcards
+        # By source, in the order posted; ANY_SOURCE: the wildcards. Where both fit a message, MPI has the one posted
+        # first: receives are numbered, and the heads of the two queues compared.
+        self.posted: dict[int, deque[Receive]] = {}
         self.lanes: dict[int, Any] = {}  # by source: what `contention` keeps of messages under way
         self.watchers: list[Completion] = []  # blocked probes: to be woken by any delivery
         self._numbers = 0
@@ -70,9 +67,9 @@ class Mailbox:
         self._numbers += 1
         message.number = self._numbers
         source = message.source
-        if message.envelope_s < self._latest.get(
-            source, 0.0
-        ):  # a fault or a rounding error put it before the last
+        # MPI's messages of one sender are non-overtaking (MPI 4.1, 3.5). A delay by a fault, or rounding, may put this
+        # one before the last: then it is held back to it. All that follows relies on envelopes in the order sent.
+        if message.envelope_s < self._latest.get(source, 0.0):
             message.hold_back(self._latest[source])
         else:
             self._latest[source] = message.envelope_s
@@ -113,7 +110,7 @@ class Mailbox:
         return True
 
     def give_up(self, receive: Receive, now_s: float) -> None:
-        """Withdraw a receive in any case: a message that it has matched is as good as unexpected again."""
+        """Withdraw a receive in any case: the message that it has matched becomes unexpected again."""
         if not self.withdraw(receive, now_s):
             message = receive.release()
             if not self._open or not self._hand_over(message):
@@ -198,6 +195,9 @@ class Mailbox:
     def _pair(self, receive: Receive, message: Message) -> None:
         """Pair a receive with a message; tell a waiting sender when the two meet."""
         receive.take(message)
+        # A pair whose envelope has not arrived is provisional: a receive that may be withdrawn before is remembered, so
+        # that `_rematch` finds it. A blocking receive without faults cannot be (`stays_s`), so rings and halo exchanges
+        # remember nothing.
         envelope_s, met = message.envelope_s, True
         if envelope_s > receive.stays_s and self._flying is None:
             early = self._early.get(message.source)
@@ -219,6 +219,9 @@ class Mailbox:
 
     def _rematch(self, gone: Receive, now_s: float) -> None:
         """Make the pairs of a source anew that lie in the future at `now_s`, without a receive that is withdrawn."""
+        # As if the receive had never been posted: its message goes to the next receive that fits, whose own message
+        # goes to the one after it. To shift pairs one by one would have to mind tags at each step; to undo all that lie
+        # in the future, and admit their messages in the order sent, is the same by construction.
         assert gone.message is not None
         source = gone.message.source
         pairs = [each for each in self._early.pop(source) if each.message and each.matched_s > now_s]
@@ -251,7 +254,7 @@ class Mailbox:
         queue.append(message)
 
     def _put_back(self, message: Message) -> None:
-        """Add a message that was received by nobody after all to the unexpected, where it was."""
+        """Add a message that was not received after all to the unexpected, where it was."""
         self._queue(message)
         self.unexpected[message.source] = deque(sorted(self.unexpected[message.source], key=_number))
         if self._flying is not None:
@@ -269,6 +272,8 @@ class Mailbox:
 
     def _become_timed(self) -> None:
         """Sort what is queued into arrived and flying; from now on envelopes arrive by events."""
+        # For good: a mailbox that went back to matching without events after each wildcard made half a million alarms
+        # for 1,000 messages to one coordinator, because each wildcard sorted all that was on its way again.
         if self._flying is not None:
             self._catch_up()
             return
@@ -302,9 +307,8 @@ class Mailbox:
                 self._queue(message)
                 arrived = self._arrived
                 arrived.append(message)
-                if len(arrived) > 1 and _order(arrived[-2]) > _order(
-                    message
-                ):  # sent at that time, without latency
+                # Without latency a message of a lower rank may be sent at this very time, after a higher one's came.
+                if len(arrived) > 1 and _order(arrived[-2]) > _order(message):
                     self._arrived = deque(sorted(arrived, key=_order))
 
     def _trimmed(self) -> deque[Message]:

@@ -1,10 +1,7 @@
 """How a message travels: eager, rendezvous, synchronous; one NIC per rank. Where messages meet: `contention`.
 
 An eager message leaves at once and its arrival is known when it is sent. A rendezvous asks first: its data start when
-the receive is posted and the answer is back, and travel on a lane of their own, so that a small message does not wait
-behind bulk data. Costs come from the platform's network (α, β, L, o, g, G live there).
-
-Ranks, messages and costs are known here; buffers and communicators' calls are not.
+the receive is posted and the answer is back. Costs come from the platform's network (α, β, L, o, g, G live there).
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ class Acknowledged(Transfer):
 
     def matched(self, message: Message, posted_s: float) -> None:
         """The acknowledgement starts when message and receive have met."""
-        back = self.world.price(self.dest.id, self.source.id, 0)
+        back = self.world.cost(self.dest.id, self.source.id, 0)
         self.complete(max(message.envelope_s, posted_s) + back[2])
 
 
@@ -71,8 +68,10 @@ class Rendezvous(Transfer):
 
     def matched(self, message: Message, posted_s: float) -> None:
         """Schedule the data: they start when the clear-to-send is back at the sender."""
-        back = self.world.price(self.dest.id, self.source.id, 0)
+        back = self.world.cost(self.dest.id, self.source.id, 0)
         start_s = max(message.envelope_s, posted_s) + back[2]
+        # Several rendezvous of one sender may be cleared for the same time, by receivers that ran in any order. They
+        # start in the order sent, so the choice waits until all ranks have acted at that time (DECIDING).
         heappush(self.source.cleared, (start_s, self.number, self))
         self.kernel.env.at(start_s, DECIDING + self.source.id, self._start_first)
 
@@ -82,15 +81,17 @@ class Rendezvous(Transfer):
         transfer._start(start_s)
 
     def _start(self, start_s: float) -> None:
-        _, inject_s, flight_s, _, drain_s = self.world.price(
-            self.source.id, self.dest.id, self.message.nbytes
-        )
+        _, inject_s, flight_s, _, drain_s = self.world.cost(self.source.id, self.dest.id, self.message.nbytes)
         self.message.drain_s = drain_s
+        # Bulk data queue behind bulk data alone (`bulk_free_s`), not behind small messages (`nic_free_s`). When they
+        # start depends on the receiver; a small message that is sent later and starts earlier would otherwise have to
+        # wait for a decision that has not been taken yet. Real NICs interleave packets of both, too.
         if self.dest is not self.source:
             start_s = max(start_s, self.source.bulk_free_s)
             self.source.bulk_free_s = start_s + inject_s
+        # The data come from the sender's memory: if it dies before the last byte has left, they never arrive.
         if self.source.death_s < start_s + inject_s:
-            return  # its memory, from which the data come, ends before they have left
+            return
         if self.world.contention is not None:
             self.world.contention.stream(self, start_s + inject_s, start_s + flight_s)
         else:
@@ -101,17 +102,24 @@ class Rendezvous(Transfer):
 def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD) -> Transfer | None:
     """Send a message from the running task to the owner of a mailbox.
 
-    Returns what to wait for, or None if the send is complete already.
+    Returns:
+        What to wait for, or None if the send is complete already.
     """
+    # A send is an effect: it runs ahead of SimPy's clock. What it costs and when it arrives depend on this rank's own
+    # past alone (its clock, its NIC), so they are known now and no event is needed; who receives it, and when, is the
+    # mailbox's business. This is the hottest function of a run, hence the two calls written out below.
     kernel, dest, nbytes = world.kernel, mailbox.rank, message.nbytes
     task = kernel.current
-    if world.instant and task.clock > kernel.env.now:  # a look has just cost time
+    # On a network without latency a message can be seen at the time of its send, so nothing may run ahead there. A look
+    # has just cost time without waiting for it.
+    if world.instant and task.clock > kernel.env.now:
         kernel.observe()
     source = world.ranks[task.rank]
     now_s = task.clock
+    # A buffered or ready send completes locally (MPI 4.1, 3.4), so it never asks first, whatever its size.
     rendezvous = nbytes > world.network.eager_bytes and mode is not LOCAL
     onto_wire = 0 if rendezvous else nbytes
-    send_s, inject_s, flight_s, receive_s, drain_s = world.price(task.rank, dest, onto_wire)
+    send_s, inject_s, flight_s, receive_s, drain_s = world.cost(task.rank, dest, onto_wire)
     begin_s = now_s
     if dest != task.rank:  # a message to oneself meets no NIC
         if source.nic_free_s > now_s:
@@ -137,6 +145,8 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
             transfer = Acknowledged(world, source, world.ranks[dest])
     if transfer is not None:
         transfer.message, message.sender = message, transfer  # type: ignore[assignment]
+    # The sender's clock moves before the message is delivered: if the sender dies while it sends (`advance_to` raises),
+    # its message never leaves.
     kernel.idle = 0  # `kernel.effect()`, without the call
     task.budget -= 1
     if task.budget <= 0:
@@ -149,6 +159,7 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
         world.contention.carry(message, mailbox, task.rank)
     else:
         mailbox.deliver(message)
+    # Others may look at this rank's memory while its processor was busy sending: what it does next happens after that.
     if send_s and source.observers:
         kernel.observe()
     return transfer

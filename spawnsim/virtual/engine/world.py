@@ -1,7 +1,4 @@
-"""The state of a virtual cluster: ranks, their NICs, their digests.
-
-What a rank owns and how its clock may move is known here; communicators' calls are not.
-"""
+"""The state of a virtual cluster: its ranks, what each owns and how its clock may move, and what they share."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from spawnsim.virtual.network import Network
 
 
 class Recorder(Protocol):
-    """What a building calls to record; see `spawnsim.record`."""
+    """What a backend calls to record; see `spawnsim.record`."""
 
     def row(self, rank: int, time_s: float, values: Any) -> None:
         """Keep one row of a rank."""
@@ -42,29 +39,30 @@ class Rank:
     kernel: Kernel
     digest: RankDigest
     streams: Streams
-    incarnation: int = 0  # how often it has begun again
+    incarnation: int = 0  # how often it was restarted
     death_s: float = math.inf
     dead: bool = False
     ended_s: float = math.inf  # when its program came to its end
     nic_free_s: float = 0.0  # when its NIC can start the next message
-    bulk_free_s: float = 0.0  # likewise for rendezvous data, which do not queue behind small messages
+    bulk_free_s: float = 0.0  # the same for rendezvous data, which do not queue behind small messages
     cleared: list[Any] = field(
         default_factory=list
     )  # a heap of rendezvous data that may start: when, number, what
-    observers: int = (
-        0  # background tasks, exposed windows, pauses, deaths: with company a rank does not run ahead
-    )
+    # How many could see what this rank does between two calls: background tasks, exposed windows, and one for all if
+    # the plan has deaths or pauses. With any, a rank does not run ahead, for what it stores next must be stored at its
+    # own time: one event a block, the price of exact one-sided access.
+    observers: int = 0
     busy: list[tuple[float, float]] = field(default_factory=list)  # computing from, to; kept while exposed
     messages: int = 0
     nbytes: int = 0
     compute_s: float = 0.0
     tasks: list[Task] = field(default_factory=list)
     awake: Callable[[float], float] | None = None  # if the fault plan pauses it: when it next is awake
-    outside: bool = False  # it has begun again, and not joined the others yet
+    outside: bool = False  # it was restarted, and has not joined the others yet
     evicted: bool = False  # the others have recovered without it: whatever it calls ends in Revoked
     dropped: Counter[int] = field(default_factory=Counter)  # messages that came too late, by sender
-    generators: Any = None  # `generators.Generators`, once it draws from a global generator
-    attachments: dict[Any, Any] = field(default_factory=dict)  # per-rank objects of other rooms
+    generators: Any = None  # `reproducibility.Generators`, once it draws from a global generator
+    attachments: dict[Any, Any] = field(default_factory=dict)  # per-rank objects of other modules
 
     def advance_to(self, task: Task, time_s: float) -> None:
         """Move a task's clock forward to `time_s`, but not past the rank's own death."""
@@ -102,40 +100,37 @@ class World:
     recorder: Recorder
     seed: int
     plan: Any = None
-    links: Any = None  # `links.Links`, if the plan has faults of links
-    failed: dict[tuple[int, int], float] = field(
-        default_factory=dict
-    )  # (rank, incarnation) -> when the others know of its death; a dead incarnation never comes back
+    links: Any = None  # `faults.injection.FaultyLinks`, if the plan has faults of links
+    # (rank, incarnation) -> when the others know of its death. A dead incarnation never comes back: a restarted rank is
+    # another member, which no communicator made before takes.
+    failed: dict[tuple[int, int], float] = field(default_factory=dict)
     on_death: list[Callable[[], None]] = field(
         default_factory=list
     )  # agreements of survivors, to be checked again
     revoked: bool = False  # whether any communicator ever was: only then need waits look
     leaks: dict[str, str] = field(default_factory=dict)  # what no seed repeats: kind -> a sentence
-    mistakes: dict[tuple[str, str], str] = field(
-        default_factory=dict
-    )  # kind and line -> a sentence, of what MPI leaves undefined and the program has done
+    # Kind and line -> a sentence, of what MPI leaves undefined and the program has done.
+    mistakes: dict[tuple[str, str], str] = field(default_factory=dict)
     contexts: int = 0  # communicators made so far
     open_contexts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    resource_leaks: Any = (
-        None  # told of requests and communicators as they come and go; only program runs keep one
-    )
+    resource_leaks: Any = None  # told of requests and communicators as they come and go, if a script runs
     watchers: list[Any] = field(default_factory=list)  # of the ranks' calls: see `calls`
     timeline: Any = None  # `timeline.Timeline`, if the run is traced
 
     def __post_init__(self) -> None:
         self.contention = model_of(self.kernel.env, self.network, len(self.ranks))
-        self.price = self.network.price if self.contention is None else self.contention.price
+        self.cost = self.network.cost if self.contention is None else self.contention.cost
         self.instant = (
             self.network.lookahead_s == 0.0
-        )  # a send can be seen at the time of the send: nobody runs ahead
+        )  # a send can be seen at the time of the send: none runs ahead
         self.kernel.in_turn = self.instant
         serial = self.network.contention == "serial"
         self.nics = {rank.id: ReceivingNic() for rank in self.ranks} if serial else {}
 
     def observers_of(self, rank: int) -> int:
-        """Return what company a rank has that has just begun: a pause or a death to come, a network without latency.
+        """Return how many observe a rank that begins: 1 if the network has no latency or the plan a death or its pause.
 
-        Deaths, revocations and who joins are news to everybody: nobody may be ahead of them.
+        Deaths, revocations and joins concern every rank, so none may be ahead of them.
         """
         return int(self.instant or (self.plan is not None and (self.plan.mortal or rank in self.plan.paused)))
 
@@ -144,7 +139,7 @@ class World:
         task = self.kernel.current
         rank = self.ranks[task.rank]
         rank.advance_to(task, task.clock + self.network.call_overhead_s)
-        if rank.observers:  # what it does next to its exposed memory must be done at its own time
+        if rank.observers:
             self.kernel.observe()
 
     def next_context(self) -> int:
@@ -161,7 +156,7 @@ class World:
         return {incarnation for incarnation, known_s in self.failed.items() if known_s <= by_s}
 
     def digest(self) -> str:
-        """Return the digest of the whole run: of all ranks' traces, in rank order."""
+        """Return the digest of the whole run: that of all ranks' digests, in rank order."""
         whole = hashlib.blake2b(digest_size=16)
         for rank in self.ranks:
             whole.update(rank.digest.value())

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
+from spawnsim.virtual.network.cost import Ints
 
 
 class Verdict(NamedTuple):
@@ -52,7 +53,6 @@ DELIVERED = Verdict()
 LOST = Verdict(lost=True)
 
 
-Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spawnsim import units
 from spawnsim.errors import ParameterError
@@ -43,6 +42,7 @@ from spawnsim.virtual.faults.events import (
     SlowDown,
     Verdict,
 )
+from spawnsim.virtual.network.cost import Floats, Ints
 
 _PART = re.compile(r"(?P<kind>[a-z]+):(?P<where>[^@]+)@(?P<at>[^+,]+)(\+(?P<length>[^,]+))?(,(?P<rest>.*))?")
 _WHERE = ("rank", "members", "source", "dest", "at_s", "for_s")
@@ -219,8 +219,6 @@ def _refuse(what: str, value: Any) -> Any:
     raise ParameterError(f"{what} is {value!r}: give numbers (ranks: integers; members: a list of ranks)")
 
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 RETRANSMIT_S = 0.2  # until data are sent again that were lost (TCP_RTO_MIN); twice as long each further time,
 RETRANSMIT_MOST_S = 120.0  # but no longer than this (TCP_RTO_MAX)
 TRIES = 16  # before a connection is given up (net.ipv4.tcp_retries2 = 15 retransmissions)

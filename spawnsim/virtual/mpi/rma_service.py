@@ -54,7 +54,7 @@ class TransferTimes(NamedTuple):
 def inject(world: World, link: tuple[Rank, Rank], nbytes: int, now_s: float) -> TransferTimes:
     """Put data on the NIC of a link's source, behind what it sends already."""
     source, dest = link
-    send_s, inject_s, flight_s, _, drain_s = world.price(source.id, dest.id, nbytes)
+    send_s, inject_s, flight_s, _, drain_s = world.cost(source.id, dest.id, nbytes)
     begin_s = now_s
     if source is dest:
         pass  # a copy in its own memory

@@ -46,19 +46,20 @@ class Cost(NamedTuple):
     inject_s: float  # from the start of injection until the sender's NIC may start the next message
     flight_s: float  # from the start of injection until arrival
     receive_s: float  # the receiver's processor is busy on taking it
+    drain_s: float  # the receiver's NIC is busy
 
 
 class Costs(NamedTuple):
-    """The costs of many messages, in seconds: each field an array of float64, or one number for them all."""
+    """The costs of many messages: the fields of `Cost`, each an array of float64, or one number for them all."""
 
     send_s: Floats | float
     inject_s: Floats | float
     flight_s: Floats | float
     receive_s: Floats | float
-    drain_s: Floats | float  # the receiver's NIC is busy
+    drain_s: Floats | float
 
 
-FREE = Cost(0.0, 0.0, 0.0, 0.0)  # a message to oneself
+FREE = Cost(0.0, 0.0, 0.0, 0.0, 0.0)  # a message to oneself
 
 
 @runtime_checkable
@@ -96,14 +97,6 @@ class Network(Protocol):
 
     def cost(self, source: int, dest: int, nbytes: int) -> Cost:
         """Return the cost of one message between two world ranks."""
-        ...
-
-    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
-        """Return the five fields of `Costs` for one message: `cost` and `drain` in one look."""
-        ...
-
-    def drain(self, source: int, dest: int, nbytes: int) -> float:
-        """Return how long one message occupies the receiver's NIC, in seconds."""
         ...
 
     def costs(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float) -> Costs:

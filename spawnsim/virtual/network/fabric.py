@@ -17,7 +17,6 @@ from spawnsim.virtual.network.cost import FREE, Contention, Cost, Costs, Floats,
 from spawnsim.virtual.network.links import Link, Piece, at_least, bandwidth_Bps, evaluate
 
 Index = TypeVar("Index", int, Ints)
-FREE_PRICE = (*FREE, 0.0)
 _MEMO = 1 << 16  # sizes remembered; a program with more different sizes pays for them anew
 _FAR = np.iinfo(np.int64).max
 
@@ -150,25 +149,6 @@ class Fabric(Overheads, ABC):
         """Seconds from the sending of any message until its first byte can be at its receiver's NIC, at least."""
         return self.table.least_head_s()
 
-    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
-        """Return the five fields of `Costs` for one message: `cost` and `drain` in one look."""
-        key = (self.kind(source, dest), nbytes)
-        try:
-            return self._prices[key] if source != dest else FREE_PRICE
-        except KeyError:
-            if len(self._prices) > _MEMO:
-                self._prices.clear()
-            price = self._prices[key] = (*self.cost(source, dest, nbytes), self.drain(source, dest, nbytes))
-            return price
-
-    @cached_property
-    def _prices(self) -> dict[tuple[int, int], tuple[float, float, float, float, float]]:
-        return {}
-
-    @cached_property
-    def _drains(self) -> dict[tuple[int, int], float]:
-        return {}
-
     @cached_property
     def _memo(self) -> dict[tuple[int, int], Cost]:
         return {}
@@ -184,20 +164,8 @@ class Fabric(Overheads, ABC):
     def _remember(self, key: tuple[int, int]) -> Cost:
         if len(self._memo) > _MEMO:
             self._memo.clear()
-        cost = self._memo[key] = Cost(*(float(value) for value in self.table.same(*key)[:4]))
+        cost = self._memo[key] = Cost(*map(float, self.table.same(*key)))
         return cost
-
-    def drain(self, source: int, dest: int, nbytes: int) -> float:
-        """Return how long one message occupies the receiver's NIC, in seconds."""
-        if source == dest:
-            return 0.0
-        key = (self.kind(source, dest), nbytes)
-        drain_s = self._drains.get(key)
-        if drain_s is None:
-            if len(self._drains) > _MEMO:
-                self._drains.clear()
-            drain_s = self._drains[key] = float(self.table.same(*key).drain_s)
-        return drain_s
 
     def costs(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float) -> Costs:
         """Return the costs of many messages. No message may go to its own sender."""
@@ -235,13 +203,6 @@ class Switch(Fabric):
             return self._memo[0, nbytes] if source != dest else FREE
         except KeyError:
             return self._remember((0, nbytes))
-
-    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
-        """Return the five fields of `Costs` for one message: `cost` and `drain` in one look."""
-        try:
-            return self._prices[0, nbytes] if source != dest else FREE_PRICE
-        except KeyError:
-            return super().price(source, dest, nbytes)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from spawnsim.errors import ParameterError
 from spawnsim.virtual.network.cost import FREE, Cost, Costs, Floats, Ints, SharedLinks
-from spawnsim.virtual.network.fabric import FREE_PRICE, Fabric, Index, Overheads
+from spawnsim.virtual.network.fabric import Fabric, Index, Overheads
 from spawnsim.virtual.network.links import Hockney, Link, at_least
 
 _SENDERS = 4096  # rows of kinds that are kept: two bytes a pair
@@ -43,13 +43,6 @@ class Bounded(Fabric):
                 kinds = self.kind(np.full(room, source), np.arange(room))
                 self._rows[source] = array("H", kinds.tolist())
             return self._remember((self._rows[source][dest], nbytes))
-
-    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
-        """Return the five fields of `Costs` for one message: `cost` and `drain` in one look."""
-        try:
-            return self._prices[self._rows[source][dest], nbytes] if source != dest else FREE_PRICE
-        except KeyError:
-            return super().price(source, dest, nbytes)
 
 
 @dataclass(frozen=True)
@@ -326,7 +319,8 @@ class HomeLinks(Overheads):
             return FREE
         up, down = self.up_Bps[source], self.down_Bps[dest]
         alpha = self.latency_s[source] / 2 + self.latency_s[dest] / 2
-        return Cost(0.0, nbytes / up, alpha + nbytes / (up if up < down else down), 0.0)
+        drain_s = 0.0 if self.contention == "none" else nbytes / down
+        return Cost(0.0, nbytes / up, alpha + nbytes / (up if up < down else down), 0.0, drain_s)
 
     @cached_property
     def lookahead_s(self) -> float:
@@ -336,14 +330,6 @@ class HomeLinks(Overheads):
     def shared_links(self, ranks: int) -> SharedLinks:
         """Return every rank's own upload and download."""
         return SharedLinks.switch(self.up_Bps[:ranks], self.down_Bps[:ranks])
-
-    def price(self, source: int, dest: int, nbytes: int) -> tuple[float, float, float, float, float]:
-        """Return the five fields of `Costs` for one message: `cost` and `drain` in one look."""
-        return (*self.cost(source, dest, nbytes), self.drain(source, dest, nbytes))
-
-    def drain(self, source: int, dest: int, nbytes: int) -> float:
-        """Return how long one message occupies the receiver's line, in seconds."""
-        return 0.0 if source == dest or self.contention == "none" else nbytes / self.down_Bps[dest]
 
     def costs(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float) -> Costs:
         """Return the costs of many messages. No message may go to its own sender."""

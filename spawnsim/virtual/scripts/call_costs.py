@@ -16,7 +16,7 @@ from typing import Any
 
 from spawnsim import units
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.diagnosis import PACKAGE
+from spawnsim.virtual.diagnosis import outside
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.mpi.communicators import held
@@ -168,7 +168,5 @@ class CallCosts:
 
 
 def _site() -> str:
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        frame = frame.f_back
+    frame, _ = outside(sys._getframe())
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""

@@ -25,6 +25,7 @@ from typing import Any, TextIO
 from spawnsim.errors import ParameterError
 from spawnsim.importing import of_a_rank
 from spawnsim.virtual.engine.kernel import Task, current_task
+from spawnsim.virtual.interpreter import CLOCKS, Patches, Put
 from spawnsim.virtual.mpi.communicators import held
 from spawnsim.virtual.mpi.module import MPI
 
@@ -313,7 +314,6 @@ class RawLines(io.RawIOBase):
         """Stay open."""
 
 
-CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 VIRTUAL_TIME = ("all", "sleep", "none")
 
 
@@ -322,18 +322,16 @@ def virtual_time(which: str = "all") -> Iterator[None]:
     """Make `time.sleep` ("sleep"), or the clocks as well ("all"), virtual for ranks while the block runs."""
     if which not in VIRTUAL_TIME:
         raise ParameterError(f"virtual_time={which!r}: give one of {', '.join(VIRTUAL_TIME)}")
-    patches: dict[str, Callable[..., Any]] = {} if which == "none" else {"sleep": _sleeping(time.sleep)}
-    if which == "all":
-        patches |= {name: _reading(getattr(time, name)) for name in CLOCKS}
-        patches |= {f"{name}_ns": _counting(getattr(time, f"{name}_ns")) for name in CLOCKS}
-    before = {name: getattr(time, name) for name in patches}
-    for name, function in patches.items():
-        setattr(time, name, function)
-    try:
+
+    def install(put: Put) -> None:
+        if which != "none":
+            put(time, "sleep", _sleeping(time.sleep))
+        for name in CLOCKS if which == "all" else ():
+            put(time, name, _reading(getattr(time, name)))
+            put(time, f"{name}_ns", _counting(getattr(time, f"{name}_ns")))
+
+    with Patches(install).in_place():
         yield
-    finally:
-        for name, function in before.items():
-            setattr(time, name, function)
 
 
 def _sleeping(original: Callable[[float], None]) -> Callable[[float], None]:

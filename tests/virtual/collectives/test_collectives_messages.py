@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.collective_messages import Performer, steps_of
 from support.collective_plans import calls, switch
 from support.collective_programs import MessageRun, Program, Run, fault_plan
 from support.effort import tried
@@ -17,7 +18,6 @@ from spawnsim.record import Recorder
 from spawnsim.scenario import Scenario
 from spawnsim.virtual.cluster import Cluster
 from spawnsim.virtual.collectives import CollectivePlan, depends, finish
-from spawnsim.virtual.collectives.reference import Performer
 from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.network import Network
 from spawnsim.virtual.platform.files import Platform
@@ -35,9 +35,9 @@ def interpret(one: CollectivePlan, network: Network, arrivals, ranks, free=None)
 
     def program(rank):
         me = int(ranks[rank])
-        for step in one.rounds_of(rank):
+        for step in steps_of(one, rank):
             for dest, nbytes in step.sends:
-                send_s, inject_s, flight_s, receive_s = network.cost(me, int(ranks[dest]), nbytes)
+                send_s, inject_s, flight_s, receive_s, _ = network.cost(me, int(ranks[dest]), nbytes)
                 begin = max(clock[rank], out_free[rank])
                 out_free[rank] = begin + inject_s
                 alone = max(clock[rank], stays[rank]) + inject_s
@@ -49,7 +49,7 @@ def interpret(one: CollectivePlan, network: Network, arrivals, ranks, free=None)
                     yield
                 arrival, receive_s, sent = queues[source, rank].popleft()
                 assert sent == nbytes
-                into = network.drain(int(ranks[source]), me, nbytes)
+                into = network.cost(int(ranks[source]), me, nbytes).drain_s
                 in_free[rank] = max(arrival, in_free[rank] + into) if into else in_free[rank]
                 arrival = in_free[rank] if into else arrival
                 clock[rank] = max(clock[rank], arrival) + receive_s + reduced * network.gamma_s_per_B

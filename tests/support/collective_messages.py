@@ -1,40 +1,60 @@
-"""A collective message by message: the same rounds as the dataflow, sent on the kernel's own wire.
+"""A collective message by message: the rounds of its schedule, sent on the kernel's own wire.
 
-Slower by orders of magnitude and needed by nobody but those who doubt: it is what the dataflow is held to. Lengths are
-whole bytes here, so a vector that does not divide may differ by what a byte takes. Alone in this package it knows the
-wire and mailboxes, and nothing else in the package knows it; buffers and communicators' calls it does not know.
+Slower by orders of magnitude than the dataflow, which is held to it. Lengths are whole bytes here, so a vector that
+does not divide may differ by what a byte takes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from spawnsim.virtual.collectives.timing import CollectivePlan, Step
+import numpy as np
+
+from spawnsim.virtual.collectives import CollectivePlan
+from spawnsim.virtual.collectives.schedule import Lengths
 from spawnsim.virtual.engine import wire
 from spawnsim.virtual.engine.completion import Message, Receive
-from spawnsim.virtual.engine.matching import Mailbox
 from spawnsim.virtual.engine.waiting import Waiting, await_one
-from spawnsim.virtual.engine.world import World
+from spawnsim.virtual.mpi.context import Context
 
 
-class Group(Protocol):
-    """What is needed of a communicator: `communicators' Context` has it."""
+class Step(NamedTuple):
+    """One round of one rank: it sends (dest, nbytes) in this order, then takes (source, nbytes, reduced bytes).
 
-    @property
-    def world(self) -> World:
-        """The cluster."""
-        ...
+    `numbers` tell its sends to one rank apart: those of their lanes, counted over all rounds; of edges, how many edges
+    to the same rank come before.
+    """
 
-    @property
-    def everyone(self) -> Sequence[int]:
-        """The world ranks of the members."""
-        ...
+    sends: tuple[tuple[int, float], ...]
+    receives: tuple[tuple[int, float, float], ...]
+    numbers: tuple[int, ...]
 
-    def mailbox(self, rank: int) -> Mailbox:
-        """Return the mailbox of a world rank."""
-        ...
+
+def steps_of(plan: CollectivePlan, rank: int) -> Iterator[Step]:
+    """Yield the rounds in which one rank has a part, with absolute ranks of the group."""
+    own, size, number = (rank - plan.root) % plan.schedule.size, plan.schedule.size, -1
+    for each in plan.schedule.rounds:
+        sends, receives, numbers = [], [], []
+        for lane in each.lanes:
+            number += 1
+            pattern, nbytes = lane.pattern, plan.amounts.of(lane)
+            sent, taken = pattern.message_from.get(own), pattern.message_to.get(own)
+            if sent is not None:
+                dest = (int(pattern.dest[sent]) + plan.root) % size
+                sends.append((dest, _length(nbytes, sent)))
+                again = sum(other == dest for other, _ in sends[:-1])
+                numbers.append(again if plan.schedule.cut == "edges" else number)
+            if taken is not None:
+                source, length = (int(pattern.source[taken]) + plan.root) % size, _length(nbytes, taken)
+                receives.append((source, length, length * each.reduces))
+        if sends or receives:
+            yield Step(tuple(sends), tuple(receives), tuple(numbers))
+
+
+def _length(nbytes: Lengths, message: int) -> float:
+    return nbytes[message].item() if isinstance(nbytes, np.ndarray) else nbytes
 
 
 class Part(Message):
@@ -52,7 +72,7 @@ class Performer:
     network's contention must be "serial" or "none".
     """
 
-    def __init__(self, group: Group, me: int) -> None:
+    def __init__(self, group: Context, me: int) -> None:
         self.group, self.me = group, me
         self.world = group.world
         self.rank = self.world.ranks[group.everyone[me]]
@@ -61,7 +81,7 @@ class Performer:
     def perform(self, plan: CollectivePlan, tag: int = 0, key: tuple[int, ...] | None = None) -> None:
         """Do this rank's part of a plan, on the running task; its clock ends when the rank leaves."""
         self._in_free_s = self._stay_s = -math.inf
-        for step in plan.rounds_of(self.me):
+        for step in steps_of(plan, self.me):
             self._send(step, tag, key)
             for source, nbytes, reduced in step.receives:
                 self._take(source, round(nbytes), tag)
@@ -77,7 +97,7 @@ class Performer:
             if nbytes > self.world.network.eager_bytes:
                 self._stay_s = self.rank.nic_free_s
             else:  # as if the NIC had been idle: see `dataflow.run`
-                inject_s = self.world.price(self.rank.id, members[dest], round(nbytes))[1]
+                inject_s = self.world.cost(self.rank.id, members[dest], round(nbytes))[1]
                 self._stay_s = max(now_s, self._stay_s) + inject_s
 
     def _take(self, source: int, nbytes: int, tag: int) -> None:
@@ -87,7 +107,7 @@ class Performer:
         receive.nic = None  # messages are let in here
         await_one(self.world, receive, self._waiting(source, tag))
         assert receive.message is not None and receive.message.arrival_s is not None
-        drain_s = self.world.network.drain(members[source], self.rank.id, nbytes)
+        drain_s = self.world.network.cost(members[source], self.rank.id, nbytes).drain_s
         if drain_s:  # the NIC lets messages in one by one; the wire leaves that to us
             self._in_free_s = max(receive.message.arrival_s, self._in_free_s + drain_s)
             self.rank.advance_to(kernel.current, self._in_free_s + receive.message.receive_s)
