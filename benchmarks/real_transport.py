@@ -17,9 +17,10 @@ import torch
 
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, Wiring
 from spawnsim.policies.exchange.messages import decode
+from spawnsim.policies.exchange.replacement import Packer
 from spawnsim.policies.exchange.snapshot_window import SnapshotWindow
 from spawnsim.policies.rules.cadence import Fixed
-from spawnsim.policies.state.snapshot import Compression, Packer
+from spawnsim.policies.state.snapshot import Compression
 from spawnsim.real.mpi import MPIComm, guarded, world
 
 REPEATS, MILLION = 7, 1_000_000

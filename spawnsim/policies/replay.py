@@ -22,13 +22,14 @@ from spawnsim.policies.exchange.replacement import (
     Contribution,
     Explore,
     ModelBuilder,
+    Packer,
     Replacement,
     ReplacementRecord,
     Served,
 )
 from spawnsim.policies.state.codecs import Codec
 from spawnsim.policies.state.layout import ModelAndOptimizer, StateScope, Tensors, collect
-from spawnsim.policies.state.snapshot import Compression, Packer
+from spawnsim.policies.state.snapshot import Compression
 
 TAG = 7003
 

@@ -26,6 +26,7 @@ SYNCHRONOUS = (
     "average-poisoned",
     "average-poisoned-momentum-optimizer@three",
     "average-equal@three",
+    "neighbours",
 )
 JUDGED = ("worst-rising", "worst-falling")
 ASYNCHRONOUS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ def policy_for(name: str, comm: Any, events: str) -> SpawnPolicy:
     if name.startswith("replay"):
         lines = [json.loads(line) for line in Path(events).read_text().splitlines()]
         return replay(lines, builder)
+    if name == "neighbours":
+        example = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "examples" / "neighbours.py"))
+        own: SpawnPolicy = example["NeighbourAveragingPolicy"](3)
+        return own
     if name.startswith("average"):
         state = "average" if "optimizer" in name else "keep"
         momentum = 0.25 if "momentum" in name else 0.0

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from spawnsim.errors import ParameterError
-from spawnsim.policies.exchange.messages import Assignment, Message
+from spawnsim.policies.exchange.messages import Message
 from spawnsim.policies.rules.cadence import Deadline, Fixed, as_deadline
-from spawnsim.policies.rules.donors import Decision, Rules, decide
+from spawnsim.policies.rules.donors import Assignment, Decision, Rules, decide
 from spawnsim.policies.rules.selection import Report
 
 Quorum = int | float

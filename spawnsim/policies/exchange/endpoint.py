@@ -22,12 +22,22 @@ import torch
 from spawnsim.comm import ANY_SOURCE, Comm, Status
 from spawnsim.errors import RankFailed, Revoked, Timeout
 from spawnsim.policies.exchange.coordinator import Coordinator, Inbox, Outcome, Wiring
-from spawnsim.policies.exchange.messages import Assignment, Bytes, Kind, Message, Unreadable, decode, encode
-from spawnsim.policies.rules.donors import Decision, Rules
+from spawnsim.policies.exchange.messages import (
+    Bytes,
+    Kind,
+    Message,
+    Unreadable,
+    assign_message,
+    assignment_of,
+    decode,
+    encode,
+)
+from spawnsim.policies.exchange.replacement import Packer
+from spawnsim.policies.rules.donors import Assignment, Decision, Rules
 from spawnsim.policies.rules.selection import Report
 from spawnsim.policies.state.arithmetic import CPU
 from spawnsim.policies.state.layout import Travels, collect
-from spawnsim.policies.state.snapshot import Compression, Packer, allocator_for, model_device
+from spawnsim.policies.state.snapshot import Compression, allocator_for, model_device
 
 if TYPE_CHECKING:
     from spawnsim.comm import Request
@@ -229,7 +239,7 @@ class Exchange:
                 self.inbox.part(source, message, now_s)
             elif message.kind == Kind.ASSIGN and not self.leaving:
                 self.mailbox.room = allocator_for(model_device(whose[0]))
-                self._ask(Assignment.decode(message), now_s, iteration)
+                self._ask(assignment_of(message), now_s, iteration)
             elif message.kind == Kind.REPORT:
                 self._reported(source, message, now_s)
             elif self.coordinator and message.kind == Kind.LEAVE:
@@ -273,7 +283,7 @@ class Exchange:
             return
         for decision in self.coordinator.due(now_s):
             for rank, assignment in decision.assignments.items():
-                self.mailbox.send(rank, assignment.encode(iteration))
+                self.mailbox.send(rank, encode(assign_message(assignment, iteration)))
             self._record(decision)
 
     def _record(self, decision: Decision) -> None:

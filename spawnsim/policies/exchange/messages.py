@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from spawnsim.policies.rules.donors import Assignment
 
 Bytes = NDArray[np.uint8]
 
@@ -147,37 +147,23 @@ def decode(buffer: Bytes) -> Message:
     return Message(Kind(kind), round_, iteration, *own)
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """Who gives to a replaced rank, and how much: `weights` are non-negative and sum to 1 (no donors: start afresh)."""
-
-    round: int
-    donors: tuple[int, ...]
-    weights: tuple[float, ...]
-    low: float = float("nan")
-    high: float = float("nan")
-
-    def encode(self, iteration: int) -> Bytes:
-        """Return the ASSIGN message."""
-        row = np.empty(len(self.donors), [("donor", "<i8"), ("weight", "<f8")])
-        row["donor"], row["weight"] = self.donors, self.weights
-        body = np.concatenate([np.asarray([self.low, self.high]).view(np.uint8), row.view(np.uint8)])
-        return encode(Message(Kind.ASSIGN, self.round, iteration, body=body))
-
-    @classmethod
-    def decode(cls, message: Message) -> Assignment:
-        """Return the assignment in an ASSIGN message."""
-        if message.body.size < 16 or message.body.size % 16:
-            raise Unreadable(f"an assignment of {message.body.size} bytes")
-        low, high = message.body[:16].view("<f8")
-        row = message.body[16:].view([("donor", "<i8"), ("weight", "<f8")])
-        donors, weights = (tuple(row[name].tolist()) for name in ("donor", "weight"))
-        return cls(message.round, donors, weights, float(low), float(high))
+_ROW_OF_DONOR = np.dtype([("donor", "<i8"), ("weight", "<f8")])
 
 
-def columns(assignments: Sequence[Assignment]) -> dict[str, Any]:
-    """Return plain lists of several assignments, for a record."""
-    return {
-        "donors": [list(a.donors) for a in assignments],
-        "weights": [list(a.weights) for a in assignments],
-    }
+def assign_message(assignment: Assignment, iteration: int) -> Message:
+    """Return the ASSIGN message of an assignment, written at this iteration."""
+    rows = np.empty(len(assignment.donors), _ROW_OF_DONOR)
+    rows["donor"], rows["weight"] = assignment.donors, assignment.weights
+    limits = np.asarray([assignment.low, assignment.high])
+    body = np.concatenate([limits.view(np.uint8), rows.view(np.uint8)])
+    return Message(Kind.ASSIGN, assignment.round, iteration, body=body)
+
+
+def assignment_of(message: Message) -> Assignment:
+    """Return the assignment in an ASSIGN message; raise `Unreadable` if its body is not one."""
+    if message.body.size < 16 or message.body.size % 16:
+        raise Unreadable(f"an assignment of {message.body.size} bytes")
+    low, high = message.body[:16].view("<f8")
+    rows = message.body[16:].view(_ROW_OF_DONOR)
+    donors, weights = (tuple(rows[name].tolist()) for name in ("donor", "weight"))
+    return Assignment(message.round, donors, weights, float(low), float(high))

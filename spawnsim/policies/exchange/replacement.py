@@ -1,9 +1,10 @@
-"""A rank's replacement carried out, from the donors' states to the model and optimizer to go on with; and its record.
+"""A rank's replacement, from the donors' states as messages to the model and optimizer to go on with; and its record.
 
-With a `model_builder` the replaced rank gets a freshly built model and optimizer (which may have other
-hyper-parameters: exploring); without one its own are overwritten in place. Tensors are matched by name and shape; what
-no donor has keeps the rank's own value. The record is what `info` and events.jsonl say of a replacement, with all that
-`replay` needs.
+A donor packs its state in one pass, straight into the memory that is sent, which is used again afterwards. It does so
+between two training steps, so a snapshot is never a mixture of two versions of a model. With a `model_builder` the
+replaced rank gets a freshly built model and optimizer (which may have other hyper-parameters: exploring); without one
+its own are overwritten in place. Tensors are matched by name and shape; what no donor has keeps the rank's own value.
+The record is what `info` and events.jsonl say of a replacement, with all that `replay` needs.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import torch
 
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
+from spawnsim.policies.exchange.messages import Kind, Message, Unreadable, body_at, seal, write_head
 from spawnsim.policies.rules.donors import check_momentum, check_strategy
-from spawnsim.policies.state.arithmetic import all_finite, blend, with_delta, with_momentum
+from spawnsim.policies.state.arithmetic import CPU, all_finite, blend, with_delta, with_momentum
+from spawnsim.policies.state.codecs import Bytes
 from spawnsim.policies.state.layout import (
+    Layout,
     ModelAndOptimizer,
     StateScope,
     Tensors,
@@ -30,12 +34,75 @@ from spawnsim.policies.state.layout import (
     collect,
     reset_optimizer,
 )
+from spawnsim.policies.state.snapshot import Compression, allocator_for, device_of, laid_out, lay_out
 
 logger = logging.getLogger(__name__)
 
 ModelBuilder = Callable[[], tuple[torch.nn.Module, torch.optim.Optimizer]]
 Explore = Callable[[torch.nn.Module, torch.optim.Optimizer, np.random.Generator], None]
 Rule = Literal["delta", "replace"]
+
+
+class Packer:
+    """Packs and unpacks states; remembers layouts, so that a model's description is made and read once."""
+
+    def __init__(
+        self, part_nbytes: int, *, checksum: bool = False, compression: Compression | None = None
+    ) -> None:
+        self._part_nbytes, self._checksum = part_nbytes, checksum
+        self._compression = compression if compression is not None else Compression()
+        self._layout: Layout | None = None
+        self._parts: list[Layout] = []
+        self._known: dict[bytes, Layout] = {}
+        self._made: dict[int, Bytes] = {}  # the memory of the last snapshot, by part
+
+    def pack(
+        self,
+        live: Tensors,
+        round_: int,
+        iteration: int,
+        *,
+        busy: Callable[[Bytes], bool] = lambda memory: True,
+    ) -> list[Bytes]:
+        """Return the SNAPSHOT messages of the tensors as they are now; `busy` memory is still needed by others."""
+        encoded, device = self._compression.encode(live), device_of(live)
+        if encoded.layout is not self._layout:
+            self._layout, self._made = encoded.layout, {}
+            self._parts = encoded.layout.split(self._part_nbytes)
+        messages = []
+        for index, layout in enumerate(self._parts):
+            start = body_at(len(layout.text))
+            array = self._memory(index, start + layout.nbytes, device, busy)
+            head = Message(Kind.SNAPSHOT, round_, iteration, index, len(self._parts), text=layout.text)
+            write_head(array, head)
+            lay_out(layout, torch.from_numpy(array[start:]), encoded.sources, device)
+            seal(array, len(layout.text), body=self._checksum)
+            messages.append(array)
+        return messages
+
+    def _memory(self, index: int, nbytes: int, device: torch.device, busy: Callable[[Bytes], bool]) -> Bytes:
+        made = self._made.get(index)
+        if made is None or busy(made):
+            made = self._made[index] = allocator_for(device)(nbytes)
+        return made
+
+    def unpack(self, parts: Sequence[Message], device: torch.device = CPU) -> Tensors:
+        """Return the tensors in the parts of one snapshot: views into the messages, where they travelled as they are.
+
+        Raises `UsageError` if they are compressed by a codec that this rank does not know.
+        """
+        tensors: Tensors = {}
+        for part in parts:
+            layout = self._known.get(part.text)
+            if layout is None:
+                layout = self._known[part.text] = Layout.parse(part.text)
+            if part.body.size != layout.nbytes:
+                raise Unreadable(f"a part of {part.body.size} bytes that describes {layout.nbytes}")
+            tensors.update(laid_out(layout, torch.from_numpy(part.body), device))
+        try:
+            return self._compression.decode(tensors)
+        except ValueError as error:
+            raise Unreadable(f"a snapshot that cannot be decoded: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError, UsageError
-from spawnsim.policies.exchange.messages import Assignment
 from spawnsim.policies.rules.selection import (
     Mode,
     NanPolicy,
@@ -235,6 +234,17 @@ class Rules:
                 f"mixing gave {weights.tolist()} for {len(metrics)} donors: weights are >= 0 and sum to 1"
             )
         return [float(weight) for weight in weights]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Who gives to a replaced rank, and how much: `weights` are non-negative and sum to 1 (no donors: start afresh)."""
+
+    round: int
+    donors: tuple[int, ...]
+    weights: tuple[float, ...]
+    low: float = math.nan
+    high: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)

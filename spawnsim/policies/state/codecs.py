@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
-from spawnsim.policies.exchange.messages import Bytes
 
+Bytes = NDArray[np.uint8]
 Floats = NDArray[Any]  # float32 or float64
 Float32s = NDArray[np.float32]
 

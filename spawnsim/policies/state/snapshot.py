@@ -1,4 +1,4 @@
-"""Snapshots: a whole state encoded for transport, packed into messages, and read again.
+"""Snapshots: a whole state encoded for transport, laid out in flat memory, and read again.
 
 `Compression` encodes a state unchanged, cast to a smaller dtype, or through a codec. A tensor that travels changed has
 a mark behind its name, so a snapshot says by itself how it is to be read: `name␟float32` was float32 before it was
@@ -7,9 +7,8 @@ and buffers are changed; everything else travels as it is, optimizer state too (
 makes steps of any size), and so do tensors that are not finite, that leave the smaller dtype's range, or that would
 not become smaller.
 
-`Packer` packs in one pass, straight into the memory that is sent, which is used again afterwards. It is called between
-two training steps, so a snapshot is never a mixture of two versions of a model. Tensors on an accelerator cross the
-bus in one copy, by way of pinned memory. No communicator.
+A state is laid out in one pass, straight in the memory that is sent or exposed. Tensors on an accelerator cross the bus
+in one copy, by way of pinned memory. No communicator.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ import numpy as np
 import torch
 
 from spawnsim.errors import ParameterError, UsageError
-from spawnsim.policies.exchange.messages import Bytes, Kind, Message, Unreadable, body_at, seal, write_head
 from spawnsim.policies.state.arithmetic import CPU, new_buffer
-from spawnsim.policies.state.codecs import NAMED, Codec, Float16, NoCompression, unpack
+from spawnsim.policies.state.codecs import NAMED, Bytes, Codec, Float16, NoCompression, unpack
 from spawnsim.policies.state.layout import ALIGN_NBYTES, Entry, Layout, Tensors, assign
 
 MARK = "\x1f"  # the unit separator: no name of a parameter has it
@@ -223,65 +221,3 @@ def laid_out(layout: Layout, memory: torch.Tensor, device: torch.device = CPU) -
         return views
     there = layout.views(memory.to(device))
     return {name: there[name] if view.dim() else view for name, view in views.items()}
-
-
-class Packer:
-    """Packs and unpacks states; remembers layouts, so that a model's description is made and read once."""
-
-    def __init__(
-        self, part_nbytes: int, *, checksum: bool = False, compression: Compression | None = None
-    ) -> None:
-        self._part_nbytes, self._checksum = part_nbytes, checksum
-        self._compression = compression if compression is not None else Compression()
-        self._layout: Layout | None = None
-        self._parts: list[Layout] = []
-        self._known: dict[bytes, Layout] = {}
-        self._made: dict[int, Bytes] = {}  # the memory of the last snapshot, by part
-
-    def pack(
-        self,
-        live: Tensors,
-        round_: int,
-        iteration: int,
-        *,
-        busy: Callable[[Bytes], bool] = lambda memory: True,
-    ) -> list[Bytes]:
-        """Return the SNAPSHOT messages of the tensors as they are now; `busy` memory is still needed by others."""
-        encoded, device = self._compression.encode(live), device_of(live)
-        if encoded.layout is not self._layout:
-            self._layout, self._made = encoded.layout, {}
-            self._parts = encoded.layout.split(self._part_nbytes)
-        messages = []
-        for index, layout in enumerate(self._parts):
-            start = body_at(len(layout.text))
-            array = self._memory(index, start + layout.nbytes, device, busy)
-            head = Message(Kind.SNAPSHOT, round_, iteration, index, len(self._parts), text=layout.text)
-            write_head(array, head)
-            lay_out(layout, torch.from_numpy(array[start:]), encoded.sources, device)
-            seal(array, len(layout.text), body=self._checksum)
-            messages.append(array)
-        return messages
-
-    def _memory(self, index: int, nbytes: int, device: torch.device, busy: Callable[[Bytes], bool]) -> Bytes:
-        made = self._made.get(index)
-        if made is None or busy(made):
-            made = self._made[index] = allocator_for(device)(nbytes)
-        return made
-
-    def unpack(self, parts: Sequence[Message], device: torch.device = CPU) -> Tensors:
-        """Return the tensors in the parts of one snapshot: views into the messages, where they travelled as they are.
-
-        Raises `UsageError` if they are compressed by a codec that this rank does not know.
-        """
-        tensors: Tensors = {}
-        for part in parts:
-            layout = self._known.get(part.text)
-            if layout is None:
-                layout = self._known[part.text] = Layout.parse(part.text)
-            if part.body.size != layout.nbytes:
-                raise Unreadable(f"a part of {part.body.size} bytes that describes {layout.nbytes}")
-            tensors.update(laid_out(layout, torch.from_numpy(part.body), device))
-        try:
-            return self._compression.decode(tensors)
-        except ValueError as error:
-            raise Unreadable(f"a snapshot that cannot be decoded: {error}") from error

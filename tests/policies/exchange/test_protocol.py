@@ -13,9 +13,17 @@ from support.effort import tried
 
 from spawnsim.errors import ParameterError
 from spawnsim.policies.exchange.coordinator import Coordinator, Inbox
-from spawnsim.policies.exchange.messages import Assignment, Kind, Message, Unreadable, decode, encode
+from spawnsim.policies.exchange.messages import (
+    Kind,
+    Message,
+    Unreadable,
+    assign_message,
+    assignment_of,
+    decode,
+    encode,
+)
 from spawnsim.policies.rules.cadence import Adaptive, Fixed
-from spawnsim.policies.rules.donors import Decision, Rules, Uniform
+from spawnsim.policies.rules.donors import Assignment, Decision, Rules, Uniform
 from spawnsim.policies.rules.selection import Expired, Report, WorstRatio
 
 RULES = Rules(WorstRatio(0.25), Uniform())
@@ -244,7 +252,7 @@ def test_foreign_bytes_are_unreadable_not_fatal(data: bytes) -> None:
 def test_assignments_come_back_as_they_were() -> None:
     """Donors, weights and the metrics' range survive."""
     sent = Assignment(4, (0, 7), (0.25, 0.75), -1.5, 2.5)
-    assert Assignment.decode(decode(sent.encode(12))) == sent
+    assert assignment_of(decode(encode(assign_message(sent, 12)))) == sent
 
 
 # --------------------------------------------------------------------------------------------- deadlines

@@ -15,10 +15,10 @@ from support.policy_ranks import line, numbers, walk
 import spawnsim
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, ExchangeOptions
 from spawnsim.policies.exchange.messages import checksum, decode
+from spawnsim.policies.exchange.replacement import Packer
 from spawnsim.policies.state.layout import Layout
 from spawnsim.policies.state.snapshot import (
     Compression,
-    Packer,
     allocator_for,
     laid_out,
     lay_out,

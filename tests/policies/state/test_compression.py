@@ -16,9 +16,10 @@ from support.policy_ranks import Line, Steps, line, walk
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy, Windows, replay
 from spawnsim.policies.exchange.messages import decode
+from spawnsim.policies.exchange.replacement import Packer
 from spawnsim.policies.state.codecs import Blockwise8Bit, Codec, Float16, NoCompression
 from spawnsim.policies.state.layout import Tensors
-from spawnsim.policies.state.snapshot import MARK, Compression, Packer
+from spawnsim.policies.state.snapshot import MARK, Compression
 
 BF16_STEP = 2**-8
 every_transport = pytest.mark.parametrize("transport", ["messages", "flat", "per_parameter"])

@@ -10,7 +10,7 @@ import torch
 
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies.exchange.messages import Unreadable, decode
-from spawnsim.policies.exchange.replacement import Contribution, Replacement
+from spawnsim.policies.exchange.replacement import Contribution, Packer, Replacement
 from spawnsim.policies.state.layout import (
     Entry,
     Layout,
@@ -20,7 +20,6 @@ from spawnsim.policies.state.layout import (
     assign_optimizer,
     collect,
 )
-from spawnsim.policies.state.snapshot import Packer
 
 Pair = tuple[torch.nn.Module, torch.optim.Optimizer]
 
