@@ -118,7 +118,7 @@ class Trial:
         ):
             process = self._awaited(job, rank, stage)
             time.sleep(self.delay_s if stage == self.stage else 0.0)
-            if stage == "start":  # by now it may have a keeper
+            if stage == "start":  # by now it may have a monitor
                 process = self._process_of(rank)
             self.found["shm"] = sorted(mapped(self._processes()))
             self.found["killed"] = killed(process)
@@ -137,7 +137,7 @@ class Trial:
         return 0
 
     def _process_of(self, rank: int) -> int:
-        """Return the process that is a rank, rather than its keeper: the youngest one that has its number."""
+        """Return the process that is a rank, rather than its monitor: the youngest one that has its number."""
         ranks = [process for process in self._processes() if rank_of(process) == str(rank)]
         return max(ranks, default=0)
 

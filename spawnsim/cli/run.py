@@ -267,10 +267,17 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
 
 def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here: LaunchContext) -> int:
     from spawnsim.real.launch.launchers import require_fit
-    from spawnsim.real.launch.processes import ENDED, SURVIVE, keep, register, register_stage, scratch_folder
+    from spawnsim.real.launch.processes import (
+        ENDED,
+        SURVIVE,
+        monitor,
+        register,
+        register_stage,
+        scratch_folder,
+    )
     from spawnsim.record.folder import require_free
 
-    keep(here.rank, os.environ)  # from here on this is the rank, and its parent its keeper
+    monitor(here.rank, os.environ)  # from here on this is the rank, and its parent its monitor
     register(here.rank, os.environ, os.getpid())
     if options.survive:
         os.environ[SURVIVE] = "1"
@@ -303,7 +310,7 @@ def _never_began(error: Exception, here: LaunchContext) -> int:
     from spawnsim.real.launch.processes import WORLD_ERROR, end_job, record_first_end, wait_for_first_end
 
     status = exit_code(error) if isinstance(error, SpawnsimError) else InternalError.exit_status
-    if status == WORLD_ERROR:  # another rank has gone, and how is for its keeper to say
+    if status == WORLD_ERROR:  # another rank has gone, and how is for its monitor to say
         wait_for_first_end(os.environ)
     first = record_first_end(status, "", os.environ)
     if first is None:  # nobody of ours has started the job

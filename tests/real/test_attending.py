@@ -107,12 +107,12 @@ def test_a_launchers_nul_is_taken_out(text: bytes) -> None:
 
 
 def test_a_keeper_on_another_node_is_believed(capfd: pytest.CaptureFixture[str]) -> None:
-    """It cannot reach the roll, so it says which rank died; the first one counts, not what the launcher says."""
+    """It cannot reach the registry, so it says which rank died; the first one counts, not what the launcher says."""
     said = [
         "139 rank 1 (process 5 on far) was killed by signal 11 (SIGSEGV)",
         "7 rank 2 (process 6 on far) left with status 7",
     ]
-    lines = "".join(f"[spawnsim keeper] {each}\n" for each in said) + MPICH.decode()
+    lines = "".join(f"[spawnsim monitor] {each}\n" for each in said) + MPICH.decode()
     program = f"import sys; sys.stderr.write({lines!r}); sys.exit(1)"
     assert supervise([sys.executable, "-c", program]) == JobEnd(139, said[0].removeprefix("139 "))
     assert capfd.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""Whether a job must end, and why it has: the ranks' own word first, then their keepers', then the launcher's."""
+"""Whether a job must end, and why it has: the ranks' own word first, then their monitors', then the launcher's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spawnsim.real.launch import supervisor as rooms
+from spawnsim.real.launch import supervisor
 from spawnsim.real.launch.processes import (
     BEGUN,
     ENDED,
@@ -32,8 +32,8 @@ Please see the FAQ page for debugging suggestions
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """Return what ranks find the roll by."""
-    return {"SPAWNSIM_ROLL": str(tmp_path)}
+    """Return what ranks find the registry by."""
+    return {"SPAWNSIM_REGISTRY": str(tmp_path)}
 
 
 def test_the_first_end_is_the_one_that_counts(tmp_path: Path, environ: dict[str, str]) -> None:
@@ -92,7 +92,7 @@ def test_a_job_never_ends_without_a_word(
             (1,),
             "one of ranks 0 and 2, at their start, was killed by signal 9 (SIGKILL): no job survives that",
         ),
-        ((0, 1, 2), "a rank's keeper was killed by signal 9 (SIGKILL)"),
+        ((0, 1, 2), "a rank's monitor was killed by signal 9 (SIGKILL)"),
     ],
 )
 def test_a_signal_without_a_process_is_told_as_such(
@@ -112,7 +112,7 @@ def test_a_job_that_has_lost_a_rank_is_doomed_when_all_have_had_their_last_words
 ) -> None:
     """Where not all programs have begun there are none."""
     now_s = [100.0]
-    monkeypatch.setattr(rooms.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now_s[0])
     early, late = (
         JobState(ProcessRegistry(tmp_path), 3, survive=False),
         JobState(ProcessRegistry(tmp_path), 1, survive=False),
@@ -120,7 +120,7 @@ def test_a_job_that_has_lost_a_rank_is_doomed_when_all_have_had_their_last_words
     register_stage(BEGUN, 0, environ)
     record_first_end(137, "rank 1 was killed", environ)
     found = []
-    for now_s[0] in (100.0, 100.0 + rooms.NO_WORDS_S + 0.1, 100.0 + rooms.LAST_WORDS_S + 0.1):
+    for now_s[0] in (100.0, 100.0 + supervisor.UNBEGUN_S + 0.1, 100.0 + supervisor.DOOMED_S + 0.1):
         found.append((early.doomed(), late.doomed()))
     assert found == [(False, False), (True, False), (True, True)]
 
@@ -130,7 +130,7 @@ def test_a_rank_that_nobody_keeps_is_missed_in_time(
 ) -> None:
     """Not while the launcher may still be starting others, nor while one that has not signed runs."""
     now_s = [100.0]
-    monkeypatch.setattr(rooms.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now_s[0])
     job = JobState(ProcessRegistry(tmp_path), 3, survive=True)
     running = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     register("", environ, os.getpid())
@@ -138,16 +138,16 @@ def test_a_rank_that_nobody_keeps_is_missed_in_time(
     for now_s[0] in (100.0, 200.0):
         assert not job.doomed()  # one more runs than has signed
     register(2, environ, running[1].pid)
-    others = len(rooms.children(os.getpid())) - 2  # of this test's own process
+    others = len(supervisor.children(os.getpid())) - 2  # of this test's own process
     job.ranks += others
     for rank in range(3, 3 + others):
         register(rank, environ, 2**22 + rank)
-    for now_s[0] in (200.0, 200.0 + rooms.STARTING_S / 2):
+    for now_s[0] in (200.0, 200.0 + supervisor.STARTING_S / 2):
         assert not job.doomed()
     assert job.ended(1).status == 1
-    now_s[0] = 200.0 + rooms.STARTING_S + 0.1
+    now_s[0] = 200.0 + supervisor.STARTING_S + 0.1
     assert not job.doomed()  # from now on it is known
-    now_s[0] += rooms.NO_WORDS_S + 0.1
+    now_s[0] += supervisor.UNBEGUN_S + 0.1
     assert job.doomed()
     for each in running:
         each.kill()

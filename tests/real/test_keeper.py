@@ -1,4 +1,4 @@
-"""A rank's keeper knows how the rank has really ended, says it first, and leaves nobody behind."""
+"""A rank's monitor knows how the rank has really ended, says it first, and leaves nobody behind."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from spawnsim.real.launch.processes import (
 
 KEPT = """
 import os, signal, sys, time
-from spawnsim.real.launch.processes import keep
+from spawnsim.real.launch.processes import monitor
 from spawnsim.real.launch.processes import BEGUN, ENDED, register_stage
 started = os.getpid()
-keep(1, os.environ)
+monitor(1, os.environ)
 print(os.getpid() != started, os.getppid() == started, os.getpgid(0) == os.getpid(), flush=True)
 {body}
 """
@@ -55,7 +55,7 @@ def main(comm, how, wait_s=0.3):
             print("went on", flush=True)  # the library's own comes back, and the launcher kills a moment later
         if how == "left":
             os._exit(7)
-        os.kill(os.getppid() if how == "keeper" else os.getpid(), signal.SIGUSR2 if how != "keeper" else 9)
+        os.kill(os.getppid() if how == "monitor" else os.getpid(), signal.SIGUSR2 if how != "monitor" else 9)
         time.sleep(60)  # the signal comes when it comes
     if how == "two" and comm.rank == 2:
         time.sleep(0.001)
@@ -65,8 +65,8 @@ def main(comm, how, wait_s=0.3):
 
 
 def started(tmp_path: Path, body: str, **environ: str) -> subprocess.Popen[str]:
-    """Start a program that is kept, as a launcher would."""
-    given = os.environ | {"SPAWNSIM_ROLL": str(tmp_path)} | environ
+    """Start a program under a monitor, as a launcher would."""
+    given = os.environ | {"SPAWNSIM_REGISTRY": str(tmp_path)} | environ
     line = [sys.executable, "-c", KEPT.format(body=body), str(tmp_path)]
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=given)
 
@@ -82,36 +82,36 @@ def started(tmp_path: Path, body: str, **environ: str) -> subprocess.Popen[str]:
         ("1 / 0", 1, "left with status 1"),
     ],
 )
-def test_a_kept_rank_ends_with_its_own_status(
+def test_a_monitored_rank_ends_with_its_own_status(
     tmp_path: Path, body: str, status: int, said: str | None
 ) -> None:
-    """It is a child in a process group of its own; its keeper ends as it does, and tells of any end but a good one."""
-    keeper = started(tmp_path, body)
-    out, _ = keeper.communicate(timeout=30)
-    assert (keeper.returncode, out) == (status, "True True True\n")
-    roll, environ = ProcessRegistry(tmp_path), {"SPAWNSIM_ROLL": str(tmp_path)}
-    found = roll.first_end()
+    """It is a child in a process group of its own; its monitor ends as it does, and tells of any end but a good one."""
+    monitor = started(tmp_path, body)
+    out, _ = monitor.communicate(timeout=30)
+    assert (monitor.returncode, out) == (status, "True True True\n")
+    registry, environ = ProcessRegistry(tmp_path), {"SPAWNSIM_REGISTRY": str(tmp_path)}
+    found = registry.first_end()
     assert (found and found[0], found and found[1].partition(") ")[2]) == (said and (status or 122), said)
     assert ranks_at_stage(DEAD, environ) == KnownDeaths(environ)() == ({1} if said else set())
-    assert (roll.rank_of(keeper.pid), roll.ranks, roll.launchers) == ("1", {1}, [os.getpid()])
+    assert (registry.rank_of(monitor.pid), registry.ranks, registry.launchers) == ("1", {1}, [os.getpid()])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGUSR1])
 def test_a_death_is_told_once(tmp_path: Path, number: int) -> None:
     """The record names rank, process, node and signal; on a node that cannot reach it, a line does."""
     body = f"{NO_CORE}os.kill(os.getpid(), {number:d})"
-    keeper = started(tmp_path, body)
-    assert (keeper.communicate(timeout=30)[1], keeper.returncode) == ("", 128 + number)
+    monitor = started(tmp_path, body)
+    assert (monitor.communicate(timeout=30)[1], monitor.returncode) == ("", 128 + number)
     told = ProcessRegistry(tmp_path).first_end()
     assert told is not None
     assert told[0] == 128 + number
     sentence = rf"rank 1 \(process \d+ on {os.uname().nodename}\) was killed by signal {number:d} \(SIG\w+\)"
     assert re.fullmatch(sentence, told[1])
     assert record_first_end(9, "later", {}) is None
-    assert record_first_end(9, "later", {"SPAWNSIM_ROLL": str(tmp_path)}) is False
+    assert record_first_end(9, "later", {"SPAWNSIM_REGISTRY": str(tmp_path)}) is False
     assert ProcessRegistry(tmp_path).first_end() == told
-    far = started(tmp_path, body, SPAWNSIM_ROLL=f"{tmp_path}/nowhere")
-    spoken = rf"\[spawnsim keeper\] {128 + number} {sentence}\n"
+    far = started(tmp_path, body, SPAWNSIM_REGISTRY=f"{tmp_path}/nowhere")
+    spoken = rf"\[spawnsim monitor\] {128 + number} {sentence}\n"
     assert re.fullmatch(spoken, far.communicate(timeout=30)[1])
     assert far.returncode == 128 + number
 
@@ -120,22 +120,22 @@ def test_a_death_is_told_once(tmp_path: Path, number: int) -> None:
 def test_a_death_ends_a_job_that_survives_if_the_program_had_not_begun(tmp_path: Path, begun: bool) -> None:
     """Else a line tells of it, survivors can read who it was, and the launcher sees nothing amiss."""
     stage = "register_stage(BEGUN, 1, os.environ); " if begun else ""
-    keeper = started(tmp_path, f"{stage}os.kill(os.getpid(), 9)", SPAWNSIM_SURVIVE="1")
-    said, found = keeper.communicate(timeout=30)[1], ProcessRegistry(tmp_path).first_end()
-    assert ranks_at_stage(DEAD, {"SPAWNSIM_ROLL": str(tmp_path)}) == {1}
+    monitor = started(tmp_path, f"{stage}os.kill(os.getpid(), 9)", SPAWNSIM_SURVIVE="1")
+    said, found = monitor.communicate(timeout=30)[1], ProcessRegistry(tmp_path).first_end()
+    assert ranks_at_stage(DEAD, {"SPAWNSIM_REGISTRY": str(tmp_path)}) == {1}
     if begun:
-        assert (said.count("spawnsim: rank 1"), keeper.returncode, found) == (1, 0, None)
+        assert (said.count("spawnsim: rank 1"), monitor.returncode, found) == (1, 0, None)
     else:
-        assert (said, keeper.returncode, found and found[0]) == ("", 137, 137)
+        assert (said, monitor.returncode, found and found[0]) == ("", 137, 137)
         assert "before its program had begun: no job survives that" in (found or (0, ""))[1]
 
 
 def test_a_rank_that_cannot_begin_leaves_the_word_to_the_keeper_of_the_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its peers see the closed connection sooner than the keeper sees the death."""
-    monkeypatch.setenv("SPAWNSIM_ROLL", str(tmp_path))
-    environ = {"SPAWNSIM_ROLL": str(tmp_path)}
+    """Its peers see the closed connection sooner than the monitor sees the death."""
+    monkeypatch.setenv("SPAWNSIM_REGISTRY", str(tmp_path))
+    environ = {"SPAWNSIM_REGISTRY": str(tmp_path)}
     later = Timer(0.1, record_first_end, (137, "rank 0 was killed", environ))
     later.start()
     assert (
@@ -150,7 +150,7 @@ def test_a_rank_that_cannot_begin_leaves_the_word_to_the_keeper_of_the_dead(
 
 def test_who_writes_the_record_again_does_not_change_it(tmp_path: Path) -> None:
     """Nor does it look like a first one."""
-    environ = {"SPAWNSIM_ROLL": str(tmp_path)}
+    environ = {"SPAWNSIM_REGISTRY": str(tmp_path)}
     assert [record_first_end(status, f"at {status}", environ) for status in (3, 5, 7)] == [True, False, False]
     assert ProcessRegistry(tmp_path).first_end() == (3, "at 3")
     assert not ProcessRegistry(tmp_path).ranks
@@ -164,32 +164,32 @@ def test_who_writes_the_record_again_does_not_change_it(tmp_path: Path) -> None:
 def test_signals_reach_the_rank(tmp_path: Path, number: int) -> None:
     """Whoever signals the launcher's process means the rank."""
     body = f"signal.signal({number:d}, lambda *_: sys.exit(5)); print('ready', flush=True); time.sleep(30)"
-    keeper = started(tmp_path, body)
-    assert keeper.stdout is not None
-    assert [keeper.stdout.readline() for _ in range(2)][1] == "ready\n"
-    keeper.send_signal(number)
-    assert keeper.wait(timeout=30) == 5
-    keeper.communicate()
+    monitor = started(tmp_path, body)
+    assert monitor.stdout is not None
+    assert [monitor.stdout.readline() for _ in range(2)][1] == "ready\n"
+    monitor.send_signal(number)
+    assert monitor.wait(timeout=30) == 5
+    monitor.communicate()
 
 
 def test_a_rank_that_is_stopped_hears_that_it_is_told_to_stop(tmp_path: Path) -> None:
     """And whoever dies because it was told so is no first death."""
-    keeper = started(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)")
-    assert keeper.stdout is not None
-    assert keeper.stdout.readline()
-    (rank,) = children(keeper.pid)
+    monitor = started(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)")
+    assert monitor.stdout is not None
+    assert monitor.stdout.readline()
+    (rank,) = children(monitor.pid)
     end_s = time.monotonic() + 20
     while " T " not in Path(f"/proc/{rank}/stat").read_text() and time.monotonic() < end_s:
         time.sleep(0.01)
-    keeper.send_signal(signal.SIGTERM)
-    assert keeper.wait(timeout=30) == 143
-    keeper.communicate()
+    monitor.send_signal(signal.SIGTERM)
+    assert monitor.wait(timeout=30) == 143
+    monitor.communicate()
     assert ProcessRegistry(tmp_path).first_end() is None
 
 
 def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
-    """Whatever part of the launcher had started the keeper: without it nobody else would end the rank."""
-    given = os.environ | {"SPAWNSIM_ROLL": str(tmp_path)}
+    """Whatever part of the launcher had started the monitor: without it nobody else would end the rank."""
+    given = os.environ | {"SPAWNSIM_REGISTRY": str(tmp_path)}
     body = KEPT.format(
         body="signal.signal(signal.SIGTERM, lambda *_: sys.exit(6)); print('up', flush=True); time.sleep(60)"
     )
@@ -210,14 +210,14 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
 
 
 def test_a_rank_dies_with_its_keeper_and_is_seen_off(tmp_path: Path) -> None:
-    """A launcher that kills the keeper has killed the rank; whoever adopts orphans leaves no zombie."""
+    """A launcher that kills the monitor has killed the rank; whoever adopts orphans leaves no zombie."""
     with subreaper():
-        keeper = started(tmp_path, "print(os.getpid(), flush=True); time.sleep(60)")
-        assert keeper.stdout is not None
-        rank = int([keeper.stdout.readline() for _ in range(2)][1])
-        register(1, {"SPAWNSIM_ROLL": str(tmp_path)}, rank)
-        keeper.kill()
-        keeper.communicate(timeout=30)
+        monitor = started(tmp_path, "print(os.getpid(), flush=True); time.sleep(60)")
+        assert monitor.stdout is not None
+        rank = int([monitor.stdout.readline() for _ in range(2)][1])
+        register(1, {"SPAWNSIM_REGISTRY": str(tmp_path)}, rank)
+        monitor.kill()
+        monitor.communicate(timeout=30)
         reap([rank])
     assert not Path(f"/proc/{rank}").exists()
     assert ProcessRegistry(tmp_path).first_end() is None
@@ -245,9 +245,9 @@ def test_what_does_not_end_by_itself_is_killed(monkeypatch: pytest.MonkeyPatch) 
         ("abort", 3, r"spawnsim: (rank 1 .* left with status 3|the launcher has ended with status 3: .*)\n"),
         ("left", 7, r"spawnsim: rank 1 \(process \d+ on .*\) left with status 7\n"),
         (
-            "keeper",
+            "monitor",
             137,
-            r"spawnsim: (a rank's keeper|rank 1 .*) was killed by signal 9 \(SIGKILL\)\n",
+            r"spawnsim: (a rank's monitor|rank 1 .*) was killed by signal 9 \(SIGKILL\)\n",
         ),
     ],
 )

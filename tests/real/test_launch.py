@@ -243,7 +243,7 @@ def _said_when_stopped(*, rank: int, doomed: bool = False) -> str:
 
 
 def test_a_rank_that_is_stopped_since_another_ends_the_job_says_nothing(monkeypatch, tmp_path):
-    """Open MPI's launcher stops all others when one aborts the job: that is no cause, in words or on the roll."""
+    """Open MPI's launcher stops all others when one aborts the job: that is no cause, in words or on the registry."""
     monkeypatch.setenv(abort.STARTED, "1")
     monkeypatch.setenv(REGISTRY, str(tmp_path))
     assert _said_when_stopped(rank=0, doomed=True) == ""

@@ -91,7 +91,7 @@ def flush(column, ended):
 
 
 def noticed(column, ended):
-    """Nobody waits for a deadline: a keeper has told of the death, or the library. Who acknowledges it hears others."""
+    """Nobody waits for a deadline: a monitor reports the death, or the library. Who acknowledges it hears others."""
     text, me = column("text"), column("me")
     assert {text[rank] for rank in me if me[rank] != 2} == {"RankFailed"}, text
     assert [text[rank] for rank in me if me[rank] == 2] == ["RankFailed (1, 1) heard"], text

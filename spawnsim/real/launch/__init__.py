@@ -1,4 +1,4 @@
 """Starting a job, supervising it until it ends, and telling what a machine can run.
 
-Nothing is imported here: what runs in this package is no rank yet, and must load neither numpy nor MPI nor torch.
+Nothing is imported here: a launcher is not a rank, and must load neither numpy nor MPI nor torch.
 """

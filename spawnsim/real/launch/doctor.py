@@ -1,7 +1,7 @@
 """What this machine can run, and what to change: the data of `spawnsim doctor`.
 
-Knows how to ask: a probe of two MPI ranks, torch, the machine. It changes nothing, and a question that finds no answer
-is a finding too.
+It asks a probe of two MPI ranks, torch, and the machine. It changes nothing; a question without an answer is a finding,
+too.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _launcher() -> list[Finding]:
     found = f"{here.launcher}: rank {here.rank} of {here.size} ({here.evidence})"
     try:
         advice = mismatch(here, find_library().name)
-    except UnsupportedError:  # said by the next finding
+    except UnsupportedError:  # which is the next finding
         advice = ""
     return [Finding("launcher", "lacking" if advice else "good", found, advice)]
 
@@ -107,18 +107,18 @@ def _mpi() -> list[Finding]:
         "spawnsim.real.launch.probe",
     ]
     begin = time.perf_counter()
-    status, said, complaint = _probe(line)
+    status, output, complaint = _probe(line)
     if status is None:
         return [_sick(f"a job of two ranks of {library.name} did not end in {PROBE_LIMIT_S:g} s", line)]
     if status:
         return [_sick(f"two ranks of {library.name} do not start: {complaint}", line)]
     return _mpi_findings(
-        json.loads(said.strip().splitlines()[-1]), library.origin, time.perf_counter() - begin
+        json.loads(output.strip().splitlines()[-1]), library.origin, time.perf_counter() - begin
     )
 
 
 def _probe(line: Sequence[str]) -> tuple[int | None, str, str]:
-    """Run a job; return its status (None if it had to be ended), its output, and its first words of complaint."""
+    """Run a job; return its status (None if it had to be ended), its output, and the first line of its errors."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         # files, not pipes: what an mpiexec has started may hold a pipe open when mpiexec itself is gone
         job = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
@@ -130,8 +130,8 @@ def _probe(line: Sequence[str]) -> tuple[int | None, str, str]:
             job.wait()
         out.seek(0)
         err.seek(0)
-        spoken = (words.strip() for words in err if words.strip("-= \n"))
-        return status, out.read(), next(spoken, "no message")
+        complaints = (line.strip() for line in err if line.strip("-= \n"))
+        return status, out.read(), next(complaints, "no message")
 
 
 def _sick(found: str, line: list[str]) -> Finding:

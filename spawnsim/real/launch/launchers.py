@@ -47,7 +47,7 @@ class LaunchContext:
 
     @property
     def may_start(self) -> bool:
-        """Whether a job can be started from here: nobody started this process, or srun did, it alone (a shell)."""
+        """Whether a job can be started from here: no launcher has started this process, or srun it alone (a shell)."""
         return self.launcher == "none" or (self.launcher == "srun" and self.size == 1)
 
 
@@ -181,7 +181,7 @@ def _wheels() -> dict[str, str]:
 
 def _ask_mpi4py() -> MPILibrary:
     """Load MPI in a process of its own, since loading it here would make this process a rank."""
-    import subprocess  # a rank imports this room too, and starts nothing
+    import subprocess  # a rank imports this module, too, and starts nothing
 
     program = (
         "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
@@ -208,14 +208,14 @@ def _launchers() -> list[str]:
 def _vendor(launcher: str) -> str:
     import subprocess
 
-    said = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False)
-    text = said.stdout + said.stderr
+    asked = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False)
+    text = asked.stdout + asked.stderr
     return "Open MPI" if "Open MPI" in text or "prte" in text else "MPICH" if "HYDRA" in text.upper() else ""
 
 
 # ------------------------------------------------------------------------------------------------------ starting
 def flags(library: MPILibrary, ranks: int, *, survive: bool = False) -> list[str]:
-    """Return what this MPI's mpiexec must be told: `survive` lets the job outlive the death of ranks."""
+    """Return the flags that this MPI's mpiexec needs: `survive` lets the job outlive the death of ranks."""
     if library.name == "MPICH":
         within = "SLURM_STEP_ID" in os.environ and one_node()  # a srun below a srun would wait for ever
         return [*(["-launcher", "fork"] if within else []), *(["-disable-auto-cleanup"] if survive else [])]
@@ -232,7 +232,7 @@ def flags(library: MPILibrary, ranks: int, *, survive: bool = False) -> list[str
 
 
 def _slots(seen: Mapping[str, str]) -> int:
-    """Return how many ranks Open MPI starts without being told that they may share cores."""
+    """Return how many ranks Open MPI starts without --oversubscribe."""
     if "SLURM_JOB_ID" in seen:  # as many as tasks were asked for, however many cores each has
         return int(seen.get("SLURM_NTASKS") or seen.get("SLURM_JOB_NUM_NODES") or 1)
     cpus = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
@@ -331,7 +331,7 @@ def gpu_of_rank(gpus: int, environ: Mapping[str, str] | None = None) -> int | No
 def cuda_aware() -> bool:
     """Return whether MPI takes pointers to GPU memory: its own answer, which Open MPI and MPICH give when it is up.
 
-    Cray's MPICH is told by MPICH_GPU_SUPPORT_ENABLED=1. What gives no answer is taken for one that does not.
+    Cray's MPICH does with MPICH_GPU_SUPPORT_ENABLED=1. A library that gives no answer is taken for one that does not.
     """
     from mpi4py import MPI
 

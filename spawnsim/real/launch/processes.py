@@ -1,12 +1,9 @@
-"""The processes of a job: a registry that they write to, the keeper of each rank, and what becomes of orphans.
+"""The processes of a job: the registry that they write to, the monitor of each rank, and what becomes of orphans.
 
-The *registry* is a folder of the launcher's, in which processes leave who they are, how far they have come, and who
-has ended first; ranks of other nodes may not reach it, and then leave nothing. A *keeper* stands between a launcher
-and a rank: when a rank dies, launchers stop the others, and then name whichever process they look at first. So each
-rank that our own launcher has started forks before it loads anything: the child goes on as the rank, its parent waits
-for it and writes down how it has really ended. In a job that survives a death the keeper ends as if all were well.
-Processes that lose their parents are adopted by the launcher's process (Linux: subreaper). Uses files, signals and
-processes alone.
+The *registry* is a folder of the launcher's, in which processes write who they are, how far they have come, and which
+has ended first; ranks on other nodes may not reach it, and then write nothing. A *monitor* is the parent process of a
+rank: it waits for the rank and writes down how it has ended. Processes that lose their parents are adopted by the
+launcher's process (Linux: subreaper). Uses files, signals and processes alone.
 """
 
 from __future__ import annotations
@@ -24,19 +21,19 @@ from pathlib import Path
 
 from spawnsim.errors import WorldError
 
-REGISTRY = "SPAWNSIM_ROLL"
-"""Names the folder. Each process leaves a file: its process id is the name, its rank the content, if it has one."""
+REGISTRY = "SPAWNSIM_REGISTRY"
+"""Names the folder. Each process writes a file: its process id is the name, its rank the content, if it has one."""
 SURVIVE = "SPAWNSIM_SURVIVE"
 """Set where the launcher lets the others live when a rank dies."""
-BEGUN = "begun"  # the rank has met all others, and its program begins: from here on others may survive it
+BEGUN = (
+    "begun"  # the rank has met all others, and its program begins: from here on others may survive its death
+)
 ENDED = "ended"  # its program has ended, and nothing is left to do
 DEAD = "dead"  # it has ended in any other way
-FIRST_END = (
-    "first end"  # of a rank by which the job ends: status and sentence; later ends may be the launcher's work
-)
+FIRST_END = "first end"  # of a rank, by which the job ends: status and sentence
 WORLD_ERROR = WorldError.exit_status  # the status of a job that something outside of its programs has ended
-REREAD_S = 0.01  # how often at most a rank reads who has died
-KNOWN_S = 0.5  # how much later than its peers a keeper may learn of a rank's death
+REREAD_S = 0.01  # how often at most a rank reads which ranks have died
+KNOWN_S = 0.5  # how much later than its peers a monitor may learn of a rank's death
 
 
 @dataclass(frozen=True)
@@ -47,22 +44,22 @@ class ProcessRegistry:
 
     @property
     def processes(self) -> list[int]:
-        """Return the process ids of all who have signed."""
-        return [int(signed.name) for signed in self.folder.iterdir() if signed.name.isdigit()]
+        """Return the process ids of all that have registered."""
+        return [int(file.name) for file in self.folder.iterdir() if file.name.isdigit()]
 
     @property
     def launchers(self) -> list[int]:
-        """Return the parents of keepers, which these have signed for: the launcher's own processes on this node."""
+        """Return the parents of monitors, which these have registered: the launcher's own processes on this node."""
         return [process for process in self.processes if not self.rank_of(process)]
 
     @property
     def ranks(self) -> set[int]:
-        """Return the ranks that have signed."""
+        """Return the ranks that have registered."""
         return {int(rank) for process in self.processes if (rank := self.rank_of(process))}
 
     @property
     def ended_well(self) -> bool:
-        """Whether a rank has come to the end of its program; so it is where nobody has signed."""
+        """Whether a rank has come to the end of its program, or none has registered."""
         return bool(_reached(self.folder, ENDED)) or not any(self.folder.iterdir())
 
     @property
@@ -71,23 +68,23 @@ class ProcessRegistry:
         return _reached(self.folder, BEGUN)
 
     def first_end(self) -> tuple[int, str] | None:
-        """Return the status and the sentence of the first end; the sentence is empty if the rank has said it all."""
+        """Return the status and the sentence of the first end; the sentence is empty if the rank has reported it."""
         return _first(self.folder)
 
     def rank_of(self, process: int) -> str:
-        """Return the rank that a process is, or keeps; "" if that is not known."""
-        signed = self.folder / str(process)
-        return signed.read_text() if signed.is_file() else ""
+        """Return the rank that a process is, or monitors; "" if that is not known."""
+        file = self.folder / str(process)
+        return file.read_text() if file.is_file() else ""
 
 
 def register(rank: int | str, environ: Mapping[str, str], process: int) -> None:
-    """Say which process a rank is, where the launcher asked for it and its folder can be reached from here."""
+    """Write which process a rank is, where the launcher asked for it and its folder can be reached from here."""
     if folder := _folder(environ):
         (folder / str(process)).write_text(str(rank))
 
 
 def register_stage(stage: str, rank: int, environ: Mapping[str, str]) -> None:
-    """Say how far a rank has come: BEGUN, ENDED or DEAD."""
+    """Write how far a rank has come: BEGUN, ENDED or DEAD."""
     if folder := _folder(environ):
         (folder / f"{stage} {rank}").touch()
 
@@ -99,22 +96,24 @@ def ranks_at_stage(stage: str, environ: Mapping[str, str]) -> set[int] | None:
 
 
 def record_first_end(status: int, sentence: str, environ: Mapping[str, str]) -> bool | None:
-    """Say how a rank has ended, unless another was first.
+    """Write how a rank has ended, unless another was first; return whether this one was, None where it cannot be known.
 
-    Whoever writes may be killed at any time, so the record appears whole or not at all. Returns whether this one was
-    the first; None where there is no place to say so.
+    Only the first end counts: once it is known, launchers kill the other ranks, whose ends say nothing about the cause.
     """
     folder = _folder(environ)
     if folder is None:
         return None
-    own = folder / f"{FIRST_END} seen by {os.getpid()}"
-    own.write_text(f"{status} {sentence}")
+    # The writer may be killed at any time, and several write at once. A hard link under the common name is atomic and
+    # fails if the name exists, so the record appears as a whole or not at all, and once; opening with O_EXCL and then
+    # writing could leave an empty record for good.
+    draft = folder / f"{FIRST_END} seen by {os.getpid()}"
+    draft.write_text(f"{status} {sentence}")
     try:
-        os.link(own, folder / FIRST_END)
+        os.link(draft, folder / FIRST_END)
     except FileExistsError:
         return False
     finally:
-        own.unlink()  # else what this process writes next would be the record
+        draft.unlink()  # else what this process writes next would change the record, which is the same file
     return True
 
 
@@ -125,7 +124,7 @@ def first_end(environ: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def wait_for_first_end(environ: Mapping[str, str]) -> None:
-    """Wait until the first end is known, for as long as a keeper may need to tell it; not where it cannot be told."""
+    """Wait until the first end is known, for as long as a monitor may need to write it; not where it cannot."""
     due_s = time.monotonic() + KNOWN_S
     while _folder(environ) and first_end(environ) is None and time.monotonic() < due_s:
         time.sleep(REREAD_S)
@@ -138,7 +137,7 @@ def scratch_folder(environ: Mapping[str, str]) -> Path | None:
 
 
 class KnownDeaths:
-    """Who has died, as their keepers say: to be asked as often as one likes."""
+    """The world ranks that have died, as their monitors have written; reads at most every `REREAD_S` seconds."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._folder, self._due_s = _folder(environ), 0.0
@@ -155,8 +154,8 @@ class KnownDeaths:
 
 
 def _reached(folder: Path, stage: str) -> set[int]:
-    words = (name.partition(" ") for name in os.listdir(folder))
-    return {int(rank) for word, _, rank in words if word == stage}
+    names = (name.partition(" ") for name in os.listdir(folder))
+    return {int(rank) for word, _, rank in names if word == stage}
 
 
 def _first(folder: Path) -> tuple[int, str] | None:
@@ -174,7 +173,7 @@ def _folder(environ: Mapping[str, str]) -> Path | None:
 
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent has died
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # Linux: orphans become children of this process
-PATIENCE_S = 2.0  # how long one may take to end by itself
+PATIENCE_S = 2.0  # how long an orphan may take to end by itself
 REAP_LOOK_S = 1e-3
 
 
@@ -196,7 +195,7 @@ def dying_with_parent(number: int) -> Callable[[], object] | None:
 
 @contextmanager
 def subreaper() -> Iterator[None]:
-    """Make what loses its parent below this process its child while the block runs, where the system allows it."""
+    """While the block runs, adopt descendants of this process that lose their parents, where the system allows it."""
     prctl = _prctl()
     if prctl is None:
         yield
@@ -211,14 +210,14 @@ def subreaper() -> Iterator[None]:
 
 
 def reap(processes: Iterable[int]) -> None:
-    """Wait until those of these that are children of this process have ended, and kill those that do not."""
+    """Wait until those of these processes that are children of this one have ended, and kill those that do not."""
     known = list(processes)
     while any(_reaped(process) for process in known):  # each may have left children of its own
         pass
 
 
 def _reaped(process: int) -> bool:
-    """Return whether it was a child; no longer."""
+    """Wait for one process; return whether it was a child of this one."""
     try:
         end_s = time.monotonic() + PATIENCE_S
         while os.waitpid(process, os.WNOHANG) == (0, 0):
@@ -233,7 +232,7 @@ def _reaped(process: int) -> bool:
 
 
 def children(process: int) -> list[int]:
-    """Return the processes that a process has started and not yet seen off."""
+    """Return the children of a process that it has not waited for yet."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
@@ -242,44 +241,52 @@ def children(process: int) -> list[int]:
     return found
 
 
-SPOKEN = "[spawnsim keeper]"  # begins what a keeper says to a launcher whose folder it cannot reach
+SPOKEN = (
+    "[spawnsim monitor]"  # begins what a monitor writes to stderr for a launcher whose folder it cannot reach
+)
 ORPHANED = (
     signal.SIGALRM
-)  # what the system sends when a thread of the launcher has ended that had started the keeper
-STOP_S = 2  # for the last words of a rank whose launcher has died
-HEARD_S = 0.2  # from what a rank says to what the launcher has heard
-HANDED_ON = (
+)  # the system sends it when the launcher's thread that has started the monitor has ended
+STOP_S = 2  # how long a rank whose launcher has died may take to save what it has
+HEARD_S = 0.2  # until the launcher has read what a rank has written
+FORWARDED = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
 )  # fmt: skip
-AWAITED = (*HANDED_ON, ORPHANED, signal.SIGCHLD)
+AWAITED = (*FORWARDED, ORPHANED, signal.SIGCHLD)
 
 
-def keep(rank: int, environ: Mapping[str, str]) -> None:
-    """Go on as a child whose end this process waits for, where our launcher has started it and the system allows it.
+def monitor(rank: int, environ: Mapping[str, str]) -> None:
+    """Return as a child process, for whose end this one waits, where our launcher has started it on Linux.
 
-    To be called while the process has one thread. What a rank does in its process group is not done to its keeper, nor
-    the other way round: when a launcher kills the keeper's, the rank dies with its keeper, which has said nothing.
+    To be called while the process has one thread.
     """
+    # Launchers do not report truly how a rank has ended: they see that a connection was closed, kill the other ranks,
+    # and name the process that they look at first; MPICH's named the wrong rank in 28 of 100 kills. Only a parent gets
+    # the true status, and the launcher's processes are not ours, so each rank gets a parent of our own in between. The
+    # fork comes before anything is loaded: it costs 1 ms then, and is not safe later, when MPI or torch have threads.
+    # The parent keeps open the connections to the launcher that it has inherited, so the launcher learns of the death
+    # only after the monitor has written how it came. A rank whose monitor dies gets SIGKILL, or it would run on unseen.
+    # It has a process group of its own, so that what it does to its group is not done to its monitor.
     die_with_parent, tell_of_parent = dying_with_parent(signal.SIGKILL), dying_with_parent(ORPHANED)
     if REGISTRY not in environ or die_with_parent is None or tell_of_parent is None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    keeper, launcher = os.getpid(), os.getppid()
+    parent, launcher = os.getpid(), os.getppid()
     former = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     if child := os.fork():
         tell_of_parent()
-        Keeper(rank, child, launcher, environ).wait()
+        RankMonitor(rank, child, launcher, environ).wait()
     die_with_parent()
-    if os.getppid() != keeper:  # it died in between
+    if os.getppid() != parent:  # it died before `die_with_parent` was in force
         os._exit(128 + signal.SIGKILL)
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 @dataclass
-class Keeper:
-    """The parent of a rank's process, which is its `child`. `stopping`: somebody has told the rank to stop."""
+class RankMonitor:
+    """The parent of a rank's process, which is its `child`. `stopping`: the rank was told to stop."""
 
     rank: int
     child: int
@@ -288,42 +295,42 @@ class Keeper:
     stopping: bool = False
 
     def wait(self) -> None:
-        """Wait for the rank's end, and end likewise. Does not return."""
+        """Wait for the rank's end, and end with the same status. Does not return."""
         status = 1
         try:
             for process in (os.getpid(), self.child):
                 register(self.rank, self.environ, process)
             register("", self.environ, self.launcher)
-            end = self._attend()
-            status = self._tell(end) if end or not self._has(ENDED) else 0
+            end = self._wait()
+            status = self._record(end) if end or not self._has(ENDED) else 0
         finally:
             os._exit(status)
 
     def _has(self, stage: str) -> bool:
-        """Whether the rank has come to a stage. On other nodes the roll is out of reach: it counts as if it had."""
+        """Whether the rank has come to a stage. On other nodes the registry is out of reach: it counts as if it had."""
         ranks = ranks_at_stage(stage, self.environ)
         return ranks is None or self.rank in ranks
 
-    def _attend(self) -> int:
-        """Give the signals that this process gets to the rank until it ends; return its exit code.
-
-        They stay blocked, and are taken one by one: a handler of Python's would not run when its signal came just
-        before the wait. MPICH's own SIGUSR1 about a death is for nobody.
-        """
-        self._orphaned()  # unless it was too early for the signal
+    def _wait(self) -> int:
+        """Forward the signals that this process gets to the rank until it ends; return its exit code."""
+        # The signals stay blocked and are taken one by one: a handler of Python's runs between bytecodes, so for a
+        # signal that came just before a blocking `waitpid` it would run only at the rank's end.
+        self._orphaned()  # the launcher may have died before its death would have sent a signal
         while not (ended := os.waitpid(self.child, os.WNOHANG))[0]:
             number = signal.sigwait(AWAITED)
             if number == ORPHANED:
                 self._orphaned()
-            elif number in HANDED_ON and not (number == signal.SIGUSR1 and SURVIVE in self.environ):
-                self._hand_on(number)
+            elif number in FORWARDED and not (number == signal.SIGUSR1 and SURVIVE in self.environ):
+                self._forward(
+                    number
+                )  # SIGUSR1 is MPICH's, about the death of another rank: it would kill this one
         return os.waitstatus_to_exitcode(ended[1])
 
-    def _hand_on(self, number: int) -> None:
+    def _forward(self, number: int) -> None:
         self.stopping |= number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         with suppress(ProcessLookupError):
             os.kill(self.child, number)
-            if self.stopping:  # one that is stopped would never hear it
+            if self.stopping:  # a process that SIGSTOP has stopped would not act on it
                 os.kill(self.child, signal.SIGCONT)
 
     def _orphaned(self) -> None:
@@ -331,16 +338,18 @@ class Keeper:
             return
         text = f"the launcher's process {self.launcher}, which had started rank {self.rank}, has died"
         record_first_end(WORLD_ERROR, text, self.environ)
-        self._hand_on(signal.SIGKILL if self.stopping else signal.SIGTERM)
-        signal.alarm(STOP_S)  # and again
+        self._forward(signal.SIGKILL if self.stopping else signal.SIGTERM)
+        signal.alarm(STOP_S)  # which is ORPHANED again: then the rank is killed
 
-    def _tell(self, end: int) -> int:
-        """Say how the rank has ended, if the job goes on or nobody was first; return the status to end with."""
+    def _record(self, end: int) -> int:
+        """Write how the rank has ended, if the job goes on or no other was first; return the status to end with."""
         status = 128 - end if end < 0 else end
         text = f"rank {self.rank} (process {self.child} on {os.uname().nodename}) {_how(end)}"
         register_stage(DEAD, self.rank, self.environ)
-        if self.stopping and end < 0:  # whoever has told it to stop knows why
+        if self.stopping and end < 0:  # the sender of the signal knows why
             return status
+        # In a job that survives deaths the monitor ends with 0, so that the launcher sees no failure and lets the
+        # others live; they learn of the death from the registry. Before all have met there is nothing to go on with.
         if SURVIVE in self.environ and self._has(BEGUN):
             if first_end(self.environ):
                 return status
@@ -354,12 +363,12 @@ class Keeper:
 
 
 def end_job(status: int, environ: Mapping[str, str]) -> None:
-    """End the job of a rank that nobody keeps, before its MPI is up: MPICH's mpiexec does not notice that it leaves.
+    """End the job of a rank without a monitor, before its MPI is up: MPICH's mpiexec does not notice that it leaves.
 
-    By the word of MPICH's launcher that its library would say. Other launchers see that a rank has left with a status,
-    and end the job themselves; srun does so with --kill-on-bad-exit.
+    Other launchers see that a rank has left with a status, and end the job themselves (srun: with --kill-on-bad-exit).
     """
-    if "PMI_FD" in environ and "MPI_LOCALRANKID" in environ:  # Slurm speaks another language there
+    # The abort command of MPICH's process manager interface (PMI-1), which the library would send
+    if "PMI_FD" in environ and "MPI_LOCALRANKID" in environ:  # Slurm uses another protocol there
         sys.stderr.flush()
         time.sleep(HEARD_S)
         os.write(int(environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % status)
@@ -381,5 +390,5 @@ def signal_name(number: int) -> str:
 
 
 def _say(line: str) -> None:
-    with suppress(OSError):  # nobody listens
+    with suppress(OSError):  # the pipe is closed
         os.write(2, f"{line}\n".encode())

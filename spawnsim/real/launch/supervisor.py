@@ -1,8 +1,8 @@
-"""Supervise mpiexec or torchrun: forward signals to the ranks and their output, and say in one line why a job ended.
+"""Supervise mpiexec or torchrun: forward signals to the ranks and their output, and report in one line why a job ended.
 
-mpiexec and its kin say in ten lines that a process was killed, and in none which rank it was. So their own words are
-taken out of what comes from standard error (`LauncherOutput`). Which rank died is known from the registry that ranks
-and their keepers write to (`JobState`); only where nobody has, from those words. A launcher that does not end a job
+Launchers report in ten lines that a process was killed, and in none which rank it was. So their own messages are taken
+out of what comes from standard error (`LauncherOutput`). Which rank died is known from the registry that ranks and
+their monitors write to (`JobState`), and from those messages only where none has. A launcher that does not end a job
 which has lost a rank is ended here, and shared memory that MPI has left in /dev/shm is removed. Loads neither numpy,
 MPI nor torch.
 """
@@ -44,7 +44,7 @@ _OWN_LINES = (
     b"mpirun", b"mpiexec", b"MPI_ABORT", b"NBC_Progress", b"WARNING: The selected",
     b"YOUR APPLICATION TERMINATED", SPOKEN.encode(), OURS,
 )  # fmt: skip
-"""How lines of a launcher's own begin, and what it may put something before."""
+"""How a launcher's own lines begin, and ours, before which it may put something."""
 _BEGINS = re.compile(
     rb"=   BAD TERMINATION|(prte?run|mpirun|mpiexec|MPI_ABORT)\b.*\b(noticed|invoked|exited|detected)"
     rb"|WARNING: The selected '\w+' module"  # is not tested to go on after a death
@@ -72,13 +72,19 @@ class JobEnd:
 
 @dataclass
 class LauncherOutput:
-    """Takes what comes out of a launcher, gives back what the ranks said, and keeps who was killed by what."""
+    """Filters the output of a launcher: returns what the ranks wrote, and notes which process was killed by what.
+
+    Output comes in chunks that may end anywhere. A line is shown before it is complete, unless it may become one of the
+    launcher's own: a rank's progress bar must not wait for a newline. Launchers' banners begin with an empty line or a
+    rule, as a program's own table may, so these are held until the next line tells which it is. What is not recognised,
+    such as the message of another version, is shown: at worst the user reads of one death twice.
+    """
 
     process: int = -1
     node: str = ""
     rank: int = -1
     signal: int = 0
-    spoken: JobEnd | None = None  # by the keeper that spoke first
+    spoken: JobEnd | None = None  # what the first monitor wrote that cannot reach the registry
     _tail: bytes = b""  # the beginning of a line that may be the launcher's own
     _begun: bool = False  # the beginning of the line was shown already
     _held: list[bytes] = field(default_factory=list)  # empty lines and a rule, which may begin a banner
@@ -148,8 +154,10 @@ def _may_be_own(tail: bytes) -> bool:
     return any(own.startswith(tail) or tail.startswith(own) for own in _OWN_LINES)
 
 
-LAST_WORDS_S = 6.0  # for a launcher whose job has lost a rank: most end the job themselves
-NO_WORDS_S = 1.0  # where not all programs have begun, nobody has recorded anything
+DOOMED_S = (
+    6.0  # for a launcher whose job has lost a rank: most end the job themselves, once ranks have saved theirs
+)
+UNBEGUN_S = 1.0  # the same where not all programs have begun, so that no rank has anything to save
 UNSURVIVED = ": no job survives that"
 STARTING_S = 3.0  # how much later than the first rank's program a launcher may start the last rank
 
@@ -158,86 +166,98 @@ STARTING_S = 3.0  # how much later than the first rank's program a launcher may 
 class JobState:
     """What is known of a job's ranks while it runs. `ranks`: how many are on this node, 0 if that is not known."""
 
-    roll: ProcessRegistry
+    registry: ProcessRegistry
     ranks: int
     survive: bool
     filters: tuple[LauncherOutput, LauncherOutput] = field(
         default_factory=lambda: (LauncherOutput(), LauncherOutput())
     )  # of both streams
     _lost_s: float = 0.0  # since when it is known that the job must end
-    _unkept: JobEnd | None = None
-    _alone_s: float = field(default_factory=time.monotonic)  # since when all ranks there are have keepers
+    _unmonitored: JobEnd | None = None
+    _alone_s: float = field(default_factory=time.monotonic)  # since when all ranks that live have monitors
 
     def doomed(self) -> bool:
         """Whether the job has lost a rank, and its launcher has had the time to end it."""
         now_s = time.monotonic()
         if not self._lost_s and self._first() is not None:
             self._lost_s = now_s
-        patience_s = LAST_WORDS_S if len(self.roll.begun) >= self.ranks else NO_WORDS_S
+        patience_s = DOOMED_S if len(self.registry.begun) >= self.ranks else UNBEGUN_S
         return self._lost_s > 0.0 and now_s - self._lost_s > patience_s
 
     def ended(self, status: int) -> JobEnd:
         """Return how the job has ended, whose launcher has left with a status. The first end is the one that counts."""
+        # In the order of how well each source knows: a rank or a monitor that has written its end; then the signal that
+        # the launcher reports, which names a process at most; then the status of the launcher, which names none. One
+        # exception: a rank that was told to stop by SIGTERM may have been told by the launcher, because of a death that
+        # only the launcher has seen (on another node, or of a rank without a monitor).
         first, found = self._first(), max(self.filters, key=lambda each: each.signal)
         told = first is not None and first.status == 128 + signal.SIGTERM  # which may be the launcher's work
         if first is not None and not (told and found.rank >= 0 and found.signal):
             return first
         if found.signal:
-            which = UNSURVIVED if self.survive and self._unkept_ranks() else ""
+            which = UNSURVIVED if self.survive and self._unmonitored_ranks() else ""
             return JobEnd(
                 128 + found.signal, f"{self._who(found)} was killed by {signal_name(found.signal)}{which}"
             )
-        if status == 0 and self.survive and not self.roll.ended_well:
+        if status == 0 and self.survive and not self.registry.ended_well:
             return JobEnd(WORLD_ERROR, "no rank has lived to the end")
         if status == 0:
             return JobEnd(0)
         how = f"has ended with status {status}" if status > 0 else f"was killed by {signal_name(-status)}"
-        unkept = self._unkept_ranks()
+        unmonitored = self._unmonitored_ranks()
         why = (
-            f"{_list_ranks(unkept)} died at {_its_or_their(unkept)} start"
-            if unkept
+            f"{_list_ranks(unmonitored)} died at {_its_or_their(unmonitored)} start"
+            if unmonitored
             else "no rank has said why"
         )
         return JobEnd(status if status > 0 else 128 - status, f"the launcher {how}: {why}")
 
     def _first(self) -> JobEnd | None:
-        if recorded := self.roll.first_end():
+        if recorded := self.registry.first_end():
             return JobEnd(*recorded)
-        return next((each.spoken for each in self.filters if each.spoken), None) or self._unkept_death()
+        return next((each.spoken for each in self.filters if each.spoken), None) or self._unmonitored_death()
 
-    def _unkept_death(self) -> JobEnd | None:
-        """Return the death of a rank that had no keeper yet, which nobody else may see: all others have one by now."""
-        launchers, unkept, now_s = self.roll.launchers, self._unkept_ranks(), time.monotonic()
-        if self._unkept is not None:
-            return self._unkept
-        if len(launchers) != 1 or not unkept or len(unkept) != self.ranks - len(children(launchers[0])):
+    def _unmonitored_death(self) -> JobEnd | None:
+        """Return the death of a rank that had no monitor yet, once all others have one."""
+        # From its start to its fork a rank is 0.1 s without a monitor, and MPICH's mpiexec waits for ever for one that
+        # dies in that time. It shows in numbers: fewer children of the launcher's process than ranks, and as many ranks
+        # missing in the registry. A launcher that is still starting ranks looks the same, hence STARTING_S.
+        launchers, unmonitored, now_s = self.registry.launchers, self._unmonitored_ranks(), time.monotonic()
+        if self._unmonitored is not None:
+            return self._unmonitored
+        if (
+            len(launchers) != 1
+            or not unmonitored
+            or len(unmonitored) != self.ranks - len(children(launchers[0]))
+        ):
             self._alone_s = now_s
         elif now_s - self._alone_s > STARTING_S:
             which = UNSURVIVED if self.survive else ""
-            self._unkept = JobEnd(
-                WORLD_ERROR, f"{_list_ranks(unkept)} died at {_its_or_their(unkept)} start{which}"
+            self._unmonitored = JobEnd(
+                WORLD_ERROR, f"{_list_ranks(unmonitored)} died at {_its_or_their(unmonitored)} start{which}"
             )
-        return self._unkept
+        return self._unmonitored
 
-    def _unkept_ranks(self) -> list[int]:
-        return sorted(set(range(self.ranks)) - self.roll.ranks)
+    def _unmonitored_ranks(self) -> list[int]:
+        return sorted(set(range(self.ranks)) - self.registry.ranks)
 
     def _who(self, found: LauncherOutput) -> str:
-        """Return whom the launcher means; of ranks with keepers MPICH's may name any."""
-        unkept = self._unkept_ranks()
-        if found.process < 0 and unkept:  # MPICH's says no more than the signal where ranks are survived
-            return f"{'one of ' if len(unkept) > 1 else ''}{_list_ranks(unkept)}, at {_its_or_their(unkept)} start,"
+        """Return which process the launcher reports; of ranks with monitors MPICH's may name any."""
+        unmonitored = self._unmonitored_ranks()
+        if found.process < 0 and unmonitored:  # MPICH's reports only the signal where jobs survive deaths
+            which = f"{'one of ' if len(unmonitored) > 1 else ''}{_list_ranks(unmonitored)}"
+            return f"{which}, at {_its_or_their(unmonitored)} start,"
         process = f"process {found.process} on {found.node}" if found.process >= 0 else "a process"
         rank = str(found.rank) if found.rank >= 0 else ""
-        if not (rank or self.roll.launchers):
-            rank = self.roll.rank_of(found.process)
-        if not rank and len(unkept) == 1:
-            rank = str(unkept[0])
+        if not (rank or self.registry.launchers):
+            rank = self.registry.rank_of(found.process)
+        if not rank and len(unmonitored) == 1:
+            rank = str(unmonitored[0])
         if rank:
             return f"rank {rank} ({process})"
-        if unkept:
-            return f"one of {_list_ranks(unkept)} ({process}), at their start,"
-        return "a rank's keeper" if self.roll.launchers else process
+        if unmonitored:
+            return f"one of {_list_ranks(unmonitored)} ({process}), at their start,"
+        return "a rank's monitor" if self.registry.launchers else process
 
 
 def _list_ranks(ranks: Sequence[int]) -> str:
@@ -251,13 +271,17 @@ def _its_or_their(ranks: Sequence[int]) -> str:
 
 SHM_FOLDER = Path("/dev/shm")
 SHM_NAMES = ("mpich_shm_*", "mpich_shar_tmp*", "sm_segment.*", "osc_rdma.*")  # of MPICH and of Open MPI
-FILE_TIME_S = 1.0  # the times of files may be as coarse as that
-MAPPING_S = 0.02  # from the making of such a file until its maker has it mapped
+FILE_TIME_S = 1.0  # how coarse the times of files may be
+MAPPING_S = 0.02  # from the creation of such a file until its creator has mapped it
 
 
 @contextmanager
 def shared_memory_removed() -> Iterator[None]:
-    """Remove what came while the block ran, is this user's, and is in use by no process: so it is no other job's."""
+    """Remove MPI's files in /dev/shm that this user has created while the block ran, and that no process has mapped.
+
+    A rank that is killed leaves its segments there, and they hold memory. Their names do not tell the job, and this
+    user may run others at the same time: hence all three conditions.
+    """
     began_s = time.time() - FILE_TIME_S
     try:
         yield
@@ -288,7 +312,7 @@ def _mapped_shared_memory() -> set[str]:
     return {f"{SHM_FOLDER}/{name}" for name in found}
 
 
-STOP_S = 6.0  # a launcher that is told to stop gets this long for its ranks' last words before it is killed
+STOP_S = 6.0  # a launcher that is told to stop gets this long for its ranks to save what they have before it is killed
 LOOK_S = 0.2  # how soon at the latest a signal is acted upon
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -307,13 +331,14 @@ def supervise(line: Sequence[str], environ: Mapping[str, str] | None = None, *, 
         told, job = list[int](), JobState(ProcessRegistry(Path(folder)), ranks, survive=SURVIVE in given)
         pipes = zip((started.stdout, started.stderr), (1, 2), job.filters, strict=True)
         readers = [
-            threading.Thread(target=_hand_on, args=pipe, name="spawnsim-log", daemon=True) for pipe in pipes
+            threading.Thread(target=_forward_output, args=pipe, name="spawnsim-log", daemon=True)
+            for pipe in pipes
         ]
         for reader in readers:
             reader.start()
         with _forwarding(started, told):
             status = _wait(started, told, readers, job)
-        reap(job.roll.processes)  # before all is read: they may hold the pipes open
+        reap(job.registry.processes)  # before all is read: they may hold the pipes open
         for reader in readers:
             reader.join(STOP_S)
         return JobEnd(128 + told[0], outcome_of_signal(told[0])) if told else job.ended(status)
@@ -335,7 +360,7 @@ def _prepared(*, survive: bool) -> Callable[[], None] | None:
     return prepare
 
 
-def _hand_on(stream: IO[bytes] | None, to: int, filter_: LauncherOutput) -> None:
+def _forward_output(stream: IO[bytes] | None, to: int, filter_: LauncherOutput) -> None:
     assert stream is not None
     with stream:
         while chunk := os.read(stream.fileno(), 65536):
@@ -344,14 +369,14 @@ def _hand_on(stream: IO[bytes] | None, to: int, filter_: LauncherOutput) -> None
 
 
 def _write(to: int, text: bytes) -> None:
-    with suppress(BrokenPipeError):  # nobody listens any more: the job goes on
+    with suppress(BrokenPipeError):  # the reader has gone, but the job goes on
         while text:
             text = text[os.write(to, text) :]
 
 
 @contextmanager
 def _forwarding(started: subprocess.Popen[bytes], told: list[int]) -> Iterator[None]:
-    """Hand on the first signal to stop as SIGTERM, which all launchers give to their ranks; the second one kills."""
+    """Forward the first signal to stop as SIGTERM, which all launchers give to their ranks; the second one kills."""
 
     def handler(number: int, _frame: object) -> None:
         told.append(number)

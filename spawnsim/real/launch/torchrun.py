@@ -1,6 +1,6 @@
-"""torchrun, without its own report: the rank that fails has said what there is to say, and its status is the job's.
+"""torchrun without its report of a failure: the rank that fails has reported it, and its status becomes the job's.
 
-`python -m spawnsim.real.launch.torchrun ARGUMENTS…` takes torchrun's arguments. Knows torch's launcher.
+`python -m spawnsim.real.launch.torchrun ARGUMENTS…` takes torchrun's arguments.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def main(arguments: Sequence[str]) -> int:
         who = f"process rank {rank} with PID {first.pid} on node {socket.gethostname()}"
         sys.stderr.write(f"torchrun noticed that {who} exited on signal {-first.exitcode}\n")
         return 128 - first.exitcode
-    except SignalException as told:
-        return 128 + int(told.sigval)
+    except SignalException as signalled:
+        return 128 + int(signalled.sigval)
     return 0
 
 

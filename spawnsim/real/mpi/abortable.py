@@ -1,10 +1,17 @@
 """Collectives that a rank can leave when others are missing: non-blocking ones of the library, with a deadline.
 
-Used with `Options(survive=True)`: their `Timeout` names who is missing and can be caught, to `recover()`. A call that
-was left may still complete one day, when a rank that was only stopped goes on: so results are received in memory of
-the call's own, and given to the program when it is complete. Calls that the library has in a blocking form alone are
-made in a thread that can be left behind. Objects travel as bytes by the same calls and are combined in rank order.
+Used with `Options(survive=True)`: their `Timeout` names the missing ranks and can be caught, to `recover()`. Calls that
+the library has in a blocking form alone are made in a thread that can be left behind (`run_detached`). Objects travel
+as bytes by the same calls and are combined in rank order.
 """
+
+# Why calls are left, not ended: MPI has no way to end a collective in which a rank is missing. A non-blocking one
+# cannot be cancelled or freed (MPI 4.1, 6.12), and a blocking one does not return. So a call that meets its deadline
+# goes on inside the library for ever, or until a rank that was only stopped takes part after all, and then writes its
+# result. Two things follow. Results are received in memory of the call's own (`BounceBuffers`) and copied to the
+# program's only when the call is complete: else a late one would overwrite what the program computes meanwhile. And
+# whatever the library may still touch is kept for the rest of the run (`survival.kept`): if its memory was freed and
+# used again, the late write would corrupt an unrelated object.
 
 from __future__ import annotations
 
@@ -32,40 +39,34 @@ def abortable(comm: CommCore, operation: str, args: tuple[Any, ...], kwargs: dic
     """Run one collective of `comm`; its number has been counted already."""
     if operation[0].islower():
         return AbortableObjects(comm).call(operation, args, kwargs)
-    landing = BounceBuffers(operation, args, kwargs, comm.rank)
-    runtime, number, began_s, limit_s = (
-        comm.runtime,
-        comm._sequence,
-        perf_counter(),
-        comm.runtime.clock.limit_s(),
-    )
-    request = None
+    buffers = BounceBuffers(operation, args, kwargs, comm.rank)
+    runtime, number, began_s = comm.runtime, comm._sequence, perf_counter()
+    limit_s, request = runtime.clock.limit_s(), None
     try:
-        request = getattr(comm._raw, "I" + operation.lower())(*landing.args, **landing.kwargs)
+        request = getattr(comm._raw, "I" + operation.lower())(*buffers.args, **buffers.kwargs)
         if runtime.wait(request.Test, limit_s, (operation, number, comm)):
-            landing.end()
+            buffers.end()
             return None
     except MPI.Exception as error:
-        runtime.survival.kept += [request, landing]  # as below: parts of it may be under way
+        runtime.survival.kept += [request, buffers]  # parts of it may be under way also after an error
         raise _failure(error, comm, f"{operation} number {number}") from None
     except (Revoked, RankFailed):
-        runtime.survival.kept += [request, landing]  # it may still write to its buffers
+        runtime.survival.kept += [request, buffers]
         raise
     late = _late(comm, (operation, number, comm, began_s, limit_s))
     if request.Test():  # the last one has come while the others were asked
-        landing.end()
+        buffers.end()
         return None
-    runtime.survival.kept += [request, landing]
+    runtime.survival.kept += [request, buffers]
     raise late
 
 
 def _late(comm: CommCore, call: tuple[str, int, CommCore, float, float]) -> Exception:
-    """Return the error of a call past its deadline: who is missing, as the watchdogs of all say."""
+    """Return the error of a call past its deadline: which ranks are missing, as the watchdogs of all report."""
     runtime, key = comm.runtime, -abs(id(call))
-    runtime.watchdog.active[key] = (
-        *call[:4],
-        inf,
-    )  # for others to see; this rank's own watchdog would end the job
+    # While the others are asked, they must see that this rank is in the call, but its own watchdog must not take the
+    # call for one that hangs and end the job: hence a limit that is never met.
+    runtime.watchdog.active[key] = (*call[:4], inf)
     everyone = runtime.watchdog.ask_all()
     runtime.watchdog.active.pop(key, None)
     if comm.revoked:  # meanwhile the others have begun to recover, or have given this rank up
@@ -84,22 +85,25 @@ def run_detached(
     """
     runtime, began_s, limit_s = comm.runtime, perf_counter(), comm.runtime.clock.limit_s()
     number = comm._sequence if awaited is None else -1
-    apart = DetachedCall(function)
-    if not runtime.wait(apart.over, limit_s, (operation, number, comm), awaited[0] if awaited else None):
+    detached = DetachedCall(function)
+    if not runtime.wait(detached.over, limit_s, (operation, number, comm), awaited[0] if awaited else None):
         text = f"rank {comm.rank} of {comm.label}: {operation} met its deadline of {limit_s:g} s"
         late: Exception = Timeout(awaited or (), operation, -1, text)
         if awaited is None:
             late = _late(comm, (operation, number, comm, began_s, limit_s))
-        if not apart.over():
+        if not detached.over():
             raise late
     try:
-        return apart.result()
+        return detached.result()
     except MPI.Exception as error:
         raise _failure(error, comm, operation) from None
 
 
 def _failure(error: MPI.Exception, comm: CommCore, what: str) -> SpawnsimError:
-    """Return the error of a call. What it is called is no evidence: where a member dies meanwhile, it may be any."""
+    """Return the error of a call; a death that shows within `DETECTED_S` is its cause, whatever the library calls it.
+
+    When a member dies, Open MPI reports for instance that a window is invalid.
+    """
     found = failure(error, comm._raw, f"rank {comm.rank} of {comm.label}: {what}")
     survival = comm.runtime.survival
     if isinstance(found, WorldError) or not wait_until(lambda: survival.failed(comm), DETECTED_S):
@@ -109,7 +113,7 @@ def _failure(error: MPI.Exception, comm: CommCore, what: str) -> SpawnsimError:
 
 
 def make_collectively(comm: CommCore, make: Callable[..., T], *args: Any) -> T:
-    """Make the collective call `make(*args, communicator)`; one that can be left in a job that survives deaths."""
+    """Make a window by the collective call `make(*args, communicator)`, which can be left in a job that survives."""
     if comm.revoked:
         raise Revoked(f"a window {comm.revoked}")
     call: Callable[[], T] = partial(make, *args, comm._raw)
@@ -125,23 +129,24 @@ def make_detached(comm: CommCore, operation: str, call: Callable[[], T], *, meet
     if meeting:
         comm.Barrier()
     if ulfm():
-        # Open MPI makes communicators in turn, those of a lower numbered parent first, and a making that a death has
-        # ended or left keeps its turn for ever. COMM_SELF is lower than any other: its own making takes the turn over,
-        # and gives it back.
+        # Open MPI (`ompi_comm_nextcid`) lets one communicator be made at a time, that of the lowest numbered parent
+        # first, and a call that a death has ended or left keeps its turn for ever: every window of the survivors met
+        # its deadline. COMM_SELF has a lower number than any other, so a duplicate of it takes the turn over and gives
+        # it back. To revoke the old communicator did not help.
         comm.runtime.survival.settle()
         MPI.COMM_SELF.Dup().Free()
     return run_detached(comm, operation, call)
 
 
 class DetachedCall(Generic[T]):
-    """A call in a thread of its own, which nobody has to wait for. After a death it may stay there for ever."""
+    """A call in a daemon thread of its own. After a death it may never return, and the process ends all the same."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
         self._found: list[T] = []
         self._error: BaseException | None = None
         self._done = threading.Event()
-        threading.Thread(target=self._run, name="spawnsim-apart", daemon=True).start()
+        threading.Thread(target=self._run, name="spawnsim-detached", daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -166,7 +171,7 @@ class DetachedCall(Generic[T]):
 
 
 class BounceBuffers:
-    """The arguments of a collective, with memory of the call's own in the place of the program's that receives."""
+    """The arguments of a collective, with memory of the call's own in place of the program's receive buffer."""
 
     def __init__(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int) -> None:
         self.args, self.kwargs = args, kwargs
@@ -184,7 +189,7 @@ class BounceBuffers:
             self.args = (*args[:place], instead, *args[place + 1 :])
 
     def _instead(self, given: Any) -> Any:
-        """Return a buffer specification with other memory of the same kind and content."""
+        """Return a buffer specification with other memory of the same type, shape and content."""
         many = isinstance(given, (list, tuple))
         memory = given[0] if many and given else given
         if memory is None or isinstance(memory, int):  # IN_PLACE and BOTTOM are integers
@@ -194,7 +199,7 @@ class BounceBuffers:
         return [own, *given[1:]] if many else own
 
     def end(self) -> None:
-        """Give the program what has been received."""
+        """Copy what was received to the program's buffer."""
         if self._own is not None:
             MPI.buffer.frombuffer(self._theirs)[:] = MPI.buffer.frombuffer(self._own)
 

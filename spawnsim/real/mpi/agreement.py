@@ -1,16 +1,31 @@
-"""Who goes on together after a death: found out by small messages, and the same for all who go on.
+"""Agreement among the survivors of a death: which ranks go on together, and from which step.
 
-A *lineage* is a communicator with all that recoveries made of it. Its members meet in numbered rounds. In a round
-each says that it has come, and at which step it stands; the lowest that has come waits for those who live, and
-decides. Those decided say that they agree, then make their communicator and say so; whoever misses a word of one of
-them begins the next round, to which all who hear of it come, also those who were through already. So no death in
-between leaves anybody hanging, and few meet anybody in the making, where libraries bear it least.
+A *lineage* is a communicator with all that recoveries have made of it. Its members meet in numbered rounds:
 
-A rank that was not heard for `SILENT_S` is given up. Should it come back (it was stopped), it is told so: it is
-fenced. Without a majority rule, which would forbid to go on with one rank of two, a network that falls into halves
-makes two jobs. Runs in the watchdog's thread; knows its channel, and knows no communicator. `ShutdownBarrier` is how
-the ranks of such a job part: a barrier of the library would wait for the dead, and so would the library's own end.
+1. "come": each member says that it has come, and at which step it stands.
+2. "decided": the lowest member that has come decides, once each other one has come or is dead: members and step.
+3. "agreed": each decided member says that it knows of the decision.
+4. "made": each makes the new communicator, and says that it has one.
+
+A member that misses a message of the others begins the next round, and all that hear of it come there.
+`ShutdownBarrier` is how the ranks of such a job end together. All of it runs in the watchdog's thread, over the
+watchdogs' messages.
 """
+
+# Why not MPI's own agreement: only ULFM has one, MPICH has no ULFM, and even there it waits for ever for a rank that is
+# stopped (SIGSTOP, a debugger, a machine that swaps). This protocol is the same on all libraries, and gives such a rank
+# up: one that was not heard for `SILENT_S`. If it comes back it is told that it is *fenced*, and leaves.
+#
+# Why "agreed" and "made" are two steps: to make a communicator is the one collective of the library in a recovery, and
+# libraries bear a death inside of it least (MPICH makes none any more after two, Open MPI may crash). After "agreed"
+# all members are known to be alive and about to make it, so the time in which a death does harm is a few ms. After
+# "made" every member has it. A rank that dies in between is missed by some, whose next round draws in those that were
+# through already: `Agreement._on_come` revokes the new communicator on them. So no death leaves a rank waiting in an
+# old round.
+#
+# What is not promised: there is no majority rule, since that would forbid one rank of two to go on. A network that
+# splits makes two jobs. A rank is given up by silence, so one that holds the interpreter for longer than `SILENT_S` is
+# lost although it lives; a larger limit would make every true death without a detector that much slower.
 
 from __future__ import annotations
 
@@ -23,13 +38,12 @@ from typing import Any
 from spawnsim.real.runtime.abort import AbortProtocol
 from spawnsim.real.runtime.watchdog import GRACE_S
 
-BEAT_S = 0.3  # how often those who wait say that they live
+BEAT_S = 0.3  # how often ranks that wait say that they live
 LOOK_S = 2e-3
-SILENT_S = (
-    2 * GRACE_S
-)  # to give up a rank that lives is worse than to wait: on a busy machine some wait for long
+# to give up a rank that lives is worse than to wait: on a busy machine some answer late
+SILENT_S = 2 * GRACE_S
 
-AGREED, MADE = "agreed", "made"  # what those who were decided say
+AGREED, MADE = "agreed", "made"
 
 FENCED = (
     "the others have given this rank up, because it was silent for too long (stopped, or busy in code that holds the "
@@ -39,7 +53,7 @@ FENCED = (
 
 @dataclass(frozen=True)
 class Decision:
-    """Who goes on, by world rank, and from which step; `by` is who has decided."""
+    """The world ranks that go on, and from which step; `by` is the rank that has decided."""
 
     by: int
     members: tuple[int, ...]
@@ -48,7 +62,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Round:
-    """One rank's coming to one round. `members`: world ranks; `limit_s`: for those who live but do not come."""
+    """One rank's part in one round. `members`: world ranks; `limit_s`: for those that live but do not come."""
 
     lineage: str
     members: tuple[int, ...]
@@ -62,7 +76,7 @@ class Lineage:
     """What one rank knows of the rounds of a lineage."""
 
     done: int = 0  # the latest round that has made a communicator here
-    highest: int = 0  # the latest round that anybody is in
+    highest: int = 0  # the latest round that any member is in
     came: dict[int, dict[int, int | None]] = field(default_factory=lambda: defaultdict(dict))
     decided: dict[int, Decision] = field(default_factory=dict)
     said: dict[tuple[str, int, int], set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -83,16 +97,16 @@ class Agreement:
         self.dead: Callable[[], Collection[int]] = tuple  # world ranks that the library knows to be dead
         self.fenced = False
         watchdog.handlers |= {
-            "come": self._come, "alive": self._alive, "ended": self._ended, "decided": self._decided,
-            AGREED: self._said, MADE: self._said, "fenced": self._fence,
+            "come": self._on_come, "alive": self._heard_from, "ended": self._on_ended, "decided": self._on_decided,
+            AGREED: self._on_said, MADE: self._on_said, "fenced": self._on_fenced,
         }  # fmt: skip
 
-    # ------------------------------------------------------------------------------------------------- hearing
-    def _come(self, sender: int, message: dict[str, Any]) -> None:
+    # ------------------------------------------------------------------------------------------------ messages
+    def _on_come(self, sender: int, message: dict[str, Any]) -> None:
         if sender in self.lost:
             self._channel.send(sender, {"kind": "fenced"})
             return
-        state, number = self._hears(sender, message), message["number"]
+        state, number = self._heard_from(sender, message), message["number"]
         if self._over():
             self._channel.send(sender, {"kind": "ended", "lineage": message["lineage"]})
             return
@@ -102,38 +116,35 @@ class Agreement:
             self._revoke(message["lineage"])
         self._channel.send(sender, {"kind": "alive", "lineage": message["lineage"]})
 
-    def _hears(self, sender: int, message: dict[str, Any]) -> Lineage:
+    def _heard_from(self, sender: int, message: dict[str, Any]) -> Lineage:
         state = self.lineages[message["lineage"]]
         self.suspects.discard(sender)
         state.heard_s[sender] = time.perf_counter()
         return state
 
-    def _alive(self, sender: int, message: dict[str, Any]) -> None:
-        self._hears(sender, message)
+    def _on_ended(self, sender: int, message: dict[str, Any]) -> None:
+        self._heard_from(sender, message).ended.add(sender)
 
-    def _ended(self, sender: int, message: dict[str, Any]) -> None:
-        self._hears(sender, message).ended.add(sender)
-
-    def _decided(self, sender: int, message: dict[str, Any]) -> None:
-        state, number = self._hears(sender, message), message["number"]
+    def _on_decided(self, sender: int, message: dict[str, Any]) -> None:
+        state, number = self._heard_from(sender, message), message["number"]
         if number <= state.done or sender in self.lost:
             return
         if self._me not in message["members"]:
-            self._fence(sender, message)
+            self._on_fenced(sender, message)
             return
         known = state.decided.setdefault(number, Decision(sender, message["members"], message["step"]))
-        if known.by != sender:  # two have decided, since one took the other for dead: once more
+        if known.by != sender:  # two ranks have decided, since one took the other for dead: one more round
             state.highest = max(state.highest, number + 1)
 
-    def _said(self, sender: int, message: dict[str, Any]) -> None:
-        state = self._hears(sender, message)
+    def _on_said(self, sender: int, message: dict[str, Any]) -> None:
+        state = self._heard_from(sender, message)
         state.said[message["kind"], message["number"], message["by"]].add(sender)
 
-    def _fence(self, _sender: int, _message: dict[str, Any]) -> None:
+    def _on_fenced(self, _sender: int, _message: dict[str, Any]) -> None:
         self.fenced = True
         self._revoke("")
 
-    # ------------------------------------------------------------------------------------------------- meeting
+    # -------------------------------------------------------------------------------------------------- rounds
     def meet(self, meeting: Round) -> Decision | None:
         """Come to a round; return its decision, None if this rank is fenced or another round has begun."""
         state, number = self.lineages[meeting.lineage], meeting.number
@@ -153,7 +164,7 @@ class Agreement:
         return None
 
     def _settled(self, meeting: Round, began_s: float) -> list[int]:
-        """Return who has come and lives, if nobody is awaited any more."""
+        """Return the members that have come and live, if no other one is awaited any more."""
         state, now_s = self.lineages[meeting.lineage], time.perf_counter()
         came, here = state.came[meeting.number], []
         patient = now_s - began_s < max(meeting.limit_s, SILENT_S)
@@ -168,9 +179,8 @@ class Agreement:
     def _silent(self, state: Lineage, member: int, began_s: float, now_s: float) -> bool:
         if member in self.lost or member in self.dead():
             return True
-        limit_s = (
-            SILENT_S - GRACE_S if member in self.suspects else SILENT_S
-        )  # the watchdog has waited that long
+        # the watchdog has waited for the answer of a suspect for GRACE_S already
+        limit_s = SILENT_S - GRACE_S if member in self.suspects else SILENT_S
         return now_s - max(state.heard_s.get(member, began_s), began_s) > limit_s
 
     def _decide(self, meeting: Round, members: list[int]) -> Decision:
@@ -188,11 +198,11 @@ class Agreement:
         return decision
 
     def agreed(self, meeting: Round, decision: Decision) -> bool:
-        """Wait until all who were decided have heard so, and live."""
+        """Wait until all decided members know of the decision, and live; return whether they do."""
         return self._all_say(AGREED, meeting, decision, lambda: True)
 
     def confirm(self, meeting: Round, decision: Decision, ready: Callable[[], bool]) -> bool:
-        """Wait until all who were decided have made their communicator, this rank too when `ready()`."""
+        """Wait until all decided members have made their communicator, this rank too when `ready()`."""
         made = self._all_say(MADE, meeting, decision, ready)
         if made:
             self.lineages[meeting.lineage].done = meeting.number
@@ -220,7 +230,7 @@ class Agreement:
         return False
 
     def _missing(self, meeting: Round, awaited: set[int], began_s: float) -> bool:
-        """Whether one who is awaited is silent, or all of it takes too long."""
+        """Whether a rank that is awaited is silent, or all of it takes too long."""
         state, now_s = self.lineages[meeting.lineage], time.perf_counter()
         late = now_s - began_s > max(meeting.limit_s, 2 * SILENT_S)
         return late or any(self._silent(state, member, began_s, now_s) for member in awaited)
@@ -231,12 +241,12 @@ class Agreement:
                 self._channel.send(member, message)
 
     def tell_lost(self) -> None:
-        """Tell those who were given up, should they ever read it."""
+        """Tell the ranks that were given up, in case they still read it."""
         self._tell(tuple(sorted(self.lost)), {"kind": "fenced"})
 
 
 class Heartbeat:
-    """Says something to all members of a meeting, every `BEAT_S` seconds."""
+    """Sends a message to all members of a round, every `BEAT_S` seconds."""
 
     def __init__(self, agreement: Agreement, meeting: Round, message: dict[str, Any]) -> None:
         self._agreement, self._message, self._due_s = agreement, message, 0.0
@@ -250,7 +260,12 @@ class Heartbeat:
 
 
 class ShutdownBarrier:
-    """One rank's side. `gone()`: world ranks that are dead or given up; `fence()` raises if this one is."""
+    """A barrier of the living. `gone()`: world ranks that are dead or given up; `fence()` raises if this one is.
+
+    A barrier of the library would wait for the dead, and so does `MPI_Finalize`: 16 of 36 kills at the end of a job
+    hung it or made it fail. A recovery at the end, in place of this, gave up healthy ranks that were still shutting
+    down.
+    """
 
     def __init__(self, abort: AbortProtocol, gone: Callable[[], set[int]], fence: Callable[[], None]) -> None:
         self._watchdog, self._gone, self._fence = abort.watchdog, gone, fence
@@ -259,7 +274,7 @@ class ShutdownBarrier:
         self._watchdog.handlers["shutdown"] = self._heard
 
     def begin_barrier(self) -> Callable[[], bool]:
-        """Begin to wait for all who live."""
+        """Begin to wait for all that live; the result says whether they have come."""
         self._met += 1
         number, channel = self._met, self._watchdog.channel
         others = set(range(channel.size)) - {channel.rank}

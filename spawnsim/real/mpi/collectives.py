@@ -2,7 +2,7 @@
 
 They are not rebuilt from non-blocking ones, because then sums would be taken in another order. With fingerprints all
 ranks first check that they are in the same call: both MPIs accept a `Bcast` against an `Allreduce`, and SUM against
-MAX, without a word. Large sums among ranks of one node go through memory that they share: an MPI moves each byte of
+MAX, without an error. Large sums among ranks of one node go through memory that they share: an MPI moves each byte of
 an Allreduce between two processes several times; here the floor is one pass to read and one to write. The order of
 these sums is the tree in which virtual ranks and MPICH sum, so the bits are the same with and without.
 """
@@ -49,16 +49,16 @@ def _parameters(operation: str) -> list[str]:
 def describe_call(operation: str, sequence: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return what must be equal on all ranks: operation, number, root, op, dtype and count."""
     given = {**dict(zip(_parameters(operation), args, strict=False)), **kwargs}
-    words = [f"{operation} number {sequence}"]
+    parts = [f"{operation} number {sequence}"]
     if "root" in _parameters(operation):
-        words.append(f"root {given.get('root', 0)}")
+        parts.append(f"root {given.get('root', 0)}")
     if "op" in _parameters(operation):
         op = given.get("op", MPI.SUM)
         reduced = op.__reduce__() if isinstance(op, MPI.Op) else "a function"
-        words.append(reduced if isinstance(reduced, str) else "a user's op")
+        parts.append(reduced if isinstance(reduced, str) else "a user's op")
     if operation in SAME_BUFFER:
-        words.append(_describe_buffer([*args, *kwargs.values()], SAME_BUFFER[operation]))
-    return ", ".join(words)
+        parts.append(_describe_buffer([*args, *kwargs.values()], SAME_BUFFER[operation]))
+    return ", ".join(parts)
 
 
 def _describe_buffer(buffers: list[Any], which: int) -> str:
@@ -104,7 +104,12 @@ class LibrarySum:
 
 
 class SharedMemorySum:
-    """The shared memory of a communicator whose ranks all live on one node: two halves a rank, used in turn."""
+    """Sums in shared memory, for a communicator whose ranks are all on one node: two halves a rank, used in turn.
+
+    Each chunk takes two barriers: after all have laid out what others will add, and after each has summed its slice of
+    all. With one half there would be a third, before the next chunk is laid out over results that others still read.
+    `Sync` before and after each barrier orders stores and loads, as MPI asks for in shared memory.
+    """
 
     def __init__(self, raw: MPI.Intracomm, runtime: MPIRuntime) -> None:
         self.label, self._runtime = f"{raw.Get_name()}/node{raw.Get_size()}", runtime
@@ -133,7 +138,7 @@ class SharedMemorySum:
     def _round(self, contribution: Array, into: Array, *, in_place: bool) -> None:
         """One chunk. A half is written again only two rounds later, when a barrier says that all have taken it.
 
-        The own slice stays where it is: it need not be seen by others before it is summed, nor be taken afterwards.
+        A rank's own slice is not laid out: others need not see it before it is summed, and its result is in place.
         """
         self._turn ^= 1
         rank, length, kind = self._rank, contribution.size, contribution.dtype
@@ -143,7 +148,7 @@ class SharedMemorySum:
         if not in_place:
             into[low:high] = contribution[low:high]
         self._meet()
-        slices = [part[low:high] for part in parts]  # nobody else touches these
+        slices = [part[low:high] for part in parts]  # no other rank touches these between the barriers
         shared, slices[rank] = slices[-1], into[low:high]
         total = reduce_tree_in_place(slices, _add)
         if total is shared:
@@ -200,7 +205,7 @@ def _has_room(nbytes: int) -> bool:
 def summable_arrays(sendbuf: Any, recvbuf: Any) -> tuple[Array, Array] | None:
     """Return contribution and result as flat arrays if they are large and of one type that numpy sums, else None.
 
-    Both in mpi4py's words. All ranks of an Allreduce get the same answer, however each spells its buffers.
+    Both as mpi4py takes them. All ranks of an Allreduce get the same answer, however each spells its buffers.
     """
     into = _summable_array(recvbuf)
     if into is None or into.nbytes < LARGE_NBYTES or into.dtype.kind not in "fiu" or into.itemsize < 4:
@@ -222,7 +227,7 @@ def _summable_array(spec: Any) -> Array | None:
 
 
 def _named(datatype: MPI.Datatype) -> Any:
-    """Return spawnsim's type of the same name; a derived one is no type that is summed."""
+    """Return spawnsim's type of the same name; KeyError for a derived one."""
     return NAMED[datatype.Get_name()]
 
 
@@ -240,7 +245,7 @@ MAKERS = (
     "Create_dist_graph", "Create_dist_graph_adjacent", "Sub", "Dup_with_info", "Shrink",
 )  # fmt: skip
 ONE_WAY = {"Bcast", "bcast", "Scatter", "scatter", "Scatterv"}
-"""A root of these may only send, and a rank that only sends never notices a death: it polls afterwards."""
+"""A root of these may only send, and a rank that only sends does not notice a death: it polls afterwards."""
 
 
 def _method(operation: str, *, objects: bool) -> Callable[..., Any]:

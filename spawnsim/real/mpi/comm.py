@@ -75,7 +75,7 @@ class MPIComm(PointToPoint, Collectives):
         return Group.of(tuple(self.members[rank] for rank in dead), self.runtime.services.rank)
 
     def Ack_failed(self, num_to_ack: int | None = None) -> int:
-        """Acknowledge failures: receives from anybody go on without these dead. Return how many are acknowledged."""
+        """Acknowledge failures: receives from any rank go on without these dead. Return how many are acknowledged."""
         if ulfm() and not self.revoked:
             self._raw.Ack_failed()
         count: int = self.runtime.survival.acknowledge(self, num_to_ack)
@@ -284,7 +284,7 @@ def wrap(raw: MPI.Comm) -> MPIComm:
 
 
 def _finalize(runtime: MPIRuntime) -> None:
-    """End together with the other ranks in a program that knows nothing of `world()`.
+    """End together with the other ranks, in a program that uses `wrap` and not `world()`.
 
     Policies may have sent messages to ranks that had ended; MPICH kills a job that finalizes with any of them.
     """

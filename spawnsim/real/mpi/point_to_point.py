@@ -186,7 +186,7 @@ def post_receive(runtime: MPIRuntime, what: tuple[str, int, Any], pattern: tuple
 
 
 class PointToPoint(CommCore):
-    """send, recv and their kin, and which message belongs to which receive."""
+    """send, recv and their other forms, and which message belongs to which receive."""
 
     def _open_matching(self) -> None:
         self._posted: list[PostedReceive] = []

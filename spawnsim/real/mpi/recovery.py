@@ -1,13 +1,15 @@
-"""After a death: a communicator of the survivors, on two paths of real MPI.
+"""After a death: a communicator of the survivors.
 
-A job that was started to survive (`spawnsim run --survive`, and collectives that can be left:
-`Options(survive=True)`) goes on by what watchdogs agree (`agreement`), on any MPI: so a rank that is stopped can be
-left as well as a dead one. Where the library tells of deaths (Open MPI under `--with-ft ulfm`) nobody waits for a
-silence. In a job of ULFM's that was not started so, the library revokes and shrinks, and a stopped rank is waited
-for. A communicator that is revoked has its library's handle taken away, so that no call on it needs to look first;
-what was under way keeps its memory for ever, since the library may still write there, and messages that come late are
-dropped and counted.
+`recover(comm)` revokes the old communicator (`Revocation`) and makes a new one of the ranks that go on (`Survival`), in
+one of two ways: by the watchdogs' agreement (`agreement`) in a job that was started to survive, by ULFM's own calls in
+one that was started by hand under `mpiexec --with-ft ulfm`.
 """
+
+# Why two ways. The agreement works on any MPI, and leaves a rank that is stopped as well as one that is dead; but it
+# needs collectives that can be left (`Options(survive=True)`), and so gives up the library's blocking calls and sums in
+# shared memory. A program under ULFM without that option has the fast calls, and the library itself ends them when a
+# rank dies: there Revoke and Shrink are enough, and take 1 to 12 ms instead of 25. They wait for ever for a stopped
+# rank, which is why they are not the only way.
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ ALLOWED = ("tomemory", "Get_group", "Is_inter", "handle", "name")
 
 
 class RevokedHandle:
-    """Stands where a library's handle stood: any call raises `Revoked`; to free it does nothing."""
+    """Takes the place of the library's handle in a revoked communicator or window: any call raises `Revoked`.
+
+    So no call has to check for a revocation first, which would cost on every message of a run without deaths.
+    """
 
     def __init__(self, beneath: Any, why: str) -> None:
         self._beneath, self._why = beneath, why
@@ -62,7 +67,12 @@ class RevokedHandle:
 
 
 class Revocation:
-    """One rank's revoked communicators. `dropped` counts late messages, by the world rank that sent them."""
+    """One rank's revoked communicators. `dropped` counts late messages, by the world rank that sent them.
+
+    MPI cannot end what is under way on a communicator with dead members, and to free it is collective. So the handles
+    stay alive, out of the program's reach; buffers of open calls are kept for the rest of the run, since the library
+    may still write to them; and messages that come late are received and dropped one by one, at polls.
+    """
 
     def __init__(self, runtime: MPIRuntime) -> None:
         self._runtime = runtime
@@ -147,9 +157,9 @@ class Revocation:
 
 T = TypeVar("T")
 ROUNDS = 16  # of one recovery, before it is given up
-TRIES = 3  # makings of its communicator in a row that fail though nobody dies: the library will make none any more
+TRIES = 3  # failures in a row, without another death, to make its communicator: the library can make none any more
 LEFT_S = 1.0  # how long a last message may take to leave
-FUTILE = 5  # recoveries in a row from one step, before which nobody has died
+FUTILE = 5  # recoveries in a row from one step, without a death
 NOWHERE = np.iinfo(np.int64).max  # the step of a rank that gives none
 
 
@@ -172,7 +182,7 @@ def capabilities(runtime: MPIRuntime) -> Capabilities:
 
 
 class Survival:
-    """What one rank needs to outlive others; each home has one. `dropped` messages are counted in `revoking`."""
+    """What one rank needs to outlive others; each runtime has one."""
 
     def __init__(self, runtime: MPIRuntime) -> None:
         self._runtime = runtime
@@ -189,7 +199,7 @@ class Survival:
         self._recorded = KnownDeaths(os.environ)
 
     def prepare(self) -> None:
-        """Make the rank fit to survive others: once MPI is up, since before it MPICH puts its own handler there."""
+        """Make the rank fit to survive others; once MPI is up, since MPICH's `MPI_Init` sets a handler of SIGUSR1."""
         runtime = self._runtime
         raw = runtime.raw
         self._base = raw.Dup()
@@ -200,9 +210,9 @@ class Survival:
         if runtime.options.survive and MPI.get_vendor()[0] == "MPICH":
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
-    # ------------------------------------------------------------------------------------------- who is no more
+    # -------------------------------------------------------------------------------------------------- deaths
     def dead(self) -> set[int]:
-        """Return the world ranks that are known to have died: from the library, or from their keepers."""
+        """Return the world ranks that are known to have died: by the library, or by their monitors."""
         library = failed_ranks(self._base) if ulfm() else ()
         return {*library, *self._recorded()}
 
@@ -212,13 +222,13 @@ class Survival:
         return [rank for rank, member in enumerate(comm.members) if member in gone]
 
     def acknowledge(self, comm: CommCore, number: int | None) -> int:
-        """Let receives from anybody go on without the dead; return how many are acknowledged."""
+        """Let receives from any rank go on without the dead; return how many are acknowledged."""
         dead = [comm.members[rank] for rank in self.failed(comm)][:number]
         self.acknowledged[comm.label] = set(dead)
         return len(dead)
 
     def require(self, call: tuple[str, int, Any], peer: int | None) -> None:
-        """Raise `RankFailed` if a call waits for the dead; see `Home.wait`."""
+        """Raise `RankFailed` if a call waits for the dead; the arguments are those of `RankRuntime.wait`."""
         operation, number, comm = call
         dead = self._recorded()
         if not dead or comm._inter or (number < 0 and peer is None):
@@ -236,7 +246,7 @@ class Survival:
             raise RankFailed(ranks, text)
 
     def give_up(self, ranks: set[int]) -> None:
-        """Go on to part without ranks that are silent."""
+        """End the run without ranks that are silent."""
         self.fence()
         self.agreement.lost |= ranks
 
@@ -282,7 +292,7 @@ class Survival:
         return self.agreement.lost | self.dead()
 
     def _make(self, decision: Decision, lineage: str, number: int) -> Any:
-        """Make the communicator; any that dies in it leaves the others there, hence `Apart`."""
+        """Make the communicator. A rank that dies meanwhile leaves the others in this call: hence `DetachedCall`."""
         group = self._base.Get_group().Incl(list(decision.members))
         name = f"spawnsim {lineage} {number} {decision.by}"
         if ulfm():  # Open MPI refuses to make a group of a communicator with dead members
@@ -291,7 +301,10 @@ class Survival:
         return self._base.Create_group(group, 1 + zlib.crc32(name.encode()) % 2**14)
 
     def settle(self) -> None:
-        """Wait until the library, too, knows of all deaths: its handler crashes on a communicator that is half made."""
+        """Wait until the library, too, knows of all deaths.
+
+        Its failure handler walks all communicators, and crashes on one that is half made.
+        """
         wait_until(lambda: self._recorded() <= set(failed_ranks(self._base)), DETECTED_S)
 
     def _watched(self, job: Callable[[], T]) -> T:
@@ -311,7 +324,7 @@ class Survival:
         return result  # type: ignore[no-any-return]
 
     def refuse_futile(self, comm: CommCore, step: int | None, dead: tuple[int, ...]) -> None:
-        """Refuse to recover for ever from what is no death: a program that tries again each time would never end."""
+        """Refuse to recover for ever where the cause is not a death: a program that tries again would never end."""
         self._futile = 0 if dead or step is None or step != self._step else self._futile + 1
         self._step = -1 if step is None else step
         if self._futile >= FUTILE:
@@ -321,16 +334,16 @@ class Survival:
             ) from None
 
     def leave_alone(self) -> None:
-        """From now on this rank ends for itself: MPI's own end would wait for the dead."""
+        """From now on this rank ends without `MPI_Finalize`, which would wait for the dead."""
         if not self._alone:
             self._alone = True
             atexit.register(self._leave)
 
     def end(self) -> bool:
-        """Say the last words of a program that has ended well. Return whether this rank ends without the library.
+        """Let the last messages leave; return whether this rank ends without `MPI_Finalize`.
 
-        It does where the launcher lets it. Others (a plain mpiexec) take that for a failure and kill the rest: there
-        ranks end together, unless one of them has died.
+        It does where the launcher allows it. A plain mpiexec takes that for a failure and kills the other ranks: there
+        ranks finalize together, unless one of them has died.
         """
         self._watched(self.agreement.tell_lost)
         self._watched(partial(wait_until, self._runtime.channel.sent, LEFT_S))
@@ -339,17 +352,17 @@ class Survival:
         return self._alone
 
     def _leave(self) -> None:
-        """Leave without MPI's own end. Those who were given up and are only stopped are woken, to leave as well."""
+        """Leave without `MPI_Finalize`; continue ranks that were given up and are only stopped: they leave, too."""
         sys.stdout.flush()
         sys.stderr.flush()
         for rank in sorted(self.agreement.lost) if self._places else ():
             host, process = self._places[rank]
             if host == self._places[self._runtime.services.rank][0]:
-                _wake(process)
+                _continue(process)
         os._exit(0)
 
 
-def _wake(process: int) -> None:
+def _continue(process: int) -> None:
     try:
         os.kill(process, signal.SIGCONT)
     except OSError:  # it has ended
@@ -373,10 +386,11 @@ def recover(comm: CommCore, step: int | None = None) -> Recovery:
     """Return the communicator of the survivors. All of them must call; `step` is where this one stands.
 
     It ends `comm` and all that was made of it (communicators, windows, open requests): calls on them raise `Revoked`.
-    Those who live and do not come within the deadline are given up, like the dead.
+    Ranks that live and do not come within the deadline are given up, like the dead.
 
-    Raises `Revoked` on a rank that the others have given up meanwhile (it was stopped): it must leave. Raises
-    `WorldError` when the ranks have recovered `FUTILE` times from one step and nobody has died: what fails is no death.
+    Raises:
+        Revoked: on a rank that the others have given up meanwhile (it was stopped): it must leave.
+        WorldError: when the ranks have recovered `FUTILE` times from one step without a death: the cause is another.
     """
     runtime, survival = comm.runtime, comm.runtime.survival
     survival.fence()
@@ -385,7 +399,7 @@ def recover(comm: CommCore, step: int | None = None) -> Recovery:
         survival.revoking(
             lineage_of(comm), "it has been recovered; use the communicator that recover() returned"
         )
-        runtime.poll_by(raw)
+        runtime.probe_by(polling(raw, runtime.options))
     else:
         if not runtime.options.survive:
             refuse_recovery("recover() needs a job that was started by spawnsim run --survive")
@@ -416,7 +430,7 @@ def _recovered(comm: CommCore, raw: Any, step: int | None) -> Recovery:
 
 
 def _shrink_by_ulfm(comm: CommCore, step: int | None) -> tuple[Any, int | None]:
-    """ULFM's way: revoke, so that all come here, and shrink, until nobody dies meanwhile."""
+    """Revoke, so that all come here, and shrink, until no rank dies meanwhile; all by ULFM's own calls."""
     raw: Any = comm._raw
     error: SpawnsimError | None = None
     for _ in range(ROUNDS):
@@ -437,7 +451,7 @@ def _shrink_by_ulfm(comm: CommCore, step: int | None) -> tuple[Any, int | None]:
 
 
 def _all_agree(raw: Any, flag: int) -> bool:
-    """Return whether all survivors say yes; the same on all of them, also when one dies now."""
+    """Return whether all survivors pass 1; the same on all of them, also when one dies now."""
     try:
         return bool(raw.Agree(flag))
     except MPI.Exception:

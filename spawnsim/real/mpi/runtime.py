@@ -37,7 +37,7 @@ class ControlChannel:
         self._sent: list[MPI.Request] = []
 
     def send(self, to: int, message: dict[str, Any]) -> None:
-        """Send without waiting; the handle is kept until the message has left. A dead rank is no error here."""
+        """Send without waiting; the handle is kept until the message has left. To a dead rank nothing is sent."""
         if not self._usable:
             return
         self.sent()
@@ -91,12 +91,8 @@ class MPIRuntime(RankRuntime):
         if self.registry:
             self.registry.sweep()
 
-    def poll_by(self, comm: MPI.Comm) -> None:
-        """From now on poll by this communicator: a probe on one with dead members fails."""
-        self.probe_by(polling(comm, self.options))
-
     def probe_by(self, probe: Any) -> None:
-        """From now on poll by this call, of source and tag."""
+        """From now on poll by this call, of source and tag: a probe on a communicator with dead members fails."""
         self._iprobe = probe
 
     def serve(self) -> None:
@@ -147,7 +143,7 @@ class MPIRuntime(RankRuntime):
 
     # ------------------------------------------------------------------------------------------------ at the end
     def begin_barrier(self) -> Callable[[], bool]:
-        """Begin to wait for all ranks; in a job that survives some, for those who live."""
+        """Begin to wait for all ranks; in a job that survives deaths, for those that live."""
         if self.survival.shutdown is not None:
             here: Callable[[], bool] = self.survival.shutdown.begin_barrier()
             return here
@@ -179,8 +175,8 @@ class MPIRuntime(RankRuntime):
     def _release_windows(self) -> None:
         """Free what the program has left, if all ranks have left the same: freeing is collective and must not hang."""
         labels = ",".join(window.label for window in self.windows)
-        word = zlib.crc32(labels.encode())
-        ends = array.array("q", [word, -word])
+        digest = zlib.crc32(labels.encode())
+        ends = array.array("q", [digest, -digest])  # the maximum of both tells whether all are equal
         self._closing.Allreduce(MPI.IN_PLACE, ends, MPI.MAX)
         if ends[0] == -ends[1]:
             for window in self.windows:

@@ -2,7 +2,7 @@
 
 The same name is another number on each MPI (`ANY_SOURCE` is -1 here and in Open MPI, -2 in MPICH, whose `PROC_NULL`
 is -1), so numbers are translated by the place they stand in, never by value alone. mpi4py's own objects pass
-untouched. Knows mpi4py and spawnsim.comm; knows no wrapper and no run.
+untouched.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _info(info: Info) -> MPI.Info:
 
 
 def _users_op(op: Op) -> MPI.Op:
-    """Return an op that calls the program's function, with the datatype in spawnsim's words."""
+    """Return an op that calls the program's function, with spawnsim's datatype where it has one of that name."""
     function: Any = op.function
 
     def call(inbuf: Any, inoutbuf: Any, datatype: MPI.Datatype | None) -> Any:
@@ -275,7 +275,7 @@ def ulfm() -> bool:
 
 
 def _found_dead(comm: MPI.Comm | None) -> list[int]:
-    """Return who is known to be dead; where the library finds that out, it may do so a moment after the error."""
+    """Return the ranks that are known to be dead; the library may find that out a moment after the error."""
     dead, end_s = failed_ranks(comm), time.perf_counter() + (DETECTED_S if ulfm() else 0.0)
     while not dead and time.perf_counter() < end_s:
         time.sleep(1e-3)

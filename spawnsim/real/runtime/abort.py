@@ -116,9 +116,9 @@ class AbortProtocol:
 
     def _end(self, text: str, summary: str, status: int) -> None:
         self._granted, self.begun = [], True
-        # A `WorldError` says that others are missing, not why. Where keepers write down how ranks end, the launcher can
-        # name the rank that has died and the signal; a report of this rank's would only stand beside the true one. The
-        # keeper may learn of the death up to `KNOWN_S` later than this rank, which sees a closed connection.
+        # A `WorldError` says that others are missing, not why. Where monitors write how ranks end, the launcher names
+        # the rank that has died and the signal, and a report of this rank's would only stand beside the true one. The
+        # monitor may learn of the death up to `KNOWN_S` later than this rank, which sees a closed connection.
         known = (
             status == WORLD_ERROR
             and REGISTRY in os.environ

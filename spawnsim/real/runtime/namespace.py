@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from spawnsim import comm as words
+from spawnsim import comm as ours
 from spawnsim.comm import constants
 from spawnsim.comm.failures import ERR_COMM, CallError
 from spawnsim.real.runtime.requests import RealRequest
 
 
 class Win:
-    """`MPI.Win.Allocate(…, comm=comm)` and its kin: windows of the communicator that is given."""
+    """`MPI.Win.Allocate(…, comm=comm)` and the other makers: windows of the communicator that is given."""
 
     @staticmethod
     def Allocate(size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> Any:
@@ -41,7 +41,7 @@ class Win:
 
 
 class NullComm:
-    """`MPI.COMM_NULL`: equal to None, which communicators of this house return where a rank is in none."""
+    """`MPI.COMM_NULL`: equal to None, which spawnsim's communicators return where a rank is in none."""
 
     def __bool__(self) -> bool:
         return False
@@ -63,7 +63,7 @@ class CommKind(type):
 
 
 class CommHandles(type):
-    """mpi4py's class of communicators as programs call it: of nothing it makes a null one, of a live one that one."""
+    """mpi4py's class of communicators: called without one it returns a null one, called with one it returns that."""
 
     kind: type
 
@@ -113,15 +113,15 @@ class Message:
 
 
 def namespace(world: Any, theirs: Mapping[str, Any] | None = None) -> SimpleNamespace:
-    """Return `MPI` for programs on `world`: pass it to whoever expects `mpi4py.MPI` beside a spawnsim communicator.
+    """Return `MPI` for programs on `world`: for code that expects `mpi4py.MPI` beside a spawnsim communicator.
 
     `theirs`: what the library beneath has beyond that (`vars(mpi4py.MPI)`).
     """
     kind = {"kind": type(world)}
-    own: dict[str, Any] = {
+    wrapped: dict[str, Any] = {
         "COMM_WORLD": world, "COMM_NULL": NullComm(), "WIN_NULL": None,
         "Comm": CommHandles("Comm", (), kind), "Intracomm": CommHandles("Intracomm", (), kind),
         "Request": RealRequest, "REQUEST_NULL": RealRequest(), "Win": Win, "Message": Message,
     }  # fmt: skip
     beneath = {name: value for name, value in (theirs or {}).items() if not name.startswith("__")}
-    return SimpleNamespace(**beneath | words.namespace() | own)
+    return SimpleNamespace(**beneath | ours.namespace() | wrapped)

@@ -3,8 +3,7 @@
 One `RankServices` per rank, shared by all its communicators; `Options` says how a run behaves, `Counters` what the
 rank has done. A message is a send, an access to a window, or this rank's part in a collective of the library, which
 counts once, with the bytes that the rank contributes. Objects count where they arrive, since only there their size is
-known; MPI's object collectives count without bytes. Counting costs 0.03 to 0.14 us a call. Knows no communicator:
-what to do when a compute block ends (poll) and when a background task raises (end the job) is handed in.
+known; MPI's object collectives count without bytes. Counting costs 0.03 to 0.14 us a call.
 """
 
 from __future__ import annotations
@@ -26,10 +25,14 @@ from spawnsim.random import Streams
 class Options:
     """How a run behaves. The same on all ranks.
 
-    `reduction`: "native" leaves the order of sums to the library, "ordered" sums in rank order everywhere.
-    `fingerprints`: each collective first checks that all ranks are in the same one.
-    `node_memory`: large sums among ranks of one node go through memory that they share, faster and with the same bits.
-    `survive`: collectives are non-blocking calls with a deadline, so that a `Timeout` can be caught and recovered from.
+    Args:
+        reduction: "native" leaves the order of sums to the library, "ordered" sums in rank order everywhere.
+        fingerprints: each collective first checks that all ranks are in the same one.
+        node_memory: large sums among ranks of one node go through memory that they share: faster, with the same bits.
+        survive: collectives are non-blocking calls with a deadline, so that a `Timeout` can be caught, to `recover()`.
+
+    Raises:
+        ParameterError: `reduction` is neither of the two.
     """
 
     reduction: str = "native"
@@ -46,7 +49,7 @@ SLEEP_SLICE_S = 5e-3  # a sleeping rank polls this often
 
 
 class Recorder(Protocol):
-    """Who keeps what ranks record; spawnsim.record has them."""
+    """Keeps what ranks record; `spawnsim.record` has them."""
 
     def row(self, rank: int, time_s: float, values: dict[str, Any]) -> None:
         """Keep one row of named values."""
@@ -118,7 +121,7 @@ class ComputeBlock:
         self.blocks = 0
 
     def __call__(self, seconds: float | None = None) -> ComputeBlock:
-        """Return the block. A stated time is the virtual building's business: here the block is measured."""
+        """Return the block. Stated times are for virtual ranks: here the block is measured."""
         if seconds is not None and not seconds >= 0:
             raise ParameterError(f"compute({seconds}): give seconds of at least 0")
         return self
@@ -178,7 +181,10 @@ class Task:
 
 
 class RankServices:
-    """The five of one rank, made once per run."""
+    """Clock, random streams, record, compute blocks and background tasks of one rank, made once per run.
+
+    `on_error` is what an exception of a background task is given to.
+    """
 
     def __init__(self, rank: int, *, recorder: Recorder | None, seed: int, deadline_s: float) -> None:
         self.rank = rank
@@ -193,7 +199,7 @@ class RankServices:
         self.clock.poll()
 
     def background(self, fn: Callable[[], object]) -> Task:
-        """Run `fn()` beside this rank's program; an exception in it ends the job, as one of the rank's own does."""
+        """Run `fn()` beside this rank's program; an exception in it ends the job, as one of the program does."""
         task = Task(fn, self.on_error)
         self.tasks = [*(other for other in self.tasks if other.alive), task]
         return task
@@ -273,7 +279,7 @@ def nbytes_of(spec: Any) -> int:
 
 
 def _described(spec: Any) -> int:
-    """Return the bytes of `[memory, count, type]` and its kin, of `bytes`, or 0."""
+    """Return the bytes of `[memory, count, type]` and its other forms, of `bytes`, or 0."""
     if not isinstance(spec, (list, tuple)):
         return len(spec) if isinstance(spec, (bytes, bytearray)) else 0
     if not spec:

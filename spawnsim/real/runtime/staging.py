@@ -1,8 +1,8 @@
-"""Tensors on a GPU as arguments: staged through pinned main memory, or handed on to who can reach GPU memory.
+"""Tensors on a GPU as arguments: staged through pinned main memory, or passed on where the library reaches GPU memory.
 
 What is sent is copied before the call; what is received when the call is complete, on the stream that was current when
-it began. Pinning memory takes milliseconds, so what is pinned is used again: torch's own host allocator keeps it. Knows
-tensors and the names of mpi4py's arguments; knows no communicator, and imports neither MPI nor torch.distributed.
+it began. Pinning memory takes milliseconds, so what is pinned is used again: torch's host allocator keeps it. Which
+argument of a call sends and which receives is known by mpi4py's names. Imports neither MPI nor torch.distributed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Memory:
         return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
     def wait(self, tensor: torch.Tensor) -> None:
-        """Wait until what was begun on the tensor is done: MPI knows no streams."""
+        """Wait until what was begun on the tensor is done, since MPI does not know of streams."""
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
 
@@ -177,7 +177,7 @@ class Stage:
 
     @property
     def partial(self) -> bool:
-        """Whether a shorter message may come than there is room for."""
+        """Whether a message may come that is shorter than its buffer."""
         return self._call.family == "recv" and all(move.way == RECEIVED for move in self._moves)
 
     def begin(self) -> None:

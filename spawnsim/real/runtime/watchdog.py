@@ -2,7 +2,7 @@
 
 A blocking collective cannot be interrupted from Python. So each rank's watchdog looks at the calls its rank is in;
 when one has met its deadline it asks all other watchdogs what their ranks are in, and ends the job with a message
-that names who is missing. Knows calls, ranks and a channel for small messages; knows neither MPI nor torch.
+that names the missing ranks. The backend gives it a channel for small messages.
 """
 
 from __future__ import annotations
@@ -72,7 +72,12 @@ def call_name(operation: str, sequence: int) -> str:
 
 
 class Watchdog(threading.Thread):
-    """One per rank. `active` maps a thread to the call it is in: a dict store on entry, a pop on exit."""
+    """One per rank. `active` maps a thread to the call it is in: a dict store on entry, a pop on exit.
+
+    That is all that a call pays for it, hence no lock: single operations on a dict are atomic, and the watchdog
+    looks at a copy. A call that it finds past its deadline may have ended meanwhile, so it looks again after it has
+    asked the others, and only the same entry, still there, ends the job.
+    """
 
     def __init__(self, channel: Channel, expired: Callable[[Call, list[Where]], None]) -> None:
         super().__init__(name="spawnsim-watchdog", daemon=True)
@@ -81,7 +86,7 @@ class Watchdog(threading.Thread):
         self.last: Call | None = None
         self.note: Callable[[], str] = lambda: ""  # what the rank does outside any call
         self.progress: Callable[[], None] = lambda: None  # done on each look while the rank is inside a call
-        self.handlers: dict[str, Callable[[int, dict[str, Any]], None]] = {
+        self.handlers: dict[str, Callable[[int, dict[str, Any]], object]] = {
             "ask": self._answer,
             "here": self._note_answer,
         }
@@ -123,9 +128,9 @@ class Watchdog(threading.Thread):
             self.serve()
 
     def serve(self) -> None:
-        """Hear all messages that have arrived."""
-        while (heard := self.channel.receive()) is not None:
-            sender, message = heard
+        """Handle all messages that have arrived."""
+        while (received := self.channel.receive()) is not None:
+            sender, message = received
             self.handlers[message["kind"]](sender, message)
 
     def tell_all(self, message: dict[str, Any]) -> None:
@@ -135,7 +140,7 @@ class Watchdog(threading.Thread):
                 self.channel.send(rank, message)
 
     def serve_until(self, done: Callable[[], bool], limit_s: float) -> bool:
-        """Serve messages until `done()`, at most `limit_s` seconds; return whether it was done."""
+        """Handle messages until `done()`, at most `limit_s` seconds; return whether it was done."""
         end = time.perf_counter() + limit_s
         while not done():
             if time.perf_counter() > end:
@@ -191,7 +196,7 @@ class Watchdog(threading.Thread):
 
 
 def verdict(call: Call, found: list[Where]) -> tuple[list[int], str]:
-    """Return who is missing (ranks of the communicator) and the message for a collective past its deadline."""
+    """Return the missing ranks (of the communicator) and the message for a collective past its deadline."""
     operation, number, scope, _, limit_s = call
     mine = (operation, number, scope.label)
     missing = [i for i, where in enumerate(found) if mine not in [c[:3] for c in where.calls]]

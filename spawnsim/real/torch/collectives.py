@@ -130,8 +130,8 @@ class NativeCollectives(Exchanges):
     ) -> None:
         """Start a collective of NCCL: the caller's stream waits for it, and the host does not.
 
-        So the call returns before its deadline, whatever happens; the watchdog ends the job, and says who is missing,
-        when the GPU has not finished by then.
+        So the call returns before its deadline, whatever happens; the watchdog ends the job, and names the missing
+        ranks, when the GPU has not finished by then.
         """
         runtime, number = self.runtime, self._count()
         if runtime.fingerprints:
@@ -168,8 +168,8 @@ class NativeCollectives(Exchanges):
     def _texts(self, text: str) -> list[str]:
         """Gather one text per rank by fixed-size records."""
         mine = torch.zeros(256, dtype=torch.uint8)
-        said = torch.frombuffer(bytearray(text.encode()[:256]), dtype=torch.uint8)
-        mine[: said.numel()] = said
+        data = torch.frombuffer(bytearray(text.encode()[:256]), dtype=torch.uint8)
+        mine[: data.numel()] = data
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         self._gloo.allgather([everyone], [mine]).wait()
         return [bytes(record.tolist()).rstrip(b"\0").decode(errors="replace") for record in everyone]
@@ -339,7 +339,7 @@ class NativeCollectives(Exchanges):
 
 def _require_same_shape(sendbuf: Any, recvbuf: Any) -> None:
     """Refuse a reduction between buffers of different counts or types."""
-    plain = type(sendbuf) is type(recvbuf) is Tensor  # the quick look, without words
+    plain = type(sendbuf) is type(recvbuf) is Tensor  # the quick check, which makes no text
     if plain and sendbuf.dtype == recvbuf.dtype and sendbuf.numel() == recvbuf.numel():
         return
     if dtype_and_count(sendbuf) != dtype_and_count(recvbuf):

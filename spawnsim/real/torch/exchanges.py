@@ -29,7 +29,7 @@ Receives = Iterable[tuple[int, Buffer]]
 
 
 class Exchanges(CommCore, ObjectCollectives):
-    """Gather, Scatter, Alltoall, Scan and their kin, by plans, and the collectives of objects."""
+    """Gather, Scatter, Alltoall, Scan and their other forms, by plans, and the collectives of objects."""
 
     _inner: PointToPoint  # the same ranks in another context, so that no receive of the program takes these messages
 
@@ -45,7 +45,7 @@ class Exchanges(CommCore, ObjectCollectives):
         return CompositeRequest.of(self.runtime, (operation, -1, self), parts, after)
 
     def _met(self, request: CompositeRequest, operation: str) -> Any:
-        """Wait for an exchange; past the deadline, say who is missing."""
+        """Wait for an exchange; past the deadline, name the missing ranks."""
         try:
             return request.wait()
         except Timeout as late:
@@ -60,7 +60,7 @@ class Exchanges(CommCore, ObjectCollectives):
             )
 
     # --------------------------------------------------------------------------------------- gather and scatter
-    def _gather(self, operation: str, sendbuf: Any, recvbuf: Any, root: int) -> CompositeRequest:
+    def _gather(self, operation: str, sendbuf: Any, recvbuf: Any, root: int = 0) -> CompositeRequest:
         self._root(root, operation)
         blocks: list[tuple[int, Buffer]] = []
         if self.rank == root:
@@ -71,7 +71,7 @@ class Exchanges(CommCore, ObjectCollectives):
         sends = [] if sendbuf is IN_PLACE else [(root, bytes_of(as_buffer(sendbuf)))]
         return self._plan(operation, sends, blocks)
 
-    def _scatter(self, operation: str, sendbuf: Any, recvbuf: Any, root: int) -> CompositeRequest:
+    def _scatter(self, operation: str, sendbuf: Any, recvbuf: Any, root: int = 0) -> CompositeRequest:
         self._root(root, operation)
         sends: list[tuple[int, Bytes]] = []
         if self.rank == root:
@@ -232,34 +232,20 @@ def as_blocks(
     return list(as_buffer(spec, vector=True, blocks=size, types=types, writable=writable))
 
 
-def _forms(name: str, plan: str, *, rooted: bool) -> None:
+def _forms(name: str, plan: str) -> None:
     """Add the blocking and the `I` form of one exchange."""
-    if rooted:
 
-        def begin(self: Exchanges, sendbuf: Any, recvbuf: Any, root: int = 0) -> CompositeRequest:
-            return getattr(self, plan)(name, sendbuf, recvbuf, root)  # type: ignore[no-any-return]
+    def begin(self: Exchanges, *args: Any, **kwargs: Any) -> CompositeRequest:
+        return getattr(self, plan)(name, *args, **kwargs)  # type: ignore[no-any-return]
 
-        def block(self: Exchanges, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-            self._met(begin(self, sendbuf, recvbuf, root), name)
+    def block(self: Exchanges, *args: Any, **kwargs: Any) -> None:
+        self._met(begin(self, *args, **kwargs), name)
 
-        setattr(Exchanges, name, block)
-    else:
-
-        def begin_all(self: Exchanges, sendbuf: Any, recvbuf: Any) -> CompositeRequest:
-            return getattr(self, plan)(name, sendbuf, recvbuf)  # type: ignore[no-any-return]
-
-        def block_all(self: Exchanges, sendbuf: Any, recvbuf: Any) -> None:
-            self._met(begin_all(self, sendbuf, recvbuf), name)
-
-        setattr(Exchanges, name, block_all)
-    setattr(Exchanges, "I" + name.lower(), begin if rooted else begin_all)
+    setattr(Exchanges, name, block)
+    setattr(Exchanges, "I" + name.lower(), begin)
 
 
-for _name in ("Gather", "Gatherv"):
-    _forms(_name, "_gather", rooted=True)
-for _name in ("Scatter", "Scatterv"):
-    _forms(_name, "_scatter", rooted=True)
-for _name in ("Allgather", "Allgatherv"):
-    _forms(_name, "_allgather", rooted=False)
-for _name in ("Alltoall", "Alltoallv", "Alltoallw"):
-    _forms(_name, "_alltoall", rooted=False)
+for _name in (
+    "Gather", "Gatherv", "Scatter", "Scatterv", "Allgather", "Allgatherv", "Alltoall", "Alltoallv", "Alltoallw",
+):  # fmt: skip
+    _forms(_name, "_" + _name.lower().rstrip("vw"))

@@ -237,7 +237,7 @@ class CompositeRequest(RealRequest):
 
 
 class PointToPoint(CommCore):
-    """send, recv and their kin."""
+    """send, recv and their other forms."""
 
     # ------------------------------------------------------------------------------------------------ sending
     def _start(self, data: Bytes, where: tuple[int, int], operation: str, *, held: Any = None) -> RealRequest:

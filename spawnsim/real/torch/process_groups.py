@@ -1,7 +1,7 @@
 """Entering torch.distributed under torchrun, mpiexec, srun, or as one process; and groups of torch's for communicators.
 
-Knows launchers' variables and torch's ways to meet. `torch.distributed.new_group` numbers groups by calls that all
-ranks of the job must make in one order; `make_group` lets the members alone meet, under the communicator's name.
+`torch.distributed.new_group` numbers groups by calls that all ranks of the job must make in one order; `make_group`
+lets the members alone meet, under the communicator's name.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _store(here: LaunchContext) -> Store:
 
 @cache
 def _torchruns() -> Store:
-    """Return the store of torchrun, or of whoever has set its variables."""
+    """Return the store of torchrun, or of what else has set its variables."""
     store: Store = next(rendezvous("env://", timeout=timedelta(seconds=MEET_S)))[0]
     return store
 
@@ -120,7 +120,7 @@ def _require_host(here: LaunchContext, point: MeetingPoint) -> None:
         ) from error
 
 
-# ------------------------------------------------------------------------------------------------ who is there
+# ------------------------------------------------------------------------------------------------------- GPUs
 def _take_gpu() -> str:
     """Make this rank's GPU the current one and return its number; "" if there is none."""
     index = gpu_of_rank(torch.cuda.device_count() if torch.cuda.is_available() else 0)
@@ -130,10 +130,10 @@ def _take_gpu() -> str:
     return str(index)
 
 
-def _exchanged(here: LaunchContext, store: Store, word: str) -> list[bytes]:
-    """Return every rank's word, in rank order."""
+def _exchanged(here: LaunchContext, store: Store, text: str) -> list[bytes]:
+    """Return every rank's text, in rank order."""
     keys = [f"gpu/{rank}" for rank in range(here.size)]
-    store.set(keys[here.rank], word)
+    store.set(keys[here.rank], text)
     try:
         store.wait(keys, timedelta(seconds=MEET_S))
     except dist.DistStoreError as error:

@@ -31,7 +31,7 @@ from spawnsim.errors import RankFailed, UnsupportedError
 from spawnsim.real.runtime.rank import RankRuntime
 from spawnsim.real.runtime.services import Options, RankServices
 from spawnsim.real.runtime.watchdog import Call, Watchdog
-from spawnsim.real.torch.transport import Bytes, Mailbox, Parcel, Wire, as_payload, rank_gone
+from spawnsim.real.torch.transport import Bytes, Mailbox, Parcel, Receiver, Wire, as_payload, rank_gone
 
 GpuReport = tuple[str, bool]
 """A rank's GPU, empty without one, and whether its group of torch has NCCL."""
@@ -76,7 +76,7 @@ class UnfinishedNccl:
     """NCCL's collectives that the GPU has not finished: the watchdog sees them as calls that their rank is in.
 
     A collective of NCCL returns to the host at once. If the GPU has not done it by its deadline, the watchdog ends the
-    job and says who is missing. `add` and the watchdog's looks drop what is done.
+    job and names the missing ranks. `add` and the watchdog's looks drop what is done.
     """
 
     def __init__(self, watchdog: Watchdog) -> None:
@@ -101,10 +101,10 @@ class UnfinishedNccl:
 
 FOREVER = timedelta(days=30)  # our own deadlines rule, so torch's must not come first
 CONTROL, EXIT = 3, 4
-LOOK_S = 2e-3  # a wait on the condition looks again this often, for what notifies nobody
+LOOK_S = 2e-3  # a wait on the condition looks again this often, for what does not notify it
 
 
-class ControlChannel:
+class ControlChannel(Receiver):
     """Small messages between watchdogs over the wire."""
 
     def __init__(self, wire: Wire) -> None:
@@ -115,7 +115,7 @@ class ControlChannel:
         wire.receivers[CONTROL] = self
 
     def send(self, to: int, message: dict[str, Any]) -> None:
-        """Send without waiting. A rank that has gone is no error here: it will not answer."""
+        """Send without waiting. To a rank that has gone nothing is sent: it will not answer."""
         with suppress(RankFailed):
             self._wire.send(to, Parcel(CONTROL), as_payload(self._pickle.dumps(message)))
 
@@ -123,21 +123,13 @@ class ControlChannel:
         """Return the next message and who sent it, or None."""
         return self._heard.popleft() if self._heard else None
 
-    def begin(self, parcel: Parcel) -> Bytes | None:
-        """Use new memory."""
-        return None
-
     def done(self, parcel: Parcel, payload: Bytes) -> None:
         """Keep a message for the watchdog."""
         self._heard.append((parcel.source, self._pickle.loads(payload.tobytes())))
 
 
-class AbortReceiver:
+class AbortReceiver(Receiver):
     """Receiver of the order to leave: another rank has ended the job."""
-
-    def begin(self, parcel: Parcel) -> Bytes | None:
-        """Nothing comes with it."""
-        return None
 
     def done(self, parcel: Parcel, payload: Bytes) -> None:
         """Leave."""
@@ -241,7 +233,7 @@ class TorchRuntime(RankRuntime):
         return met
 
     def take_leftovers(self) -> int:
-        """Drop messages that nobody received."""
+        """Drop messages that were not received."""
         return self.mailbox.clear()
 
     def release(self) -> None:

@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,12 +31,12 @@ FIELDS = struct.Struct("<8q")
 INLINE_NBYTES = 1 << 16  # copied behind the header: cheaper than a second message, which waits for the first
 HEADER_TAG, PAYLOAD_TAG = 1, 2
 STOP = 0
-KEPT = 128  # so many small sends may be under way before the reaper looks after them
+KEPT = 128  # finished sends are reaped once this many are pending
 
 
 @dataclass(slots=True)
 class Parcel:
-    """What travels: `kind` names the receiver, the other numbers are the receiver's own business."""
+    """A header and what follows it: `kind` names the receiver, which gives the other numbers their meaning."""
 
     kind: int
     context: int = 0
@@ -55,14 +55,16 @@ class Parcel:
         FIELDS.pack_into(memory.data, 0, *where, self.ident, self.first, self.second, self.third)
 
 
-class Receiver(Protocol):
-    """Who takes parcels of one kind; called by the wire's thread (or the sender, for parcels to itself)."""
+class Receiver:
+    """Takes parcels of one kind; called by the wire's thread (or the sender's, for parcels to its own rank)."""
 
     def begin(self, parcel: Parcel) -> Bytes | None:
         """Return memory of `parcel.nbytes` bytes for the payload, or None for new memory."""
+        return None
 
     def done(self, parcel: Parcel, payload: Bytes) -> None:
         """Take the payload."""
+        raise NotImplementedError
 
 
 class Sent:
@@ -107,7 +109,7 @@ class Wire:
         """Send a parcel; the payload's memory must stay as it is until the result is complete.
 
         `then` is called by another thread when a payload above `INLINE_NBYTES` to another rank has left. To one
-        that has gone, this is a `RankFailed`.
+        that has gone it raises `RankFailed`.
         """
         parcel.nbytes = 0 if payload is None else payload.nbytes
         if to == self.rank:
@@ -146,7 +148,7 @@ class Wire:
         receiver.done(parcel, memory)
 
     def _reap_all(self) -> None:
-        """Wait for sends in order; gloo says that a send is complete only to one who waits for it."""
+        """Wait for sends in order, in a thread: gloo's `is_completed` of a send stays false until `wait` was called."""
         while True:
             self._reap.acquire()
             while self._kept:
@@ -203,7 +205,7 @@ class Wire:
         if self.size > 1 and not self.fault:
             with suppress(
                 RankFailed
-            ):  # it was killed at its very end: it hears nothing, and its keeper tells of it
+            ):  # it was killed at its very end: it hears nothing, and its monitor tells of it
                 self.send((self.rank + 1) % self.size, Parcel(STOP))
         self._reap.release()
         for thread in self._threads:
@@ -211,7 +213,7 @@ class Wire:
 
 
 def rank_gone(what: str, error: Exception) -> RankFailed:
-    """Return what an error of gloo's means to who has called it: another rank's end of a connection is closed."""
+    """Return the `RankFailed` for an error of gloo: another rank's end of a connection is closed."""
     return RankFailed((), f"{what}: a rank has gone: {_reason(error)}")
 
 
@@ -238,7 +240,7 @@ class InboundMessage:
     source: int
     tag: int
     nbytes: int
-    ack: int = 0  # whoever sent it synchronously waits for this number
+    ack: int = 0  # the number that the sender of a synchronous message waits for
     data: Bytes | None = None
     direct: bool = False  # the data lie in the receive's own memory
 
@@ -270,7 +272,7 @@ class MatchQueues:
     unexpected: list[InboundMessage] = field(default_factory=list)
 
 
-class Mailbox:
+class Mailbox(Receiver):
     """One per rank. `ranks[context]` maps the wire's ranks to the communicator's."""
 
     def __init__(self, condition: threading.Condition, wire: Wire, counters: Counters) -> None:
@@ -304,6 +306,8 @@ class Mailbox:
     # ---------------------------------------------------------------------------------- called by the wire's thread
     def begin(self, parcel: Parcel) -> Bytes | None:
         """Find the receive for a message that comes in; it goes straight to that receive's memory if it fits."""
+        # Matching happens here, once per message and in the order of arrival: gloo delivers the messages of one sender
+        # in order, so this is MPI's order. The data may still be under way when a receive is matched.
         message = InboundMessage(parcel.first, parcel.tag, parcel.nbytes, parcel.ident)
         with self._condition:
             queues = self._queues[parcel.context]
@@ -367,7 +371,7 @@ class Mailbox:
         return receive
 
     def clear(self) -> int:
-        """Drop all unclaimed messages whose data are there; return how many. Who waits for a receipt gets it."""
+        """Drop all unclaimed messages whose data are there; return how many. Synchronous sends of them complete."""
         dropped: list[tuple[InboundMessage, int]] = []
         with self._condition:
             for context, queues in self._queues.items():
@@ -388,15 +392,11 @@ class Mailbox:
             return True
 
 
-class AckReceiver:
-    """Receiver of receipts for synchronous sends."""
+class AckReceiver(Receiver):
+    """Receiver of the acknowledgements of synchronous sends."""
 
     def __init__(self, waiting: dict[int, Sent], condition: threading.Condition) -> None:
         self._waiting, self._condition = waiting, condition
-
-    def begin(self, parcel: Parcel) -> Bytes | None:
-        """Nothing comes with a receipt."""
-        return None
 
     def done(self, parcel: Parcel, payload: Bytes) -> None:
         """Complete the send."""

@@ -31,7 +31,7 @@ from spawnsim.real.runtime.rma_sync import WindowSync
 from spawnsim.real.torch.collectives import NativeCollectives
 from spawnsim.real.torch.point_to_point import bytes_of
 from spawnsim.real.torch.runtime import TorchRuntime, missing_call
-from spawnsim.real.torch.transport import INLINE_NBYTES, Bytes, Parcel, Wire
+from spawnsim.real.torch.transport import INLINE_NBYTES, Bytes, Parcel, Receiver, Wire
 
 REQUEST, REPLY = 5, 6
 GET, PUT, ACCUMULATE, SWAP, LOCK, UNLOCK, CANCEL, TOKEN = range(8)
@@ -41,14 +41,14 @@ OP_NAMES, TYPE_NAMES = list(OPS), list(TYPES)
 
 @dataclass
 class WindowPart:
-    """One rank's memory of a window, and who has locked it."""
+    """One rank's memory of a window, and its locks."""
 
     memory: Bytes
     version: int = 0
     writer: bool = False
     readers: int = 0
     queue: deque[tuple[Parcel, bool]] = field(default_factory=deque)
-    told: Callable[[int, int], None] | None = None  # takes the sender and the token of an epoch
+    on_token: Callable[[int, int], None] | None = None  # takes the sender and the token of an epoch
     leaving: list[slice] = field(default_factory=list)  # what is being sent right now
     later: deque[tuple[Parcel, Bytes]] = field(default_factory=deque)  # accesses that wait for it
 
@@ -77,8 +77,8 @@ class PendingAccess:
     then: Callable[[], object] | None = None
 
 
-class WindowServer:
-    """Serves this rank's parts of all windows, and takes the answers to its own accesses."""
+class WindowServer(Receiver):
+    """Serves this rank's parts of all windows, each access as a whole, and takes the answers to its own accesses."""
 
     def __init__(self, wire: Wire, condition: Condition) -> None:
         self._wire, self._condition = wire, condition
@@ -93,22 +93,18 @@ class WindowServer:
         known = runtime.wire.receivers.get(REQUEST)
         return known if isinstance(known, cls) else cls(runtime.wire, runtime.condition)
 
-    def begin(self, parcel: Parcel) -> Bytes | None:
-        """Use new memory: a Put shows as a whole."""
-        return None
-
     def done(self, parcel: Parcel, payload: Bytes) -> None:
         """Serve one request."""
         part = self.parts[parcel.context]
-        if parcel.first == TOKEN and part.told is not None:
-            part.told(parcel.source, parcel.second)
+        if parcel.first == TOKEN and part.on_token is not None:
+            part.on_token(parcel.source, parcel.second)
             with self._condition:
                 self._condition.notify_all()
             return
         if parcel.first in (LOCK, UNLOCK, CANCEL):
             self._lock(part, parcel)
         else:
-            with self._condition:  # which is re-entrant: who has waited is served before anybody else
+            with self._condition:  # re-entrant: accesses that have waited are served before any other
                 if part.must_wait(parcel, payload):
                     part.later.append((parcel, payload))
                 else:
@@ -123,7 +119,7 @@ class WindowServer:
         self._answer(parcel, part, part.memory[what], partial(self._left, part, what))
 
     def _left(self, part: WindowPart, what: slice) -> None:
-        """Serve those who have waited for a Get to leave."""
+        """Serve the accesses that have waited for a Get to leave."""
         with self._condition:
             part.leaving.remove(what)
             waiting, part.later = part.later, deque()
@@ -154,13 +150,13 @@ class WindowServer:
                 place[:] = payload[half:]
                 part.version += 1
             return before
-        room = part.memory[start : start + payload.size]
-        old = room.copy() if parcel.third else None
+        target = part.memory[start : start + payload.size]
+        old = target.copy() if parcel.third else None
         part.version += 1
         if kind == PUT:
-            room[:] = payload
+            target[:] = payload
         else:
-            _combine(parcel.second, payload, room)
+            _combine(parcel.second, payload, target)
         return old
 
     def _answer(
@@ -203,17 +199,17 @@ def accumulate_code(op: Op, datatype: Datatype) -> int:
     return OP_NAMES.index(op.name) * len(TYPE_NAMES) + TYPE_NAMES.index(named)
 
 
-def _combine(code: int, payload: Bytes, room: Bytes) -> None:
-    """Combine bytes of elements into a part: `room = room op payload`, as MPI's Accumulate."""
+def _combine(code: int, payload: Bytes, target: Bytes) -> None:
+    """Combine bytes of elements into a part: `target = target op payload`, as MPI's Accumulate."""
     number, kind = divmod(code, len(TYPE_NAMES))
     op, dtype = OPS[OP_NAMES[number]], np.dtype(TYPES[TYPE_NAMES[kind]].dtype)
     if op.name == "REPLACE":
-        room[:] = payload
+        target[:] = payload
     elif op.name != "NO_OP":
-        room[:] = as_bytes(op.reduce(room.copy().view(dtype), payload.copy().view(dtype)))
+        target[:] = as_bytes(op.reduce(target.copy().view(dtype), payload.copy().view(dtype)))
 
 
-class ReplyReceiver:
+class ReplyReceiver(Receiver):
     """Receiver of the answers."""
 
     def __init__(self, server: WindowServer, condition: Condition) -> None:
@@ -261,7 +257,7 @@ class TorchWin(WindowSync):
         self._server = WindowServer.of(self._runtime)
         self._ident = comm._context ^ (number << 1) ^ (1 << 60)
         self._begin_sync()
-        self._server.parts[self._ident] = WindowPart(memory, told=self._hear)
+        self._server.parts[self._ident] = WindowPart(memory, on_token=self._count_token)
         facts = comm.allgather((memory.nbytes, disp_unit))
         self._sizes, self._units = [size for size, _ in facts], [unit for _, unit in facts]
         self._open: dict[int, list[PendingAccess]] = {rank: [] for rank in range(comm.size)}
@@ -372,7 +368,7 @@ class TorchWin(WindowSync):
         parcel = Parcel(REQUEST, self._ident, first=TOKEN, second=token)
         self._runtime.wire.send(self._comm.members[rank], parcel)
 
-    def _hear(self, sender: int, token: int) -> None:
+    def _count_token(self, sender: int, token: int) -> None:
         """Count a token; called by the wire's thread alone, and taken back by others under the condition."""
         with self._runtime.condition:
             self._told[self._comm.members.index(sender), token] += 1
