@@ -50,12 +50,11 @@ def _names_of_mpi4py() -> frozenset[str]:
 
 # Under 60 lines for a reason of their own, beside __init__ and __main__.
 SHORT_FILES = {
-    "spawnsim/comm/backends.py": "the one place that turns other libraries' groups into communicators",
+    "spawnsim/cli/doctor.py": "one subcommand, one file",
     "spawnsim/comm/handles.py": "imported by two siblings that must not import each other",
     "spawnsim/comm/protocols.py": "what recover() and capabilities() return, for all backends",
     "spawnsim/real/launch/torchrun.py": "started with python -m",
     "spawnsim/testing/worker.py": "started with python -m",
-    "spawnsim/units.py": "one vocabulary",
     "spawnsim/virtual/mpi/module.py": "generalised requests are a chapter of MPI",
     "spawnsim/virtual/mpi/comm.py": "TO MERGE",
     "spawnsim/virtual/mpi/communicators.py": "TO MERGE",

@@ -31,6 +31,7 @@ from traceback import walk_stack
 from types import FrameType
 
 from spawnsim.errors import Deadlock, Livelock, SpawnsimError
+from spawnsim.units import text_table
 from spawnsim.virtual.engine.event_queue import ScheduledCall
 from spawnsim.virtual.engine.kernel import Kernel, Task
 
@@ -67,7 +68,7 @@ def _standing(tasks: Sequence[Task], first: Collection[int] = ()) -> str:
     shown = sorted(tasks, key=lambda task: (task.rank not in first, task.rank))[:SHOWN]
     rows = [(task.name, f"{task.clock:.6g} s", _call(task), where(task)) for task in shown]
     more = f"\n  … and {len(tasks) - SHOWN} more" if len(tasks) > SHOWN else ""
-    return table(("rank", "since", "call", "at"), rows) + more
+    return text_table(("rank", "since", "call", "at"), rows, left=4, indent="  ") + more
 
 
 def _dead_end(tasks: Sequence[Task], ended: Sequence[int]) -> str:
@@ -142,15 +143,6 @@ def _frames(task: Task) -> tuple[FrameType | None, str]:
         call = frame.f_code.co_name if frame.f_code.co_name != "watching" else call  # see `calls`
         frame = frame.f_back
     return frame, call
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as a text table."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
-    )
-    return "\n".join("  " + line.rstrip() for line in lines)
 
 
 LIVELOCK_POLLS = 1_000_000
