@@ -12,7 +12,7 @@ The layers, top to bottom (imports point down only; `lint-imports` holds it):
     policies | workloads | real | virtual     (siblings: none imports another)
     comm
     options
-    columns · importing · random · scenario · units
+    backends · columns · importing · random · scenario · units
     errors
 """
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from spawnsim.backends import Backend, register
 from spawnsim.run import Run, run
 
 if TYPE_CHECKING:  # the same names, where editors and type checkers look for them
@@ -36,6 +37,25 @@ if TYPE_CHECKING:  # the same names, where editors and type checkers look for th
     from spawnsim.record import Table
 
 __version__ = "0.1.0"
+
+register(Backend("virtual", "spawnsim.virtual"))
+register(
+    Backend(
+        "mpi",
+        "spawnsim.real.mpi",
+        "mpi4py",
+        "mpi4py.MPI:COMM_WORLD",
+        "mpiexec",
+        survives=True,
+        aliases=("mpi4py",),
+    )
+)
+register(
+    Backend(
+        "torch", "spawnsim.real.torch", "torch", "torch.distributed:group.WORLD", "torchrun",
+        aliases=("gloo", "nccl", "ccl", "xccl"),
+    )
+)  # fmt: skip
 
 _HOME = {
     "Comm": "spawnsim.comm",

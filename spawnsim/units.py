@@ -1,8 +1,11 @@
-"""Quantities with units in text: "25 Gbit/s", "2 us" and "64 KiB" become SI floats (seconds, bytes, bytes/s)."""
+"""Quantities as people read and write them: "25 Gbit/s", "2 us" and "64 KiB" become SI floats (seconds, bytes,
+bytes/s); rows of values become a table of text.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from spawnsim.errors import ParameterError
 
@@ -47,3 +50,17 @@ def bytes_per_second(text: str | float) -> float:
     3125000000.0
     """
     return _parse(text, BYTES_PER_SECOND, "bandwidth")
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, indent: str = "") -> str:
+    """Return aligned columns: the first `left` ones to the left, the others, which hold numbers, to the right.
+
+    >>> print(text_table(("step", "s"), [("forward", "1.5"), ("sum", "10.0")]))
+    step        s
+    forward   1.5
+    sum      10.0
+    """
+    lines = [head, *rows] if head else list(rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    layout = "  ".join(f"{{:{'<' if at < left else '>'}{width}}}" for at, width in enumerate(widths))
+    return "\n".join((indent + layout.format(*line)).rstrip() for line in lines)

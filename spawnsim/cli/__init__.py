@@ -32,6 +32,7 @@ from spawnsim.options import Parser
 from spawnsim.run import process_setup
 from spawnsim.run.process_setup import use_one_thread
 from spawnsim.run.progress_bar import beside_the_bar
+from spawnsim.units import text_table
 
 RAISERS = (RankError, ProgramError)  # their cause is an exception of the program's own
 _PACKAGE = str(Path(spawnsim.__file__).parent)
@@ -124,7 +125,7 @@ COMMANDS = {
     "calibrate": ("spawnsim.cli.calibrate:main", "measure this cluster, and write a platform file"),
     "validate": ("spawnsim.cli.validate:main", "predict a real run, and compare"),
     "list": ("spawnsim.cli.listing:main", "list platforms, policies, workloads, studies"),
-    "doctor": ("spawnsim.real.launch.doctor:main", "say what this machine can run, and what to change"),
+    "doctor": ("spawnsim.cli.doctor:main", "say what this machine can run, and what to change"),
 }
 
 EXIT_CODES = f"""\
@@ -180,8 +181,7 @@ def _serve(command: str, arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    width = max(map(len, COMMANDS))
-    table = "\n".join(f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items())
+    table = text_table((), [(name, text) for name, (_, text) in COMMANDS.items()], left=2, indent="  ")
     parser = Parser(
         prog="spawnsim",
         description="Policies that average and replace models across ranks, on virtual clusters and on real ones.",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from spawnsim.cli.study import folders
 from spawnsim.options import Parser
+from spawnsim.units import text_table
 
 Line = tuple[str, str]
 
@@ -23,10 +24,8 @@ def main(argv: Sequence[str]) -> int:
     if unknown:
         parser.error(f"{unknown[0]}: choose among {', '.join(SECTIONS)}")
     for name in wanted or SECTIONS:
-        lines = list(SECTIONS[name]())
-        width = max((len(key) for key, _ in lines), default=0)
         print(f"{name}:")
-        print("\n".join(f"  {key:{width}}  {text}".rstrip() for key, text in lines) or "  none here")
+        print(text_table((), list(SECTIONS[name]()), left=2, indent="  ") or "  none here")
     return 0
 
 

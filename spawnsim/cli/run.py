@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spawnsim.backends import BACKENDS
 from spawnsim.cli import (
     exit_code,
     print_error_beside_bar,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Run the subcommand."""
     options, script_arguments = parse(argv)
-    if options.backend != "virtual":
+    if BACKENDS[options.backend].is_real:
         refuse_arguments(script_arguments)
         if options.trace:
             raise ParameterError(
@@ -100,7 +101,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if dashes:
         own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
     options, unknown = parser().parse_known_args(own)
-    takes_any = options.backend != "virtual" or (
+    takes_any = BACKENDS[options.backend].is_real or (
         options.file.is_file() and (options.whole or is_unmodified(options.file))
     )
     if unknown and not takes_any:
@@ -140,7 +141,7 @@ def parser() -> Parser:
     add = parser.add_argument
     add("file", type=Path, help="Python file that defines main(comm), or an mpi4py program")
     add("-n", "--ranks", type=int, metavar="N", help="how many ranks; real ones are started with mpiexec")
-    add("--backend", choices=("virtual", "mpi", "torch"), default="virtual", help="default: virtual")
+    add("--backend", choices=tuple(BACKENDS), default="virtual", help="default: virtual")
     add("--platform", metavar="P", help="virtual network: a name (see `spawnsim list`) or a TOML file")
     add(
         "--straggler",
@@ -229,8 +230,10 @@ def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
         )
     if options.out is not None:
         options.out = named(options.out)
-    if options.survive and options.backend != "mpi":
-        raise ParameterError("--survive: torch.distributed outlives no rank; take --backend mpi")
+    if options.survive and not BACKENDS[options.backend].survives:
+        raise ParameterError(
+            f"--survive: a job of --backend {options.backend} outlives no rank; take --backend mpi"
+        )
     here = detect_launcher()
     if here.may_start and options.ranks not in (None, 1):
         return _start(options, parameters)
@@ -284,7 +287,7 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
     write_whole_lines(sys.stdout, sys.stderr)
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
         try:
-            if options.backend == "mpi":
+            if BACKENDS[options.backend].launcher == "mpiexec":
                 require_fit(here)
             if options.out is not None:  # each rank looks before any of them has begun to write
                 require_free(options.out, overwrite=options.overwrite)

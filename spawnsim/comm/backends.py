@@ -6,36 +6,47 @@ modules that are loaded already (virtual ranks, torch). Makes no communicator it
 
 from __future__ import annotations
 
-import importlib
-import sys
+from collections.abc import Callable
 from typing import Any
 
+from spawnsim.backends import BACKENDS, backend_of, real_backends
 from spawnsim.comm.protocols import Comm
 from spawnsim.errors import ParameterError, UsageError
-
-# Which building wraps a foreign group, by the package that its type comes from.
-_WRAPPERS = {"mpi4py": "spawnsim.real.mpi", "torch": "spawnsim.real.torch"}
 
 
 def as_comm(group: Any) -> Comm:
     """Return a spawnsim `Comm` for what a user passed as a group.
 
-    A `Comm` comes back unchanged; an mpi4py communicator or a torch.distributed process group is wrapped by its
-    building's `wrap(group)`, which is imported only then. Raises `ParameterError` for anything else.
+    Args:
+        group: a `Comm`, which comes back unchanged, an mpi4py communicator, or a torch.distributed process group.
+
+    Raises:
+        ParameterError: anything else.
     """
     if hasattr(group, "compute") and hasattr(group, "clock"):
         found: Comm = group
         return found
-    package = type(group).__module__.partition(".")[0]
-    if package not in _WRAPPERS:
-        raise ParameterError(
-            f"group={group!r}: pass a spawnsim Comm, an mpi4py communicator or a torch.distributed group"
-        )
-    wrapped: Comm = importlib.import_module(_WRAPPERS[package]).wrap(group)
-    return wrapped
+    library = type(group).__module__.partition(".")[0]
+    for backend in BACKENDS.values():
+        if backend.wraps == library:
+            wrapped: Comm = backend.load().wrap(group)
+            return wrapped
+    raise ParameterError(
+        f"group={group!r}: pass a spawnsim Comm, an mpi4py communicator or a torch.distributed group"
+    )
 
 
-KINDS = ("mpi", "torch")
+_worlds_of_callers: list[Callable[[], Comm | None]] = []
+
+
+def register_world(of_caller: Callable[[], Comm | None]) -> None:
+    """Let a backend whose ranks share a process tell the calling rank's COMM_WORLD, None where no rank of its calls."""
+    _worlds_of_callers.append(of_caller)
+
+
+def virtual_world() -> Comm | None:
+    """Return the calling virtual rank's COMM_WORLD, None outside virtual ranks."""
+    return next((found for of_caller in _worlds_of_callers if (found := of_caller()) is not None), None)
 
 
 def world(kind: str = "mpi") -> Comm:
@@ -49,35 +60,24 @@ def world(kind: str = "mpi") -> Comm:
         ParameterError: another kind.
         UsageError: "torch" before `torch.distributed.init_process_group`.
     """
-    if kind not in KINDS:
-        raise ParameterError(f"backend={kind!r}: choose one of {', '.join(KINDS)}")
-    return virtual_world() or as_comm(_real_group(kind))
-
-
-def virtual_world() -> Comm | None:
-    """Return the calling virtual rank's COMM_WORLD, None outside virtual ranks."""
-    kernel: Any = sys.modules.get("spawnsim.virtual.engine.kernel")
-    if kernel is None or kernel.current_task() is None:
-        return None
-    held: Comm = importlib.import_module("spawnsim.virtual.mpi.communicators").held("COMM_WORLD")
-    return held
-
-
-def _real_group(kind: str) -> Any:
+    wanted = backend_of(kind, real_backends())
+    virtual = virtual_world()
+    if virtual is not None:
+        return virtual
     default = default_group()
-    if kind == "mpi":
-        mpi = importlib.import_module("spawnsim.real.mpi.comm").MPI.COMM_WORLD
-        return mpi if default is None or mpi.Get_size() > 1 or default.size() == 1 else default
-    if default is None:
+    if wanted.name != "mpi":
+        group = wanted.group_of_all()
+    else:
+        group = wanted.group_of_all(load=True)
+        if default is not None and group.Get_size() == 1 and default.size() > 1:
+            group = default
+    if group is None:
         raise UsageError(
             "torch.distributed has no default group yet: call init_process_group, or pass a group"
         )
-    return default
+    return as_comm(group)
 
 
 def default_group() -> Any:
     """Return torch.distributed's default group, None if there is none."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return distributed.group.WORLD
+    return BACKENDS["torch"].group_of_all()

@@ -206,10 +206,10 @@ def doubts(ranks_per_node: int, cores: int, load: float) -> list[str]:
 
 def facts(comm: Any) -> tuple[tuple[str, str], ...]:
     """Return what this runs on, for the platform file."""
-    building = type(comm).__module__.split(".")
+    backend = comm.capabilities().backend
     known = {
-        "backend": "virtual" if "virtual" in building else "mpi",
-        "library": _library() if "mpi" in building else "none",
+        "backend": backend,
+        "library": _library() if backend == "mpi" else "none",
         "ranks": str(comm.Get_size()),
         "cores": str(os.cpu_count()),
         "machine": f"{platform.system()} {platform.machine()}",

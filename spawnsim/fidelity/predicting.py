@@ -17,6 +17,7 @@ from spawnsim.fidelity.microbenchmarks import FloatArray
 from spawnsim.fidelity.scoring import NullRecorder
 from spawnsim.fidelity.watching import Seen, watched
 from spawnsim.scenario import Scenario
+from spawnsim.units import text_table
 from spawnsim.virtual import simulate
 from spawnsim.virtual.compute import Straggler, Trace
 from spawnsim.virtual.platform import Platform
@@ -187,22 +188,18 @@ def _spread(errors: Sequence[float]) -> tuple[float, float, float]:
 def error_table(rows: Sequence[Row], repeats: int) -> str:
     """Return the rows as lines of text."""
     models = list(rows[0].errors)
-    head = f"{'':15}{'measured':>12}" + "".join(f"{model:>24}" for model in models)
-    lines = [head]
+    lines = []
     for row in rows:
         share = row.measure == "waiting share"
         value = f"{row.measured:.1%}" if share else _seconds(row.measured)
-        cells = "".join(f"{_cell(row.errors[model], share, repeats):>24}" for model in models)
-        lines.append(f"{row.measure:15}{value:>12}{cells}")
-    lines.append(
-        "replayed: the run's own compute times. fitted: their mean and the straggler fit. constant: their mean."
-    )
-    return "\n".join(lines)
+        lines.append((row.measure, value, *(_cell(row.errors[model], share, repeats) for model in models)))
+    legend = "replayed: the run's own compute times. fitted: their mean and the straggler fit. constant: their mean."
+    return f"{text_table(('', 'measured', *models), lines)}\n{legend}"
 
 
 def _cell(errors: tuple[float, float, float], share: bool, repeats: int) -> str:
-    unit, scale = (" points", 100.0) if share else ("%", 100.0)
-    middle, low, high = (error * scale for error in errors)
+    unit = " points" if share else "%"
+    middle, low, high = (error * 100.0 for error in errors)
     spread = f" [{low:+.0f} {high:+.0f}]" if repeats > 1 else ""
     return f"{middle:+.1f}{unit}{spread}"
 

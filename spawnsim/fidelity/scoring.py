@@ -13,6 +13,7 @@ from spawnsim.fidelity.fitting import LEAST_S_PER_B
 from spawnsim.fidelity.measuring import Measured, points
 from spawnsim.fidelity.microbenchmarks import Effort, Point, held_out
 from spawnsim.scenario import Scenario
+from spawnsim.units import text_table
 from spawnsim.virtual import simulate
 from spawnsim.virtual.network import Link, Network, Piecewise
 from spawnsim.virtual.platform import Platform
@@ -98,12 +99,11 @@ def _score(operation: str, pairs: Sequence[Pair]) -> Score:
 
 def score_table(found: Sequence[Score]) -> str:
     """Return the errors as lines of text."""
-    lines = [f"{'operation':16}{'fitted':>9}{'held out':>11}{'largest':>11}"]
+    rows = []
     for score in found:
         values = (score.fitted, score.held_out, score.largest)
-        words = ["-" if value != value else f"{value:.1%}" for value in values]
-        lines.append(f"{score.operation:16}{words[0]:>9}{words[1]:>11}{words[2]:>11}")
-    return "\n".join(lines)
+        rows.append((score.operation, *("-" if value != value else f"{value:.1%}" for value in values)))
+    return text_table(("operation", "fitted", "held out", "largest"), rows)
 
 
 def require_fit(platform: Platform, found: Sequence[Score]) -> None:

@@ -11,11 +11,11 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spawnsim.errors import ParameterError, UnsupportedError, WorldError
+from spawnsim.backends import BACKENDS
+from spawnsim.errors import ParameterError, WorldError
 from spawnsim.run.program import Program
 from spawnsim.run.progress_bar import Steps
 from spawnsim.run.result import FINISHED, Run, results_digest, totals_of, warned
@@ -24,8 +24,6 @@ from spawnsim.run.writer import add_late, describe
 if TYPE_CHECKING:
     from spawnsim.record import Journal
     from spawnsim.record.journal import Merged
-
-BACKENDS = {"mpi": "spawnsim.real.mpi", "torch": "spawnsim.real.torch"}
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,10 @@ def run_rank(job: Job) -> Run | None:
     from spawnsim.real.launch.processes import BEGUN, register_stage
     from spawnsim.record import Journal
 
-    room = _backend_module(job.backend)
+    backend = BACKENDS[job.backend].load()
     journal = Journal()
-    comm = room.world(recorder=journal, seed=job.seed, deadline_s=job.deadline_s)
-    with room.guarded(comm), seeded(comm.rng):
+    comm = backend.world(recorder=journal, seed=job.seed, deadline_s=job.deadline_s)
+    with backend.guarded(comm), seeded(comm.rng):
         shards = Shards(job, comm, journal)
         comm.runtime.on_abort(shards.last_words)
         register_stage(BEGUN, comm.rank, os.environ)
@@ -60,18 +58,6 @@ def run_rank(job: Job) -> Run | None:
             job.task(comm)
             comm.runtime.settle()
         return shards.finish()
-
-
-def _backend_module(backend: str) -> Any:
-    name = BACKENDS[backend]
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise UnsupportedError(
-            f"--backend {backend}: its package {name} is missing: install spawnsim anew"
-        ) from error
 
 
 class Shards:

@@ -21,8 +21,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from spawnsim.backends import backend_of
 from spawnsim.errors import ParameterError
 from spawnsim.record import manifest
 from spawnsim.record.folder import read_manifest
@@ -41,7 +42,7 @@ class Cell:
         file: the program, a Python file with `main(comm, ...)`.
         ranks: how many ranks.
         seed: the run's seed.
-        backend: "virtual", "mpi" or "torch".
+        backend: a name in the table of backends: "virtual", "mpi" or "torch".
         parameters: keyword arguments of `main`.
         world: keyword arguments of `spawnsim.run`: platform, stragglers, faults …
     """
@@ -49,7 +50,7 @@ class Cell:
     file: Path
     ranks: int
     seed: int = 0
-    backend: Literal["virtual", "mpi", "torch"] = "virtual"
+    backend: str = "virtual"
     parameters: Mapping[str, Any] = field(default_factory=dict)
     world: Mapping[str, Any] = field(default_factory=dict)
 
@@ -58,6 +59,7 @@ class Cell:
             raise ParameterError(f"the study asks for {self.file}, which is no file")
         if self.ranks < 1:
             raise ParameterError(f"ranks={self.ranks}: give at least 1")
+        backend_of(self.backend)
 
     def description(self) -> dict[str, Any]:
         """Return what distinguishes this run, without paths of this machine."""

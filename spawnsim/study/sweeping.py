@@ -23,6 +23,7 @@ from pathlib import Path
 from threading import Thread
 
 from spawnsim.errors import ParameterError, SpawnsimError, StudyError, WorldError
+from spawnsim.options import arguments_of
 from spawnsim.run import process_setup, run
 from spawnsim.run.process_setup import one_thread, stoppable
 from spawnsim.study.store import Cell, Cost, Store, write_cost
@@ -91,7 +92,7 @@ def command_line(cell: Cell, folder: Path) -> list[str]:
         str(cell.ranks),
     ]
     line += ["--seed", str(cell.seed), "--out", str(folder), "--quiet"]
-    return line + [part for name, value in cell.parameters.items() for part in ("--set", f"{name}={value!r}")]
+    return line + arguments_of(cell.parameters)
 
 
 def _peak_memory(cell: Cell) -> int:

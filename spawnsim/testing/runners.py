@@ -20,12 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from spawnsim import backends
 from spawnsim.errors import RankError, SpawnsimError, UnsupportedError
 from spawnsim.record import Recorder
 from spawnsim.scenario import Scenario
 from spawnsim.testing.cases import ABSENT, FAILED, PASSED, SKIPPED, Case, Outcome, Skipped, find_cases
 
-REAL_BACKENDS: Final = ("mpi", "real", "torch")
+WRAPPED: Final = {
+    "real" if name == "mpi" else name: backends.BACKENDS[name] for name in backends.real_backends()
+}
+REAL_BACKENDS: Final = ("mpi", *WRAPPED)
 """`mpi`: bare mpi4py, which keeps the suite true; `real`, `torch`: spawnsim's communicators over MPI and torch."""
 PATIENCE_S: Final = 60.0  # a case that takes longer than this stands still
 GRACE_S: Final = 5.0  # after one rank has failed, the others get this long to end the case
@@ -143,7 +147,7 @@ def worker_command(backend: str) -> list[str]:
     return ["-m", "spawnsim.testing.worker", backend]
 
 
-BACKENDS = ("virtual", *REAL_BACKENDS)
+BACKENDS: Final = ("virtual", *REAL_BACKENDS)
 
 
 def run_contract(backend: str, ranks: int, match: str | None = None) -> Iterator[Outcome]:
@@ -202,7 +206,7 @@ def run_real(cases: Iterable[Case], ranks: int, backend: str = "mpi") -> Iterato
 
 def _launcher(backend: str, ranks: int) -> list[str]:
     """Return the command line up to Python's arguments."""
-    if backend == "torch":
+    if backend in WRAPPED and WRAPPED[backend].launcher == "torchrun":
         return [
             sys.executable,
             "-m",

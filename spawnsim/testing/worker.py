@@ -13,9 +13,7 @@ from typing import Any
 
 from spawnsim.errors import ParameterError
 from spawnsim.testing.cases import cases_by_id, run_together
-from spawnsim.testing.runners import REAL_BACKENDS
-
-DOORS = {"real": "spawnsim.real.mpi", "torch": "spawnsim.real.torch"}
+from spawnsim.testing.runners import REAL_BACKENDS, WRAPPED
 
 
 def open_backend(backend: str) -> tuple[Any, Any]:
@@ -34,9 +32,9 @@ def open_backend(backend: str) -> tuple[Any, Any]:
     if backend == "mpi":
         mpi = importlib.import_module("mpi4py.MPI")
         return mpi, mpi.COMM_WORLD
-    building = importlib.import_module(DOORS[backend])
-    comm = building.world()
-    return building.namespace(comm), comm
+    package = WRAPPED[backend].load()
+    comm = package.world()
+    return package.namespace(comm), comm
 
 
 def main(backend: str, folder: Path) -> None:

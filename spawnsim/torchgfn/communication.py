@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from spawnsim.backends import BACKENDS, backend_of, real_backends
 from spawnsim.comm import ANY_SOURCE, BYTE, MAX, MIN, SUM, Comm, Status, as_comm
-from spawnsim.comm.backends import KINDS, virtual_world, world
+from spawnsim.comm.backends import virtual_world, world
 from spawnsim.errors import MismatchError, ParameterError, UsageError
 from spawnsim.policies.exchange.group_mean import GroupMean
 from spawnsim.policies.state.layout import Tensors, Travels, as_real, collect
@@ -35,8 +36,7 @@ def comm_of(group: Group = None, backend: str = default_backend) -> Comm:
     Raises:
         ParameterError: a backend other than "mpi" and "torch", or something that is no group.
     """
-    if backend not in KINDS:
-        raise ParameterError(f"backend={backend!r}: choose one of {', '.join(KINDS)}")
+    backend_of(backend, real_backends())
     return world(backend) if group is None else as_comm(group)
 
 
@@ -47,8 +47,12 @@ def _first_env(*names: str, default: str | None = None) -> str | None:
 
 def _get_MPI() -> Any:
     """Return the caller's `MPI`: mpi4py's module, loaded now, or the virtual one on a virtual rank."""
-    room = "spawnsim.real.mpi.comm" if virtual_world() is None else "spawnsim.virtual.mpi.module"
-    return import_module(room).MPI
+    if virtual_world() is None:
+        BACKENDS["mpi"].load()  # which sets how mpi4py starts MPI, so it comes first
+        return sys.modules["mpi4py.MPI"]
+    from spawnsim.virtual.mpi.module import MPI  # loads the simulator, which a real rank does without
+
+    return MPI
 
 
 def raw_bytes(data: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,9 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from importlib import import_module
 from typing import Any
 
+from spawnsim.backends import BACKENDS, backend_of, real_backends
 from spawnsim.comm import UNDEFINED, Comm
 from spawnsim.comm.backends import default_group, virtual_world
 from spawnsim.errors import ParameterError, UnsupportedError
@@ -240,8 +240,7 @@ class DistributedContext(DistributedContextMPI4Py):
         Raises:
             UnsupportedError: "torch" in a job that was divided over MPI: torch.distributed has no group there.
         """
-        if backend not in ("mpi", "torch"):
-            raise ParameterError(f"backend={backend!r}: choose mpi or torch")
+        backend_of(backend, real_backends())
         comm = self.dc_mpi4py.train_global_group if self.dc_mpi4py is not None else None
         if backend == "mpi":
             return comm
@@ -291,9 +290,6 @@ def members_only(comms: Iterable[Comm | None]) -> list[Comm]:
     return [comm for comm in comms if comm is not None]
 
 
-BACKENDS = {"mpi": "mpi", "mpi4py": "mpi", "gloo": "torch", "nccl": "torch", "ccl": "torch", "xccl": "torch"}
-
-
 def initialize_distributed_compute(
     dist_backend: str,
     num_remote_buffers: int,
@@ -322,9 +318,10 @@ def initialize_distributed_compute(
         ParameterError: numbers that do not fit together, or another backend.
         UnsupportedError: a backend that this build of torch has not.
     """
-    if dist_backend not in BACKENDS:
-        raise ParameterError(f"dist_backend={dist_backend!r}: choose one of {', '.join(BACKENDS)}")
-    kind, end = BACKENDS[dist_backend], None
+    kinds = {"mpi": "mpi"} | {alias: each.name for each in BACKENDS.values() for alias in each.aliases}
+    if dist_backend not in kinds:
+        raise ParameterError(f"dist_backend={dist_backend!r}: choose one of {', '.join(kinds)}")
+    kind, end = kinds[dist_backend], None
     if comm is None and kind == "torch" and virtual_world() is None and default_group() is None:
         comm, end = _enter_torch(dist_backend)
     place = _divide(comm_of(comm, kind), num_remote_buffers, num_agent_groups, int(use_coordinator), hosts)
@@ -333,9 +330,9 @@ def initialize_distributed_compute(
 
 def _enter_torch(backend: str) -> tuple[Comm, Callable[[], None]]:
     """Enter torch.distributed; return the world, and what leaves again."""
-    building = import_module("spawnsim.real.torch")
-    world: Comm = building.world(backend=backend)
-    return world, partial(building.close, world)
+    package = BACKENDS["torch"].load()
+    world: Comm = package.world(backend=backend)
+    return world, partial(package.close, world)
 
 
 def initialize_distributed_compute_mpi4py(

@@ -43,6 +43,7 @@ from spawnsim.torchgfn.contexts import (
     initialize_distributed_compute,
     initialize_distributed_compute_mpi4py,
 )
+from spawnsim.units import text_table
 
 __all__ = [
     "AsyncSendHandle",
@@ -122,7 +123,7 @@ def report_load_imbalance(all_timing_dict: Timings, world_size: int) -> list[Imb
     shown = [
         (row.step, f"{row.useful_s:.4f}", f"{row.waiting_s:.4f}", f"{row.ranks}/{world_size}") for row in rows
     ]
-    logger.info("load imbalance\n%s", table(("step", "useful s", "waiting s", "ranks"), shown))
+    logger.info("load imbalance\n%s", text_table(("step", "useful s", "waiting s", "ranks"), shown))
     return rows
 
 
@@ -151,7 +152,7 @@ def report_time_info(all_timing_dict: Timings, world_size: int) -> TimeInfo:
         {step: max(by_rank.values()) for step, by_rank in totals.items()},
         {step: sum(by_rank.values()) / len(by_rank) for step, by_rank in totals.items()},
     )
-    logger.info("seconds\n%s", table(("rank", "step", "mean s", "total s"), _lines(info)))
+    logger.info("seconds\n%s", text_table(("rank", "step", "mean s", "total s"), _lines(info), left=2))
     return info
 
 
@@ -186,17 +187,3 @@ def _steps(timings: Timings, world_size: int) -> dict[str, dict[int, list[float]
 
 def _listed(times: Sequence[float] | float) -> list[float]:
     return [float(times)] if isinstance(times, (int, float)) else [float(each) for each in times]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return aligned columns, the first one to the left."""
-    everything = [head, *rows]
-    widths = [max(len(row[column]) for row in everything) for column in range(len(head))]
-    return "\n".join("  ".join(_aligned(row, widths)) for row in everything)
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [
-        row[0].ljust(widths[0]),
-        *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
-    ]

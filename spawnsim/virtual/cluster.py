@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit
 
+from spawnsim.comm.backends import register_world
 from spawnsim.errors import Livelock, RankError, RankFailed, SpawnsimError, WorldError
 from spawnsim.random import Streams
 from spawnsim.scenario import Scenario
@@ -24,14 +25,14 @@ from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.compute import ComputeModel
 from spawnsim.virtual.diagnosis import LivelockWatchdog
 from spawnsim.virtual.digest import RankDigest
-from spawnsim.virtual.engine.kernel import Kernel, Task
+from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import Rank, Recorder, World
 from spawnsim.virtual.faults import FaultPlan
 from spawnsim.virtual.faults.crashes import Crashes
 from spawnsim.virtual.faults.injection import FaultyLinks
 from spawnsim.virtual.mpi.comm import ProgramAbort
-from spawnsim.virtual.mpi.communicators import Intracomm, enter
+from spawnsim.virtual.mpi.communicators import Intracomm, enter, held
 from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.platform import Platform, load_platform
 from spawnsim.virtual.reproducibility import TorchStates, generators_per_rank, leaks_noticed
@@ -286,6 +287,13 @@ def _line(error: BaseException) -> str:
     stack = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
     found = diagnosis.line(stack[::-1])
     return f" ({found})" if found else ""
+
+
+def _world_of_caller() -> Any:
+    return None if current_task() is None else held("COMM_WORLD")
+
+
+register_world(_world_of_caller)
 
 
 def simulate(

@@ -32,6 +32,7 @@ from traceback import walk_stack
 from types import FrameType
 
 from spawnsim.errors import Deadlock, Livelock, SpawnsimError
+from spawnsim.units import text_table
 from spawnsim.virtual.engine.event_queue import ScheduledCall
 from spawnsim.virtual.engine.kernel import Kernel, Task
 
@@ -69,7 +70,7 @@ def _standing(tasks: Sequence[Task], first: Collection[int] = ()) -> str:
     shown = sorted(tasks, key=lambda task: (task.rank not in first, task.rank))[:SHOWN]
     rows = [(task.name, f"{task.clock:.6g} s", _call(task), where(task)) for task in shown]
     more = f"\n  … and {len(tasks) - SHOWN} more" if len(tasks) > SHOWN else ""
-    return table(("rank", "since", "call", "at"), rows) + more
+    return text_table(("rank", "since", "call", "at"), rows, left=4, indent="  ") + more
 
 
 def _dead_end(tasks: Sequence[Task], ended: Sequence[int]) -> str:
@@ -160,15 +161,6 @@ def outside(frame: FrameType | None) -> tuple[FrameType | None, str]:
         )  # `timeline` wraps calls in it
         frame = frame.f_back
     return frame, call
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as a text table."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
-    )
-    return "\n".join("  " + line.rstrip() for line in lines)
 
 
 LIVELOCK_POLLS = 1_000_000

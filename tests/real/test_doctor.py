@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from spawnsim.cli.doctor import main
 from spawnsim.real.launch import doctor, launchers
-from spawnsim.real.launch.doctor import examine, main
+from spawnsim.real.launch.doctor import examine
 
 
 @pytest.mark.mpi

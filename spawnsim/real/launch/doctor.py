@@ -16,12 +16,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spawnsim.errors import SpawnsimError, UnsupportedError
-from spawnsim.options import Parser
 from spawnsim.real.launch.launchers import INSTALL, detect_launcher, find_library, flags, mismatch
 
 PROBE_LIMIT_S = 30.0
@@ -224,34 +223,3 @@ def _gpus(names: Sequence[str]) -> Finding:
         f"NCCL takes one rank per GPU: more than {count} per node share, over pinned memory"
     )
     return Finding("GPUs", "good", f"{chosen}; {taking}", advice)
-
-
-# ----------------------------------------------------------------------------------------------------- printing
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; return 1 if something is lacking. Of several ranks the first one prints."""
-    parser = Parser(prog="spawnsim doctor", description="Say what this machine can run, and what to change.")
-    parser.add_argument("--json", action="store_true", help="print a JSON array of findings")
-    as_json = parser.parse_args(argv).json
-    if _is_another_rank():
-        return 0
-    findings = examine()
-    if as_json:
-        sys.stdout.write(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
-    else:
-        sys.stdout.write("\n".join(line for finding in findings for line in lines(finding)) + "\n")
-    return int(any(finding.state == "lacking" for finding in findings))
-
-
-def _is_another_rank() -> bool:
-    """Whether a launcher has started more than one doctor, and this is not the first."""
-    try:
-        return detect_launcher().rank > 0
-    except SpawnsimError:  # it is a finding
-        return False
-
-
-def lines(finding: Finding) -> list[str]:
-    """Return a finding as text."""
-    mark = {"good": "ok", "note": "--", "lacking": "!!"}[finding.state]
-    text = [f"{mark} {finding.topic:20} {finding.found}"]
-    return [*text, *([f"   {'':20} → {finding.advice}"] if finding.advice else [])]

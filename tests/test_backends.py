@@ -1,0 +1,72 @@
+"""The table of backends: one entry makes a backend known to all that read the table."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import spawnsim
+from spawnsim.backends import BACKENDS, Backend, backend_of, real_backends
+from spawnsim.comm.backends import as_comm, world
+from spawnsim.errors import ParameterError
+from spawnsim.scenario import Scenario
+from spawnsim.study import Cell
+from spawnsim.virtual import simulate
+
+
+@pytest.fixture
+def shout(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Add a backend over a library that is called shout."""
+    package: Any = ModuleType("shout_backend")
+    package.wrap = lambda group: SimpleNamespace(compute=None, clock=None, of=group)
+    library: Any = ModuleType("shout")
+    library.everyone = type("Group", (), {"__module__": "shout.groups"})()
+    monkeypatch.setitem(sys.modules, "shout_backend", package)
+    monkeypatch.setitem(sys.modules, "shout", library)
+    entry = Backend("shout", "shout_backend", "shout", "shout:everyone", "shoutrun")
+    monkeypatch.setitem(BACKENDS, "shout", entry)
+    return library
+
+
+def test_one_entry_is_enough(shout: Any, tmp_path: Path) -> None:
+    """Its groups are wrapped, its world is found, and studies take its name."""
+    assert as_comm(shout.everyone).of is shout.everyone  # type: ignore[attr-defined]
+    assert world("shout").of is shout.everyone  # type: ignore[attr-defined]
+    assert real_backends() == ("mpi", "torch", "shout")
+    program = tmp_path / "program.py"
+    program.write_text("def main(comm): pass\n")
+    assert Cell(file=program, ranks=2, backend="shout").name == "program-n2-shout-s0"
+    with pytest.raises(ParameterError, match="backend='whisper': choose one of virtual, mpi, torch, shout"):
+        Cell(file=program, ranks=2, backend="whisper")
+
+
+def test_on_a_virtual_rank_the_world_is_its_own() -> None:
+    """Whatever kind of world a program asks for; a kind that no real backend has is refused there as well."""
+    found = []
+
+    def main(comm: Any) -> None:
+        assert all(world(kind) is comm for kind in real_backends())
+        with pytest.raises(ParameterError, match="choose one of mpi, torch"):
+            world("virtual")
+        found.append(comm.Get_rank())
+
+    simulate(main, Scenario(11), recorder=None)  # type: ignore[arg-type]
+    assert sorted(found) == list(range(11))
+
+
+def test_an_unknown_backend_names_those_there_are() -> None:
+    """As all bad parameters do."""
+    with pytest.raises(ParameterError, match="backend='mpj': choose one of virtual, mpi, torch"):
+        backend_of("mpj")
+
+
+def test_the_layer_of_comm_names_nothing_above_it() -> None:
+    """No import by name either, which import-linter does not see."""
+    folder = Path(spawnsim.__file__).parent / "comm"
+    above = re.compile(r"import_module|[\"']spawnsim\.(real|virtual)")
+    assert [path.name for path in folder.glob("*.py") if above.search(path.read_text(encoding="utf-8"))] == []
