@@ -181,6 +181,17 @@ def _callables(label: str, value: Any) -> Iterator[tuple[str, Callable[..., Any]
                 yield f"{label}.{name}", member
 
 
+def _documentation(function: Callable[..., Any]) -> str:
+    """Return a callable's docstring, and those of the methods that it overrides: an override need not repeat them."""
+    texts = [inspect.getdoc(function) or ""]
+    owner: Any = sys.modules[function.__module__]
+    for part in function.__qualname__.split(".")[:-1]:
+        owner = getattr(owner, part, None)
+    if inspect.isclass(owner):
+        texts += [inspect.getdoc(vars(base).get(function.__name__)) or "" for base in owner.__mro__[1:]]
+    return "\n".join(texts)
+
+
 def undocumented() -> tuple[int, list[str]]:
     """Find the public callables whose docstring lacks a section that it needs.
 
@@ -191,7 +202,7 @@ def undocumented() -> tuple[int, list[str]]:
     total, lacking = 0, []
     for label, function in public_callables():
         total += 1
-        text = inspect.getdoc(function) or ""
+        text = _documentation(function)
         signature = inspect.signature(function)
         if any(name not in ("self", "cls") for name in signature.parameters) and "Args:" not in text:
             lacking.append(f"{label}: Args")
