@@ -30,19 +30,25 @@ from spawnsim.policies.state.layout import (
 class AverageAllPolicy(SpawnPolicy):
     """Model averaging over all ranks of the group: every rank ends with the mean of all ranks.
 
-    Parameters and buffers are averaged, in any dtype; `travels` adds or leaves out parts. `momentum` m keeps a
-    part of the own weights: θ ← m·θ_own + (1 - m)·mean. A model of many small tensors is averaged at half the price
-    after `spawnsim.policies.one_storage(model)`. Iteration 0 averages too, as in the original: ranks that were built
-    apart begin together (another `cadence` does otherwise). The mean of equal models is that model, to the bit.
+    Parameters and buffers are averaged, in any dtype. The mean of equal models is that model, to the bit. A model of
+    many small tensors is averaged at half the price after `spawnsim.policies.one_storage(model)`.
 
-    `guard`: a float that is not finite (NaN, infinite) counts for nothing: the mean is taken over the ranks that have
-    a finite one there, and all ranks get it, the others' included; where no rank has one, each keeps its own. A rank
-    that was healed so forgets its optimizer's state if that is not finite either, and records an event "healed" and a
-    warning. All ranks of a group must give the same. Without it one rank's NaN reaches all of them.
+    Args:
+        average_every: iterations between averagings. Iteration 0 averages too, as in the original, so that ranks which
+            were built apart begin together.
+        momentum: m in θ ← m·θ_own + (1 - m)·mean, from 0 to 1.
+        travels: which parts of the state are averaged.
+        cadence: when to average, in place of `average_every`.
+        timing: a dictionary to fill with durations in seconds, by step.
+        guard: a float that is not finite (NaN, infinite) counts for nothing: the mean is taken over the ranks that have
+            a finite one in that place, and all ranks get it; where no rank has one, each keeps its own. A rank that was
+            healed so forgets its optimizer's state if that is not finite either, records an event "healed" and warns.
+            All ranks of a group must give the same. Without it one rank's NaN reaches all of them.
 
     Raises:
+        ParameterError: an argument is out of range.
         MismatchError: at the first averaging, on every rank, if the models of the group differ in name, dtype or shape.
-        Timeout: if the group does not meet within `comm.clock.deadline`; the own model is then unchanged.
+        Timeout: if the group does not meet within `comm.clock.deadline`; this rank's model is then unchanged.
             (Where a job does not survive this, `comm.capabilities().survives`, it ends instead.)
     """
 
@@ -78,7 +84,6 @@ class AverageAllPolicy(SpawnPolicy):
         comm: Comm,
         info: Info,
     ) -> ModelAndOptimizer:
-        """Average with the group; all of its ranks must call in this iteration."""
         began_s = comm.clock.now()
         live = self._collect(model, optimizer)
         mean = self._checked(comm, live)
@@ -117,10 +122,8 @@ class AverageAllPolicy(SpawnPolicy):
         return {"num_averagings": self.num_averagings, "num_healed": self.num_healed}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters."""
         return {**super().state_dict(), "num_averagings": self.num_averagings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the counters of a checkpoint."""
         super().load_state_dict(state)
         self.num_averagings = int(state["num_averagings"])

@@ -155,7 +155,17 @@ class SpawnPolicy:
         return self._comm
 
     def comm_of(self, group: Any) -> Comm:
-        """Return the communicator for what was passed as `group`."""
+        """Return the communicator for what was passed as `group`; override it to give None a meaning.
+
+        Args:
+            group: spawnsim's, mpi4py's or torch's communicator.
+
+        Returns:
+            The group as it is, or a wrapper of it.
+
+        Raises:
+            ParameterError: it is not a communicator.
+        """
         return as_comm(group)
 
     def shutdown(self) -> None:
@@ -165,11 +175,19 @@ class SpawnPolicy:
             self.warn_if_never_due(*last)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs to go on as if nothing had happened: plain numbers and lists."""
+        """Say what a checkpoint needs to go on as if nothing had happened.
+
+        Returns:
+            Plain numbers, texts and lists by name.
+        """
         return {"num_replacements": self.num_replacements}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` has returned, before the first call."""
+        """Take up a checkpoint, before the first call of the policy.
+
+        Args:
+            state: what `state_dict` returned.
+        """
         self.num_replacements = self.idle_info["num_replacements_so_far"] = int(state["num_replacements"])
 
     def count_replacement(self) -> None:
@@ -186,13 +204,24 @@ class SpawnPolicy:
         self.shutdown()
 
     def warn(self, group: Any, sentence: str, *, by: int = 0) -> None:
-        """Record an event "warning", on one rank of the group alone: it becomes one of `run.what["warnings"]`."""
-        record = getattr(group, "record", None)  # of other packages' communicators nothing is recorded
+        """Record an event "warning", on one rank of the group alone: it becomes one of `run.what["warnings"]`.
+
+        Args:
+            group: the communicator; where it is another package's, nothing is recorded.
+            sentence: the warning; the policy's name is put before it.
+            by: the rank that records it.
+        """
+        record = getattr(group, "record", None)
         if record is not None and group.Get_rank() == by:
             record.event("warning", text=f"{type(self).__name__}: {sentence}")
 
     def warn_if_never_due(self, last: int, group: Any) -> None:
-        """Warn if `average_every` is longer than a run whose last iteration is `last`, so that nothing happened."""
+        """Warn if `average_every` is longer than the run, so that nothing happened.
+
+        Args:
+            last: the last iteration.
+            group: the communicator.
+        """
         if isinstance(self.cadence, Every) and 0 < last < self.cadence.first:
             only = " but the first" if self.cadence.at_zero else ""
             self.warn(
@@ -201,22 +230,42 @@ class SpawnPolicy:
             )
 
     def warn_if_all_lived(self, age_range: tuple[int, int], calls: int, group: Any) -> None:
-        """Warn if no rank can have reached the age at which it is replaced."""
+        """Warn if no rank can have reached the age at which it is replaced.
+
+        Args:
+            age_range: lowest and highest age.
+            calls: how often the policy was called.
+            group: the communicator.
+        """
         if age_range[0] >= calls:
             self.warn(
-                group, f"age_range={age_range} begins beyond the {calls} iterations: nobody was replaced"
+                group, f"age_range={age_range} begins beyond the {calls} iterations: no rank was replaced"
             )
 
     def note(self, step: str, seconds: float) -> None:
-        """Add a duration to `timing` under a step's name."""
+        """Add a duration to `timing`.
+
+        Args:
+            step: its name.
+            seconds: the duration.
+        """
         self.timing.setdefault(step, []).append(seconds)
 
     def capture_comm(self, name: str, size: int) -> None:
-        """Note the size of a communicator under a name, for `print_stats`."""
+        """Note the size of a communicator, for `print_stats`.
+
+        Args:
+            name: under which it is printed.
+            size: its number of ranks.
+        """
         self.captured[name] = int(size)
 
     def print_time(self) -> dict[str, dict[str, float]]:
-        """Return count, total and mean of each timed step in seconds; log them, and print them as a table."""
+        """Log how long each step took, and print it as a table.
+
+        Returns:
+            By step: "calls", "total_s" and "mean_s", in seconds.
+        """
         summary = {
             step: {"calls": len(each), "total_s": sum(each), "mean_s": sum(each) / len(each)}
             for step, each in self.timing.items()
@@ -226,7 +275,11 @@ class SpawnPolicy:
         return summary
 
     def print_stats(self) -> dict[str, float]:
-        """Return this policy's counters; log them, and print them as a table."""
+        """Log this policy's counters, and print them as a table.
+
+        Returns:
+            `stats`, and the sizes of the communicators that were noted.
+        """
         stats = self.stats | {f"comm/{name}": float(size) for name, size in self.captured.items()}
         _print_table(
             f"{type(self).__name__}: counts", {name: {"value": value} for name, value in stats.items()}

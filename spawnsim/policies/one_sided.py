@@ -193,7 +193,6 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         comm: Comm,
         info: Info,
     ) -> ModelAndOptimizer:
-        """Make the windows in the first call on a communicator; look for a replacement, report and publish."""
         opened = self._opened
         if opened is None or comm is not opened.comm:
             opened = self.setup(self._group, model, optimizer)
@@ -350,21 +349,11 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             logger.warning("rank %d: not all ranks came to free the windows; they stay", opened.comm.Get_rank())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs.
-
-        Returns:
-            Counters, the age, and the iteration of the last replacement.
-        """
         age = (self.age, self.max_age) if self._age else self._resume.get("age")
         last = self._last_replaced if math.isfinite(self._last_replaced) else None
         return {**super().state_dict(), "total_iterations": self.total_iterations, "age": age, "last_replaced": last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a checkpoint, before the first call.
-
-        Args:
-            state: what `state_dict` returned.
-        """
         super().load_state_dict(state)
         self._last_replaced = -math.inf if state["last_replaced"] is None else state["last_replaced"]
         self._resume = {"age": tuple(state["age"])} if state["age"] else {}

@@ -74,10 +74,20 @@ def replay(
     events: Iterable[Mapping[str, Any]], model_builder: ModelBuilder | None = None, *, explore: Explore | None = None,
     travels: StateScope | None = None, compression: str | Codec | None = None,
 ) -> ReplayPolicy:  # fmt: skip
-    """Return a policy that takes the decisions in `events` (of `Run.events`, or lines of events.jsonl) again.
+    """Make a policy that takes recorded decisions again.
 
-    Give the recorded run's `model_builder`, `explore` and `travels`, and `compression` if it was a codec of your own;
-    all else is in the events.
+    Args:
+        events: of `Run.events`, or the lines of an events.jsonl.
+        model_builder: the recorded run's.
+        explore: the recorded run's.
+        travels: the recorded run's; what becomes of the optimizer's state is in the events.
+        compression: the recorded run's, if it was a codec of your own; the name of any other is in the events.
+
+    Returns:
+        The policy, to be called as the recorded one was.
+
+    Raises:
+        UsageError: a replacement in the events was not recorded by a policy of spawnsim.
     """
     replacement = Replacement(model_builder, explore=explore, travels=travels or StateScope())
     return ReplayPolicy(events, replacement, compression)
@@ -127,7 +137,8 @@ class ReplayPolicy(SpawnPolicy):
         comm: Comm,
         info: Info,
     ) -> ModelAndOptimizer:
-        """Give what was given at this iteration, and take over what was taken over; waits for the donors."""
+        # Give what was given at this iteration, and take over what was taken over, in the order of the recorded policy:
+        # in the two-sided one donors give before a replacement of their own, in the one-sided one after it.
         me = comm.Get_group().members[comm.Get_rank()]
         self._give(comm, (me, iteration, "before"), model, optimizer)
         asking, due = self._asked.get((me, iteration)), self._due.get((me, iteration))
@@ -180,6 +191,8 @@ class ReplayPolicy(SpawnPolicy):
         """Return the donor's snapshot for a round, keeping those for other rounds that come before it."""
         status = Status()
         while (donor, round_) not in self._early:
+            # The recorded size is that of the tensors, not of the message, so each message is measured before it is
+            # received. A donor may have sent snapshots for other rounds first: they are kept until their time comes.
             cast("Any", comm).Probe(donor, TAG, status)
             buffer: Bytes = np.empty(status.Get_count(), np.uint8)
             comm.Recv(buffer, donor, TAG)

@@ -1,4 +1,4 @@
-"""`AsyncSelectiveAveragingPolicy`: the worst ranks take over what better ones have learnt, and nobody waits.
+"""`AsyncSelectiveAveragingPolicy`: the worst ranks take over what better ones have learnt, and no rank waits.
 
 It puts a cadence, rules (selection, donors, mixing), a replacement and an exchange together; the protocol is
 `exchange/endpoint.py`, what a replacement does to a model is `exchange/replacement.py`.
@@ -41,8 +41,6 @@ from spawnsim.policies.rules.selection import (
     Selection,
     check_age_range,
     check_cooldown,
-    check_mode,
-    check_nan_policy,
     selection_for,
 )
 from spawnsim.policies.state.codecs import Codec
@@ -80,15 +78,15 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         cooldown: iterations after a round with replacements in which no other is decided. The default holds where a
             threshold is given; without one every round replaces, as in the original. A number of your own holds always.
         timing: a dictionary to fill with durations in seconds, by step.
-        replacement_mode: "worst_ratio", "threshold" or "age" (lives of `age_range` calls, both ends included,
-            end at the next report).
+        replacement_mode: "worst_ratio", "threshold" or "age" (a rank is replaced at the next report when its
+            age, drawn from `age_range`, both ends included, has run out).
         donors: a donor rule, or a number of donors drawn uniformly from the survivors (share if float; 1.0: all). By
             default the best alone for "best_only", which then gives to all replaced ranks; else all survivors, but 8 at
             most, so that traffic and memory grow with the group and not with its square
             (`spawnsim.torchgfn.spawn_policy` takes all, as the original does).
         selection, mixing, cadence: your own objects in place of the named ones.
-        rule: "replace": the replaced rank takes the donors' weights as they are, which heals it whatever became of its
-            own. It loses the steps that it took since it asked, one or two as a rule. "delta" adds these, so a rank
+        rule: "replace": the replaced rank takes the donors' weights as they are, which heals it whatever has become of
+            its own. It loses the steps that it took since it asked, one or two as a rule. "delta" adds these, so a rank
             that runs away brings its explosion back (steps that are not finite are dropped).
         travels: which parts of the state are exchanged, and what becomes of the optimizer's.
         explore: called as `explore(model, optimizer, rng)` after each replacement of this rank.
@@ -96,7 +94,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         wiring: quorum, deadlines, coordinator, tag.
         compression: None; "float16" or "bfloat16": float32 and float64 parameters and buffers travel in that type
             (out of its range: as they are); or another codec's name, or a codec. Sums stay in the models' types.
-        guard: leave out donors whose state holds a NaN, or an infinity that the replaced rank has not in that place,
+        guard: leave out donors whose state holds a NaN, or an infinity that the replaced rank does not have there,
             with an event "left_out" and a warning; if none is left, the rank goes on with its own weights.
     """
 
@@ -117,8 +115,6 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         # fmt: on
         super().__init__(average_every, cadence=cadence, timing=timing)
         self.idle_info["replacement_mode"] = replacement_mode
-        check_mode(mode)
-        check_nan_policy(nan_policy)
         named = selection_for(replacement_mode, ratio=replacement_ratio, threshold=threshold, mode=mode)
         self.rules = Rules(
             selection if selection is not None else named, self._donors(donors, averaging_strategy, mode),
@@ -152,7 +148,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         comm: Comm,
         info: Info,
     ) -> ModelAndOptimizer:
-        """Report if due (and a metric is given), serve the ranks that have asked, take over what has arrived."""
+        # Report first, so that a coordinator decides with its own metric in the same call; then serve those that ask.
+        # Donors give what they have before a replacement of their own: the weights that were judged.
         exchange = self._exchange
         if exchange is None or comm is not exchange.comm:
             exchange = self._join(comm)
@@ -163,7 +160,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             if self.cadence.due(iteration):
                 exchange.report(iteration, metric, expired=expired)
         outcome = exchange.serve(iteration, model, optimizer)
-        if exchange.assigned is not None:
+        if exchange.assigned is not None:  # the donors have just been asked: later steps are this rank's own
             self._reference = (iteration, self.replacement.reference(model))
         if outcome is not None and (outcome.given or outcome.fresh_start):
             return self._take_over(exchange, outcome, info)
@@ -239,12 +236,12 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         comm, books = exchange.comm, exchange.coordinator
         self.warn_if_never_due(last, comm)
         if not self._judged and last > 0:
-            self.warn(comm, "it was given no local_metric: without one nobody is replaced")
+            self.warn(comm, "it was given no local_metric: without one no rank is replaced")
         if self.replacement_mode == "age":
             self.warn_if_all_lived(self.age_range, last + 1, comm)
         if books is not None and books.counts["cooldown"] and self._cooldown > last:
             sentence = f"cooldown={self._cooldown} exceeds the {last + 1} iterations: one round replaced ranks"
-            self.warn(comm, f"{sentence}, {books.counts['cooldown']} later ones nobody", by=comm.Get_rank())
+            self.warn(comm, f"{sentence}, {books.counts['cooldown']} later ones none", by=comm.Get_rank())
 
     @property
     def stats(self) -> dict[str, float]:
@@ -265,11 +262,10 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, the age, and how far the rounds have come; messages under way are not kept."""
+        # Counters, the age, and how far the rounds have come; messages under way are not kept.
         return {**super().state_dict(), **self._progress(self._exchange)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a checkpoint; call it before the first call of the policy."""
         super().load_state_dict(state)
         self._resume = {name: state[name] for name in ("settled", "last_trigger", "age") if name in state}
         self._exchange = self._age = None

@@ -1,8 +1,11 @@
-"""A policy of one's own: docs/examples/neighbours.py, held to the theory of decentralized averaging."""
+"""A policy of one's own: docs/examples/neighbours.py, held to the theory of decentralized averaging; and docstrings."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import math
+import pkgutil
 import runpy
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 from policies.ranks import Line, line, numbers, walk
 
 import spawnsim
+from spawnsim import policies
 from spawnsim.errors import MismatchError, ParameterError, Timeout
 from spawnsim.policies import StateScope
 
@@ -99,3 +103,11 @@ def test_models_that_differ_and_optimizers_that_travel_are_refused() -> None:
         walk(lambda _: Neighbours(1), ranks=10, steps=2, start=lambda rank: line(0.0, width=9 + rank // 9))
     with pytest.raises(ParameterError, match="optimizer"):
         Neighbours(1, travels=StateScope(optimizer_state="average"))
+
+
+def test_examples_in_docstrings_print_what_they_say() -> None:
+    """Of all modules of policies: they are the part that users copy."""
+    names = [each.name for each in pkgutil.walk_packages(policies.__path__, "spawnsim.policies.")]
+    found = {name: doctest.testmod(importlib.import_module(name)) for name in names}
+    assert {name for name, result in found.items() if result.failed} == set()
+    assert sum(result.attempted for result in found.values()) >= 10

@@ -60,11 +60,11 @@ def one_sided(every: int, **how: Any) -> OneSidedSelectiveAveragingPolicy:
         ),
         (
             lambda: AsyncSelectiveAveragingPolicy(None, 5, cooldown=200),
-            "cooldown=200 exceeds the 30 iterations: one round replaced ranks, 4 later ones nobody",
+            "cooldown=200 exceeds the 30 iterations: one round replaced ranks, 4 later ones none",
         ),
         (
             lambda: AsyncSelectiveAveragingPolicy(None, 5, replacement_mode="age"),
-            "age_range=(50, 150) begins beyond the 30 iterations: nobody was replaced",
+            "age_range=(50, 150) begins beyond the 30 iterations: no rank was replaced",
         ),
         (
             lambda: one_sided(40, replacement_mode="worst_ratio"),
@@ -72,7 +72,7 @@ def one_sided(every: int, **how: Any) -> OneSidedSelectiveAveragingPolicy:
         ),
         (
             lambda: one_sided(5, replacement_mode="age"),
-            "age_range=(50, 150) begins beyond the 30 iterations: nobody was replaced",
+            "age_range=(50, 150) begins beyond the 30 iterations: no rank was replaced",
         ),
         (
             lambda: AsyncModelAveragePolicy(sync_interval_ms=500),

@@ -74,6 +74,8 @@ class Coordinator:
 
     def report(self, round_: int, report: Report, now_s: float, settled: int = -1) -> None:
         """Take a rank's report; `settled` is the last round whose replacement it finished or gave up."""
+        # A replaced rank says in its next report that it is through. Until then it is busy: replaced again, it would be
+        # judged by weights that are gone. Should that report be lost, `_busy` gives it up after four deadlines.
         if settled >= self._assigned.get(report.rank, (math.inf, 0))[0]:
             del self._assigned[report.rank]
         if settled >= 0:  # a successor learns of the rounds before its time
@@ -127,6 +129,7 @@ class Coordinator:
         return decisions
 
     def _decide(self, round_: int, now_s: float) -> Decision:
+        # A late report stands in for one that is missing, but never replaces one of this round, which is newer.
         told = self._late | self._open[round_].reports
         reports = [told[rank] for rank in sorted(told) if rank not in self._left]
         self.closed, self._late = round_, {}
@@ -149,12 +152,20 @@ class Coordinator:
 class ExchangeOptions:
     """How the exchange waits and sends.
 
-    `quorum`: how many reports decide a round at once, a share of the group (float) or a number of ranks (int).
-    `deadline`: seconds until a round is decided with those that have reported, and until a replaced rank goes on with
-    what its donors have sent; None learns both from past arrivals (`Adaptive`). `coordinator`: which rank of the
-    group decides (it takes part like any other); in a group that has fewer, as recoveries leave them, it is the last.
-    `tag`: every message of the policy has it. `part_nbytes`: larger snapshots travel in several messages. `checksum`:
-    check the weights too, at about 4 GB/s (control messages always are).
+    Args:
+        quorum: how many reports decide a round at once: a share of the group (float) or a number of ranks (int).
+        deadline: seconds until a round is decided with those that have reported, and until a replaced rank goes on with
+            what its donors have sent; None learns both from past arrivals (`Adaptive`); a function makes a deadline.
+        coordinator: which rank of the group decides (it takes part like any other); in a smaller group, as recoveries
+            leave it, the last rank.
+        tag: of every message of the policy; two policies at once need two.
+        part_nbytes: larger snapshots travel in several messages.
+        checksum: check the weights too, at about 4 GB/s (control messages always are).
+        poll_interval_s: seconds between polls while `shutdown` waits.
+        shutdown_timeout_s: seconds for which `shutdown` waits at most.
+
+    Raises:
+        ParameterError: an argument is out of range.
     """
 
     quorum: Quorum = 1.0
@@ -179,7 +190,11 @@ class ExchangeOptions:
             )
 
     def new_deadline(self) -> Deadline:
-        """Return a deadline that has seen nothing yet."""
+        """Make a deadline for one endpoint.
+
+        Returns:
+            One that has seen nothing yet.
+        """
         return self.deadline() if callable(self.deadline) else as_deadline(self.deadline)
 
 
@@ -271,6 +286,7 @@ class Inbox:
         given = pending.whole()
         asked = len(pending.assignment.donors)
         missing, wait_s = asked - len(given), now_s - pending.asked_s
+        # Donors that do not come are done without: those that gave whole snapshots share the weight (`normalized`).
         if missing and wait_s < self.deadline.limit_s(len(given) / asked):
             return None
         self.counts["missing"] += missing

@@ -110,7 +110,7 @@ def leave_out(contribution: torch.Tensor) -> LeftOut | None:
 def heal(comm: Comm, pieces: Sequence[MeanPiece]) -> Healed:
     """Mend means from which some ranks left something out, in place; all ranks of the group call, with equal pieces.
 
-    A piece is a mean (the sum divided by the group's size) and what this rank left out of it. Where nobody left
+    A piece is a mean (the sum divided by the group's size) and what this rank left out of it. Where no rank left
     anything out, this costs one small Allreduce.
     """
     if not pieces:
@@ -133,10 +133,10 @@ def mend(comm: Comm, mean: torch.Tensor, left_out: LeftOut | None) -> Healed:
     mean.mul_(torch.where(counts > 0, comm.Get_size() / counts, 1))
     if left_out is None:
         return Healed()
-    nobody = counts[left_out.places] == 0
-    mean[left_out.places] = torch.where(nobody, left_out.values, mean[left_out.places])
-    lost = int((nobody & left_out.values.isnan()).sum())
-    return Healed(int((~nobody).sum()), lost)
+    nowhere = counts[left_out.places] == 0  # no rank had a finite number: each keeps its own
+    mean[left_out.places] = torch.where(nowhere, left_out.values, mean[left_out.places])
+    lost = int((nowhere & left_out.values.isnan()).sum())
+    return Healed(int((~nowhere).sum()), lost)
 
 
 Array = NDArray[Any]
@@ -162,7 +162,7 @@ class BufferedMean:
         self.nbytes = self._flat.nbytes
         self._live: Tensors = {}
         self._own: list[torch.Tensor] = []
-        self._rows: list[torch.Tensor] = []  # the own tensors in one dimension, where that needs no copy
+        self._rows: list[torch.Tensor] = []  # the rank's tensors in one dimension, where that needs no copy
         # Where numpy sees their memory: it copies small tensors at half the price of torch.
         self._arrays: list[Array] = []
         self._means: list[Array] = []  # the place of each in the buffer
@@ -175,6 +175,8 @@ class BufferedMean:
             self._mean_of_whole(comm)
             return Healed()
         healed = Healed()
+        # NaN and infinities are not looked for before the sum, which would cost a pass over all tensors each time: they
+        # show in the sum, on all ranks alike, so all take this branch together and sum once more.
         if not self._mean(comm):
             self._gather()
             left_out = leave_out(self._flat)
@@ -217,7 +219,9 @@ class BufferedMean:
             own[...] = mean
 
     def _mean_of_whole(self, comm: Comm) -> None:
-        """Sum quotients and remainders apart, and round."""
+        # The sum of whole numbers may overflow where their mean does not. So each rank contributes the quotient by the
+        # size of the group, and the remainder apart: the sum of quotients is at most the largest number, and that of
+        # the remainders less than the square of the size.
         size, value = comm.Get_size(), self._flat[: self._count]
         quotient = value.div(size, rounding_mode="floor")
         self._flat[self._count :] = value - quotient * size
@@ -312,7 +316,7 @@ def _divided(total: torch.Tensor, size: int) -> bool:
 
 
 def _add_momentum(own: list[torch.Tensor], mean: list[torch.Tensor], momentum: float) -> None:
-    """Move the means towards the own values by `momentum`, where these are finite."""
+    """Move the means towards this rank's values by `momentum`, where these are finite."""
     if momentum:
         for mine, total in zip(own, mean, strict=True):
             drift = (mine.to(total) - total).mul_(momentum)
@@ -334,14 +338,16 @@ def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
 class GroupMean:
     """Averages one schema of tensors over one group. Making it checks, collectively, that all ranks agree.
 
-    With `guard`, numbers that are not finite are left out, and who is healed by the others is told so: by a warning
-    and an event "healed". All ranks of a group must give the same.
+    With `guard`, numbers that are not finite are left out, and a rank that is healed by the others warns of it and
+    records an event "healed". All ranks of a group must give the same.
     """
 
     def __init__(self, comm: Comm, live: Tensors, *, guard: bool = True) -> None:
         self.layout, self._guard = Layout.of(live), guard
         check_same(comm, self.layout, guard=guard)
         able = comm.capabilities()
+        # Summing a tensor where it lies saves two passes over its memory, but a group that does not meet to the end
+        # leaves it half summed. Where that is survived, the model must be as it was: all goes through a buffer.
         in_place = not able.survives and all(t.device.type in able.devices for t in live.values())
         self._parts: list[BufferedMean | InPlaceMean] = []
         for wire in dict.fromkeys(_wire_dtype(entry.dtype) for entry in self.layout.entries):
@@ -369,6 +375,8 @@ class GroupMean:
     def __call__(self, comm: Comm, live: Tensors, momentum: float = 0.0) -> Healed:
         """Average the live tensors in place; return what became of this rank's numbers that were not finite."""
         size = comm.Get_size()
+        # Without the comparison equal models would change: a sum of seven 0.7 divided by 7 is not 0.7. For models that
+        # differ, the digest of a few heads settles it in one Allreduce of 16 bytes.
         if size & (size - 1) and all_same(comm, live):  # by a power of two, equal numbers are divided exactly
             return Healed()
         healed = Healed()
@@ -412,7 +420,7 @@ def check_same(comm: Comm, layout: Layout, *, guard: bool) -> None:
     off, on, damaged = (np.flatnonzero(each).tolist() for each in (told == 0, told == 1, told > 1))
     if damaged:
         raise MismatchError(
-            f"{who}: what ranks {damaged} have told of their models was damaged on its way here, so nobody can say "
+            f"{who}: what ranks {damaged} have told of their models was damaged on its way here, so it is unknown "
             f"whether the models of this group agree. Collectives carry no checksums: see the events of kind link"
         )
     if (rows[:, 0] == rows[0, 0]).all():
@@ -433,12 +441,14 @@ AT_ONCE_NBYTES = 1 << 18  # summed by one call: a call for each time would cost 
 class Consensus:
     """Keeps a rank's weights at the multiples of a period of its clock, and gives the group's means of them.
 
-    >>> consensus = Consensus(comm, model, every_s=0.1)
-    >>> for iteration in range(iterations):
-    ...     model = train_and_exchange(iteration, model)
-    ...     consensus.passed(model)
-    >>> for time_s, mean in consensus.means():
-    ...     comm.record.event("consensus", at_s=time_s, accuracy=accuracy(mean))
+    ```python
+    consensus = Consensus(comm, model, every_s=0.1)
+    for iteration in range(iterations):
+        model = train_and_exchange(iteration, model)
+        consensus.passed(model)
+    for time_s, mean in consensus.means():
+        comm.record.event("consensus", at_s=time_s, accuracy=accuracy(mean))
+    ```
 
     Each time takes the memory of the weights, unless they have not changed since the last one.
 
@@ -446,6 +456,9 @@ class Consensus:
         comm: the group.
         model: as training begins. Its floating-point parameters and buffers are averaged, in float32 at least.
         every_s: the period, in seconds of `comm.clock`.
+
+    Raises:
+        ParameterError: `every_s` is not above 0.
     """
 
     def __init__(self, comm: Comm, model: torch.nn.Module, every_s: float) -> None:
@@ -457,15 +470,23 @@ class Consensus:
         self._kept: list[Tensor] = []
 
     def passed(self, model: torch.nn.Module) -> None:
-        """Note that an iteration has ended with this model; until now the rank held the one of before."""
+        """Note that an iteration has ended; until now the rank held the model of the one before.
+
+        Args:
+            model: as the iteration left it.
+        """
         due = int(self._comm.clock.now() / self._every_s) + 1
         self._kept += [self._held] * (due - len(self._kept))
         self._held, self._model = self._weights(model), model
 
     def means(self) -> Iterator[tuple[float, torch.nn.Module]]:
-        """Yield each time and the mean model then, on the group's first rank; on the others nothing. Collective.
+        """Give the mean model at each time, until the last rank has ended. Collective; waits for that rank.
 
-        Goes on until the last rank has ended, and waits for it; those that ended before count with their last weights.
+        Ranks that ended earlier count with their last weights.
+
+        Yields:
+            Seconds and the mean model then, on the group's rank 0; nothing on the others. It is the same object each
+            time, with other weights.
         """
         comm, held = self._comm, self._held
         with comm.clock.deadline(float("inf")):  # a straggler may end much later than the first

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
 from spawnsim.policies.exchange.messages import Kind, Message, Unreadable, body_at, seal, write_head
 from spawnsim.policies.rules.donors import check_momentum, check_strategy
+from spawnsim.policies.rules.selection import check_choice
 from spawnsim.policies.state.arithmetic import CPU, all_finite, blend, with_delta, with_momentum
 from spawnsim.policies.state.codecs import Bytes
 from spawnsim.policies.state.layout import (
@@ -117,6 +118,7 @@ class Contribution:
 
 def normalized(contributions: Sequence[Contribution]) -> list[Contribution]:
     """Return the contributions that have arrived with weights that sum to 1."""
+    # Donors that died or timed out have left a sum of less than 1, which would shrink the model.
     total = sum(each.weight for each in contributions)
     return (
         [replace(each, weight=each.weight / total) for each in contributions]
@@ -139,6 +141,7 @@ def _is_usable(value: torch.Tensor, own: torch.Tensor | None) -> bool:
         return True
     if own is None or own.shape != value.shape:
         return False
+    # An attention mask holds infinities on every rank, in the same places; they are part of the model and no fault.
     places = ~torch.isfinite(value)
     return bool((value[places] == own[places]).all())
 
@@ -179,8 +182,7 @@ class Replacement:
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
         check_momentum(self.momentum)
-        if self.rule not in ("delta", "replace"):
-            raise ParameterError(f"rule={self.rule!r}: choose 'delta' or 'replace'")
+        check_choice("rule", self.rule, get_args(Rule))
         if self.builder is None and self.strategy == "reset_weights":
             raise ParameterError(
                 "averaging_strategy='reset_weights' needs a model_builder to make the fresh weights"
@@ -229,7 +231,7 @@ class Replacement:
         plain = StateScope(self.travels.frozen, self.travels.buffers)
         own, live = collect(model, None, plain), collect(fresh, None, plain)
         values, unmatched = self._values(own, live, contributions, reference)
-        assign(live, values)
+        assign(live, values)  # all tensors have been mixed by now: no model is half replaced
         self._optimizer(model, optimizer, fresh, fresh_optimizer, contributions)
         if self.explore is not None:
             self.explore(fresh, fresh_optimizer, rng)
@@ -241,6 +243,8 @@ class Replacement:
         values: Tensors = {}
         unmatched: list[str] = []
         for name, target in live.items():
+            # What no donor has keeps this rank's value, also in a freshly built model if it fits there: a layer that
+            # only this rank has should not go back to its initial weights because the others were replaced.
             mixed = mixture(name, target, contributions) if contributions else target
             before = own.get(name)
             same = before is not None and before.shape == target.shape
@@ -270,8 +274,8 @@ class Replacement:
         contributions: Sequence[Contribution],
     ) -> None:
         how = self.travels.optimizer_state
-        # Momentum that was gathered on the old weights points away from where the new ones want to go: so reset is the
-        # policies' default, and fresh weights (reset_weights) allow nothing else.
+        # Moments that were gathered on the old weights say nothing of the new ones: so reset is the policies' default,
+        # and fresh weights (reset_weights) allow nothing else.
         if how == "reset" or self.strategy == "reset_weights":
             reset_optimizer(fresh_optimizer)
             return

@@ -2,12 +2,12 @@
 
 Each window has a header and slots, which its owner fills in turn: it stores into the slot behind the current one and
 then makes that one current; it says so before and after, so a reader that was overtaken notices and reads again, and
-nobody ever gets a mixture of versions. A reader asks three times (the header, the slot, the header again), and each
+no rank ever gets a mixture of versions. A reader asks three times (the header, the slot, the header again), and each
 may have to wait for the owner's next step: with two slots it is overtaken by an owner that publishes in every step,
 with four it is not. A store is one pass, straight to the exposed memory; the header is written by `Put`, after `Sync`
 has made the store visible. Headers carry a checksum, and one of each slot's tensors if that is wanted. A slot
-describes its tensors, so models of different shapes can be read and matched by name, and compressed ones by whoever
-knows the codec.
+describes its tensors, so models of different shapes can be read and matched by name, and compressed ones by any
+rank that knows the codec.
 
 `Lock_all` is held from the constructor, which is collective, to the end; reads are `Rget`, whose request can be waited
 for with a deadline on every backend, unlike a flush. No call waits for a rank that it does not read from.
@@ -84,7 +84,7 @@ def is_whole(header: Header) -> bool:
 
 
 class SlottedWindow:
-    """One window: the own slots, and access to those of others."""
+    """One window: this rank's slots, and access to those of others."""
 
     def __init__(
         self, comm: Comm, live: Tensors | None, compression: str | Codec | None = None, *, slots: int = 2,
@@ -115,12 +115,13 @@ class SlottedWindow:
         self.win.Flush(self.rank)
 
     def publish(self, live: Tensors, version: int, iteration: int) -> int:
-        """Lay out the tensors as a new version; return the bytes of them.
-
-        If they do not fit, return -1, and offer nothing from then on.
-        """
+        """Store the tensors as a new version; return their bytes, or -1 if they do not fit: then none is offered."""
         encoded = self._compression.encode(live)
         layout = encoded.layout
+        # The order is what makes a reader safe. "begun" is visible before the slot changes, so a reader whose version
+        # may have been overwritten sees it in the header that it reads last. "done" is visible after the slot, which
+        # `Sync` has made visible: without it MPI does not order plain stores and the accesses of others. Every header
+        # goes out by `Put` and `Flush` and carries a checksum, so that no reader takes half of one for a whole.
         start = padded(len(layout.text))
         fits = start + layout.nbytes <= self.slot_nbytes
         self.header["begun"] = version if fits else ABSENT
@@ -154,6 +155,8 @@ class SlottedWindow:
         self, donor: int, header: Header, version: int, *, text: bool
     ) -> tuple[Request, torch.Tensor]:
         """Start to read a slot, with or without its description; the memory is the window's, until `reclaim`."""
+        # Memory is used again, since fresh memory is mapped page by page while it is filled; but not while a late
+        # answer may still be written into it.
         slot = slot_of(header, version)
         body_at = padded(int(slot["text_nbytes"]))
         skip = 0 if text else body_at
@@ -181,7 +184,7 @@ TRIES = 8
 
 @dataclass(frozen=True, slots=True)
 class RemoteSnapshot:
-    """A donor's snapshot: the iteration at which it was laid out, its tensors, and its size."""
+    """A donor's snapshot: the iteration at which it was published, its tensors, and its size."""
 
     iteration: int
     tensors: Tensors
@@ -189,7 +192,7 @@ class RemoteSnapshot:
 
 
 class SnapshotWindow:
-    """A rank's snapshots for others to take: one window for all its state, or one per tensor.
+    """A rank's snapshots for others to read: one window for all its state, or one per tensor.
 
     `counts`: reads that were `torn` or `unreadable` (damaged on their way), which were repeated; donors that were
     `missing` (out of time, dead) or had `nothing` to offer.
@@ -206,11 +209,9 @@ class SnapshotWindow:
         self.counts: Counter[str] = Counter()
         self.version = 0
         self.per_parameter = per_parameter
-        keys = (
-            sorted({name for names in comm.allgather(sorted(live)) for name in names})
-            if per_parameter
-            else [""]
-        )
+        # Making a window is collective, so all ranks make one for each name that any of them has, in one order.
+        names = comm.allgather(sorted(live)) if per_parameter else [[""]]
+        keys = sorted({name for each in names for name in each})
         own = self._cut(live)
         self._windows = {
             key: SlottedWindow(comm, own.get(key), compression, slots=slots, checksum=checksum)
@@ -225,7 +226,7 @@ class SnapshotWindow:
         return {name: {name: tensor} for name, tensor in live.items()} if self.per_parameter else {"": live}
 
     def publish(self, live: Tensors, iteration: int) -> int:
-        """Lay out the state as it is now; return the bytes written. What does not fit any window is not offered."""
+        """Publish the state as it is now; return the bytes written. What does not fit any window is not offered."""
         self.version += 1
         cut = self._cut(live)
         written = 0
@@ -254,7 +255,7 @@ class SnapshotWindow:
     def take(self, donors: Sequence[int], device: torch.device = CPU) -> dict[int, RemoteSnapshot]:
         """Return the current snapshot of each donor that has one and answers within the deadline.
 
-        The tensors are on the device of who needs them, and stay valid until the next call.
+        The tensors are on `device`, and stay valid until the next call.
         """
         self._device = device
         taken: dict[int, RemoteSnapshot] = {}
@@ -276,6 +277,8 @@ class SnapshotWindow:
     def _attempt(self, donors: Iterable[int], taken: dict[int, RemoteSnapshot]) -> list[int]:
         """Read all donors at once, add the whole snapshots to `taken`; return the donors that are to be read again."""
         heads, damaged = self._headers(donors)
+        # Three round trips: the header says which slot is current, then the slot, then the header again. The slot is
+        # whole if its owner has not begun by then the version that goes into the same slot, `count` versions later.
         versions = {donor: _common_version(headers.values()) for donor, headers in heads.items()}
         self.counts["nothing"] += sum(version == 0 for version in versions.values())
         slots = self._slots(
@@ -342,6 +345,8 @@ class SnapshotWindow:
         clock = self.comm.clock
         began_s = clock.now()
         arrived: dict[int, dict[str, T]] = {}
+        # All donors were asked at once, so the limit counts from then on and not for each donor anew; a learnt deadline
+        # holds once half of them have answered.
         for donor, requests in asked.items():
             left_s = deadline.limit_s(len(arrived) / len(asked)) - (clock.now() - began_s)
             try:
@@ -376,7 +381,7 @@ class SnapshotWindow:
         return RemoteSnapshot(iteration, self._compression.decode(tensors), nbytes)
 
     def _laid_out(self, digest: int, body: torch.Tensor) -> Tensors:
-        """Return the tensors of a body; memory that is read into again is not cut up again."""
+        """Return the tensors of a body; views of memory that is used again are kept."""
         if self._device.type != "cpu":
             return laid_out(self._layouts[digest], body, self._device)
         place = body.data_ptr(), digest

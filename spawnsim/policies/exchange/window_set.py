@@ -1,11 +1,11 @@
 """All the windows of one rank: how they are configured, the board of metrics, and making and freeing them together.
 
-The board lies in one rank's window: each rank writes its line, any rank reads them all, nobody waits. A line holds its
+The board lies in one rank's window: each rank writes its line, any rank reads them all, none waits. A line holds its
 rank's last reports, so that ranks can be compared at one iteration (`rules/selection.py`): 16 in small groups, fewer
 in large ones, so that reading the board takes less than 40 kB up to 1,000 ranks. If the holder of the board does not
-answer in time, the next rank's board takes its place, and then the one's after it. Who moves says so in its line of
-the board that it leaves, so that nobody stays behind with old lines when a holder was only slow. When no deputy is
-left the board reads as empty: its loss costs the metrics, not the training.
+answer in time, the next rank's board takes its place, and then that of the rank after it. A rank that moves says so in
+its line of the board that it leaves, so that no rank goes on with old lines when a holder was only slow. When no deputy
+is left the board reads as empty: its loss costs the metrics, not the training.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,20 +22,17 @@ from spawnsim.comm import BYTE, Comm, Request
 from spawnsim.errors import ParameterError, RankFailed, Revoked, Timeout
 from spawnsim.policies.exchange.snapshot_window import MOST_SLOTS, SnapshotWindow
 from spawnsim.policies.rules.cadence import Deadline, Every, Fixed, as_deadline
-from spawnsim.policies.rules.selection import NEVER, Report, ReportTable
+from spawnsim.policies.rules.selection import NEVER, Report, ReportTable, check_choice
 from spawnsim.policies.state.codecs import Codec
 from spawnsim.policies.state.layout import Tensors
 from spawnsim.policies.state.snapshot import Compression
 
-BUSY, WRITTEN, REPORTS = (
-    0,
-    1,
-    2,
-)  # of a line: two numbers, then pairs of an iteration + 1 (0: none) and its metric
+# Of a line: two numbers, then pairs of an iteration + 1 (0: none) and its metric.
+BUSY, WRITTEN, REPORTS = 0, 1, 2
 HERE, MOVED = 1.0, 2.0  # what WRITTEN says, of a line that is not blank
 DEPUTIES = 2
 MOST_REPORTS, ALL_REPORTS = 16, 2048  # of a line; of a board
-PATIENCE = 4  # own reports after which a line that has not changed is taken for that of a dead rank
+PATIENCE = 4  # reports of this rank after which a line that has not changed is taken for that of a dead rank
 
 
 class MetricsBoard:
@@ -55,9 +52,8 @@ class MetricsBoard:
         self.reports = 0  # of this rank
         self._lines = np.zeros((self._size, self._mine.size))
         self._known = self._lines.copy()
-        self._newest = np.full(
-            self._size, NEVER
-        )  # as of the latest look, and how many own reports ago it changed
+        # As of the latest look, and how many reports of this rank ago it changed.
+        self._newest = np.full(self._size, NEVER)
         self._since = np.zeros(self._size, np.int64)
         nbytes = self._lines.nbytes + 8 if holding else 0  # the lines, and the verdict
         self._win: Any = cast("Any", comm).Win.Allocate(nbytes, 1, comm=comm)
@@ -72,10 +68,8 @@ class MetricsBoard:
         comm.Barrier()
 
     def report(self, metric: float, iteration: int) -> None:
-        """Write a report to the own line, over the oldest; it is on its way when this returns.
-
-        Only what has changed is written, a few bytes in a row, so that nobody reads half of it.
-        """
+        """Write a report to this rank's line, over the oldest; it is on its way when this returns."""
+        # Only what has changed is written, a few bytes in a row, so that no reader gets half of it.
         place = REPORTS + 2 * (self.reports % self._kept)
         self._mine[place : place + 2] = iteration + 1, metric
         self._mine[WRITTEN] = HERE
@@ -86,13 +80,13 @@ class MetricsBoard:
         self.reports += 1
 
     def mark(self, *, busy: bool) -> None:
-        """Say on the own line that this rank is being replaced, or no longer; without a report there is no line."""
+        """Say in this rank's line that this rank is being replaced, or no longer; without a report there is no line."""
         self._mine[BUSY] = busy
         if self.reports:
             self._write(0, REPORTS)
 
     def read(self) -> ReportTable:
-        """Return the lines of the ranks that have written one; the own as it is here."""
+        """Return the lines of the ranks that have written one; this rank's as it is here."""
         while self._try(self._read) and (self._lines[:, WRITTEN] == MOVED).any():
             self._move()
         lines = self._known
@@ -119,7 +113,7 @@ class MetricsBoard:
         return int(first[0]) or verdict
 
     def _write(self, first: int, last: int) -> None:
-        """Write numbers of the own line."""
+        """Write numbers of this rank's line."""
         at = self.comm.Get_rank() * self._mine.nbytes + first * self._mine.itemsize
         self._try(lambda: self._put(self._mine[first:last].copy(), at))
 
@@ -147,7 +141,7 @@ class MetricsBoard:
         return False
 
     def _move(self) -> None:
-        """Leave this board, which others learn when its holder comes back, and write the own line to the next."""
+        """Switch to the next board. If this board's holder comes back, its readers see that this rank has moved."""
         gone = self._mine.copy()
         gone[WRITTEN] = MOVED
         try:
@@ -177,23 +171,28 @@ def _newest_first(pairs: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArra
 
 WindowLayout = Literal["flat", "per_parameter"]
 FREE, KEEP = 1, 2
-WINDOW_LAYOUTS: tuple[str, ...] = ("flat", "per_parameter")
 
 
 @dataclass(frozen=True, slots=True)
 class WindowOptions:
-    """How state is laid out and read.
+    """How snapshots are published and read.
 
-    `layout`: "flat" is one window for everything, any mix of dtypes; "per_parameter" one window per tensor.
-    `publish_every`: iterations between snapshots (None: `average_every`); a replaced rank publishes at once.
-    `slots`: snapshots that a rank keeps laid out, 2 to 9, each as large as its state. Two will do unless it publishes
-    while a read is under way: where a donor answers between its steps alone, and publishes in each, give 4.
-    `deadline`: seconds that a reader gives its donors; None learns from past reads.
-    `board_timeout_s`: seconds that it gives the rank which holds the board.
-    `holder`: the rank of the group (of a smaller one, the last) whose window holds everybody's metric; if it does not
-    answer, the next takes over, and then the one after. `shutdown_timeout_s`: how long `shutdown` waits for the others.
-    `checksum`: check the weights, too, at about 4 GB/s (headers always are): what was damaged on its way is refused,
-    counted ("unreadable") and read again.
+    Args:
+        layout: "flat" is one window for everything, any mix of dtypes; "per_parameter" one window per tensor.
+        publish_every: iterations between snapshots (None: `average_every`); a replaced rank publishes at once.
+        slots: snapshots that a rank keeps published, 2 to 9, each as large as its state. Two will do unless it
+            publishes while a read is under way: where a donor answers only between its steps, and publishes in each,
+            give 4.
+        deadline: seconds that a reader gives its donors; None learns from past reads; a function makes a deadline.
+        board_timeout_s: seconds that a reader gives the rank which holds the board.
+        holder: the rank of the group (of a smaller one, the last) whose window holds all metrics; if it does not
+            answer, the next takes over, and then the one after.
+        shutdown_timeout_s: seconds for which `shutdown` waits for the others.
+        checksum: check the weights too, at about 4 GB/s (headers always are): what was damaged on its way is refused,
+            counted ("unreadable") and read again.
+
+    Raises:
+        ParameterError: an argument is out of range.
     """
 
     layout: WindowLayout = "flat"
@@ -206,8 +205,7 @@ class WindowOptions:
     checksum: bool = True
 
     def __post_init__(self) -> None:
-        if self.layout not in WINDOW_LAYOUTS:
-            raise ParameterError(f"layout={self.layout!r}: choose one of {', '.join(WINDOW_LAYOUTS)}")
+        check_choice("layout", self.layout, get_args(WindowLayout))
         if self.publish_every is not None:
             Every(self.publish_every)
         if self.slots not in range(2, MOST_SLOTS + 1):
@@ -221,7 +219,16 @@ class WindowOptions:
                 raise ParameterError(f"{name}={getattr(self, name)!r}: give seconds above 0")
 
     def open(self, comm: Comm, live: Tensors, compression: str | Codec | None = None) -> OpenWindows:
-        """Make the windows; collective over the communicator."""
+        """Make the windows; collective over the communicator.
+
+        Args:
+            comm: the communicator.
+            live: this rank's tensors by name: what the windows must have room for.
+            compression: of what is published.
+
+        Returns:
+            The windows, with nothing published.
+        """
         deadline = self.deadline() if callable(self.deadline) else as_deadline(self.deadline)
         if name := Compression(compression).name:  # a replay needs it
             comm.record.event("transport", compression=name)
@@ -254,12 +261,14 @@ class OpenWindows:
     def close(self, timeout_s: float) -> bool:
         """Offer nothing any more; free the windows if all ranks of the group come to do so within the time-out.
 
-        Freeing is collective, so a rank that does not come would hold up the others: then the windows stay. Whether all
-        have come or somebody's time was up first is decided once for all, on the board: either all free or none.
+        Freeing is collective, so a rank that does not come would hold up the others: then the windows stay.
         """
+        # Ranks time out at different moments, so some may have seen all come where others have given up, and a
+        # collective of a part of the group would never end. The first verdict is therefore put on the board by
+        # compare-and-swap, and all take that one: either all free or none.
         try:
             self.snapshots.withdraw()
-            if self.board.moved:  # without a word to the others, who will not see all come
+            if self.board.moved:  # the others will not see all come, and give up as well
                 return False
             if self.board.agree(FREE if self._all_come(timeout_s) else KEEP) != FREE:
                 return False

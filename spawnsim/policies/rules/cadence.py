@@ -22,15 +22,30 @@ class Cadence(Protocol):
     """Says whether a policy acts at an iteration."""
 
     def due(self, iteration: int) -> bool:
-        """Return whether to act in the call of this iteration."""
+        """Decide whether to act.
+
+        Args:
+            iteration: of the training loop, from 0.
+
+        Returns:
+            Whether to act in the call of this iteration.
+        """
 
 
 @dataclass(frozen=True, slots=True)
-class Every:
+class Every(Cadence):
     """Act at the multiples of `period`, from `start` on.
 
     Iteration 0 is left out unless `period` is 1, as after a single step there are no metrics worth comparing, or
     `at_zero` says otherwise.
+
+    Args:
+        period: iterations, at least 1.
+        start: the first iteration that may be due, at least 0.
+        at_zero: whether iteration 0 is due, whatever the period.
+
+    Raises:
+        ParameterError: `period` or `start` is out of range.
 
     >>> [i for i in range(12) if Every(5).due(i)]
     [5, 10]
@@ -58,15 +73,17 @@ class Every:
         return -(-max(self.start, 1) // self.period) * self.period
 
     def due(self, iteration: int) -> bool:
-        """Return whether `iteration` is a multiple of the period, not before `start`."""
         if iteration % self.period or iteration < self.start:
             return False
         return iteration > 0 or self.period == 1 or self.at_zero
 
 
 @dataclass(frozen=True, slots=True)
-class When:
+class When(Cadence):
     """Act where a function of the iteration says so.
+
+    Args:
+        says: iteration → whether to act; pure, so that all ranks of a group agree.
 
     >>> When(lambda iteration: iteration in (3, 9)).due(9)
     True
@@ -75,7 +92,6 @@ class When:
     says: Callable[[int], bool]
 
     def due(self, iteration: int) -> bool:
-        """Return what the function says."""
         return bool(self.says(iteration))
 
 
@@ -83,17 +99,38 @@ class Deadline(Protocol):
     """Says how long a wait may last, and is told how late each arrival was."""
 
     def limit_s(self, share: float) -> float:
-        """Return the seconds that a wait may last, of which this share of those awaited has come."""
+        """Say how long a wait may last.
+
+        Args:
+            share: of those that are awaited, how many have arrived, from 0 to 1.
+
+        Returns:
+            Seconds, counted from the beginning of the wait.
+        """
 
     def observe(self, late_s: float) -> None:
-        """Take note of one arrival, `late_s` after the wait began."""
+        """Take note of one arrival.
+
+        Args:
+            late_s: seconds from the beginning of the wait to the arrival.
+        """
 
     def paced(self, period_s: float) -> None:
-        """Take note of the time between the beginnings of two waits."""
+        """Take note of the beginning of a wait.
+
+        Args:
+            period_s: seconds since the one before it began.
+        """
 
 
-class Fixed:
+class Fixed(Deadline):
     """Always the same limit.
+
+    Args:
+        seconds: above 0.
+
+    Raises:
+        ParameterError: `seconds` is not above 0.
 
     >>> Fixed(2.0).limit_s(share=0.0)
     2.0
@@ -105,22 +142,28 @@ class Fixed:
         self.seconds = float(seconds)
 
     def limit_s(self, share: float) -> float:
-        """Return the limit."""
         return self.seconds
 
     def observe(self, late_s: float) -> None:
-        """Learn nothing."""
+        pass
 
     def paced(self, period_s: float) -> None:
-        """Learn nothing."""
+        pass
 
 
-class Adaptive:
-    """median + k · MAD of the last arrivals, times `slack`; `initial_s` until `enough` arrivals were seen.
+class Adaptive(Deadline):
+    """median + k · MAD of the last arrivals, times `slack`.
 
     The median absolute deviation is scaled by 1.4826, so that k counts standard deviations of normal arrivals.
-    Never less than the median time between waits: who polls rarely sees all arrivals at once, and must not take
-    that for punctuality. Nor is it applied before half have come: the first arrivals say nothing of the rest.
+
+    Args:
+        k: standard deviations by which an arrival may be later than the median, at least 0.
+        initial_s: the limit in seconds until enough is known, and the longest limit later.
+        slack: factor of at least 1.
+        enough: arrivals from which on the limit is learnt.
+
+    Raises:
+        ParameterError: an argument is out of range.
     """
 
     def __init__(
@@ -137,23 +180,24 @@ class Adaptive:
         self._limit_s: float | None = None
 
     def observe(self, late_s: float) -> None:
-        """Take note of one arrival."""
         self._seen.append(late_s)
         self._limit_s = None
 
     def paced(self, period_s: float) -> None:
-        """Take note of the time between two waits."""
         self._periods.append(period_s)
         self._limit_s = None
 
     def limit_s(self, share: float) -> float:
-        """Return the limit for what was seen so far; `initial_s` before half of those awaited have come."""
+        # The first arrivals say nothing of the rest: the fast half of a group must not set the limit for the slow half
+        # before any of it has come.
         if share < 0.5 or len(self._seen) < self.enough:
             return self.initial_s
         if self._limit_s is None:
             seen = np.asarray(self._seen)
             middle = float(np.median(seen))
             spread = 1.4826 * float(np.median(np.abs(seen - middle)))
+            # Not less than the time between waits: a rank that polls rarely sees all arrivals at once, and would take
+            # its own rhythm for the others' punctuality.
             pace = float(np.median(self._periods)) if self._periods else 0.0
             self._limit_s = min(max(self.slack * (middle + self.k * spread), pace), self.initial_s)
         return self._limit_s

@@ -1,9 +1,8 @@
 """From whom, and how much: donors, their weights, and the decision that puts them together with a selection.
 
-A donor rule is any callable `rule(rank, candidates, rng) -> donors`, where `candidates` are the reports of the ranks
-that may give: sorted by rank, with finite metrics, without the rank itself and without any rank that is itself being
-replaced. Weights come from the donors' metrics, are non-negative and sum to 1. A decision is a pure function of its
-arguments and the generator given.
+A donor rule is any callable `rule(rank, candidates, rng) -> donors`; neither the rank itself nor any rank that is being
+replaced is among the candidates. Weights come from the donors' metrics, are non-negative and sum to 1. A decision is a
+pure function of its arguments and the generator given.
 """
 
 from __future__ import annotations
@@ -11,20 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies.rules.selection import (
+    NAN_POLICIES,
     Mode,
     NanPolicy,
     Report,
     Selection,
     admitted,
+    check_choice,
     check_mode,
-    check_nan_policy,
     goodness,
     spare_the_best,
     worst_first,
@@ -33,7 +33,7 @@ from spawnsim.policies.rules.selection import (
 Weights = NDArray[np.float64]
 Mixing = Callable[[Sequence[float]], Weights]  # donors' metrics → their weights
 Strategy = Literal["mean", "weighted_mean", "best_only", "reset_weights"]
-STRATEGIES: tuple[str, ...] = ("mean", "weighted_mean", "best_only", "reset_weights")
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
 def mean_weights(metrics: Sequence[float], mode: Mode = "max") -> Weights:
@@ -47,12 +47,14 @@ def softmax_weights(metrics: Sequence[float], mode: Mode = "max") -> Weights:
     Shifting or scaling all metrics changes nothing; non-finite metrics weigh nothing unless all are non-finite.
 
     >>> softmax_weights([1.0, 2.0, 4.0]).round(2).tolist()
-    [0.15, 0.22, 0.63]
+    [0.07, 0.16, 0.77]
     """
     good = np.asarray([goodness(metric, mode) for metric in metrics], dtype=np.float64)
     finite = np.isfinite(good)
     if not finite.any():
         return mean_weights(metrics)
+    # Standardised, so that one setting fits accuracies, losses and rewards alike; scaled first, and shifted by the best
+    # before the exponential, so that no metric however large overflows.
     scaled = good / max(float(np.abs(good[finite]).max()), np.finfo(np.float64).tiny)  # no overflow below
     spread = float(scaled[finite].std())
     heat = np.where(finite, (scaled - scaled[finite].max()) / (spread if spread > 1e-12 else 1.0), -np.inf)
@@ -83,24 +85,37 @@ def weights_for(strategy: str, metrics: Sequence[float], mode: Mode = "max") -> 
 
 def check_strategy(strategy: str) -> str:
     """Return the strategy, or raise `ParameterError`."""
-    if strategy not in STRATEGIES:
-        raise ParameterError(f"averaging_strategy={strategy!r}: choose one of {', '.join(STRATEGIES)}")
-    return strategy
+    return check_choice("averaging_strategy", strategy, STRATEGIES)
 
 
 def check_momentum(momentum: float) -> float:
     """Return the momentum, or raise `ParameterError` if it is outside [0, 1]."""
     if not 0 <= momentum <= 1:
         raise ParameterError(
-            f"momentum={momentum!r}: give a number from 0 to 1 (the share of the own weights kept)"
+            f"momentum={momentum!r}: give a number from 0 to 1 (the share of the rank's own weights that is kept)"
         )
     return float(momentum)
 
 
-MOST_DONORS = 8  # donors of one replaced rank by default, where averaging takes several: see `usual`
+MOST_DONORS = 8  # donors of one replaced rank by default, where averaging takes several: see `default_donors`
 
-DonorRule = Callable[[int, Sequence[Report], np.random.Generator], Sequence[int]]
 Count = int | float | None  # so many; that share of the candidates; all
+
+
+class DonorRule(Protocol):
+    """Says which ranks give to a replaced rank; a function will do."""
+
+    def __call__(self, rank: int, candidates: Sequence[Report], rng: np.random.Generator, /) -> Sequence[int]:
+        """Choose donors.
+
+        Args:
+            rank: the replaced rank.
+            candidates: reports of the ranks that may give, at least one, by rank, with finite metrics.
+            rng: for what is drawn.
+
+        Returns:
+            Ranks among the candidates, at least one.
+        """
 
 
 def how_many(count: Count, available: int) -> int:
@@ -126,8 +141,15 @@ def check_count(count: Count) -> Count:
 
 
 @dataclass(frozen=True, slots=True)
-class Uniform:
-    """`count` of the candidates, all equally likely, without repetition."""
+class Uniform(DonorRule):
+    """`count` of the candidates, all equally likely, without repetition.
+
+    Args:
+        count: a number of ranks, a share of the candidates (a float up to 1), or None for all.
+
+    Raises:
+        ParameterError: `count` is out of range.
+    """
 
     count: Count = None
 
@@ -142,8 +164,16 @@ class Uniform:
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
-    """The `count` best candidates; ties go to the higher rank, as they are last to be replaced."""
+class Best(DonorRule):
+    """The `count` best candidates; ties go to the higher rank, as the lower one is the first to be replaced.
+
+    Args:
+        count: as for `Uniform`.
+        mode: "max" if higher metrics are better, else "min".
+
+    Raises:
+        ParameterError: an argument is out of range.
+    """
 
     count: Count = 1
     mode: Mode = "max"
@@ -158,8 +188,16 @@ class Best:
 
 
 @dataclass(frozen=True, slots=True)
-class ByMetric:
-    """`count` candidates drawn without repetition, the better the likelier (softmax of the standardised metric)."""
+class ByMetric(DonorRule):
+    """`count` candidates drawn without repetition, the better the likelier (softmax of the standardised metric).
+
+    Args:
+        count: as for `Uniform`.
+        mode: "max" if higher metrics are better, else "min".
+
+    Raises:
+        ParameterError: an argument is out of range.
+    """
 
     count: Count = 1
     mode: Mode = "max"
@@ -176,10 +214,18 @@ class ByMetric:
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbours:
-    """At most `count` of the rank's neighbours in a topology (rank → its neighbours), drawn uniformly.
+class Neighbours(DonorRule):
+    """At most `count` of the rank's neighbours in a topology, drawn uniformly.
 
     Where no neighbour may give, the best candidate of all does: a replaced rank never ends up with nothing.
+
+    Args:
+        topology: rank → its neighbours.
+        count: as for `Uniform`, of the neighbours that may give.
+        mode: "max" if higher metrics are better, else "min".
+
+    Raises:
+        ParameterError: `count` or `mode` is out of range.
     """
 
     topology: Mapping[int, Sequence[int]]
@@ -223,7 +269,7 @@ class Rules:
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
         check_mode(self.mode)
-        check_nan_policy(self.nan_policy)
+        check_choice("nan_policy", self.nan_policy, NAN_POLICIES)
 
     def weights(self, metrics: Sequence[float]) -> list[float]:
         """Return the weights of donors with these metrics."""
@@ -268,14 +314,15 @@ def decide(
 ) -> Decision:
     """Return the decision of one round.
 
-    `busy` ranks (still being replaced from an earlier round) are neither replaced nor donors, but they count: nobody
-    else goes in their place. Donors have finite metrics and are not replaced in this round; where there is none,
-    nobody is replaced.
+    `busy` ranks (still being replaced from an earlier round) are neither replaced nor donors, but they count: no other
+    rank is replaced in their place. Donors have finite metrics and are not replaced in this round; where there is none,
+    no rank is replaced.
     """
     taking = admitted(reports, rules.nan_policy)
     finite = [report.metric for report in reports if math.isfinite(report.metric)]
     low, high = (min(finite), max(finite)) if finite else (math.nan, math.nan)
     decision = Decision(round_, len(reports), low, high)
+    # Selections are users' objects: what they name is held to the ranks that reported, and one is always left.
     known = {report.rank for report in taking}
     selected = spare_the_best(known.intersection(rules.selection(taking)), taking, rules.mode)
     givers = [r for r in taking if r.rank not in selected and r.rank not in busy and math.isfinite(r.metric)]

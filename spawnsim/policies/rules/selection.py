@@ -1,11 +1,10 @@
 """Who: which ranks are to be replaced, from what they reported, and which reports may be compared.
 
-A selection is any callable `selection(reports) -> set of ranks`. Ranking is the same everywhere: non-finite metrics
-are worst, ties go to the lower rank first, counts come from the reports given (the group), and at least one rank is
-always left to donate. Where each rank tells its metric at its own times (`Lines`, `Rounds`), a rank is judged at an
-iteration of its own, beside what the others reported at the same one or nearest to it: metrics rise or fall for all
-while training goes on, and a rank that held its newest against the others' older ones would find itself too good, or
-too bad.
+Ranking is the same everywhere: non-finite metrics are worst, ties go to the lower rank first, counts come from the
+reports given (the group), and at least one rank is always left to donate. Where ranks report at times of their own
+(`ReportTable`, `ReportRounds`), a rank is judged at one iteration, beside what the others reported at the same one or
+nearest to it: metrics rise or fall for all while training goes on, and a rank that compared its newest report with
+older ones of the others would find itself too good, or too bad.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +22,8 @@ from spawnsim.errors import ParameterError, UsageError
 
 Mode = Literal["max", "min"]
 NanPolicy = Literal["worst", "exclude", "raise"]
-MODES: tuple[str, ...] = ("max", "min")
-NAN_POLICIES: tuple[str, ...] = ("worst", "exclude", "raise")
-ReplacementMode = Literal["worst_ratio", "threshold", "age"]
+MODES: tuple[str, ...] = get_args(Mode)
+NAN_POLICIES: tuple[str, ...] = get_args(NanPolicy)
 REPLACEMENT_MODES: tuple[str, ...] = ("worst_ratio", "threshold", "age")
 
 
@@ -38,7 +36,18 @@ class Report:
     expired: bool = False
 
 
-Selection = Callable[[Sequence[Report]], "frozenset[int]"]
+class Selection(Protocol):
+    """Says which ranks are to be replaced; a function will do."""
+
+    def __call__(self, reports: Sequence[Report], /) -> frozenset[int]:
+        """Select ranks.
+
+        Args:
+            reports: of the ranks that take part, by rank.
+
+        Returns:
+            The ranks to replace.
+        """
 
 
 def goodness(metric: float, mode: Mode = "max") -> float:
@@ -84,7 +93,7 @@ def compute_worst_ranks_by_ratio(metrics: Sequence[float], replacement_ratio: fl
 
 
 def spare_the_best(replaced: Iterable[int], reports: Sequence[Report], mode: Mode = "max") -> frozenset[int]:
-    """Return `replaced` without the best rank if it would leave nobody to donate."""
+    """Return `replaced` without the best rank if it would leave no donor."""
     chosen = frozenset(replaced)
     if reports and chosen.issuperset(report.rank for report in reports):
         return chosen - {worst_first(reports, mode)[-1].rank}
@@ -92,8 +101,17 @@ def spare_the_best(replaced: Iterable[int], reports: Sequence[Report], mode: Mod
 
 
 @dataclass(frozen=True, slots=True)
-class WorstRatio:
-    """Replace the worst `ratio` of those that reported; with a threshold, only once somebody falls behind it."""
+class WorstRatio(Selection):
+    """Replace the worst `ratio` of the ranks that reported.
+
+    Args:
+        ratio: share from 0 (replace none) to 1; at least one rank is replaced if it is above 0, and one is always left.
+        mode: "max" if higher metrics are better, else "min".
+        threshold: if given, no rank is replaced unless one of them is worse than this.
+
+    Raises:
+        ParameterError: an argument is out of range.
+    """
 
     ratio: float = 0.2
     mode: Mode = "max"
@@ -114,8 +132,16 @@ class WorstRatio:
 
 
 @dataclass(frozen=True, slots=True)
-class Threshold:
-    """Replace every rank that is behind `threshold`; an infinite threshold replaces none."""
+class Threshold(Selection):
+    """Replace every rank that is behind a threshold; but the best rank stays if all are.
+
+    Args:
+        threshold: a metric; infinity replaces none.
+        mode: "max" if higher metrics are better, else "min".
+
+    Raises:
+        ParameterError: `threshold` is NaN, or `mode` is unknown.
+    """
 
     threshold: float
     mode: Mode = "max"
@@ -130,8 +156,12 @@ class Threshold:
 
 
 @dataclass(frozen=True, slots=True)
-class Expired:
-    """Replace the ranks whose age has run out."""
+class Expired(Selection):
+    """Replace the ranks whose age has run out.
+
+    Args:
+        mode: "max" if higher metrics are better, else "min": if all have run out, the best rank stays.
+    """
 
     mode: Mode = "max"
 
@@ -141,23 +171,20 @@ class Expired:
 
 def selection_for(replacement_mode: str, *, ratio: float, threshold: float | None, mode: Mode) -> Selection:
     """Return the selection that a replacement mode names."""
+    check_choice("replacement_mode", replacement_mode, REPLACEMENT_MODES)
     if replacement_mode == "age":
         return Expired(mode)
     if replacement_mode == "worst_ratio":
         return WorstRatio(ratio, mode, threshold)
-    if replacement_mode != "threshold":
-        raise ParameterError(
-            f"replacement_mode={replacement_mode!r}: choose one of {', '.join(REPLACEMENT_MODES)}"
-        )
     if threshold is None:
         raise ParameterError("replacement_mode='threshold' needs a threshold")
     return Threshold(threshold, mode)
 
 
 class Age:
-    """One rank's life: it ends in the call at which its age has reached `max_age`, so it lasts max_age + 1 calls.
+    """Calls of one rank since it was last replaced: it is replaced in the call at which they have reached `max_age`.
 
-    `max_age` is drawn uniformly from `age_range`, both ends included, from the generator given.
+    So it is replaced every max_age + 1 calls. `max_age` is drawn uniformly from `age_range`, both ends included.
     """
 
     def __init__(self, age_range: tuple[int, int], rng: np.random.Generator) -> None:
@@ -165,12 +192,12 @@ class Age:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new life."""
+        """Start at 0 again, and draw the next `max_age`."""
         self.age = 0
         self.max_age = int(self._rng.integers(self.age_range[0], self.age_range[1] + 1))
 
     def tick(self) -> bool:
-        """Count one call; return whether this life ends in it (it then stays ended until `reset`)."""
+        """Count one call; return whether the rank is to be replaced in it (and in all later ones until `reset`)."""
         if self.age >= self.max_age:
             return True
         self.age += 1
@@ -191,18 +218,18 @@ def check_ratio(ratio: float) -> float:
     return float(ratio)
 
 
+def check_choice(name: str, value: str, choices: Sequence[str]) -> str:
+    """Return the value of a parameter, or raise `ParameterError` if it is not among the choices."""
+    if value not in choices:
+        raise ParameterError(f"{name}={value!r}: choose one of {', '.join(choices)}")
+    return value
+
+
 def check_mode(mode: str) -> str:
     """Return the mode, or raise `ParameterError`."""
     if mode not in MODES:
         raise ParameterError(f"mode={mode!r}: choose 'max' (higher metrics are better) or 'min'")
     return mode
-
-
-def check_nan_policy(nan_policy: str) -> str:
-    """Return the policy, or raise `ParameterError`."""
-    if nan_policy not in NAN_POLICIES:
-        raise ParameterError(f"nan_policy={nan_policy!r}: choose one of {', '.join(NAN_POLICIES)}")
-    return nan_policy
 
 
 def check_threshold(threshold: float | None) -> float | None:
@@ -282,8 +309,8 @@ class ReportRounds:
     """When a rank judges its reports: each once, in order, when no report that is still to come can change the verdict.
 
     It looks at the board half a period after each report, once: a look costs a round trip, and the wait for the next
-    poll of the board's holder. A report whose verdict hangs on others' stays open until the next look, for `WAIT`
-    reports at most; who is further behind is not waited for.
+    poll of the board's holder. A report whose verdict hangs on others' stays open until the next look, for
+    `MOST_REPORTS_BEHIND` reports at most: ranks that are further behind are not waited for.
     """
 
     def __init__(self, period: int) -> None:
@@ -322,6 +349,8 @@ class ReportRounds:
         if len(self._open) > MOST_REPORTS_BEHIND:
             late[:] = False
         known, ranks = alive.of(~late).near(iteration), alive.ranks[late].tolist()
+        # The verdict is known early where it is the same however the reports that are still to come turn out. The two
+        # extremes are enough: for this rank a selection that compares metrics only gets stricter as others improve.
         cases = (
             {replaces(_with_reports(known, ranks, metric)) for metric in (-EXTREME, EXTREME)}
             if ranks
@@ -332,7 +361,7 @@ class ReportRounds:
         return self._open.popleft(), cases.pop()
 
     def _floor(self, iteration: int) -> int:
-        """Return the iteration of the report that this rank made `WAIT` reports earlier."""
+        """Return the iteration of the report that this rank made `MOST_REPORTS_BEHIND` reports earlier."""
         made = list(self._made)
         at = made.index(iteration) - MOST_REPORTS_BEHIND
         return made[at] if at >= 0 else NEVER

@@ -61,6 +61,8 @@ def _piecewise(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) ->
     first = tensors[0]
     if first.numel() <= PIECE or any(tensor.device.type != "cpu" for tensor in tensors):
         return function(*tensors)
+    # Elementwise, so cutting changes no bit; what lies between two operations stays in the cache, and no fresh memory
+    # is touched for it. An accelerator has no such cache to gain from, and each launch costs.
     flats = [tensor.reshape(-1) for tensor in tensors]
     result = new_buffer(first.numel(), first.dtype, first.device)
     for at in range(0, first.numel(), PIECE):
@@ -100,6 +102,8 @@ def blend(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Ten
 
 
 def _blended(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
+    # a + Σ w (x - a) and not Σ w x: where all x are equal the drift is exactly 0, and the mean is that value to the
+    # bit, whatever the weights. Σ w x of equal values is off by a rounding in each mixture.
     wide = sum_dtype(values[0].dtype)
     base = values[0].to(wide)
     drift = torch.zeros_like(base)
@@ -128,7 +132,7 @@ def _zero_where_not_finite(drift: torch.Tensor) -> torch.Tensor:
 def with_delta(mixed: torch.Tensor, now: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
     """Return mixed + (now - then): the steps taken since the donors were asked survive.
 
-    Where the own steps were not finite (a diverged model), the mixture stands alone.
+    Where this rank's steps were not finite (a diverged model), the mixture stands alone.
     """
     return _piecewise(_stepped, mixed, now, then)
 
@@ -139,7 +143,7 @@ def _stepped(mixed: torch.Tensor, now: torch.Tensor, then: torch.Tensor) -> torc
 
 
 def with_momentum(new: torch.Tensor, own: torch.Tensor, momentum: float) -> torch.Tensor:
-    """Return m·own + (1 - m)·new; where the own value is not finite, the new one."""
+    """Return m·own + (1 - m)·new, and the new value where this rank's own is not finite."""
     if momentum == 0 or not (new.dtype.is_floating_point or new.dtype.is_complex):
         return new
     return _piecewise(lambda new, own: _kept(new, own, momentum), new, own)

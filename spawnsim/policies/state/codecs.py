@@ -259,7 +259,7 @@ def _is_codec(choice: object) -> bool:
 
 
 def check_choice(choice: object) -> None:
-    """Raise `ParameterError` if this is no way to compress."""
+    """Raise `ParameterError` if this does not name or describe a codec."""
     if choice is None or isinstance(choice, str):
         as_codec(choice)
     elif isinstance(choice, type) or not (isinstance(choice, CodecChoice) or _is_codec(choice)):

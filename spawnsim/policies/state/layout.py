@@ -14,17 +14,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from spawnsim.errors import ParameterError, UsageError
+from spawnsim.errors import UsageError
+from spawnsim.policies.rules.selection import check_choice
 from spawnsim.policies.state.arithmetic import all_finite, new_buffer
 
 Tensors = dict[str, torch.Tensor]
 ModelAndOptimizer = tuple[torch.nn.Module, torch.optim.Optimizer]
 OptimizerState = Literal["copy", "average", "reset", "keep"]
-OPTIMIZER_STATES: tuple[str, ...] = ("copy", "average", "reset", "keep")
 ALIGN_NBYTES = 64
 
 
@@ -32,9 +32,16 @@ ALIGN_NBYTES = 64
 class StateScope:
     """What of a model is exchanged.
 
-    Parameters always are; `frozen` adds those that need no gradient, `buffers` what a state_dict holds besides
-    parameters (BatchNorm statistics). `optimizer_state`: `keep` the own one, `reset` it, `copy` the heaviest donor's,
-    or `average` it like the parameters.
+    Parameters always are.
+
+    Args:
+        frozen: also those that need no gradient.
+        buffers: also what a state_dict holds besides parameters (BatchNorm statistics).
+        optimizer_state: "keep" the rank's own, "reset" it, "copy" the heaviest donor's, or "average" it like the
+            parameters.
+
+    Raises:
+        ParameterError: `optimizer_state` is none of these.
     """
 
     frozen: bool = True
@@ -42,9 +49,7 @@ class StateScope:
     optimizer_state: OptimizerState = "keep"
 
     def __post_init__(self) -> None:
-        if self.optimizer_state not in OPTIMIZER_STATES:
-            choices = ", ".join(OPTIMIZER_STATES)
-            raise ParameterError(f"optimizer_state={self.optimizer_state!r}: choose one of {choices}")
+        check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerState))
 
     @property
     def with_optimizer(self) -> bool:
@@ -260,7 +265,7 @@ def digest_of(text: bytes) -> int:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} is no dtype")
+        raise TypeError(f"{name!r} is not a dtype")
     return dtype
 
 
@@ -273,6 +278,12 @@ class Collector:
 
     What was collected keeps that memory alive, so another tensor cannot have come to lie at the same address.
     """
+
+    # Walking the modules of a model by `named_parameters` takes longer than summing its small tensors. What it would
+    # find is decided by few things, all of which can be compared without Python code per tensor: which modules there
+    # are (`is_` over their dictionaries), where each tensor lies (`data_ptr`, so one that was replaced or moved shows),
+    # how long it is, and, where frozen ones are left out, whether it is trained. Identity of the tensor objects would
+    # not do: `tensor.data = other` keeps the object and changes its memory.
 
     def __init__(self, travels: StateScope) -> None:
         self._travels = travels
@@ -320,7 +331,11 @@ def one_storage(model: torch.nn.Module) -> None:
     Parameters stay the same objects, so optimizers go on as before; what else looks at their old memory (a view, a
     captured CUDA graph) sees no more changes: call this right after the model is built.
 
-    Raises `UsageError` if tensors of the model share memory: they would be parted.
+    Args:
+        model: on any devices, of any dtypes; changed in place.
+
+    Raises:
+        UsageError: tensors of the model share memory, which they would not any more.
     """
     live = [tensor for tensor in collect(model, None, StateScope()).values() if tensor.numel()]
     if len({tensor.data_ptr() for tensor in live}) < len(live):

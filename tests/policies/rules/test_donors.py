@@ -104,7 +104,7 @@ def test_a_users_own_objects_take_part() -> None:
 
 
 def test_a_donor_rule_that_names_a_replaced_rank_is_an_error() -> None:
-    """The house's rule holds for users' objects too."""
+    """The rule holds for users' objects as well."""
     with pytest.raises(UsageError, match="donor rule"):
         taken([0.0, 1.0], lambda *_: [0])
 
