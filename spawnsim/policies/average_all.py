@@ -11,12 +11,14 @@ import torch
 
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError, UsageError
-from spawnsim.policies.base import Info, Result, SpawnPolicy, as_metric, blank_info
+from spawnsim.policies.base import Info, SpawnPolicy
 from spawnsim.policies.exchange.group_mean import GroupMean
 from spawnsim.policies.rules.cadence import Cadence, Every
 from spawnsim.policies.rules.donors import check_momentum
 from spawnsim.policies.state.layout import (
     Collector,
+    Layout,
+    ModelAndOptimizer,
     Tensors,
     Travels,
     assign_optimizer,
@@ -54,9 +56,8 @@ class AverageAllPolicy(SpawnPolicy):
         timing: dict[str, list[float]] | None = None,
         guard: bool = True,
     ) -> None:
-        super().__init__(
-            average_every, cadence=cadence if cadence is not None else Every(average_every, at_zero=True)
-        )
+        cadence = cadence if cadence is not None else Every(average_every, at_zero=True)
+        super().__init__(average_every, cadence=cadence, timing=timing)
         self.guard = bool(guard)
         self.travels = travels or Travels()
         if self.travels.optimizer_state == "copy":
@@ -64,39 +65,20 @@ class AverageAllPolicy(SpawnPolicy):
                 "optimizer_state='copy': an average has no single donor; average, reset or keep"
             )
         self.momentum = check_momentum(momentum)
-        self.timing = timing if timing is not None else {}
         self.num_averagings = self.num_healed = 0
-        self._bound: tuple[object, Comm] | None = None
-        self._latest: tuple[int, object] | None = None  # iteration and group
-        self._mean: GroupMean | None = None
+        self._mean: tuple[Comm, GroupMean] | None = None
         self._collect, self._live = Collector(self.travels), dict[str, torch.Tensor]()
-        self._idle = blank_info("none", self.average_every)
 
-    def __call__(
+    def act(
         self,
         iteration: int,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        local_metric: float | None = None,
-        group: Any = None,
-    ) -> Result:
-        """Average with the group if this iteration is due; all ranks of the group must then call."""
-        info = self._idle.copy()
-        if local_metric is not None:
-            info["local_metric"] = as_metric(local_metric)
-        self._latest = (iteration, group)
-        if self.cadence.due(iteration):
-            self._average(self._comm(group), model, optimizer, info)
-        return model, optimizer, info
-
-    def _comm(self, group: Any) -> Comm:
-        if self._bound is None or self._bound[0] is not group:
-            self._bound, self._mean = (group, self.comm_of(group)), None
-        return self._bound[1]
-
-    def _average(
-        self, comm: Comm, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
-    ) -> None:
+        metric: float | None,
+        comm: Comm,
+        info: Info,
+    ) -> ModelAndOptimizer:
+        """Average with the group; all of its ranks must call in this iteration."""
         began_s = comm.clock.now()
         live = self._collect(model, optimizer)
         mean = self._checked(comm, live)
@@ -115,23 +97,19 @@ class AverageAllPolicy(SpawnPolicy):
         info.update(
             averaged_this_iteration=True, donors=comm.Get_size() - 1, bytes=mean.nbytes, wait_s=wait_s
         )
+        return model, optimizer
 
     def _checked(self, comm: Comm, live: Tensors) -> GroupMean:
-        if self._mean is None:
-            self._mean = GroupMean(comm, live, guard=self.guard)
-        elif live is not self._live and not self._mean.layout.matches(live):
+        if self._mean is None or self._mean[0] is not comm:
+            self._mean = (comm, GroupMean(comm, live, guard=self.guard))
+        mean = self._mean[1]
+        if live is not self._live and not mean.layout.matches(live):
             raise UsageError(
                 f"rank {comm.Get_rank()}: the model has changed since the group first averaged "
-                f"({self._mean.layout.difference(type(self._mean.layout).of(live))}); make a new policy on all ranks"
+                f"({mean.layout.difference(Layout.of(live))}); make a new policy on all ranks"
             )
         self._live = live
-        return self._mean
-
-    def shutdown(self) -> None:
-        """Say so if the cadence was longer than the run. Not collective; may be called twice."""
-        latest, self._latest = self._latest, None
-        if latest is not None:
-            self.warn_if_never_due(*latest)
+        return mean
 
     @property
     def stats(self) -> dict[str, float]:

@@ -1,20 +1,17 @@
-"""`SpawnPolicy`: the call that all policies share, and the info that each call returns.
-
-It knows no strategy and sends nothing.
-"""
+"""`SpawnPolicy`: the call that all policies share, and the info that each call returns. No strategy, no message."""
 
 from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
 from spawnsim.comm import Comm, as_comm
 from spawnsim.policies.rules.cadence import Cadence, Every
+from spawnsim.policies.state.layout import ModelAndOptimizer
 
 logger = logging.getLogger("spawnsim.policies")
 
@@ -54,21 +51,45 @@ def as_metric(value: float | torch.Tensor) -> float:
     return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
-class SpawnPolicy(ABC):
+class SpawnPolicy:
     """Decides, after each training step, whether and how models are averaged or replaced across ranks.
 
     Call it once per iteration, after `optimizer.step()`, and rebind what it returns: a replaced rank may get a new
     model and a new optimizer. `with policy:` shuts it down at the end.
+
+    A policy of your own implements `act`; docs/policies.md shows one. `acts_in_every_call` says whether `act` is called
+    in each call, for a policy that serves others between its own turns, or only where the cadence is due. What every
+    `info` of the policy holds stands in `idle_info`, to which a constructor adds keys of its own. A subclass may also
+    replace `__call__` as a whole, and then needs no `act`.
+
+    Args:
+        average_every: iterations from one turn to the next, at least 1.
+        cadence: when it is the policy's turn, in place of `average_every`.
+        timing: a dictionary to fill with durations in seconds, by step; a new one by default.
+
+    Raises:
+        ParameterError: `average_every` is not a whole number of at least 1.
     """
 
-    def __init__(self, average_every: int = 1, *, cadence: Cadence | None = None) -> None:
+    acts_in_every_call: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        average_every: int = 1,
+        *,
+        cadence: Cadence | None = None,
+        timing: dict[str, list[float]] | None = None,
+    ) -> None:
         self.cadence: Cadence = cadence if cadence is not None else Every(average_every)
         self.average_every = int(average_every)
         self.num_replacements = 0
-        self.timing: dict[str, list[float]] = {}
+        self.timing: dict[str, list[float]] = timing if timing is not None else {}
         self.captured: dict[str, int] = {}
+        self.idle_info = blank_info("none", self.average_every)
+        self._group: Any = None
+        self._comm: Comm | None = None
+        self._last: tuple[int, Any] | None = None  # iteration and group of the latest call
 
-    @abstractmethod
     def __call__(
         self,
         iteration: int,
@@ -77,22 +98,84 @@ class SpawnPolicy(ABC):
         local_metric: float | None = None,
         group: Any = None,
     ) -> Result:
-        """Perhaps average or replace; return the model and optimizer to go on with, and what happened."""
+        """Perhaps average or replace.
+
+        Args:
+            iteration: of this rank's training loop, from 0.
+            model: as the latest optimizer step left it.
+            optimizer: of the model.
+            local_metric: how good the model is, a number or a tensor of one element; None reports nothing.
+            group: spawnsim's, mpi4py's or torch's communicator.
+
+        Returns:
+            The model and the optimizer to go on with, and what happened (`blank_info` lists the keys).
+
+        Raises:
+            ParameterError: `group` is not a communicator.
+        """
+        info = self.idle_info.copy()
+        if local_metric is not None:
+            info["local_metric"] = local_metric = as_metric(local_metric)
+        self._last = (iteration, group)
+        if self.acts_in_every_call or self.cadence.due(iteration):
+            model, optimizer = self.act(iteration, model, optimizer, local_metric, self._bound(group), info)
+        return model, optimizer, info
+
+    def act(
+        self,
+        iteration: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        metric: float | None,
+        comm: Comm,
+        info: Info,
+    ) -> ModelAndOptimizer:
+        """Do what the policy does in a call; `__call__` has read its arguments.
+
+        Args:
+            iteration: as in the call.
+            model: as in the call; to be changed in place, or replaced.
+            optimizer: of the model.
+            metric: the local metric as a number, None if there is none.
+            comm: the communicator of the call's group: the same object until another group is given.
+            info: what the call returns besides, to be filled in.
+
+        Returns:
+            The model and the optimizer to go on with.
+
+        Raises:
+            NotImplementedError: the policy's class defines neither `act` nor a `__call__` of its own.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: define act(), or __call__() as a whole")
+
+    def _bound(self, group: Any) -> Comm:
+        """Return the group's communicator, made once: a foreign one is wrapped, which may be collective."""
+        if self._comm is None or group is not self._group:
+            self._group, self._comm = group, self.comm_of(group)
+        return self._comm
 
     def comm_of(self, group: Any) -> Comm:
         """Return the communicator for what was passed as `group`."""
         return as_comm(group)
 
-    def shutdown(self) -> None:  # noqa: B027  a policy that holds nothing has nothing to finish
-        """Finish what is under way. May be called twice; never waits without bound."""
+    def shutdown(self) -> None:
+        """Finish what is under way; warn if it was never the policy's turn. May be called twice, waits with a bound."""
+        last, self._last = self._last, None
+        if last is not None:
+            self.warn_if_never_due(*last)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs to go on as if nothing had happened: plain numbers and lists."""
         return {"num_replacements": self.num_replacements}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the state of a checkpoint."""
-        self.num_replacements = int(state["num_replacements"])
+        """Take up what `state_dict` has returned, before the first call."""
+        self.num_replacements = self.idle_info["num_replacements_so_far"] = int(state["num_replacements"])
+
+    def count_replacement(self) -> None:
+        """Count a replacement of this rank, which the `info` of later calls tells of as well."""
+        self.num_replacements += 1
+        self.idle_info["num_replacements_so_far"] = self.num_replacements
 
     def __enter__(self) -> Self:
         return self

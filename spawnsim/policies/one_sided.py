@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
-from spawnsim.policies.base import Info, Result, SpawnPolicy, as_metric, blank_info
+from spawnsim.policies.base import Info, Result, SpawnPolicy
 from spawnsim.policies.exchange.replacement import (
     Contribution,
     Explore,
-    ModelAndOptimizer,
     ModelBuilder,
     Renewal,
     ReplacementRecord,
@@ -53,7 +53,7 @@ from spawnsim.policies.rules.selection import (
 )
 from spawnsim.policies.selective import check_cooldown, selection_for
 from spawnsim.policies.state.codecs import Codec
-from spawnsim.policies.state.layout import Travels, collect
+from spawnsim.policies.state.layout import ModelAndOptimizer, Travels, collect
 from spawnsim.policies.state.snapshot import Compression, model_device
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
     """
 
     most_donors: ClassVar[int | None] = MOST_DONORS
+    acts_in_every_call = True
 
     # fmt: off
     def __init__(
@@ -98,7 +99,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         compression: str | Codec | None = None, timing: dict[str, list[float]] | None = None, guard: bool = True,
     ) -> None:
         # fmt: on
-        super().__init__(average_every, cadence=cadence)
+        super().__init__(average_every, cadence=cadence, timing=timing)
         threshold = threshold_metric if replacement_mode == "threshold" else None
         named = selection_for(replacement_mode, ratio=replacement_ratio, threshold=threshold, mode=mode)
         self.rules = Rules(
@@ -116,23 +117,25 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self.threshold_metric, self.replacement_ratio = float(threshold_metric), float(replacement_ratio)
         self.averaging_strategy, self.momentum, self.mode = averaging_strategy, float(momentum), mode
         self.replacement_mode, self.age_range = replacement_mode, check_age_range(age_range)
-        self.timing = timing if timing is not None else {}
         self.total_iterations = 0
         self.unmatched: tuple[str, ...] = ()
         self._donors = donors
-        self._group = group
+        self._group = group  # the one that a call without a group means
         self._opened: OpenWindows | None = None
         self._age: Age | None = None
         self._resume: dict[str, Any] = {}
         self._last_replaced = -math.inf
         self._rounds = ReportRounds(self.average_every)
-        self._idle = blank_info(replacement_mode, self.average_every if self._by_board else 1)
+        self._expose = True
+        self.idle_info["replacement_mode"] = replacement_mode
+        if not self._by_board:  # a rank that is judged by itself is judged in each call
+            self.idle_info["replacement_check_every"] = 1
         if group is not None and model is not None:
             self.setup(group, model)
 
     def setup(self, group: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> OpenWindows:
         """Make the windows; collective over the group. The constructor or the first call does it if you do not."""
-        comm = self.comm_of(group)
+        comm = self._bound(group)
         if self._donors is None:
             half = max(1, comm.Get_size() // 2)
             most = half if self.most_donors is None else min(half, self.most_donors)
@@ -140,7 +143,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self._age = Age(self.age_range, comm.rng("age"))
         self._age.age, self._age.max_age = self._resume.get("age", (0, self._age.max_age))
         opened = self.windows.open(comm, collect(model, optimizer, self.renewal.travels), self.compression)
-        self._group, self._opened = group, opened
+        self._opened = opened
         self._rounds.close()
         return opened
 
@@ -154,14 +157,37 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         *,
         expose_params: bool = True,
     ) -> Result:
-        """Take over from others if this rank's time has come; lay the own model out if that is due."""
+        """Take over from others if this rank is to be replaced; publish its own model if that is due.
+
+        Args:
+            iteration: of this rank's training loop, from 0.
+            model: as the latest optimizer step left it.
+            optimizer: of the model.
+            local_metric: how good the model is; None is reported as 0.
+            group: the communicator; None is the one of the constructor or of the latest call.
+            expose_params: False publishes nothing in this call.
+
+        Returns:
+            The model and optimizer to go on with, and what happened.
+        """
+        self._expose = expose_params
+        group = group if group is not None else self._group
+        return super().__call__(iteration, model, optimizer, local_metric, group)
+
+    def act(
+        self,
+        iteration: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        metric: float | None,
+        comm: Comm,
+        info: Info,
+    ) -> ModelAndOptimizer:
+        """Make the windows in the first call on a communicator; look for a replacement, report and publish."""
         opened = self._opened
-        if opened is None or (group is not None and group is not self._group):
-            opened = self.setup(group if group is not None else self._group, model, optimizer)
-        info = self._idle.copy()
-        metric = 0.0 if local_metric is None else as_metric(local_metric)
-        if local_metric is not None:
-            info["local_metric"] = metric
+        if opened is None or comm is not opened.comm:
+            opened = self.setup(self._group, model, optimizer)
+        metric = 0.0 if metric is None else metric
         self.total_iterations += 1
         first = not opened.board.reports
         due = first or self.cadence.due(iteration)
@@ -172,9 +198,9 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             model, optimizer = self._replace(opened, iteration, (model, optimizer), info, *seen)
         if due and self._by_board and not first:  # after a replacement it is of weights that are gone
             self._report(opened, iteration, metric, judged=not info["is_replaced"])
-        if expose_params and (first or info["is_replaced"] or self.publishing.due(iteration)):
+        if self._expose and (first or info["is_replaced"] or self.publishing.due(iteration)):
             info["bytes"] += opened.shelf.publish(collect(model, optimizer, self.renewal.travels), iteration)
-        return model, optimizer, info
+        return model, optimizer
 
     # ------------------------------------------------------------------------------------------------ deciding
     def _report(self, opened: OpenWindows, iteration: int, metric: float, *, judged: bool) -> None:
@@ -239,8 +265,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         return whose
 
     def _count(self, iteration: int, wait_s: float) -> None:
-        self.num_replacements += 1
-        self._idle["num_replacements_so_far"] = self.num_replacements
+        self.count_replacement()
         self._last_replaced = iteration
         self.reset_age()
         self.note("replace", wait_s)
@@ -312,7 +337,6 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a checkpoint."""
         super().load_state_dict(state)
-        self._idle["num_replacements_so_far"] = self.num_replacements
         self._last_replaced = -math.inf if state["last_replaced"] is None else state["last_replaced"]
         self._resume = {"age": tuple(state["age"])} if state["age"] else {}
         if self._age is not None and self._resume:

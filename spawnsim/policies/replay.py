@@ -16,7 +16,7 @@ import torch
 
 from spawnsim.comm import Comm, Status
 from spawnsim.errors import UsageError
-from spawnsim.policies.base import Info, Result, SpawnPolicy, as_metric, blank_info
+from spawnsim.policies.base import Info, SpawnPolicy
 from spawnsim.policies.exchange.messages import Bytes, Message, decode
 from spawnsim.policies.exchange.replacement import (
     Contribution,
@@ -27,7 +27,7 @@ from spawnsim.policies.exchange.replacement import (
     Served,
 )
 from spawnsim.policies.state.codecs import Codec
-from spawnsim.policies.state.layout import Tensors, Travels, collect
+from spawnsim.policies.state.layout import ModelAndOptimizer, Tensors, Travels, collect
 from spawnsim.policies.state.snapshot import Compression, Packer
 
 TAG = 7003
@@ -110,23 +110,19 @@ class ReplayPolicy(SpawnPolicy):
         self._requests: list[tuple[Any, Bytes]] = []
         self._reference: Tensors = {}
         self._early: dict[tuple[int, int], Bytes] = {}  # (donor, round) → a snapshot for a later replacement
-        self._idle = blank_info("replay", 1)
+        self.idle_info["replacement_mode"] = "replay"
 
-    def __call__(
+    def act(
         self,
         iteration: int,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        local_metric: float | None = None,
-        group: Any = None,
-    ) -> Result:
+        metric: float | None,
+        comm: Comm,
+        info: Info,
+    ) -> ModelAndOptimizer:
         """Give what was given at this iteration, and take over what was taken over; waits for the donors."""
-        comm = self.comm_of(group)
-        members = comm.Get_group().members
-        me = members[comm.Get_rank()]
-        info = self._idle.copy()
-        if local_metric is not None:
-            info["local_metric"] = as_metric(local_metric)
+        me = comm.Get_group().members[comm.Get_rank()]
         self._give(comm, (me, iteration, "before"), model, optimizer)
         asking, due = self._asked.get((me, iteration)), self._due.get((me, iteration))
         if asking is not None:
@@ -134,7 +130,7 @@ class ReplayPolicy(SpawnPolicy):
         if due is not None:
             model, optimizer = self._take_over(comm, due, (model, optimizer), info)
         self._give(comm, (me, iteration, "after"), model, optimizer)
-        return model, optimizer, info
+        return model, optimizer
 
     def _give(
         self, comm: Comm, key: tuple[int, int, str], model: torch.nn.Module, optimizer: torch.optim.Optimizer
@@ -154,12 +150,8 @@ class ReplayPolicy(SpawnPolicy):
         return self._packer
 
     def _take_over(
-        self,
-        comm: Comm,
-        due: RecordedReplacement,
-        whose: tuple[torch.nn.Module, torch.optim.Optimizer],
-        info: Info,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        self, comm: Comm, due: RecordedReplacement, whose: ModelAndOptimizer, info: Info
+    ) -> ModelAndOptimizer:
         began_s, members = comm.clock.now(), comm.Get_group().members
         donors = [members.index(donor) for donor in due.donors]
         messages = [self._receive(comm, donor, due.round) for donor in donors]
@@ -169,8 +161,7 @@ class ReplayPolicy(SpawnPolicy):
         ]
         new = due.renewal(*whose, gifts, reference=self._reference, rng=comm.rng("explore"))
         self._reference = {}
-        self.num_replacements += 1
-        self._idle["num_replacements_so_far"] = self.num_replacements
+        self.count_replacement()
         account = ReplacementRecord(
             due.iteration, due.round, due.asked, info["local_metric"], gifts,
             nbytes=sum(message.body.size for message in messages), wait_s=comm.clock.now() - began_s,

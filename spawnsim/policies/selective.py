@@ -11,14 +11,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
-from spawnsim.policies.base import Info, Result, SpawnPolicy, as_metric, blank_info
+from spawnsim.policies.base import Info, SpawnPolicy
 from spawnsim.policies.exchange.coordinator import Outcome, Wiring
 from spawnsim.policies.exchange.endpoint import Exchange, ShutdownDrain
 from spawnsim.policies.exchange.replacement import (
     Contribution,
     Explore,
-    ModelAndOptimizer,
     ModelBuilder,
     Renewal,
     ReplacementRecord,
@@ -49,7 +49,7 @@ from spawnsim.policies.rules.selection import (
     check_nan_policy,
 )
 from spawnsim.policies.state.codecs import Codec
-from spawnsim.policies.state.layout import Tensors, Travels
+from spawnsim.policies.state.layout import ModelAndOptimizer, Tensors, Travels
 from spawnsim.policies.state.snapshot import Compression, model_device
 
 logger = logging.getLogger(__name__)
@@ -129,6 +129,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     """
 
     most_donors: ClassVar[int | None] = MOST_DONORS
+    acts_in_every_call = True  # others may ask this rank for its model at any time
 
     # fmt: off
     def __init__(
@@ -142,7 +143,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         wiring: Wiring | None = None, compression: str | Codec | None = None, guard: bool = True,
     ) -> None:
         # fmt: on
-        super().__init__(average_every, cadence=cadence)
+        super().__init__(average_every, cadence=cadence, timing=timing)
+        self.idle_info["replacement_mode"] = replacement_mode
         check_mode(mode)
         check_nan_policy(nan_policy)
         named = selection_for(replacement_mode, ratio=replacement_ratio, threshold=threshold, mode=mode)
@@ -161,52 +163,47 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self.replacement_ratio, self.threshold = float(replacement_ratio), threshold
         self.averaging_strategy, self.momentum, self.mode = averaging_strategy, float(momentum), mode
         self.age_range = check_age_range(age_range)
-        self.timing = timing if timing is not None else {}
         self.unmatched: tuple[str, ...] = ()
-        self._group: object = None
         self._judged = False  # whether a metric was ever given
         self._exchange: Exchange | None = None
         self._age: Age | None = None
         self._resume: dict[str, Any] = {}
         self._reference: tuple[int, Tensors] = (-1, {})
         self._latest: tuple[int, torch.nn.Module, torch.optim.Optimizer] | None = None
-        self._idle = blank_info(replacement_mode, self.average_every)
 
-    def __call__(
+    def act(
         self,
         iteration: int,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        local_metric: float | None = None,
-        group: Any = None,
-    ) -> Result:
-        """Report if due (and a metric is given), serve whoever has asked, take over what has arrived."""
+        metric: float | None,
+        comm: Comm,
+        info: Info,
+    ) -> ModelAndOptimizer:
+        """Report if due (and a metric is given), serve the ranks that have asked, take over what has arrived."""
         exchange = self._exchange
-        if exchange is None or group is not self._group:
-            exchange = self._join(group)
+        if exchange is None or comm is not exchange.comm:
+            exchange = self._join(comm)
         self._latest = (iteration, model, optimizer)
-        info = self._idle.copy()
-        if local_metric is not None:
-            info["local_metric"] = as_metric(local_metric)
-            self._judged = True
         expired = self._age.tick() if self._age is not None else False
-        if local_metric is not None and self.cadence.due(iteration):
-            exchange.report(iteration, info["local_metric"], expired=expired)
+        if metric is not None:
+            self._judged = True
+            if self.cadence.due(iteration):
+                exchange.report(iteration, metric, expired=expired)
         outcome = exchange.serve(iteration, model, optimizer)
         if exchange.assigned is not None:
             self._reference = (iteration, self.renewal.reference(model))
         if outcome is not None and (outcome.given or outcome.fresh_start):
-            model, optimizer = self._take_over(exchange, outcome, info)
-        return model, optimizer, info
+            return self._take_over(exchange, outcome, info)
+        return model, optimizer
 
     def _donors(self, donors: DonorRule | Count, strategy: str, mode: Mode) -> DonorRule:
         if donors is None:
             return default_donors(strategy, mode, self.most_donors)
         return donors if callable(donors) else Uniform(donors)
 
-    def _join(self, group: Any) -> Exchange:
+    def _join(self, comm: Comm) -> Exchange:
         """Begin on a communicator; another one than before (after a recovery) begins anew."""
-        comm = self.comm_of(group)
         travels, resume = self.renewal.travels, self._resume
         exchange = Exchange(
             comm, self.rules, self.wiring, travels=travels, cooldown=self._cooldown,
@@ -218,12 +215,10 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         if self.replacement_mode == "age" and self._age is None:
             self._age = Age(self.age_range, comm.rng("age"))
             self._age.age, self._age.max_age = resume.get("age", (0, self._age.max_age))
-        self._group, self._exchange = group, exchange
+        self._exchange = exchange
         return exchange
 
-    def _take_over(
-        self, exchange: Exchange, outcome: Outcome, info: Info
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    def _take_over(self, exchange: Exchange, outcome: Outcome, info: Info) -> ModelAndOptimizer:
         assert self._latest is not None
         iteration, model, optimizer = self._latest
         gifts = self._gifts(exchange, outcome, (model, optimizer))
@@ -233,8 +228,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._reference = (-1, {})
         new = self.renewal(model, optimizer, gifts, reference=reference, rng=exchange.comm.rng("explore"))
         self.unmatched = new.unmatched
-        self.num_replacements += 1
-        self._idle["num_replacements_so_far"] = self.num_replacements
+        self.count_replacement()
         if self._age is not None:
             self._age.reset()
         self.note("wait", outcome.wait_s)
@@ -258,7 +252,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     def shutdown(self) -> None:
         """Serve what was promised, for `wiring.shutdown_timeout_s` at most. Not collective; may be called twice."""
-        exchange, self._exchange, self._group = self._exchange, None, None
+        exchange, self._exchange = self._exchange, None
         if exchange is None or self._latest is None:
             return
         self._resume = self._progress(exchange)
@@ -306,6 +300,5 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a checkpoint; call it before the first call of the policy."""
         super().load_state_dict(state)
-        self._idle["num_replacements_so_far"] = self.num_replacements
         self._resume = {name: state[name] for name in ("settled", "last_trigger", "age") if name in state}
         self._exchange = self._age = None

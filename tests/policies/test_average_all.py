@@ -29,8 +29,9 @@ def test_all_ranks_end_with_the_mean() -> None:
 def test_iteration_0_averages_too_so_that_ranks_begin_together() -> None:
     """As in the original; a cadence of one's own leaves it out. The flag says when it happened."""
     for every, cadence, expected in ((3, None, [0, 3, 6]), (1, None, list(range(7))), (3, Every(3), [3, 6])):
-        policy = AverageAllPolicy(every, cadence=cadence)
-        found = walk(lambda _, policy=policy: policy, ranks=2, steps=7)
+        found = walk(
+            lambda _, every=every, cadence=cadence: AverageAllPolicy(every, cadence=cadence), ranks=2, steps=7
+        )
         assert [i for i in range(7) if found.infos[0, i]["averaged_this_iteration"]] == expected
 
 

@@ -6,7 +6,7 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -59,7 +59,8 @@ def test_calls_have_the_seeds_arguments_in_their_order(name: str) -> None:
 
 def test_the_rest_of_the_seeds_names() -> None:
     """The base class, the logger, and the helper that ranks the worst."""
-    assert inspect.isabstract(spawn_policy.SpawnPolicy)
+    with pytest.raises(NotImplementedError, match=r"define act\(\), or __call__\(\)"):
+        spawn_policy.SpawnPolicy().act(0, *line(0.0), None, cast("Any", None), {})
     assert spawn_policy.logger.name == "spawnsim.torchgfn.spawn_policy"
     assert spawn_policy._compute_worst_ranks_by_ratio([3.0, 1.0, 2.0, float("nan")], 0.5) == {1, 3}
     assert spawn_policy._compute_worst_ranks_by_ratio([1.0], 0.5) == set()

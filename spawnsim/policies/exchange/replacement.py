@@ -12,17 +12,17 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
-from spawnsim.policies.base import Info
 from spawnsim.policies.rules.donors import check_momentum, check_strategy
 from spawnsim.policies.state.arithmetic import all_finite, blend, with_delta, with_momentum
 from spawnsim.policies.state.layout import (
+    ModelAndOptimizer,
     Tensors,
     Travels,
     assign,
@@ -203,7 +203,6 @@ def _of_optimizer(tensors: Tensors) -> Tensors:
 
 
 Served = Literal["before", "after"]
-ModelAndOptimizer = tuple[torch.nn.Module, torch.optim.Optimizer]
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +232,7 @@ class ReplacementRecord:
         """Iterations by which the oldest donor snapshot is behind this rank; negative if it is ahead."""
         return max((self.iteration - gift.iteration for gift in self.gifts), default=0)
 
-    def tell(self, info: Info, so_far: int) -> None:
+    def tell(self, info: dict[str, Any], so_far: int) -> None:
         """Write the replacement into the info of the call in which it happened."""
         info.update(
             averaged_this_iteration=bool(self.gifts), is_replaced=True, num_replacements_so_far=so_far,

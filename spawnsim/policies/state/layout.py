@@ -22,6 +22,7 @@ from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies.state.arithmetic import all_finite, new_buffer
 
 Tensors = dict[str, torch.Tensor]
+ModelAndOptimizer = tuple[torch.nn.Module, torch.optim.Optimizer]
 OptimizerState = Literal["copy", "average", "reset", "keep"]
 OPTIMIZER_STATES: tuple[str, ...] = ("copy", "average", "reset", "keep")
 ALIGN_NBYTES = 64
