@@ -15,7 +15,7 @@ from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
 from spawnsim.policies.base import Info, SpawnPolicy
 from spawnsim.policies.exchange.coordinator import Outcome, Wiring
-from spawnsim.policies.exchange.endpoint import Exchange, ShutdownDrain
+from spawnsim.policies.exchange.protocol import Exchange, ShutdownDrain
 from spawnsim.policies.exchange.replacement import (
     Contribution,
     Explore,
@@ -259,7 +259,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._warn_if_idle(exchange, self._latest[0])
         if not ShutdownDrain(exchange, *self._latest)():
             logger.warning(
-                "rank %d: shut down with %d messages under way", exchange.comm.rank, exchange.mailbox.unfinished
+                "rank %d: shut down with %d messages under way", exchange.comm.rank, exchange.endpoint.unfinished
             )
         self._latest = None
 
