@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from spawnsim.policies.asynchronous import AsyncModelAveragePolicy
 from spawnsim.policies.average_all import AverageAllPolicy
-from spawnsim.policies.averaging import DecentralizedAverager, DecentralizedAveragingPolicy
+from spawnsim.policies.averaging import DecentralizedAverager
 from spawnsim.policies.base import SpawnPolicy
+from spawnsim.policies.decentralized import DecentralizedAveragingPolicy
 from spawnsim.policies.exchange.coordinator import ExchangeOptions, Wiring
 from spawnsim.policies.exchange.group_mean import Consensus
 from spawnsim.policies.exchange.replacement import Renewal, Replacement

@@ -1,18 +1,19 @@
 """`AsyncModelAveragePolicy`: average at intervals of the clock, not of iterations, while training goes on.
 
 Warm-up averages gradients over the whole group, one collective before each of the optimizer's first steps; after it
-all is messages, and nobody waits for anybody. This module knows models, the communicator's clock, and when averaging
-is wanted; who averages with whom (`averaging/gossip.py`, `averaging/tree.py`), and how messages get there
-(`averaging/progress.py`), is the business of its engine. Source: BAGUA's asynchronous model average.
+all is messages, and no rank waits for another. This module knows models, and when averaging is wanted; which ranks
+average with each other is decided by `averaging.gossip` and `averaging.tree`. Source: BAGUA's asynchronous model
+average.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from statistics import median
 from threading import Lock
 from typing import Any
 
@@ -22,12 +23,19 @@ import torch
 from spawnsim.comm import MAX, Comm
 from spawnsim.errors import ParameterError, UsageError, WorldError
 from spawnsim.policies.averaging.gossip import Mode, Pace, PairwiseGossip, check_mode
-from spawnsim.policies.averaging.progress import POLL_S, Exchanges, ProgressEngine
 from spawnsim.policies.averaging.tree import TreeAverage
 from spawnsim.policies.averaging.vector import Vector
-from spawnsim.policies.base import Result, SpawnPolicy, blank_info
+from spawnsim.policies.base import Info, SpawnPolicy
+from spawnsim.policies.exchange.endpoint import Endpoint, ProgressEngine
 from spawnsim.policies.exchange.group_mean import GroupMean
-from spawnsim.policies.state.layout import Tensors, Travels, as_real, collect
+from spawnsim.policies.exchange.messages import Message
+from spawnsim.policies.state.layout import ModelAndOptimizer, Tensors, Travels, as_real, collect
+
+POLL_S = 1e-3  # between two attempts while another task holds the weights
+BACKGROUND_WAIT_S = 0.25  # the longest wait of the background task
+REFUSED = ("unreadable", "damaged")  # counts of the endpoint
+GAPS = 5
+DEATH_CHECKS = 8  # looks for dead ranks in an interval
 
 
 class WarmUp:
@@ -94,6 +102,70 @@ class WarmUp:
             self._hook = None
 
 
+class ClockAveraging:
+    """One rank's exchanges by the clock on one communicator: what its progress engine calls.
+
+    Args:
+        comm: the communicator.
+        tag: of all messages.
+        exchanges: the state machine of the mode.
+        vector: the tensors that are averaged.
+        weights: held while these are read or changed.
+    """
+
+    def __init__(
+        self, comm: Comm, tag: int, exchanges: TreeAverage | PairwiseGossip, vector: Vector, weights: Lock
+    ) -> None:
+        self.comm, self.exchanges, self.vector = comm, exchanges, vector
+        self.endpoint = Endpoint(comm, tag)
+        interval_s = exchanges.pace.interval_s
+        self.engine = ProgressEngine(
+            self.endpoint, self, lock=weights, poll_interval_s=POLL_S,
+            background_wait_s=min(interval_s, BACKGROUND_WAIT_S), death_check_s=interval_s / DEATH_CHECKS,
+        )  # fmt: skip
+        self._refused = 0
+        self._polled_s = comm.clock.now()
+        # A rank answers only when it polls, between two training steps; so how long others must wait for it is measured
+        # and told to them. The median of the last gaps: one long gap (an evaluation, a checkpoint) is not the rule.
+        self._gaps: deque[float] = deque(maxlen=GAPS)
+
+    def advance(self, arrived: list[tuple[int, Message]], now_s: float, dead: set[int]) -> None:
+        """Take what has arrived and do what is due. The engine calls this."""
+        self._gaps.append(now_s - self._polled_s)
+        self._polled_s = now_s
+        self.exchanges.note_step(median(self._gaps))
+        # Deaths before messages: an answer that opens a round must not count on a rank that is known to be dead.
+        for rank in sorted(dead):
+            self.exchanges.lost(rank, now_s)
+        for source, message in arrived:
+            self.exchanges.handle(source, message, now_s, self.vector)
+        self.exchanges.tick(now_s, self.vector)
+        self.endpoint.send_all(self.exchanges.out)
+        self.exchanges.out.clear()
+        refused = self._refused_count()
+        if refused > self._refused:
+            self.comm.record.event("refused_messages", tag=self.endpoint.tag, count=refused - self._refused)
+            self._refused = refused
+
+    def wake_s(self) -> float:
+        """Return when `advance` is next needed. The engine calls this."""
+        return self.exchanges.wake_s()
+
+    def _refused_count(self) -> int:
+        return sum(self.endpoint.counts[name] for name in REFUSED)
+
+    @property
+    def averagings(self) -> int:
+        """How often the weights were averaged on this communicator."""
+        return self.exchanges.counts["exchanges"]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What the exchanges met."""
+        refused = {name: self.endpoint.counts[name] for name in REFUSED if self.endpoint.counts[name]}
+        return self.exchanges.counts + Counter(refused)
+
+
 class AsyncModelAveragePolicy(SpawnPolicy):
     """Asynchronous model averaging: every `sync_interval_ms` of the clock, whatever the iteration.
 
@@ -122,6 +194,8 @@ class AsyncModelAveragePolicy(SpawnPolicy):
     on this rank, so no other waits for it. Calls with the model in evaluation mode count as no training step.
     """
 
+    acts_in_every_call = True
+
     # fmt: off
     def __init__(
         self, peer_selection_mode: str = "all", sync_interval_ms: float = 500, warmup_steps: int = 0, *,
@@ -129,7 +203,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         timing: dict[str, list[float]] | None = None,
     ) -> None:
         # fmt: on
-        super().__init__()
+        super().__init__(timing=timing)
         self.mode: Mode = check_mode(peer_selection_mode)
         for name, value in (("sync_interval_ms", sync_interval_ms), ("patience_s", patience_s)):
             if not (value > 0 and math.isfinite(value)):
@@ -142,32 +216,28 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         self.warmup_steps, self.tag = int(warmup_steps), tag
         self._warm_up, self._started = WarmUp(self.warmup_steps, self.travels), False
         self.pace = Pace(sync_interval_ms / 1000, patience_s)
-        self.timing = timing if timing is not None else {}
         self._averagings = 0  # on communicators of before
         self._told = 0  # averagings until the latest call
         self._wanted = True
         self._background = background
-        self._group: object = None
         self._began_s = math.inf  # when averaging by the clock began
-        self._engine: ProgressEngine | None = None
+        self._averaging: ClockAveraging | None = None
         self._model: torch.nn.Module | None = None
         self._weights = Lock()
         self._before: Counter[str] = Counter()  # what the exchanges met on communicators of before
-        self._idle = blank_info("none", 1)
 
     # ---------------------------------------------------------------------------------------------------- calls
-    def __call__(
-        self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-        local_metric: float | None = None, group: Any = None,
-    ) -> Result:  # fmt: skip
+    def act(
+        self,
+        iteration: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        metric: float | None,
+        comm: Comm,
+        info: Info,
+    ) -> ModelAndOptimizer:
         """Count a training step; send, take and apply what is due. Waits only in warm-up, for the group."""
-        info = self._idle.copy()
-        if local_metric is not None:
-            info["local_metric"] = float(local_metric)
-        engine = self._engine if self._engine is not None and group is self._group else self._join(group)
-        comm = engine.comm
-        if model is not self._model or engine.vector is None:
-            self._bind(engine, model)
+        averaging = self._averaging_on(comm, model)
         if model.training and not self._warm_up.over:
             began_s = comm.clock.now()
             self._warm_up.attach(comm, model, optimizer)  # if that was not done before: averages the first step
@@ -175,55 +245,69 @@ class AsyncModelAveragePolicy(SpawnPolicy):
             wait_s = comm.clock.now() - began_s
             info.update(averaged_this_iteration=True, donors=comm.Get_size() - 1, wait_s=wait_s)
         if self._warm_up.over and not self._started:
-            self._start(engine)
-        sent = engine.post.counts["bytes_sent"]
-        engine.progress()
+            self._start(averaging)
+        sent = averaging.endpoint.counts["bytes_sent"]
+        averaging.engine.progress()
         info["averaged_this_iteration"] |= self.num_averagings > self._told  # here, or in the background since
         self._told = self.num_averagings
-        info["bytes"] += engine.post.counts["bytes_sent"] - sent
-        return model, optimizer, info
+        info["bytes"] += averaging.endpoint.counts["bytes_sent"] - sent
+        return model, optimizer
 
-    def _join(self, group: Any) -> ProgressEngine:
+    def _averaging_on(self, comm: Comm, model: torch.nn.Module) -> ClockAveraging:
+        """Return what averages this model over this communicator; both may have changed since the last call."""
+        averaging = self._averaging
+        if averaging is None or averaging.comm is not comm:
+            averaging = self._join(comm, model)
+        elif model is not self._model:
+            averaging.vector = self._vector_of(model)
+        self._model = model
+        return averaging
+
+    def _vector_of(self, model: torch.nn.Module) -> Vector:
+        return Vector(list(collect(model, None, self.travels).values()))
+
+    def _join(self, comm: Comm, model: torch.nn.Module) -> ClockAveraging:
         """Begin to average over a communicator: the first one, or that of the survivors."""
-        comm = self.comm_of(group)
-        if self._engine is not None:
-            self._end(self._engine)
+        if self._averaging is not None:
+            self._end(self._averaging)
         self._warm_up.regroup(comm)  # also on a rank that joins: all of the group do
         ranks = (comm.Get_rank(), comm.Get_size())
         pace = replace(self.pace)
-        exchanges: Exchanges = (
+        exchanges = (
             TreeAverage(ranks, pace)
             if self.mode == "all"
             else PairwiseGossip(self.mode, ranks, pace, comm.rng("peers"))
         )
-        engine = self._engine = ProgressEngine(comm, self.tag, exchanges, self._weights)
-        self._group, self._started = group, False
+        averaging = ClockAveraging(comm, self.tag, exchanges, self._vector_of(model), self._weights)
+        self._averaging, self._started = averaging, False
         if self._background:
-            engine.run_in_background()
-        return engine
+            averaging.engine.run_in_background()
+        return averaging
 
-    def _end(self, engine: ProgressEngine) -> None:
+    def _end(self, averaging: ClockAveraging) -> None:
         """Give up what is under way on a communicator that has ended."""
-        engine.stop()
-        self._averagings += engine.averagings
-        self._before += engine.counts
-
-    def _bind(self, engine: ProgressEngine, model: torch.nn.Module) -> None:
-        self._model = model
-        engine.vector = Vector(list(collect(model, None, self.travels).values()))
+        averaging.engine.stop()
+        self._averagings += averaging.averagings
+        self._before += averaging.counts
 
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, group: Any) -> None:
-        """Average gradients from the first step on, until warm-up is over. Before training; collective."""
-        engine = self._engine if self._engine is not None and group is self._group else self._join(group)
-        self._bind(engine, model)
-        self._warm_up.attach(engine.comm, model, optimizer)
+        """Average gradients from the first step on, until warm-up is over. Before training; collective.
 
-    def _start(self, engine: ProgressEngine) -> None:
+        Args:
+            model: begins with the mean of all ranks' weights.
+            optimizer: of the model; its steps average gradients first.
+            group: as in the policy's call.
+        """
+        comm = self._bound(group)
+        self._averaging_on(comm, model)
+        self._warm_up.attach(comm, model, optimizer)
+
+    def _start(self, averaging: ClockAveraging) -> None:
         """Begin to average by the clock, if that is wanted."""
         self._started = True
         if self._wanted:
-            self._began_s = engine.comm.clock.now()
-            engine.exchanges.set_active(True, self._began_s)
+            self._began_s = averaging.comm.clock.now()
+            averaging.exchanges.set_active(True, self._began_s)
 
     # ------------------------------------------------------------------------------------------- abort, resume
     @property
@@ -234,15 +318,22 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         return "averaging" if self._started else "warming up"
 
     def abort(self, model: torch.nn.Module | None = None) -> bool:
-        """Stop averaging on this rank; return whether what was under way ended in time (else it is given up)."""
-        was, self._wanted = self._wanted, False
-        if self._engine is None or not (was and self._started):
-            return True
-        return self._leave(self._engine)
+        """Stop averaging on this rank.
 
-    def _leave(self, engine: ProgressEngine, *, for_good: bool = False) -> bool:
+        Args:
+            model: unused: BAGUA's signature.
+
+        Returns:
+            Whether what was under way ended within `patience_s`; else it is given up.
+        """
+        was, self._wanted = self._wanted, False
+        if self._averaging is None or not (was and self._started):
+            return True
+        return self._leave(self._averaging)
+
+    def _leave(self, averaging: ClockAveraging, *, for_good: bool = False) -> bool:
         """Wait until nothing counts on this rank any more, and hand over what others rely on."""
-        exchanges, comm = engine.exchanges, engine.comm
+        exchanges, comm, engine = averaging.exchanges, averaging.comm, averaging.engine
         try:
             exchanges.set_active(False, comm.clock.now(), for_good=for_good)
             settled = engine.drive(lambda: exchanges.settled, exchanges.pace.patience_s)
@@ -258,37 +349,51 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         return settled
 
     def resume(self, model: torch.nn.Module | None = None) -> None:
-        """Average on this rank (again); in warm-up, from its end on."""
+        """Average on this rank (again); in warm-up, from its end on.
+
+        Args:
+            model: unused: BAGUA's signature.
+        """
         was, self._wanted = self._wanted, True
-        if self._engine is not None and self._started and not was:
-            self._engine.exchanges.set_active(True, self._engine.comm.clock.now())
+        if self._averaging is not None and self._started and not was:
+            self._averaging.exchanges.set_active(True, self._averaging.comm.clock.now())
             with suppress(WorldError):  # the communicator has ended: the next call of the policy says so
-                self._engine.progress()
+                self._averaging.engine.progress()
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Hold the weights: inside the block, averaging in the background neither reads nor changes them."""
-        while not self._weights.acquire(blocking=False):
-            if self._engine is None:
-                raise UsageError("weights() inside weights(): the weights are held already")
-            self._engine.comm.clock.sleep(POLL_S)
-        try:
-            yield
-        finally:
-            self._weights.release()
+        """Hold the weights: inside the block, averaging in the background neither reads nor changes them.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            UsageError: inside another `weights()`, as far as that can be noticed.
+        """
+        if self._averaging is not None:
+            with self._averaging.engine.hold():
+                yield
+        elif self._weights.acquire(blocking=False):
+            try:
+                yield
+            finally:
+                self._weights.release()
+        else:
+            raise UsageError("weights() inside weights(): the weights are held already")
 
     def shutdown(self) -> None:
         """Stop averaging and hand over what others rely on. Not collective; may be called twice."""
-        engine, self._wanted = self._engine, False
-        if engine is None:
+        super().shutdown()
+        averaging, self._wanted = self._averaging, False
+        if averaging is None:
             return
         if self._started:
-            self._warn_if_too_slow(engine.comm)
-            self._leave(engine, for_good=True)
-        engine.stop(self.pace.patience_s)
-        self._end(engine)
+            self._warn_if_too_slow(averaging.comm)
+            self._leave(averaging, for_good=True)
+        averaging.engine.stop(self.pace.patience_s)
+        self._end(averaging)
         self._warm_up.detach()
-        self._engine = None
+        self._averaging = None
 
     def _warn_if_too_slow(self, comm: Comm) -> None:
         lasted_s = comm.clock.now() - self._began_s
@@ -299,19 +404,27 @@ class AsyncModelAveragePolicy(SpawnPolicy):
     @property
     def num_averagings(self) -> int:
         """How often this rank's weights were averaged by the clock."""
-        return self._averagings + (self._engine.averagings if self._engine is not None else 0)
+        return self._averagings + (self._averaging.averagings if self._averaging is not None else 0)
 
     @property
     def stats(self) -> dict[str, float]:
         """Averagings, and what the exchanges met."""
-        met = self._before + (self._engine.counts if self._engine is not None else Counter())
+        met = self._before + (self._averaging.counts if self._averaging is not None else Counter())
         return {"num_averagings": self.num_averagings, **met}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters and whether averaging is wanted."""
+        """Return what a checkpoint needs.
+
+        Returns:
+            The counters, and whether averaging is wanted.
+        """
         return {**super().state_dict(), "num_averagings": self.num_averagings, "wanted": self._wanted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a checkpoint; call it before the first call of the policy."""
+        """Take up a checkpoint, before the first call of the policy.
+
+        Args:
+            state: what `state_dict` returned.
+        """
         super().load_state_dict(state)
         self._averagings, self._wanted = int(state["num_averagings"]), bool(state["wanted"])

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from spawnsim.comm import Comm, as_comm
+from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError, UsageError, WorldError
 from spawnsim.policies.averaging.averager import DecentralizedAverager
 from spawnsim.policies.averaging.download import State
 from spawnsim.policies.averaging.interface import StepControl
 from spawnsim.policies.averaging.vector import Vector
-from spawnsim.policies.base import Info, Result, SpawnPolicy, blank_info
+from spawnsim.policies.base import Info, SpawnPolicy
 from spawnsim.policies.rules.cadence import Cadence
 from spawnsim.policies.state.codecs import (
     Choices,
@@ -27,7 +27,14 @@ from spawnsim.policies.state.codecs import (
     RoleAdaptiveCompression,
     TensorRole,
 )
-from spawnsim.policies.state.layout import Tensors, Travels, assign, assign_optimizer, collect
+from spawnsim.policies.state.layout import (
+    ModelAndOptimizer,
+    Tensors,
+    Travels,
+    assign,
+    assign_optimizer,
+    collect,
+)
 
 ROLES = {"parameter": TensorRole.PARAMETER, "optimizer": TensorRole.OPTIMIZER}
 
@@ -81,6 +88,8 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
     are in all of them.
     """
 
+    acts_in_every_call = True
+
     # fmt: off
     def __init__(
         self, average_every: int = 1, *, prefix: str = "policy", asynchronous: bool = False, load_state: bool = False,
@@ -88,66 +97,60 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         timing: dict[str, list[float]] | None = None, **averager: Any,
     ) -> None:
         # fmt: on
-        super().__init__(average_every, cadence=cadence)
+        super().__init__(average_every, cadence=cadence, timing=timing)
         self.travels = travels if travels is not None else Travels()
         if self.travels.optimizer_state in ("copy", "reset"):
             raise ParameterError(
                 f"optimizer_state={self.travels.optimizer_state!r}: averaging in groups keeps or averages it"
             )
         self.asynchronous, self.load_state, self.weight = asynchronous, load_state, weight
-        self.timing = timing if timing is not None else {}
         self.num_averagings = self.num_partial = 0
         self.averager: _ModelAverager | None = None
         self._parameters = {"prefix": prefix, **averager, "compression": _parameters_only(averager.get("compression"))}
-        self._group: object = None
         self._control: tuple[StepControl, float, int] | None = None  # step, when it began, bytes sent before
         self._latest: tuple[int, torch.nn.Module, torch.optim.Optimizer] | None = None
-        nothing = {"group_size": 0, "received": 0.0, "complete": False, "missing": {}}
-        self._idle = blank_info("none", self.average_every) | nothing
+        self.idle_info |= {"group_size": 0, "received": 0.0, "complete": False, "missing": {}}
 
-    def __call__(
+    def act(
         self,
         iteration: int,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        local_metric: float | None = None,
-        group: Any = None,
-    ) -> Result:
+        metric: float | None,
+        comm: Comm,
+        info: Info,
+    ) -> ModelAndOptimizer:
         """Average with a group if this iteration is due; serve others in any case."""
-        info = self._idle.copy()
-        if local_metric is not None:
-            info["local_metric"] = float(local_metric)
-        if self.averager is None or group is not self._group:
-            self._join(group, (iteration, model, optimizer), info)
         averager = self.averager
-        assert averager is not None
+        if averager is None or averager.comm is not comm:
+            averager = self._join(comm, (iteration, model, optimizer), info)
         self._rebind(averager, iteration, model, optimizer)
         averager.progress()
         self._finish(averager, info)
-        alone = averager.comm.size == 1  # such as the last survivor: a search would take all its time, for nobody
+        alone = comm.Get_size() == 1  # such as the last survivor: a search would use up its time
         if self._control is None and self.cadence.due(iteration) and not alone:
             self._start(averager)
             if not self.asynchronous:
                 averager.engine.drive(self._arrived, math.inf)
             self._finish(averager, info)
-        return model, optimizer, info
+        return model, optimizer
 
     def _join(
-        self, group: Any, whose: tuple[int, torch.nn.Module, torch.optim.Optimizer], info: Info
-    ) -> None:
+        self, comm: Comm, whose: tuple[int, torch.nn.Module, torch.optim.Optimizer], info: Info
+    ) -> _ModelAverager:
         if self.averager is not None:
             with suppress(WorldError):  # the group of before may have been revoked, since a rank of it has died
                 self.averager.shutdown(0.0)
-        comm: Comm = as_comm(group)
-        self._latest, self._group = whose, group
+        self._latest = whose
         live = collect(whose[1], whose[2], self.travels)
-        self.averager = _ModelAverager(
+        averager = self.averager = _ModelAverager(
             list(live.values()), comm, **{"tensor_infos": infos_by_name(live), **self._parameters}
         )
-        self.averager.policy = self
+        averager.policy = self
         self._control = None
         if self.load_state and whose[0] > 0:
-            info["loaded_from_peer"] = self._load(self.averager, live)
+            info["loaded_from_peer"] = self._load(averager, live)
+        return averager
 
     def _rebind(
         self, averager: DecentralizedAverager, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
@@ -177,7 +180,11 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         return True
 
     def state_for_newcomers(self) -> State:
-        """Return ((iteration, names), tensors, their descriptions) of model and optimizer."""
+        """Return what newcomers download.
+
+        Returns:
+            ((iteration, names), tensors, their `CompressionInfo`s) of model and optimizer.
+        """
         assert self._latest is not None
         iteration, model, optimizer = self._latest
         tensors = collect(model, optimizer, Travels(optimizer_state="copy"))
@@ -185,7 +192,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
 
     def _start(self, averager: DecentralizedAverager) -> None:
         began_s = averager.comm.clock.now()
-        sent = averager.engine.post.counts["bytes_sent"]
+        sent = averager.endpoint.counts["bytes_sent"]
         control = averager.step(wait=False, weight=self.weight)
         assert isinstance(control, StepControl)
         self._control = (control, began_s, sent)
@@ -214,14 +221,13 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
                 missing=result.missing,
             )
         info.update(
-            bytes=averager.engine.post.counts["bytes_sent"] - sent,
+            bytes=averager.endpoint.counts["bytes_sent"] - sent,
             wait_s=wait_s,
         )
 
     def shutdown(self) -> None:
         """Leave: cancel what is under way and take back declarations. Not collective; may be called twice."""
-        if self._latest is not None:
-            self.warn_if_never_due(self._latest[0], self._group)
+        super().shutdown()
         if self.averager is not None:
             self.averager.shutdown()
         self._control = self._latest = None
@@ -233,14 +239,22 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         return own | (self.averager.stats if self.averager is not None else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters and the group key."""
+        """Return what a checkpoint needs.
+
+        Returns:
+            The counters, and the bits of the group key.
+        """
         state = {**super().state_dict(), "num_averagings": self.num_averagings}
         if self.averager is not None:
             state |= {"bits": self.averager.bits}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a checkpoint; call it before the first call of the policy."""
+        """Take up a checkpoint, before the first call of the policy.
+
+        Args:
+            state: what `state_dict` returned.
+        """
         super().load_state_dict(state)
         self.num_averagings = int(state["num_averagings"])
         if "bits" in state:

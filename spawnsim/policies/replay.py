@@ -196,7 +196,7 @@ class ReplayPolicy(SpawnPolicy):
             cast("Any", comm).Probe(donor, TAG, status)
             buffer: Bytes = np.empty(status.Get_count(), np.uint8)
             comm.Recv(buffer, donor, TAG)
-            self._early[donor, decode(buffer).round] = buffer
+            self._early[donor, decode(buffer).number] = buffer
         return decode(self._early.pop((donor, round_)))
 
     def shutdown(self) -> None:

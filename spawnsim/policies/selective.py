@@ -14,7 +14,7 @@ import torch
 from spawnsim.comm import Comm
 from spawnsim.policies.base import Info, SpawnPolicy
 from spawnsim.policies.exchange.coordinator import ExchangeOptions, Outcome
-from spawnsim.policies.exchange.endpoint import Exchange, ShutdownDrain
+from spawnsim.policies.exchange.protocol import Exchange, ShutdownDrain
 from spawnsim.policies.exchange.replacement import (
     Contribution,
     Explore,
@@ -227,7 +227,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._warn_if_idle(exchange, self._latest[0])
         if not ShutdownDrain(exchange, *self._latest)():
             logger.warning(
-                "rank %d: shut down with %d messages under way", exchange.comm.rank, exchange.mailbox.unfinished
+                "rank %d: shut down with %d messages under way", exchange.comm.rank, exchange.endpoint.unfinished
             )
         self._latest = None
 

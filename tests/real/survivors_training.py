@@ -150,7 +150,7 @@ def donor(comm):
         exchange = policy._exchange
         if comm.rank != 1 or exchange is None or not real(comm):
             return
-        sends = exchange.mailbox.send
+        sends = exchange.endpoint.send_packed
 
         def send(to, message):
             if message.size > 10_000:
@@ -158,7 +158,7 @@ def donor(comm):
                 die(comm)
             return sends(to, message)
 
-        exchange.mailbox.send = send
+        exchange.endpoint.send_packed = send
 
     return train(comm, policy, act)
 

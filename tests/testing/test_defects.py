@@ -21,8 +21,8 @@ A1  selective   mean_takes_the_mean_of_all_survivors
 A1  selective   best_only_copies_the_best
 A2  selective   mean_takes_the_mean_of_all_survivors
 A2  buildings   a_real_run_replayed_on_virtual_ranks_takes_the_same_decisions
-A3  mailbox     sends_and_their_buffers_are_kept_until_complete
-A4  mailbox     messages_to_oneself_take_no_wire
+A3  endpoint    sends_and_their_buffers_are_kept_until_complete
+A4  endpoint    messages_to_oneself_take_no_wire
 A4  selective   rank_0_is_an_ordinary_participant
 A5  selective   rank_0_is_an_ordinary_participant
 A5  donors      rank_0_is_an_ordinary_rank

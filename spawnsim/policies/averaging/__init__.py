@@ -1,9 +1,9 @@
 """Averaging among ranks that find each other: in groups by hivemind's protocol or by a rule, in pairs, over a tree.
 
 Pure first: `grouping` (who may form a group), `vector` (the averaged tensors, cut into parts), `butterfly` (the
-all-reduce of a group), `matchmaking` (finding one), `gossip` and `tree` (averaging at intervals of the clock). Only
-`progress` sends and receives. `steps`, `download` and `averager` tie them together; `interface` is what a caller gives
-and gets.
+all-reduce of a group), `matchmaking` (finding one), `gossip` and `tree` (averaging at intervals of the clock). `steps`,
+`download` and `averager` tie them together; `interface` is what a caller gives and gets. Messages travel by
+`exchange.endpoint`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from spawnsim.policies.averaging.averager import DecentralizedAverager
 from spawnsim.policies.averaging.butterfly import Role
 from spawnsim.policies.averaging.grouping import Everyone, Exponential, Grid, Matchmaking, Pairs, RandomGroups
 from spawnsim.policies.averaging.interface import Averaged, AveragingFailed, Cancelled, Stage, StepControl
-from spawnsim.policies.decentralized import DecentralizedAveragingPolicy
 from spawnsim.policies.state.codecs import (
     Blockwise8Bit,
     Codec,
@@ -36,7 +35,6 @@ __all__ = [
     "Codec",
     "CompressionInfo",
     "DecentralizedAverager",
-    "DecentralizedAveragingPolicy",
     "Everyone",
     "Exponential",
     "Float16",

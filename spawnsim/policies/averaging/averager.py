@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import fields
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,9 +21,15 @@ import torch
 
 from spawnsim.comm import Comm, as_comm
 from spawnsim.errors import ParameterError, Timeout, UsageError
-from spawnsim.policies.averaging.butterfly import Group, Member
+from spawnsim.policies.averaging.butterfly import Group
 from spawnsim.policies.averaging.download import Download, Loaded, State, StateDonor, StateDownload
-from spawnsim.policies.averaging.grouping import Matchmaking, check_bits, next_bits
+from spawnsim.policies.averaging.grouping import (
+    DirectoryClient,
+    DirectoryShard,
+    Matchmaking,
+    check_bits,
+    next_bits,
+)
 from spawnsim.policies.averaging.interface import (
     Averaged,
     AveragingFailed,
@@ -31,10 +38,10 @@ from spawnsim.policies.averaging.interface import (
     StepControl,
     check_weight,
 )
-from spawnsim.policies.averaging.messages import Kind, Message
-from spawnsim.policies.averaging.progress import AveragerEngine
 from spawnsim.policies.averaging.steps import StepQueue, StepRequest
 from spawnsim.policies.averaging.vector import Values, Vector
+from spawnsim.policies.exchange.endpoint import PAUSE_S, Endpoint, ProgressEngine
+from spawnsim.policies.exchange.messages import Kind, Message
 from spawnsim.policies.state.codecs import (
     Choices,
     Codec,
@@ -45,153 +52,11 @@ from spawnsim.policies.state.codecs import (
 )
 
 # Prefixes of the peers that have not been shut down, by rank (its clock; virtual ranks' communicators are equal),
-# communicator and tag: two would take each other's words. A communicator lives as long as its peers do.
+# communicator and tag: two would take each other's messages. A communicator lives as long as its peers do.
 _LIVE: WeakKeyDictionary[Any, WeakKeyDictionary[Comm, dict[int, str]]] = WeakKeyDictionary()
 
 
-class Peer:
-    """One rank's state between steps, and what its machines call."""
-
-    bits: str
-
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], comm: Comm, settings: Settings,
-        infos: Sequence[CompressionInfo] | None, *, shares: bool,
-    ) -> None:  # fmt: skip
-        self.settings, self.tensor_infos, self.comm = settings, infos, comm
-        self.vector = Vector(tensors, self.codecs(tensors))
-        self.residuals: list[Values] | None = self.vector.zeros() if settings.error_feedback else None
-        self.rank, self.size, self.round = comm.Get_rank(), comm.Get_size(), 0
-        self._register()
-        self.engine = AveragerEngine(comm, settings, self)
-        self.asker = self.engine.asker
-        self.donor = StateDonor(self.engine, sharing=shares)
-        self.steps = StepQueue(self, self.engine)
-        self.loading: StateDownload | None = None
-        self._tensors = Lock()
-
-    def codecs(self, tensors: Sequence[torch.Tensor]) -> list[Codec]:
-        """Return the codec of each averaged tensor."""
-        if self.tensor_infos is not None:
-            check_infos(self.tensor_infos, tensors)
-        return codecs_for(self.settings.compression, self.tensor_infos or infos_by_place(tensors))
-
-    def _register(self) -> None:
-        """Refuse to take the words of another averager of this rank."""
-        live, tag = self._live(), self.settings.tag_or_default
-        other = live.get(tag)
-        if other == self.settings.prefix:
-            raise UsageError(
-                f"rank {self.rank}: there is an averager with prefix={other!r} on this communicator already: "
-                "shutdown() that one first, or give this one another prefix"
-            )
-        if other is not None:
-            raise UsageError(
-                f"rank {self.rank}: the averagers with prefix={other!r} and prefix={self.settings.prefix!r} have the "
-                f"tag {tag} in common: give one of them another, tag=..., on all ranks"
-            )
-        live[tag] = self.settings.prefix
-
-    def deregister(self) -> None:
-        """Let another averager of this rank take the prefix."""
-        self._live().pop(self.settings.tag_or_default, None)
-
-    def _live(self) -> dict[int, str]:
-        """Return this rank's prefixes on this communicator, by tag."""
-        return _LIVE.setdefault(self.comm.clock, WeakKeyDictionary()).setdefault(self.comm, {})
-
-    # --------------------------------------------------------------------------------------------- the tensors
-    def borrow(self) -> bool:
-        """Take the tensors if nobody else has them."""
-        return self._tensors.acquire(blocking=False)
-
-    def hand_back(self) -> None:
-        """Give the tensors back."""
-        self._tensors.release()
-
-    def get_current_state(self) -> State:
-        """Return (small metadata, tensors, their `CompressionInfo`s or None) for newcomers. Meant to be overridden.
-
-        An override may leave the third out. By default: the group key's bits, and the averaged tensors.
-        """
-        return {"group_key": self.bits}, self.vector.tensors, self.tensor_infos
-
-    # ------------------------------------------------------------------------------------------- for the engine
-    def handle(self, source: int, word: Message, now_s: float) -> None:
-        """Take a word. The engine calls this."""
-        if word.kind is Kind.FETCH:
-            self.donor.asked(source, word)
-        elif word.kind in (Kind.STATE, Kind.LISTED):
-            if self.loading is not None:
-                self.loading.handle(source, word, now_s)
-        else:
-            self.steps.handle(source, word, now_s)
-
-    def listed(self, key: str, now_s: float) -> None:
-        """Take note that the directory has answered. The engine calls this."""
-        step = self.steps.current
-        if step is not None and step.matchmaker is not None and key == step.matchmaker.key:
-            step.matchmaker.listed(now_s)
-
-    def tick(self, now_s: float, dead: set[int], changed: set[str]) -> None:
-        """Do what is due. The engine calls this."""
-        self.steps.tick(now_s, dead, changed)
-        if self.loading is not None and not self.loading.done():
-            self.loading.tick(now_s, dead)
-        self.donor.declare(now_s)
-        if self.donor.waiting and self.borrow():
-            try:
-                self.donor.answer(self.get_current_state)
-            finally:
-                self.hand_back()
-
-    def wake_s(self) -> float:
-        """Return when `tick` is next needed."""
-        times = [self.donor.wake_s(), self.steps.wake_s()]
-        if self.loading is not None and not self.loading.done():
-            times.append(self.loading.wake_s())
-        return min(times)
-
-    @property
-    def failed(self) -> set[int]:
-        """The ranks that are known to be dead."""
-        return self.engine.post.failed
-
-    def early(self, number: int) -> list[tuple[int, Message]]:
-        """Return the words of a group that came before the group was known here."""
-        return self.steps.early(number)
-
-    def formed(self, group: Group, led: bool) -> None:
-        """Take note of a formed group: the members scatter over the keys of the next round."""
-        self.steps.note_group(group.number)
-        index, size = group.ranks.index(self.rank), len(group.members)
-        target = self.settings.target_group_size
-        self.bits = next_bits(self.bits, group.number, index=index, group_size=size, target=target)
-        if led:
-            self.comm.record.event(
-                "group", key=group.key, members=list(group.ranks), size=size, round=self.round
-            )
-
-    def averaged(self, result: Averaged) -> None:
-        """Take note of a result: one that is not whole is an event of the run."""
-        self.donor.renew(self.comm.clock.now())
-        if not result.complete:
-            missing = {str(rank): share for rank, share in result.missing.items()}
-            self.comm.record.event(
-                "partial_average", round=self.round, received=result.received, missing=missing
-            )
-
-    def number(self) -> int:
-        """Draw a number that nobody else draws."""
-        return int(self.comm.rng("groups.number").integers(1, 2**62))
-
-    def shuffled(self, members: list[Member]) -> list[Member]:
-        """Return the members in a random order."""
-        order = self.comm.rng("groups.order").permutation(len(members))
-        return [members[index] for index in order]
-
-
-class DecentralizedAverager(Peer):
+class DecentralizedAverager:
     """Averages `averaged_tensors`, in place, with groups of peers found among the ranks of a communicator.
 
     `step()` looks for a group and averages once with it. Groups come from a protocol (ranks that look for a group at
@@ -216,8 +81,8 @@ class DecentralizedAverager(Peer):
         part_size_bytes: tensors travel in parts of at most so many bytes, counted as compressed.
         allreduce_timeout: seconds that an all-reduce may take once the group is formed; what has come by then counts.
         next_chunk_timeout: seconds that a peer may be silent in an all-reduce or download before the others go on
-            without it. sender_timeout: likewise for what a sender sends (default: `next_chunk_timeout`).
-            reducer_timeout: likewise for what a reducer returns (default: twice the senders'; must be larger).
+            without it. sender_timeout: the same limit for senders alone (default: `next_chunk_timeout`).
+            reducer_timeout: the same limit for reducers alone (default: twice the senders'; must be larger).
         compression, state_compression: of all-reduces and of downloads: "none", "float16", "scaled16", "uniform8",
             "quantile8", "blockwise8", a codec, a list or mapping of these, one for each tensor, or
             `SizeAdaptiveCompression`, `RoleAdaptiveCompression`, `PerTensorCompression`.
@@ -254,17 +119,24 @@ class DecentralizedAverager(Peer):
         shutdown_timeout: float = 5.0, step_timeout: float | None = None, error_feedback: bool = False,
         matchmaking: Matchmaking | None = None, burst: int = 64, tag: int | None = None,
     ) -> None:
-        client_mode = bool(client_mode)
-        settings = Settings(
-            prefix, target_group_size, min_group_size, min_matchmaking_time, request_timeout, averaging_alpha,
-            part_size_bytes, allreduce_timeout, next_chunk_timeout, sender_timeout, reducer_timeout, compression,
-            state_compression, bandwidth, min_vector_size, auxiliary, client_mode, declare_state_period,
-            shutdown_timeout, step_timeout, error_feedback, matchmaking, burst, tag=tag,
-        )
+        given = dict(locals())  # the arguments, as long as no other name is local: all but three are settings
         # fmt: on
-        shares = not (client_mode or auxiliary) if allow_state_sharing is None else bool(allow_state_sharing)
-        self.bits = check_bits(initial_group_bits)
-        super().__init__(averaged_tensors, as_comm(comm), settings, tensor_infos, shares=shares)
+        # By name, not by position: of 27 values of a few types, two that are exchanged would pass every check.
+        self.settings = settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
+        self.comm = as_comm(comm)
+        self.vector = Vector(averaged_tensors, self.codecs(averaged_tensors))
+        self.residuals: list[Values] | None = self.vector.zeros() if error_feedback else None
+        self.rank, self.size, self.round = self.comm.Get_rank(), self.comm.Get_size(), 0
+        self.bits = initial_group_bits
+        self._register()
+        self.endpoint = Endpoint(self.comm, settings.tag_or_default, channel=settings.channel)
+        self.engine = ProgressEngine(self.endpoint, self)
+        self.directory = DirectoryClient(self.rank, self.size, request_timeout)
+        self.shard = DirectoryShard()
+        self.donor = StateDonor(settings, self.directory, self.endpoint)
+        self.steps = StepQueue(self)
+        self.loading: StateDownload | None = None
+        self._tensors = Lock()
         self._closed = False
         if start:
             self.run_in_background()
@@ -293,8 +165,8 @@ class DecentralizedAverager(Peer):
             raise UsageError(f"rank {self.rank}: step() after shutdown()")
         if wait and require_trigger:
             raise UsageError(
-                f"rank {self.rank}: step(wait=True, require_trigger=True) would wait for a trigger that nobody can "
-                "give: use wait=False and StepControl.allow_allreduce()"
+                f"rank {self.rank}: step(wait=True, require_trigger=True) would wait for a trigger that cannot "
+                "come: use wait=False and StepControl.allow_allreduce()"
             )
         control = StepControl(
             self.engine.drive, weight=1.0 if weight is None else check_weight(weight),
@@ -316,29 +188,40 @@ class DecentralizedAverager(Peer):
             return None
 
     def search_s(self, timeout: float | None = None) -> float:
-        """Return how long a search may take."""
+        """Return how long a search may take.
+
+        Args:
+            timeout: seconds, if the caller gave any.
+
+        Returns:
+            Seconds: `timeout`, else `step_timeout`, else the communicator's deadline.
+        """
         given = self.settings.step_timeout if timeout is None else timeout
         return self.comm.clock.limit_s() if given is None else given
 
     @contextmanager
     def get_tensors(self) -> Iterator[list[torch.Tensor]]:
-        """Lend the averaged tensors: inside the block, averaging neither reads nor changes them."""
-        while not self.borrow():
-            self.comm.clock.sleep(self.settings.poll_interval_s)
+        """Lend the averaged tensors: inside the block, averaging neither reads nor changes them.
+
+        Returns:
+            A context manager that gives the list of tensors, the same memory that is averaged.
+        """
+        while not self.acquire_tensors():
+            self.comm.clock.sleep(PAUSE_S)
         try:
             yield self.vector.tensors
         finally:
-            self.hand_back()
+            self.release_tensors()
 
     # ------------------------------------------------------------------------------------------ state sharing
     def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Loaded | StateDownload | None:
         """Download the state of the donor with the highest priority, or of the next one if it fails.
 
-        Who gives its state, and with which priority, is asked anew each time.
+        Donors and their priorities are looked up each time.
 
         Args:
-            wait: if false, return a `Loading` that has `done()` and `result()`.
-            timeout: seconds in which to look again as long as nobody gives a state. By default each donor of one
+            wait: if false, return a `StateDownload`, which has `done()` and `result()`.
+            timeout: seconds in which to look again as long as no donor gives its state. By default each donor of one
                 list is asked once.
 
         Returns:
@@ -349,8 +232,9 @@ class DecentralizedAverager(Peer):
             chunk_s = min(self.comm.clock.limit_s(), math.inf if timeout is None else timeout / 2)
         rng, until_s = self.comm.rng("groups.donors"), None if timeout is None else now_s + timeout
         with self.engine.hold():
+            download = Download(self.number(), chunk_s, rng)
             self.loading = StateDownload(
-                self.engine, Download(self.number(), chunk_s, rng), self.number, until_s
+                self.settings, self.directory, self.engine, download, self.number, until_s
             )
         self.progress()
         return self.loading.result() if wait else self.loading
@@ -381,7 +265,11 @@ class DecentralizedAverager(Peer):
         self.engine.progress()
 
     def serve(self, seconds: float) -> None:
-        """Make progress for so many seconds: what an auxiliary, or a rank that has nothing else to do, is for."""
+        """Make progress for some time: what an auxiliary, or a rank that has nothing else to do, is for.
+
+        Args:
+            seconds: of `comm.clock`.
+        """
         self.engine.drive(lambda: False, seconds)
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
@@ -400,11 +288,29 @@ class DecentralizedAverager(Peer):
 
     # ------------------------------------------------------------------------------------------------ the rest
     def get_group_bits(self, wait: bool = True) -> str | Future[str]:
-        """Return the bits of this rank's group key; with `wait=False` a future of them."""
+        """Return the bits of this rank's group key.
+
+        Args:
+            wait: there is nothing to wait for; False wraps the result, as hivemind's signature has it.
+
+        Returns:
+            A string of 0 and 1; with `wait=False` a future of it.
+        """
         return self.bits if wait else _future(self.bits)
 
     def set_group_bits(self, group_bits: str, wait: bool = True) -> Future[None] | None:
-        """Set the bits of this rank's group key, from the next search on; with `wait=False` return a future."""
+        """Set the bits of this rank's group key, from the next search on.
+
+        Args:
+            group_bits: a string of 0 and 1.
+            wait: as for `get_group_bits`.
+
+        Returns:
+            None; with `wait=False` a future of it.
+
+        Raises:
+            ParameterError: `group_bits` has other characters.
+        """
         self.bits = check_bits(group_bits)
         return None if wait else _future(None)
 
@@ -412,22 +318,171 @@ class DecentralizedAverager(Peer):
     def stats(self) -> dict[str, float]:
         """What this rank's averager did and met."""
         states = {"states given": self.donor.given}
-        return {**self.steps.counts, **self.engine.post.counts, **self.asker.counts, **states}
+        return {**self.steps.counts, **self.endpoint.counts, **self.directory.counts, **states}
 
     def shutdown(self, timeout: float | None = None) -> bool:
-        """Cancel what is under way, take back all declarations, stop the background; return whether it stopped.
+        """Cancel what is under way, withdraw all declarations, stop the background. Not collective; may be repeated.
 
-        Not collective; may be called twice. Waits `timeout` seconds (default `shutdown_timeout`) at most.
+        Args:
+            timeout: seconds to wait at most (default: `shutdown_timeout`).
+
+        Returns:
+            Whether the background has stopped; True if there was none.
         """
+        # Inside `hold`, since a background task may be in the middle of a step. The progress between the two lets the
+        # cancelled steps tell their groups (ABSENT, LEAVE), so that no member waits for this rank until a time-out.
         if not self._closed:
             self._closed = True
-            self.deregister()
+            self._live().pop(self.settings.tag_or_default, None)  # the prefix is free again
             with self.engine.hold():
                 self.steps.cancel_all()
             self.progress()
             with self.engine.hold():
                 self.donor.retire()
         return self.engine.stop(self.settings.shutdown_timeout if timeout is None else timeout)
+
+    def codecs(self, tensors: Sequence[torch.Tensor]) -> list[Codec]:
+        """Return the codec of each tensor, as `compression` and `tensor_infos` choose it.
+
+        Args:
+            tensors: as many as are averaged, of any dtype and shape.
+
+        Returns:
+            One codec for each.
+
+        Raises:
+            ParameterError: `tensor_infos` describes other tensors.
+        """
+        if self.settings.tensor_infos is not None:
+            check_infos(self.settings.tensor_infos, tensors)
+        return codecs_for(self.settings.compression, self.settings.tensor_infos or infos_by_place(tensors))
+
+    def _register(self) -> None:
+        """Refuse to take the messages of another averager of this rank."""
+        live, tag = self._live(), self.settings.tag_or_default
+        other = live.get(tag)
+        if other == self.settings.prefix:
+            raise UsageError(
+                f"rank {self.rank}: there is an averager with prefix={other!r} on this communicator already: "
+                "shutdown() that one first, or give this one another prefix"
+            )
+        if other is not None:
+            raise UsageError(
+                f"rank {self.rank}: the averagers with prefix={other!r} and prefix={self.settings.prefix!r} have the "
+                f"tag {tag} in common: give one of them another, tag=..., on all ranks"
+            )
+        live[tag] = self.settings.prefix
+
+    def _live(self) -> dict[int, str]:
+        """Return this rank's prefixes on this communicator, by tag."""
+        return _LIVE.setdefault(self.comm.clock, WeakKeyDictionary()).setdefault(self.comm, {})
+
+    # --------------------------------------------------------------------------------------------- the tensors
+    def acquire_tensors(self) -> bool:
+        """Take the tensors, unless `get_tensors` or another thread has them.
+
+        Returns:
+            Whether they were free; then `release_tensors` must follow.
+        """
+        return self._tensors.acquire(blocking=False)
+
+    def release_tensors(self) -> None:
+        """Give the tensors back."""
+        self._tensors.release()
+
+    def get_current_state(self) -> State:
+        """Return the state that newcomers download. Meant to be overridden.
+
+        Returns:
+            (small metadata, tensors, their `CompressionInfo`s or None); an override may leave the third out. By
+            default: the group key's bits, and the averaged tensors.
+        """
+        return {"group_key": self.bits}, self.vector.tensors, self.settings.tensor_infos
+
+    # -------------------------------------------------------------------- called by the engine, the search, the steps
+    def advance(self, arrived: list[tuple[int, Message]], now_s: float, dead: set[int]) -> None:
+        """Take what has arrived and do what is due. The engine calls this.
+
+        Args:
+            arrived: (source, message), those of one source in the order in which it sent them.
+            now_s: time of `comm.clock`.
+            dead: ranks newly known to be dead.
+        """
+        for source, message in arrived:
+            self._route(source, message, now_s)
+        self.steps.tick(now_s, dead, self.directory.tick(now_s))
+        if self.loading is not None and not self.loading.done():
+            self.loading.tick(now_s, dead)
+        self.donor.declare(now_s)
+        if self.donor.waiting and self.acquire_tensors():
+            try:
+                self.donor.answer(self.get_current_state)
+            finally:
+                self.release_tensors()
+
+    def _route(self, source: int, message: Message, now_s: float) -> None:
+        """Hand a message to the part of the averager that it is for."""
+        if message.kind is Kind.DECLARE:
+            self.endpoint.send_all(self.shard.handle(source, message, now_s))
+        elif message.kind is Kind.LISTED and not message.number:  # the search's; a number names a download's question
+            key, step = self.directory.handle(source, message), self.steps.current
+            if step is not None and step.matchmaker is not None and key == step.matchmaker.key:
+                step.matchmaker.listed(now_s)
+        elif message.kind is Kind.FETCH:
+            self.donor.asked(source, message)
+        elif message.kind in (Kind.STATE, Kind.LISTED):
+            if self.loading is not None:
+                self.loading.handle(source, message, now_s)
+        else:
+            self.steps.handle(source, message, now_s)
+
+    def wake_s(self) -> float:
+        """Return when `advance` is next needed. The engine calls this.
+
+        Returns:
+            Seconds of `comm.clock`: −∞ for at once, ∞ for not before a message arrives.
+        """
+        times = [self.directory.wake_s(), self.donor.wake_s(), self.steps.wake_s()]
+        if self.loading is not None and not self.loading.done():
+            times.append(self.loading.wake_s())
+        return min(times)
+
+    def formed(self, group: Group, led: bool) -> None:
+        """Take note of a formed group: the members scatter over the keys of the next round.
+
+        Args:
+            group: a group that this rank is in.
+            led: whether this rank is its leader, which alone records the event "group".
+        """
+        self.steps.note_group(group.number)
+        index, size = group.ranks.index(self.rank), len(group.members)
+        target = self.settings.target_group_size
+        self.bits = next_bits(self.bits, group.number, index=index, group_size=size, target=target)
+        if led:
+            self.comm.record.event(
+                "group", key=group.key, members=list(group.ranks), size=size, round=self.round
+            )
+
+    def averaged(self, result: Averaged) -> None:
+        """Take note of a result: one that is not complete is an event of the run.
+
+        Args:
+            result: of a step that has ended with an average.
+        """
+        self.donor.renew(self.comm.clock.now())
+        if not result.complete:
+            missing = {str(rank): share for rank, share in result.missing.items()}
+            self.comm.record.event(
+                "partial_average", round=self.round, received=result.received, missing=missing
+            )
+
+    def number(self) -> int:
+        """Draw a number for a request, group or download.
+
+        Returns:
+            62 random bits, so that in practice no two ranks draw the same.
+        """
+        return int(self.comm.rng("groups.number").integers(1, 2**62))
 
 
 def _future(value: Any) -> Future[Any]:

@@ -1,16 +1,14 @@
 """The all-reduce of one group, as one member sees it: a state machine driven by messages and the time it is told.
 
 Every member reduces a range of the vector (`vector.py`): it collects that range's parts from all senders, averages
-them in the members' order, and returns to each sender the average minus what that sender sent. Senders add these
-deltas, so equal inputs stay bit for bit as they were under any compression. No communicator and no tensor: flat arrays
-go in, deltas come out. Each reducer gets its parts in order and answers in order, so one that is passed over was lost.
-Only so many parts are under way at once: the rest of a large vector would keep the sender's wire busy for minutes, and
-answers would queue behind it.
+them in the members' order, and returns to each sender the average minus what that sender sent. No communicator and no
+tensor: flat arrays go in, deltas come out.
 
 Failures. A sender that is awaited and silent for `sender_timeout_s` is banned: what it has sent counts, what comes
 later does not. A reducer that is silent for `reducer_timeout_s` has failed: its range keeps local values. A part that
-was lost or damaged is averaged without its sender, who keeps its local values there. Each average divides by the
-weights that arrived, and every member is told who is not in it.
+was lost or damaged is averaged without its sender, which keeps its local values there. Each average divides by the
+weights that arrived, and every member is told whose values are not in it. Senders get less time than reducers: one that
+waits for a slow sender must not itself seem to have failed to all the others.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from spawnsim.policies.averaging.messages import Kind, Message, Outgoing
 from spawnsim.policies.averaging.vector import Part, Values, Vector, average, difference, element_counts
+from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
 from spawnsim.policies.state.codecs import pack
 
 AHEAD = 32  # parts without an answer, over all reducers ...
@@ -32,7 +30,11 @@ AHEAD_EACH = 2  # ... but at least so many for each
 
 
 class PartSender:
-    """The own parts. `counts`: how many each reducer gets; `order`: whose turn is next, the sender itself last."""
+    """What this member sends. `counts`: parts for each reducer; `order`: whose turn is next, the sender itself last.
+
+    Each member begins with the next one in the group. If all began with the first, its card would be the bottleneck
+    while the others were idle.
+    """
 
     def __init__(self, order: Sequence[int], counts: Mapping[int, int]) -> None:
         self.counts = {rank: counts[rank] for rank in order if counts[rank]}
@@ -40,7 +42,7 @@ class PartSender:
         self.failed: set[int] = set()
         self._sent = dict.fromkeys(self.counts, 0)
         self._answered = dict.fromkeys(self.counts, 0)
-        self._turn = deque(self.counts)  # those that have not got all their parts
+        self._turn = deque(self.counts)  # reducers that have not been sent all their parts
 
     def next(self) -> tuple[int, int] | None:
         """Return the next part as (reducer, index), None if none may be sent now."""
@@ -100,7 +102,7 @@ class PartSender:
 
 
 class ReducedPart(NamedTuple):
-    """One averaged part: the delta of each sender that is in it, their total weight, and who is not in it."""
+    """One averaged part: the delta of each sender that is in it, their total weight, and the senders that are not."""
 
     part: int
     deltas: dict[int, Values]
@@ -140,7 +142,7 @@ class PartReducer:
         self.live.discard(sender)
 
     def ready(self) -> Iterator[ReducedPart]:
-        """Yield the parts that nobody is awaited for any more, in order."""
+        """Yield the parts for which no sender is awaited any more, in order."""
         while not self.finished and not any(map(self.awaits, self.live)):
             self.done += 1
             yield self._reduce(self.done - 1)
@@ -179,6 +181,16 @@ class Member(NamedTuple):
     bandwidth: float | None = None
     gathered: Any = None
 
+    def plain(self) -> tuple[int, str, float | None, Any]:
+        """Return what travels: no class of this package, whose module path would be pickled with it."""
+        return self.rank, self.role.value, self.bandwidth, self.gathered
+
+    @classmethod
+    def of(cls, plain: tuple[int, str, float | None, Any]) -> Member:
+        """Return the member that travelled."""
+        rank, role, bandwidth, gathered = plain
+        return cls(rank, Role(role), bandwidth, gathered)
+
 
 class Group(NamedTuple):
     """A formed group: its number, and its members in the order in which sums are taken."""
@@ -191,6 +203,16 @@ class Group(NamedTuple):
     def ranks(self) -> tuple[int, ...]:
         """The members' ranks, in order."""
         return tuple(member.rank for member in self.members)
+
+    def plain(self) -> tuple[int, list[Any], str]:
+        """Return what travels."""
+        return self.number, [member.plain() for member in self.members], self.key
+
+    @classmethod
+    def of(cls, plain: tuple[int, list[Any], str]) -> Group:
+        """Return the group that travelled."""
+        number, members, key = plain
+        return cls(number, tuple(map(Member.of, members)), key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,15 +227,23 @@ class Limits:
 
 
 def shares(group: Group, length: int, min_size: int) -> list[int]:
-    """Return how many elements each member reduces; all 0 if nobody can."""
+    """Return how many elements each member reduces; all 0 if no member can."""
     rates = [0.0 if member.role is Role.CLIENT else member.bandwidth for member in group.members]
     if not any(rate is None or rate > 0 for rate in rates):
         rates = [0.0 if member.role is Role.CLIENT else 1.0 for member in group.members]
     return element_counts(length, rates, min_size) if any(rates) or None in rates else [0] * len(rates)
 
 
+# Deltas and not averages travel back, for two reasons. The delta of equal inputs is exactly zero, and every codec keeps
+# zeros, so ranks that agree stay bit for bit as they were under any compression. And training may go on meanwhile: a
+# delta added later keeps the steps that were taken since, where an average would overwrite them.
+#
+# Sums are taken in the members' order, not in that of arrival: the result must not depend on which message came first.
+# Each reducer gets its parts in order and answers in order, so a part that is passed over was lost. Only so many parts
+# are under way at once (`AHEAD`): the rest of a large vector would keep the sender's wire busy for minutes, and its
+# answers to others, which those wait for, would queue behind it.
 class Butterfly:
-    """One member's part in one all-reduce. Feed it words and time, send what is in `out`, until `finished`."""
+    """One member's part in one all-reduce. Feed it messages and time, send what is in `out`, until `finished`."""
 
     def __init__(
         self, rank: int, group: Group, vector: Vector, *, weight: float, limits: Limits, now_s: float,
@@ -245,20 +275,20 @@ class Butterfly:
 
     # ------------------------------------------------------------------------------------------------ sending
     def send_some(self, limit: int, now_s: float) -> None:
-        """Put up to `limit` more parts into `out`; those for the own range are taken at once."""
+        """Put up to `limit` more parts into `out`; those for this member's own range are taken at once."""
         for _ in range(limit):
             found = self.sending.next()
             if found is None:
                 return
             rank, index = found
-            word = self._word(self.parts[rank][index], index)
+            message = self._message(self.parts[rank][index], index)
             if rank == self.rank:
-                self.handle(rank, word, now_s)
+                self.handle(rank, message, now_s)
             else:
-                self.out.append((rank, word))
+                self.out.append((rank, message))
                 self._heard_s[rank] = max(self._heard_s[rank], now_s)
 
-    def _word(self, part: Part, index: int) -> Message:
+    def _message(self, part: Part, index: int) -> Message:
         codec = self.vector.segments[part.segment].codec
         piece = self._values[part.segment][part.start : part.stop]
         if self.residuals is None:
@@ -268,33 +298,33 @@ class Butterfly:
             piece = piece + kept
             raw, body = pack(codec, piece)
             kept[:] = difference(piece, self.vector.unpacked(part, raw, body))
-        return Message(Kind.PART, self.group.number, index, self.weight, raw, None, body)
+        return Message(Kind.PART, self.group.number, part=index, value=self.weight, body=body, raw=raw)
 
     # ---------------------------------------------------------------------------------------------- receiving
-    def handle(self, source: int, word: Message, now_s: float) -> None:
+    def handle(self, source: int, message: Message, now_s: float) -> None:
         """Take a PART, DELTA or ABSENT of this group."""
         if source not in self._heard_s:
             self.counts["strangers"] += 1
-        elif word.kind is Kind.ABSENT:
+        elif message.kind is Kind.ABSENT:
             self.lost(source, now_s)
-        elif word.kind is Kind.PART:
-            self._part(source, word, now_s)
-        elif word.kind is Kind.DELTA:
-            self._delta(source, word, now_s)
+        elif message.kind is Kind.PART:
+            self._part(source, message, now_s)
+        elif message.kind is Kind.DELTA:
+            self._delta(source, message, now_s)
 
-    def _unpacked(self, part: Part, word: Message) -> Values | None:
-        """Return the values in a word, None if it holds none, or was damaged."""
-        if not word.damaged:
+    def _unpacked(self, part: Part, message: Message) -> Values | None:
+        """Return the values in a message, None if it holds none, or was damaged."""
+        if not message.damaged:
             with suppress(ValueError):
-                return self.vector.unpacked(part, word.raw, word.body)
+                return self.vector.unpacked(part, message.raw, message.body)
         self.counts["damaged parts"] += 1
         return None
 
-    def _part(self, source: int, word: Message, now_s: float) -> None:
-        parts, weight = self.reducer.parts, word.value
-        known = 0 <= word.part < len(parts) and weight >= 0 and math.isfinite(weight)
-        values = self._unpacked(parts[word.part], word) if known else None
-        if not (known and self.reducer.take(source, word.part, values, weight)):
+    def _part(self, source: int, message: Message, now_s: float) -> None:
+        parts, weight = self.reducer.parts, message.value
+        known = 0 <= message.part < len(parts) and weight >= 0 and math.isfinite(weight)
+        values = self._unpacked(parts[message.part], message) if known else None
+        if not (known and self.reducer.take(source, message.part, values, weight)):
             self.counts["refused parts"] += 1
             return
         self._heard_s[source] = now_s
@@ -316,15 +346,15 @@ class Butterfly:
     def _answer(self, reduced: ReducedPart, delta: Values | None) -> Message:
         number, index, missing = self.group.number, reduced.part, reduced.missing or None
         if delta is None:
-            return Message(Kind.DELTA, number, index, 0.0, meta=missing)
+            return Message(Kind.DELTA, number, part=index, meta=missing)
         raw, body = pack(self.vector.segments[self.reducer.parts[index].segment].codec, delta)
-        return Message(Kind.DELTA, number, index, reduced.weight, raw, missing, body)
+        return Message(Kind.DELTA, number, part=index, value=reduced.weight, meta=missing, body=body, raw=raw)
 
-    def _delta(self, source: int, word: Message, now_s: float) -> None:
-        parts, index = self.parts[source], word.part
+    def _delta(self, source: int, message: Message, now_s: float) -> None:
+        parts, index = self.parts[source], message.part
         known = self.sends and 0 <= index < len(parts)
-        delta = self._unpacked(parts[index], word) if known and word.value > 0 else None
-        if known and self._answered(source, index, delta, word.meta or ()):
+        delta = self._unpacked(parts[index], message) if known and message.value > 0 else None
+        if known and self._answered(source, index, delta, message.meta or ()):
             self._heard_s[source] = now_s
         else:
             self.counts["refused deltas"] += 1
@@ -371,7 +401,7 @@ class Butterfly:
                 yield min(self._heard_s[rank] + limits.reducer_timeout_s, end_s), False, rank
 
     def tick(self, now_s: float) -> None:
-        """Ban and give up whom the time-outs say."""
+        """Ban senders and give up reducers whose time is over."""
         for due_s, as_sender, rank in list(self._late()):
             if due_s <= now_s:
                 self._ban(rank, now_s) if as_sender else self._fail(rank)
@@ -388,7 +418,7 @@ class Butterfly:
 
     @property
     def received(self) -> float:
-        """The share of the own elements that came back averaged; 1 for an auxiliary."""
+        """The share of this member's elements that came back averaged; 1 for an auxiliary."""
         return self._returned / self.vector.count if self.sends and self.vector.count else 1.0
 
     def missing(self) -> dict[int, float]:

@@ -1,10 +1,12 @@
 """Averaging in pairs at intervals of the clock: one rank's side, a state machine driven by messages and time.
 
-The asker sends its weights; the partner goes `gain` of the way towards them and returns its own as they were; the
-asker does the same when they come, as a delta, so that steps taken meanwhile survive: x ← x + gain·(other − x). The
-sum over both ranks is kept. Nobody ever waits for a partner: an answer that does not come is forgotten, and who gave
-none is left out for a while, longer each time. Partners are drawn among the others: a ring closes over those that are
-left out. Flat arrays, no communicator.
+The asking rank sends its weights; the partner goes `gain` of the way towards them and returns its own as they were;
+the asking rank does the same when they come, as a delta, so that steps taken meanwhile survive: x ← x + gain·(other −
+x). The sum over both ranks is kept.
+
+No rank ever waits for a partner: an answer that does not come is forgotten, and its rank is left out for a while,
+longer each time. Partners are drawn among the others: a ring closes over ranks that are left out. Flat arrays, no
+communicator.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import numpy as np
 import torch
 
 from spawnsim.errors import ParameterError
-from spawnsim.policies.averaging.messages import Bytes, Kind, Message, Outgoing
 from spawnsim.policies.averaging.vector import Values, Vector, difference
+from spawnsim.policies.exchange.messages import Bytes, Kind, Message, Outgoing
 
 Mode = Literal["all", "ring", "shift_one", "random"]
 GAIN = {"ring": 1 / 3, "shift_one": 1 / 2, "random": 1 / 2}
@@ -69,8 +71,8 @@ DOUBLINGS = 4  # how often the time for which a silent rank is left out doubles
 class Pace:
     """Seconds from one exchange to the next, and seconds after which a peer that is silent is not waited for.
 
-    A rank that trains answers only between its steps, so nobody is silent before several of them are over: `step_s` is
-    how long ranks are usually busy between two looks at their messages, as far as this one knows.
+    A rank that trains answers only between its steps, so none counts as silent before several of them are over:
+    `step_s` is how long ranks are usually busy between two polls, as far as this one knows.
     """
 
     interval_s: float
@@ -107,7 +109,7 @@ def from_body(body: Bytes, vector: Vector) -> list[Values] | None:
 def scaled(deltas: list[Values], factor: float, vector: Vector) -> list[Values]:
     """Return each delta times a factor, in its type.
 
-    Those of whole numbers are rounded, to the same size on both sides: halves rounded up would let them grow for ever.
+    Those of whole numbers are rounded, to the same size on both sides: halves rounded up would drift.
     """
     dtypes = dict.fromkeys(torch.view_as_real(t).dtype if t.is_complex() else t.dtype for t in vector.tensors)
     whole = [not (dtype.is_floating_point or dtype == torch.bool) for dtype in dtypes]
@@ -122,6 +124,9 @@ class _Pending(NamedTuple):
     until_s: float
 
 
+# Both deltas of an exchange are made of the same pair of values, so the sum over both ranks is kept although they are
+# applied at different times. A lost answer breaks that: the partner has moved and the asking rank has not. This is
+# accepted, since the remedy (a second round trip before either moves) would cost every exchange what only faults need.
 class PairwiseGossip:
     """One rank's exchanges in the modes ring, shift_one and random."""
 
@@ -135,7 +140,7 @@ class PairwiseGossip:
         self._asked: _Pending | None = None
         self._absent: dict[int, float] = {}  # rank → until when it is not asked
         self._silences: Counter[int] = Counter()  # in a row, by rank
-        self._askers: set[int] = set()
+        self._requesters: set[int] = set()
         self._due_s = math.inf
 
     def set_active(self, active: bool, now_s: float, *, for_good: bool = False) -> None:
@@ -193,37 +198,37 @@ class PairwiseGossip:
         if self._asked is not None and self._asked.peer == rank:
             self._asked = None
 
-    def handle(self, source: int, word: Message, now_s: float, vector: Vector) -> bool:
-        """Take a word; return whether the weights have changed."""
+    def handle(self, source: int, message: Message, now_s: float, vector: Vector) -> bool:
+        """Take a message; return whether the weights have changed."""
         self._silences[source] = 0
-        if word.kind is Kind.SWAP:
+        if message.kind is Kind.SWAP:
             self._absent.pop(source, None)
-            self._askers.add(source)
-            return self._swap(source, word, vector)
-        if word.kind is Kind.DECLINED and word.part:  # it has left for good
+            self._requesters.add(source)
+            return self._swap(source, message, vector)
+        if message.kind is Kind.DECLINED and message.part:  # it has left for good
             self.lost(source, now_s)
             return False
         asked = self._asked
-        if asked is None or (source, word.number) != (asked.peer, asked.number):
+        if asked is None or (source, message.number) != (asked.peer, asked.number):
             self.counts["late"] += 1
             return False
         self._asked = None
-        if word.kind is Kind.DECLINED:
+        if message.kind is Kind.DECLINED:
             self.counts["declined"] += 1
             self._leave_out(source, now_s)
             return False
-        return self._approach(vector, word.body, asked.sent, GAIN[self.mode])
+        return self._approach(vector, message.body, asked.sent, GAIN[self.mode])
 
-    def _swap(self, source: int, word: Message, vector: Vector) -> bool:
+    def _swap(self, source: int, message: Message, vector: Vector) -> bool:
         own = vector.read()
         if (
             not self.active
-            or not 0 < word.value <= 0.5
-            or not self._approach(vector, word.body, own, word.value)
+            or not 0 < message.value <= 0.5
+            or not self._approach(vector, message.body, own, message.value)
         ):
-            self.out.append((source, Message(Kind.DECLINED, word.number)))
+            self.out.append((source, Message(Kind.DECLINED, message.number)))
             return False
-        self.out.append((source, Message(Kind.SWAPPED, word.number, body=as_body(own))))
+        self.out.append((source, Message(Kind.SWAPPED, message.number, body=as_body(own))))
         return True
 
     def _approach(self, vector: Vector, body: Bytes, own: list[Values], gain: float) -> bool:
@@ -241,5 +246,5 @@ class PairwiseGossip:
         return self._due_s if self._asked is None else self._asked.until_s
 
     def leave(self) -> None:
-        """Tell those who have asked before that it is in vain from now on."""
-        self.out.extend((rank, Message(Kind.DECLINED, 0, 1)) for rank in sorted(self._askers))
+        """Tell the ranks that have asked before not to ask again."""
+        self.out.extend((rank, Message(Kind.DECLINED, 0, part=1)) for rank in sorted(self._requesters))

@@ -2,10 +2,10 @@
 
 A key is `prefix.0b` and a string of bits; peers with equal keys may form a group, and bits change so that members
 scatter next time (Moshpit). A static rule is any object with `members(rank, size, round)`, which returns the sorted
-ranks of the group, the own one included; each partitions the ranks in every round, the same on every rank. The
-directory is sharded over the ranks: each key is kept by two of them. A declaration names its rank, its place (earlier
-places lead) and a value, and expires by itself: a keeper that dies takes only copies, and the next renewal goes to the
-keepers that are left. No communicator; the directory is driven by messages and the time it is told.
+ranks of the group, `rank` included; each partitions the ranks in every round, the same on every rank.
+
+The directory is sharded over the ranks: each key has replicas on two of them. A declaration names its rank, its place
+(earlier places lead) and a value, and expires by itself. It is driven by messages and the time it is told.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from spawnsim.errors import ParameterError
-from spawnsim.policies.averaging.messages import Kind, Message, Outgoing
+from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
 from spawnsim.random import generator
 
-KEEPERS = 2  # ranks that keep each key: one may die, compute or sleep
+REPLICAS = 2  # ranks that hold each key: one may die, compute or sleep
 
 
 def digest(text: str) -> int:
@@ -47,10 +47,11 @@ def group_key(prefix: str, bits: str) -> str:
     return f"{prefix}.0b{bits}"
 
 
-def keepers(key: str, size: int, suspects: Collection[int] = ()) -> list[int]:
+def replicas(key: str, size: int, suspects: Collection[int] = ()) -> list[int]:
     """Return the ranks of a communicator of `size` that keep a key: the first of its order that are no suspects.
 
-    The order is the key's own, and the same on every rank. With nobody left but suspects, the first of them are asked.
+    Every key has an order of all ranks, drawn from its digest and the same on every rank. If all are suspects, the
+    first of them are asked all the same: suspicion is a guess, and a directory that is not asked finds nothing.
     """
     order = (
         np.random.Generator(np.random.PCG64(digest(key))).permutation(size)
@@ -59,11 +60,11 @@ def keepers(key: str, size: int, suspects: Collection[int] = ()) -> list[int]:
     )
     ranks = [int(rank) for rank in order]
     trusted = [rank for rank in ranks if rank not in suspects]
-    return (trusted or ranks)[:KEEPERS]
+    return (trusted or ranks)[:REPLICAS]
 
 
 def _probed(key: str, size: int, count: int = 32) -> list[int]:
-    """Return the first ranks of a long order: enough for `KEEPERS` even if many are suspects."""
+    """Return the first ranks of a long order: enough for `REPLICAS` even if many are suspects."""
     draws = np.random.Generator(np.random.PCG64(digest(key))).integers(0, size, count).tolist()
     return list(dict.fromkeys(draws))
 
@@ -85,7 +86,7 @@ def next_bits(bits: str, group: int, *, index: int, group_size: int, target: int
 
 
 class Matchmaking(Protocol):
-    """Says who averages with whom in a round."""
+    """A static rule: which ranks average with each other in a round."""
 
     def members(self, rank: int, size: int, round_: int) -> tuple[int, ...]:
         """Return the sorted ranks of this rank's group, itself included."""
@@ -189,10 +190,10 @@ class Exponential:
 
 
 LISTED_AT_MOST = 64  # entries in one answer: the earliest places
-SUSPECTED_TIMEOUTS = 8.0  # a keeper that did not answer is left out for so many request time-outs
+SUSPECTED_TIMEOUTS = 8.0  # a replica that did not answer is not asked for so many request time-outs
 
 
-class Entry(NamedTuple):  # as all that is pickled often: four times as fast as a frozen dataclass
+class Entry(NamedTuple):
     """One rank's declaration under a key: earlier places lead; it holds until `until_s`."""
 
     rank: int
@@ -201,31 +202,36 @@ class Entry(NamedTuple):  # as all that is pickled often: four times as fast as 
     value: Any = None
 
 
+# Declarations expire, and are renewed several times before they do. So the directory needs no repair and no agreement:
+# with a rank that dies only copies are lost, the next renewal goes to other replicas, and an entry of a dead rank goes
+# by itself. Answers may be stale or incomplete; the search then asks a rank in vain, which costs one request.
 class DirectoryShard:
     """The declarations that this rank keeps."""
 
     def __init__(self) -> None:
         self._keys: dict[str, dict[int, Entry]] = {}
 
-    def handle(self, source: int, word: Message, now_s: float) -> list[Outgoing]:
-        """Take a DECLARE; return the answer if one is wanted (`part`), and news for those who declared before.
+    def handle(self, source: int, message: Message, now_s: float) -> list[Outgoing]:
+        """Take a DECLARE; return the answer if one is wanted (`part`), and news for ranks that declared before.
 
-        The news is an entry before all others: they should ask it, and they cannot have heard of it.
+        The news is an entry with the earliest place of all: they should ask its rank, and cannot know of it yet.
         """
-        key, entry = word.meta
+        key, declared = message.meta
         kept = self._keys.setdefault(key, {})
         out: list[Outgoing] = []
-        if isinstance(entry, Entry):
+        if declared:
+            entry = Entry(*declared)
             others = self.find(key, now_s)
             first = (entry.place, entry.rank)
             if others and first < (others[0].place, others[0].rank) and source not in kept:
-                news = Message(Kind.LISTED, word.number, meta=(key, [entry]))
+                news = Message(Kind.LISTED, message.number, meta=(key, [tuple(entry)]))
                 out = [(other.rank, news) for other in others]
             self._keys.setdefault(key, kept)[source] = entry
-        elif entry is False:  # taken back; None only asks
+        elif declared is False:  # withdrawn; None only asks
             kept.pop(source, None)
-        if word.part:
-            out.append((source, Message(Kind.LISTED, word.number, meta=(key, self.find(key, now_s)))))
+        if message.part:
+            entries = [tuple(each) for each in self.find(key, now_s)]
+            out.append((source, Message(Kind.LISTED, message.number, meta=(key, entries))))
         return out
 
     def find(self, key: str, now_s: float) -> list[Entry]:
@@ -249,46 +255,47 @@ class DirectoryClient:
         self.counts: Counter[str] = Counter()
         self.suspects: dict[int, float] = {}  # rank → until when it is left out
         self.entries: dict[str, dict[int, Entry]] = {}
-        self._asked: dict[tuple[str, int], float] = {}  # (key, keeper) → when it must have answered
-        self._told: dict[str, list[int]] = {}  # key → keepers that have a declaration of this rank
+        self._asked: dict[tuple[str, int], float] = {}  # (key, replica) → when it must have answered
+        self._told: dict[str, list[int]] = {}  # key → replicas that have a declaration of this rank
 
     def ask(self, key: str, now_s: float, declaration: Entry | None = None) -> list[Outgoing]:
-        """Declare under a key (or only ask) and ask for all entries; return the words to send."""
-        ranks = self.keepers(key, now_s)
-        for keeper in ranks:
-            self._asked.setdefault((key, keeper), now_s + self.request_timeout_s)
+        """Declare under a key (or only ask) and ask for all entries; return the messages to send."""
+        ranks = self.replicas(key, now_s)
+        for replica in ranks:
+            self._asked.setdefault((key, replica), now_s + self.request_timeout_s)
         if declaration is not None:
             self._told[key] = ranks
-        return [(keeper, Message(Kind.DECLARE, 0, 1, meta=(key, declaration))) for keeper in ranks]
+        plain = None if declaration is None else tuple(declaration)
+        return [(replica, Message(Kind.DECLARE, 0, part=1, meta=(key, plain))) for replica in ranks]
 
     def renew(self, key: str, declaration: Entry) -> list[Outgoing]:
-        """Return the words that tell the keepers of a declaration that it has changed; they do not answer."""
+        """Return the messages that tell the replicas of a declaration that it has changed; they do not answer."""
         return [
-            (keeper, Message(Kind.DECLARE, 0, 0, meta=(key, declaration)))
-            for keeper in self._told.get(key, [])
+            (replica, Message(Kind.DECLARE, 0, meta=(key, tuple(declaration))))
+            for replica in self._told.get(key, [])
         ]
 
     def take_back(self, key: str) -> list[Outgoing]:
-        """Return the words that withdraw this rank's declaration."""
+        """Return the messages that withdraw this rank's declaration."""
         self.entries.pop(key, None)
         for pair in [pair for pair in self._asked if pair[0] == key]:
             del self._asked[pair]
-        return [
-            (keeper, Message(Kind.DECLARE, 0, 0, meta=(key, False))) for keeper in self._told.pop(key, [])
-        ]
+        return [(replica, Message(Kind.DECLARE, 0, meta=(key, False))) for replica in self._told.pop(key, [])]
 
-    def handle(self, source: int, word: Message) -> str | None:
+    def handle(self, source: int, message: Message) -> str | None:
         """Take a LISTED; return its key if it was asked for, or is of use."""
-        key, entries = word.meta
+        key, entries = message.meta
         self.suspects.pop(source, None)
         if self._asked.pop((key, source), None) is None and key not in self._told:
             self.counts["late"] += 1
             return None
-        self.entries.setdefault(key, {}).update((entry.rank, entry) for entry in entries)
+        self.entries.setdefault(key, {}).update(
+            (entry.rank, entry) for entry in (Entry(*each) for each in entries)
+        )
         return str(key)
 
     def answered(self, key: str) -> bool:
-        """Whether no keeper of a key owes an answer."""
+        """Whether all replicas of a key have answered."""
         return not any(asked == key for asked, _ in self._asked)
 
     def known(self, key: str, now_s: float) -> list[Entry]:
@@ -297,7 +304,7 @@ class DirectoryClient:
         return sorted(entries, key=lambda entry: (entry.place, entry.rank))
 
     def tick(self, now_s: float) -> set[str]:
-        """Suspect the keepers that are late; return the keys whose keepers have changed thereby."""
+        """Suspect the replicas that are late; return the keys whose replicas have changed by that."""
         late = [pair for pair, due_s in self._asked.items() if due_s <= now_s]
         for pair in late:
             del self._asked[pair]
@@ -308,13 +315,13 @@ class DirectoryClient:
         """Return when `tick` is next needed."""
         return min(self._asked.values(), default=float("inf"))
 
-    def keepers(self, key: str, now_s: float) -> list[int]:
+    def replicas(self, key: str, now_s: float) -> list[int]:
         """Return the ranks that keep a key, without those that have been silent lately."""
-        return keepers(key, self.size, self._distrusted(now_s))
+        return replicas(key, self.size, self._distrusted(now_s))
 
     def suspect(self, rank: int, now_s: float) -> None:
-        """Leave a keeper out for a while: it did not answer."""
-        self.counts["silent keepers"] += 1
+        """Do not ask a replica for a while: it did not answer."""
+        self.counts["silent replicas"] += 1
         self.suspects[rank] = now_s + SUSPECTED_TIMEOUTS * self.request_timeout_s
 
     def _distrusted(self, now_s: float) -> set[int]:
@@ -323,30 +330,30 @@ class DirectoryClient:
 
 
 class DirectoryQuery:
-    """One question to the keepers of a key: what is declared now. Their answers name its number."""
+    """One question to the replicas of a key: what is declared now. Their answers name its number."""
 
-    def __init__(self, asker: DirectoryClient, key: str, number: int, now_s: float) -> None:
-        self.asker, self.key, self.number = asker, key, number
-        self.due_s = now_s + asker.request_timeout_s
-        self.awaited = set(asker.keepers(key, now_s))
-        self.heard = False  # whether any keeper has answered
+    def __init__(self, directory: DirectoryClient, key: str, number: int, now_s: float) -> None:
+        self.directory, self.key, self.number = directory, key, number
+        self.due_s = now_s + directory.request_timeout_s
+        self.awaited = set(directory.replicas(key, now_s))
+        self.heard = False  # whether any replica has answered
         self._entries: dict[int, Entry] = {}
 
-    def words(self) -> list[Outgoing]:
-        """Return the words that ask."""
+    def messages(self) -> list[Outgoing]:
+        """Return the messages that ask."""
         return [
-            (keeper, Message(Kind.DECLARE, self.number, 1, meta=(self.key, None)))
-            for keeper in sorted(self.awaited)
+            (replica, Message(Kind.DECLARE, self.number, part=1, meta=(self.key, None)))
+            for replica in sorted(self.awaited)
         ]
 
-    def handle(self, source: int, word: Message) -> None:
+    def handle(self, source: int, message: Message) -> None:
         """Take a LISTED; of two declarations of one rank the later one holds."""
-        if word.number != self.number or source not in self.awaited:
+        if message.number != self.number or source not in self.awaited:
             return
         self.awaited.discard(source)
-        self.asker.suspects.pop(source, None)
+        self.directory.suspects.pop(source, None)
         self.heard = True
-        for entry in word.meta[1]:
+        for entry in (Entry(*each) for each in message.meta[1]):
             known = self._entries.get(entry.rank)
             if known is None or known.until_s < entry.until_s:
                 self._entries[entry.rank] = entry
@@ -354,8 +361,8 @@ class DirectoryQuery:
     def over(self, now_s: float) -> bool:
         """Whether all have answered; those that have not in time are suspected."""
         if self.awaited and now_s >= self.due_s:
-            for keeper in sorted(self.awaited):
-                self.asker.suspect(keeper, now_s)
+            for replica in sorted(self.awaited):
+                self.directory.suspect(replica, now_s)
             self.awaited.clear()
         return not self.awaited
 
@@ -364,5 +371,5 @@ class DirectoryQuery:
         return [
             entry
             for rank, entry in sorted(self._entries.items())
-            if entry.until_s > now_s and rank != self.asker.rank
+            if entry.until_s > now_s and rank != self.directory.rank
         ]

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from spawnsim.errors import ParameterError, Timeout, UsageError, WorldError
 from spawnsim.policies.averaging.butterfly import Butterfly, Limits, Role
-from spawnsim.policies.averaging.grouping import Matchmaking, digest
-from spawnsim.policies.state.codecs import Choices, as_compression
+from spawnsim.policies.averaging.grouping import Matchmaking, check_bits, digest
+from spawnsim.policies.state.codecs import Choices, CompressionInfo, as_compression
 
 FIRST_TAG, LAST_TAG = 16384, 32767  # every MPI has these; policies and examples use smaller ones
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The parameters of `DecentralizedAverager`, under the same names. Times are seconds of `comm.clock`."""
+    """The parameters of `DecentralizedAverager`, under the same names, checked. Times are seconds of `comm.clock`."""
 
     prefix: str
     target_group_size: int | None = None
     min_group_size: int = 2
+    initial_group_bits: str = ""
     min_matchmaking_time: float = 5.0
     request_timeout: float = 3.0
     averaging_alpha: float = 1.0
@@ -38,48 +39,33 @@ class Settings:
     reducer_timeout: float | None = None
     compression: Choices = None
     state_compression: Choices = None
+    tensor_infos: Sequence[CompressionInfo] | None = None
     bandwidth: float | None = None
     min_vector_size: int = 0
     auxiliary: bool = False
-    client_mode: bool = False
+    allow_state_sharing: bool | None = None
+    client_mode: bool | None = None
     declare_state_period: float = 30.0
     shutdown_timeout: float = 5.0
     step_timeout: float | None = None
     error_feedback: bool = False
     matchmaking: Matchmaking | None = None
     burst: int = 64
-    poll_interval_s: float = 0.01
     tag: int | None = None
 
     def __post_init__(self) -> None:
         for name in (
-            "min_matchmaking_time",
-            "request_timeout",
-            "declare_state_period",
-            "poll_interval_s",
+            *_ABOVE_ZERO,
+            *(name for name in _ABOVE_ZERO_OR_NONE if getattr(self, name) is not None),
         ):
-            self._above_zero(name)
-        for name in (
-            "allreduce_timeout",
-            "next_chunk_timeout",
-            "sender_timeout",
-            "reducer_timeout",
-            "step_timeout",
-            "target_group_size",
-        ):
-            if getattr(self, name) is not None:
-                self._above_zero(name)
-        for name in ("part_size_bytes", "burst", "shutdown_timeout"):
-            self._above_zero(name)
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ParameterError(f"{name}={value!r}: give a finite number above 0")
+        check_bits(self.initial_group_bits)
         self._check_sizes()
         self._check_times()
         as_compression(self.compression)
         as_compression(self.state_compression)
-
-    def _above_zero(self, name: str) -> None:
-        value = getattr(self, name)
-        if not (value > 0 and math.isfinite(value)):
-            raise ParameterError(f"{name}={value!r}: give a finite number above 0")
 
     def _check_sizes(self) -> None:
         if self.min_group_size < 1 or (self.target_group_size or math.inf) < self.min_group_size:
@@ -114,6 +100,8 @@ class Settings:
     def _awaited_s(self, patience_s: float) -> tuple[float, float]:
         """Return how long a sender and a reducer may be silent. What is not given is the communicator's patience."""
         sender_s = self.sender_timeout if self.sender_timeout is not None else self.next_chunk_timeout
+        # Half of the reducers' time, if that alone is given: a reducer waits for its senders first, and must still be
+        # able to answer in time.
         if sender_s is None:
             sender_s = (
                 patience_s if self.reducer_timeout is None else min(patience_s, self.reducer_timeout / 2)
@@ -128,18 +116,32 @@ class Settings:
 
     @property
     def channel(self) -> int:
-        """32 bits that the words of all averagers of this prefix carry."""
+        """32 bits that the messages of all averagers of this prefix carry."""
         return digest(self.prefix) & 0xFFFFFFFF
 
     @property
     def tag_or_default(self) -> int:
-        """The tag of all words. Prefixes have tags of their own, so that averagers of two do not mix."""
+        """The tag of all messages. Prefixes have tags of their own, so that averagers of two do not mix."""
         return FIRST_TAG + digest(self.prefix) % (LAST_TAG + 1 - FIRST_TAG) if self.tag is None else self.tag
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether newcomers may download this rank's state."""
+        given = self.allow_state_sharing
+        return not (self.client_mode or self.auxiliary) if given is None else given
 
     @property
     def role(self) -> Role:
         """What this peer does in a group."""
         return Role.CLIENT if self.client_mode else Role.AUX if self.auxiliary else Role.NODE
+
+
+_ABOVE_ZERO = (
+    "min_matchmaking_time", "request_timeout", "declare_state_period", "part_size_bytes", "burst", "shutdown_timeout",
+)  # fmt: skip
+_ABOVE_ZERO_OR_NONE = (
+    "allreduce_timeout", "next_chunk_timeout", "sender_timeout", "reducer_timeout", "step_timeout", "target_group_size",
+)  # fmt: skip
 
 
 class Averaged(dict[int, Any]):
@@ -170,6 +172,8 @@ def why_no_average(butterfly: Butterfly) -> str | None:
     """Return why a finished all-reduce has averaged nothing, None if it has."""
     if butterfly.received == 0:
         return "no reducer answered"
+    # All came back, but averaged with no other member's values: not an average, although no reducer has failed, and a
+    # reason to search again.
     others = set(butterfly.reducer.senders) - {butterfly.rank}
     missing = butterfly.missing()
     if butterfly.sends and others and all(missing.get(rank) == 1 for rank in others):

@@ -1,8 +1,7 @@
-"""Who coordinates the averaging over all ranks, as one rank sees it; and what the coordinator knows of the others.
+"""Which rank coordinates the averaging over all ranks, as one rank sees it; and what it knows of the others.
 
-Epoch e is coordinated by rank e mod size: an epoch has one coordinator, whoever says so and whatever was lost, and a
-higher epoch replaces a lower one wherever the two meet. A rank moves on to the next epoch when the coordinator is
-dead, or does not answer: silence is asked about before it is held against anybody. Ranks and times; it sends nothing.
+Epoch e is coordinated by rank e mod size, and a higher epoch replaces a lower one wherever the two meet. A rank moves
+on to the next epoch when the coordinator is dead, or does not answer a question. Pure state and times.
 """
 
 from __future__ import annotations
@@ -33,8 +32,11 @@ def is_no_round(number: int) -> bool:
     return number % _EPOCH == 0
 
 
+# There is no election: any two ranks that know the same epoch agree on its coordinator, whatever messages were lost,
+# and a rank that is wrong about the epoch learns so from its first message to one that is not. Silence alone proves
+# nothing, since a rank that trains looks at its messages only between its steps; so it is asked before it is given up.
 class Leadership:
-    """One rank's view: the epoch, who is away for ever, and when the coordinator's silence is due for a question."""
+    """One rank's view: the epoch, which ranks are dead or gone, and when to ask a silent coordinator."""
 
     def __init__(self, rank: int, size: int, pace: Pace) -> None:
         self.rank, self.size, self.pace = rank, size, pace
@@ -59,7 +61,7 @@ class Leadership:
         return self.epoch + 1 + (rank - self.epoch - 1) % self.size
 
     def heard(self, now_s: float) -> None:
-        """Note that the coordinator lives."""
+        """Note a sign of life of the coordinator."""
         self._ask_s = now_s + max(2 * self.pace.interval_s, self.pace.patience_s / 2)
         self._answer_s = math.inf
 
@@ -69,7 +71,7 @@ class Leadership:
         self._answer_s = min(self._answer_s, now_s + self.pace.patience_s)
 
     def expects_nothing(self) -> None:
-        """Note that whoever was asked is not the coordinator any more."""
+        """Expect no answer: the rank that was asked is not the coordinator any more."""
         self._ask_s = self._answer_s = math.inf
 
     def should_ask(self, now_s: float) -> bool:
@@ -87,7 +89,7 @@ class Leadership:
 
 @dataclass
 class Roster:
-    """What the coordinator of an epoch knows: who averages (`present`), who does not now, who has left for good.
+    """What the coordinator of an epoch knows: which ranks average (`present`), pause (`idle`), or have left (`gone`).
 
     `number` is the last round opened, `members` are its ranks while it is under way.
     """
@@ -115,7 +117,7 @@ class Roster:
         for each in (self.present, self.idle, self.gone):
             each.discard(rank)
 
-    def strike(self, silent: Iterable[int], now_s: float) -> None:
+    def drop(self, silent: Iterable[int], now_s: float) -> None:
         """Count on silent ranks no more, until they say that they are there; they are reminded of it."""
         self.present.difference_update(silent)
         self._reminders, self.remind_s = 0, min(self.remind_s, now_s + self.pace.patience_s)

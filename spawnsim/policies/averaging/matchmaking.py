@@ -1,12 +1,11 @@
 """Finding a group: one rank's search, a state machine driven by messages and time, and where its candidates come from.
 
-Every seeker has a place (a number, then its rank) that stays the same during a search; who has the earlier place
-leads. A seeker asks the better-placed candidates one at a time, from the earliest on, and meanwhile accepts whoever
-asks it. A request from a better-placed rank is refused, so "follows" always points to an earlier place and no circle
-of followers can close; every request is answered at once, so nobody waits for an answer that waits for his own. A
-search may know whom it expects (a static rule's group): it is complete when all of them have joined or are known not
-to come, and it ends at once when a group of its round has been formed without this rank. `Search` knows no directory:
-`Matchmaker` hands it the candidates, from the directory or from a static rule. No communicator.
+Every searching rank has a place (a number, then its rank) that stays the same during a search; the earliest place
+leads. A rank asks the candidates before it, one at a time and the earliest first, and meanwhile accepts all that ask
+it. `Search` knows no directory: `Matchmaker` hands it the candidates, from the directory or from a static rule.
+
+A static rule's search knows whom it expects: it is complete when all of them have joined or are known not to come, and
+it ends at once when a group of its round has been formed without this rank.
 """
 
 from __future__ import annotations
@@ -15,20 +14,22 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 from spawnsim.policies.averaging.butterfly import Group, Member
 from spawnsim.policies.averaging.grouping import DirectoryClient, Entry, digest, group_key
-from spawnsim.policies.averaging.interface import Settings
-from spawnsim.policies.averaging.messages import Kind, Message, Outgoing, Reply
-from spawnsim.policies.averaging.vector import Vector
+from spawnsim.policies.averaging.interface import Averaged, Settings
+from spawnsim.policies.averaging.vector import Values, Vector
+from spawnsim.policies.exchange.endpoint import Endpoint
+from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
 
 Place = tuple[float, int]
 
 
 @dataclass(frozen=True, slots=True)
 class SearchTerms:
-    """What a search is for. `place` is the own one; `member` what the leader will announce of this rank.
+    """What a search is for. `place` is this rank's; `member` is what the leader will announce of it.
 
     `size` members make the group complete; at `expires_s` a leader assembles with at least `least`. `expected` names
     the other members if they are known, and `round_` is what they meet for. `may_lead` is false for clients. `number`
@@ -50,6 +51,20 @@ class SearchTerms:
     round_: int = -1
 
 
+class Reply(IntEnum):
+    """What a leader answers to a join request: the `part` of a REPLY."""
+
+    ACCEPTED = 1
+    NOT_LOOKING_FOR_GROUP = 2
+    PROTOCOL_VIOLATION = 3
+    BAD_SCHEMA_HASH = 4
+    BAD_GROUP_KEY = 5
+    NOT_DECLARED = 6
+    BAD_EXPIRATION_TIME = 7
+    NOT_A_LEADER = 8
+    GROUP_IS_FULL = 9
+
+
 class Position(NamedTuple):
     """How far a rank is in a static matchmaking: the round that it looks for (or will), and the last that it was in."""
 
@@ -58,13 +73,14 @@ class Position(NamedTuple):
     formed: int
 
 
-def declined(rank: int, source: int, word: Message) -> list[Outgoing]:
-    """Return what to tell those who count on this rank although it is not looking for their group (any more)."""
-    if word.kind is Kind.REPLY and word.part == Reply.ACCEPTED:
-        return [(source, Message(Kind.LEAVE, word.number))]
-    if word.kind is Kind.BEGIN and isinstance(word.meta, Group):
-        absent = Message(Kind.ABSENT, word.meta.number)
-        return [(member, absent) for member in word.meta.ranks if member != rank]
+def declined(rank: int, source: int, message: Message) -> list[Outgoing]:
+    """Return what to tell ranks that count on this one although it is not, or no longer, looking for their group."""
+    if message.kind is Kind.REPLY and message.part == Reply.ACCEPTED:
+        return [(source, Message(Kind.LEAVE, message.number))]
+    if message.kind is Kind.BEGIN:
+        group = Group.of(message.meta)
+        absent = Message(Kind.ABSENT, group.number)
+        return [(member, absent) for member in group.ranks if member != rank]
     return []
 
 
@@ -82,8 +98,14 @@ class _Follower:
     member: Member
 
 
+# Why no deadlock and no circle: a request from an earlier place is refused, so "follows" always points to an earlier
+# place, and the order of places is total. Every request is answered at once, whatever the answerer itself waits for; so
+# no chain of ranks waits for each other's answers. A leader that joins another one sends its followers on to that one
+# (DISBAND with a hint) instead of bringing them along: groups then never merge, and each member has asked its leader
+# itself and has been checked by it. Only one request is open at a time, because two acceptances would make this rank a
+# member of two groups, and one of them would wait for it until a time-out.
 class Search:
-    """One search. Feed it words, candidates and time; send what is in `out`; it ends with a `group` or `over`."""
+    """One search. Feed it messages, candidates and time; send what is in `out`; it ends with a `group` or `over`."""
 
     def __init__(self, terms: SearchTerms) -> None:
         self.terms = terms
@@ -115,7 +137,7 @@ class Search:
 
     # --------------------------------------------------------------------------------------------- candidates
     def offer(self, candidates: Iterable[Place], now_s: float) -> None:
-        """Take up candidates; ask the earliest of those not asked before if nobody is being asked."""
+        """Take up candidates; ask the earliest of those not asked before, unless a request is open."""
         for place in candidates:
             if place < self.terms.place and self._refused.get(place[1]) != place:
                 self._candidates[place[1]] = place
@@ -134,7 +156,7 @@ class Search:
             return
         terms = self.terms
         self._request = _Request(leader, terms.number(), now_s + terms.request_timeout_s)
-        meta = (terms.place, terms.key, terms.schema, terms.member)
+        meta = (terms.place, terms.key, terms.schema, terms.member.plain())
         self.out.append((leader, Message(Kind.JOIN, self._request.number, meta=meta)))
 
     def _give_up(self, now_s: float, *, tell: bool, hint: int | None = None) -> None:
@@ -151,60 +173,63 @@ class Search:
             self._hint = hint
         self._ask_next(now_s)
 
-    # -------------------------------------------------------------------------------------------------- words
-    def handle(self, source: int, word: Message, now_s: float) -> None:
+    # -------------------------------------------------------------------------------------------------- messages
+    def handle(self, source: int, message: Message, now_s: float) -> None:
         """Take a JOIN, REPLY, LEAVE, DISBAND, BEGIN or CALL."""
         if self.ended:
-            self._too_late(source, word)
-        elif word.kind is Kind.JOIN:
-            self._join(source, word, now_s)
-        elif word.kind is Kind.CALL:
-            self._called(word.meta[0], now_s)
-        elif word.kind is Kind.REPLY and isinstance(word.meta, Position):
-            self.told(source, word.meta, now_s)
-        elif word.kind is Kind.LEAVE:
+            self._too_late(source, message)
+        elif message.kind is Kind.JOIN:
+            self._join(source, message, now_s)
+        elif message.kind is Kind.CALL:
+            self._called(message.meta[0], now_s)
+        elif message.kind is Kind.REPLY and isinstance(message.meta, tuple):
+            self.told(source, Position(*message.meta), now_s)
+        elif message.kind is Kind.LEAVE:
             follower = self.followers.get(source)
-            if follower is not None and follower.number == word.number:
+            if follower is not None and follower.number == message.number:
                 del self.followers[source]
-        elif self._request is None or (source, word.number) != (self._request.leader, self._request.number):
+        elif self._request is None or (source, message.number) != (
+            self._request.leader,
+            self._request.number,
+        ):
             self.counts["late answers"] += 1
-            self.out.extend(declined(self.rank, source, word))
-        elif word.kind is Kind.REPLY:
-            self._replied(word, now_s)
-        elif word.kind is Kind.DISBAND:
-            self._give_up(now_s, tell=False, hint=word.meta)
-        elif word.kind is Kind.BEGIN and isinstance(word.meta, Group):
-            self.group = word.meta
+            self.out.extend(declined(self.rank, source, message))
+        elif message.kind is Kind.REPLY:
+            self._replied(message, now_s)
+        elif message.kind is Kind.DISBAND:
+            self._give_up(now_s, tell=False, hint=message.meta)
+        elif message.kind is Kind.BEGIN:
+            self.group = Group.of(message.meta)
             self._dismiss(None)
 
-    def _too_late(self, source: int, word: Message) -> None:
-        """Answer a word that came after the search had ended."""
-        if word.kind is Kind.JOIN:
-            self.out.append((source, Message(Kind.REPLY, word.number, Reply.NOT_LOOKING_FOR_GROUP)))
+    def _too_late(self, source: int, message: Message) -> None:
+        """Answer a message that came after the search had ended."""
+        if message.kind is Kind.JOIN:
+            self.out.append((source, Message(Kind.REPLY, message.number, part=Reply.NOT_LOOKING_FOR_GROUP)))
         else:
-            self.out.extend(declined(self.rank, source, word))
+            self.out.extend(declined(self.rank, source, message))
 
-    def _join(self, source: int, word: Message, now_s: float) -> None:
-        reply, meta = self._judge(source, word.meta)
+    def _join(self, source: int, message: Message, now_s: float) -> None:
+        reply, meta = self._judge(source, message.meta)
         self.counts[reply.name] += 1
         if reply is Reply.ACCEPTED:
-            self.followers[source] = _Follower(word.number, word.meta[3])
-        self.out.append((source, Message(Kind.REPLY, word.number, reply, meta=meta)))
+            self.followers[source] = _Follower(message.number, Member.of(message.meta[3]))
+        self.out.append((source, Message(Kind.REPLY, message.number, part=reply, meta=meta)))
         self._assemble_if_complete()
 
     def _assemble_if_complete(self) -> None:
-        """Begin as soon as nobody else will come, or may."""
+        """Form the group as soon as no other member will come, or there is no room for one."""
         terms = self.terms
         here = len(self.followers) + 1
-        nobody_else = bool(terms.expected) and not self.awaited - set(self.followers)
-        if (nobody_else and here >= terms.least) or (terms.size is not None and here >= terms.size):
+        complete = bool(terms.expected) and not self.awaited - set(self.followers)
+        if (complete and here >= terms.least) or (terms.size is not None and here >= terms.size):
             self.assemble()
-        elif nobody_else:
+        elif complete:
             self.leave()
 
     # ---------------------------------------------------------------------------------------- expected members
     def _called(self, place: Place, now_s: float) -> None:
-        """Ask a rank that is here after all; who comes after this one will ask by itself."""
+        """Ask a rank that has come after all; one with a later place will ask by itself."""
         self._refused.pop(place[1], None)
         self.offer([place], now_s)
 
@@ -231,7 +256,7 @@ class Search:
             self._assemble_if_complete()
 
     def call(self) -> None:
-        """Ask the members who have not come whether they will."""
+        """Ask the members that have not come whether they will."""
         here = set(self.followers) | ({self._request.leader} if self._request else set())
         if self.leader is None and not self.ended:
             meta = (self.terms.place, self.terms.key)
@@ -240,10 +265,10 @@ class Search:
     def _judge(self, source: int, request: object) -> tuple[Reply, float | int | None]:
         """Return the answer to a join request, with the rank to ask instead or the end of the promise."""
         terms = self.terms
-        if not (isinstance(request, tuple) and len(request) == 4 and isinstance(request[3], Member)):
+        if not (isinstance(request, tuple) and len(request) == 4 and isinstance(request[3], tuple)):
             return Reply.PROTOCOL_VIOLATION, None
         place, key, schema, member = request
-        if member.rank != source or place[1] != source:
+        if Member.of(member).rank != source or place[1] != source:
             return Reply.PROTOCOL_VIOLATION, None
         if schema != terms.schema:
             return Reply.BAD_SCHEMA_HASH, None
@@ -261,29 +286,29 @@ class Search:
             return Reply.GROUP_IS_FULL, None
         return Reply.ACCEPTED, terms.expires_s
 
-    def _replied(self, word: Message, now_s: float) -> None:
+    def _replied(self, message: Message, now_s: float) -> None:
         request = self._request
         assert request is not None
-        if word.part == Reply.ACCEPTED:
+        if message.part == Reply.ACCEPTED:
             request.accepted = True
-            request.due_s = float(word.meta) + self.terms.request_timeout_s
+            request.due_s = float(message.meta) + self.terms.request_timeout_s
             self._dismiss(request.leader)
-        elif word.part == Reply.NOT_A_LEADER:
-            self._give_up(now_s, tell=False, hint=word.meta)
+        elif message.part == Reply.NOT_A_LEADER:
+            self._give_up(now_s, tell=False, hint=message.meta)
         else:
-            if word.part == Reply.BAD_SCHEMA_HASH:
+            if message.part == Reply.BAD_SCHEMA_HASH:
                 self.mismatched.add(request.leader)
             self._give_up(now_s, tell=False)
 
     def _dismiss(self, instead: int | None) -> None:
-        """Send the own followers to another leader."""
+        """Send this rank's followers to another leader."""
         for rank, follower in self.followers.items():
             self.out.append((rank, Message(Kind.DISBAND, follower.number, meta=instead)))
         self.followers.clear()
 
     # --------------------------------------------------------------------------------------------------- time
     def tick(self, now_s: float) -> None:
-        """Give up a silent leader; assemble or end at the own expiration."""
+        """Give up a silent leader; assemble or end when the search expires."""
         if self.ended:
             return
         if self._request is not None and now_s >= self._request.due_s:
@@ -293,7 +318,9 @@ class Search:
             self._expire()
 
     def _expire(self) -> None:
-        """Assemble with those who have come; else wait for the answer to an open request, or end."""
+        """Assemble with those that have come; else wait for the answer to an open request, or end."""
+        # The open request comes before a group of too few: its leader may have room, and it answers within the request
+        # time-out. With followers enough, the group is formed at once, for they wait for this rank.
         here, least = len(self.followers) + 1, self.terms.least
         if here >= least and (self.followers or self._request is None):
             self.assemble()
@@ -324,32 +351,39 @@ class Search:
         members = self.terms.shuffle([self.terms.member, *(f.member for f in self.followers.values())])
         self.group, self.led = Group(self.terms.number(), tuple(members), self.terms.key), True
         for rank, follower in self.followers.items():
-            self.out.append((rank, Message(Kind.BEGIN, follower.number, meta=self.group)))
+            self.out.append((rank, Message(Kind.BEGIN, follower.number, meta=self.group.plain())))
 
 
-REFRESHES = 5  # times that a seeker looks into the directory again within min_matchmaking_time
+REFRESHES = 5  # times that a rank asks the directory again within min_matchmaking_time
 
 
-class SearchContext(Protocol):
-    """What a search needs of its averager."""
+class AveragerState(Protocol):
+    """What the search and the steps use of the averager that they belong to: all that outlives one step."""
 
     settings: Settings
     vector: Vector
-    asker: DirectoryClient
+    residuals: list[Values] | None
+    directory: DirectoryClient
+    endpoint: Endpoint
     rank: int
     size: int
     bits: str
     round: int
 
-    @property
-    def failed(self) -> set[int]:
-        """The ranks that are known to be dead."""
-
     def number(self) -> int:
-        """Draw a number that nobody else draws."""
+        """Draw a number that no other rank draws."""
 
-    def shuffled(self, members: list[Member]) -> list[Member]:
-        """Return the members in a random order."""
+    def formed(self, group: Group, led: bool) -> None:
+        """Take note of a formed group."""
+
+    def averaged(self, result: Averaged) -> None:
+        """Take note of a result."""
+
+    def acquire_tensors(self) -> bool:
+        """Take the tensors if they are free; `release_tensors` afterwards."""
+
+    def release_tensors(self) -> None:
+        """Give the tensors back."""
 
 
 class Matchmaker:
@@ -359,21 +393,25 @@ class Matchmaker:
     """
 
     def __init__(
-        self, context: SearchContext, gathered: Any, expires_s: float, now_s: float, *, missed: bool = False
+        self, averager: AveragerState, gathered: Any, expires_s: float, now_s: float, *, missed: bool = False
     ) -> None:
-        self.context, self.settings = context, context.settings
+        self.averager, self.settings = averager, averager.settings
         self._gathered, self._expires_s = gathered, expires_s
-        self._news: deque[Outgoing] = deque()
+        self._out: deque[Outgoing] = deque()
         self._refresh_s = self._call_s = math.inf
         if self.settings.matchmaking is None:
-            self.key = group_key(self.settings.prefix, context.bits)
+            self.key = group_key(self.settings.prefix, averager.bits)
             self.search = self._begin(
-                (expires_s, context.rank), self.settings.target_group_size, context.shuffled
+                (expires_s, averager.rank), self.settings.target_group_size, self._shuffled
             )
             self._declare(now_s)
         else:
-            self.key = static_key(self.settings.prefix, context.round)
+            self.key = static_key(self.settings.prefix, averager.round)
             self._begin_round(now_s, missed)
+
+    def _shuffled(self, members: list[Member]) -> list[Member]:
+        order = self.averager.endpoint.comm.rng("groups.order").permutation(len(members))
+        return [members[index] for index in order]
 
     def _begin_round(self, now_s: float, missed: bool) -> None:
         """Begin the search for the group that the static matchmaking says."""
@@ -384,53 +422,53 @@ class Matchmaker:
             self.search.assemble()
             return
         self._call_s = now_s if missed else now_s + self.settings.request_timeout
-        self.search.offer([each for each in others if each[1] not in self.context.failed], now_s)
+        self.search.offer([each for each in others if each[1] not in self.averager.endpoint.failed], now_s)
         for rank in expected:
-            if rank in self.context.failed and not self.search.ended:
+            if rank in self.averager.endpoint.failed and not self.search.ended:
                 self.search.gone(rank, now_s)
 
     def _begin(
         self, place: Place, size: int | None, shuffle: Callable[[list[Member]], list[Member]],
         expected: tuple[int, ...] = (),
     ) -> Search:  # fmt: skip
-        context, settings = self.context, self.settings
+        averager, settings = self.averager, self.settings
         if settings.client_mode:
-            place = (math.inf, context.rank)
-        member = Member(context.rank, settings.role, settings.bandwidth, self._gathered)
+            place = (math.inf, averager.rank)
+        member = Member(averager.rank, settings.role, settings.bandwidth, self._gathered)
         least = min(settings.min_group_size, size or settings.min_group_size)
-        schema = digest(repr((context.vector.schema, settings.part_size_bytes, settings.min_vector_size)))
+        schema = digest(repr((averager.vector.schema, settings.part_size_bytes, settings.min_vector_size)))
         return Search(
             SearchTerms(
                 self.key, schema, place, member, self._expires_s, settings.request_timeout,
-                context.number, shuffle, size, least, not settings.client_mode, expected, context.round,
+                averager.number, shuffle, size, least, not settings.client_mode, expected, averager.round,
             )
         )  # fmt: skip
 
     def _static_places(self) -> tuple[Place, list[Place]]:
-        """Return the own place and the others' in this round's group: leadership goes round."""
-        context = self.context
+        """Return this rank's place and the others' in this round's group: they lead in turn."""
+        averager = self.averager
         assert self.settings.matchmaking is not None
-        members = self.settings.matchmaking.members(context.rank, context.size, context.round)
-        shift = context.round % len(members)
+        members = self.settings.matchmaking.members(averager.rank, averager.size, averager.round)
+        shift = averager.round % len(members)
         order = members[shift:] + members[:shift]
         places = [(float(index), rank) for index, rank in enumerate(order)]
-        return places[order.index(context.rank)], [place for place in places if place[1] != context.rank]
+        return places[order.index(averager.rank)], [place for place in places if place[1] != averager.rank]
 
     # ------------------------------------------------------------------------------------------- the directory
     def _declare(self, now_s: float) -> None:
         terms = self.search.terms
-        entry = Entry(self.context.rank, terms.place[0], terms.expires_s) if terms.may_lead else None
-        self._news.extend(self.context.asker.ask(self.key, now_s, entry))
+        entry = Entry(self.averager.rank, terms.place[0], terms.expires_s) if terms.may_lead else None
+        self._out.extend(self.averager.directory.ask(self.key, now_s, entry))
         self._refresh_s = now_s + self.settings.min_matchmaking_time / REFRESHES
 
     def listed(self, now_s: float) -> None:
         """Take up what the directory answered."""
         if not self.search.ended:
-            entries = self.context.asker.known(self.key, now_s)
+            entries = self.averager.directory.known(self.key, now_s)
             self.search.offer([(entry.place, entry.rank) for entry in entries], now_s)
 
-    def keepers_changed(self, keys: Collection[str], now_s: float) -> None:
-        """Declare again if a keeper of the own key did not answer."""
+    def replicas_changed(self, keys: Collection[str], now_s: float) -> None:
+        """Declare again if a replica of this search's key did not answer."""
         if self.key in keys and not self.search.ended and self.search.leader is None:
             self._declare(now_s)
 
@@ -454,14 +492,14 @@ class Matchmaker:
     def end(self) -> None:
         """Take back what was declared."""
         if self.settings.matchmaking is None:
-            self._news.extend(self.context.asker.take_back(self.key))
+            self._out.extend(self.averager.directory.take_back(self.key))
 
     @property
     def out(self) -> deque[Outgoing]:
         """What is to be sent."""
-        self._news.extend(self.search.out)
+        self._out.extend(self.search.out)
         self.search.out.clear()
-        return self._news
+        return self._out
 
     @property
     def counts(self) -> Counter[str]:

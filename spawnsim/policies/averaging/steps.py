@@ -1,9 +1,9 @@
 """The averaging steps of one averager: search, wait for the trigger, all-reduce; again while the deadline allows.
 
 `Step` is a state machine over the search and the all-reduce, driven by messages and time. Its deadline bounds the
-search alone: an all-reduce ends by itself, since its members wait for each other's messages only so long. `StepQueue`
-holds the step under way, those that wait for it, and the messages that came before their time. The averager that owns
-them holds the communicator, the tensors and what survives a step (group bits, round, residuals).
+search alone: an all-reduce ends by itself, since its members wait for each other's messages only so long, and to leave
+one early would cost all other members a time-out. `StepQueue` holds the step under way, those that wait for it, and
+messages that came too early. What survives a step (group bits, round, residuals) is the averager's.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from spawnsim.policies.averaging.butterfly import Butterfly, Group
 from spawnsim.policies.averaging.interface import (
-    Averaged,
     AveragingFailed,
     Cancelled,
     Stage,
@@ -24,39 +23,17 @@ from spawnsim.policies.averaging.interface import (
     why_no_average,
 )
 from spawnsim.policies.averaging.matchmaking import (
+    AveragerState,
     Matchmaker,
     Position,
+    Reply,
     Search,
-    SearchContext,
     declined,
     round_of,
 )
-from spawnsim.policies.averaging.messages import Kind, Message, Outgoing, Reply
-from spawnsim.policies.averaging.progress import AveragerEngine
-from spawnsim.policies.averaging.vector import Values
+from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
 
 SEARCH_KINDS = (Kind.JOIN, Kind.REPLY, Kind.LEAVE, Kind.DISBAND, Kind.BEGIN, Kind.CALL)
-
-
-class StepContext(SearchContext, Protocol):
-    """What a step needs of its averager."""
-
-    residuals: list[Values] | None
-
-    def formed(self, group: Group, led: bool) -> None:
-        """Take note of a formed group."""
-
-    def early(self, number: int) -> list[tuple[int, Message]]:
-        """Return the words of a group that came before the group was known here."""
-
-    def averaged(self, result: Averaged) -> None:
-        """Take note of a result."""
-
-    def borrow(self) -> bool:
-        """Take the tensors if nobody else has them; `hand_back` afterwards."""
-
-    def hand_back(self) -> None:
-        """Give the tensors back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,35 +51,35 @@ class Step:
 
     def __init__(
         self,
-        home: StepContext,
+        queue: StepQueue,
         control: StepControl,
-        wish: StepRequest,
+        request: StepRequest,
         now_s: float,
         *,
         missed: bool = False,
     ) -> None:
-        self.home, self.control, self.wish = home, control, wish
+        self.queue, self.averager, self.control, self.request = queue, queue.averager, control, request
         self.out: deque[Outgoing] = deque()
         self.matchmaker: Matchmaker | None = None
         self.butterfly: Butterfly | None = None
         self.group: Group | None = None
         self.led = False
-        self.next_round = home.round + 1
+        self.next_round = self.averager.round + 1
         self.failures: list[str] = []
         self.counts: Counter[str] = Counter()
-        self._early: list[tuple[int, Message]] = []  # words of the group that came before the trigger
-        self._look(now_s, missed)
+        self._early: list[tuple[int, Message]] = []  # messages of the group that came before the trigger
+        self._begin_search(now_s, missed)
 
     # ------------------------------------------------------------------------------------------ matchmaking
-    def _look(self, now_s: float, missed: bool = False) -> None:
+    def _begin_search(self, now_s: float, missed: bool = False) -> None:
         """Begin a search."""
         self.control.stage = Stage.LOOKING_FOR_GROUP
-        until_s = max(self.control.scheduled_time, now_s + self.home.settings.min_matchmaking_time)
-        until_s = min(until_s, self.wish.deadline_s)
-        self.matchmaker = Matchmaker(self.home, self.wish.gathered, until_s, now_s, missed=missed)
-        self._go_on_seeking(now_s)
+        until_s = max(self.control.scheduled_time, now_s + self.averager.settings.min_matchmaking_time)
+        until_s = min(until_s, self.request.deadline_s)
+        self.matchmaker = Matchmaker(self.averager, self.request.gathered, until_s, now_s, missed=missed)
+        self._continue_search(now_s)
 
-    def _go_on_seeking(self, now_s: float) -> None:
+    def _continue_search(self, now_s: float) -> None:
         """Join the group that the search has found, or do without one."""
         self._collect()
         search = self.matchmaker.search if self.matchmaker is not None else None
@@ -113,7 +90,7 @@ class Step:
             self._found_none(search, now_s)
 
     def _found_none(self, search: Search, now_s: float) -> None:
-        """Look again if that may help. Who is late for a round joins a later one or goes on: so it catches up."""
+        """Search again if that may help. A rank that is late for a round joins a later one, so that it catches up."""
         terms, ahead = search.terms, search.ahead
         again, why = True, f"too few peers under {terms.key} by {terms.expires_s:.6g} s"
         if search.late:
@@ -121,8 +98,8 @@ class Step:
             self.counts["rounds missed"] += 1
         elif terms.expected and now_s < terms.expires_s:
             again, why = False, f"no other member of {terms.key} will come"
-        if ahead is not None and ahead.round_ > self.home.round:
-            again, self.home.round, self.next_round = ahead.looking, ahead.round_, ahead.round_
+        if ahead is not None and ahead.round_ > self.averager.round:
+            again, self.averager.round, self.next_round = ahead.looking, ahead.round_, ahead.round_
         elif search.late:
             again = False
         if search.mismatched:
@@ -133,35 +110,37 @@ class Step:
         self.group, self.led = group, led
         self.control.rank_count = len(group.members)
         self.control.stage = Stage.AWAITING_TRIGGER
-        self.next_round = self.home.round + 1
-        self.home.formed(group, led)
-        self._early += self.home.early(group.number)
+        self.next_round = self.averager.round + 1
+        self.averager.formed(group, led)
+        self._early += self.queue.early(group.number)
 
-    # ----------------------------------------------------------------------------------------------- words
-    def handle(self, source: int, word: Message, now_s: float) -> bool:
-        """Take a word of this step's search or group; return whether it was one."""
+    # ----------------------------------------------------------------------------------------------- messages
+    def handle(self, source: int, message: Message, now_s: float) -> bool:
+        """Take a message of this step's search or group; return whether it was one."""
         if self.group is not None:
-            return self._handle_member(self.group, source, word, now_s)
-        if self.matchmaker is None or word.kind not in SEARCH_KINDS:
+            return self._handle_member(self.group, source, message, now_s)
+        if self.matchmaker is None or message.kind not in SEARCH_KINDS:
             return False
-        self.matchmaker.search.handle(source, word, now_s)
+        self.matchmaker.search.handle(source, message, now_s)
         if self.matchmaker.search.ended:
-            self._go_on_seeking(now_s)
+            self._continue_search(now_s)
         return True
 
-    def _handle_member(self, group: Group, source: int, word: Message, now_s: float) -> bool:
-        """Take a word once the group is formed."""
-        if word.kind is Kind.BEGIN and isinstance(word.meta, Group) and word.meta.number == group.number:
+    def _handle_member(self, group: Group, source: int, message: Message, now_s: float) -> bool:
+        """Take a message once the group is formed."""
+        if message.kind is Kind.BEGIN and Group.of(message.meta).number == group.number:
             return True  # it came twice
-        if word.kind is Kind.JOIN and self.led and source in group.ranks and word.meta[1] == group.key:
-            self.out.append((source, Message(Kind.BEGIN, word.number, meta=group)))  # the first was lost
+        if message.kind is Kind.JOIN and self.led and source in group.ranks and message.meta[1] == group.key:
+            self.out.append(
+                (source, Message(Kind.BEGIN, message.number, meta=group.plain()))
+            )  # the first was lost
             return True
-        if word.number != group.number or word.kind not in (Kind.PART, Kind.DELTA, Kind.ABSENT):
+        if message.number != group.number or message.kind not in (Kind.PART, Kind.DELTA, Kind.ABSENT):
             return False
         if self.butterfly is None:
-            self._early.append((source, word))
+            self._early.append((source, message))
         else:
-            self.butterfly.handle(source, word, now_s)
+            self.butterfly.handle(source, message, now_s)
         return True
 
     def told(self, rank: int, position: Position, now_s: float) -> None:
@@ -191,28 +170,29 @@ class Step:
 
     def _tick_search(self, matchmaker: Matchmaker, now_s: float) -> None:
         matchmaker.tick(now_s)
-        if now_s >= self.wish.deadline_s and not matchmaker.search.ended:
+        # The deadline ends a search, never a group: the members have been promised this rank's values.
+        if now_s >= self.request.deadline_s and not matchmaker.search.ended:
             matchmaker.search.leave()
-        self._go_on_seeking(now_s)
+        self._continue_search(now_s)
 
     def _begin(self, group: Group, now_s: float) -> None:
-        home = self.home
-        if not home.borrow():
+        averager = self.averager
+        if not averager.acquire_tensors():
             return
         self.control.stage, self.control.began_allreduce = Stage.RUNNING_ALLREDUCE, True
         self.butterfly = Butterfly(
-            home.rank, group, home.vector, weight=self.control.weight,
-            limits=home.settings.limits(self.wish.patience_s), now_s=now_s, residuals=home.residuals,
+            averager.rank, group, averager.vector, weight=self.control.weight,
+            limits=averager.settings.limits(self.request.patience_s), now_s=now_s, residuals=averager.residuals,
         )  # fmt: skip
-        home.hand_back()
-        for rank in sorted(home.failed & set(group.ranks)):
+        averager.release_tensors()
+        for rank in sorted(averager.endpoint.failed & set(group.ranks)):
             self.butterfly.lost(rank, now_s)
         early, self._early = self._early, []
-        for source, word in early:
-            self.butterfly.handle(source, word, now_s)
+        for source, message in early:
+            self.butterfly.handle(source, message, now_s)
 
     def _tick_butterfly(self, butterfly: Butterfly, now_s: float) -> None:
-        butterfly.send_some(self.home.settings.burst, now_s)
+        butterfly.send_some(self.averager.settings.burst, now_s)
         butterfly.tick(now_s)
         if not butterfly.finished:
             return
@@ -220,24 +200,24 @@ class Step:
         if nothing is not None:
             self._collect()
             self._failed(nothing, now_s)
-        elif self.home.borrow():
+        elif self.averager.acquire_tensors():
             self._apply(butterfly)
 
     def _apply(self, butterfly: Butterfly) -> None:
-        home = self.home
-        alpha = home.settings.averaging_alpha
+        averager = self.averager
+        alpha = averager.settings.averaging_alpha
         deltas = (
             butterfly.deltas
             if alpha == 1
             else [delta * delta.dtype.type(alpha) for delta in butterfly.deltas]
         )
-        home.vector.add(deltas)
-        home.hand_back()
+        averager.vector.add(deltas)
+        averager.release_tensors()
         self._collect()
         self._retire()
         averaged = result_of(butterfly)
         self.counts["partial steps"] += not averaged.complete
-        home.averaged(averaged)
+        averager.averaged(averaged)
         self.control.finish(averaged)
 
     @property
@@ -248,32 +228,33 @@ class Step:
     def wake_s(self) -> float:
         """Return when `tick` is next needed."""
         if self.matchmaker is not None:
-            return min(self.wish.deadline_s, self.matchmaker.wake_s())
+            return min(self.request.deadline_s, self.matchmaker.wake_s())
         return self.butterfly.wake_s() if self.butterfly is not None else math.inf
 
     # ---------------------------------------------------------------------------------------------- endings
     def _failed(self, why: str, now_s: float, again: bool = True) -> None:
         """Try again, or end."""
         self.failures.append(why)
-        gone_on = self.group is not None and self.home.settings.matchmaking is not None  # the others have
+        # In a static matchmaking the other members go on to the next round: a second try would find none of them.
+        gone_on = self.group is not None and self.averager.settings.matchmaking is not None
         self._withdraw()
-        if self.wish.retry and again and not gone_on and now_s < self.wish.deadline_s:
-            self._look(now_s)
+        if self.request.retry and again and not gone_on and now_s < self.request.deadline_s:
+            self._begin_search(now_s)
         else:
             shown = self.failures if len(self.failures) < 4 else [*self.failures[:2], "…", self.failures[-1]]
-            self.control.finish(error=AveragingFailed(f"rank {self.home.rank}: {'; '.join(shown)}"))
+            self.control.finish(error=AveragingFailed(f"rank {self.averager.rank}: {'; '.join(shown)}"))
 
     def _cancel(self) -> None:
         self._withdraw()
-        self.control.finish(error=Cancelled(f"rank {self.home.rank}: the averaging step was cancelled"))
+        self.control.finish(error=Cancelled(f"rank {self.averager.rank}: the averaging step was cancelled"))
 
     def _withdraw(self) -> None:
-        """Tell everybody who counts on this rank."""
+        """Tell all ranks that count on this one."""
         if self.matchmaker is not None:
             self.matchmaker.search.leave()
         if self.group is not None:
             absent = Message(Kind.ABSENT, self.group.number)
-            self.out.extend((rank, absent) for rank in self.group.ranks if rank != self.home.rank)
+            self.out.extend((rank, absent) for rank in self.group.ranks if rank != self.averager.rank)
         self._collect()
         self._retire()
         self.group = None
@@ -296,21 +277,26 @@ class Step:
                 machine.out.clear()
 
 
-EARLY_AT_MOST = 4096  # words kept for groups and rounds that this rank has not come to yet
+EARLY_AT_MOST = 4096  # messages kept for groups and rounds that this rank has not come to yet
 GROUPS_AT_MOST = 64  # that are remembered
 
 
+# Ranks are never in step with each other, so a message can reach a rank before the step that it belongs to. Which ones
+# are kept, and why: a JOIN for a later static round, since that round's other members would else wait for a time-out; a
+# PART or ABSENT of an unknown group, since the leader's BEGIN may be overtaken by messages of other members (only those
+# of one rank stay in order). All other messages are answered at once with what lets their sender go on: a refusal, a
+# LEAVE or an ABSENT. Silence would be correct as well, but costs the sender a time-out.
 class StepQueue:
     """At most one step is under way; the others begin in the order in which they were asked for."""
 
-    def __init__(self, home: StepContext, engine: AveragerEngine) -> None:
-        self.home, self.engine = home, engine
+    def __init__(self, averager: AveragerState) -> None:
+        self.averager = averager
         self.counts: Counter[str] = Counter()
         self._step: Step | None = None
         self._waiting: deque[tuple[StepControl, StepRequest]] = deque()
         self._early: deque[tuple[int, Message, float]] = deque(
             maxlen=EARLY_AT_MOST
-        )  # source, word, when it came
+        )  # source, message, when it came
         self._groups: deque[int] = deque(maxlen=GROUPS_AT_MOST)  # numbers of the latest groups
         self._missed: set[int] = set()  # ranks that asked for the next static round, and did not wait
         self._formed = -1  # the last static round in which this rank was in a group
@@ -320,9 +306,9 @@ class StepQueue:
         """The step under way, if any."""
         return self._step if self._step is not None and not self._step.control.done() else None
 
-    def ask(self, control: StepControl, wish: StepRequest) -> None:
+    def ask(self, control: StepControl, request: StepRequest) -> None:
         """Take up a step; it begins when those before it have ended."""
-        self._waiting.append((control, wish))
+        self._waiting.append((control, request))
 
     def cancel_all(self) -> None:
         """Ask all steps to end without a result."""
@@ -333,88 +319,93 @@ class StepQueue:
     def _begin_next(self, now_s: float) -> None:
         """Begin the next step that waits, and hand it what came before it began."""
         while self.current is None and self._waiting:
-            control, wish = self._waiting.popleft()
+            control, request = self._waiting.popleft()
             if control.cancel_requested:
-                control.finish(error=Cancelled(f"rank {self.home.rank}: the averaging step was cancelled"))
+                control.finish(
+                    error=Cancelled(f"rank {self.averager.rank}: the averaging step was cancelled")
+                )
                 continue
             missed, self._missed = bool(self._missed), set()
-            step = self._step = Step(self.home, control, wish, now_s, missed=missed)
-            if control.done():  # nobody else will come to its round
+            step = self._step = Step(self, control, request, now_s, missed=missed)
+            if control.done():  # no other rank will come to its round
                 self._end(step)
                 continue
             early, self._early = self._early, deque(maxlen=EARLY_AT_MOST)
-            for source, word, came_s in early:
-                if word.kind is Kind.JOIN:
-                    self.handle(source, word, now_s)
-                elif now_s - came_s < wish.patience_s:
-                    self._early.append((source, word, came_s))
+            for source, message, came_s in early:
+                if message.kind is Kind.JOIN:
+                    self.handle(source, message, now_s)
+                elif now_s - came_s < request.patience_s:
+                    self._early.append((source, message, came_s))
 
     def note_group(self, number: int) -> None:
         """Take note that this rank is in a group of the round under way."""
         self._groups.append(number)
-        self._formed = max(self._formed, self.home.round)
+        self._formed = max(self._formed, self.averager.round)
 
     def early(self, number: int) -> list[tuple[int, Message]]:
-        """Return, and forget, the words of a group that came before the group was known here."""
-        found = [(source, word) for source, word, _ in self._early if word.number == number]
+        """Return, and forget, the messages of a group that came before the group was known here."""
+        found = [(source, message) for source, message, _ in self._early if message.number == number]
         if found:
             left = (item for item in self._early if item[1].number != number)
             self._early = deque(left, maxlen=EARLY_AT_MOST)
         return found
 
-    # ---------------------------------------------------------------------------------------------------- words
-    def handle(self, source: int, word: Message, now_s: float) -> None:
-        """Hand a word to the step it belongs to, keep it for the next one, or say that nobody is looking."""
+    # ---------------------------------------------------------------------------------------------------- messages
+    def handle(self, source: int, message: Message, now_s: float) -> None:
+        """Hand a message to the step it belongs to, keep it for the next one, or refuse it."""
         step = self.current
-        if word.kind is Kind.LEAVE and self._left(source, word):
+        if message.kind is Kind.LEAVE and self._left(source, message):
             return
-        if word.kind in (Kind.JOIN, Kind.CALL) and self.home.settings.matchmaking is not None:
-            self._static(source, word, now_s)
-        elif step is None or not step.handle(source, word, now_s):
-            self._unexpected(source, word, now_s)
+        if message.kind in (Kind.JOIN, Kind.CALL) and self.averager.settings.matchmaking is not None:
+            self._static(source, message, now_s)
+        elif step is None or not step.handle(source, message, now_s):
+            self._unexpected(source, message, now_s)
 
-    def _static(self, source: int, word: Message, now_s: float) -> None:
+    def _static(self, source: int, message: Message, now_s: float) -> None:
         """Take a JOIN or CALL for a round: keep it if this rank has not come so far, else tell how far it is."""
         step = self.current
-        round_ = round_of(str(word.meta[1]), self.home.settings.prefix)
-        if round_ > self.home.round or (round_ == self.home.round and step is None):
-            if word.kind is Kind.JOIN:
-                self._early.append((source, word, now_s))
+        round_ = round_of(str(message.meta[1]), self.averager.settings.prefix)
+        if round_ > self.averager.round or (round_ == self.averager.round and step is None):
+            if message.kind is Kind.JOIN:
+                self._early.append((source, message, now_s))
                 if step is not None:
                     step.told(source, Position(round_, True, -1), now_s)
-        elif step is None or round_ < self.home.round or not step.handle(source, word, now_s):
-            self.engine.send(
-                [
-                    (
-                        source,
-                        Message(Kind.REPLY, word.number, Reply.NOT_LOOKING_FOR_GROUP, meta=self._position()),
-                    )
-                ]
+        elif step is None or round_ < self.averager.round or not step.handle(source, message, now_s):
+            reply = Message(
+                Kind.REPLY, message.number, part=Reply.NOT_LOOKING_FOR_GROUP, meta=tuple(self._position())
             )
+            self.averager.endpoint.send(source, reply)
 
     def _position(self) -> Position:
         step = self.current
         if step is not None and step.group is not None:
-            return Position(step.next_round, False, self.home.round)
-        return Position(self.home.round, step is not None, self._formed)
+            return Position(step.next_round, False, self.averager.round)
+        return Position(self.averager.round, step is not None, self._formed)
 
-    def _unexpected(self, source: int, word: Message, now_s: float) -> None:
-        if word.kind is Kind.JOIN:
-            self.engine.send([(source, Message(Kind.REPLY, word.number, Reply.NOT_LOOKING_FOR_GROUP))])
-        elif word.kind in (Kind.PART, Kind.ABSENT, Kind.BEGIN) and self._is_over(word):
-            if word.kind is Kind.PART:  # its sender may still wait for an answer, if one was lost
-                self.engine.send([(source, Message(Kind.ABSENT, word.number))])
-        elif word.kind in (Kind.PART, Kind.ABSENT):  # others of the group may begin before its BEGIN is here
-            self._early.append((source, word, now_s))
+    def _unexpected(self, source: int, message: Message, now_s: float) -> None:
+        if message.kind is Kind.JOIN:
+            self.averager.endpoint.send(
+                source, Message(Kind.REPLY, message.number, part=Reply.NOT_LOOKING_FOR_GROUP)
+            )
+        elif message.kind in (Kind.PART, Kind.ABSENT, Kind.BEGIN) and self._is_over(message):
+            if message.kind is Kind.PART:  # its sender may still wait for an answer, if one was lost
+                self.averager.endpoint.send(source, Message(Kind.ABSENT, message.number))
+        elif message.kind in (
+            Kind.PART,
+            Kind.ABSENT,
+        ):  # others of the group may begin before its BEGIN is here
+            self._early.append((source, message, now_s))
         else:
-            self.engine.send(declined(self.home.rank, source, word))
+            self.averager.endpoint.send_all(declined(self.averager.rank, source, message))
 
-    def _is_over(self, word: Message) -> bool:
-        return (word.meta.number if word.kind is Kind.BEGIN else word.number) in self._groups
+    def _is_over(self, message: Message) -> bool:
+        return (
+            Group.of(message.meta).number if message.kind is Kind.BEGIN else message.number
+        ) in self._groups
 
-    def _left(self, source: int, word: Message) -> bool:
+    def _left(self, source: int, message: Message) -> bool:
         """Forget a request that was kept, if there is one: its rank has waited long enough."""
-        kept = [item for item in self._early if (item[0], item[1].number) != (source, word.number)]
+        kept = [item for item in self._early if (item[0], item[1].number) != (source, message.number)]
         if len(kept) == len(self._early):
             return False
         self._missed.add(source)
@@ -429,7 +420,7 @@ class StepQueue:
         if step is None:
             return
         if step.matchmaker is not None:
-            step.matchmaker.keepers_changed(changed, now_s)
+            step.matchmaker.replicas_changed(changed, now_s)
         for rank in sorted(dead):
             step.lost(rank, now_s)
         step.tick(now_s)
@@ -439,13 +430,13 @@ class StepQueue:
             self._begin_next(now_s)
 
     def _send(self, step: Step) -> None:
-        self.engine.send(step.out)
+        self.averager.endpoint.send_all(step.out)
         step.out.clear()
 
     def _end(self, step: Step) -> None:
         """Keep what a step leaves behind, and drop what came for its groups."""
         self._send(step)
-        self.home.round = step.next_round
+        self.averager.round = step.next_round
         self._early = deque(
             (item for item in self._early if item[1].number not in self._groups), maxlen=EARLY_AT_MOST
         )

@@ -1,12 +1,9 @@
 """Averaging over all ranks at intervals of the clock, up and down a tree: one rank's side, a state machine.
 
-Means rise from the leaves to the root, weighted by how many ranks are in them; the mean of all comes down to those who
-gave something. Each member adds (mean − what it had sent), so that steps taken meanwhile survive. The coordinator
-(`leadership.py`) keeps who averages and opens a round when the interval is over; it is the root of the round's tree. A
-later round replaces an earlier one that is still under way: so a round that a death has cut is opened anew at once,
-without the dead. To leave is negotiated: the coordinator answers with the last round that counts on the leaver, who
-sees that one through. A branch that is silent is left out after a while, and its rank is not counted on again before
-it has said that it is there. Flat arrays, no communicator.
+Means rise from the leaves to the root, weighted by how many ranks are in them; the mean of all comes down to those
+that gave something. Each member adds (mean − what it had sent), so that steps taken meanwhile survive. The coordinator
+(`leadership.py`) keeps the list of averaging ranks and opens a round when the interval is over; it is the root of the
+round's tree. Flat arrays, no communicator.
 """
 
 from __future__ import annotations
@@ -17,8 +14,8 @@ from collections.abc import Iterator
 
 from spawnsim.policies.averaging.gossip import Pace, as_body, from_body, tree
 from spawnsim.policies.averaging.leadership import Leadership, Roster, epoch_of, first_of, is_no_round
-from spawnsim.policies.averaging.messages import Kind, Message, Outgoing
 from spawnsim.policies.averaging.vector import Values, Vector, average, difference
+from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
 
 FANOUT = 4
 
@@ -26,14 +23,15 @@ Mean = tuple[list[Values], float]  # each segment's, and how many ranks are in i
 
 
 class TreeRound:
-    """What one rank holds of a round. `word` is the OPEN that told it; its `meta` lists the members, the root first."""
+    """What one rank holds of a round; `message` is the OPEN that told it, whose `meta` lists members, root first."""
 
-    def __init__(self, word: Message, rank: int, pace: Pace, began_s: float, sent: list[Values]) -> None:
-        self.word, self.number, self.pace, self.sent = word, word.number, pace, sent
-        members: tuple[int, ...] = tuple(word.meta)
+    def __init__(self, message: Message, rank: int, pace: Pace, began_s: float, sent: list[Values]) -> None:
+        self.message, self.number, self.pace, self.sent = message, message.number, pace, sent
+        members: tuple[int, ...] = tuple(message.meta)
         self.parent, self.children = tree(members, rank, FANOUT)
         self.awaited, self.silent = set(self.children), set[int]()
-        # Whoever is nearer to the leaves gives a silent rank up earlier: it is told upwards in time.
+        # A node nearer to the leaves gives up a silent child earlier. If all waited equally long, its parent would give
+        # up the whole branch at the moment at which the branch is about to rise without the one silent rank.
         self._levels, below = _height(len(members), 0), _height(len(members), members.index(rank))
         self.until_s = began_s + pace.patience_for(self._levels) * below / max(self._levels, 1)
         self.risen = False
@@ -41,17 +39,17 @@ class TreeRound:
         self._means: dict[int, Mean] = {}
 
     def opening(self) -> Iterator[Outgoing]:
-        """Return the words that tell the children."""
-        return ((child, self.word) for child in self.children)
+        """Return the messages that tell the children."""
+        return ((child, self.message) for child in self.children)
 
-    def give(self, child: int, word: Message, values: list[Values] | None) -> None:
+    def give(self, child: int, message: Message, values: list[Values] | None) -> None:
         """Take what a child's branch has given; nothing, if it came damaged."""
         self.awaited.discard(child)
-        silent, step_s = word.meta
+        silent, step_s = message.meta
         self.silent.update(silent)
         self.step_s = max(self.step_s, step_s)
         if values is not None:
-            self._means[child] = (values, word.value)
+            self._means[child] = (values, message.value)
 
     def is_ready(self, now_s: float) -> bool:
         """Whether the branch's mean can rise: all children (or all but the silent ones) have given theirs."""
@@ -67,14 +65,14 @@ class TreeRound:
         return [average(parts, weights)[0] for parts in columns], sum(weights)
 
     def rising(self, mean: Mean, own_step_s: float) -> Message:
-        """Return the word that takes the branch's mean to the parent."""
+        """Return the message that takes the branch's mean to the parent."""
         told = sorted(self.silent), max(self.step_s, own_step_s)
         return Message(Kind.UP, self.number, value=mean[1], meta=told, body=as_body(mean[0]))
 
     def falling(self, mean: Mean) -> Iterator[Outgoing]:
-        """Return the words that take the mean of all to those children whose own is in it."""
-        word = Message(Kind.DOWN, self.number, value=mean[1], body=as_body(mean[0]))
-        return ((child, word) for child in self.children if child in self._means)
+        """Return the messages that take the mean of all to those children whose own is in it."""
+        message = Message(Kind.DOWN, self.number, value=mean[1], body=as_body(mean[0]))
+        return ((child, message) for child in self.children if child in self._means)
 
     def apply(self, mean: Mean, vector: Vector) -> None:
         """Move the weights by as much as the mean is away from what was sent."""
@@ -92,6 +90,11 @@ def _height(count: int, place: int) -> int:
 LEAVES, STANDS_BY, AVERAGES = -1, 0, 1  # what a rank says of itself
 
 
+# A later round replaces an earlier one that is still under way: so a round that a death has cut is opened again at
+# once, without the dead, and no rank has to find out which part of the tree still works. Leaving is negotiated: the
+# coordinator answers with the last round that counts on the leaving rank, which sees that one through; without this,
+# its whole branch would wait for it until a time-out. A silent branch is left out after a while, and its rank is
+# counted on again only after it has announced itself.
 class TreeAverage:
     """One rank's part in the mode "all"; on the coordinator, the coordinator's as well."""
 
@@ -123,8 +126,10 @@ class TreeAverage:
     def _tell(self, now_s: float) -> None:
         """Tell the coordinator where this rank stands; it answers."""
         self._last_round = None
-        word = Message(Kind.PRESENT, first_of(self._leadership.epoch), self._standing, self._step_s)
-        self.out.append((self._leadership.coordinator, word))
+        message = Message(
+            Kind.PRESENT, first_of(self._leadership.epoch), part=self._standing, value=self._step_s
+        )
+        self.out.append((self._leadership.coordinator, message))
         self._leadership.asked(now_s)
 
     def note_step(self, step_s: float) -> None:
@@ -150,7 +155,7 @@ class TreeAverage:
         return self._roster is not None and bool(self._roster.members or self._successors(self._roster))
 
     def _successors(self, roster: Roster) -> set[int]:
-        """Return those of whom one should coordinate when this rank averages no more."""
+        """Return the ranks of which one should coordinate when this rank no longer averages."""
         present, idle = roster.present - {self.rank}, roster.idle - {self.rank}
         return present or (idle if self._standing == LEAVES else set())
 
@@ -161,16 +166,16 @@ class TreeAverage:
             self._roster.members = ()
 
     def leave(self) -> None:
-        """Hand the coordinator's work over, if it is this rank's and there is an heir."""
+        """Hand the coordinator's work over, if it is this rank's and there is a successor."""
         roster = self._roster
-        if roster is None or not (heirs := self._successors(roster)):
+        if roster is None or not (successors := self._successors(roster)):
             return
-        self._roster, self._leadership.epoch = None, min(map(self._leadership.epoch_led_by, heirs))
+        self._roster, self._leadership.epoch = None, min(map(self._leadership.epoch_led_by, successors))
         self._leadership.expects_nothing()
         told = sorted((roster.present | roster.idle) - {self.rank})
         lists = tuple(map(sorted, (roster.present - {self.rank}, roster.idle, roster.gone)))
-        word = Message(Kind.HANDOVER, first_of(self._leadership.epoch), meta=lists)
-        self.out.extend((rank, word) for rank in told)
+        message = Message(Kind.HANDOVER, first_of(self._leadership.epoch), meta=lists)
+        self.out.extend((rank, message) for rank in told)
 
     # ------------------------------------------------------------------------------------------------- epochs
     def _adopt(self, epoch: int, now_s: float) -> None:
@@ -180,7 +185,7 @@ class TreeAverage:
         self._leadership.expects_nothing()
         self._give_up_round()
         if deposed is not None:
-            self.out.extend((rank, self._news()) for rank in sorted(deposed.present - {self.rank}))
+            self.out.extend((rank, self._epoch_message()) for rank in sorted(deposed.present - {self.rank}))
         if self._leadership.coordinator == self.rank:  # a first reminder asks all others where they stand
             self._roster = Roster(first_of(epoch), self.pace, now_s + self.pace.interval_s, remind_s=now_s)
             self._roster.note(self.rank, self._standing, now_s)
@@ -192,14 +197,14 @@ class TreeAverage:
         self.counts["rounds given up"] += self._round is not None
         self._round = None
 
-    def _news(self) -> Message:
-        """Return the word that tells of the epoch, and of who has left for good."""
+    def _epoch_message(self) -> Message:
+        """Return the message that tells of the epoch, and of the ranks that have left for good."""
         gone = sorted(self._roster.gone) if self._roster is not None else []
         return Message(Kind.HANDOVER, first_of(self._leadership.epoch), meta=([], [], gone))
 
-    def _inherit(self, source: int, word: Message, now_s: float) -> None:
+    def _inherit(self, source: int, message: Message, now_s: float) -> None:
         """Take note of an epoch's beginning, or of the coordinator's reminder: it does not know of this rank."""
-        present, idle, gone = word.meta
+        present, idle, gone = message.meta
         self._leadership.away.update(gone)
         if self._roster is not None:
             self._roster.present.update(present)
@@ -226,11 +231,11 @@ class TreeAverage:
         if not roster.members and now_s >= roster.due_s and len(roster.present) > 1:
             roster.number += 1
             roster.members = (self.rank, *sorted(roster.present - {self.rank}))
-            word = Message(Kind.OPEN, roster.number, value=self.pace.step_s, meta=roster.members)
-            self._opened(word, now_s, vector)
+            message = Message(Kind.OPEN, roster.number, value=self.pace.step_s, meta=roster.members)
+            self._opened(message, now_s, vector)
         if now_s >= roster.remind_s:
             missing = roster.missing(self.size, self._leadership.away)
-            self.out.extend((rank, self._news()) for rank in missing)
+            self.out.extend((rank, self._epoch_message()) for rank in missing)
             roster.reminded(now_s)
 
     def _stand_by(self, roster: Roster, now_s: float) -> None:
@@ -242,16 +247,16 @@ class TreeAverage:
         elif now_s >= self._hand_over_s:
             self.leave()
 
-    def _presence(self, source: int, word: Message, now_s: float) -> None:
+    def _presence(self, source: int, message: Message, now_s: float) -> None:
         roster = self._roster
-        if roster is None or word.part not in (LEAVES, STANDS_BY, AVERAGES):
+        if roster is None or message.part not in (LEAVES, STANDS_BY, AVERAGES):
             self.counts["late"] += 1
             return
         self._leadership.away.discard(source)
-        self.pace.step_s = max(self.pace.step_s, word.value)
-        roster.note(source, word.part, now_s)
+        self.pace.step_s = max(self.pace.step_s, message.value)
+        roster.note(source, message.part, now_s)
         last = roster.number if source in roster.members else first_of(self._leadership.epoch)
-        self.out.append((source, Message(Kind.SETTLED, last, word.part)))
+        self.out.append((source, Message(Kind.SETTLED, last, part=message.part)))
 
     def _open_anew(self, roster: Roster, now_s: float) -> None:
         """Give up a round that a death has cut; the next one opens at once."""
@@ -263,17 +268,17 @@ class TreeAverage:
         roster.members, roster.due_s = (), now_s
 
     # ------------------------------------------------------------------------------------------------- a round
-    def _opened(self, word: Message, now_s: float, vector: Vector) -> None:
+    def _opened(self, message: Message, now_s: float, vector: Vector) -> None:
         known = max(self.rounds, self._round.number if self._round is not None else 0)
-        if word.number <= known or self.rank not in word.meta:
+        if message.number <= known or self.rank not in message.meta:
             self.counts["late"] += 1
             return
         if not self._takes_part:  # it left without waiting for the negotiation
             self._tell(now_s)
             return
         self._give_up_round()
-        self.pace.step_s = max(word.value, self._step_s)
-        self._round = TreeRound(word, self.rank, self.pace, now_s, vector.read())
+        self.pace.step_s = max(message.value, self._step_s)
+        self._round = TreeRound(message, self.rank, self.pace, now_s, vector.read())
         self.out.extend(self._round.opening())
         self._rise(now_s, vector)
 
@@ -289,7 +294,7 @@ class TreeAverage:
             self.out.append((here.parent, here.rising(mean, self._step_s)))
             return False
         self.pace.step_s = max(self._step_s, here.step_s)
-        self._roster.strike(here.silent, now_s)
+        self._roster.drop(here.silent, now_s)
         self._roster.close(now_s)
         return self._fall(mean, vector)
 
@@ -298,50 +303,50 @@ class TreeAverage:
         here, self._round = self._round, None
         assert here is not None
         self.rounds = here.number
-        if not mean[1] > 1:  # nobody else's weights are in it
+        if not mean[1] > 1:  # no other rank's weights are in it
             return False
         self.out.extend(here.falling(mean))
         here.apply(mean, vector)
         self.counts["exchanges"] += 1
         return True
 
-    def _take(self, source: int, word: Message, now_s: float, vector: Vector) -> bool:
+    def _take(self, source: int, message: Message, now_s: float, vector: Vector) -> bool:
         """Take the mean of a branch, or of all."""
         here = self._round
-        values = from_body(word.body, vector)
+        values = from_body(message.body, vector)
         self.counts["other shapes"] += values is None  # a damaged body has no length
-        if here is None or here.number != word.number:
+        if here is None or here.number != message.number:
             self.counts["late"] += 1
-        elif word.kind is Kind.UP and source in here.awaited and not here.risen:
-            here.give(source, word, values)
+        elif message.kind is Kind.UP and source in here.awaited and not here.risen:
+            here.give(source, message, values)
             return self._rise(now_s, vector)
-        elif word.kind is Kind.DOWN and source == here.parent and values is not None:
-            return self._fall((values, word.value), vector)
+        elif message.kind is Kind.DOWN and source == here.parent and values is not None:
+            return self._fall((values, message.value), vector)
         return False
 
     # ------------------------------------------------------------------------------------------ messages, time
-    def handle(self, source: int, word: Message, now_s: float, vector: Vector) -> bool:
-        """Take a word; return whether the weights have changed."""
-        epoch = epoch_of(word.number)
+    def handle(self, source: int, message: Message, now_s: float, vector: Vector) -> bool:
+        """Take a message; return whether the weights have changed."""
+        epoch = epoch_of(message.number)
         if epoch < self._leadership.epoch:
             self.counts["late"] += 1
-            if word.kind in (Kind.PRESENT, Kind.OPEN, Kind.HANDOVER):  # its sender has missed an epoch
-                self.out.append((source, self._news()))
+            if message.kind in (Kind.PRESENT, Kind.OPEN, Kind.HANDOVER):  # its sender has missed an epoch
+                self.out.append((source, self._epoch_message()))
             return False
         if epoch > self._leadership.epoch:
             self._adopt(epoch, now_s)
-        if source == self._leadership.coordinator or word.kind in (Kind.OPEN, Kind.DOWN):
+        if source == self._leadership.coordinator or message.kind in (Kind.OPEN, Kind.DOWN):
             self._leadership.heard(now_s)
-        if word.kind is Kind.PRESENT:
-            self._presence(source, word, now_s)
-        elif word.kind is Kind.SETTLED:
-            self._settle(word.number)
-        elif word.kind is Kind.OPEN:
-            self._opened(word, now_s, vector)
-        elif word.kind is Kind.HANDOVER:
-            self._inherit(source, word, now_s)
+        if message.kind is Kind.PRESENT:
+            self._presence(source, message, now_s)
+        elif message.kind is Kind.SETTLED:
+            self._settle(message.number)
+        elif message.kind is Kind.OPEN:
+            self._opened(message, now_s, vector)
+        elif message.kind is Kind.HANDOVER:
+            self._inherit(source, message, now_s)
         else:
-            return self._take(source, word, now_s, vector)
+            return self._take(source, message, now_s, vector)
         return False
 
     def tick(self, now_s: float, vector: Vector) -> bool:

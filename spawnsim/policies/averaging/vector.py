@@ -1,4 +1,4 @@
-"""One flat vector of all averaged tensors, how it is cut into parts, and who reduces how much of it.
+"""One flat vector of all averaged tensors, how it is cut into parts, and how much of it each rank reduces.
 
 Tensors of one dtype and codec lie end to end in one segment; a codec that looks at more than one value at a time gets
 each tensor by itself. Halves travel and sum in float32, whole numbers and truth values in float64 (then rounded),
@@ -6,11 +6,8 @@ complex numbers as pairs. Positions count elements over all segments.
 
 The shares are the minimax partition over peers of unequal bandwidth. In a butterfly of n peers, peer i sends and
 receives V·(1 + (n − 2)·w_i) when it reduces the fraction w_i, in time V·(1 + (n − 2)·w_i)/b_i. The fractions minimise
-the slowest peer's time, and among all such choices the next slowest, and so on. They are found by filling water,
-exactly, where others solve a linear programme: with S = {i : w_i > 0} and a level x, w_i = (x·b_i − 1)/(n − 2) on S,
-and Σ w_i = 1 gives x = (n − 2 + |S|)/Σ_S b_i. S is a set of fastest peers (a peer with x·b_i ≤ 1 spends 1/b_i ≥ x
-although it reduces nothing), so at most n levels are tried. The sum of the fractions rises with x, hence there is one
-level, and no choice of fractions does better: below it the fractions that keep within the level sum to less than 1.
+the slowest peer's time, and among all such choices the next slowest, and so on. They are found exactly by water-filling
+(`fractions`), where others solve a linear programme.
 """
 
 from __future__ import annotations
@@ -40,6 +37,10 @@ def fractions(bandwidths: Sequence[float] | Floats) -> Floats:
     peers = given.size
     if peers <= 2:  # every partition takes equally long: n − 2 is 0
         return np.asarray(given / given.sum())
+    # With S = {i : w_i > 0} and a level x, w_i = (x·b_i − 1)/(n − 2) on S, and Σ w_i = 1 gives
+    # x = (n − 2 + |S|)/Σ_S b_i. S is a set of fastest peers (a peer with x·b_i ≤ 1 spends 1/b_i ≥ x although it
+    # reduces nothing), so at most n levels are tried. The sum of the fractions rises with x, hence there is one level,
+    # and no choice of fractions does better: below it the fractions that keep within the level sum to less than 1.
     order = np.argsort(-given, kind="stable")
     fastest = given[order]
     levels = (peers - 2 + np.arange(1, peers + 1)) / np.cumsum(fastest)
@@ -212,7 +213,7 @@ def average(parts: Sequence[Values], weights: Sequence[float]) -> tuple[Values, 
     """Return the weighted mean of equally long parts and the sum of the weights.
 
     Anchored at the first part, so that equal parts give exactly that part; summed in the order given. An element that
-    is not finite in some part counts there with weight 0; where nobody has a finite one, the mean is NaN.
+    is not finite in some part counts there with weight 0; where no part has a finite one, the mean is NaN.
     """
     anchor, total = parts[0], float(sum(weights))
     if not total > 0:

@@ -260,7 +260,7 @@ class Inbox:
         pending = self._pending
         if (
             pending is None
-            or message.round != pending.assignment.round
+            or message.number != pending.assignment.round
             or donor not in pending.assignment.donors
         ):
             self.counts["late"] += 1

@@ -1,390 +1,381 @@
-"""One rank's end of the asynchronous exchange on one communicator: mailbox, state machines, and the shutdown.
+"""One rank's endpoint on one communicator, and the engine that makes progress on it, now or in the background.
 
-Every call does what can be done and returns; only `ShutdownDrain` waits, within `shutdown_timeout_s`. One `Iprobe`
-finds all that has arrived; requests and buffers are kept until they complete; a message to the own rank takes no wire.
-If the coordinating rank dies, the next one takes its place. What a decision does to a model is not known here.
-
-MPI does not allow messages that nobody receives (MPICH kills such a job when it finalizes). So at the end rank 0 adds
-up what each has sent to each, after which none sends any more, and each stays until it has received its share. The
-coordinator goes on deciding for those who still train, until all others have left or are known to be dead.
+`Endpoint` sends without waiting and receives what has arrived; `ProgressEngine` calls its owner whenever there may be
+something to do: in a call of the rank's program, while that program waits, or from a background task. What messages
+mean, and what is due when, is the owner's business. Nothing here waits without bound. Only this module and `protocol`
+send and receive for the policies that exchange messages; `replay` alone receives by itself, because it waits for
+named donors in the recorded order, where polling for anything from any rank would make its times depend on arrivals.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 
-from spawnsim.comm import ANY_SOURCE, Comm, Status
-from spawnsim.errors import RankFailed, Revoked, Timeout
-from spawnsim.policies.exchange.coordinator import Coordinator, Inbox, Outcome, Wiring
+from spawnsim.comm import ANY_SOURCE, Comm, Status, Task
+from spawnsim.errors import RankFailed, Timeout, WorldError
 from spawnsim.policies.exchange.messages import (
     Bytes,
-    Kind,
+    Foreign,
     Message,
+    Outgoing,
     Unreadable,
-    assign_message,
-    assignment_of,
     decode,
     encode,
 )
-from spawnsim.policies.exchange.replacement import Packer
-from spawnsim.policies.rules.donors import Assignment, Decision, Rules
-from spawnsim.policies.rules.selection import Report
-from spawnsim.policies.state.arithmetic import CPU
-from spawnsim.policies.state.layout import Travels, collect
-from spawnsim.policies.state.snapshot import Compression, allocator_for, model_device
 
 if TYPE_CHECKING:
     from spawnsim.comm import Request
 
 
 AT_ONCE_NBYTES = 4096  # every MPI delivers so little with the envelope: a receive after a probe does not wait
+SLICE_S = 0.05  # how long a wait looks at one large message before it looks at the others again
+PAUSE_S = (
+    0.01  # between two looks where no wait for messages is possible, or another thread makes the progress
+)
+LEAST_WAIT_S = 1e-3  # a deadline that its owner does not act upon must not become a busy loop
+LONGEST_WAIT_S = 1.0  # the longest wait between two looks at the time
 
 
 def _new_buffer(nbytes: int) -> Bytes:
     return np.empty(nbytes, np.uint8)
 
 
-class Mailbox:
-    """One rank's post on one communicator and tag. `room` makes the memory that large messages are received into."""
+@dataclass(slots=True)
+class _Receive:
+    """A message that has been matched; `request` is None once all of it has arrived."""
 
-    def __init__(self, comm: Comm, tag: int) -> None:
-        self.comm, self.tag, self.rank = comm, tag, comm.Get_rank()
+    source: int
+    buffer: Bytes
+    request: Request | None
+
+
+class Endpoint:
+    """Sends and receives one rank's messages on one communicator and tag.
+
+    Sends never wait, a wait for messages is bounded, the messages of one rank stay in order, and a message to this
+    rank itself does not travel: torch refuses such messages, and MPI may block.
+
+    Args:
+        comm: the communicator. It keeps the buffers of sends until they have completed (`Comm` promises it).
+        tag: of all messages.
+        channel: 32 bits; messages of another channel are dropped and counted as "foreign".
+        tracked: remember the requests of sends, for callers that send from memory which they use again, or that must
+            know when everything has been delivered (`reap`, `is_sending`, `unfinished`).
+
+    Attributes:
+        failed: ranks found to be dead, when sending to them, receiving from them, or by `look_for_failed`.
+        counts: messages and bytes, and what was dropped ("unreadable", "foreign", "undeliverable") or came without
+            its body ("damaged").
+        sent, received: messages put on the wire, by destination; and taken from it.
+        allocate: makes the memory that large messages are received into.
+    """
+
+    def __init__(self, comm: Comm, tag: int, *, channel: int = 0, tracked: bool = False) -> None:
+        self.comm, self.tag, self.rank, self.channel = comm, tag, comm.Get_rank(), channel
         self.counts: Counter[str] = Counter()
-        self._probe, self._status = comm.Iprobe, Status()
-        self.sent: Counter[int] = Counter()  # messages put on the wire, by rank
+        self.failed: set[int] = set()
+        self.sent: Counter[int] = Counter()
         self.received = 0
-        self.room: Callable[[int], Bytes] = _new_buffer
-        self._own: deque[Bytes] = deque()
+        self.allocate: Callable[[int], Bytes] = _new_buffer
+        self._probe, self._status = comm.Iprobe, Status()
+        self._to_self: deque[Message] = deque()
+        self._tracked = tracked
         self._sends: list[tuple[Request, Bytes]] = []
-        self._receives: list[tuple[Request, int, Bytes]] = []
+        self._receives: list[
+            _Receive
+        ] = []  # large messages under way, and those they hold up, as they were matched
+        self._any: Any = (
+            comm  # `Comm` lists what every backend has; Probe, Get_failed and Ack_failed are MPI's
+        )
 
-    def send(self, rank: int, message: Bytes) -> bool:
-        """Send bytes to a rank; False if it is known to be dead. The buffer must not be written to afterwards."""
+    # ------------------------------------------------------------------------------------------------ sending
+    def send(self, rank: int, message: Message) -> bool:
+        """Send a message to a rank of the communicator; return False if that rank is known to be dead."""
         if rank == self.rank:
-            self._own.append(message)
+            self._to_self.append(message)
+            return True
+        return self.send_packed(rank, encode(message, self.channel))
+
+    def send_packed(self, rank: int, buffer: Bytes) -> bool:
+        """Send an encoded message, as `send` does. While `is_sending`, the buffer must not be written to."""
+        if rank == self.rank:
+            self._to_self.append(decode(buffer, self.channel))
             return True
         try:
-            self._sends.append((self.comm.Isend(message, rank, self.tag), message))
-            self.sent[rank] += 1
-            self.counts["bytes_sent"] += message.size
+            request = self.comm.Isend(buffer, rank, self.tag)
         except RankFailed:
+            self.failed.add(rank)
             self.counts["undeliverable"] += 1
             return False
+        if self._tracked:
+            self._sends.append((request, buffer))
+        self.sent[rank] += 1
+        self.counts["messages_sent"] += 1
+        self.counts["bytes_sent"] += buffer.size
         return True
 
-    def poll(self) -> list[tuple[int, Bytes]]:
-        """Return (source, bytes) of everything that has arrived; no wait, one probe if there is nothing."""
-        arrived = self.own()
-        if self._receives:
-            arrived += self._finished()
-        try:
-            while self._probe(ANY_SOURCE, self.tag, self._status):
-                self._take(arrived)
-        except RankFailed:
-            self.counts["peer failed"] += 1
-        return arrived
+    def send_all(self, messages: Iterable[Outgoing]) -> None:
+        """Send several messages, given with their destinations."""
+        for rank, message in messages:
+            self.send(rank, message)
 
-    def own(self) -> list[tuple[int, Bytes]]:
-        """Return what this rank has sent to itself."""
-        return [(self.rank, self._own.popleft()) for _ in range(len(self._own))]
-
-    def _take(self, arrived: list[tuple[int, Bytes]]) -> None:
-        source, nbytes = self._status.Get_source(), self._status.Get_count()
-        buffer = self.room(nbytes) if nbytes > AT_ONCE_NBYTES else _new_buffer(nbytes)
-        self.counts["bytes_received"] += nbytes
-        self.received += 1
-        if nbytes <= AT_ONCE_NBYTES:
-            self.comm.Recv(buffer, source, self.tag)
-            arrived.append((source, buffer))
-            return
-        request = self.comm.Irecv(buffer, source, self.tag)
-        if request.Test():
-            arrived.append((source, buffer))
-        else:
-            self._receives.append((request, source, buffer))
-
-    def _finished(self) -> list[tuple[int, Bytes]]:
-        finished, receives = [], []
-        for request, source, buffer in self._receives:
-            try:
-                over = request.Test()
-            except RankFailed:  # it died while sending
-                self.counts["peer failed"] += 1
-                continue
-            if over:
-                finished.append((source, buffer))
-            else:
-                receives.append((request, source, buffer))
-        self._receives = receives
-        return finished
-
-    def sending(self, message: Bytes) -> bool:
+    def is_sending(self, memory: Bytes) -> bool:
         """Return whether this memory is still being sent, as far as is known since `reap`."""
-        return any(message is other for _, other in self._sends)
+        return any(memory is other for _, other in self._sends)
 
     def reap(self) -> bool:
         """Let go of sends that have completed; return whether all have."""
         if self._sends:
-            self._sends = [entry for entry in self._sends if not self._gone(entry[0])]
+            self._sends = [entry for entry in self._sends if not self._has_gone(entry[0])]
         return not self._sends
 
-    def _gone(self, request: Request) -> bool:
+    def _has_gone(self, request: Request) -> bool:
         try:
             return request.Test()
-        except RankFailed:  # nobody will take it any more
-            self.counts["peer failed"] += 1
+        except RankFailed as error:  # it will not be received any more
+            self._note_failure(error)
             return True
-
-    def dead(self) -> list[int]:
-        """Return the ranks of the group that are known to have died; none where the job ends with the first."""
-        if not self.comm.capabilities().survives:
-            return []
-        failed = cast("Any", self.comm).Get_failed()
-        return [rank for rank in failed.Translate_ranks(None, self.comm.Get_group()) if rank >= 0]
 
     @property
     def unfinished(self) -> int:
-        """Number of sends and receives under way."""
+        """Number of tracked sends, and of receives, that are under way."""
         return len(self._sends) + len(self._receives)
 
-
-class Exchange:
-    """One rank's side of the protocol; on the coordinating rank, the coordinator's as well."""
-
-    def __init__(
-        self, comm: Comm, rules: Rules, wiring: Wiring, *, travels: Travels, cooldown: int,
-        compression: Compression | None = None,
-    ) -> None:  # fmt: skip
-        self.comm, self.wiring, self.travels = comm, wiring, travels
-        self.rules, self.cooldown = rules, cooldown
-        self.mailbox = Mailbox(comm, wiring.tag)
-        self.inbox = Inbox(wiring.new_deadline())
-        self.leader = min(wiring.coordinator, comm.Get_size() - 1)  # after recoveries groups are smaller
-        self.coordinator = self._new_coordinator() if comm.Get_rank() == self.leader else None
-        self.assigned: Assignment | None = None  # taken in the latest `serve`: the time to take a reference
-        self.leaving = False  # nothing is sent any more
-        self.call_s = math.inf  # time from call to call, as of late
-        self.counts: Counter[str] = Counter()
-        self._calls, self._reported_s = 0, 0.0  # since the last report
-        compression = compression if compression is not None else Compression()
-        self._packer = Packer(wiring.part_nbytes, checksum=wiring.checksum, compression=compression)
-        self._packed: dict[int, list[Bytes]] = {}  # this call's snapshot, by round
-        if compression.name:  # a replay needs it
-            comm.record.event("transport", compression=compression.name)
-
-    def _new_coordinator(self) -> Coordinator:
-        return Coordinator(
-            self.comm.Get_size(), self.rules, self.comm.rng("donors"), deadline=self.wiring.new_deadline(),
-            quorum=self.wiring.quorum, cooldown=self.cooldown,
-        )  # fmt: skip
-
-    def report(self, iteration: int, metric: float, *, expired: bool) -> None:
-        """Tell the coordinator this rank's metric of the round `iteration`."""
-        self.mailbox.reap()
-        self._pace(self.comm.clock.now())
-        settled = self.inbox.settled
-        message = Message(Kind.REPORT, iteration, iteration, value=metric, settled=settled, expired=expired)
-        self.tell_leader(message)
-
-    def tell_leader(self, message: Message) -> None:
-        """Send to the coordinating rank; if it is known to be dead, to the next one, which takes over its part."""
-        size = self.comm.Get_size()
-        for _ in range(size):
-            if self.mailbox.send(self.leader, encode(message)):
-                return
-            self.leader = (self.leader + 1) % size
-
-    def _pace(self, now_s: float) -> None:
-        """Learn the time from call to call, from report to report."""
-        if self._calls:
-            self.call_s = (now_s - self._reported_s) / self._calls
-        self._reported_s, self._calls = now_s, 0
-
-    def serve(
-        self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-    ) -> Outcome | None:
-        """Handle all that has arrived; return this rank's replacement if it is ready to be carried out."""
-        self.assigned = None
-        self._calls += 1
-        arrived = self.mailbox.poll()
-        if not (arrived or self.inbox.waiting or (self.coordinator and self.coordinator.waiting)):
-            return None
-        now_s = self.comm.clock.now()
-        self._packed.clear()
-        while True:
-            for source, buffer in arrived:
-                self._handle(source, buffer, (now_s, iteration), (model, optimizer))
-            self._coordinate(iteration, now_s)
-            arrived = self.mailbox.own()  # what this rank's roles have just told each other
-            if not arrived:
-                break
-        return self.inbox.outcome(now_s)
-
-    def _handle(
-        self, source: int, buffer: Bytes, when: tuple[float, int],
-        whose: tuple[torch.nn.Module, torch.optim.Optimizer],
-    ) -> None:  # fmt: skip
-        now_s, iteration = when
+    # ---------------------------------------------------------------------------------------------- receiving
+    def poll(self) -> list[tuple[int, Message]]:
+        """Return (source, message) for everything that has arrived; never waits, one probe if there is nothing."""
+        arrived = self.from_self()
+        complete = self._finished() if self._receives else []
         try:
-            message = decode(buffer)
-            if message.kind == Kind.FETCH and not self.leaving:
-                self._give(source, message.round, iteration, whose)
-            elif message.kind == Kind.SNAPSHOT:
-                self.inbox.part(source, message, now_s)
-            elif message.kind == Kind.ASSIGN and not self.leaving:
-                self.mailbox.room = allocator_for(model_device(whose[0]))
-                self._ask(assignment_of(message), now_s, iteration)
-            elif message.kind == Kind.REPORT:
-                self._reported(source, message, now_s)
-            elif self.coordinator and message.kind == Kind.LEAVE:
-                self.coordinator.leave(source)
-        except Unreadable:
-            self.counts["unreadable"] += 1
-
-    def _reported(self, source: int, message: Message, now_s: float) -> None:
-        if self.coordinator is None:
-            if self.leaving:
-                return
-            self.coordinator = (
-                self._new_coordinator()
-            )  # the ranks before this one are dead: it is the leader now
-        report = Report(source, message.value, message.expired)
-        self.coordinator.report(message.round, report, now_s, message.settled)
-
-    def _give(
-        self, replaced: int, round_: int, iteration: int, whose: tuple[torch.nn.Module, torch.optim.Optimizer]
-    ) -> None:
-        messages = self._packed.get(round_)
-        if messages is None:
-            live = collect(*whose, self.travels)
-            messages = self._packed[round_] = self._packer.pack(live, round_, iteration, busy=self._busy)
-        for message in messages:
-            self.mailbox.send(replaced, message)
-
-    def _busy(self, memory: Bytes) -> bool:
-        """Return whether a snapshot is being sent from this memory, or may be in this call."""
-        mine = (message for messages in self._packed.values() for message in messages)
-        return self.mailbox.sending(memory) or any(memory is message for message in mine)
-
-    def _ask(self, assignment: Assignment, now_s: float, iteration: int) -> None:
-        if self.inbox.assign(assignment, now_s):
-            self.assigned = assignment
-            for donor in assignment.donors:
-                self.mailbox.send(donor, encode(Message(Kind.FETCH, assignment.round, iteration)))
-
-    def _coordinate(self, iteration: int, now_s: float) -> None:
-        if self.coordinator is None or not self.coordinator.waiting:
-            return
-        for decision in self.coordinator.due(now_s):
-            for rank, assignment in decision.assignments.items():
-                self.mailbox.send(rank, encode(assign_message(assignment, iteration)))
-            self._record(decision)
-
-    def _record(self, decision: Decision) -> None:
-        world = self.comm.Get_group().members
-        self.comm.record.event(
-            "decision",
-            round=decision.round,
-            replaced=[world[rank] for rank in sorted(decision.assignments)],
-            reported=decision.reported,
-            low=decision.low,
-            high=decision.high,
-        )
-
-    def unpack(self, outcome: Outcome, device: torch.device = CPU) -> dict[int, dict[str, torch.Tensor]]:
-        """Return the tensors of each donor whose snapshot is whole and can be read, on the device of who needs them."""
-        unpacked = {}
-        for donor, parts in outcome.given.items():
+            while self._probe(ANY_SOURCE, self.tag, self._status):
+                self._take(complete)
+        except RankFailed as error:
+            # On ULFM one dead rank spoils every probe of ANY_SOURCE until its failure is acknowledged.
+            self._note_failure(error)
+            if self.comm.capabilities().survives:
+                self._any.Ack_failed()
+        for source, buffer in complete:
             try:
-                unpacked[donor] = self._packer.unpack(parts, device)
-            except Unreadable:
-                self.counts["unreadable"] += 1
-        return unpacked
+                message = decode(buffer, self.channel)
+            except Unreadable as error:
+                self.counts["foreign" if isinstance(error, Foreign) else "unreadable"] += 1
+            else:
+                self.counts["damaged"] += message.damaged
+                arrived.append((source, message))
+        return arrived
 
-    def tally(self) -> Counter[str]:
-        """Return all counters of this rank's side of the protocol."""
-        total = self.counts + self.mailbox.counts + self.inbox.counts
-        return total + self.coordinator.counts if self.coordinator else total
+    def from_self(self) -> list[tuple[int, Message]]:
+        """Return what this rank has sent to itself."""
+        return [(self.rank, self._to_self.popleft()) for _ in range(len(self._to_self))]
 
+    def _take(self, complete: list[tuple[int, Bytes]]) -> None:
+        """Receive the message that was probed, or begin to.
 
-PATIENCE_CALLS = 4  # others answer once a call
-PATIENCE_POLLS = 10
+        A small message is often complete before a large one that the same rank sent earlier. It waits for that one:
+        the protocols above rely on MPI's promise that messages do not overtake each other.
+        """
+        source, nbytes = self._status.Get_source(), self._status.Get_count()
+        self.counts["bytes_received"] += nbytes
+        self.received += 1
+        if nbytes <= AT_ONCE_NBYTES:
+            receive = _Receive(source, _new_buffer(nbytes), None)
+            self.comm.Recv(receive.buffer, source, self.tag)
+        else:
+            buffer = self.allocate(nbytes)
+            receive = _Receive(source, buffer, self.comm.Irecv(buffer, source, self.tag))
+        if any(earlier.source == source for earlier in self._receives) or not self._is_complete(receive):
+            self._receives.append(receive)
+        elif receive.buffer.size:
+            complete.append((source, receive.buffer))
 
+    def _finished(self) -> list[tuple[int, Bytes]]:
+        """Return those receives that are complete, but none before an earlier one of the same source."""
+        complete: list[tuple[int, Bytes]] = []
+        incomplete: list[_Receive] = []
+        held: set[int] = set()  # sources with an earlier message under way
+        for receive in self._receives:
+            if receive.source in held or not self._is_complete(receive):
+                held.add(receive.source)
+                incomplete.append(receive)
+            elif receive.buffer.size:
+                complete.append((receive.source, receive.buffer))
+        self._receives = incomplete
+        return complete
 
-class ShutdownDrain:
-    """One rank's way out. `iteration`, `model` and `optimizer` are the latest, for those who still ask for them."""
+    def _is_complete(self, receive: _Receive) -> bool:
+        return receive.request is None or self._has_ended(receive, receive.request.Test)
 
-    def __init__(
-        self, exchange: Exchange, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self.exchange, self._latest = exchange, (iteration, model, optimizer)
-        self._clock, self._wiring = exchange.comm.clock, exchange.wiring
-
-    def __call__(self) -> bool:
-        """Leave; return whether nothing was left behind."""
-        exchange = self.exchange
-        end_s = self._clock.now() + self._wiring.shutdown_timeout_s
+    def _has_ended(self, receive: _Receive, call: Callable[[], bool]) -> bool:
+        """Return whether a receive is over, as `call` of its request says."""
         try:
-            exchange.tell_leader(Message(Kind.LEAVE, self._latest[0], self._latest[0]))
-            self._finish(min(end_s, self._clock.now() + PATIENCE_CALLS * exchange.call_s))
-            while exchange.coordinator and not self._alone() and self._clock.now() < end_s:
-                self._rest()
-            exchange.coordinator, exchange.leaving = None, True
-            return self._receive(self._expected(end_s), end_s)
-        except (RankFailed, Revoked, Timeout):
-            return False
-
-    def _alone(self) -> bool:
-        """Whether all others have said goodbye to this coordinating rank, or have died."""
-        coordinator = self.exchange.coordinator
-        assert coordinator is not None
-        for rank in () if coordinator.alone else self.exchange.mailbox.dead():
-            coordinator.leave(rank)
-        return coordinator.alone
-
-    def _rest(self) -> None:
-        self.exchange.serve(*self._latest)
-        self._clock.sleep(self._wiring.poll_interval_s)
-
-    def _finish(self, end_s: float) -> None:
-        """Let donors answer that were asked; the result is too late to be of use."""
-        while self.exchange.inbox.waiting and self._clock.now() < end_s:
-            self._rest()
-        self.exchange.inbox.give_up()
-
-    def _expected(self, end_s: float) -> int:
-        """Return how many messages were sent to this rank, once all ranks have come to say so."""
-        comm = self.exchange.comm
-        with self._clock.deadline(max(end_s - self._clock.now(), 1e-3)):
-            # Few are sent to by each: a vector of all ranks on every rank would be the largest thing a rank holds.
-            sent = comm.gather(dict(self.exchange.mailbox.sent), root=0)
-            expected = comm.scatter(None if sent is None else _by_receiver(sent), root=0)
-        return int(expected)
-
-    def _receive(self, expected: int, end_s: float) -> bool:
-        """Receive what is still missing; what does not come while nothing moves, or in all the time left, is lost."""
-        box, patience_s = self.exchange.mailbox, PATIENCE_POLLS * self._wiring.poll_interval_s
-        moved_s, before = self._clock.now(), -1
-        end_s = max(end_s, moved_s + patience_s)
-        while not (box.reap() and box.received >= expected and not box.unfinished):
-            now_s = self._clock.now()
-            if box.received != before:
-                moved_s, before = now_s, box.received
-            elif now_s > end_s or (now_s > moved_s + patience_s and not box.unfinished):
+            if not call():
                 return False
-            self._rest()
+        except RankFailed as error:  # it died while sending: nothing of this message will be used
+            self._note_failure(error)
+            receive.buffer = receive.buffer[:0]
+        receive.request = None
         return True
 
+    def _note_failure(self, error: RankFailed) -> None:
+        self.failed.update(error.ranks)
+        self.counts["peer failed"] += 1
 
-def _by_receiver(sent: Sequence[Mapping[int, int]]) -> list[int]:
-    """Return how many messages were sent to each rank, from how many each has sent to whom."""
-    total: Counter[int] = Counter()
-    for each in sent:
-        total.update(each)
-    return [total[rank] for rank in range(len(sent))]
+    def wait(self, seconds: float) -> None:
+        """Return as soon as a message has arrived, or after `seconds`."""
+        if seconds <= 0 or self._to_self:
+            return
+        try:
+            if self._receives:
+                self._wait_for(self._receives[0], min(seconds, SLICE_S))
+            elif self.failed:  # a wait for any rank would end at once: some of them will never write
+                self.comm.clock.sleep(min(seconds, PAUSE_S))
+            else:
+                with self.comm.clock.deadline(seconds):
+                    self._any.Probe(ANY_SOURCE, self.tag)
+        except Timeout:
+            pass
+        except RankFailed as error:
+            self._note_failure(error)
+
+    def _wait_for(self, receive: _Receive, seconds: float) -> None:
+        if receive.request is not None:
+            with self.comm.clock.deadline(seconds):
+                self._has_ended(receive, receive.request.Wait)
+
+    def look_for_failed(self) -> set[int]:
+        """Return `failed`, with those that died without any message to or from them; costs a call of the backend."""
+        if self.comm.capabilities().survives:  # elsewhere the job ends with the first death
+            failed = self._any.Get_failed()
+            if failed.Get_size():
+                ranks = failed.Translate_ranks(None, self.comm.Get_group())
+                self.failed.update(rank for rank in ranks if rank >= 0)
+        return self.failed
+
+
+class EngineOwner(Protocol):
+    """What a progress engine calls."""
+
+    def advance(self, arrived: list[tuple[int, Message]], now_s: float, dead: set[int]) -> None:
+        """Take what has arrived and do what is due; `dead` ranks are newly known to be so."""
+
+    def wake_s(self) -> float:
+        """Return when `advance` is next needed, even if nothing arrives; −∞ if there is more to do at once."""
+
+
+class ProgressEngine:
+    """Makes progress for one owner on one endpoint.
+
+    While a rank computes, neither MPI nor a virtual rank handles its messages: a protocol advances only when it is
+    polled. There is one engine so that all protocols poll alike, whether the rank's program calls them, waits in
+    `drive`, or leaves it to a background task. If two tasks try at once, the lock lets one in, and the other returns:
+    a caller that waited for the lock would block its training loop for as long as the other one averages.
+
+    Args:
+        endpoint: where messages come from.
+        owner: what they are handed to.
+        lock: held while the owner is called; by default the engine's own.
+        poll_interval_s: seconds between two attempts while another task holds the lock or makes the progress.
+        background_wait_s: the longest wait of the background task.
+        death_check_s: seconds between looks for ranks that died silently; by default there are none.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, owner: EngineOwner, *, lock: Lock | None = None, poll_interval_s: float = PAUSE_S,
+        background_wait_s: float = 10 * PAUSE_S, death_check_s: float = math.inf,
+    ) -> None:  # fmt: skip
+        self.endpoint, self.owner, self.poll_interval_s = endpoint, owner, poll_interval_s
+        self._clock = endpoint.comm.clock
+        self._lock = lock if lock is not None else Lock()
+        self._background_wait_s, self._death_check_s = background_wait_s, death_check_s
+        self._check_s = -math.inf if death_check_s < math.inf else math.inf
+        self._known_dead: set[int] = set()
+        self._task: Task | None = None
+        self._stopping, self._ready = False, False
+
+    def progress(self) -> bool:
+        """Handle all that has arrived and all that is due; never waits. False if another task holds the lock."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            arrived = self.endpoint.poll()
+            now_s = self._clock.now()
+            if now_s >= self._check_s:
+                self._check_s = now_s + self._death_check_s
+                self.endpoint.look_for_failed()
+            dead = self.endpoint.failed - self._known_dead
+            self._known_dead |= dead
+            self.owner.advance(arrived, now_s, dead)
+        finally:
+            self._lock.release()
+        return True
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep progress from being made: what the owner uses may be read and changed inside the block."""
+        while not self._lock.acquire(blocking=False):
+            self._clock.sleep(self.poll_interval_s)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def drive(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Make progress until `done()`, for `timeout_s` at most; return whether it is done."""
+        end_s = self._clock.now() + timeout_s
+        while True:
+            self.progress()
+            if done():
+                return True
+            now_s = self._clock.now()
+            if now_s >= end_s:
+                return False
+            left_s = min(end_s - now_s, LONGEST_WAIT_S)
+            if self._task is not None and self._task.alive:
+                self._clock.sleep(min(self.poll_interval_s, left_s))
+            else:
+                self._wait(now_s, left_s)
+
+    def _wait(self, now_s: float, most_s: float) -> None:
+        """Wait for a message or for what is due next; not at all if the owner has more to do at once."""
+        due_s = self.owner.wake_s()
+        if due_s > -math.inf:
+            self.endpoint.wait(min(max(due_s - now_s, LEAST_WAIT_S), most_s))
+
+    # ---------------------------------------------------------------------------------------------- background
+    def run_in_background(self) -> None:
+        """Make progress beside the rank's program until `stop`, or until the communicator ends. May be repeated."""
+        if self._task is None or not self._task.alive:
+            self._stopping, self._ready = False, False
+            self._task = self.endpoint.comm.background(self._go_on)
+
+    def await_ready(self, timeout_s: float) -> bool:
+        """Wait until the background has made progress once, at most `timeout_s`; return whether it has."""
+        end_s = self._clock.now() + timeout_s
+        while not self._ready and (left_s := end_s - self._clock.now()) > 0:
+            self._clock.sleep(min(self.poll_interval_s, left_s))
+        return self._ready
+
+    def _go_on(self) -> None:
+        try:
+            while not self._stopping:
+                if self.progress():
+                    self._ready = True
+                    self._wait(self._clock.now(), self._background_wait_s)
+                else:
+                    self._clock.sleep(self.poll_interval_s)
+        except WorldError:
+            # Revoked: the rank's program learns of it from its own next call, recovers, and makes a new engine.
+            self._stopping = True
+
+    def stop(self, timeout_s: float = 0.0) -> bool:
+        """End the background task, if there is one; return whether it ended in time. With no time it is not awaited."""
+        self._stopping = True
+        return self._task is None or timeout_s <= 0 or self._task.join(timeout_s)

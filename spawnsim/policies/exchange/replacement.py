@@ -74,7 +74,7 @@ class Packer:
         for index, layout in enumerate(self._parts):
             start = body_at(len(layout.text))
             array = self._memory(index, start + layout.nbytes, device, busy)
-            head = Message(Kind.SNAPSHOT, round_, iteration, index, len(self._parts), text=layout.text)
+            head = Message(Kind.SNAPSHOT, round_, iteration, index, len(self._parts), meta=layout.text)
             write_head(array, head)
             lay_out(layout, torch.from_numpy(array[start:]), encoded.sources, device)
             seal(array, len(layout.text), body=self._checksum)
@@ -94,9 +94,9 @@ class Packer:
         """
         tensors: Tensors = {}
         for part in parts:
-            layout = self._known.get(part.text)
+            layout = self._known.get(part.meta)
             if layout is None:
-                layout = self._known[part.text] = Layout.parse(part.text)
+                layout = self._known[part.meta] = Layout.parse(part.meta)
             if part.body.size != layout.nbytes:
                 raise Unreadable(f"a part of {part.body.size} bytes that describes {layout.nbytes}")
             tensors.update(laid_out(layout, torch.from_numpy(part.body), device))

@@ -158,7 +158,7 @@ def test_a_snapshot_comes_back_bit_for_bit(limit: int) -> None:
     got = Packer(limit).unpack(messages)
     assert all(torch.equal(got[name], tensor) for name, tensor in before.items())
     assert len(messages) == messages[0].parts
-    assert {(message.round, message.iteration) for message in messages} == {(3, 17)}
+    assert {(message.number, message.iteration) for message in messages} == {(3, 17)}
 
 
 def test_a_part_of_the_wrong_size_is_unreadable() -> None:

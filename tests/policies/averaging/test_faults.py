@@ -15,7 +15,7 @@ import torch
 
 import spawnsim
 from spawnsim.policies.averaging import Cancelled, DecentralizedAverager, Everyone
-from spawnsim.policies.averaging.messages import Kind, Message
+from spawnsim.policies.exchange.messages import Kind, Message
 
 RANKS, VICTIM, LENGTH = 5, 2, 4000
 SENDER_S, REDUCER_S = 1.0, 3.0
@@ -23,21 +23,23 @@ results: dict[int, Any] = {}  # what the steps of the last play came to
 
 
 class Faulty(DecentralizedAverager):
-    """Logs when it sends what, and calls `strike` before the n-th word of a kind, which is lost if that says so."""
+    """Logs when it sends what, and calls `strike` before the n-th message of a kind, which is lost if that says so."""
 
     def tamper(self, kind: Kind | None, number: int, strike: Callable[[], Any]) -> list[tuple[float, Kind]]:
         log: list[tuple[float, Kind]] = []
-        send = self.engine.post.send
+        send = self.endpoint.send
 
-        def logged(rank: int, word: Message) -> None:
+        def logged(rank: int, message: Message) -> None:
             lost = (
-                word.kind is kind and sum(each is kind for _, each in log) == number and strike() == "lose it"
+                message.kind is kind
+                and sum(each is kind for _, each in log) == number
+                and strike() == "lose it"
             )
-            log.append((self.comm.clock.now(), word.kind))
+            log.append((self.comm.clock.now(), message.kind))
             if not lost:
-                send(rank, word)
+                send(rank, message)
 
-        self.engine.post.send = logged  # type: ignore[method-assign]
+        self.endpoint.send = logged  # type: ignore[method-assign]
         return log
 
 
@@ -81,7 +83,7 @@ def undisturbed() -> Any:
 
 
 def moments(kind: Kind) -> list[float]:
-    """Return when the victim sends words of a kind if nothing goes wrong."""
+    """Return when the victim sends messages of a kind if nothing goes wrong."""
     return [time_s for time_s, each in undisturbed()[3] if each is kind]
 
 

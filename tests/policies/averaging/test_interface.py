@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from groups.averagers import averager_of, play
+from policies.averaging.averagers import averager_of, play
 
 from spawnsim.errors import ParameterError, Timeout, UsageError
 from spawnsim.policies.averaging import AveragingFailed, DecentralizedAverager, Stage
@@ -184,7 +184,7 @@ def test_run_in_background() -> None:
     def main(comm: Any) -> None:
         ready = averager_of(comm)
         assert ready.run_in_background(await_ready=True, timeout=1.0) is None
-        assert ready.engine._began
+        assert ready.engine._ready
         ready.run_in_background(await_ready=False)
         late = averager_of(comm, prefix="u")
         late.engine._go_on = lambda: comm.clock.sleep(3.0)  # type: ignore[method-assign]

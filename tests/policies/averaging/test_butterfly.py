@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from support.effort import tried
 
 from spawnsim.policies.averaging.butterfly import Butterfly, Group, Limits, Member, Role
-from spawnsim.policies.averaging.messages import Kind
 from spawnsim.policies.averaging.vector import Vector, average
+from spawnsim.policies.exchange.messages import Kind
 from spawnsim.policies.state.codecs import NAMED, Codec
 
 SHAPES = ((33,), (5, 3), (), (2, 2, 2))
@@ -48,16 +48,16 @@ class Ring:
         self.vectors, self.mute, self.now_s = vectors, set[int](), 0.0
 
     def deliver(self) -> None:
-        """Deliver all words."""
+        """Deliver all messages."""
         moved = True
         while moved:
             moved = False
             for rank, member in enumerate(self.members):
                 while member.out:
-                    dest, word = member.out.popleft()
+                    dest, message = member.out.popleft()
                     moved = True
                     if rank not in self.mute and dest not in self.mute:
-                        self.members[dest].handle(rank, word, self.now_s)
+                        self.members[dest].handle(rank, message, self.now_s)
 
     def run(self) -> None:
         """Let everyone send all that it may, and deliver it, until nobody sends any more."""
@@ -215,11 +215,11 @@ def test_strangers_and_rubbish_are_refused() -> None:
     """They are counted and change nothing."""
     ring = Ring([Vector(tensors(rank)) for rank in range(2)])
     member = ring.members[0]
-    word = member._word(member.parts[1][0], 0)
-    member.handle(7, word, 0.0)
-    member.handle(1, replace(word, part=5), 0.0)
+    message = member._message(member.parts[1][0], 0)
+    member.handle(7, message, 0.0)
+    member.handle(1, replace(message, part=5), 0.0)
     ring.run()
-    member.handle(1, word, 0.0)
+    member.handle(1, message, 0.0)
     assert (member.counts["strangers"], member.counts["refused parts"]) == (1, 2)
     assert member.finished
 
@@ -232,12 +232,13 @@ def test_who_was_not_averaged_is_told_to_all() -> None:
     damaged = 0
     for member in ring.members:
         member.send_some(10**6, 0.0)
-    for dest, word in ring.members[3].out:
+    for dest, message in ring.members[3].out:
         if dest == 1 and not damaged:
             damaged = (
-                ring.members[1].reducer.parts[word.part].stop - ring.members[1].reducer.parts[word.part].start
+                ring.members[1].reducer.parts[message.part].stop
+                - ring.members[1].reducer.parts[message.part].start
             )
-            ring.members[1].handle(3, replace(word, body=word.body[:0], damaged=True), 0.0)
+            ring.members[1].handle(3, replace(message, body=message.body[:0], damaged=True), 0.0)
     ring.members[3].out = deque(
         item for item in ring.members[3].out if not (item[0] == 1 and item[1].part == 0)
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from groups.averagers import QUICK, averager_of, play
+from policies.averaging.averagers import QUICK, averager_of, play
 
 from spawnsim.policies.averaging import (
     CompressionInfo,

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from support.effort import tried
 
 from spawnsim.policies.averaging.butterfly import Member
-from spawnsim.policies.averaging.grouping import DirectoryClient, DirectoryShard, Entry, keepers
-from spawnsim.policies.averaging.matchmaking import Search, SearchTerms
-from spawnsim.policies.averaging.messages import Kind, Message, Reply
+from spawnsim.policies.averaging.grouping import DirectoryClient, DirectoryShard, replicas
+from spawnsim.policies.averaging.matchmaking import Reply, Search, SearchTerms
+from spawnsim.policies.exchange.messages import Kind, Message
 
 
 class Net:
-    """Searches that exchange words; each pair's words stay in order, pairs take turns at random."""
+    """Searches that exchange messages; each pair's messages stay in order, pairs take turns at random."""
 
     def __init__(
         self, places: dict[int, float], *, size: int | None, seed: int = 0, expires_s: float = 5.0
@@ -41,22 +41,22 @@ class Net:
     def collect(self) -> None:
         for rank, search in self.searches.items():
             while search.out:
-                dest, word = search.out.popleft()
-                self.wires.setdefault((rank, dest), deque()).append(word)
+                dest, message = search.out.popleft()
+                self.wires.setdefault((rank, dest), deque()).append(message)
 
     def run(self, now_s: float = 0.0) -> int:
-        """Deliver until nothing is under way; return how many words were delivered."""
+        """Deliver until nothing is under way; return how many messages were delivered."""
         for count in range(100_000):
             self.collect()
             busy = [pair for pair, wire in self.wires.items() if wire]
             if not busy:
                 return count
             source, dest = busy[self.rng.integers(len(busy))]
-            word = self.wires[source, dest].popleft()
-            if word.kind is Kind.ABSENT:
-                self.absent.add((source, word.number))
+            message = self.wires[source, dest].popleft()
+            if message.kind is Kind.ABSENT:
+                self.absent.add((source, message.number))
             elif dest in self.searches:
-                self.searches[dest].handle(source, word, now_s)
+                self.searches[dest].handle(source, message, now_s)
         pytest.fail("the searches never come to rest")
 
     def tick(self, now_s: float) -> None:
@@ -133,11 +133,11 @@ def test_all_find_each_other() -> None:
 
 def request(rank: int = 5, place: float = 9.0, key: str = "key", schema: int = 7) -> Message:
     """Return a join request."""
-    return Message(Kind.JOIN, 99, meta=((place, rank), key, schema, Member(rank)))
+    return Message(Kind.JOIN, 99, meta=((place, rank), key, schema, Member(rank).plain()))
 
 
 @pytest.mark.parametrize(
-    ("word", "reply"),
+    ("message", "reply"),
     [
         (request(), Reply.ACCEPTED),
         (request(key="other"), Reply.BAD_GROUP_KEY),
@@ -147,10 +147,10 @@ def request(rank: int = 5, place: float = 9.0, key: str = "key", schema: int = 7
         (Message(Kind.JOIN, 99, meta="?"), Reply.PROTOCOL_VIOLATION),
     ],
 )
-def test_replies(word: Message, reply: Reply) -> None:
+def test_replies(message: Message, reply: Reply) -> None:
     """A leader says why not."""
     [search] = Net({0: 5.0}, size=3).searches.values()
-    search.handle(5, word, 0.0)
+    search.handle(5, message, 0.0)
     assert search.out.pop()[1].part == reply
 
 
@@ -179,7 +179,7 @@ def test_a_group_is_formed_once() -> None:
     for rank in (5, 6, 7):
         search.handle(rank, request(rank), 0.0)
     assert search.group.ranks == (0, 5)
-    assert sum(word.kind is Kind.BEGIN for _, word in search.out) == 1
+    assert sum(message.kind is Kind.BEGIN for _, message in search.out) == 1
 
 
 def test_a_silent_leader_is_given_up() -> None:
@@ -188,10 +188,10 @@ def test_a_silent_leader_is_given_up() -> None:
     search.offer([(1.0, 1), (2.0, 2)], 0.0)
     first = search.out.popleft()[1]
     search.tick(3.0)
-    assert [(dest, word.kind) for dest, word in search.out] == [(1, Kind.LEAVE), (2, Kind.JOIN)]
+    assert [(dest, message.kind) for dest, message in search.out] == [(1, Kind.LEAVE), (2, Kind.JOIN)]
     search.out.clear()
-    search.handle(1, Message(Kind.REPLY, first.number, Reply.ACCEPTED, meta=9.0), 3.1)
-    assert [(dest, word.kind) for dest, word in search.out] == [(1, Kind.LEAVE)]
+    search.handle(1, Message(Kind.REPLY, first.number, part=Reply.ACCEPTED, meta=9.0), 3.1)
+    assert [(dest, message.kind) for dest, message in search.out] == [(1, Kind.LEAVE)]
 
 
 def test_a_follower_sends_its_own_followers_on() -> None:
@@ -208,8 +208,8 @@ def test_a_follower_sends_its_own_followers_on() -> None:
 def declare(
     shard: DirectoryShard, rank: int, place: float, now_s: float = 0.0, until_s: float = 9.0
 ) -> list[tuple[int, Message]]:
-    """Declare, and return what the keeper sends."""
-    return shard.handle(rank, Message(Kind.DECLARE, 0, 1, meta=("k", Entry(rank, place, until_s))), now_s)
+    """Declare, and return what the replica sends."""
+    return shard.handle(rank, Message(Kind.DECLARE, 0, part=1, meta=("k", (rank, place, until_s))), now_s)
 
 
 def test_declare_renew_leave() -> None:
@@ -221,7 +221,7 @@ def test_declare_renew_leave() -> None:
     assert [entry.rank for entry in shard.find("k", 4.0)] == [3]
     declare(shard, 3, 8.0)
     assert shard.find("k", 4.0)[0].place == 8.0
-    shard.handle(3, Message(Kind.DECLARE, 0, 0, meta=("k", False)), 4.0)
+    shard.handle(3, Message(Kind.DECLARE, 0, meta=("k", False)), 4.0)
     assert shard.find("k", 4.0) == shard.find("unknown", 4.0) == []
     assert len(shard) == 0
 
@@ -234,14 +234,14 @@ def test_news_of_an_earlier_place() -> None:
     assert [dest for dest, _ in declare(shard, 5, 1.0)] == [3, 4, 5]
 
 
-def test_a_silent_keeper_is_replaced() -> None:
+def test_a_silent_replica_is_replaced() -> None:
     """After the time-out the asker declares to another one, and trusts it again when it answers."""
     asker = DirectoryClient(0, 50, 3.0)
     first = [dest for dest, _ in asker.ask("k", 0.0)]
-    assert first == keepers("k", 50)
-    asker.handle(first[0], Message(Kind.LISTED, 0, meta=("k", [Entry(7, 1.0, 9.0)])))
+    assert first == replicas("k", 50)
+    asker.handle(first[0], Message(Kind.LISTED, 0, meta=("k", [(7, 1.0, 9.0)])))
     assert [entry.rank for entry in asker.known("k", 0.0)] == [7]
     assert asker.tick(3.0) == {"k"}
-    assert [dest for dest, _ in asker.ask("k", 3.0)] == keepers("k", 50, {first[1]})
+    assert [dest for dest, _ in asker.ask("k", 3.0)] == replicas("k", 50, {first[1]})
     asker.handle(first[1], Message(Kind.LISTED, 0, meta=("k", [])))
     assert not asker.suspects

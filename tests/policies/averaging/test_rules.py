@@ -12,7 +12,7 @@ from support.effort import tried
 from spawnsim.errors import ParameterError
 from spawnsim.policies.averaging import Everyone, Exponential, Grid, Pairs, RandomGroups
 from spawnsim.policies.averaging.gossip import partner, tree
-from spawnsim.policies.averaging.grouping import keepers, next_bits
+from spawnsim.policies.averaging.grouping import next_bits, replicas
 from spawnsim.policies.averaging.vector import element_counts, fractions, slowest_time, whole_shares
 
 RULES = [
@@ -87,10 +87,10 @@ def test_pairs_meet_everyone_in_the_other_half() -> None:
 
 # --------------------------------------------------------------------------------------------------------- keys
 @given(st.text(max_size=8), st.integers(1, 300), st.sets(st.integers(0, 299), max_size=5))
-def test_a_key_has_two_keepers_that_are_no_suspects(key: str, size: int, suspects: set[int]) -> None:
+def test_a_key_has_two_replicas_that_are_not_suspects(key: str, size: int, suspects: set[int]) -> None:
     """The same for all who ask; in a world of suspects, suspects are asked."""
-    found = keepers(key, size, suspects)
-    assert found == keepers(key, size, suspects)
+    found = replicas(key, size, suspects)
+    assert found == replicas(key, size, suspects)
     assert len(set(found)) == len(found) <= 2
     if size > 20:
         assert not suspects.intersection(found)

@@ -143,8 +143,8 @@ def test_allreduce_protocol(
         for rank, machine in enumerate(machines):
             machine.send_some(4, 0.0)
             while machine.out:
-                dest, word = machine.out.popleft()
-                machines[dest].handle(rank, word, 0.0)
+                dest, message = machine.out.popleft()
+                machines[dest].handle(rank, message, 0.0)
                 moved += 1
         assert moved or all(machine.finished for machine in machines)
     for machine in machines:

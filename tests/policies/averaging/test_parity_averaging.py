@@ -20,8 +20,8 @@ import spawnsim
 from spawnsim.errors import ParameterError
 from spawnsim.policies.averaging import AveragingFailed, DecentralizedAverager, Stage
 from spawnsim.policies.averaging.grouping import DirectoryClient, DirectoryShard, Entry, group_key
-from spawnsim.policies.averaging.messages import Kind, Message, Outgoing
 from spawnsim.policies.averaging.vector import element_counts
+from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
 
 QUICK = {"min_matchmaking_time": 0.5, "request_timeout": 0.3, "start": True}
 
@@ -356,32 +356,32 @@ class Faulty(DecentralizedAverager):
 
     def tamper(self, fault: Fault) -> None:
         """Commit a fault from now on."""
-        self.told: Counter[int] = Counter()  # words by destination, of the kind that fails
+        self.told: Counter[int] = Counter()  # messages by destination, of the kind that fails
 
-        def fails(rank: int, word: Message) -> bool:
+        def fails(rank: int, message: Message) -> bool:
             if fault is Fault.FAIL_BEFORE:
-                return word.kind in (Kind.PART, Kind.DELTA)
-            if fault in SENDING and word.kind is Kind.PART and rank == LAST:
+                return message.kind in (Kind.PART, Kind.DELTA)
+            if fault in SENDING and message.kind is Kind.PART and rank == LAST:
                 self.told[rank] += 1
                 return self.told[rank] > 1
-            if fault in REDUCING and word.kind is Kind.DELTA:
+            if fault in REDUCING and message.kind is Kind.DELTA:
                 self.told[rank] += 1
                 return self.told[rank] > 3
             return False
 
-        send = self.engine.post.send
+        send = self.endpoint.send
 
-        def late(rank: int, word: Message) -> None:
+        def late(rank: int, message: Message) -> None:
             self.comm.clock.sleep(10.0)
-            send(rank, word)
+            send(rank, message)
 
-        def tampered(rank: int, word: Message) -> None:
-            if not fails(rank, word):
-                send(rank, word)
+        def tampered(rank: int, message: Message) -> None:
+            if not fails(rank, message):
+                send(rank, message)
             elif fault in (Fault.SLOW_SENDING, Fault.SLOW_REDUCING):
-                self.comm.background(partial(late, rank, word))
+                self.comm.background(partial(late, rank, message))
 
-        self.engine.post.send = tampered  # type: ignore[method-assign]
+        self.endpoint.send = tampered  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -438,20 +438,20 @@ def test_fault_tolerance(first: Fault, second: Fault) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- keys
 class Declarations:
-    """Twelve ranks' shards and askers; words are delivered at once, at the time that is set."""
+    """Twelve ranks' shards and askers; messages are delivered at once, at the time that is set."""
 
     def __init__(self, size: int = 12) -> None:
         self.now_s = 0.0
         self.shards = [DirectoryShard() for _ in range(size)]
         self.askers = [DirectoryClient(rank, size, 1.0) for rank in range(size)]
 
-    def deliver(self, source: int, words: list[Outgoing]) -> None:
-        """Hand words over, and what answers them."""
-        for dest, word in words:
-            if word.kind is Kind.DECLARE:
-                self.deliver(dest, self.shards[dest].handle(source, word, self.now_s))
+    def deliver(self, source: int, messages: list[Outgoing]) -> None:
+        """Hand messages over, and what answers them."""
+        for dest, message in messages:
+            if message.kind is Kind.DECLARE:
+                self.deliver(dest, self.shards[dest].handle(source, message, self.now_s))
             else:
-                self.askers[dest].handle(source, word)
+                self.askers[dest].handle(source, message)
 
     def declare(self, rank: int, key: str, until_s: float) -> None:
         """Declare that a rank looks for a group."""

@@ -18,7 +18,7 @@ from spawnsim.policies.base import blank_info
 from spawnsim.policies.decentralized import DecentralizedAveragingPolicy
 from spawnsim.policies.state.layout import Travels
 
-STUDY = Path(__file__).parents[2] / "studies" / "groups.py"
+STUDY = Path(__file__).parents[3] / "studies" / "groups.py"
 
 
 def world(main: Callable[[Any], Any], ranks: int, **circumstances: Any) -> dict[int, Any]:

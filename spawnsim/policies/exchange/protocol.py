@@ -1,0 +1,276 @@
+"""One rank's side of the replacement protocol on one communicator: state machines on an endpoint, and the shutdown.
+
+Every call does what can be done and returns; only `ShutdownDrain` waits, within `shutdown_timeout_s`. Progress is made
+in the policy's own calls alone, once per training step, because a snapshot must be taken between two steps; so there
+is no progress engine here. If the coordinating rank dies, the next one takes its place. What a decision does to a
+model is the policy's business.
+
+MPI does not allow messages that are never received (MPICH kills such a job when it finalizes). So at the end rank 0
+adds up what each rank has sent to each, after which none sends any more, and each stays until it has received its
+share. The coordinator goes on deciding for those who still train, until all others have left or are known to be dead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from spawnsim.comm import Comm
+from spawnsim.errors import RankFailed, Revoked, Timeout
+from spawnsim.policies.exchange.coordinator import Coordinator, Inbox, Outcome, Wiring
+from spawnsim.policies.exchange.endpoint import Endpoint
+from spawnsim.policies.exchange.messages import (
+    Bytes,
+    Kind,
+    Message,
+    Unreadable,
+    assign_message,
+    assignment_of,
+)
+from spawnsim.policies.exchange.replacement import Packer
+from spawnsim.policies.rules.donors import Assignment, Decision, Rules
+from spawnsim.policies.rules.selection import Report
+from spawnsim.policies.state.arithmetic import CPU
+from spawnsim.policies.state.layout import Travels, collect
+from spawnsim.policies.state.snapshot import Compression, allocator_for, model_device
+
+
+class Exchange:
+    """One rank's side of the protocol; on the coordinating rank, the coordinator's as well."""
+
+    def __init__(
+        self, comm: Comm, rules: Rules, wiring: Wiring, *, travels: Travels, cooldown: int,
+        compression: Compression | None = None,
+    ) -> None:  # fmt: skip
+        self.comm, self.wiring, self.travels = comm, wiring, travels
+        self.rules, self.cooldown = rules, cooldown
+        self.endpoint = Endpoint(comm, wiring.tag, tracked=True)
+        self.inbox = Inbox(wiring.new_deadline())
+        self.leader = min(wiring.coordinator, comm.Get_size() - 1)  # after recoveries groups are smaller
+        self.coordinator = self._new_coordinator() if comm.Get_rank() == self.leader else None
+        self.assigned: Assignment | None = None  # taken in the latest `serve`: the time to take a reference
+        self.leaving = False  # nothing is sent any more
+        self.call_s = math.inf  # time from call to call, as of late
+        self.counts: Counter[str] = Counter()
+        self._calls, self._reported_s = 0, 0.0  # since the last report
+        compression = compression if compression is not None else Compression()
+        self._packer = Packer(wiring.part_nbytes, checksum=wiring.checksum, compression=compression)
+        self._packed: dict[int, list[Bytes]] = {}  # this call's snapshot, by round
+        if compression.name:  # a replay needs it
+            comm.record.event("transport", compression=compression.name)
+
+    def _new_coordinator(self) -> Coordinator:
+        return Coordinator(
+            self.comm.Get_size(), self.rules, self.comm.rng("donors"), deadline=self.wiring.new_deadline(),
+            quorum=self.wiring.quorum, cooldown=self.cooldown,
+        )  # fmt: skip
+
+    def report(self, iteration: int, metric: float, *, expired: bool) -> None:
+        """Tell the coordinator this rank's metric of the round `iteration`."""
+        self.endpoint.reap()
+        self._pace(self.comm.clock.now())
+        settled = self.inbox.settled
+        message = Message(Kind.REPORT, iteration, iteration, value=metric, settled=settled, expired=expired)
+        self.tell_leader(message)
+
+    def tell_leader(self, message: Message) -> None:
+        """Send to the coordinating rank; if it is known to be dead, to the next one, which takes over its part."""
+        size = self.comm.Get_size()
+        for _ in range(size):
+            if self.endpoint.send(self.leader, message):
+                return
+            self.leader = (self.leader + 1) % size
+
+    def _pace(self, now_s: float) -> None:
+        """Learn the time from call to call, from report to report."""
+        if self._calls:
+            self.call_s = (now_s - self._reported_s) / self._calls
+        self._reported_s, self._calls = now_s, 0
+
+    def serve(
+        self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Outcome | None:
+        """Handle all that has arrived; return this rank's replacement if it is ready to be carried out."""
+        self.assigned = None
+        self._calls += 1
+        arrived = self.endpoint.poll()
+        if not (arrived or self.inbox.waiting or (self.coordinator and self.coordinator.waiting)):
+            return None
+        now_s = self.comm.clock.now()
+        self._packed.clear()
+        while True:
+            for source, message in arrived:
+                self._handle(source, message, (now_s, iteration), (model, optimizer))
+            self._coordinate(iteration, now_s)
+            arrived = self.endpoint.from_self()  # what this rank's roles have just told each other
+            if not arrived:
+                break
+        return self.inbox.outcome(now_s)
+
+    def _handle(
+        self, source: int, message: Message, when: tuple[float, int],
+        whose: tuple[torch.nn.Module, torch.optim.Optimizer],
+    ) -> None:  # fmt: skip
+        now_s, iteration = when
+        if message.damaged:  # every message with a body is useless without it here
+            self.counts["unreadable"] += 1
+            return
+        try:
+            if message.kind == Kind.FETCH and not self.leaving:
+                self._give(source, message.number, iteration, whose)
+            elif message.kind == Kind.SNAPSHOT:
+                self.inbox.part(source, message, now_s)
+            elif message.kind == Kind.ASSIGN and not self.leaving:
+                self.endpoint.allocate = allocator_for(model_device(whose[0]))
+                self._ask(assignment_of(message), now_s, iteration)
+            elif message.kind == Kind.REPORT:
+                self._reported(source, message, now_s)
+            elif self.coordinator and message.kind == Kind.LEAVE:
+                self.coordinator.leave(source)
+        except Unreadable:
+            self.counts["unreadable"] += 1
+
+    def _reported(self, source: int, message: Message, now_s: float) -> None:
+        if self.coordinator is None:
+            if self.leaving:
+                return
+            self.coordinator = (
+                self._new_coordinator()
+            )  # the ranks before this one are dead: it is the leader now
+        report = Report(source, message.value, message.expired)
+        self.coordinator.report(message.number, report, now_s, message.settled)
+
+    def _give(
+        self, replaced: int, round_: int, iteration: int, whose: tuple[torch.nn.Module, torch.optim.Optimizer]
+    ) -> None:
+        messages = self._packed.get(round_)
+        if messages is None:
+            live = collect(*whose, self.travels)
+            messages = self._packed[round_] = self._packer.pack(live, round_, iteration, busy=self._busy)
+        for message in messages:
+            self.endpoint.send_packed(replaced, message)
+
+    def _busy(self, memory: Bytes) -> bool:
+        """Return whether a snapshot is being sent from this memory, or may be in this call."""
+        mine = (message for messages in self._packed.values() for message in messages)
+        return self.endpoint.is_sending(memory) or any(memory is message for message in mine)
+
+    def _ask(self, assignment: Assignment, now_s: float, iteration: int) -> None:
+        if self.inbox.assign(assignment, now_s):
+            self.assigned = assignment
+            for donor in assignment.donors:
+                self.endpoint.send(donor, Message(Kind.FETCH, assignment.round, iteration))
+
+    def _coordinate(self, iteration: int, now_s: float) -> None:
+        if self.coordinator is None or not self.coordinator.waiting:
+            return
+        for decision in self.coordinator.due(now_s):
+            for rank, assignment in decision.assignments.items():
+                self.endpoint.send(rank, assign_message(assignment, iteration))
+            self._record(decision)
+
+    def _record(self, decision: Decision) -> None:
+        world = self.comm.Get_group().members
+        self.comm.record.event(
+            "decision",
+            round=decision.round,
+            replaced=[world[rank] for rank in sorted(decision.assignments)],
+            reported=decision.reported,
+            low=decision.low,
+            high=decision.high,
+        )
+
+    def unpack(self, outcome: Outcome, device: torch.device = CPU) -> dict[int, dict[str, torch.Tensor]]:
+        """Return the tensors of each donor whose snapshot is whole and can be read, on the given device."""
+        unpacked = {}
+        for donor, parts in outcome.given.items():
+            try:
+                unpacked[donor] = self._packer.unpack(parts, device)
+            except Unreadable:
+                self.counts["unreadable"] += 1
+        return unpacked
+
+    def tally(self) -> Counter[str]:
+        """Return all counters of this rank's side of the protocol."""
+        total = self.counts + self.endpoint.counts + self.inbox.counts
+        return total + self.coordinator.counts if self.coordinator else total
+
+
+PATIENCE_CALLS = 4  # others answer once a call
+PATIENCE_POLLS = 10
+
+
+class ShutdownDrain:
+    """One rank's shutdown. `iteration`, `model` and `optimizer` are the latest, for ranks that still ask for them."""
+
+    def __init__(
+        self, exchange: Exchange, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.exchange, self._latest = exchange, (iteration, model, optimizer)
+        self._clock, self._wiring = exchange.comm.clock, exchange.wiring
+
+    def __call__(self) -> bool:
+        """Leave; return whether nothing was left behind."""
+        exchange = self.exchange
+        end_s = self._clock.now() + self._wiring.shutdown_timeout_s
+        try:
+            exchange.tell_leader(Message(Kind.LEAVE, self._latest[0], self._latest[0]))
+            self._finish(min(end_s, self._clock.now() + PATIENCE_CALLS * exchange.call_s))
+            while exchange.coordinator and not self._alone() and self._clock.now() < end_s:
+                self._rest()
+            exchange.coordinator, exchange.leaving = None, True
+            return self._receive(self._expected(end_s), end_s)
+        except (RankFailed, Revoked, Timeout):
+            return False
+
+    def _alone(self) -> bool:
+        """Whether all others have said goodbye to this coordinating rank, or have died."""
+        coordinator = self.exchange.coordinator
+        assert coordinator is not None
+        for rank in () if coordinator.alone else self.exchange.endpoint.look_for_failed():
+            coordinator.leave(rank)
+        return coordinator.alone
+
+    def _rest(self) -> None:
+        self.exchange.serve(*self._latest)
+        self._clock.sleep(self._wiring.poll_interval_s)
+
+    def _finish(self, end_s: float) -> None:
+        """Let donors answer that were asked; the result is too late to be of use."""
+        while self.exchange.inbox.waiting and self._clock.now() < end_s:
+            self._rest()
+        self.exchange.inbox.give_up()
+
+    def _expected(self, end_s: float) -> int:
+        """Return how many messages were sent to this rank, once all ranks have come to say so."""
+        comm = self.exchange.comm
+        with self._clock.deadline(max(end_s - self._clock.now(), 1e-3)):
+            # Few are sent to by each: a vector of all ranks on every rank would be the largest thing a rank holds.
+            sent = comm.gather(dict(self.exchange.endpoint.sent), root=0)
+            expected = comm.scatter(None if sent is None else _by_receiver(sent), root=0)
+        return int(expected)
+
+    def _receive(self, expected: int, end_s: float) -> bool:
+        """Receive what is still missing; what does not come while nothing moves, or in all the time left, is lost."""
+        box, patience_s = self.exchange.endpoint, PATIENCE_POLLS * self._wiring.poll_interval_s
+        moved_s, before = self._clock.now(), -1
+        end_s = max(end_s, moved_s + patience_s)
+        while not (box.reap() and box.received >= expected and not box.unfinished):
+            now_s = self._clock.now()
+            if box.received != before:
+                moved_s, before = now_s, box.received
+            elif now_s > end_s or (now_s > moved_s + patience_s and not box.unfinished):
+                return False
+            self._rest()
+        return True
+
+
+def _by_receiver(sent: Sequence[Mapping[int, int]]) -> list[int]:
+    """Return how many messages were sent to each rank, from how many each rank has sent to each."""
+    total: Counter[int] = Counter()
+    for each in sent:
+        total.update(each)
+    return [total[rank] for rank in range(len(sent))]
