@@ -337,6 +337,6 @@ def test_the_missing_are_reminded_less_and_less_often() -> None:
         roster.reminded(now_s)
     assert np.diff(times).tolist() == [1, 2, 4, 8, 16, 32, 32]
     roster.note(1, 1, now_s)
-    roster.strike({1}, now_s)
+    roster.drop({1}, now_s)
     assert roster.remind_s == now_s + 1.0
     assert roster.missing(4, set()) == [1, 3]
