@@ -30,7 +30,7 @@ def reach(stage: str) -> None:
 
 
 reach("import")
-faulthandler.register(signal.SIGUSR2, all_threads=True)  # for whoever asks where a rank hangs
+faulthandler.register(signal.SIGUSR2, all_threads=True)  # to see where a rank hangs
 
 import torch  # noqa: E402
 

@@ -180,11 +180,11 @@ def main() -> None:
         return
     torch.cuda.set_device(gpu_of_rank(torch.cuda.device_count()))
     if here.launcher == "torchrun":
-        from spawnsim.real import torch as building
+        from spawnsim.real import torch as backend
     else:
-        from spawnsim.real import mpi as building  # type: ignore[no-redef]
-    comm = building.world()
-    with building.guarded(comm):
+        from spawnsim.real import mpi as backend  # type: ignore[no-redef]
+    comm = backend.world()
+    with backend.guarded(comm):
         measure(comm)
 
 

@@ -16,7 +16,7 @@ import pytest
 from support.crew import MEMBER, Crew, first
 from support.surviving import survive
 
-__all__ = ["survive"]  # fixtures of other rooms
+__all__ = ["survive"]  # fixtures that other files of tests share
 
 HEAD = """
 import os, sys, time
@@ -82,14 +82,14 @@ Crews = Callable[..., Crew]
 
 @pytest.fixture(scope="package")
 def crews(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
-    """Return ranks that stay until the folder's last test: `crews(n=2, building="torch")`; `line` starts others."""
+    """Return ranks that stay until the folder's last test: `crews(n=2, backend="torch")`; `line` starts others."""
     found: dict[tuple[str, ...], Crew] = {}
 
-    def get(*, n: int = 4, building: str = "mpi", line: tuple[str, ...] = ()) -> Crew:
+    def get(*, n: int = 4, backend: str = "mpi", line: tuple[str, ...] = ()) -> Crew:
         start = tuple(line) or (mpiexec(), "-n", str(n), sys.executable)
-        key = (building, *start)
+        key = (backend, *start)
         if key not in found or found[key].failed:
-            member, folder = MEMBER.format(building=building), tmp_path_factory.mktemp("crew")
+            member, folder = MEMBER.format(backend=backend), tmp_path_factory.mktemp("crew")
             found[key] = Crew(start, member, n=n, folder=folder, env=surroundings())
         return found[key]
 

@@ -105,7 +105,7 @@ def test_last_words_are_said_on_every_rank(job):
 
 
 def test_a_signal_to_one_rank_ends_the_job_with_one_line(job):
-    """A rank that is inside MPI runs no Python, and still the whole job ends at once, with its last words."""
+    """A rank that is inside MPI runs no Python, and still the whole job ends at once, and saves what it has."""
     found = job(
         program(
             "comm.runtime.on_abort(lambda text: os.write(1, f'{rank}: {text}\\n'.encode()))\n"

@@ -15,7 +15,7 @@ import torch
 from support.crew import first
 
 DEVICES = ["far", *["cuda"] * torch.cuda.is_available()]
-on_both_buildings = pytest.mark.parametrize("building", ["mpi", "torch"])
+on_both_backends = pytest.mark.parametrize("backend", ["mpi", "torch"])
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
 HEAD = f"""
@@ -78,16 +78,16 @@ Ranks = Callable[..., None]
 def gpu_ranks(crews: Callable[..., Any], request: pytest.FixtureRequest) -> Ranks:
     """Run a text as the body of `main(comm)` on two ranks whose tensors lie on a device, and see that it goes well."""
 
-    def run(text: str, options: str = "Options()", *, building: str = "mpi", world: str = "gpu") -> None:
-        crew = crews(n=4 if building == "mpi" else 2, building=building)
+    def run(text: str, options: str = "Options()", *, backend: str = "mpi", world: str = "gpu") -> None:
+        crew = crews(n=4 if backend == "mpi" else 2, backend=backend)
         chosen = f"DEVICE, OPTIONS, WORLD = {request.param!r}, {options}, {world!r}\n"
         crew.run(HEAD + chosen + READY + first(2) + DIRTY + textwrap.indent(textwrap.dedent(text), "    "))
 
     return run
 
 
-@on_both_buildings
-def test_a_receive_fills_what_has_come_and_no_more(gpu_ranks: Ranks, building: str) -> None:
+@on_both_backends
+def test_a_receive_fills_what_has_come_and_no_more(gpu_ranks: Ranks, backend: str) -> None:
     """A shorter message, none at all, and a part of the tensor leave the rest as it was."""
     gpu_ranks(
         """
@@ -96,24 +96,24 @@ def test_a_receive_fills_what_has_come_and_no_more(gpu_ranks: Ranks, building: s
             comm.Ssend([on([4, 5, 6]), 2, FLOAT], 1)
             comm.Send(np.full(2, 7, np.float32), 1)
         else:
-            room = on([9] * 5)
-            comm.Recv(room, source=PROC_NULL)
-            holds(room, 9, 9, 9, 9, 9)
-            comm.Recv(room, source=0)
-            holds(room, 1, 2, 3, 9, 9)
-            comm.Recv([room, 2, 3, FLOAT], source=0)
-            holds(room, 1, 2, 3, 4, 5)
+            target = on([9] * 5)
+            comm.Recv(target, source=PROC_NULL)
+            holds(target, 9, 9, 9, 9, 9)
+            comm.Recv(target, source=0)
+            holds(target, 1, 2, 3, 9, 9)
+            comm.Recv([target, 2, 3, FLOAT], source=0)
+            holds(target, 1, 2, 3, 4, 5)
             first = comm.irecv(source=0, tag=99)  # an open object receive: later ones match by probing
-            comm.Recv(room, source=0)
-            holds(room, 7, 7, 3, 4, 5)
+            comm.Recv(target, source=0)
+            holds(target, 7, 7, 3, 4, 5)
             first.Cancel()
         """,
-        building=building,
+        backend=backend,
     )
 
 
-@on_both_buildings
-def test_both_at_once(gpu_ranks: Ranks, building: str) -> None:
+@on_both_backends
+def test_both_at_once(gpu_ranks: Ranks, backend: str) -> None:
     """`Sendrecv` and `Sendrecv_replace` exchange tensors of every type, half precision and 0-dim included."""
     gpu_ranks(
         """
@@ -128,28 +128,28 @@ def test_both_at_once(gpu_ranks: Ranks, building: str) -> None:
         comm.Sendrecv_replace(scalar, other, source=other)
         holds(scalar, float(other))
         """,
-        building=building,
+        backend=backend,
     )
 
 
-@on_both_buildings
-def test_requests_land_when_they_complete(gpu_ranks: Ranks, building: str) -> None:
+@on_both_backends
+def test_requests_land_when_they_complete(gpu_ranks: Ranks, backend: str) -> None:
     """Also while the rank is in a Barrier, in a list of requests, and not at all when cancelled."""
     gpu_ranks(
         """
-        other, rooms = 1 - rank, [on([0.0] * 40_000) for _ in range(4)]
-        receives = [comm.Irecv(room, other, tag) for tag, room in enumerate(rooms)]
+        other, targets = 1 - rank, [on([0.0] * 40_000) for _ in range(4)]
+        receives = [comm.Irecv(target, other, tag) for tag, target in enumerate(targets)]
         sends = [comm.Isend(on([10.0 * rank + tag] * 40_000), other, tag) for tag in range(4)]
         comm.Barrier()
         type(sends[0]).Waitall(receives + sends)
-        for tag, room in enumerate(rooms):
-            assert (seen(room) == 10 * other + tag).all()
-        never = comm.Irecv(rooms[0], other, 77)
+        for tag, target in enumerate(targets):
+            assert (seen(target) == 10 * other + tag).all()
+        never = comm.Irecv(targets[0], other, 77)
         never.Cancel()
         never.Wait()
-        assert (seen(rooms[0]) == 10 * other).all()
+        assert (seen(targets[0]) == 10 * other).all()
         """,
-        building=building,
+        backend=backend,
     )
 
 
@@ -174,21 +174,21 @@ def test_they_do_what_they_do_on_the_cpu(gpu_ranks: Ranks, options: str) -> None
     """Every buffer ends as it would in main memory, also those that a rank does not need, and in place."""
     gpu_ranks(
         """
-        own, room = torch.arange(4.0) + 10 * rank, torch.full((4,), -1.0)
+        own, target = torch.arange(4.0) + 10 * rank, torch.full((4,), -1.0)
         long, wide = torch.arange(8.0) + 10 * rank, torch.full((8,), -1.0)
         counts, odd = ([3, 1], [0, 3]), ([1, 2], [4, 0])
         cases = [
             ("Bcast", [own], {"root": 1}), ("Bcast", [[own, 2, FLOAT]], {}),
-            ("Reduce", [own, room], {"root": 1}), ("Allreduce", [own, room], {}),
+            ("Reduce", [own, target], {"root": 1}), ("Allreduce", [own, target], {}),
             ("Gather", [own, wide], {"root": 1}), ("Gatherv", [own[:1 + rank], [wide, odd, FLOAT]], {"root": 1}),
-            ("Scatter", [long, room], {"root": 1}), ("Scatterv", [[long, counts, FLOAT], room[:3 - 2 * rank]], {}),
+            ("Scatter", [long, target], {"root": 1}), ("Scatterv", [[long, counts, FLOAT], target[:3 - 2 * rank]], {}),
             ("Allgather", [own, wide], {}), ("Allgatherv", [own[:1 + rank], [wide, odd, FLOAT]], {}),
             ("Alltoall", [long, wide], {}), ("Alltoall", [IN_PLACE, long], {}),
-            ("Scan", [own, room], {}), ("Exscan", [own, room], {}),
-            ("Reduce_scatter_block", [long, room], {}),
-            ("Reduce_scatter", [own, room[:3 - 2 * rank]], {"recvcounts": [3, 1]}),
+            ("Scan", [own, target], {}), ("Exscan", [own, target], {}),
+            ("Reduce_scatter_block", [long, target], {}),
+            ("Reduce_scatter", [own, target[:3 - 2 * rank]], {"recvcounts": [3, 1]}),
             ("Allreduce", [IN_PLACE, own], {}), ("Allgather", [IN_PLACE, long], {}),
-            ("Reduce", [IN_PLACE, own] if rank == 0 else [own, room], {}), ("Scan", [IN_PLACE, own], {}),
+            ("Reduce", [IN_PLACE, own] if rank == 0 else [own, target], {}), ("Scan", [IN_PLACE, own], {}),
             ("Gather", [IN_PLACE, long] if rank == 1 else [own, wide], {"root": 1}),
         ]
         for name, buffers, rest in cases:

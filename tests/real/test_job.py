@@ -1,4 +1,4 @@
-"""Whether a job must end, and why it has: the ranks' own word first, then their monitors', then the launcher's."""
+"""Whether a job must end, and why it has: by its ranks' records first, then their monitors', then the launcher's."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_the_first_host_of_a_list_of_slurm(nodes, first):
     ],
 )
 def test_ranks_meet_where_rank_0_is(how, host):
-    """On one node at home, whatever the node is called; on several on the first one."""
+    """On one node on this host, whatever the node is called; on several on the first one."""
     point = meeting_point(detect_launcher(ENVIRON[how]), ENVIRON[how])
     assert point.host == host
     assert point.port in PORTS
@@ -233,12 +233,12 @@ def test_one_rank_says_that_slurm_stopped_the_job(monkeypatch, rank, lines):
     assert len(_said_when_stopped(rank=rank).splitlines()) == lines
 
 
-def _said_when_stopped(*, rank: int, doomed: bool = False) -> str:
+def _said_when_stopped(*, rank: int, remote: bool = False) -> str:
     said: list[str] = []
-    ending = Mock(
-        **{"watchdog.channel.rank": rank, "end": lambda text, **_: said.append(text)}, doomed=doomed
+    protocol = Mock(
+        **{"watchdog.channel.rank": rank, "end": lambda text, **_: said.append(text)}, remote=remote
     )
-    abort._stop(signal.SIGTERM, ending)
+    abort._stop(signal.SIGTERM, protocol)
     return "".join(said)
 
 
@@ -246,7 +246,7 @@ def test_a_rank_that_is_stopped_since_another_ends_the_job_says_nothing(monkeypa
     """Open MPI's launcher stops all others when one aborts the job: that is no cause, in words or on the registry."""
     monkeypatch.setenv(abort.STARTED, "1")
     monkeypatch.setenv(REGISTRY, str(tmp_path))
-    assert _said_when_stopped(rank=0, doomed=True) == ""
+    assert _said_when_stopped(rank=0, remote=True) == ""
     assert list(tmp_path.iterdir()) == []
 
 

@@ -42,7 +42,7 @@ def gloo(crews):
 
     def run(text: str, *, n: int = 4) -> None:
         body = first(n) + NEXT + textwrap.indent(textwrap.dedent(text), "    ")
-        crews(building="torch", line=torchrun(4)).run(HEAD + body)
+        crews(backend="torch", line=torchrun(4)).run(HEAD + body)
 
     return run
 

@@ -21,7 +21,7 @@ MEMBER = """
 import itertools, os, sys, time
 from contextlib import ExitStack
 from pathlib import Path
-from spawnsim.real.{building} import Options, guarded, world
+from spawnsim.real.{backend} import Options, guarded, world
 FOLDER, TESTS = Path(sys.argv[1]), int(sys.argv[2])
 
 def texts():

@@ -73,10 +73,7 @@ def detect_launcher(environ: Mapping[str, str] | None = None) -> LaunchContext:
         if launcher == "torchrun" and "MASTER_ADDR" not in seen:
             raise ParameterError(_half(seen, "MASTER_ADDR", rank, size))
         here = LaunchContext(
-            launcher,
-            _number(seen, rank),
-            _number(seen, size),
-            f"{rank}={seen[rank]}, {size}={seen[size]}",
+            launcher, _number(seen, rank), _number(seen, size), f"{rank}={seen[rank]}, {size}={seen[size]}"
         )
         return _in_step(seen, here) if launcher == "srun" else here
     for _, rank, size in STARTERS[:4]:
@@ -260,14 +257,8 @@ def command_line(
         launcher = ["-m", "spawnsim.real.launch.torchrun", "--standalone", f"--nproc-per-node={ranks}"]
         return [sys.executable, *launcher, *inner]
     library = find_library()
-    return [
-        library.mpiexec,
-        *flags(library, ranks, survive=survive),
-        "-n",
-        str(ranks),
-        sys.executable,
-        *inner,
-    ]
+    mpiexec = [library.mpiexec, *flags(library, ranks, survive=survive), "-n", str(ranks)]
+    return [*mpiexec, sys.executable, *inner]
 
 
 def _backend(arguments: Sequence[str]) -> str:
@@ -276,10 +267,22 @@ def _backend(arguments: Sequence[str]) -> str:
 
 
 def launch(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: bool = False) -> int:
-    """Run `spawnsim run FILE arguments…` on `ranks` new ranks and return the job's exit status.
+    """Run `spawnsim run FILE arguments…` on new ranks; their processes are gone when this returns.
 
-    Example: `launch("train.py", 4, ["--backend", "mpi", "--out", "runs/b"])`. Ranks are gone when it returns.
-    `survive`: the job outlives ranks that die, and its status is that of the others: 0 if they end well.
+    Example: `launch("train.py", 4, ["--backend", "mpi", "--out", "runs/b"])`.
+
+    Args:
+        file: the program.
+        ranks: how many.
+        arguments: further arguments of `spawnsim run`.
+        survive: the job outlives ranks that die, and its status is that of the others: 0 if they end well.
+
+    Returns:
+        The job's exit status.
+
+    Raises:
+        ParameterError: `ranks` is below 1.
+        UnsupportedError: mpi4py, an MPI library or its mpiexec is missing.
     """
     return start(file, ranks, arguments, survive=survive).status
 
@@ -305,25 +308,38 @@ LOCAL_RANKS = (
 def local_rank(environ: Mapping[str, str] | None = None) -> int:
     """Return this process's rank among those of its node, by its launcher's variables.
 
-    Without any it is the rank in the job, as on a single node.
+    Args:
+        environ: the variables; None: this process's.
+
+    Returns:
+        The rank within the node; without any variable the rank in the job, as on a single node.
+
+    Raises:
+        ParameterError: a variable is not an integer of at least 0, or a set of variables is incomplete.
     """
     seen = os.environ if environ is None else environ
     name = next((name for name in LOCAL_RANKS if name in seen), None)
-    if name is None:
-        return detect_launcher(seen).rank
-    if not seen[name].isdigit():
-        raise ParameterError(f"{name}={seen[name]!r}: a launcher sets an integer of at least 0")
-    return int(seen[name])
+    return detect_launcher(seen).rank if name is None else _number(seen, name)
 
 
 def gpu_of_rank(gpus: int, environ: Mapping[str, str] | None = None) -> int | None:
-    """Return the index of the GPU that this rank should use of `gpus` visible ones; None if there are none.
+    """Return the index of the GPU that this rank should use: ranks of a node take the GPUs in turn.
 
-    Ranks of a node take turns, so with more ranks than GPUs some share one. Before a model is built:
+    Before a model is built:
 
         index = gpu_of_rank(torch.cuda.device_count())
         if index is not None:
             torch.cuda.set_device(index)
+
+    Args:
+        gpus: how many this process sees; with fewer than there are ranks on the node, some ranks share one.
+        environ: the launcher's variables; None: this process's.
+
+    Returns:
+        The index, or None without GPUs.
+
+    Raises:
+        ParameterError: as `local_rank`.
     """
     return local_rank(environ) % gpus if gpus else None
 

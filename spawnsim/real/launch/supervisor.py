@@ -191,8 +191,10 @@ class JobState:
         # exception: a rank that was told to stop by SIGTERM may have been told by the launcher, because of a death that
         # only the launcher has seen (on another node, or of a rank without a monitor).
         first, found = self._first(), max(self.filters, key=lambda each: each.signal)
-        told = first is not None and first.status == 128 + signal.SIGTERM  # which may be the launcher's work
-        if first is not None and not (told and found.rank >= 0 and found.signal):
+        stopped = (
+            first is not None and first.status == 128 + signal.SIGTERM
+        )  # which may be the launcher's work
+        if first is not None and not (stopped and found.rank >= 0 and found.signal):
             return first
         if found.signal:
             which = UNSURVIVED if self.survive and self._unmonitored_ranks() else ""
@@ -328,7 +330,7 @@ def supervise(line: Sequence[str], environ: Mapping[str, str] | None = None, *, 
             line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=given,
             start_new_session=True, preexec_fn=_prepared(survive=SURVIVE in given),
         )  # fmt: skip
-        told, job = list[int](), JobState(ProcessRegistry(Path(folder)), ranks, survive=SURVIVE in given)
+        signals, job = list[int](), JobState(ProcessRegistry(Path(folder)), ranks, survive=SURVIVE in given)
         pipes = zip((started.stdout, started.stderr), (1, 2), job.filters, strict=True)
         readers = [
             threading.Thread(target=_forward_output, args=pipe, name="spawnsim-log", daemon=True)
@@ -336,12 +338,12 @@ def supervise(line: Sequence[str], environ: Mapping[str, str] | None = None, *, 
         ]
         for reader in readers:
             reader.start()
-        with _forwarding(started, told):
-            status = _wait(started, told, readers, job)
+        with _forwarding(started, signals):
+            status = _wait(started, signals, readers, job)
         reap(job.registry.processes)  # before all is read: they may hold the pipes open
         for reader in readers:
             reader.join(STOP_S)
-        return JobEnd(128 + told[0], outcome_of_signal(told[0])) if told else job.ended(status)
+        return JobEnd(128 + signals[0], outcome_of_signal(signals[0])) if signals else job.ended(status)
 
 
 def _prepared(*, survive: bool) -> Callable[[], None] | None:
@@ -375,12 +377,12 @@ def _write(to: int, text: bytes) -> None:
 
 
 @contextmanager
-def _forwarding(started: subprocess.Popen[bytes], told: list[int]) -> Iterator[None]:
+def _forwarding(started: subprocess.Popen[bytes], signals: list[int]) -> Iterator[None]:
     """Forward the first signal to stop as SIGTERM, which all launchers give to their ranks; the second one kills."""
 
     def handler(number: int, _frame: object) -> None:
-        told.append(number)
-        started.send_signal(signal.SIGTERM if len(told) == 1 else signal.SIGKILL)
+        signals.append(number)
+        started.send_signal(signal.SIGTERM if len(signals) == 1 else signal.SIGKILL)
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -394,11 +396,11 @@ def _forwarding(started: subprocess.Popen[bytes], told: list[int]) -> Iterator[N
 
 
 def _wait(
-    started: subprocess.Popen[bytes], told: list[int], readers: Sequence[threading.Thread], job: JobState
+    started: subprocess.Popen[bytes], signals: list[int], readers: Sequence[threading.Thread], job: JobState
 ) -> int:
     """Wait for the end of a launcher; one that was told to stop, or whose job is doomed, is killed in the end."""
     try:
-        while started.poll() is None and not told:
+        while started.poll() is None and not signals:
             if job.doomed():
                 started.send_signal(signal.SIGTERM)
                 break

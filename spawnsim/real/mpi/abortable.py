@@ -27,7 +27,7 @@ from mpi4py import MPI
 
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout, UnsupportedError, WorldError
 from spawnsim.real.mpi.runtime import CommCore
-from spawnsim.real.mpi.translation import DETECTED_S, failure, ulfm
+from spawnsim.real.mpi.translation import DETECTED_S, ulfm
 from spawnsim.real.runtime.collectives import ObjectCollectives
 from spawnsim.real.runtime.requests import wait_until
 from spawnsim.real.runtime.watchdog import verdict
@@ -104,7 +104,7 @@ def _failure(error: MPI.Exception, comm: CommCore, what: str) -> SpawnsimError:
 
     When a member dies, Open MPI reports for instance that a window is invalid.
     """
-    found = failure(error, comm._raw, f"rank {comm.rank} of {comm.label}: {what}")
+    found = comm._error(error, what)
     survival = comm.runtime.survival
     if isinstance(found, WorldError) or not wait_until(lambda: survival.failed(comm), DETECTED_S):
         return found

@@ -208,17 +208,17 @@ class Agreement:
             self.lineages[meeting.lineage].done = meeting.number
         return made
 
-    def _all_say(self, word: str, meeting: Round, decision: Decision, ready: Callable[[], bool]) -> bool:
+    def _all_say(self, stage: str, meeting: Round, decision: Decision, ready: Callable[[], bool]) -> bool:
         state, number = self.lineages[meeting.lineage], meeting.number
         began_s = time.perf_counter()
         beat = Heartbeat(self, meeting, {"kind": "alive", "lineage": meeting.lineage})
-        said = state.said[word, number, decision.by]
+        said = state.said[stage, number, decision.by]
         while not self.fenced and state.highest <= number:
             if self._me not in said and ready():
                 said.add(self._me)
                 self._tell(
                     decision.members,
-                    {"kind": word, "lineage": meeting.lineage, "number": number, "by": decision.by},
+                    {"kind": stage, "lineage": meeting.lineage, "number": number, "by": decision.by},
                 )
             if said >= set(decision.members):
                 return True

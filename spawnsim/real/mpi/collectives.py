@@ -26,7 +26,7 @@ from spawnsim.comm.ops import SUM, Op, reduce_tree_in_place
 from spawnsim.comm.predefined import NAMED
 from spawnsim.real.mpi.abortable import abortable, make_detached
 from spawnsim.real.mpi.runtime import CommCore, MPIRuntime
-from spawnsim.real.mpi.translation import failure, peer
+from spawnsim.real.mpi.translation import peer
 from spawnsim.real.runtime.collectives import ordered_allreduce, require_same_call
 
 if TYPE_CHECKING:
@@ -313,8 +313,7 @@ class Collectives(CommCore):
                 return getattr(self._raw, operation)(*args, **kwargs)
             return function(self._raw, *args)
         except MPI.Exception as error:
-            what = f"rank {self._raw.Get_rank()} of {self.label}: {operation} number {self._sequence}"
-            raise failure(error, self._raw, what) from None
+            raise self._error(error, f"{operation} number {self._sequence}") from None
         finally:
             watchdog.last = active.pop(thread, None)
 

@@ -33,7 +33,7 @@ from spawnsim.real.mpi.windows import Windows
 from spawnsim.real.runtime.namespace import KINDS
 from spawnsim.real.runtime.namespace import namespace as names
 from spawnsim.real.runtime.rank import close, guarded
-from spawnsim.real.runtime.services import Options, RankServices, Recorder, Task
+from spawnsim.real.runtime.services import Options, RankServices, Recorder
 
 if TYPE_CHECKING:
     from spawnsim.real.runtime.staging import Stage
@@ -52,15 +52,7 @@ class MPIComm(PointToPoint, Collectives):
         raw.Set_attr(_keyval(), self)
         self._open_matching()  # last, since the watchdog's thread may revoke it from now on
 
-    # ---------------------------------------------------------------------------------- of the rank and of recovery
-    def background(self, fn: Callable[[], object]) -> Task:
-        """Run `fn()` in a thread of this rank."""
-        return self.runtime.services.background(fn)
-
-    def poll(self) -> None:
-        """Let MPI make progress now; every operation and the end of every compute block do it anyhow."""
-        self.runtime.poll()
-
+    # ----------------------------------------------------------------------------------------------- recovery
     def capabilities(self) -> Capabilities:
         """Return what this communicator can do here, and which launcher flag is missing."""
         return capabilities(self.runtime)
@@ -175,9 +167,7 @@ class MPIComm(PointToPoint, Collectives):
             try:
                 result = self._wrapped(raw(*given, **named), name, stage)
             except MPI.Exception as error:
-                raise translation.failure(
-                    error, self._raw, f"rank {self.rank} of {self.label}: {name}"
-                ) from None
+                raise self._error(error, name) from None
             if stage is not None and not isinstance(result, MPIRequest):
                 stage.end()
             return result
@@ -237,7 +227,18 @@ def world(
     deadline_s: float = 30.0,
     options: Options | None = None,
 ) -> MPIComm:
-    """Return the communicator of all ranks of this job. Collective; the clock starts when all have met."""
+    """Return the communicator of all ranks of this job. Collective; the clock starts when all have met.
+
+    Args:
+        recorder: keeps what ranks record; None: nothing is kept.
+        seed: of the random streams of all ranks.
+        deadline_s: how long a blocking call may take, in seconds, where `comm.clock.deadline` says nothing else.
+        options: how the run behaves; the same on all ranks.
+
+    Raises:
+        UsageError: a launcher started several ranks, but each is alone in MPI.
+        ParameterError: `deadline_s` is not above 0.
+    """
     require_together(detect_launcher(), MPI.COMM_WORLD.Get_size(), MPI.get_vendor()[0])
     raw = MPI.COMM_WORLD.Dup()
     services = RankServices(raw.Get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
@@ -268,8 +269,13 @@ def wrap(raw: MPI.Comm) -> MPIComm:
     """Return the wrapper of one of mpi4py's communicators; the same one each time.
 
     During a run of `world()`, COMM_WORLD means that run. Else this is collective over `raw` on the first call: the
-    deadline is 30 s, the seed 0, and nothing is recorded; `world()` is the way to choose. MPI must not have been
-    finalized.
+    deadline is 30 s, the seed 0, and nothing is recorded; `world()` is the way to choose.
+
+    Args:
+        raw: an intracommunicator of mpi4py's that this rank is in. MPI must not have been finalized.
+
+    Raises:
+        UsageError: it is something else.
     """
     if not isinstance(raw, MPI.Intracomm) or raw == MPI.COMM_NULL:
         raise UsageError(f"{raw!r}: pass an mpi4py intracommunicator that this rank is in")
@@ -296,7 +302,11 @@ def _finalize(runtime: MPIRuntime) -> None:
 
 
 def namespace(comm: MPIComm) -> SimpleNamespace:
-    """Return `MPI` as programs on `comm` must see it: mpi4py's names, with spawnsim's numbers and requests."""
+    """Return `MPI` as programs on `comm` must see it: mpi4py's names, with spawnsim's numbers and requests.
+
+    Args:
+        comm: what the program takes for `MPI.COMM_WORLD`.
+    """
     found = names(comm, vars(MPI))
     found.COMM_SELF, found.Prequest = wrap(MPI.COMM_SELF), MPIPersistent
     vars(found).update(KINDS, Compute_dims=_compute_dims)

@@ -216,7 +216,7 @@ class PointToPoint(CommCore):
         try:
             return self._raw.Improbe(*pattern, status)
         except MPI.Exception as error:
-            raise failure(error, self._raw, f"rank {self.rank} of {self.label}: receive") from None
+            raise self._error(error, "receive") from None
 
     def _serve_posted(self) -> None:
         """Give every open object receive its message, in the order in which they were posted."""
@@ -279,9 +279,7 @@ class PointToPoint(CommCore):
                 MPIRequest.of(raw, runtime, (operation, dest, self))  # the registry keeps the buffer
                 raise self._late(operation, dest, runtime.clock.limit_s(), "to")
         except MPI.Exception as error:
-            raise failure(
-                error, self._raw, f"rank {self.rank} of {self.label}: {operation} to {dest}", dest
-            ) from None
+            raise self._error(error, f"{operation} to {dest}", dest) from None
         except (Revoked, RankFailed):
             runtime.survival.kept.append(raw)
             raise
@@ -297,9 +295,7 @@ class PointToPoint(CommCore):
                 buf, translation.peer(dest) if dest < 0 else dest, tag
             )
         except MPI.Exception as error:
-            raise failure(
-                error, self._raw, f"rank {self.rank} of {self.label}: {name} to {dest}, tag {tag}"
-            ) from None
+            raise self._error(error, f"{name} to {dest}, tag {tag}") from None
         return request
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
@@ -357,9 +353,7 @@ class PointToPoint(CommCore):
             if not runtime.wait(done, runtime.clock.limit_s(), ("Recv", -1, self), source):
                 self._give_up(raw, found, source)
         except MPI.Exception as error:
-            raise failure(
-                error, self._raw, f"rank {self.rank} of {self.label}: Recv from {source}", source
-            ) from None
+            raise self._error(error, f"Recv from {source}", source) from None
         except (Revoked, RankFailed):
             raw.Cancel()
             runtime.survival.kept.append((raw, buf))
@@ -380,8 +374,7 @@ class PointToPoint(CommCore):
         try:
             return self._raw.Irecv(buf, translation.source(source), translation.tag(tag))
         except MPI.Exception as error:
-            text = f"rank {self.rank} of {self.label}: receive from {source}, tag {tag}"
-            raise failure(error, self._raw, text) from None
+            raise self._error(error, f"receive from {source}, tag {tag}") from None
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> MPIRequest:
         runtime = self.runtime
@@ -412,7 +405,7 @@ class PointToPoint(CommCore):
         try:
             there = self._raw.Iprobe(translation.source(source), translation.tag(tag), found)
         except MPI.Exception as error:
-            raise failure(error, self._raw, f"rank {self.rank} of {self.label}: probe of {source}") from None
+            raise self._error(error, f"probe of {source}") from None
         if there:
             fill_status(status, found)
         if self.runtime.registry:
@@ -444,7 +437,7 @@ class PointToPoint(CommCore):
         try:
             message = getattr(self._raw, name)(translation.source(source), translation.tag(tag), found)
         except MPI.Exception as error:
-            raise failure(error, self._raw, f"rank {self.rank} of {self.label}: probe of {source}") from None
+            raise self._error(error, f"probe of {source}") from None
         if message is not None:
             fill_status(status, found)
         return message

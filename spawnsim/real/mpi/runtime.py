@@ -16,9 +16,10 @@ from typing import Any, NoReturn, cast
 
 from mpi4py import MPI
 
-from spawnsim.errors import Revoked
+from spawnsim.comm.constants import ANY_SOURCE
+from spawnsim.errors import Revoked, SpawnsimError
 from spawnsim.real.mpi.translation import Translator, failure, ulfm
-from spawnsim.real.runtime.rank import RankRuntime
+from spawnsim.real.runtime.rank import RankComm, RankRuntime
 from spawnsim.real.runtime.requests import SPINS, wait_until
 from spawnsim.real.runtime.services import Options, RankServices
 
@@ -104,11 +105,7 @@ class MPIRuntime(RankRuntime):
                 probe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
     def wait(
-        self,
-        done: Callable[[], bool],
-        limit_s: float,
-        call: tuple[str, int, Any],
-        peer: int | None = None,
+        self, done: Callable[[], bool], limit_s: float, call: tuple[str, int, Any], peer: int | None = None
     ) -> bool:
         """Wait as every runtime does; in a job that survives deaths, a wait for a dead rank ends in `RankFailed`."""
         for _ in range(SPINS):
@@ -183,7 +180,7 @@ class MPIRuntime(RankRuntime):
                 window.release()
 
 
-class CommCore:
+class CommCore(RankComm):
     """What the parts of a communicator share.
 
     Attributes:
@@ -191,20 +188,22 @@ class CommCore:
         revoked: why the communicator can no longer be used, once it cannot; "" until then.
     """
 
+    runtime: MPIRuntime
     revoked = ""
     Barrier: Callable[[], None]  # `collectives` adds them; abortable calls and windows are built on them
     Allgather: Callable[..., None]
     Allgatherv: Callable[..., None]
 
     def __init__(self, raw: MPI.Comm, runtime: MPIRuntime, label: str) -> None:
-        self.runtime, self.label = runtime, label
+        super().__init__(runtime, label)
         self._raw, self._sequence = cast("MPI.Intracomm", raw), 0  # and the number of its collectives so far
         self.rank, self.size = raw.Get_rank(), raw.Get_size()
         self.members = self._in_world(raw.Get_group())
         self._inter = raw.Is_inter()
-        services = runtime.services
-        self.clock, self.rng, self.record = services.clock, services.rng, services.record
-        self.compute = services.compute
+
+    def _error(self, error: MPI.Exception, what: str, peer: int = ANY_SOURCE) -> SpawnsimError:
+        """Return spawnsim's error for one of mpi4py's; `peer`: the rank whose process the call needs, if it is one."""
+        return failure(error, self._raw, f"rank {self.rank} of {self.label}: {what}", peer)
 
     def _in_world(self, group: MPI.Group) -> tuple[int, ...]:
         return tuple(

@@ -236,11 +236,11 @@ def stoppable(abort: AbortProtocol) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
     former = {number: signal.signal(number, _ignore) for number in SIGNALS}
-    wakeup = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    threading.Thread(target=_listen, args=(heard, abort), name="spawnsim-signals", daemon=True).start()
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_listen, args=(reader, abort), name="spawnsim-signals", daemon=True).start()
     try:
         yield
     finally:
@@ -248,18 +248,18 @@ def stoppable(abort: AbortProtocol) -> Iterator[None]:
         for number, handler in former.items():
             if signal.getsignal(number) is _ignore:
                 signal.signal(number, handler)
-        os.close(told)
+        os.close(writer)
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
     """Do nothing in the program's thread: the one that reads the pipe acts."""
 
 
-def _listen(heard: int, abort: AbortProtocol) -> None:
-    while number := os.read(heard, 1):
+def _listen(reader: int, abort: AbortProtocol) -> None:
+    while number := os.read(reader, 1):
         if number[0] in SIGNALS and signal.getsignal(number[0]) is _ignore:
             _stop(number[0], abort)
-    os.close(heard)
+    os.close(reader)
 
 
 def _stop(number: int, abort: AbortProtocol) -> None:

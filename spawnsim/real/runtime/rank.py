@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from spawnsim.errors import SpawnsimError
 from spawnsim.real.runtime.abort import AbortProtocol, stoppable
 from spawnsim.real.runtime.requests import RequestRegistry, wait_until
-from spawnsim.real.runtime.services import Counters, Options, RankServices
+from spawnsim.real.runtime.services import Counters, Options, RankServices, Task
 from spawnsim.real.runtime.watchdog import Channel
 
 RECEIVES = ("recv", "Recv")
@@ -52,11 +52,7 @@ class RankRuntime:
         raise NotImplementedError
 
     def wait(
-        self,
-        done: Callable[[], bool],
-        limit_s: float,
-        call: tuple[str, int, Any],
-        peer: int | None = None,
+        self, done: Callable[[], bool], limit_s: float, call: tuple[str, int, Any], peer: int | None = None
     ) -> bool:
         """Wait for `done`, at most `limit_s`; a wait that is not over at once is known to the watchdog.
 
@@ -180,6 +176,32 @@ class RankRuntime:
         self._leftovers += self.take_leftovers()
         self.registry.sweep()
         return not self.registry
+
+
+class RankComm:
+    """What every communicator of a real rank has beside MPI's calls. `label`: its name, the same on all its ranks."""
+
+    runtime: RankRuntime
+
+    def __init__(self, runtime: RankRuntime, label: str) -> None:
+        self.runtime, self.label, services = runtime, label, runtime.services
+        self.clock, self.rng, self.record = services.clock, services.rng, services.record
+        self.compute = services.compute
+
+    def background(self, fn: Callable[[], object]) -> Task:
+        """Run `fn()` in a thread of this rank; an exception in it ends the job.
+
+        Args:
+            fn: is called once, without arguments.
+
+        Returns:
+            The task, which says whether it is `alive` and can be joined.
+        """
+        return self.runtime.services.background(fn)
+
+    def poll(self) -> None:
+        """Let requests make progress now; every operation and the end of every compute block do it anyhow."""
+        self.runtime.poll()
 
 
 C = TypeVar("C", bound=Any)

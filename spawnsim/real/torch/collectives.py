@@ -160,9 +160,7 @@ class NativeCollectives(Exchanges):
         """Raise MismatchError, on all ranks, unless all are in the same collective with the same arguments."""
         text = f"{operation} number {number}, " + (f"{what[0]}, {dtype_and_count(what[1])}" if what else "")
         require_same_call(
-            text,
-            lambda ends: self._gloo.allreduce([torch.from_numpy(ends)], MINIMUM).wait(),
-            self._texts,
+            text, lambda ends: self._gloo.allreduce([torch.from_numpy(ends)], MINIMUM).wait(), self._texts
         )
 
     def _texts(self, text: str) -> list[str]:

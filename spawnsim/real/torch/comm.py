@@ -13,7 +13,6 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,22 +28,14 @@ from spawnsim.real.launch.launchers import detect_launcher
 from spawnsim.real.runtime.abort import refuse_recovery
 from spawnsim.real.runtime.namespace import namespace as names
 from spawnsim.real.runtime.rank import close, guarded
-from spawnsim.real.runtime.services import Options, RankServices, Recorder, Task
+from spawnsim.real.runtime.services import Options, RankServices, Recorder
 from spawnsim.real.torch.collectives import NativeCollectives
 from spawnsim.real.torch.point_to_point import PointToPoint
 from spawnsim.real.torch.process_groups import join, make_group
 from spawnsim.real.torch.runtime import TorchRuntime, backend_of, can_use_nccl, gpu_report, missing_call
 from spawnsim.real.torch.windows import Windows
 
-__all__ = [
-    "Options",
-    "TorchComm",
-    "close",
-    "guarded",
-    "namespace",
-    "world",
-    "wrap",
-]
+__all__ = ["Options", "TorchComm", "close", "guarded", "namespace", "world", "wrap"]
 
 
 INSTEAD = {
@@ -57,13 +48,17 @@ SURVIVAL = "to survive a rank's death use torchrun --max-restarts, or --backend 
 
 
 def namespace(comm: Any) -> SimpleNamespace:
-    """Return `MPI` for programs on `comm`: mpi4py's names for spawnsim's numbers and classes."""
+    """Return `MPI` for programs on `comm`: mpi4py's names for spawnsim's numbers and classes.
+
+    Args:
+        comm: what the program takes for `MPI.COMM_WORLD`.
+    """
     found = names(comm)
     return TorchNamespace(**vars(found))
 
 
 class TorchNamespace(SimpleNamespace):
-    """A namespace that says what is missing, and what to do."""
+    """A namespace in which a missing name is an error that says what to use instead."""
 
     def __getattr__(self, name: str) -> Any:
         raise missing_call(f"MPI.{name}")
@@ -86,15 +81,7 @@ class TorchComm(PointToPoint, NativeCollectives):
         self._active = runtime.watchdog.active
         self.Win = Windows(self)
 
-    # ---------------------------------------------------------------------------------- of the rank and of recovery
-    def background(self, fn: Callable[[], object]) -> Task:
-        """Run `fn()` in a thread of this rank."""
-        return self.runtime.services.background(fn)
-
-    def poll(self) -> None:
-        """Let go of requests that are complete; the wire makes progress by itself."""
-        self.runtime.poll()
-
+    # ----------------------------------------------------------------------------------------------- recovery
     def capabilities(self) -> Capabilities:
         """Return what this communicator can do here."""
         return Capabilities(
@@ -245,7 +232,19 @@ def world(
 ) -> TorchComm:
     """Return the communicator of all ranks of this job. Collective; the clock starts when all have met.
 
-    Where torch.distributed has no default group yet, it gets one, of torch's `backend` (see `join`).
+    Args:
+        recorder: keeps what ranks record; None: nothing is kept.
+        seed: of the random streams of all ranks.
+        deadline_s: how long a blocking call may take, in seconds, where `comm.clock.deadline` says nothing else.
+        options: how the run behaves; the same on all ranks.
+        backend: torch's name of the backend of its default group, if it has none yet; "" is gloo, with NCCL beside it
+            if all ranks have GPUs.
+
+    Raises:
+        UnsupportedError: this torch does not have the backend.
+        Timeout: a rank did not come.
+        WorldError: the address where ranks meet does not exist, or its port is taken.
+        ParameterError: `deadline_s` is not above 0, or an address is missing in a job on several nodes.
     """
     entered = not dist.is_initialized()
     if entered:
@@ -288,7 +287,14 @@ _WRAPPED: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchComm] = weakref.Weak
 
 
 def wrap(group: Any) -> TorchComm:
-    """Return a communicator over a group of torch.distributed; the same one each time. Collective on the first call."""
+    """Return a communicator over a group of torch.distributed; the same one each time. Collective on the first call.
+
+    Args:
+        group: a process group that this rank is in.
+
+    Raises:
+        UsageError: it is something else.
+    """
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(f"{group!r}: pass a torch.distributed process group that this rank is in")
     known = _WRAPPED.get(group)

@@ -33,6 +33,10 @@ class Exchanges(CommCore, ObjectCollectives):
 
     _inner: PointToPoint  # the same ranks in another context, so that no receive of the program takes these messages
 
+    # An exchange is a set of messages in the communicator's second context, with the number of the collective as their
+    # tag: so two exchanges that overlap (`Igather`, `Iscatter`) cannot take each other's messages, and no receive of
+    # the program can. All receives are posted first, so that what comes goes straight to its place.
+
     def _plan(
         self, operation: str, sends: Sends, receives: Receives, after: Callable[[], object] | None = None
     ) -> CompositeRequest:

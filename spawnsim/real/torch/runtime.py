@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from spawnsim.comm.failures import ERR_COMM, CallError
 from spawnsim.comm.packing import Pickle
 from spawnsim.errors import RankFailed, UnsupportedError
-from spawnsim.real.runtime.rank import RankRuntime
+from spawnsim.real.runtime.rank import RankComm, RankRuntime
 from spawnsim.real.runtime.services import Options, RankServices
 from spawnsim.real.runtime.watchdog import Call, Watchdog
 from spawnsim.real.torch.transport import Bytes, Mailbox, Parcel, Receiver, Wire, as_payload, rank_gone
@@ -187,13 +187,12 @@ class TorchRuntime(RankRuntime):
             self.condition.notify_all()
 
     def wait(
-        self,
-        done: Callable[[], bool],
-        limit_s: float,
-        call: tuple[str, int, Any],
-        peer: int | None = None,
+        self, done: Callable[[], bool], limit_s: float, call: tuple[str, int, Any], peer: int | None = None
     ) -> bool:
         """Wait as every runtime does; `peer` makes no difference, since a dead rank ends all waits here."""
+        # On a condition, where MPI's ranks spin: what is waited for is done by the wire's thread, and a thread that
+        # spins would hold the interpreter that the other one needs. A wait also polls now and then, since torch's own
+        # works notify nothing when they are complete.
         if done():
             return True
         active, thread, began = self.watchdog.active, get_ident(), time.perf_counter()
@@ -266,15 +265,15 @@ def missing_call(name: str, instead: str = "") -> MissingCall:
     return MissingCall(f"{name}: not over torch.distributed; --backend mpi has all of mpi4py's calls")
 
 
-class CommCore:
+class CommCore(RankComm):
     """What the parts of a communicator share. `members`: world ranks; `context` tells its messages from others'."""
 
+    runtime: TorchRuntime
+
     def __init__(self, runtime: TorchRuntime, members: tuple[int, ...], label: str, context: int) -> None:
-        self.runtime, self.label, self.members = runtime, label, members
+        super().__init__(runtime, label)
+        self.members = members
         self.rank, self.size = members.index(runtime.wire.rank), len(members)
-        services = runtime.services
-        self.clock, self.rng, self.record = services.clock, services.rng, services.record
-        self.compute = services.compute
         self._context, self._freed = context, False
         self._sequence = 0  # the number of its collectives so far
         runtime.mailbox.open(context, members)

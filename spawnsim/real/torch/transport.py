@@ -100,11 +100,7 @@ class Wire:
 
     # ------------------------------------------------------------------------------------------------ sending
     def send(
-        self,
-        to: int,
-        parcel: Parcel,
-        payload: Bytes | None = None,
-        then: Callable[[], object] | None = None,
+        self, to: int, parcel: Parcel, payload: Bytes | None = None, then: Callable[[], object] | None = None
     ) -> Sent:
         """Send a parcel; the payload's memory must stay as it is until the result is complete.
 
@@ -123,6 +119,10 @@ class Wire:
         header, sent = torch.from_numpy(memory), Sent(small, then)
         self._put(to, [header] if small else [header, tensor_of(payload)], sent)
         return sent
+
+    # Headers are received from any rank, a payload from the rank that its header came from, each in the order in which
+    # they were sent. Hence a lock per receiving rank: two threads that send to one rank must not send their headers in
+    # one order and their payloads in the other.
 
     def _put(self, to: int, tensors: list[torch.Tensor], sent: Sent) -> None:
         with self._order[to]:
@@ -148,7 +148,10 @@ class Wire:
         receiver.done(parcel, memory)
 
     def _reap_all(self) -> None:
-        """Wait for sends in order, in a thread: gloo's `is_completed` of a send stays false until `wait` was called."""
+        """Wait for sends, in order."""
+        # In a thread, because gloo reports that a send is complete only to a caller that waits for it. Large payloads
+        # are waited for at once, since a request depends on each; small ones were copied, so it is enough to let go of
+        # their works from time to time. A work must not be dropped before it is complete: gloo then loses the message.
         while True:
             self._reap.acquire()
             while self._kept:
@@ -201,6 +204,8 @@ class Wire:
     # ------------------------------------------------------------------------------------------------ the end
     def stop(self) -> None:
         """End both threads. Collective: each rank tells the next one, once all have nothing more to send."""
+        # The receiving thread is inside of a receive that gloo cannot cancel, so a message must end it; the group must
+        # not be destroyed before, since a thread that is inside of gloo then ends the process by `terminate`.
         self.closing = True
         if self.size > 1 and not self.fault:
             with suppress(

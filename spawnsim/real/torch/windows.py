@@ -52,6 +52,11 @@ class WindowPart:
     leaving: list[slice] = field(default_factory=list)  # what is being sent right now
     later: deque[tuple[Parcel, Bytes]] = field(default_factory=deque)  # accesses that wait for it
 
+    # A large Get is sent from the part itself: copied first, it ran at half of a raw receive's speed. MPI leaves it
+    # open what a Get returns that meets a Put, but here an access is served as a whole, which policies rely on: a
+    # snapshot is of one version. So a change of bytes that are leaving waits; and what comes later to the same bytes
+    # waits behind it, since MPI orders accumulates of one origin to one place.
+
     def must_wait(self, parcel: Parcel, payload: Bytes) -> bool:
         """Whether an access would change what is leaving, or comes behind one to the same bytes that waits."""
         busy = [byte_range(*waiting) for waiting in self.later]
@@ -175,7 +180,7 @@ class WindowServer(Receiver):
             part.readers -= 1
 
     def _grant(self, part: WindowPart) -> None:
-        """Give the part to those who wait for it, in their order."""
+        """Give the part to the ranks that wait for it, first come, first served: so a writer gets in."""
         granted: list[Parcel] = []
         with self._condition:
             while part.queue and not part.writer:

@@ -1,4 +1,4 @@
-"""A rank's monitor knows how the rank has really ended, says it first, and leaves nobody behind."""
+"""The monitor of a rank records how the rank has ended, before any other does, and leaves no process behind."""
 
 from __future__ import annotations
 

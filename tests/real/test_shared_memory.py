@@ -1,4 +1,4 @@
-"""Shared memory that a job has left is removed; nobody else's is."""
+"""Shared memory that a job has left is removed; that of other jobs and users is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher says of its own is taken out, and what the ranks said is handed on as it came."""
+"""Lines of the launcher are filtered out, and what the ranks write is forwarded as it comes."""
 
 from __future__ import annotations
 
