@@ -1,7 +1,4 @@
-"""A virtual cluster from beginning to end: build it, run a program on every rank, judge how it ended.
-
-How a run is put together is known here and nowhere else; what programs do is not.
-"""
+"""A virtual cluster from beginning to end: build it, run a program on every rank, judge how it ended."""
 
 from __future__ import annotations
 
@@ -103,12 +100,14 @@ class Cluster:
         for rank in ranks:
             rank.observers = self.world.observers_of(rank.id)
         if plan.paused:
-            kernel.on_wake = self._rouse
-        self.crashes = Crashes(self.world, self.refurnish)
+            kernel.on_wake = self._on_wake
+        self.crashes = Crashes(self.world, self.renew)
         kernel.owner, kernel.on_end = self.world, self._ended
         LivelockWatchdog(kernel, self._under_way, self._livelock)
         self._whole = Context(self.world, (tuple(range(scenario.ranks)),))
-        self._owns = [RankServices(self.world, rank, model.open(scenario.seed, rank.id)) for rank in ranks]
+        self._services = [
+            RankServices(self.world, rank, model.open(scenario.seed, rank.id)) for rank in ranks
+        ]
         self._finished = 0
         self._progress = progress
         self._timeline = _timeline(self.world, trace)
@@ -117,22 +116,24 @@ class Cluster:
 
     # -- building --------------------------------------------------------------------------------------------
 
-    def refurnish(self, rank: int) -> None:
-        """Give a rank that has begun again members and a communicator of its own; its machine is as it was."""
-        self._owns[rank] = RankServices(self.world, self.world.ranks[rank], self._owns[rank].compute.sampler)
+    def renew(self, rank: int) -> None:
+        """Give a restarted rank new services and a communicator of its own; its machine is as it was."""
+        self._services[rank] = RankServices(
+            self.world, self.world.ranks[rank], self._services[rank].compute.sampler
+        )
         self.comm_self(rank)
 
     def comm_world(self, rank: int) -> Intracomm:
         """Return COMM_WORLD as one rank holds it."""
         comm = enter(self._whole, rank, WORLD)
-        comm._own = self._owns[rank]
+        comm._own = self._services[rank]
         self.world.ranks[rank].attachments["COMM_WORLD"] = comm
         return comm
 
     def comm_self(self, rank: int) -> Intracomm:
         """Return COMM_SELF of one rank."""
         comm = enter(Context(self.world, ((rank,),)), rank, SELF)
-        comm._own = self._owns[rank]
+        comm._own = self._services[rank]
         self.world.ranks[rank].attachments["COMM_SELF"] = comm
         return comm
 
@@ -142,7 +143,7 @@ class Cluster:
 
     # -- endings ---------------------------------------------------------------------------------------------
 
-    def _rouse(self, task: Task) -> None:
+    def _on_wake(self, task: Task) -> None:
         """A paused rank takes note of an error when it wakes."""
         self.world.ranks[task.rank].advance_to(task, task.clock)
         self.world.kernel.observe()
@@ -173,11 +174,20 @@ class Cluster:
                 self._progress(task.clock, self._finished, len(self.world.ranks))
 
     def run(self, on_error: OnError = lambda error: None, on_note: OnNote | None = None) -> Totals:
-        """Run to the end. Raises what ended the run, with the totals in its `totals`.
+        """Run to the end.
 
-        `on_error` is told of it first, while the ranks still stand where they stood: what a program does in its
-        `finally` blocks may hang. `on_note` is given a sentence when a rank computes for long.
+        Args:
+            on_error: Is given what ended the run, before the ranks' programs are ended.
+            on_note: Is given a sentence when a rank computes for long.
+
+        Returns:
+            What the run amounted to.
+
+        Raises:
+            SpawnsimError: What ended the run, with the totals in its `totals`.
         """
+        # The error is reported while the ranks still stand where they stood: what programs do in their `finally` blocks
+        # as they are ended may hang, and then the report would never come.
         kernel, self._began_s, self._on_error = self.world.kernel, time.perf_counter(), on_error
         with (
             generators_per_rank(), TorchStates(kernel).in_place(), leaks_noticed(), torch_distributed.refused(),
@@ -221,7 +231,7 @@ class Cluster:
         return diagnosis.livelock(alive, polls, since_s)
 
     def _under_way(self) -> bool:
-        """Whether a message that nobody has received is on its way."""
+        """Whether a message is on its way that has not been received."""
         now_s = self.world.kernel.env.now
         return any(
             message.envelope_s > now_s
@@ -242,9 +252,8 @@ class Cluster:
         kind = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         place = _line(error)
         told = f"{task.name} raised {kind} at {task.clock:.6g} s{place}"
-        if isinstance(
-            error, RankFailed
-        ):  # it says when the call was made; it was not then that the other died
+        # RankFailed says itself when the other died; the task's clock is when the call was made.
+        if isinstance(error, RankFailed):
             told = f"{task.name} raised {type(error).__name__}{place}: {error}"
         wrapped = RankError(task.rank, task.clock, told)
         wrapped.__cause__ = error
@@ -327,10 +336,10 @@ def simulate(
     cluster = Cluster(scenario, recorder, progress, trace)
     for rank in range(scenario.ranks):
         cluster.comm_self(rank)
-        cluster.start(rank, partial(_live, cluster, rank, main))
+        cluster.start(rank, partial(_program, cluster, rank, main))
     return cluster.run(on_error, on_note)
 
 
-def _live(cluster: Cluster, rank: int, main: Main) -> None:
-    """One life of a rank. One that has begun again holds a world of which it is no member, and must join the others."""
+def _program(cluster: Cluster, rank: int, main: Main) -> None:
+    """Run the program of a rank. A restarted one holds a world of which it is not a member until it recovers."""
     main(cluster.comm_world(rank))

@@ -3,15 +3,8 @@
 *Reports* say who waits for whom, in which call, since when, and where in the program; they read tasks and change
 nothing.
 
-*Livelock*: polls that will never succeed are told from polls that will by the rule in `engine.kernel`. A
-*fruitless* poll has found nothing, and knows of nothing that is on its way to it. Whatever happens anywhere sets
-`kernel.idle` to 0, which counts them. Whether polls are endless cannot be known of a program in general; so each
-limit below is one that a program which ends by itself will hardly reach:
-
-* `LIVELOCK_POLLS` polls in a row; in the second half of them each task that does not wait must have polled
-  `POLLS_EACH` times.
-* A program that reads its clock between polls may wait for a time. It is given `DAY_S` of virtual time, or
-  `TIMED_FACTOR` times as many polls, whatever comes first.
+*Livelock*: whether polls can ever succeed is decided by the rule in `engine.kernel`. A *fruitless* poll has found
+nothing, and knows of nothing that is on its way to it. Any progress anywhere resets `kernel.idle`, which counts them.
 
 *Stalls*: an endless loop and a long step look alike from outside. A thread looks at the time on the wall and says
 which rank computes on while nothing else happens; it changes nothing of the run.
@@ -74,7 +67,7 @@ def _standing(tasks: Sequence[Task], first: Collection[int] = ()) -> str:
 
 
 def _dead_end(tasks: Sequence[Task], ended: Sequence[int]) -> str:
-    """Say which wait nobody can end, when the waits form no cycle."""
+    """Say which wait no rank can end, when the waits form no cycle."""
     gone = set(ended)
     for task in tasks:
         peers = _others(task)
@@ -87,7 +80,7 @@ def _dead_end(tasks: Sequence[Task], ended: Sequence[int]) -> str:
 
 
 def _others(task: Task) -> list[int]:
-    """Return the ranks that could end a task's wait. It is among them itself only if nobody else is."""
+    """Return the ranks that could end a task's wait; its own only if there is no other."""
     peers = list(dict.fromkeys(task.wait.peers())) if task.wait is not None else []
     return [peer for peer in peers if peer != task.rank] or peers
 
@@ -163,6 +156,11 @@ def outside(frame: FrameType | None) -> tuple[FrameType | None, str]:
     return frame, call
 
 
+# Whether a loop of polls will end cannot be known of a program in general, so each limit is one that a program which
+# ends by itself will hardly reach. A million polls in a row are a few seconds of real time; in their second half each
+# task that does not wait must have polled, or it may still do something else. A program that reads its clock between
+# polls may wait for a time: it is given a day of virtual time, or a hundred times as many polls, which takes minutes.
+# The first rule counted polls whatever was due, and took 63 ranks that polled while one worked for 10 s for a livelock.
 LIVELOCK_POLLS = 1_000_000
 POLLS_EACH = 10_000
 TIMED_FACTOR = 100
@@ -274,7 +272,7 @@ def _watch_for_stalls(
 
 
 def _running(kernel: Kernel) -> Task | None:
-    """Return the task that runs, if any does: one of those that stand in for none is no task."""
+    """Return the task that runs, or None where a `NoTask` stands in for it."""
     return kernel.current if type(kernel.current) is Task else None
 
 

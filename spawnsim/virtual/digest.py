@@ -1,12 +1,7 @@
 """The digest of what one rank did, in its own program order: it does not depend on how ranks were interleaved.
 
 It covers when each event was, what, with whom and how much, and the contents of all that was sent: runs that differ in
-the contents of a message shall differ in their digests.
-
-The checksum of contents is, up to 8 KiB, the CRC-32 of all bytes. The bytes of more are first added up, as 64-bit
-words, in lanes: word i belongs to lane i modulo 251. That is one pass over memory, six times as fast as a CRC. A
-change of one word always changes its lane. Words that change places are seen, unless they are a multiple of 251
-apart.
+the contents of a message differ in their digests.
 """
 
 from __future__ import annotations
@@ -24,10 +19,14 @@ import numpy as np
 SEND, COLLECTIVE, RECEIVE, COMPUTE, SLEEP, ONE_SIDED = 1, 2, 3, 4, 5, 6
 CRASH, RESTART, LINK_FAULT = 8, 9, 10
 
+# The checksum of contents is, up to 8 KiB, the CRC-32 of all bytes. The bytes of more are first added up, as 64-bit
+# words, in lanes: word i belongs to lane i modulo 251. That is one pass over memory, six times as fast as a CRC. A
+# change of one word always changes its lane. Words that change places are seen, unless they are a multiple of 251
+# apart.
 SHORT_NBYTES = 8192
 _LANES = 251  # a prime, so that no power of two is a multiple of it
 _WHOLE = "?bBhHiIlLqQefdFD"  # dtypes of numpy all of whose bytes count
-_EXTENDED = np.finfo(np.longdouble).nmant == 63  # 10 bytes of 16 count; the others are whatever was there
+_EXTENDED = np.finfo(np.longdouble).nmant == 63  # 10 bytes of 16 count; the others are undefined
 
 
 def checksum(payload: Any, start: int = 0) -> int:
@@ -60,7 +59,7 @@ def _of_members(members: list[Any], start: int) -> int:
 
 
 def _of_array(data: Any, start: int) -> int:
-    """Padding does not count: it does not travel, or holds whatever was there."""
+    """Padding does not count: it does not travel, or its bytes are undefined."""
     if data.dtype.names is not None:
         for name in data.dtype.names:
             start = checksum(data[name], start)
@@ -82,9 +81,7 @@ def _of_bytes(data: Any, start: int) -> int:
 
 
 FIELDS = 5
-ROOM = (
-    64 * FIELDS
-)  # numbers kept before they are hashed: packing many at once costs a fifth, and ranks stay small
+ROOM = 64 * FIELDS  # numbers kept before they are hashed: packing many at once costs a fifth
 _FULL = struct.Struct("<" + "diiqi" * (ROOM // FIELDS)).pack
 
 Entry = tuple[float, int, int, int, int]  # time in seconds, kind, peer, bytes, tag
@@ -118,7 +115,7 @@ class RankDigest:
             self._update(_FULL(*pending))
 
     def cover(self, payload: Any) -> None:
-        """Add the contents of a payload: see `checksums`."""
+        """Add the contents of a payload: see `checksum`."""
         self.contents = checksum(payload, self.contents)
 
     def _update(self, packed: bytes) -> None:
@@ -136,6 +133,7 @@ class RankDigest:
     def value(self) -> bytes:
         """Return the 16-byte digest of all events and contents so far."""
         self._update(struct.pack("<" + "diiqi" * (len(self._pending) // FIELDS), *self._pending))
+        # The contents enter at the end and not with each event: then events may be packed without them, 64 at a time.
         whole = self._hash.copy()
         whole.update(struct.pack("<I", self.contents))
         return bytes(whole.digest())

@@ -1,22 +1,12 @@
 """The one Python interpreter that all virtual ranks share: patches for the time of runs, the collector, torch's modes.
 
 *Patches* of modules last as long as any run does: of several runs at once, or one inside another, the first makes them
-and the last takes them back. What stands in their place tells virtual ranks from other callers itself.
+and the last undoes them. Each replacement finds out itself whether a virtual rank calls it.
 
-*The collector of cycles* is told that a thousand ranks are no garbage, and watched while it works. Its defaults
-look through all young objects after every 700 new ones, and a collective of 1,000 ranks makes ten times as many
-that all live on: a third of the time would go into looking. So what is there before a run is frozen, and looks are
-rare. But what was frozen counts as old for good, and a run that is over is a cycle: before the next run starts, all
-is collected if there is half as much again as after the last time. All ranks have one collector. It begins wherever
-an object is made, and runs the finalizers of any rank's garbage there: in another rank, or in the middle of one of
-our own calls.
+*The collector of cycles* is made to run seldom, and watched while it works.
 
-*torch's modes* are kept from leaking between greenlets. torch holds grad mode, inference mode and autocast per
-*thread*; greenlets share one thread, so a rank parked inside `no_grad` would silently switch gradients off for the
-next rank. The rule: whenever a task leaves the processor, the modes are torch's defaults; a task that had others
-set gets them back when it returns. What torch keeps per *process* (default dtype, deterministic algorithms, print
-options) is each rank's own: it starts as it stood outside, and is put in place when another rank comes to run.
-torch is never imported here, and while a program keeps the defaults this costs three look-ups.
+*torch's modes* are kept from leaking between greenlets, and torch's settings from leaking between ranks. torch is never
+imported here.
 """
 
 from __future__ import annotations
@@ -65,17 +55,23 @@ class Patches:
         setattr(owner, name, value)
 
 
+# By default the collector looks through all young objects after every 700 new ones. A collective of 1,000 ranks makes
+# ten times as many that all live on, so a third of the time would go into looking. So what is there before a run is
+# frozen, and looks are rare. But what was frozen counts as old for good, and a run that is over is a cycle: before the
+# next run starts, all is collected if memory has grown by half since the last time.
 YOUNG_OBJECTS = 20_000  # new objects between two looks
-FEW_BLOCKS = 400_000  # pieces of memory that nobody need look through for old runs
-_blocks_after = [0]  # how many pieces were there after the last whole collection: a fact about this process
+FEW_BLOCKS = 400_000  # blocks of memory below which old runs are not worth a collection
+_blocks_after = [0]  # how many there were after the last whole collection: a fact about this process
 
 
 @contextmanager
 def rare_collections(collecting: Callable[[bool], None]) -> Iterator[None]:
     """Let the collector look less often within the block, and leave alone what was there before.
 
-    `collecting` is told when it begins (True) and when it is done (False) in the thread of the block.
+    `collecting` is called when it begins (True) and when it is done (False) in the thread of the block.
     """
+    # All ranks have one collector. It starts wherever an object is made, and runs the finalizers of any rank's garbage
+    # there: in another rank, or in the middle of a call of the library. The kernel must know, to refuse their calls.
     thread = threading.get_ident()
 
     def tell(phase: str, _counts: dict[str, int]) -> None:
@@ -113,6 +109,10 @@ def _freeze(*, collects: bool) -> None:
     gc.freeze()
 
 
+# torch holds grad mode, inference mode and autocast per *thread*. Greenlets share one thread, so a rank parked inside
+# `no_grad` would silently switch gradients off for the next rank. The rule: whenever a task leaves the processor, the
+# modes are torch's defaults; a task that had others set gets them back when it returns. While a program keeps the
+# defaults, this costs three look-ups a switch.
 AUTOCAST_DEVICE = "cpu"
 
 
@@ -141,6 +141,8 @@ def _default_torch_modes(torch: Any) -> Callable[[], object]:
     return guards.close
 
 
+# What torch keeps per *process* is each rank's own: it starts as it was outside the run, and is swapped when another
+# rank comes to run, as the state of torch's generator is (`reproducibility.TorchStates`).
 TorchSettings = tuple[Any, int, dict[str, Any]]
 
 

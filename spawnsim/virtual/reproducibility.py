@@ -1,15 +1,7 @@
-"""What a program draws from the process: random generators that are each rank's own, and what no seed repeats.
+"""What a program draws from its process: random generators, one set for each rank, and what no seed repeats.
 
-The global random generators of Python, numpy and torch exist once for every rank, as processes have them. A rank's
-generators start from (seed, rank, purpose). The functions of `random` and `numpy.random`, and numpy's hidden
-generator itself, mean the calling rank's own while a run lasts; a generator that a rank makes without a seed takes
-its seed from a stream of the rank. torch's default generator cannot be replaced: its state is swapped when another
-rank comes to run, 1 to 3 µs, and only once torch is loaded; torch is never loaded here.
-
-The wall clock, the system's entropy and threads of its own are what no seed repeats. The first place of each kind
-is noted, if the program's own code is there and not a library's; then the run does not call itself reproducible.
-What cannot be noticed: `datetime.now()`, the order of sets (the command line fixes PYTHONHASHSEED), numbers from
-`id()`, and when the collector calls finalizers.
+Each rank has global random generators of Python, numpy and torch of its own, as a process has. They start from (seed,
+rank, purpose). A generator that a rank makes without a seed takes its seed from a stream of the rank.
 """
 
 from __future__ import annotations
@@ -121,6 +113,9 @@ def generators_of(task: Task) -> Generators:
 class TorchStates:
     """Swaps the state of torch's default generator, and its settings, when another rank comes to run."""
 
+    # torch's default generator is an object in C++ that cannot be replaced, so its state is swapped: 1 to 3 µs a switch
+    # of ranks, and only once torch is loaded. It is never loaded here: a run that does without it starts sooner.
+
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self._torch: Any = None
@@ -173,7 +168,7 @@ class TorchStates:
 
 
 class _CallersState(np.random.RandomState):
-    """Stands for numpy's hidden generator, which libraries take where a caller gives none."""
+    """Stands for numpy's hidden generator, which libraries (scipy) take where a caller gives none."""
 
     def __getattribute__(self, name: str) -> Any:
         own = generators_of_caller()
@@ -184,6 +179,9 @@ _original: Any = _hidden._rand
 
 
 def _route_generators(put: Put) -> None:
+    # A function imported by name (`from random import shuffle`) is the module's at the time of the import. So it is not
+    # enough to replace the functions of `random` and `numpy.random`: programs' modules that are loaded already are
+    # looked through for them. Libraries are not; those take the hidden generator, which is replaced as well.
     routed = {id(each): _routed(each, "python", name) for name, each in _bound(random, random.Random)}
     for name, each in (*_bound(np.random, np.random.RandomState), ("seed", np.random.seed)):
         routed[id(each)] = _routed(each, "numpy", name)
@@ -250,6 +248,10 @@ generators_per_rank = Patches(_route_generators).in_place
 DATES = ("localtime", "gmtime", "ctime", "asctime", "strftime")
 
 
+# The wall clock, the system's entropy and threads are what no seed repeats. The first use of each kind is noted, if the
+# program itself is the user, and then the run does not call itself reproducible. What cannot be noticed:
+# `datetime.now()`, the order of sets (the command line fixes PYTHONHASHSEED), numbers from `id()`, and when the
+# collector runs finalizers.
 def _notice_leaks(put: Put) -> None:
     put(os, "urandom", _noticed(os.urandom, "the system's entropy was read"))
     put(random, "_urandom", os.urandom)

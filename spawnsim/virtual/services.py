@@ -1,7 +1,6 @@
 """The five members that a virtual rank has beyond MPI: clock, compute, rng, background, record.
 
-They belong to the rank, not to a communicator: all communicators of a rank share them. They move the rank's clock and
-start its tasks; they send no messages.
+They belong to the rank, not to a communicator: all communicators of a rank share them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,12 @@ class Clock:
         self._world, self._rank = world, rank
 
     def now(self) -> float:
-        """Return the rank's virtual time in seconds."""
+        """Return the rank's virtual time.
+
+        Returns:
+            Virtual seconds since the start of the run, a float.
+        """
+        # `timed` tells the watchdog that this rank may be polling until some time, which is not a livelock at once.
         kernel = self._world.kernel
         if self._rank.observers:
             kernel.observe()
@@ -35,22 +39,39 @@ class Clock:
         return kernel.current.clock
 
     def sleep(self, seconds: float) -> None:
-        """Let `seconds` pass. The rank answers others meanwhile, unlike in `compute`."""
+        """Let time pass in which the rank answers one-sided accesses of others, unlike in `compute`.
+
+        Args:
+            seconds: Virtual seconds, at least 0.
+
+        Raises:
+            ParameterError: A negative time, or NaN.
+        """
         if not seconds >= 0:
             raise ParameterError(f"sleep({seconds}): give a time of at least 0 s")
         task = self._world.kernel.current
         self._rank.digest.note((task.clock, SLEEP, -1, nanoseconds(seconds), 0))
         self._rank.advance_to(task, task.clock + seconds)
         self._world.kernel.observe()
-        if self._rank.attachments.get("windows"):  # it may look at exposed memory next
+        # A loop of sleeps around a look at exposed memory is a poll, of which the library sees the sleep alone.
+        if self._rank.attachments.get("windows"):
             self._world.kernel.fruitless()
 
     @contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
-        """Let each blocking call in the block end within `seconds`, in a result or in `errors.Timeout`."""
+        """Let each blocking call in a `with` block end in time, in a result or in `errors.Timeout`.
+
+        Args:
+            seconds: Virtual seconds for each call, above 0; math.inf waits for ever.
+
+        Raises:
+            ParameterError: A time that is not above 0.
+        """
         if not seconds > 0:
             raise ParameterError(f"deadline({seconds}): give a time above 0 s")
         task = self._world.kernel.current
+        # An explicit deadline is an event, unlike the run's default one (`Kernel._arm`): it says when something is to
+        # happen, and so it keeps a wait from being a deadlock.
         before = task.deadline_s, task.explicit
         task.deadline_s, task.explicit = seconds, True
         try:
@@ -59,7 +80,7 @@ class Clock:
             task.deadline_s, task.explicit = before
 
     def limit_s(self) -> float:
-        """Return how many seconds a blocking call may take now."""
+        """Return how many virtual seconds a blocking call may take now."""
         return self._world.kernel.current.deadline_s
 
 
@@ -72,7 +93,18 @@ class Compute:
         self.seconds = 0.0  # what the last block took
 
     def __call__(self, seconds: float | None = None) -> Compute:
-        """Return the block. `seconds` states its duration on a rank that does not straggle."""
+        """Begin a block of computing: `with comm.compute(0.01): ...`; its time passes at the end of the block.
+
+        Args:
+            seconds: Virtual seconds that the block takes on a rank that does not straggle, at least 0. None: as long as
+                the run's compute model says.
+
+        Returns:
+            The context manager; `seconds` of it is what the last block took.
+
+        Raises:
+            ParameterError: A negative time, or NaN.
+        """
         if seconds is not None and not seconds >= 0:
             raise ParameterError(f"compute({seconds}): give a time of at least 0 s")
         self._stated_s = seconds
@@ -86,14 +118,16 @@ class Compute:
             self.spend(self._stated_s)
 
     def spend(self, stated_s: float | None, *, call_cost: bool = False) -> None:
-        """Pass the time of one block, and poll. A `toll` is the price of a call: in itself nothing that happens."""
+        """Let the time of one block pass. A `call_cost` is not progress: polls that pay it are still fruitless."""
         world, rank = self._world, self._rank
         task = world.kernel.current
         begin_s = task.clock
         duration_s = self.sampler(stated_s, begin_s)
         end_s = world.plan.stretch(rank.id, begin_s, duration_s) if world.plan else begin_s + duration_s
         self.seconds = end_s - begin_s
-        ends = self.seconds < math.inf  # or it is paused for ever, in the middle of the block
+        # A rank that is paused for ever in the middle of a block leaves it at no time: its clock becomes inf, which no
+        # sum and no integer of nanoseconds may see.
+        ends = self.seconds < math.inf
         rank.compute_s += self.seconds if ends else 0.0
         rank.digest.note((begin_s, COMPUTE, -1, nanoseconds(self.seconds) if ends else -1, 0))
         if not call_cost:
@@ -102,7 +136,8 @@ class Compute:
         if rank.observers:
             rank.compute_from(begin_s, end_s)
         rank.advance_to(task, end_s)
-        if rank.observers:  # others may look at what this rank stores next: it must be this rank's time then
+        # Others may look at what this rank stores next: that must happen at its own time.
+        if rank.observers:
             world.kernel.observe()
 
 
@@ -113,12 +148,21 @@ class Record:
         self._world, self._rank = world, rank
 
     def __call__(self, **values: Any) -> None:
-        """Add one row: a column for each name, beside the rank and its time."""
+        """Add one row to the run's table.
+
+        Args:
+            values: One value for each column: numbers, texts, booleans. Rank and time are columns of every row.
+        """
         self._world.kernel.idle = 0
         self._world.recorder.row(self._rank.id, self._world.kernel.current.clock, values)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Add one event, such as a replacement."""
+        """Add one event to the run's events, such as a replacement.
+
+        Args:
+            kind: What happened, one word.
+            fields: What is known of it, as JSON can hold it.
+        """
         self._world.recorder.event(self._rank.id, self._world.kernel.current.clock, kind, fields)
 
 
@@ -136,6 +180,8 @@ class Background:
         rank.tasks.append(self._task)
 
     def _run(self, program: Callable[[], Any]) -> None:
+        # The program may be ahead of SimPy's clock when it starts the task. From here on two tasks see each other's
+        # memory, and neither may run ahead.
         self._world.kernel.observe()
         try:
             program()
@@ -149,7 +195,17 @@ class Background:
         return self._over.finish_s is None
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the end, at most `timeout` seconds; return whether it has come."""
+        """Wait for the end of the task.
+
+        Args:
+            timeout: Virtual seconds to wait at most; None: as long as a blocking call may take.
+
+        Returns:
+            Whether the task has ended.
+
+        Raises:
+            Timeout: Without a `timeout`, if the deadline of blocking calls has passed.
+        """
         if timeout is not None and not timeout > 0:
             return not self.alive
         bound = nullcontext() if timeout is None else Clock(self._world, self._rank).deadline(timeout)
@@ -178,7 +234,7 @@ class WaitingForTask(Unbroken):
         return (self._task.rank,)
 
     def missing(self, by_s: float = math.inf) -> tuple[int, ...]:
-        """Return nobody: no other rank is awaited."""
+        """Return (): no other rank is awaited."""
         return ()
 
 

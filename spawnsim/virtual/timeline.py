@@ -13,7 +13,7 @@ Calls in which no time passes and nothing moves are left out, and of calls withi
 whose share of `MOST` is used up is followed no further, so memory and file are bounded whatever a run does.
 
 While a run is watched, by the timeline or by the accounting of computing between calls, every call of the virtual
-MPI is wrapped, and the watchers of the calling rank's world are asked to make it. A run that nobody watches is not
+MPI is wrapped, and the watchers of the calling rank's world are asked to make it. A run that is not watched is not
 touched.
 """
 
@@ -45,7 +45,7 @@ from spawnsim.virtual.mpi.rma import Epochs
 from spawnsim.virtual.mpi.rma_service import Access, WindowState
 from spawnsim.virtual.services import Background, Clock, Compute
 
-# Calls that cost no computing: questions about handles, and the house's own doors.
+# Calls that are not timed: queries of handles, in which no time passes, and methods that are not MPI's.
 UNWATCHED = (
     "Get_", "Set_", "Is_", "Compare", "py2f", "f2py", "fromhandle", "fromint", "toint", "Create_errhandler",
     "Create_keyval", "Free_keyval", "Delete_attr", "Call_errhandler", "enter", "called", "over", "start", "prepare",
@@ -69,6 +69,8 @@ def watched(name: str, raw: Any) -> Any:
     if isinstance(raw, classmethod):
         return classmethod(watched(name, raw.__func__))
 
+    # Wrapped for the time of a run and not tested for in each call: two branches a message would cost every run, traced
+    # or not. The wrapper asks which world is calling, since several runs may go on at once.
     @functools.wraps(raw)
     def watching(*args: Any, **kwargs: Any) -> Any:
         task = current_task()
@@ -88,7 +90,9 @@ def _watch_calls(put: Put) -> None:
 being_watched = Patches(_watch_calls).in_place
 
 
-MOST = 2_000_000  # calls and messages of a run: some 150 MB on disk while it runs, a fifth of that or less afterwards
+# Calls and messages of a run: some 150 MB on disk while it runs, a fifth of that or less afterwards. Each rank has an
+# equal share, of its first ones: which rows are kept must not depend on the order in which ranks run.
+MOST = 2_000_000
 OWN = ((Compute, "spend", "compute"), (Clock, "sleep", "sleep"), (Background, "join", "join"))
 
 
@@ -104,7 +108,7 @@ class CallRecord:
         self.times, self.error = 1, ""
 
     def moved(self, peer: str, rank: int, tag: int | None, nbytes: int) -> None:
-        """Note a message or an access: `peer` is "dest" or "source". Peers are told of as long as there is one."""
+        """Note a message or an access: `peer` is "dest" or "source". A peer is recorded if there is only one."""
         facts, amount = self.facts, "sent" if peer == "dest" else "received"
         facts["messages"] = facts.get("messages", 0) + 1
         facts[amount] = facts.get(amount, 0) + nbytes
@@ -145,14 +149,14 @@ class Timeline:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow the ranks while the block runs: within whatever else watches them."""
+        """Follow the ranks while the block runs, inside the other watchers."""
         self._world.timeline = self
         self._world.watchers.append(self.watching)
         with being_watched(), _noting():
             yield
 
     def watching(self, name: str, subject: Any, call: Callable[[], Any]) -> Any:
-        """Make a call, and take it down."""
+        """Make a call, and record it."""
         task = current_task()
         assert task is not None
         rank = self._world.ranks[task.rank]
@@ -162,6 +166,7 @@ class Timeline:
             self._places[task] = rank.tasks.index(task) if task in rank.tasks else 0
         self._numbers[rank.id] += 1
         number, place = self._numbers[rank.id], self._places[task]
+        # A task has one call at a time: calls within it find `task in self._calls` and go through unrecorded.
         own = self._calls[task] = CallRecord(name, number, task.clock, comm=_comm(subject), task=place)
         try:
             return call()
@@ -207,7 +212,7 @@ class Timeline:
     def received(self, call: CallRecord, message: Message, rank: int, now_s: float) -> None:
         """Note a message that was received."""
         origin = getattr(message, "origin", None)
-        if origin is None:  # a copy that a fault has made, or of a call that nobody follows
+        if origin is None:  # a copy that a fault has made, or of a call that is not followed
             return
         source, out, sent_s = origin
         call.moved("source", source, message.tag, message.nbytes)
@@ -256,7 +261,7 @@ def _comm(subject: Any) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- noting
 def _followed(name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call that is none of MPI's, as the timeline makes it."""
+    """Return a call that is not one of MPI's (compute, sleep, join) as the timeline makes it."""
 
     @functools.wraps(raw)
     def watching(*args: Any, **kwargs: Any) -> Any:
@@ -272,7 +277,7 @@ def _followed(name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
 def _noted(
     raw: Callable[..., Any], note: Callable[[Timeline, Task, Any], None], *, after: bool = False
 ) -> Any:
-    """Return a function of this house that tells the timeline what it does within a call.
+    """Return a function of spawnsim that reports to the timeline what it does within a call.
 
     `note` is given the function's arguments, or `after` it the first one and what it returned.
     """
@@ -336,6 +341,7 @@ def _asked(timeline: Timeline, task: Task, given: tuple[WindowState, Rank, int, 
 def _note_moves(put: Put) -> None:
     for owner, name, called in OWN:
         put(owner, name, _followed(called, getattr(owner, name)))
+    # The six functions in which something moves. `send` is replaced where `Transport` looks it up.
     put(transport, "send", _noted(wire.send, _sent))
     put(Transport, "_accept", _noted(Transport._accept, _received, after=True))
     put(Transport, "_taken", _noted(Transport._taken, _received))

@@ -6,8 +6,6 @@
   2(P - P') ranks, P' the greatest power of two in P, fold: of each pair one hands its data to the other, sits the core
   out, and is told the result. MPICH's way; the even rank hands over.
 * Two levels: within the nodes to a leader, among the leaders, and back. And the exchange with neighbours.
-
-Indices, and which rank lives on which node, are all that is known here: no bytes, networks, clocks or kernel.
 """
 
 from __future__ import annotations
@@ -21,6 +19,9 @@ from spawnsim.virtual.collectives.schedule import Lane, Pattern, Round, Schedule
 from spawnsim.virtual.network.cost import Ints
 
 
+# One binomial tree serves scatter, gather, bcast and reduce: only the direction, the order of its levels and what a
+# message carries differ. So the subtree sizes, the one thing that is easily wrong where P is not a power of two, stand
+# here once.
 def _down(size: int, mask: int) -> Lane:
     """Return the sends of a binomial tree over the distance `mask`: each carries the receiver's whole subtree."""
     parent = np.arange(0, size - mask, 2 * mask)
@@ -70,6 +71,8 @@ def reduce_then_bcast(size: int) -> Schedule:
 
 def _star(size: int, *, inward: bool, whole: bool, reduces: bool = False) -> tuple[Round, ...]:
     """Return the one round of a star: the hub's messages in the order of the other ranks."""
+    # P-1 lanes of one message each would make P-1 rounds of array operations on single numbers; the star's one lane of
+    # all messages lets the dataflow evaluate them at once (`Evaluation.fan_out`, `fan_in`).
 
     def spokes(ends: Ints) -> Lane:
         hub = np.zeros_like(ends)
@@ -104,6 +107,8 @@ def linear_reduce(size: int) -> Schedule:
 
 def chain_bcast(size: int, segments: int) -> Schedule:
     """(P-1)(α + sβ) + (S-1)sβ with S segments of s bytes, each passed on as soon as it has come."""
+    # In each round the chain is a diagonal: rank r passes on segment step - r, so all links that have something to
+    # carry are busy at once, and a round is one lane.
     ranks = np.arange(size)
     rounds = []
     for step in range(size - 1 + segments - 1):
@@ -203,6 +208,8 @@ class Core:
     @classmethod
     def of(cls, size: int, *, keep_even: bool = False) -> Core:
         """Fold `size` ranks. With `keep_even` the odd rank of a pair sits out, so that rank 0 (a root) stays in."""
+        # MPICH lets the odd rank of a pair stay in the core. A reduce to rank 0 must keep the even ones, or the root
+        # would sit out and its result would need one message more.
         extra = size - (1 << (size.bit_length() - 1))
         even = np.arange(0, 2 * extra, 2)
         stay, out = (even, even + 1) if keep_even else (even + 1, even)
@@ -223,13 +230,13 @@ class Core:
     def fold(
         self, *, reduces: bool = True, first: Ints | int = 0, blocks: Ints | int = 1
     ) -> tuple[Round, ...]:
-        """Return the round in which those who sit out hand over."""
+        """Return the round in which the ranks that sit out hand over their data."""
         return one_by_one(
             [lane(self.out, self.mates, self.size, first=first, blocks=blocks)], reduces=reduces
         )
 
     def unfold(self, first: Ints | int = 0, blocks: Ints | int = 1) -> tuple[Round, ...]:
-        """Return the round in which they are told the result."""
+        """Return the round in which they are sent the result."""
         return one_by_one([lane(self.mates, self.out, self.size, first=first, blocks=blocks)])
 
     def partners(self, mask: int) -> Pattern:

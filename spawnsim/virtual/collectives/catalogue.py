@@ -8,10 +8,8 @@ Thresholds in bytes, re-stated from the libraries' own documents:
   ALLGATHER_{SHORT 81920, LONG 524288}_MSG_SIZE, ALLTOALL_{SHORT 256, MEDIUM 32768}_MSG_SIZE,
   REDSCAT_COMMUTATIVE_LONG_MSG_SIZE (524288). Without its node-aware layer: ask for "two_level" by name.
 * Open MPI: the fixed decision rules of coll/tuned up to release 4.0 (coll_tuned_decision_fixed.c). Three of its
-  algorithms are stood in for by the nearest here: split binary tree bcast by scatter_ring, pipelined reduce
+  algorithms are replaced by the nearest here: split binary tree bcast by scatter_ring, pipelined reduce
   by rabenseifner, neighbour-exchange allgather by ring.
-
-Names and sizes are known here; networks and times are not.
 """
 
 from __future__ import annotations
@@ -134,7 +132,7 @@ def neighbours(size: int, source: bytes, dest: bytes) -> Schedule:
 
 
 class CallSize(NamedTuple):
-    """What a decision may look at. `block` is the mean block in bytes, or the vector where there are no blocks."""
+    """What a decision depends on. `block` is the mean block in bytes, or the vector where there are no blocks."""
 
     size: int
     block: int
@@ -298,7 +296,7 @@ class Selection:
 
 
 def _everywhere(algorithm: str) -> list[tuple[str, str]]:
-    """Return the operations that know an algorithm of this name."""
+    """Return the operations that have an algorithm of this name."""
     head = algorithm.partition(":")[0]
     found = [(operation, algorithm) for operation in _MPICH if head in names(operation)]
     if not found:

@@ -1,9 +1,8 @@
-"""Completion times of a collective: the rounds of its schedule, folded over the vector of arrival times.
+"""Completion times of a collective: the rounds of its schedule, applied to the vector of arrival times.
 
 Every rank's clock, and the two directions of its NIC, are one vector each; a round is a few operations on
-them. A rank that has not arrived is NaN; it makes NaN of exactly those that wait for it.
-
-Schedules and costs are known here; the kernel, ranks' programs and buffers are not.
+them. A rank that has not arrived is NaN, which makes NaN of exactly those that wait for it. A ring allreduce message by
+message would be two million messages at 1,000 ranks; this way it is two thousand rounds of a few array operations.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class Finish(NamedTuple):
 
 
 def _some(seconds: Floats | float) -> bool:
-    """Whether it is not nothing; spares the commonest networks an operation per round."""
+    """Whether there is anything to add; spares the commonest networks an operation per round."""
     return isinstance(seconds, np.ndarray) or seconds != 0.0
 
 
-class Fold:
+class Evaluation:
     """The vectors of one collective while its rounds go by."""
 
     def __init__(
@@ -47,7 +46,8 @@ class Fold:
     ) -> None:
         self.clock = arrivals.copy()
         self.out_free = np.full(len(arrivals), -np.inf) if out_free is None else out_free.copy()
-        # Until when ranks stay: see `run`. Where all NICs were idle, until they are idle again.
+        # Until when ranks stay. Where all NICs were idle at the beginning, until they are idle again, and the two
+        # vectors are one; else what the NIC had to do before does not keep its rank, so the two have to be told apart.
         self.stays = self.out_free if out_free is None else np.full(len(arrivals), -np.inf)
         self.in_free = np.full(len(arrivals), -np.inf)
         self.eager_bytes = network.eager_bytes
@@ -58,6 +58,7 @@ class Fold:
 
     def costs(self, pattern: Pattern, nbytes: Lengths) -> Costs:
         """Return the costs of a lane, in the order of its senders, and count its messages."""
+        # A ring repeats one pattern with one size P-1 times: the network is asked once.
         self.messages += len(pattern.source)
         if isinstance(nbytes, np.ndarray):
             self.nbytes += float(nbytes.sum())
@@ -75,6 +76,8 @@ class Fold:
 
     def send(self, pattern: Pattern, costs: Costs, nbytes: Lengths) -> Floats:
         """Let all ranks of a lane send. Returns when their messages arrive."""
+        # The arithmetic of `wire.send`, rank by rank the same to the last bit where nothing is contended: begin when
+        # the clock and the NIC are both free, keep the NIC for inject_s, arrive after flight_s.
         who = pattern.senders
         begin: Floats = np.maximum(self.clock[who], self.out_free[who])
         left = self.out_free[who] = begin + costs.inject_s
@@ -87,6 +90,9 @@ class Fold:
 
     def take(self, pattern: Pattern, costs: Costs, arrival: Floats, work_s: Floats | float) -> None:
         """Let all ranks of a lane take their messages, and work on them for `work_s`."""
+        # Messages are admitted in the order in which the algorithm takes them, not in the order of arrival: that is the
+        # rule of `completion.ReceivingNic`, so that collectives and messages agree, and it needs no event. Costs and
+        # arrivals stand in the order of senders; `turn` brings them into that of receivers.
         who, turn = pattern.takers, pattern.turn
         busy_s, drain_s = costs.receive_s + work_s, costs.drain_s
         if turn is not None:
@@ -97,7 +103,7 @@ class Fold:
             free = self.in_free[who]
             drained = np.maximum(arrival, free + drain_s)
             if isinstance(drain_s, np.ndarray) and not drain_s.all():
-                slow = drain_s > 0.0  # the others neither wait nor hold up
+                slow = drain_s > 0.0  # the others (within a node, say) neither wait nor hold up
                 self.in_free[who] = np.where(slow, drained, free)
                 arrival = np.where(slow, drained, arrival)
             else:
@@ -106,14 +112,14 @@ class Fold:
 
     def fan_out(self, pattern: Pattern, costs: Costs, nbytes: Lengths) -> Floats:
         """Let one rank send all messages of a star, in order. Returns when they arrive."""
+        # begin[i] = max(ready[i], begin[i-1] + inject[i-1]), a recurrence. With the sum of what was injected before
+        # taken off, it is a running maximum, so a star of P-1 messages is a few array operations and not P-1 rounds.
         hub, count = pattern.source[0], len(pattern.source)
         inject_s, send_s = (np.broadcast_to(cost, count) for cost in (costs.inject_s, costs.send_s))
         before = np.cumsum(inject_s) - inject_s
         ready = self.clock[hub] + np.cumsum(send_s) - send_s
         idle, ready[0] = ready.tolist(), np.maximum(ready[0], self.out_free[hub])
-        begin: Floats = before + np.maximum.accumulate(
-            ready - before
-        )  # each after the last: max(own, last + inject)
+        begin: Floats = before + np.maximum.accumulate(ready - before)
         left = begin + inject_s
         self.out_free[hub] = left[-1]
         if self.stays is not self.out_free:
@@ -125,6 +131,8 @@ class Fold:
 
     def fan_in(self, pattern: Pattern, costs: Costs, arrival: Floats, work_s: Floats | float) -> None:
         """Let one rank take all messages of a star, in order."""
+        # Two such recurrences: the NIC admits one message after the other, drained[i] = max(arrival[i], drained[i-1] +
+        # drain[i]); and the processor takes one after the other, clock = max(clock, arrival) + busy.
         hub, count = pattern.dest[0], len(pattern.dest)
         drain_s, busy_s = (np.broadcast_to(cost, count) for cost in (costs.drain_s, costs.receive_s + work_s))
         slow = drain_s > 0.0
@@ -146,6 +154,8 @@ class Fold:
 
     def round(self, lanes: tuple[Lane, ...], amounts: MessageSizes, gamma: float) -> None:
         """Let one round go by."""
+        # All lanes are sent before any is taken: a rank first does all its sends of a round. Else an exchange of two
+        # ranks would wait for each other's message before sending its own.
         flying = []
         for lane in lanes:
             nbytes = amounts.of(lane)
@@ -184,11 +194,11 @@ def run(
         ranks: The world ranks of the members, int (P,); None if they are 0 to P-1.
         out_free: When each NIC can begin to inject, float64 (P,), seconds; None: all are idle.
     """
-    fold = Fold(arrivals, network, ranks, out_free)
+    evaluation = Evaluation(arrivals, network, ranks, out_free)
     for each in schedule.rounds:
-        gamma = fold.gamma if each.reduces else 0.0
+        gamma = evaluation.gamma if each.reduces else 0.0
         if each.star is not None:
-            fold.star(each.star, amounts, gamma)
+            evaluation.star(each.star, amounts, gamma)
         else:
-            fold.round(each.lanes, amounts, gamma)
-    return fold.finish()
+            evaluation.round(each.lanes, amounts, gamma)
+    return evaluation.finish()

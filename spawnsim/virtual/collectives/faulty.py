@@ -1,9 +1,7 @@
 """A collective over links with faults: the same dataflow, with a verdict for each message.
 
-A message that is late arrives later; one that is lost never arrives, so that whoever waits for it waits for ever. What
-was damaged in a message stays damaged in all that is made of it: it is followed block by block, from rank to rank.
-
-Schedules, costs and verdicts are known here; the kernel, ranks' programs and buffers are not.
+A message that is late arrives later; one that is lost never arrives, and its receiver waits for ever. What was damaged
+in a message stays damaged in all that is made of it: it is followed block by block, from rank to rank.
 """
 
 from __future__ import annotations
@@ -14,14 +12,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from spawnsim.virtual.collectives.dataflow import Finish, Fold
+from spawnsim.virtual.collectives.dataflow import Evaluation, Finish
 from spawnsim.virtual.collectives.schedule import Lane, Lengths, MessageSizes, Pattern, Schedule
 from spawnsim.virtual.faults import Verdict
 from spawnsim.virtual.network.cost import Floats, Ints, Network
 
 
 class Judge(Protocol):
-    """Who knows what becomes of messages: see `spawnsim.virtual.faults.injection`."""
+    """Says what becomes of messages: see `spawnsim.virtual.faults.injection`."""
 
     def strikes(
         self, source: Ints, dest: Ints, sent_s: Floats, numbers: Ints
@@ -83,8 +81,8 @@ class Cargo(NamedTuple):
     damage: dict[int, set[Damage]]
 
 
-class FaultyFold(Fold):
-    """The vectors of one collective, and what has happened on the way."""
+class FaultyEvaluation(Evaluation):
+    """The vectors of one collective, and what faults have done to its messages."""
 
     def __init__(
         self, arrivals: Floats, network: Network, world: Ints, out_free: Floats | None,
@@ -93,7 +91,7 @@ class FaultyFold(Fold):
         super().__init__(arrivals, network, world, out_free)
         self.world, self.judge = world, judge
         self.total = schedule.parts if schedule.cut == "vector" else schedule.size
-        # Otherwise a block goes to its receiver and no further.
+        # Otherwise a block goes to its receiver and no further: damage to it damages nothing else.
         self.passed_on = schedule.cut in ("vector", "blocks")
         self.lanes = 0  # gone by so far
         self.edges = _turns(schedule) if schedule.cut == "edges" else None
@@ -132,9 +130,10 @@ class FaultyFold(Fold):
         source, dest = self.world[pattern.source], self.world[pattern.dest]
         numbers = np.full(len(source), self.lanes) if self.edges is None else self.edges[lane.first]
         for index, verdict, place in self.judge.strikes(source, dest, sent_s, numbers):
-            if not _of(nbytes, index):  # there is nothing to damage
+            if not _of(nbytes, index):  # an empty message: there is nothing to damage
                 verdict = verdict._replace(corrupt=False)
             self.strike(lane, index, verdict, cargo=cargo, place=place, number=int(numbers[index]))
+            # Lost is NaN, as a rank that has not arrived is: all that depends on it becomes NaN by itself.
             arrival[index] += np.nan if verdict.lost else verdict.delay_s
         return cargo
 
@@ -166,7 +165,9 @@ class FaultyFold(Fold):
         for index, late in cargo.late.items():
             rank = int(pattern.dest[index])
             self.late[rank] = self.late.get(rank, 0) | late
-        if self.passed_on and not reduces:  # what comes takes the place of what was there
+        # What comes takes the place of what was there, so damage there is healed. A reduction combines the two, so both
+        # damages stay.
+        if self.passed_on and not reduces:
             for rank in [rank for rank in self.damage if rank in pattern.message_to]:
                 self.damage[rank] -= self.carried(lane, pattern.message_to[rank], self.damage[rank])
         for index, damage in cargo.damage.items():
@@ -214,7 +215,7 @@ def run_struck(
     out_free: Floats | None = None,
 ) -> Struck:
     """Return when each rank leaves, and what faults have done: as `dataflow.run`, with a judge of messages."""
-    fold = FaultyFold(arrivals, network, ranks, out_free, schedule=schedule, judge=judge)
+    found = FaultyEvaluation(arrivals, network, ranks, out_free, schedule=schedule, judge=judge)
     for each in schedule.rounds:
-        fold.faulty_round(each.lanes, amounts, reduces=each.reduces)
-    return Struck(fold.finish(), fold.strikes, fold.late, fold.damage)
+        found.faulty_round(each.lanes, amounts, reduces=each.reduces)
+    return Struck(found.finish(), found.strikes, found.late, found.damage)

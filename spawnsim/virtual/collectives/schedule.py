@@ -2,7 +2,7 @@
 
 A rank goes through the rounds in order. In each round it first does all its sends, lane by lane, and then takes all
 its messages, lane by lane. In one lane a rank sends at most one message and takes at most one. Ranks are relative to
-the root, which is 0. What a message carries is told in blocks: so many, cyclically, from a first one on. A schedule
+the root, which is 0. What a message carries is given in blocks: so many, cyclically, from a first one on. A schedule
 holds indices alone; how many bytes its messages carry in one call, `MessageSizes` says. Sizes as callers give them, in
 bytes:
 
@@ -100,7 +100,8 @@ class Schedule:
 
     @cached_property
     def _heard(self) -> NDArray[np.uint8]:
-        """A bit for each rank (row) and each that it has heard of, directly or not, when it leaves."""
+        """A bit for each rank (row) and each rank on which it depends, directly or not, when it leaves."""
+        # Packed bits: at 1,000 ranks 125 kB and not 1 MB, and a round is one `or` of rows.
         known = np.packbits(np.eye(self.size, dtype=bool), axis=1)
         for each in self.rounds:
             sent = [known[lane.pattern.source] for lane in each.lanes]

@@ -2,8 +2,6 @@
 
 A `CollectivePlan` is one collective of a group as it is going to be carried out: algorithm, schedule, lengths, root. A
 `Planner` chooses and lays out; a `Timing` also remembers, so that ranks that arrive together leave alike.
-
-Operations' names, arrival times and networks are known here; buffers, greenlets and events are not.
 """
 
 from __future__ import annotations
@@ -146,7 +144,7 @@ class Planner:
     """Chooses algorithms and lays them out.
 
     Args:
-        network: What a message costs, and who lives where.
+        network: What a message costs, and on which node each rank is.
         selection: Which algorithm runs; as MPICH chooses, if None.
     """
 
@@ -197,7 +195,7 @@ class Timing(Planner):
     Where all arrive at one time t, the leaving times are t plus those of an arrival at 0, computed once.
     """
 
-    _ROOM = 1024
+    _ROOM = 1024  # collectives remembered; a program with more different ones pays for them anew
 
     def __init__(self, network: Network, selection: Selection | None = None) -> None:
         super().__init__(network, selection)
@@ -214,6 +212,8 @@ class Timing(Planner):
         out_free: Floats | None = None,
     ) -> Finish:
         """Return when each rank leaves: see the function `finish`."""
+        # Ranks in step, the commonest case by far, arrive at one time, and then a collective takes as long as any other
+        # of its kind. Where the sizes or the state of the NICs differ, equal calls are too rare to be worth a key.
         size, sizes = len(arrivals), _even(sizes)
         together = out_free is None and size and (arrivals == arrivals[0]).all()
         if not together or isinstance(sizes, (np.ndarray, Edges)):

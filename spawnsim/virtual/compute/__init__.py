@@ -1,7 +1,4 @@
-"""Compute times of virtual ranks: durations, stragglers, recorded runs.
-
-How long blocks take is known here; what happens in them, and the kernel whose clock they move, are not.
-"""
+"""Compute times of virtual ranks: durations, stragglers, recorded runs."""
 
 from spawnsim.virtual.compute.model import ComputeModel, Fixed, Sampler, Trace, parse_base, parse_stragglers
 from spawnsim.virtual.compute.stragglers import (

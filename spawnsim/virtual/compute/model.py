@@ -3,8 +3,7 @@
     seconds = (stated duration | the model's own) × stragglers, drawn from (seed, rank, cause)
 
 The model's own duration is fixed, or a trace of recorded compute times: replay a run, and ask what if. Models and
-stragglers are written in words as the command line and platform files have them (`FORMS`). The kernel that asks is not
-known here, nor how traces were recorded.
+stragglers are written in words as the command line and platform files have them (`FORMS`).
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Trace:
         bad = np.flatnonzero(~(np.isfinite(row) & (row >= 0.0)))
         if bad.size:
             block, value = int(bad[0]), float(row[bad[0]])
-            raise ParameterError(f"{self.source}: rank {rank}, block {block}: {value} s is no duration")
+            raise ParameterError(f"{self.source}: rank {rank}, block {block}: {value} s is not a duration")
 
     @classmethod
     def of_run(cls, folder: str | Path, *, cycle: bool = False, resample: bool = False) -> Trace:
@@ -203,6 +202,8 @@ class ComputeModel:
 
     def _open_stragglers(self, seed: int, rank: int) -> Iterator[Stretch]:
         """Open each straggler with a stream of its own, also when one kind comes twice."""
+        # Streams are named by kind and number, not by place: to add another kind of straggler leaves all draws as they
+        # were, so two runs differ by what was added and not by luck.
         seen: Counter[str] = Counter()
         for straggler in sorted(self.stragglers, key=lambda straggler: straggler.follows_clock):
             kind = type(straggler).__name__.lower()
@@ -217,7 +218,7 @@ class ComputeModel:
 
         def base(stated_s: float | None) -> float:
             if stated_s is None:
-                return _next_own(own, key.rank)
+                return _next_duration(own, key.rank)
             if not 0.0 <= stated_s < math.inf:
                 raise ParameterError(
                     f"rank {key.rank}: comm.compute({stated_s}): give a finite time of at least 0 s"
@@ -227,7 +228,7 @@ class ComputeModel:
         return base
 
 
-def _next_own(durations_s: Iterator[float] | None, rank: int) -> float:
+def _next_duration(durations_s: Iterator[float] | None, rank: int) -> float:
     if durations_s is None:
         raise ParameterError(
             f"rank {rank}: comm.compute() states no duration and the run has no compute model: write "

@@ -7,7 +7,7 @@
 * Slow episodes: a rank is fast and slow by turns, as its clock goes.
 
 A straggler is opened once per rank and is a plain function of duration and clock from then on; it draws from streams
-named by (seed, rank, purpose). It must not know the kernel, communicators or networks.
+named by (seed, rank, purpose).
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ def probability(what: str, value: float) -> None:
         raise ParameterError(f"{what}={value}: give a probability from 0 to 1")
 
 
+# Factors drawn at a time: few at first, for a thousand ranks that compute little; many later, since a call of numpy
+# costs more than the factors it draws.
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
 
 
@@ -295,9 +297,8 @@ class Slow(Straggler):
     def _chosen(self, key: StreamKey) -> bool:
         if self.share < 1e-6:
             return False
-        share = Fraction(self.share).limit_denominator(
-            1_000_000
-        )  # exact: floats misplace ranks at stratum edges
+        # Exact: rank * 0.1 and its inverse, rounded, put a rank at the edge of two strata into both or into neither.
+        share = Fraction(self.share).limit_denominator(1_000_000)
         stratum = math.floor(key.rank * share)
         first, end = (math.ceil(edge / share) for edge in (stratum, stratum + 1))
         return first + math.floor(key.world(str(stratum)).random() * (end - first)) == key.rank
@@ -365,7 +366,7 @@ class Markov(Straggler):
 
 
 class Episodes:
-    """The episodes of one rank, drawn in order as far as somebody has looked."""
+    """The episodes of one rank, drawn in order as far as they were asked for."""
 
     def __init__(self, model: Markov, stream: np.random.Generator) -> None:
         self.model, self.stream = model, stream

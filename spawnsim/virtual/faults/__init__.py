@@ -1,7 +1,7 @@
 """Faults of virtual ranks and links: as data (`events`, `plan`, `swarm`), and carried out on a run (`injection`,
 `crashes`).
 
-The data say what goes wrong, where and when, and know nothing of the kernel; they alone are exported here.
+Only the data are exported: what goes wrong, where and when.
 """
 
 from spawnsim.virtual.faults.events import (

@@ -2,7 +2,7 @@
 
 A restarted rank runs its program from the beginning at its time of restart, with nothing but its number. It is another
 member than the one that died: no communicator made before takes it, however soon it is back, and the others learn of
-the death as of any other. `recover()` alone lets it join them.
+the death as of any other. Only `recover()` lets it join them. (ULFM, too, has no way back into a communicator.)
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ DETECTION_S = 0.01  # from a rank's death until the others know (measured with U
 class Crashes:
     """Ends ranks at their time of death and begins them again, as the fault plan says."""
 
-    def __init__(self, world: World, refurnish: Callable[[int], None]) -> None:
-        """`refurnish(rank)` gives a rank that begins again what its last incarnation has left."""
-        self._world, self._refurnish = world, refurnish
+    def __init__(self, world: World, renew: Callable[[int], None]) -> None:
+        """`renew(rank)` gives a restarted rank new services and communicators."""
+        self._world, self._renew = world, renew
         self._programs: dict[int, Callable[[], Any]] = {}
 
     def begin(self, rank: Rank, program: Callable[[], Any], clock_s: float = 0.0) -> None:
-        """Let a rank live: run its program from a time on, and die when it must."""
+        """Run a rank's program from a time on, and end it at its time of death."""
         world = self._world
         self._programs[rank.id], rank.ended_s = program, math.inf
         rank.tasks = [world.kernel.spawn(rank.id, program, clock=clock_s)]
@@ -41,35 +41,37 @@ class Crashes:
         """Take note that a task of a rank has ended; it may have reached the rank's death by itself."""
         rank = self._world.ranks[task.rank]
         if task.clock >= rank.death_s and not rank.dead:
-            self._bury(rank)
+            self._mark_dead(rank)
         elif task is rank.tasks[0] and not rank.dead:
             rank.ended_s = task.clock
         self._check_agreements()
 
     def _expire(self, rank: Rank, death_s: float) -> None:
-        """A rank's time has come, although it is waiting: end its tasks."""
+        """End the tasks of a rank that is waiting at its time of death."""
         if rank.death_s != death_s or rank.dead or not any(task.alive for task in rank.tasks):
             return
-        self._bury(rank)
+        self._mark_dead(rank)
         for task in rank.tasks:
             if task.alive:
                 self._world.kernel.throw(task, RankDied())
 
-    def _bury(self, rank: Rank) -> None:
+    def _mark_dead(self, rank: Rank) -> None:
         world, env = self._world, self._world.kernel.env
+        # The rank's own clock knows its death exactly (`Rank.advance_to` stops there). The others learn of it later,
+        # all at one time, so that what each does about it does not depend on the order in which they run.
         rank.dead = True
         rank.digest.note((rank.death_s, CRASH, -1, 0, 0))
         known_s = max(rank.death_s, env.now) + DETECTION_S
         world.failed[rank.id, rank.incarnation] = known_s
         if rank.death_s < math.inf:  # else it is paused for ever
             world.recorder.event(rank.id, rank.death_s, "crash", {})
-        env.at(known_s, rank.id, self._tell)
+        env.at(known_s, rank.id, self._announce)
         again_s = world.plan.restart_s(rank.id, rank.death_s)
         if again_s < math.inf:
-            env.at(max(again_s, env.now), rank.id, lambda: self._revive(rank, again_s))
+            env.at(max(again_s, env.now), rank.id, lambda: self._restart(rank, again_s))
 
-    def _tell(self) -> None:
-        """Wake those who wait for ranks that are now known to be dead."""
+    def _announce(self) -> None:
+        """Wake the tasks that wait for ranks that are now known to be dead."""
         self._check_agreements()
         kernel, now_s = self._world.kernel, self._world.kernel.env.now
         dead = self._world.known_dead(now_s)
@@ -83,8 +85,11 @@ class Crashes:
         for check in list(self._world.on_death):
             check()
 
-    def _revive(self, rank: Rank, time_s: float) -> None:
+    def _restart(self, rank: Rank, time_s: float) -> None:
         """Begin a rank's program again: it keeps its place and its machine, and nothing else."""
+        # A restarted process has lost its memory: its NIC is idle, its random streams start anew, and so do its own
+        # communicators. `revoked` and `shut_out` let its calls on any communicator made before end in `Revoked`, since
+        # the messages of one incarnation must not be taken for those of another.
         world = self._world
         rank.incarnation, rank.dead, rank.outside, rank.evicted = rank.incarnation + 1, False, True, False
         rank.observers, rank.busy, rank.cleared = world.observers_of(rank.id), [], []
@@ -95,7 +100,7 @@ class Crashes:
         world.revoked = True
         for context in world.open_contexts:
             context.shut_out(rank.id)
-        self._refurnish(rank.id)
+        self._renew(rank.id)
         rank.digest.note((time_s, RESTART, -1, 0, 0))
         world.recorder.event(rank.id, time_s, "restart", {})
         self.begin(rank, self._programs[rank.id], time_s)

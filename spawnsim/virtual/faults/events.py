@@ -1,7 +1,6 @@
 """Faults as data: one frozen object per fault, each a fact about a rank or a link and a window of virtual time.
 
-A link fault gives a verdict on each message that meets it. Ranks by number and times in seconds are all that is known
-here; what a kernel does about them is not.
+A link fault gives a verdict on each message that meets it.
 """
 
 from __future__ import annotations

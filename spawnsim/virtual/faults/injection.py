@@ -1,8 +1,8 @@
 """Faults of links as they strike: what is lost, late, doubled or damaged between two ranks.
 
-A program's own messages are told one by one: what is lost never comes. Collectives and windows travel on reliable
-connections, as MPI's do: what is lost is sent again until it comes through (`FaultPlan.carried`), what comes twice is
-taken once. Each fault that strikes becomes an event of the run.
+A program's own messages are judged one by one: what is lost never arrives, since policies are to be tried against that.
+Collectives and windows travel on reliable connections, as MPI's do: what is lost is sent again until it comes through
+(`FaultPlan.carried`), what comes twice is taken once. Each fault that strikes becomes an event of the run.
 
 In a collective, a message that is lost for good never arrives: those whose part depends on it wait until their
 deadline. A damaged one damages a bit of what it carries, for all whom that reaches: of a block, the block; in a
@@ -27,11 +27,11 @@ from spawnsim.virtual.engine.wire import set_out
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.faults import Verdict
 
-MIDDLE = 0.5
+MIDDLE = 0.5  # of a payload: which byte is damaged where nothing else decides
 
 
 def damaged(payload: Any, place: float = MIDDLE) -> Any:
-    """Return a payload with the highest bit of one byte flipped; of a list or mapping, of one in one of its members.
+    """Return a payload with the highest bit of one byte flipped; of a list or mapping, in one of its members.
 
     Args:
         payload: An array, bytes, or a list or mapping of them. Anything else comes back as it is.
@@ -56,7 +56,7 @@ def with_damaged_member(payload: Any, key: Any, place: float) -> Any:
 
 
 def can_be_damaged(payload: Any) -> bool:
-    """Whether there is anything to damage: a barrier has no payload, and what the library tells itself is checked."""
+    """Whether there is anything to damage: a barrier has no payload, and the library's own messages are checked."""
     if isinstance(payload, (list, dict)):
         members = payload.values() if isinstance(payload, dict) else payload
         return any(map(can_be_damaged, members))
@@ -77,7 +77,8 @@ def _flipped(raw: Any, place: float) -> Any:
     return raw
 
 
-# What travels on reliable connections: the first part of each draw's key.
+# What travels on reliable connections: the first part of each draw's key. Each draw is a function of fault, kind,
+# communicator, number of the call and message, so that no answer depends on the order in which ranks happen to run.
 COLLECTIVE, REQUEST, ANSWER, TOKEN = 1, 2, 3, 4
 
 
@@ -94,6 +95,7 @@ class FaultyLinks:
 
     def make_reliable(self, mailbox: Mailbox) -> None:
         """Let what goes to a mailbox travel on reliable connections: it is the library's, not the program's."""
+        # A window's mailbox, say: its tokens order accesses, and one that was lost would stop the window for good.
         self._reliable.add(mailbox)
 
     def carry(self, source: int, mailbox: Mailbox, message: Message) -> None:
@@ -125,6 +127,7 @@ class FaultyLinks:
     def _deliver(self, source: int, mailbox: Mailbox, message: Message, verdict: Verdict) -> None:
         if verdict.corrupt:
             message.payload = damaged(message.payload)
+        # Copies of an eager message alone: the data of a rendezvous answer one clear-to-send, which is sent once.
         message.envelope_s += verdict.delay_s
         if message.arrival_s is not None:
             message.arrival_s += verdict.delay_s
@@ -139,14 +142,14 @@ class FaultyLinks:
         return self._world.plan.carried(source, dest, sent_s, *key)  # type: ignore[no-any-return]
 
     def tell(self, verdict: Verdict, source: int, dest: int, sent_s: float, **fields: Any) -> None:
-        """Make an event of a fault that strikes, and note it among what the sender did."""
+        """Make an event of a fault that strikes, and note it in the sender's digest."""
         what = verdict.describe()
         if what:
             self._world.recorder.event(source, sent_s, "link", {"what": what, "dest": dest, **fields})
             self.note(verdict, source, dest, sent_s)
 
     def note(self, verdict: Verdict, source: int, dest: int, sent_s: float) -> None:
-        """Note a fault in the sender's trace."""
+        """Note a fault in the sender's digest."""
         late_ns = -1 if verdict.lost else nanoseconds(verdict.delay_s)
         marks = verdict.copies + (verdict.corrupt << 8)
         self._world.ranks[source].digest.note((sent_s, LINK_FAULT, dest, late_ns, marks))
@@ -166,7 +169,7 @@ class CollectiveFaults:
     Args:
         world: The cluster.
         members: World ranks of the communicator.
-        key: What tells this collective from all others, for the draws.
+        key: What identifies this collective, for the draws.
         fields: What its events say of it.
     """
 
@@ -187,6 +190,9 @@ class CollectiveFaults:
         self._plan, self._checked = plan, not any(can_be_damaged(call.part) for call in here)
         self._fields["call"] = here[0].name
         ranks = np.asarray(self._members)
+        # The whole collective is evaluated once more with a verdict for each of its messages, and again whenever
+        # another rank arrives; so each strike is reported once only. One outside of all faults never comes here: it
+        # costs a comparison (`FaultPlan.quiet`).
         struck = plan.struck(arrivals, self._world.network, ranks, judge=self, out_free=out_free)
         self._struck = struck
         for strike in struck.strikes:
@@ -207,7 +213,7 @@ class CollectiveFaults:
             key = (*self._key, int(numbers[index]))
             pair = int(source[index]), int(dest[index])
             verdict = links.judge(*pair, float(sent_s[index]), *key)
-            if self._checked:  # the library's own words: damage is noticed, and they are asked for again
+            if self._checked:  # the library's own messages: damage is noticed, and they are asked for again
                 verdict = verdict._replace(corrupt=False)
             yield index, verdict, plan.chance(*key, *pair)
 
@@ -221,7 +227,7 @@ class CollectiveFaults:
     # -- what ------------------------------------------------------------------------------------------------
 
     def note(self, me: int) -> None:
-        """Note in a member's trace what happened to its messages."""
+        """Note in a member's digest what happened to its messages."""
         own = self._relative(me)
         for strike in [] if self._struck is None else self._struck.strikes:
             if strike.source == own:
@@ -229,7 +235,7 @@ class CollectiveFaults:
                 self._world.links.note(strike.verdict, source, dest, strike.sent_s)
 
     def heard_by(self, me: int, calls: Sequence[Any]) -> list[Any] | None:
-        """Return the members' calls as member `me` hears them; None if nothing that it hears is damaged."""
+        """Return the members' calls as member `me` receives them; None if nothing that it receives is damaged."""
         found = () if self._struck is None else self._struck.damage.get(self._relative(me), ())
         heard: list[Any] | None = None
         for damage in sorted(found):
@@ -245,6 +251,7 @@ class CollectiveFaults:
         plan = self._plan
         assert plan is not None
         source, dest = self._member(damage.source), self._member(damage.dest)
+        # In a reduction partial sums are never made, so the contribution of the message's sender is damaged instead.
         if plan.operation in ("gather", "allgather"):
             return self._member(damage.block), None, damage.place
         if plan.operation == "scatter":

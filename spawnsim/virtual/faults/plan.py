@@ -1,4 +1,4 @@
-"""The fault plan of a run: its notations in words and in JSON, and the questions that a kernel asks it.
+"""The fault plan of a run: its notation as text and as JSON, and the questions that a kernel asks it.
 
     crash:17@3.5s               restart:17@9s              pause:3@1s+6s            slow:4@1s+10s,3
     down:0>1@2s+1s              drop:*>3@0s+5s,0.1         delay:2<>*@1s+2s,5ms,1ms
@@ -7,8 +7,8 @@
 KIND:WHERE@START[+LENGTH][,PARAMETERS], joined by ";". WHERE is ranks ("3", "0-3,8") or a link ("0>1", "2<>*" for both
 ways, "*" for any rank). Without LENGTH a fault lasts for ever.
 
-A plan must not know the kernel: each answer is a function of rank, time and message number alone, so it does not
-matter in which order the questions come.
+Each answer of a plan is a function of rank, time and message number alone: the order of the questions, and with it the
+order in which ranks happen to run, changes nothing.
 """
 
 from __future__ import annotations
@@ -219,9 +219,12 @@ def _refuse(what: str, value: Any) -> Any:
     raise ParameterError(f"{what} is {value!r}: give numbers (ranks: integers; members: a list of ranks)")
 
 
-RETRANSMIT_S = 0.2  # until data are sent again that were lost (TCP_RTO_MIN); twice as long each further time,
-RETRANSMIT_MOST_S = 120.0  # but no longer than this (TCP_RTO_MAX)
-TRIES = 16  # before a connection is given up (net.ipv4.tcp_retries2 = 15 retransmissions)
+# MPI's connections are reliable because TCP's (or the NIC's) are: what a link drops is sent again at Linux's times. The
+# first retransmission comes after TCP_RTO_MIN, each further one after twice as long, up to TCP_RTO_MAX; after
+# net.ipv4.tcp_retries2 = 15 of them the connection is given up.
+RETRANSMIT_S = 0.2
+RETRANSMIT_MOST_S = 120.0
+TRIES = 16
 
 _Speeds = tuple[list[float], list[float]]  # ascending times, and the speed from each of them on
 
@@ -236,13 +239,13 @@ class FaultPlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "faults", tuple(self.faults))
         for rank in {fault.rank for fault in self.faults if isinstance(fault, (Crash, Restart))}:
-            self._check_lives(rank)
+            self._check_turns(rank)
 
-    def _check_lives(self, rank: int) -> None:
+    def _check_turns(self, rank: int) -> None:
         """Crashes and restarts of a rank must take turns."""
-        lives = [fault for fault in self.faults if isinstance(fault, (Crash, Restart)) and fault.rank == rank]
-        lives.sort(key=lambda fault: fault.at_s)
-        for turn, fault in enumerate(lives):
+        turns = [fault for fault in self.faults if isinstance(fault, (Crash, Restart)) and fault.rank == rank]
+        turns.sort(key=lambda fault: fault.at_s)
+        for turn, fault in enumerate(turns):
             if isinstance(fault, Restart) != bool(turn % 2):
                 state = "dead" if turn % 2 else "alive"
                 raise fault.refuse(
@@ -280,7 +283,7 @@ class FaultPlan:
                 raise fault.refuse(f"the run has ranks 0 to {ranks - 1}, and no rank {beyond[0]}")
             if isinstance(fault, Partition) and len(fault.members) == ranks:
                 raise fault.refuse(
-                    f"all {ranks} ranks are on one side, so nobody is cut off: leave some out of members"
+                    f"all {ranks} ranks are on one side, so no rank is cut off: leave some out of members"
                 )
 
     # ------------------------------------------------------------------------------------------- ranks
@@ -316,6 +319,8 @@ class FaultPlan:
 
     def stretch(self, rank: int, start_s: float, duration_s: float) -> float:
         """Return when work of `duration_s` ends that the rank starts at `start_s`; inf if never."""
+        # The inverse of the integral of the speed: each stretch of constant speed does some of the work, and a pause is
+        # a stretch of speed 0. A block may so begin before a fault and end after it.
         timeline = self._speeds.get(rank)
         if timeline is None:
             return start_s + duration_s
@@ -383,6 +388,8 @@ class FaultPlan:
 
         `key` tells these data from all others between the two. The times of the tries are those of TCP on Linux.
         """
+        # Each try is a message of its own, with its own draw: its number is the last part of the key. A link that is
+        # down holds the data until the first try after it is back, not until the very moment.
         try_s, wait_s = sent_s, RETRANSMIT_S
         for resent in range(TRIES):
             verdict = self.message(source, dest, try_s, *key, resent)
@@ -418,6 +425,8 @@ def _speeds(faults: list[Pause | SlowDown]) -> _Speeds:
 
 
 def _chance(*key: int) -> float:
-    """Return a uniform number from [0, 1) that is a function of the key: asking for one message moves no other's."""
+    """Return a uniform number from [0, 1) that is a function of the key."""
+    # A hash and not a stream: a stream would give each question the next number, so that one message more, or another
+    # order of ranks, would change the fate of all that follow. 53 of the 64 bits are what a float holds.
     words = b"".join(number.to_bytes(8, "little") for number in key)
     return (int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 11) * 2.0**-53

@@ -53,11 +53,14 @@ class Swarm:
 
     def plan(self, seed: int) -> FaultPlan:
         """Return the plan of a seed."""
+        # Kinds in the order of `_DRAWS`, whatever the order of `kinds`: the plan of a seed depends on which kinds may
+        # occur and on nothing else.
         stream = random.generator(seed, -1, "faults.swarm")
         faults: list[Fault] = []
         for kind in (kind for kind in _DRAWS if kind in self.kinds):
             if stream.random() < 0.5 and (kind != "partition" or self.ranks > 1):
                 faults += [_DRAWS[kind](self, stream) for _ in range(int(stream.integers(1, self.most + 1)))]
+        # Crashes are thinned after all is drawn, so that the other faults of a seed do not depend on how many survive.
         faults = _survivable(faults, self.ranks)
         if Restart.kind in self.kinds:
             faults += [

@@ -9,8 +9,6 @@ in_free[dest] is then that time. A message with drain_s = 0 neither waits for ot
 Where contention is "fair", messages are flows that cross links; each link shares its capacity fairly (max-min)
 among those that others do not hold back more. Rates change only when a flow starts or ends, so that a few numbers
 per flow say all until then: the exact model of contention between events.
-
-Seconds and bytes are known here; ranks' clocks, events and collectives are not.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ Contention = Literal["serial", "fifo", "fair", "none"]
 """Where messages meet.
 
 "serial": a NIC sends one message after the other, and takes them in one after the other, in the order in which the
-receiving program takes them. "fifo": likewise, but in the order in which their first bytes come, which needs events.
+receiving program takes them. "fifo": the same, but in the order in which their first bytes come, which needs events.
 "fair": all messages under way share the links' bandwidths (max-min), exact at event times. "none": a NIC sends one
 after the other, and takes in any number at once. Collectives know "serial" and "none"; the others are "serial" to them.
 """
@@ -104,7 +102,7 @@ class Network(Protocol):
         ...
 
     def place(self, ranks: Ints) -> Ints:
-        """Return the number of the node on which each world rank lives."""
+        """Return the number of the node on which each world rank is."""
         ...
 
     def check(self, ranks: int) -> None:
@@ -131,6 +129,9 @@ def fair_share(flows: Sequence[Sequence[int]], capacities: Floats) -> Floats:
 
 def _fill(links: Ints, owner: Ints, capacities: Floats, *, count: int) -> Floats:
     """Raise all rates together; freeze the flows of a link when it is full; go on with the others."""
+    # Each pass fills at least one link, so there are at most as many passes as links. Links that fill at the same level
+    # up to rounding are filled in one pass: otherwise equal flows would get rates that differ in the last bit, and end
+    # at two times instead of one.
     rates = np.full(count, math.inf)
     left = np.array(capacities, dtype=np.float64)
     while len(links):
@@ -149,7 +150,7 @@ def _fill(links: Ints, owner: Ints, capacities: Floats, *, count: int) -> Floats
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes that cross links. `tag` is the owner's; nothing looks at it."""
+    """Bytes that cross links. `tag` is the caller's, and is handed back with the flow."""
 
     links: tuple[int, ...]
     nbytes: float
@@ -194,6 +195,8 @@ class FlowNetwork:
                 raise ParameterError(
                     f"{flow}: there are links 0 to {len(self.capacities) - 1}; bytes are at least 0"
                 )
+        # Rates hold from change to change. A start behind a flow's end that was not collected would share the link with
+        # a flow that is over.
         if time_s < self.time_s or time_s > self.next_change():
             raise ParameterError(
                 f"a flow may start from {self.time_s} s on, and by {self.next_change()} s, when another ends; "

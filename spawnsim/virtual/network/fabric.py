@@ -1,7 +1,4 @@
-"""Networks whose pairs of ranks fall into a few kinds, each kind with its own link; and the two plainest ones.
-
-Which link joins two ranks and what a message on it costs is known here; collectives and events are not.
-"""
+"""Networks whose pairs of ranks fall into a few kinds, each kind with its own link; and the two simplest ones."""
 
 from __future__ import annotations
 
@@ -17,12 +14,16 @@ from spawnsim.virtual.network.cost import FREE, Contention, Cost, Costs, Floats,
 from spawnsim.virtual.network.links import Link, Piece, at_least, bandwidth_Bps, evaluate
 
 Index = TypeVar("Index", int, Ints)
-_MEMO = 1 << 16  # sizes remembered; a program with more different sizes pays for them anew
-_FAR = np.iinfo(np.int64).max
+_MEMO = 1 << 16  # costs remembered; a program with more different sizes pays for them anew
+_FAR = np.iinfo(np.int64).max  # where pieces begin that a link does not have
 
 
 class CostTable:
     """The pieces of all kinds of links as two tables: costs of many messages are two look-ups and a product."""
+
+    # Costs of one message and of many must be equal to the last bit, or a collective would differ from the messages
+    # that it stands for. So both add fixed + n * slope in this order, and columns that are zero for all pieces are
+    # skipped, which changes no bit and saves two of five operations on a Hockney link.
 
     def __init__(self, links: tuple[Link, ...], drains: bool = True) -> None:
         pieces = [link.pieces() if drains else tuple(map(Piece.undrained, link.pieces())) for link in links]
@@ -38,6 +39,8 @@ class CostTable:
 
     def least_head_s(self) -> float:
         """Return the least time from the start of injection until a NIC can begin to take a message in, in seconds."""
+        # The first byte of a message is at the receiver's NIC drain_s before its last. Over the sizes of a piece that
+        # is affine; where it falls with the size, no least value is certain but 0.
         heads = []
         for piece in (piece for own in self.links for piece in own):
             slope = piece.per_byte.flight_s - piece.per_byte.drain_s
@@ -110,20 +113,20 @@ class Overheads:
         return None
 
     def node(self, rank: Index) -> Index:
-        """Return the number of the node on which a rank lives: a node of its own, if not said otherwise."""
+        """Return the number of the node on which a rank is: a node for each rank, unless a subclass says otherwise."""
         return rank
 
     def place(self, ranks: Ints) -> Ints:
-        """Return the number of the node on which each world rank lives."""
+        """Return the number of the node on which each world rank is."""
         return self.node(ranks)
 
     def check(self, ranks: int) -> None:
         """Raise `ParameterError` if so many ranks do not fit."""
-        room = self.capacity()
-        if room is not None and ranks > room:
+        most = self.capacity()
+        if most is not None and ranks > most:
             name = type(self).__name__
             raise ParameterError(
-                f"{ranks} ranks do not fit on this {name}: it has room for {room}; enlarge it"
+                f"{ranks} ranks do not fit on this {name}: it has room for {most}; enlarge it"
             )
 
 
@@ -155,6 +158,8 @@ class Fabric(Overheads, ABC):
 
     def cost(self, source: int, dest: int, nbytes: int) -> Cost:
         """Return the cost of one message between two world ranks."""
+        # Asked once for each message, so what was asked before must take well under a microsecond. Subclasses that know
+        # the kind of a pair without arithmetic look it up themselves, hence the same lines there.
         key = (self.kind(source, dest), nbytes)
         try:
             return self._memo[key] if source != dest else FREE
@@ -169,6 +174,8 @@ class Fabric(Overheads, ABC):
 
     def costs(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float) -> Costs:
         """Return the costs of many messages. No message may go to its own sender."""
+        # Most rounds of most collectives use links of one kind; then one affine expression does for all messages,
+        # without looking up pieces message by message.
         if len(self.table.links) == 1:
             return self.table.same(0, nbytes)
         kinds = np.asarray(self.kind(source, dest))
@@ -250,5 +257,5 @@ class Nodes(Fabric):
         return None if self.nodes is None else self.nodes * self.ranks_per_node
 
     def node(self, rank: Index) -> Index:
-        """Return the number of the node on which a rank lives."""
+        """Return the number of the node on which a rank is."""
         return rank // self.ranks_per_node

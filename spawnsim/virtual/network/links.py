@@ -1,8 +1,7 @@
 """Models of one link between two ranks: Hockney, LogGP, and models by message size.
 
 Each is a small frozen object that hands out the same thing: pieces, that is costs that are affine in the size from
-some size on. Symbols: α latency, β = 1 / bandwidth; L, o, g, G of LogGP. Formulas alone: who is where is not known
-here.
+some size on. Symbols: α latency, β = 1 / bandwidth; L, o, g, G of LogGP.
 """
 
 from __future__ import annotations
@@ -92,6 +91,8 @@ class Hockney:
 
     def pieces(self) -> tuple[Piece, ...]:
         """Return the one piece."""
+        # With overlap the NIC is busy while bytes pass through it, and latency is time on the wire. Without, it is busy
+        # until the message has arrived, as the closed forms of textbooks assume.
         alpha, beta = self.latency_s, 1.0 / self.bandwidth_Bps
         busy = 0.0 if self.overlap else alpha
         into = self.serial_receive
@@ -132,6 +133,8 @@ class LogGP:
 
     def pieces(self) -> tuple[Piece, ...]:
         """Return two pieces: the empty message, and all others."""
+        # The receiver's o is its processor's (receive_s), not part of the flight. A message of n bytes costs (n-1)G, so
+        # an affine piece would give the empty message -G: it has a piece of its own, equal to that of one byte.
         gap, flight, into = max(self.g, self.o), self.o + self.L, self.serial_receive
         empty = Costs(self.o, gap, flight, self.o, gap * into)
         first = Costs(self.o, gap - self.G, flight - self.G, self.o, (gap - self.G) * into)
@@ -149,7 +152,7 @@ class LogGP:
 class Piecewise:
     """A model by message size: `steps` holds (from_bytes, link), the first from 0 bytes on.
 
-    So does a calibration tell an eager protocol from a rendezvous, or a cache from memory.
+    This is how a calibration represents an eager and a rendezvous protocol, or caches and memory.
 
     Raises:
         ParameterError: No step, the first not from 0, or sizes that do not rise.
@@ -164,6 +167,8 @@ class Piecewise:
 
     def pieces(self) -> tuple[Piece, ...]:
         """Return the pieces of all steps, each within its own range of sizes."""
+        # A link's own pieces are cut to the range of its step: the one that holds the first size of the range begins
+        # there.
         ends: list[float] = [from_bytes for from_bytes, _ in self.steps[1:]]
         found: list[Piece] = []
         for (begin, link), end in zip(self.steps, [*ends, math.inf], strict=True):

@@ -1,4 +1,4 @@
-"""Larger networks: fat tree, torus, dragonfly, regions joined by wide-area links, ranks at home on the internet.
+"""Larger networks: fat tree, torus, dragonfly, regions joined by wide-area links, ranks behind home lines.
 
 Ranks are numbered along the topology: neighbours first. Distance costs latency per hop; what many flows share costs
 a fixed share of bandwidth, as under full load (`cost.FlowNetwork` is the exact model). At home every rank has its
@@ -25,7 +25,7 @@ _SENDERS = 4096  # rows of kinds that are kept: two bytes a pair
 
 @dataclass(frozen=True)
 class Bounded(Fabric):
-    """A fabric with room for so many ranks: the kinds of a sender's pairs are looked up, not worked out each time."""
+    """A fabric for a fixed number of ranks: the kinds of a sender's pairs are looked up, not worked out each time."""
 
     @cached_property
     def _rows(self) -> dict[int, Sequence[int]]:
@@ -39,8 +39,10 @@ class Bounded(Fabric):
             if source not in self._rows:
                 if len(self._rows) >= _SENDERS:
                     self._rows.clear()
-                room = self.capacity() or 0
-                kinds = self.kind(np.full(room, source), np.arange(room))
+                # A row of all pairs at once: the kind of a pair on a torus is numpy arithmetic, too slow for single
+                # ones.
+                most = self.capacity() or 0
+                kinds = self.kind(np.full(most, source), np.arange(most))
                 self._rows[source] = array("H", kinds.tolist())
             return self._remember((self._rows[source][dest], nbytes))
 
@@ -140,7 +142,7 @@ class Torus(Bounded):
         return (self.intra or self.link, *away)
 
     def node(self, rank: Index) -> Index:
-        """Return the number of the node on which a rank lives."""
+        """Return the number of the node on which a rank is."""
         return rank // self.ranks_per_node
 
     def capacity(self) -> int:

@@ -1,7 +1,4 @@
-"""Platforms: presets and TOML files that describe a cluster.
-
-How a cluster is written down is known here; what runs on it is not.
-"""
+"""Platforms: presets and TOML files that describe a cluster."""
 
 from spawnsim.virtual.platform.files import DEFAULT, Platform, list_platforms, load_platform, to_toml
 

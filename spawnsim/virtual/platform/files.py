@@ -20,7 +20,7 @@
     step = "10 ms"                     # of a comm.compute() that states nothing
     stragglers = "lognormal:0.1"       # unless the run names its own
 
-The keys are known here; what the values do is not.
+A key that is not known here is an error, which names the file and the line.
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ def read_network(section: Section) -> Network:
         "contention": section.choice("contention", get_args(Contention), "serial"),
         "gamma_s_per_B": 1.0 / section.bytes_per_second("reduction") if section.has("reduction") else 0.0,
     }
-    section.asked.add("reduction")
+    section.asked.add(
+        "reduction"
+    )  # also where it is left out: it is a known key in the error about an unknown one
     built = TOPOLOGIES[topology](section, overheads)
     section.close()
     return built
@@ -227,6 +229,8 @@ def _regions(section: Section, overheads: dict[str, Any]) -> Network:
 
 def _home(section: Section, overheads: dict[str, Any]) -> Network:
     """Home lines: up, down and latency are medians; `spread` is the lognormal shape of the ranks around them."""
+    # All lines of the file are drawn at once and ranks take them in order: a run of few ranks has the first of the same
+    # lines as a run of many.
     ranks, spread = section.integer("ranks", 16384), section.number("spread", 0.0)
     draws = random.generator(section.integer("seed", 0, least=0), -1, "platform.home").standard_normal(
         (ranks, 3)
@@ -322,6 +326,7 @@ def _selection(section: Section) -> Selection:
     def pair(operation: str) -> tuple[str, str]:
         return section.get(operation, lambda value: Selection(fixed=((operation, str(value)),)).fixed[0])
 
+    # Each value is checked by making a Selection of it alone, so that an error is placed at its line.
     settings: dict[str, Any] = {"library": section.get("library", library, "mpich")}
     if section.has("segment"):
         settings["segment_bytes"] = section.nbytes("segment")

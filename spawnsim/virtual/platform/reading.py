@@ -1,7 +1,4 @@
-"""Checked reading of TOML: values with units, and errors that name file, key and line.
-
-TOML tables, and how to find a key's line, are known here; what the values are for is not.
-"""
+"""Checked reading of TOML: values with units, and errors that name file, key and line."""
 
 from __future__ import annotations
 
@@ -29,6 +26,8 @@ def _parts(dotted: str) -> tuple[str, ...]:
 
 def line_of(text: str, path: Sequence[Key]) -> int:
     """Return the line, counted from 1, of a key in TOML text; of the nearest enclosing table if it has none."""
+    # tomllib keeps no lines, so the text is read once more, for headers and assignments alone. A key inside an inline
+    # table has no line of its own: the longest path that leads to it is the answer.
     best, found = -1, 1
     table: tuple[Key, ...] = ()
     entries: dict[tuple[Key, ...], int] = {}
@@ -54,7 +53,7 @@ class PlacedError(ParameterError):
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """One table of a TOML file. Each value is asked for by its kind; what nobody asked for is an error in the end."""
+    """One table of a TOML file. Each value is asked for by its kind; keys that were not asked for are errors."""
 
     file: str
     text: str
@@ -76,7 +75,7 @@ class Section:
         try:
             return cls(file, text, tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
-            raise ParameterError(f"{file}: no valid TOML: {error}") from error
+            raise ParameterError(f"{file}: not valid TOML: {error}") from error
 
     def error(self, key: str | None, message: str) -> ParameterError:
         """Return the error that says what is wrong with a key, or (None) with the whole table."""
@@ -121,7 +120,7 @@ class Section:
         return self.get(key, _string, default)
 
     def choice(self, key: str, choices: Sequence[str], default: str | None = None) -> str:
-        """Return one of several words."""
+        """Return one of several texts."""
         return self.get(key, lambda value: _one_of(value, choices), default)
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
@@ -169,7 +168,7 @@ class Section:
             raise self.error(None, str(error)) from error
 
     def close(self) -> None:
-        """Raise ParameterError if the table holds a key that nobody asked for."""
+        """Raise ParameterError if the table holds a key that was not asked for."""
         for key in self.values:
             if key not in self.asked:
                 allowed = f"here are allowed: {', '.join(sorted(self.asked))}"

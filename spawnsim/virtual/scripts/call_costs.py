@@ -1,6 +1,6 @@
 """What a program's computing between two calls of MPI costs: nothing, a constant, or what it really took.
 
-While a run lasts the calls of the virtual MPI pay first for the computing before them. A run whose computing costs
+While a run lasts, each call of the virtual MPI is charged for the computing before it. A run whose computing costs
 nothing is not touched.
 """
 
@@ -84,7 +84,8 @@ class CallMeter:
     since_s: float = field(default_factory=time.perf_counter)
 
 
-_clock = time.perf_counter  # the real one: `time.perf_counter` itself is virtual while programs run
+# The real clock, bound before any run: `time.perf_counter` itself tells virtual time while programs run.
+_clock = time.perf_counter
 
 
 class CallCosts:
@@ -105,6 +106,7 @@ class CallCosts:
 
     def enter(self) -> CallMeter | None:
         """Pay for the computing before a call; None inside another call, or outside ranks."""
+        # The library's calls use each other (Sendrecv sends and receives): only the outermost is the program's.
         task = current_task()
         if task is None:
             return None
@@ -142,7 +144,7 @@ class CallCosts:
 
     @contextmanager
     def collected(self, world: World) -> Iterator[None]:
-        """Let every call pay while the block runs."""
+        """Charge every call while the block runs."""
         if self.cost.free:
             yield
             return
@@ -157,7 +159,7 @@ class CallCosts:
                 MPI.Wtime = reads
 
     def watching(self, name: str, subject: Any, call: Callable[[], Any]) -> Any:
-        """Make a call, which pays before."""
+        """Make a call after it was charged."""
         meter = self.enter()
         if meter is None:
             return call()

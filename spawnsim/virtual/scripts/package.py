@@ -3,8 +3,7 @@
 It is put into `sys.modules`, imports nothing of mpi4py's binary part, and works without mpi4py.
 
 The executors of `mpi4py.futures` have ranks for workers, in a pool that works for one of them. The master hands a
-task to a free worker when it is submitted, and takes results in while it waits for one. There is no thread behind
-it.
+task to a free worker when it is submitted, and receives results while it waits for one.
 """
 
 from __future__ import annotations
@@ -38,7 +37,10 @@ class RemoteTraceback(Exception):
 
 
 class Future(base.Future[Any]):
-    """A result to come. Waiting for it lets the master take in what workers have done."""
+    """A result to come."""
+
+    # There is no thread behind a pool: virtual ranks share one, and a thread would be seen by no virtual clock. So
+    # whoever waits for a future lets the master receive results until this one is there.
 
     pool: Pool | None = None
 
@@ -58,7 +60,7 @@ class Future(base.Future[Any]):
 
 
 class Pool:
-    """The workers of a communicator and the tasks that wait for them."""
+    """The workers of a communicator and the tasks that wait for a free one; without workers the master does them."""
 
     def __init__(self, comm: Any, root: int) -> None:
         self._comm, self._root = comm, root
@@ -139,7 +141,7 @@ def serve(comm: Any, root: int) -> None:
         outcome = run_task(task)
         try:
             comm.send(outcome, root, RESULT)
-        except Exception as error:  # noqa: BLE001 - a result that cannot be pickled: the master shall hear of it
+        except Exception as error:  # noqa: BLE001 - a result that cannot be pickled: the master must learn of it
             comm.send((False, RuntimeError(f"the result cannot be sent: {error}"), ""), root, RESULT)
 
 
@@ -303,7 +305,7 @@ def _progress(futures: list[Any]) -> None:
 
 
 def get_comm_workers() -> Any:
-    """Refuse: there is one pool."""
+    """Raise `UnsupportedError`: there is one pool."""
     raise UnsupportedError("mpi4py.futures.get_comm_workers: workers of virtual ranks share no communicator")
 
 
@@ -381,6 +383,9 @@ def _version() -> str:
 @contextmanager
 def installed_as_mpi4py() -> Iterator[Rc]:
     """Let `import mpi4py` find the virtual one while the block runs; then what was there before."""
+    # All modules of a real mpi4py are hidden, not only its top: a program's `import mpi4py.MPI` must not find the
+    # binary part, which would call MPI_Init in this process. Afterwards what was imported meanwhile and holds the
+    # virtual MPI goes as well (a library that did `from mpi4py import MPI`), or the next real program would use it.
     entries = stand_in()
     before = {name: module for name, module in sys.modules.items() if _is_mpi4py(name)}
     known = set(sys.modules)

@@ -2,9 +2,7 @@
 
 A rank's things are put in place when it comes to run, and taken away when another does. Its own modules are the script
 and what it imports from its own folder; installed packages are imported once and shared. What ranks print comes out in
-whole lines, each with its rank in front. The clocks of `time` tell virtual seconds, from zero.
-
-Python's global state is known here; messages are not.
+whole lines, each with its rank in front. The clocks of `time` show virtual seconds, from zero.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ SHARED_PACKAGES = {"spawnsim", "mpi4py"}  # never a rank's own, wherever they li
 
 
 class RankModules:
-    """A finder for `sys.meta_path` that finds ranks' own modules and remembers their names.
+    """A finder for `sys.meta_path` that finds modules of which each rank has its own, and remembers their names.
 
-    A folder holds own modules if it is the script's, or named in PYTHONPATH, or was added to `sys.path` by the
-    program. `private` names installed packages that each rank shall import for itself.
+    Those are modules in the script's folder, in the folders of PYTHONPATH, and in what the program has added to
+    `sys.path`. `private` names installed packages that each rank shall import for itself.
     """
 
     def __init__(self, folder: Path, private: Sequence[str] = ()) -> None:
@@ -49,13 +47,14 @@ class RankModules:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
-        """Return where an own module is, or None for others."""
+        """Return where a rank's module is, or None for others."""
         top, _, rest = name.partition(".")
         if top in SHARED_PACKAGES or (rest and name.rpartition(".")[0] not in self.names):
             return None
         if path is None:
             path = None if top in self.private else self._own(sys.path)
         spec = PathFinder.find_spec(name, path, target)
+        # A module in C exists once a process, whatever its spec: most refuse to be loaded twice.
         if spec is None or isinstance(spec.loader, ExtensionFileLoader):
             return None
         self.names.add(name)
@@ -70,7 +69,7 @@ class RankModules:
         ]
 
     def hidden(self) -> dict[str, ModuleType]:
-        """Return the modules loaded already that would stand in the way of own ones."""
+        """Return the modules loaded already that would stand in the way of ranks' modules."""
         tops = {
             entry.stem for entry in Path(self.folder).iterdir() if entry.is_dir() or entry.suffix == ".py"
         }
@@ -126,6 +125,8 @@ class Processes:
 
     def enter(self, task: Task) -> None:
         """Put the process of a task's rank in place."""
+        # Called at each switch of tasks, so ranks' things are swapped only when the rank changes, and their modules are
+        # taken out when a rank is put away: only then is it known what it has imported.
         process = self._all[task.rank]
         here = self._here
         if process is here:
@@ -191,7 +192,7 @@ class Processes:
         """Whether a function is registered by what a rank does, and not by a module that all ranks share.
 
         What a shared module registers while it is imported is for all ranks, and so is what the standard library does:
-        it often registers once for whatever comes.
+        it often registers once, at the first use.
         """
         names = [""]
         while frame is not None:
@@ -266,6 +267,7 @@ class Lines(io.TextIOBase):
         if not self._heard():
             return len(text)
         self._told(rank, text)
+        # A rank may print part of a line, wait in a call, and print the rest: others print meanwhile.
         lines = (self._unfinished.pop(rank, "") + text).split("\n")
         if lines[-1]:
             self._unfinished[rank] = lines[-1]

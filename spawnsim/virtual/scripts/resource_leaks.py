@@ -1,6 +1,6 @@
 """What a program leaves open: requests never completed, messages never received, windows and communicators not freed.
 
-Requests and communicators tell as they come and go, if a run wants to know.
+Requests and communicators report here as they come and go (`World.resource_leaks`), if a script runs.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import World
 
-SHOWN = 4
+SHOWN = 4  # of each kind
 
 
 class ResourceLeaks:
-    """The open things of one run."""
+    """The open requests, messages, windows and communicators of one run."""
 
     def __init__(self) -> None:
         self._requests: dict[Any, tuple[int, Any]] = {}
@@ -57,7 +57,7 @@ class ResourceLeaks:
             yield f"{_count(left.total(), 'request')} never completed by Wait or Test: {_list(shown)}"
 
     def left_messages(self) -> Iterator[str]:
-        """Yield a sentence about messages that nobody has received, if there are any."""
+        """Yield a sentence about messages that were not received, if there are any."""
         left = Counter(
             (context.number, message.source, context.places[0][rank], message.tag)
             for context in self._contexts

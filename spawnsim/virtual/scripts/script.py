@@ -1,7 +1,6 @@
 """Runs an unmodified mpi4py program on every virtual rank.
 
 The parts are put together here: the cluster, the virtual mpi4py, a process for every rank, its clocks and streams.
-What programs do is not known here.
 """
 
 from __future__ import annotations
@@ -97,14 +96,14 @@ class ScriptRun:
         self.resource_leaks.made(self.cluster.comm_world(0)._context)
         for rank in world.ranks:
             self.cluster.comm_self(rank.id)
-            self._furnish(rank)
+            self._equip(rank)
             self.cluster.start(rank.id, self._program)
         world.kernel.on_resume.append(self.processes.enter)
         with self._surroundings():
             return self.cluster.run(self._tell, self.on_note)
 
-    def _furnish(self, rank: Rank) -> None:
-        """Give a rank, or the next life of one, its communicators and its process."""
+    def _equip(self, rank: Rank) -> None:
+        """Give a rank, or its next incarnation, its communicators and its process."""
         rank.attachments["OWN"] = self.cluster.comm_world(rank.id)._own
         self.processes.add(rank.id)
 
@@ -113,6 +112,7 @@ class ScriptRun:
         limit = sys.getrecursionlimit()
         with ExitStack() as stack:
             stack.callback(sys.setrecursionlimit, limit)
+            # The library's pickler may have been given a program's own functions (`MPI.pickle.__init__`).
             stack.callback(pickler.__init__)  # type: ignore[misc]
             stack.callback(self.err.finish)
             stack.callback(self.out.finish)
@@ -132,7 +132,7 @@ class ScriptRun:
         assert task is not None
         rank = self.cluster.world.ranks[task.rank]
         if rank.incarnation:
-            self._furnish(rank)
+            self._equip(rank)
             rank.attachments[OPTIONS] = self._options
             self.processes.enter(task)
         self.call_costs.begin()
@@ -198,7 +198,7 @@ def _rank() -> int | None:
 
 
 def _heard() -> bool:
-    """Whether the caller is to be heard: no rank that goes on after it was told to end, twice."""
+    """Whether what the caller prints is shown: not after it has ignored its end."""
     task = current_task()
     return task is None or not task.refused
 
@@ -250,14 +250,19 @@ def run_program(
             each, "measured*2" (what it took, times two; two runs then differ), or {"file.py:12": seconds} for single
             calls. Programs may wait long: let `deadline_s` be `math.inf`.
         recorder: gets rows and events.
-        progress: is told of ranks that have finished.
+        progress: is called when a rank has finished.
         warn: gets a line for each kind of thing that the program left open.
-        on_error: is told what ended the run, before the ranks' programs are ended.
+        on_error: is given what ended the run, before the ranks' programs are ended.
         on_note: is given a sentence when a rank computes for long.
         trace: gets the timeline: see `spawnsim.virtual.timeline`.
         options: see `Script`.
 
-    Raises what ended the run otherwise; a `RankError` whose cause is SystemExit for a status other than 0.
+    Returns:
+        What the run amounted to.
+
+    Raises:
+        RankError: A rank has ended with an exit status other than 0, or by an exception, which is its cause.
+        SpawnsimError: What else ended the run: Deadlock, Livelock, Timeout, ...
     """
     script = Script(Path(path), tuple(map(str, argv)), **options)
     run = ScriptRun(

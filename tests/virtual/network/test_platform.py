@@ -214,7 +214,7 @@ def test_volunteers_differ_and_send_slower_than_they_receive() -> None:
 
 def test_broken_files_are_one_clear_error(tmp_path: Path) -> None:
     """No TOML, no such file, no such preset."""
-    with pytest.raises(ParameterError, match=r"mine.toml: no valid TOML: .*line 1"):
+    with pytest.raises(ParameterError, match=r"mine.toml: not valid TOML: .*line 1"):
         load_platform(_file(tmp_path, "a =\n"))
     with pytest.raises(ParameterError, match="cannot be read"):
         load_platform(tmp_path / "nosuch.toml")
