@@ -273,7 +273,7 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
     from spawnsim.real.launch.processes import ENDED, SURVIVE, keep, register, register_stage, scratch_folder
     from spawnsim.record.folder import require_free
 
-    keep(here.rank, os.environ)  # from here on this is the rank, and its parent its keeper
+    keep(here.rank, os.environ)  # from here on this is the rank, and its parent watches it
     register(here.rank, os.environ, os.getpid())
     if options.survive:
         os.environ[SURVIVE] = "1"
@@ -306,10 +306,10 @@ def _never_began(error: Exception, here: LaunchContext) -> int:
     from spawnsim.real.launch.processes import WORLD_ERROR, end_job, record_first_end, wait_for_first_end
 
     status = exit_code(error) if isinstance(error, SpawnsimError) else InternalError.exit_status
-    if status == WORLD_ERROR:  # another rank has gone, and how is for its keeper to say
+    if status == WORLD_ERROR:  # another rank has gone, and the process that watches it says how
         wait_for_first_end(os.environ)
     first = record_first_end(status, "", os.environ)
-    if first is None:  # nobody of ours has started the job
+    if first is None:  # the job was not started by spawnsim
         time.sleep(0.0 if here.rank == 0 else TURN_S)  # mostly all ranks find the same fault
     if first is not False:
         error.add_note(f"spawnsim: rank {here.rank} of {here.size} has not begun; the job ends")
@@ -327,5 +327,5 @@ def write_whole_lines(*streams: Any) -> None:
 
 
 def _wants_bar(options: argparse.Namespace) -> bool:
-    """Whether rank 0 shows a bar: a rank's own standard error is no terminal, so its launcher decides."""
+    """Whether rank 0 shows a bar: a rank's standard error is not a terminal, so its launcher decides."""
     return options.progress or (sys.stderr.isatty() and not options.quiet)

@@ -1,6 +1,6 @@
 """A virtual cluster from beginning to end: build it, run a program on every rank, judge how it ended.
 
-How a run is put together is known here and nowhere else; what programs do is not.
+Only this module knows how a run is put together.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class Cluster:
         return diagnosis.livelock(alive, polls, since_s)
 
     def _under_way(self) -> bool:
-        """Whether a message that nobody has received is on its way."""
+        """Whether a message that has not been received is on its way."""
         now_s = self.world.kernel.env.now
         return any(
             message.envelope_s > now_s
@@ -293,6 +293,8 @@ def _world_of_caller() -> Any:
     return None if current_task() is None else held("COMM_WORLD")
 
 
+# Virtual ranks share one process, so `world()` asks here which of them is calling. This module is loaded wherever one
+# runs; a real job never loads the simulator to learn that its ranks are not virtual.
 register_world(_world_of_caller)
 
 
@@ -332,5 +334,5 @@ def simulate(
 
 
 def _live(cluster: Cluster, rank: int, main: Main) -> None:
-    """One life of a rank. One that has begun again holds a world of which it is no member, and must join the others."""
+    """Run a rank's program. One that was restarted is not a member of the world that it holds: it must `recover()`."""
     main(cluster.comm_world(rank))
