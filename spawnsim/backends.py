@@ -1,7 +1,7 @@
 """The backends: what can run ranks. One entry in a table and one package are a new backend.
 
-The table is filled above the packages that it names (`spawnsim/__init__.py`), and read by whoever is given a backend's
-name or another library's group: `spawnsim run --backend`, studies, the contract suite, torchgfn's toolkit, `as_comm`.
+The table is filled above the packages that it names (`spawnsim/__init__.py`), and read by all that are given a name or
+another library's group: `spawnsim run --backend`, studies, the contract suite, torchgfn's toolkit, `as_comm`.
 Nothing is imported before a backend is used: launchers, which must start quickly, read the table too.
 """
 
@@ -50,7 +50,7 @@ class Backend:
     def group_of_all(self, *, load: bool = False) -> Any:
         """Return the library's own group of all ranks; None if there is none yet.
 
-        A library that nobody has loaded has none: it is loaded for this only if `load` says so.
+        A library that is not loaded has none; `load` loads it first.
         """
         module, _, attribute = self.group.partition(":")
         if load:

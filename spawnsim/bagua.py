@@ -52,7 +52,7 @@ class AsyncModelAverageAlgorithm:
         )  # checks its arguments
 
     def reify(self, process_group: Any = None) -> AsyncModelAverageAlgorithmImpl:
-        """Return what does this over a group."""
+        """Return the algorithm at work over a group, for one model."""
         return AsyncModelAverageAlgorithmImpl(
             process_group, self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps, **self.more
         )
@@ -98,7 +98,7 @@ class AsyncModelAverageAlgorithmImpl:
     def abort(self, bagua_module: torch.nn.Module) -> bool:
         """Stop averaging this rank's model: it is neither used nor changed until `resume`.
 
-        bagua wants all ranks to call it. Here they may, and any rank may alone: the others go on, and wait for nobody.
+        bagua wants all ranks to call it. Here any rank may call it alone: the others go on without it.
         Returns whether what was under way ended within the policy's patience.
         """
         self._check(bagua_module)

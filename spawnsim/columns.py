@@ -1,7 +1,6 @@
-"""Archives of columns, such as a run's `metrics.npz`, read with suspicion: they may be torn, or somebody else's.
+"""Archives of columns, such as a run's `metrics.npz`, which may be damaged or come from an unknown source.
 
-Nothing that an archive claims is believed before memory is taken for it, and nothing is unpickled. What columns mean
-is not known here, but for one: `rank`.
+Sizes that an archive claims are checked before memory is allocated for them, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def read_columns(path: Path, names: Sequence[str] | None = None) -> dict[str, Co
                 raise ValueError("its columns differ in length")
             return {name: _column(archive, members[name]) for name in (members if names is None else names)}
     except FileNotFoundError:
-        raise ParameterError(f"{path.parent} is no run folder: it holds no {path.name}") from None
+        raise ParameterError(f"{path.parent} is not a run folder: it holds no {path.name}") from None
     except KeyError as error:
         raise ParameterError(f"cannot read {path}: it holds no column {error}") from error
     except Exception as error:  # what damage makes zipfile, zlib and numpy raise has no common root
@@ -47,7 +46,7 @@ def _rows(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> int:
     with archive.open(member) as file:
         shape, dtype = _header(file)
     if len(shape) != 1 or dtype.kind not in KINDS:
-        raise ValueError(f"column {member.filename!r} is no column of numbers or texts")
+        raise ValueError(f"column {member.filename!r} is not a column of numbers or texts")
     if shape[0] * dtype.itemsize > member.file_size:
         raise ValueError(f"column {member.filename!r} claims {shape[0]:,} rows, and is shorter")
     return shape[0]

@@ -119,3 +119,8 @@ class InternalError(SpawnsimError):
     """A promise that spawnsim makes to itself was broken: please report it with the seed and the command."""
 
     exit_status = 123
+
+
+def exit_status_of(error: BaseException) -> int:
+    """Return the exit status of a command, or of a real job, that ends by an error; 1 for other exceptions."""
+    return getattr(error, "exit_status", 1)

@@ -1,6 +1,6 @@
 """Python's imports: which distributions are installed, which names were imported, and being told of a load.
 
-A callback runs when a module has been loaded and before anybody can use it. Versions are read without importing
+A callback runs when a module has been loaded and before it can be used. Versions are read without importing
 the packages. Launchers use this module: it must stay quick to load.
 """
 
@@ -60,7 +60,7 @@ def after_import(name: str, then: Callable[[], None]) -> Iterator[None]:
 
 
 class _Finder:
-    """A finder for `sys.meta_path` that gives one module's loader somebody to tell."""
+    """A finder for `sys.meta_path` that lets one module's loader call back."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name, self._then = name, then

@@ -1,7 +1,7 @@
 """Random streams keyed by (seed, rank, purpose).
 
-A stream depends on its key alone (numpy's `SeedSequence`): adding a rank, a fault or a policy shifts nobody else's
-draws.
+A stream depends on its key alone (numpy's `SeedSequence`): adding a rank, a fault or a policy does not
+shift the draws of others.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import numpy as np
 from spawnsim.errors import ParameterError
 from spawnsim.importing import after_import
 
+WORLD = -1  # the rank whose streams belong to all ranks: faults, the platform, a data set that they share
+
 # The streams in which the global generators of a rank's process start.
 PYTHON, NUMPY, TORCH = "program.random", "program.numpy", "program.torch"
 
@@ -28,7 +30,7 @@ def _word(purpose: str) -> int:
 
 
 def sequence(seed: int, rank: int, purpose: str) -> np.random.SeedSequence:
-    """Return the seed sequence of one stream. `rank` -1 is the world's own (faults, platform)."""
+    """Return the seed sequence of one stream. `rank` may be `WORLD`."""
     if seed < 0:
         raise ParameterError(f"seed={seed}: give an integer of at least 0")
     return np.random.SeedSequence(seed, spawn_key=(rank + 1, _word(purpose)))

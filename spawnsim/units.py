@@ -24,7 +24,7 @@ def _parse(text: str | float, units: dict[str, float], what: str) -> float:
     match = _QUANTITY.fullmatch(str(text))
     if match is None or match[2] not in units:
         raise ParameterError(
-            f"{text!r} is no {what}: write a number and one of {', '.join(filter(None, units))}"
+            f"{text!r} is not a {what}: write a number and one of {', '.join(filter(None, units))}"
         )
     return float(match[1]) * units[match[2]]
 

@@ -27,6 +27,7 @@ from spawnsim.errors import (
     UnsupportedError,
     UsageError,
     WorldError,
+    exit_status_of,
 )
 from spawnsim.options import Parser
 from spawnsim.run import process_setup
@@ -48,7 +49,7 @@ def exit_code(error: BaseException) -> int:
         return status if isinstance(status, int) and 0 < status < 256 else error.exit_status
     if isinstance(error, UsageError) and error.exit_status == 2 and getattr(error, "placed", False):
         return SpawnsimError.exit_status  # a rank's call, no option of ours
-    return getattr(error, "exit_status", 1)
+    return exit_status_of(error)
 
 
 def report_error(error: SpawnsimError, *, quiet: bool = False) -> int:
@@ -98,9 +99,9 @@ def report_internal_error(error: Exception) -> int:
 
 
 def program_traceback(error: BaseException) -> str:
-    """Return an exception's traceback from where the program begins: the frames of the house above it left out.
+    """Return an exception's traceback from where the program begins: spawnsim's frames above it are left out.
 
-    Of an error of the house's, which says what happened, those below the program's last one are left out, too.
+    Of spawnsim's own errors, whose message says what happened, the frames below the program's last one go, too.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code.co_filename):
@@ -149,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report_error(error)
     except KeyboardInterrupt as stop:
         return report_interrupt(stop)
-    except Exception as error:  # noqa: BLE001  the outermost door: what arrives here is our fault, and says so
+    except Exception as error:  # noqa: BLE001  what arrives here is a bug of ours
         return report_internal_error(error)
 
 

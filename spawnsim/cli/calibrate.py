@@ -89,7 +89,7 @@ def draw(pairs: Sequence[Pair], platform: Platform, picture: Path) -> None:
     drawn = fidelity.calibration_figure(
         {name: curve for name, curve in info.items() if len(curve.nbytes) > 2}, platform.description
     )
-    style.save(drawn, picture.with_suffix(""), [picture.suffix.removeprefix(".") or "png"])
+    style.save_as(drawn, picture)
     sys.stdout.write(f"drawn: {picture}\n")
 
 

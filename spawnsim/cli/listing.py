@@ -31,21 +31,27 @@ def main(argv: Sequence[str]) -> int:
 
 def platforms() -> Iterator[Line]:
     """Yield the platform files that come along."""
-    for platform in import_module("spawnsim.virtual.platform").list_platforms():
+    from spawnsim.virtual.platform import list_platforms
+
+    for platform in list_platforms():
         yield platform.name, platform.description
 
 
 def stragglers() -> Iterator[Line]:
     """Yield the forms that `--straggler` takes."""
-    for form, model, _ in import_module("spawnsim.virtual.compute.model").FORMS:
+    from spawnsim.virtual.compute.model import FORMS
+
+    for form, model, _ in FORMS:
         yield form, _summary(model)
 
 
 def faults() -> Iterator[Line]:
     """Yield the forms that `--faults` takes, joined by ";"."""
-    text = import_module("spawnsim.virtual.faults.plan")
-    for kind in text.KINDS.values():
-        yield text.form(kind), _summary(kind)
+    from spawnsim.virtual.faults import KINDS
+    from spawnsim.virtual.faults.plan import form
+
+    for kind in KINDS.values():
+        yield form(kind), _summary(kind)
 
 
 def policies() -> Iterator[Line]:
@@ -58,8 +64,8 @@ def workloads() -> Iterator[Line]:
     yield from _classes("spawnsim.workloads", lambda _name: True)
 
 
-def _classes(room: str, chosen: Callable[[str], bool]) -> Iterator[Line]:
-    module = import_module(room)
+def _classes(package: str, chosen: Callable[[str], bool]) -> Iterator[Line]:
+    module = import_module(package)
     for name in sorted(module.__all__):
         thing = getattr(module, name)
         if inspect.isclass(thing) and chosen(name):

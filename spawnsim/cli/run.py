@@ -316,7 +316,7 @@ def _never_began(error: Exception, here: LaunchContext) -> int:
     if status == WORLD_ERROR:  # another rank has gone, and how is for its monitor to say
         wait_for_first_end(os.environ)
     first = record_first_end(status, "", os.environ)
-    if first is None:  # nobody of ours has started the job
+    if first is None:  # the job was not started by spawnsim
         time.sleep(0.0 if here.rank == 0 else TURN_S)  # mostly all ranks find the same fault
     if first is not False:
         error.add_note(f"spawnsim: rank {here.rank} of {here.size} has not begun; the job ends")
@@ -334,5 +334,5 @@ def write_whole_lines(*streams: Any) -> None:
 
 
 def _wants_bar(options: argparse.Namespace) -> bool:
-    """Whether rank 0 shows a bar: a rank's own standard error is no terminal, so its launcher decides."""
+    """Whether rank 0 shows a bar: a rank's standard error is not a terminal, so its launcher decides."""
     return options.progress or (sys.stderr.isatty() and not options.quiet)

@@ -17,7 +17,7 @@ from spawnsim.study.context import Context
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the study named in `argv`; return the exit code; errors are worded by whoever called."""
+    """Run the study named in `argv`; return the exit code; errors are printed by the caller."""
     args = _parser().parse_args(argv)
     if args.jobs < 0:
         raise ParameterError(f"--jobs {args.jobs}: give the number of runs at once, or 0 for this process")

@@ -126,7 +126,7 @@ def draw(rows: Sequence[Row], repeats: Sequence[Repeat], picture: Path) -> None:
         for row in rows
     }
     drawn = fidelity.validation_figure(errors, f"{len(repeats)} runs; marks are runs, bars their median")
-    style.save(drawn, picture.with_suffix(""), [picture.suffix.removeprefix(".") or "png"])
+    style.save_as(drawn, picture)
 
 
 def parser() -> Parser:

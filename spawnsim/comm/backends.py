@@ -68,6 +68,7 @@ def world(kind: str = "mpi") -> Comm:
     if wanted.name != "mpi":
         group = wanted.group_of_all()
     else:
+        # torchrun starts processes that each can load an MPI, and are alone in it: their world is torch's group.
         group = wanted.group_of_all(load=True)
         if default is not None and group.Get_size() == 1 and default.size() > 1:
             group = default

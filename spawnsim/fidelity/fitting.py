@@ -341,7 +341,9 @@ def _without_far(ratios: FloatArray) -> tuple[FloatArray, tuple[Noise, ...]]:
     middle = float(np.median(ratios))
     deviation = 1.4826 * float(np.median(np.abs(ratios - middle)))
     far = ratios > max(middle + FAR * deviation, 1.25 * middle)
-    if not far.any() or far.mean() > 0.2:  # what every fifth block has is no exception
+    if (
+        not far.any() or far.mean() > 0.2
+    ):  # an outlier seen in more than 20 % of the blocks is the distribution
         return ratios, ()
     slowdown = float(ratios[far].mean() / ratios[~far].mean())
     return ratios[~far], (Bimodal(_round(far.mean()), _round(slowdown)),)

@@ -57,7 +57,7 @@ def measure(comm: Comm, effort: Effort | None = None, *, host: str | None = None
         host: name of this rank's node, if not that of the machine.
 
     Raises:
-        ParameterError: one rank alone has nobody to talk to.
+        ParameterError: fewer than two ranks.
     """
     if comm.Get_size() < 2:
         raise ParameterError("a calibration needs at least 2 ranks: mpiexec -n 2 spawnsim calibrate")

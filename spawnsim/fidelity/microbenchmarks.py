@@ -1,6 +1,6 @@
 """The operations that a calibration times, and how: on a communicator, real or virtual alike.
 
-What is sent has just been written, as a model has after a training step: memory that nobody wrote is one page of
+What is sent has just been written, as a model has after a training step: memory that was never written is one page of
 zeros that all caches hold, and looked four times faster. Each sample starts at a barrier and takes what the slowest
 rank took; a point is the lower quartile of its samples. A virtual platform measured by this module must give back
 what it was made of: that is how the module is tested.
@@ -21,7 +21,7 @@ from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
 
 STREAM = 16  # messages of a stream
-READY = 1  # tag of the word that starts a sample between two ranks
+READY = 1  # tag of the message that starts a sample between two ranks
 
 Action = Callable[[], float]
 """Does the operation once and returns how long it took on this rank, in seconds; 0 on a rank that does not count."""

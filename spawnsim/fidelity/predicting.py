@@ -118,7 +118,8 @@ def fitted(seen: Sequence[Seen], warmup: int) -> Fit:
 def _models(rows: Sequence[FloatArray], warmup: int) -> Mapping[str, tuple[Trace, tuple[Straggler, ...]]]:
     fit = fit_stragglers([row[warmup:] for row in rows])
     mean_s = float(np.mean([row[warmup:].mean() for row in rows]))
-    # A trace goes before what the program states, and a program states what it would take elsewhere.
+    # Traces, since a trace goes before what the program states in comm.compute(seconds): a program that was run for
+    # real may state what its steps would take on another machine.
     return {
         "replayed": (Trace(rows, cycle=True), ()),
         "fitted": (Trace([[fit.step_s]] * len(rows), cycle=True), fit.stragglers),

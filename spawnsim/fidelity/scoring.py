@@ -107,7 +107,7 @@ def score_table(found: Sequence[Score]) -> str:
 
 
 def require_fit(platform: Platform, found: Sequence[Score]) -> None:
-    """Raise `WorldError` if the measurements fit no network: a platform of them would give wrong times without a word.
+    """Raise `WorldError` if the measurements fit no network: a platform of them would silently give wrong times.
 
     That is so if messages have no latency or no bandwidth, or if half of what the fit has not seen is off by more than
     `WORST` says, of messages or of all operations.

@@ -47,7 +47,17 @@ class Recorded(Protocol):
 
 
 def read(folder: str | Path) -> Run:
-    """Load a run folder; a run that failed half-way is loaded as far as it came."""
+    """Load a run folder; a run that failed half-way is loaded as far as it came.
+
+    Args:
+        folder: the run folder.
+
+    Returns:
+        The run.
+
+    Raises:
+        ParameterError: the folder holds no run, or a file of it is damaged.
+    """
     return Run.load(folder)
 
 
@@ -201,7 +211,11 @@ class Groups:
         return f" by {' and '.join([*filter(None, [', '.join(names[:-1])]), names[-1]])}"
 
     def caption(self) -> str:
-        """Return who ran where, with which parameters, what was pooled, and which runs did not finish."""
+        """Return who ran where, with which parameters, what was pooled, and which runs did not finish.
+
+        Returns:
+            Lines of text for below a figure.
+        """
         files = {str(run.what.get("file") or run.what.get("main") or "") for run in self.runs}
         program = [*files] if len(files) == 1 and "" not in files else []
         lines = [" · ".join([*program, setting(self.runs)]), self._shared()]
@@ -245,6 +259,9 @@ def grouped(runs: Sequence[Recorded] | Groups, by: Sequence[str] = (), labels: S
         by: names of facts (parameters of `main`, ranks, platform, seed …) that alone tell groups apart; none: all that
             differ but the seed. Runs that then share a group are pooled, and captions say so.
         labels: names of the groups, instead of those made of what differs.
+
+    Returns:
+        The groups.
 
     Raises:
         ParameterError: `by` names no fact, or there are more or fewer labels than groups.

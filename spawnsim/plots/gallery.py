@@ -16,7 +16,7 @@ METRICS = ("accuracy", "modes_found", "loss")
 
 
 def metrics_of(runs: Sequence[Recorded]) -> list[str]:
-    """Return the usual metrics that all runs recorded; else the first column that is no bookkeeping."""
+    """Return the usual metrics that all runs recorded; else the first column that is not bookkeeping."""
     shared = [name for name in METRICS if all(_holds_numbers(run, name) for run in runs)]
     if shared or not runs:
         return shared
@@ -38,7 +38,18 @@ def with_rows(runs: Sequence[Recorded] | Groups) -> Groups:
 
 
 def figures(runs: Sequence[Recorded] | Groups, columns: Sequence[str] = ()) -> Iterator[tuple[str, Figure]]:
-    """Yield (file stem, figure): convergence, diversity, time use; raster and lineage of each run with replacements."""
+    """Draw all that the runs have data for: convergence, diversity, time use; raster and lineage of replacements.
+
+    Args:
+        runs: the runs, or groups of them.
+        columns: the metrics to draw; empty: those that the runs have recorded.
+
+    Returns:
+        An iterator of (file stem, figure); figures are made one by one, as they are asked for.
+
+    Raises:
+        ParameterError: a column that no run has.
+    """
     found = with_rows(runs)
     if not found.groups:
         return
@@ -71,7 +82,20 @@ def save_all(
     columns: Sequence[str] = (),
     formats: Sequence[str] = style.FORMATS,
 ) -> list[Path]:
-    """Write all figures into the folder `out`; returns the paths."""
+    """Write all figures of `figures` into a folder.
+
+    Args:
+        runs: the runs, or groups of them.
+        out: the folder; it is made.
+        columns: the metrics to draw; empty: those that the runs have recorded.
+        formats: among "png", "pdf" and "svg".
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        ParameterError: another format, or a column that no run has.
+    """
     return [
         path
         for stem, drawn in figures(runs, columns)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
-from spawnsim.random import generator
+from spawnsim.random import WORLD, generator
 
 Floats = NDArray[np.float64]
 Table = Mapping[str, NDArray[Any]]
@@ -106,7 +106,7 @@ def bootstrap_medians(samples: Floats, level: float = 0.9, draws: int = 2000, se
     samples = np.asarray(samples, dtype=np.float64)
     if not len(samples):
         raise ParameterError("a bootstrap needs at least one sample")
-    rng = generator(seed, -1, "bootstrap")
+    rng = generator(seed, WORLD, "bootstrap")
     picks = rng.integers(0, len(samples), size=(draws, len(samples)))
     # One column at a time would be smaller, but draws x seeds x points stays under 100 MB for 20 seeds of 240 points.
     medians = np.median(samples[picks], axis=1)

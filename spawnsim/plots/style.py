@@ -53,7 +53,7 @@ def looks(labels: Iterable[str]) -> dict[str, Look]:
     """Return one look per label: known policies keep theirs in every figure, others take what is free.
 
     Raises:
-        ParameterError: there are more labels than looks that nobody takes for each other.
+        ParameterError: there are more labels than styles that can be told apart.
     """
     names = list(dict.fromkeys(labels))
     taken = {name: KNOWN[name] for name in names if name in KNOWN}
@@ -73,7 +73,11 @@ def _marked() -> Iterable[Look]:
 
 
 def talk() -> AbstractContextManager[None]:
-    """Return the context in which figures are made and saved, for a `with` statement."""
+    """Return the context in which figures are made and saved, for a `with` statement.
+
+    Returns:
+        A context manager that sets matplotlib's parameters, and sets them back.
+    """
     return style.context(SHEET)
 
 
@@ -186,8 +190,25 @@ def bytes_formatter() -> EngFormatter:
     return EngFormatter(unit="B")
 
 
+def save_as(figure: Figure, picture: Path) -> None:
+    """Write a figure to one file, in the format of its ending; PNG if it has none."""
+    save(figure, picture.with_suffix(""), [picture.suffix.removeprefix(".") or "png"])
+
+
 def save(figure: Figure, stem: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Write `stem`.png, `stem`.pdf …; the same figure gives the same bytes each time. Returns the paths."""
+    """Write `stem`.png, `stem`.pdf …; the same figure gives the same bytes each time.
+
+    Args:
+        figure: the figure.
+        stem: path without the ending; its folder is made.
+        formats: among "png", "pdf" and "svg".
+
+    Returns:
+        The paths of the files, in the order of `formats`.
+
+    Raises:
+        ParameterError: another format.
+    """
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
     undated: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}

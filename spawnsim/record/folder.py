@@ -159,13 +159,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = _parsed(path.read_text(encoding="utf-8"))
         json.dumps(manifest, ensure_ascii=False).encode()  # half a character could not be written or drawn
     except OSError as error:
-        raise ParameterError(f"{folder} is no run folder: it has no readable {MANIFEST}") from error
+        raise ParameterError(f"{folder} is not a run folder: it has no readable {MANIFEST}") from error
     except ValueError as error:
-        raise ParameterError(f"{path} is no JSON: {error}") from error
+        raise ParameterError(f"{path} is not JSON: {error}") from error
     kinds = {"what": dict, "totals": dict, "outcome": str}
     wrong = [name for name, kind in kinds.items() if not isinstance(_entry(manifest, name), kind)]
     if wrong:
-        raise ParameterError(f"{path} is no run's: its {wrong[0]!r} is missing, or not what it should be")
+        raise ParameterError(f"{path} is not a run's: its {wrong[0]!r} is missing, or not what it should be")
     ranks = manifest["totals"].get("ranks")
     if ranks is not None and not _is_count(ranks, MOST_RANKS + 1):
         raise ParameterError(f"{path}: {str(ranks)[:20]} is no number of ranks")
@@ -191,7 +191,7 @@ def read_table(folder: Path, ranks: int | None = None) -> Table:
     require_ranks(path, table["rank"], ranks)
     time_s = table["time_s"]
     if time_s.dtype.kind != "f" or not ((time_s >= 0) & (time_s < LONGEST_S)).all():
-        raise ParameterError(f"cannot read {path}: its column 'time_s' holds what is no time")
+        raise ParameterError(f"cannot read {path}: its column 'time_s' holds values that are not times")
     return table
 
 

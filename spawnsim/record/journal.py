@@ -2,7 +2,7 @@
 
 Each real rank appends to its own shard, all virtual ranks of a process to one, at most `FLUSH_S` late, one *frame*
 a time: a line of JSON (which rows follow, new texts, events, what the rank has counted), then the rows as the
-recorder packs them. Later anybody (rank 0, the rank that failed, the launcher) replays all shards into one
+recorder packs them. Later any process (rank 0, the rank that failed, the launcher) replays all shards into one
 `Recorder`; the last frame of a rank that was killed may be torn and is left out. Whoever merges has seen to it that
 the others have closed their journals, or are dead.
 """
@@ -207,7 +207,7 @@ def has_shards(folder: Path) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove the shards, once what they hold is in the run folder's own files: all at once, whoever dies meanwhile."""
+    """Remove the shards, once what they hold is in the run folder's own files: all at once, even if a process dies."""
     shutil.rmtree(folder / OLD, ignore_errors=True)
     with suppress(FileNotFoundError):
         (folder / FOLDER).rename(folder / OLD)

@@ -124,7 +124,7 @@ def _imports(file: Path, folder: Path) -> Iterator[Path]:
 
 
 def tree(file: Path) -> ast.Module:
-    """Return a file's syntax tree; an empty one of what is no Python, which fails when it is imported."""
+    """Return a file's syntax tree; an empty one of a file that is not Python, which fails when it is imported."""
     try:
         return ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -176,7 +176,7 @@ def made() -> dict[str, Any]:
 
 
 def threads() -> int:
-    """Return how many threads numeric libraries use: torch's word, where it is loaded."""
+    """Return how many threads numeric libraries use: as torch says, where it is loaded."""
     torch = sys.modules.get("torch")
     told = os.environ.get("OMP_NUM_THREADS", "")
     if torch is not None and hasattr(torch, "get_num_threads"):

@@ -116,15 +116,33 @@ class Table(Mapping[str, Column]):
         return len(next(iter(self._columns.values()), ()))
 
     def where(self, chosen: Column) -> Table:
-        """Return the rows that a mask (bool) or an index array (int) chooses."""
+        """Return the chosen rows as a table.
+
+        Args:
+            chosen: a mask of shape (rows,), bool, or an array of row numbers, int.
+
+        Returns:
+            A table with the same columns; masks and arrays of numbers copy, so it shares no memory.
+        """
         return Table({name: column[chosen] for name, column in self._columns.items()})
 
     def of_rank(self, rank: int) -> Table:
-        """Return the rows of one rank."""
+        """Return the rows of one rank.
+
+        Args:
+            rank: its number in the world.
+
+        Returns:
+            Its rows, in the order in which it recorded them; none for a rank that recorded nothing.
+        """
         return self.where(self["rank"] == rank)
 
     def digest(self) -> bytes:
-        """Return 16 bytes that tell whether two tables are equal bit for bit: names, types and values."""
+        """Return a checksum that tells whether two tables are equal bit for bit.
+
+        Returns:
+            16 bytes (BLAKE2b) over names, dtypes and values of all columns; the order of columns does not count.
+        """
         whole = hashlib.blake2b(digest_size=16)
         for name, column in sorted(self._columns.items()):
             whole.update(f"{name} {column.dtype.str} ".encode())
@@ -132,7 +150,14 @@ class Table(Mapping[str, Column]):
         return whole.digest()
 
     def to_pandas(self) -> Any:
-        """Return a `pandas.DataFrame`; pandas must be installed."""
+        """Return the table for pandas.
+
+        Returns:
+            A `pandas.DataFrame` with the same columns.
+
+        Raises:
+            ParameterError: pandas is not installed.
+        """
         try:
             import pandas as pd
         except ModuleNotFoundError as error:
@@ -182,7 +207,7 @@ class Sink(Protocol):
 
 
 class Block:
-    """All rows of one shape. Each is (rank, order, time_s, values...), packed without gaps. None takes no room.
+    """All rows of one shape. Each is (rank, order, time_s, values...), packed without gaps. None takes no space.
 
     Attributes:
         direct: whether values can be packed as they come: no texts, no None.
@@ -236,7 +261,7 @@ class Recorder:
 
     Attributes:
         rows: how many rows were recorded so far.
-        time_s: the time of the latest row, for whoever shows progress.
+        time_s: the time of the latest row, for progress bars.
     """
 
     def __init__(self) -> None:
@@ -249,7 +274,7 @@ class Recorder:
         self._given = 0  # so many words have been given away by `drain`
 
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
-        """Keep one row; `ParameterError` when a value is no number, bool, text, None or 0-dim array."""
+        """Keep one row; `ParameterError` when a value is not a number, bool, text, None or 0-dim array."""
         block = self._blocks.get((*values, *map(type, values.values())))
         if block is None:
             values = {

@@ -39,7 +39,11 @@ class Program:
     given: Mapping[str, Any]
 
     def __call__(self, comm: Any) -> None:
-        """Run `main` on one rank; `sys.exit()` without a status, or with 0, is an ordinary end."""
+        """Run `main` on one rank; `sys.exit()` without a status, or with 0, is an ordinary end.
+
+        Args:
+            comm: the communicator of all ranks, as this rank holds it.
+        """
         try:
             self.main(comm, **self.given)
         except SystemExit as leaving:
@@ -49,6 +53,13 @@ class Program:
 
 def program(main: Main | str | Path, parameters: Mapping[str, Any] | None = None) -> Program:
     """Return a checked program, from a function or from a file that defines `main(comm)`.
+
+    Args:
+        main: the function, or the file's path.
+        parameters: keyword arguments of `main`.
+
+    Returns:
+        The program: called with a communicator, it runs on that rank.
 
     Raises:
         ParameterError: no such file, no `main`, or a parameter that `main` does not take.
@@ -102,13 +113,20 @@ def load(path: Path) -> Main:
 
     The file's folder goes first on `sys.path`, as Python itself does for a script.
 
+    Args:
+        path: the file.
+
+    Returns:
+        The function `main`.
+
     Raises:
+        ParameterError: the file cannot be read, is not Python, or defines no `main`.
         ProgramError: the file raised, or called `sys.exit()`.
     """
     require_main(path)
     spec = importlib.util.spec_from_file_location(MODULE, path)
     if spec is None or spec.loader is None:
-        raise ParameterError(f"{path} is no Python file")
+        raise ParameterError(f"{path} is not a Python file")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -138,13 +156,13 @@ def has_main(path: Path) -> bool:
 
 
 def tree_of(path: Path) -> ast.Module:
-    """Return a file's syntax tree. Raises `ParameterError` if there is no such file, or it is no Python."""
+    """Return a file's syntax tree. Raises `ParameterError` if there is no such file, or it is not Python."""
     try:
         return ast.parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise ParameterError(f"cannot read {path}: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:
-        raise ParameterError(f"{path} is no Python program: {error}") from error
+        raise ParameterError(f"{path} is not a Python program: {error}") from error
 
 
 def _bound(statement: ast.stmt) -> set[str]:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 FORMAT = "{percentage:3.0f}%|{bar:30}| {desc} [{elapsed}<{remaining}]"
-UNKNOWN = "{desc} [{elapsed}]"  # where nobody says how much there is to do
+UNKNOWN = "{desc} [{elapsed}]"  # where it is not known how much there is to do
 TICK_S = 0.3
 Progress = Callable[[float, int, int], None]
 """Called now and then with virtual seconds, ranks that have finished, and ranks."""
@@ -32,7 +32,7 @@ def listener(
 
 
 def beside_the_bar() -> AbstractContextManager[Any]:
-    """Return a block in which text may be printed on standard error: a bar that stands there makes room."""
+    """Return a block in which text may be printed on standard error: a bar that stands there is redrawn below it."""
     tqdm: Any = sys.modules.get("tqdm")
     return nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file=sys.stderr)
 

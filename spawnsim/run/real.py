@@ -48,6 +48,8 @@ def run_rank(job: Job) -> Run | None:
     from spawnsim.record import Journal
 
     backend = BACKENDS[job.backend].load()
+    # The journal exists before the communicator, which is given it as its recorder, and gets its file only once all
+    # ranks have met: until then it keeps in memory, and a job that never begins leaves no folder behind.
     journal = Journal()
     comm = backend.world(recorder=journal, seed=job.seed, deadline_s=job.deadline_s)
     with backend.guarded(comm), seeded(comm.rng):

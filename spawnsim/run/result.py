@@ -58,7 +58,13 @@ class Run:
     def load(cls, path: str | Path) -> Run:
         """Return the run of a folder; of one that was killed, or still runs, what its ranks have written so far.
 
-        Of the latter, `what["processes"]` holds each rank's process id, for who wants to know which one was killed.
+        Of the latter, `what["processes"]` holds each rank's process id, which tells which one was killed.
+
+        Args:
+            path: the run folder.
+
+        Returns:
+            The run.
 
         Raises:
             ParameterError: the folder holds no run, or a file of it is damaged.
@@ -83,7 +89,14 @@ class Run:
         return cls(what, table, events, totals, outcome)
 
     def save(self, path: str | Path) -> None:
-        """Write the run folder: run.json, metrics.npz, events.jsonl."""
+        """Write the run folder: run.json, metrics.npz, events.jsonl.
+
+        Args:
+            path: the folder; it is made, and files of a run that it holds are replaced.
+
+        Raises:
+            StorageError: the files cannot be written, such as on a full disk.
+        """
         from spawnsim import record
 
         manifest = {"what": self.what, "totals": self.totals, "outcome": self.outcome}
@@ -118,7 +131,7 @@ class Run:
 
 
 def totals_of(table: Table, events: Sequence[Event], counted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the totals: what the building counted, and what the recorded rows and events add."""
+    """Return the totals: what the backend counted, and what the recorded rows and events add."""
     own: dict[str, Any] = {
         "iterations": iterations(table),
         "replacements": sum(event["kind"] == "replacement" for event in events),

@@ -120,6 +120,7 @@ class _Keeping:
 
 def _run_main(task: Program, scenario: Scenario, keeping: _Keeping) -> Run:
     what, inputs = describe(task, scenario.described(), backend="virtual")
+    # The simulator checks its parts too, but only after the folder was begun: a typing error must not replace a run.
     if keeping.out is not None:
         _require_possible(scenario)
     writer = RunWriter(what, keeping.out, keeping.on_error, inputs, trace=keeping.trace)

@@ -118,6 +118,8 @@ class RunWriter:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         from spawnsim.record import Journal, folder, journal
 
+        # The journal is discarded last: until the folder's own files are whole, it is the only copy of what was
+        # recorded, and `Run.load` reads it of a run that was killed in between.
         self._save(error)
         if self.out is not None and isinstance(self.recorder, Journal):
             self.recorder.close()
@@ -134,7 +136,7 @@ class RunWriter:
             return
         note = f"What was recorded until then: {self.out}"
         told = note in getattr(error, "__notes__", ())
-        if told:
+        if told:  # a first call of `tell` has added it
             error.__notes__.remove(note)  # type: ignore[union-attr]  # it is not part of the outcome
         try:
             self._run = self._gathered(outcome_of(error))

@@ -54,18 +54,46 @@ class Context:
     executor: Executor | None = None
 
     def file(self, name: str) -> Path:
-        """Return the path of a program that lies beside the study."""
+        """Return the path of a program that lies beside the study.
+
+        Args:
+            name: its file name, such as "digits.py".
+
+        Returns:
+            The path in the study's folder.
+        """
         return self.home / name
 
     def grid(
         self, file: str, *, ranks: Sequence[int], seeds: Sequence[int], over: Mapping[str, Sequence[Scalar]],
         **world: Any,
     ) -> list[Cell]:  # fmt: skip
-        """Return one cell per combination of `over`'s values (keyword arguments of `main`), ranks and seeds."""
+        """Return one cell per combination of `over`'s values (keyword arguments of `main`), ranks and seeds.
+
+        Args:
+            file: name of a program beside the study.
+            ranks: the numbers of ranks.
+            seeds: the seeds.
+            over: keyword argument of `main` → its values.
+            world: keyword arguments of `spawnsim.run`, the same for all cells.
+
+        Returns:
+            The cells; seeds vary fastest.
+        """
         return grid(self.file(file), ranks=ranks, seeds=seeds, over=over, **world)
 
     def sweep(self, cells: Sequence[Cell]) -> list[Result]:
-        """Run the cells that are not done yet, and return all of them, in order."""
+        """Run the cells that are not done yet, and return all of them.
+
+        Args:
+            cells: the runs wanted; equal ones are run once.
+
+        Returns:
+            A result per cell, in their order.
+
+        Raises:
+            StudyError: some runs failed; those that did not are kept.
+        """
         store = Store(self.out / "runs")
         own_pool = self.executor is None and self.jobs > 0
         try:
@@ -78,11 +106,23 @@ class Context:
         return [Result(cell, read(at), store.cost(cell)) for cell, at in zip(cells, folders, strict=True)]
 
     def alone(self) -> Context:
-        """Return this context with one run at a time: for real processes, whose seconds must not be shared."""
+        """Return this context with one run at a time: for real processes, whose seconds must not be shared.
+
+        Returns:
+            A context with `jobs` of 1 at most.
+        """
         return replace(self, jobs=min(self.jobs, 1))
 
     def save(self, figure: Figure, stem: str) -> list[Path]:
-        """Write a figure as PNG and PDF into the study's folder, and say where."""
+        """Write a figure as PNG and PDF into the study's folder, and say where.
+
+        Args:
+            figure: the figure.
+            stem: its file name without the ending.
+
+        Returns:
+            The paths of the files.
+        """
         from spawnsim.plots import save  # matplotlib is loaded when the first figure is wanted
 
         paths = save(figure, self.out / stem)
@@ -90,7 +130,15 @@ class Context:
         return paths
 
     def save_table(self, rows: Sequence[Mapping[str, object]], stem: str) -> Path:
-        """Write rows as JSON into the study's folder."""
+        """Write rows as JSON into the study's folder.
+
+        Args:
+            rows: mappings of names to values that JSON can hold.
+            stem: the file name without the ending.
+
+        Returns:
+            The path of the file.
+        """
         path = self.out / f"{stem}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(list(rows), indent=2) + "\n")

@@ -56,13 +56,17 @@ class Cell:
 
     def __post_init__(self) -> None:
         if not Path(self.file).is_file():
-            raise ParameterError(f"the study asks for {self.file}, which is no file")
+            raise ParameterError(f"the study asks for {self.file}, which is not a file")
         if self.ranks < 1:
             raise ParameterError(f"ranks={self.ranks}: give at least 1")
         backend_of(self.backend)
 
     def description(self) -> dict[str, Any]:
-        """Return what distinguishes this run, without paths of this machine."""
+        """Return what distinguishes this run, without paths of this machine.
+
+        Returns:
+            Values that JSON can hold: file name, backend, ranks, seed, parameters, world.
+        """
         return {
             "file": Path(self.file).name,
             "backend": self.backend,
@@ -73,7 +77,11 @@ class Cell:
         }
 
     def inputs(self) -> Files:
-        """Return the files that the run depends on, by name."""
+        """Return the files that the run depends on.
+
+        Returns:
+            Name (such as "program/train.py") → path.
+        """
         return manifest.inputs(Path(self.file), **self.world)
 
     @cached_property  # and so the same in every process that this cell is sent to, whatever is edited meanwhile
@@ -124,7 +132,21 @@ def grid(
     over: Mapping[str, Sequence[Scalar]],
     **world: Any,
 ) -> list[Cell]:
-    """Return one cell per combination of `over`'s values, numbers of ranks and seeds, in that order."""
+    """Return one cell per combination of `over`'s values, numbers of ranks and seeds, in that order.
+
+    Args:
+        file: the program.
+        ranks: the numbers of ranks.
+        seeds: the seeds.
+        over: keyword argument of `main` → its values.
+        world: keyword arguments of `spawnsim.run`, the same for all cells.
+
+    Returns:
+        The cells; seeds vary fastest.
+
+    Raises:
+        ParameterError: there is no such file, or a number of ranks below 1.
+    """
     combinations = [dict(zip(over, values, strict=True)) for values in itertools.product(*over.values())]
     return [
         Cell(file=file, ranks=size, seed=seed, parameters=parameters, world=world)
@@ -151,21 +173,49 @@ class Store:
         self.root = root
 
     def folder(self, cell: Cell) -> Path:
-        """Return the place of a cell's run, there or not."""
+        """Return the place of a cell's run, there or not.
+
+        Args:
+            cell: the run.
+
+        Returns:
+            A folder below `root`, named after the cell and its key.
+        """
         return self.root / f"{cell.name}-{cell.key}"
 
     def done(self, cell: Cell) -> bool:
-        """Say whether the run is there, and of the files that it depends on none was edited since."""
+        """Say whether the run is there, and of the files that it depends on none was edited since.
+
+        Args:
+            cell: the run.
+
+        Returns:
+            True if it need not be made again.
+        """
         place = self.folder(cell)
         return place.is_dir() and _as_recorded(cell, place)
 
     def cost(self, cell: Cell) -> Cost:
-        """Return what the run took when it was made."""
+        """Return what the run took when it was made.
+
+        Args:
+            cell: a run that is done.
+
+        Returns:
+            Wall time, peak memory and load.
+        """
         return Cost(**json.loads((self.folder(cell) / COST).read_text()))
 
     @contextmanager
     def draft(self, cell: Cell) -> Iterator[Path]:
-        """Give a folder to write into; it takes its place when the block ends well, and stays aside when it fails."""
+        """Give a folder to write into; it takes its place when the block ends well, and stays aside when it fails.
+
+        Args:
+            cell: the run.
+
+        Returns:
+            A context manager that gives the folder, which is empty.
+        """
         place = self.folder(cell)
         draft = place.with_name(f".{place.name}.{os.getpid()}")
         shutil.rmtree(draft, ignore_errors=True)
@@ -185,7 +235,7 @@ class Store:
         except OSError:
             if not place.is_dir():
                 raise
-            shutil.rmtree(draft)  # somebody else was faster; equal keys mean equal results
+            shutil.rmtree(draft)  # another process was faster; equal keys mean equal results
 
 
 def _as_recorded(cell: Cell, place: Path) -> bool:

@@ -67,7 +67,7 @@ def _in_this_process(cell: Cell, folder: Path) -> None:
 
 
 def _by_launcher(cell: Cell, folder: Path) -> None:
-    """Start the same command that a person would type, and word its failure with its last lines."""
+    """Start the same command that a person would type, and report its failure with its last lines."""
     line = command_line(cell, folder)
     done = subprocess.run(
         line, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -148,6 +148,12 @@ def pool(jobs: int) -> Iterator[Executor]:
     They are forked from one that has loaded what runs need, which takes longer than a short run, and begun nothing.
 
     When the block is left by an exception, such as Ctrl-C, nothing more begins, and what runs is told to stop.
+
+    Args:
+        jobs: how many runs may go on at once, at least 1.
+
+    Returns:
+        A context manager that gives the executor.
     """
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("forkserver")
@@ -180,13 +186,16 @@ def _stop(executor: Executor, others: Collection[BaseProcess]) -> None:
 
 
 def sweep(cells: Sequence[Cell], store: Store, *, executor: Executor | None = None, say: Say) -> list[Path]:
-    """Run what is not done yet; return the run folders in the order of `cells`.
+    """Run what is not done yet.
 
     Args:
         cells: the runs; equal ones are run once.
         store: where finished runs lie.
         executor: anything that is a `concurrent.futures.Executor`; None runs one after another, in this process.
         say: takes one line of text per finished run.
+
+    Returns:
+        The run folders, in the order of `cells`.
 
     Raises:
         StudyError: some runs failed; those that did not are kept, and a second sweep tries the rest only.
@@ -222,7 +231,7 @@ def _outcomes(
 
 
 def _outcome(attempt: Callable[[], Cost]) -> Cost | SpawnsimError:
-    """Only errors that spawnsim words are collected; a bug of ours ends the sweep with its traceback."""
+    """Only errors that spawnsim raises on purpose are collected; a bug of ours ends the sweep with its traceback."""
     try:
         return attempt()
     except SpawnsimError as error:

@@ -2,7 +2,7 @@
 
 Claims are about values and errors, and never send anything themselves, so that they hold on any communicator. A rank
 that runs cases uses a communicator's `Dup` and `allgather` alone to agree on how each ended, and logs what happens at
-once, so that whoever watches sees a failure even when the other ranks wait for ever.
+once, so that a watching process sees a failure even when the other ranks wait for ever.
 """
 
 from __future__ import annotations
@@ -135,7 +135,14 @@ class Case:
         return (inspect.getdoc(self.test) or "").partition("\n")[0]
 
     def fits(self, ranks: int) -> bool:
-        """Whether the test makes sense on a number of ranks."""
+        """Say whether the test makes sense on a number of ranks.
+
+        Args:
+            ranks: the size of the communicator.
+
+        Returns:
+            True if it can run there.
+        """
         least, most = getattr(self.test, "ranks", (1, None))
         return ranks >= least and (most is None or ranks <= most)
 
@@ -169,7 +176,18 @@ def every_case() -> tuple[Case, ...]:
 
 
 def find_cases(ranks: int, match: str | None = None) -> list[Case]:
-    """Return the cases that make sense on `ranks` ranks and whose id holds one of the words of `match`."""
+    """Return the cases that make sense on so many ranks.
+
+    Args:
+        ranks: the size of the communicator.
+        match: words; a case is returned if its id holds one of them. None: all cases.
+
+    Returns:
+        The cases, theme by theme.
+
+    Raises:
+        ParameterError: no case matches.
+    """
     words = (match or "").split()
     found = [case for case in every_case() if case.fits(ranks) and any(w in case.id for w in words or [""])]
     if words and not found:
@@ -179,7 +197,7 @@ def find_cases(ranks: int, match: str | None = None) -> list[Case]:
 
 
 def cases_by_id(ids: Iterable[str]) -> list[Case]:
-    """Return the cases with these ids, in this order; a theme that is not ours is a module of yours."""
+    """Return the cases with these ids, in this order; an unknown theme is a module of the caller's."""
     by_id = {case.id: case for case in every_case()}
     return [by_id.get(one) or _users_case(*one.rpartition(".")[::2]) for one in ids]
 
@@ -219,6 +237,15 @@ def run_together(MPI: Any, comm: Any, cases: Iterable[Case], log: Path | None = 
 
     A rank that fails goes to the agreement at once; if others wait for it inside the case, the run stands still:
     let `spawnsim.testing.run_real` watch it, which starts a new job behind the case.
+
+    Args:
+        MPI: a namespace with mpi4py's names.
+        comm: the communicator; collective over its ranks.
+        cases: the same on all ranks.
+        log: a file of this rank, which gets a JSON line for each step; None: no log.
+
+    Returns:
+        An iterator of outcomes, one per case, the same on all ranks.
     """
     notes = CaseLog(log)
     for case in cases:

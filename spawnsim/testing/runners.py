@@ -7,7 +7,6 @@ or stopped it. Loads no MPI itself.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import os
 import signal
@@ -22,10 +21,12 @@ from typing import Any, Final
 
 from spawnsim import backends
 from spawnsim.errors import RankError, SpawnsimError, UnsupportedError
+from spawnsim.real.launch import launchers
 from spawnsim.record import Recorder
 from spawnsim.scenario import Scenario
 from spawnsim.testing.cases import ABSENT, FAILED, PASSED, SKIPPED, Case, Outcome, Skipped, find_cases
 
+# "mpi" is taken by the bare library, against which the suite itself is checked; so spawnsim over MPI is "real".
 WRAPPED: Final = {
     "real" if name == "mpi" else name: backends.BACKENDS[name] for name in backends.real_backends()
 }
@@ -158,17 +159,34 @@ def run_contract(backend: str, ranks: int, match: str | None = None) -> Iterator
             "module:function" of yours, which returns a namespace and a communicator on each real rank.
         ranks: how many ranks.
         match: words; a case runs when its id holds one of them.
+
+    Returns:
+        An iterator of outcomes, one per case.
+
+    Raises:
+        ParameterError: no case matches.
     """
     cases = find_cases(ranks, match)
     return run_virtual(cases, ranks) if backend == "virtual" else run_real(cases, ranks, backend)
 
 
 def run_virtual(cases: Iterable[Case], ranks: int, **cluster: Any) -> Iterator[Outcome]:
-    """Run each case on a virtual cluster of its own. `cluster`: fields of `spawnsim.scenario.Scenario`."""
-    simulate, scenario = importlib.import_module("spawnsim.virtual").simulate, Scenario(ranks, **cluster)
-    mpi = importlib.import_module("spawnsim.virtual.mpi.module").MPI
+    """Run each case on a virtual cluster of its own.
+
+    Args:
+        cases: the cases.
+        ranks: how many virtual ranks.
+        cluster: further fields of `spawnsim.scenario.Scenario`, such as `platform`.
+
+    Returns:
+        An iterator of outcomes, one per case.
+    """
+    from spawnsim.virtual import simulate  # real ranks run this module too, and need no simulator
+    from spawnsim.virtual.mpi.module import MPI
+
+    scenario = Scenario(ranks, **cluster)
     for case in cases:
-        main = functools.partial(_on_a_duplicate, case, mpi)
+        main = functools.partial(_on_a_duplicate, case, MPI)
         yield outcome_of(case, functools.partial(simulate, main, scenario, recorder=Recorder()))
 
 
@@ -200,7 +218,16 @@ def outcome_of(case: Case, run: Callable[[], Any]) -> Outcome:
 
 
 def run_real(cases: Iterable[Case], ranks: int, backend: str = "mpi") -> Iterator[Outcome]:
-    """Run cases on real ranks that mpiexec or torchrun starts, in as many jobs as it takes."""
+    """Run cases on real ranks that mpiexec or torchrun starts, in as many jobs as it takes.
+
+    Args:
+        cases: the cases.
+        ranks: how many processes.
+        backend: as for `run_contract`, but for "virtual".
+
+    Returns:
+        An iterator of outcomes, one per case; of a case that kills or stops the job it says how.
+    """
     return watch([*_launcher(backend, ranks), *worker_command(backend)], list(cases), ranks)
 
 
@@ -214,6 +241,5 @@ def _launcher(backend: str, ranks: int) -> list[str]:
             "--standalone",
             f"--nproc-per-node={ranks}",
         ]
-    launch = importlib.import_module("spawnsim.real.launch.launchers")
-    library = launch.find_library()
-    return [library.mpiexec, *launch.flags(library, ranks), "-n", str(ranks), sys.executable]
+    library = launchers.find_library()
+    return [library.mpiexec, *launchers.flags(library, ranks), "-n", str(ranks), sys.executable]

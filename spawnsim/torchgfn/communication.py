@@ -34,7 +34,7 @@ def comm_of(group: Group = None, backend: str = default_backend) -> Comm:
     """Return the communicator of a group; of the backend's world where there is none.
 
     Raises:
-        ParameterError: a backend other than "mpi" and "torch", or something that is no group.
+        ParameterError: a backend other than "mpi" and "torch", or something that is not a group.
     """
     backend_of(backend, real_backends())
     return world(backend) if group is None else as_comm(group)

@@ -3,7 +3,7 @@
 A layout is a pure function of numbers and host names. Some ranks are put into `buffers` chunks of nearly equal
 size; the last rank of a chunk keeps the buffer of the others, which train. The last rank of all may coordinate. The
 collective `initialize_…` calls make the groups of a layout and end in a context on every rank; torch.distributed is
-entered where the caller asks for its groups and nobody has done so.
+entered where the caller asks for its groups and it has not been entered yet.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Ranks = tuple[int, ...]
 class RankLayout:
     """The part of every rank of a world of `world_size` ranks.
 
-    `chunks` hold the ranks that share a buffer, its keeper last; without buffers there are none, and all but the
-    coordinator train. `agent_groups` partition the training ranks into groups of one size.
+    `chunks` hold the ranks that share a buffer, the one that keeps it last; without buffers there are none, and all but
+    the coordinator train. `agent_groups` partition the training ranks into groups of one size.
     """
 
     world_size: int
@@ -208,7 +208,7 @@ class DistributedContextMPI4Py:
         """Free the groups that were made for this rank, and forget all groups. A second call does nothing.
 
         Collective over the members of each group; ranks outside have nothing to free. The world and MPI stay as they
-        are: whoever started them ends them.
+        are: the code that started them ends them.
         """
         made, self._made = self._made, []
         self.agent_groups = self.train_global_group = self.buffer_group = None

@@ -89,7 +89,7 @@ class _OneSided(_OnTheWorld, policies.OneSidedSelectiveAveragingPolicy):
         expose_params: bool = True,
         group: Any = None,
     ) -> Result:
-        """Take over from others if this rank's time has come; `expose_params=False` keeps the own model back."""
+        """Take over from others if this rank's time has come; `expose_params=False` keeps its own model back."""
         exposed = {"expose_params": expose_params}
         model, optimizer, info = super().__call__(iteration, model, optimizer, local_metric, group, **exposed)
         if info["is_replaced"]:

@@ -302,6 +302,8 @@ def _world_of_caller() -> Any:
     return None if current_task() is None else held("COMM_WORLD")
 
 
+# Virtual ranks share one process, so `world()` asks here which of them is calling. This module is loaded wherever one
+# runs; a real job never loads the simulator to learn that its ranks are not virtual.
 register_world(_world_of_caller)
 
 

@@ -89,7 +89,7 @@ class Arena:
         return len(self.weights)
 
     def adopt(self, row: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Move a model's parameters, with their present values, into a row; likewise the optimizer's momentum.
+        """Move a model's parameters, with their present values, into a row, and the optimizer's momentum too.
 
         Afterwards `optimizer.step()` and `arena.step` may take turns. The row's learning rate is `arena.lr[row]`.
         """

@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from spawnsim.errors import ParameterError, UsageError
-from spawnsim.random import Streams, generator
+from spawnsim.random import WORLD, Streams, generator
 from spawnsim.workloads.mlp import MLP, SGD, backpropagate, differentiate
-
-WORLD = -1  # the rank whose streams belong to everyone
 
 Indices = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -49,7 +47,7 @@ def mixture(labels: Indices, seed: int, rank: int, alpha: float | None) -> Float
 
 
 def partition(labels: Indices, size: int, seed: int, alpha: float | None) -> list[Indices]:
-    """Deal samples to ranks, each at most once: `len(labels) // size` for every rank, the rest to nobody.
+    """Deal samples to ranks, each at most once: `len(labels) // size` for every rank, the rest to none.
 
     Under a Dirichlet split a class may run out; ranks served later then draw from their other classes.
     """

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot, pad
 
 from spawnsim.errors import ParameterError
-from spawnsim.random import Streams
+from spawnsim.random import WORLD, Streams
 from spawnsim.workloads.mlp import MLP
 
 ENUMERABLE = 2**20  # states; beyond that, exact distributions would not fit
@@ -92,7 +92,6 @@ class HyperGrid:
         return rewards / rewards.sum()
 
 
-WORLD = -1  # the rank whose streams belong to everyone
 STATES_PER_CALL = 256  # a call on a few states takes as long as this many more would
 
 

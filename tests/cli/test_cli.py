@@ -1,4 +1,4 @@
-"""`spawnsim.run` and the command line, over a building of paper: ranks run one after another, nobody communicates."""
+"""`spawnsim.run` and the command line, over a stand-in for the simulator, where ranks run one after another."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_program_finds_its_neighbours(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("x = 1\n", r"has no main\(comm\)"),
-        ("def main(comm:\n", "is no Python program"),
+        ("def main(comm:\n", "is not a Python program"),
         (None, "cannot read"),
     ],
 )

@@ -251,7 +251,7 @@ def test_numpy_reads_metrics_by_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("run.json", "{", "run.json is no JSON"),
+        ("run.json", "{", "run.json is not JSON"),
         ("run.json", "[]", "its 'what' is missing"),
         ("metrics.npz", "PK", "cannot read .*metrics.npz"),
         ("events.jsonl", '{"kind": "x", "time_s": 0, "rank": 0}\n{"ki', "line 2"),
@@ -267,7 +267,7 @@ def test_a_damaged_folder_is_told(tmp_path: Path, name: str, content: str, messa
 
 def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
     """Loading something else ends in one message."""
-    with pytest.raises(ParameterError, match="is no run folder"):
+    with pytest.raises(ParameterError, match="is not a run folder"):
         Run.load(tmp_path)
 
 
@@ -446,17 +446,17 @@ def _saved(place: Path, **columns: bytes | np.ndarray) -> Path:
     [
         ({"loss": _npy("(10000000000000000,)")}, "claims 10,000,000,000,000,000 rows"),
         ({"loss": np.ones(400)}, "differ in length"),
-        ({"loss": _npy("(2, 3)", bytes(48))}, "no column of numbers"),
-        ({"loss": _npy("(2,)", dtype="|O")}, "no column of numbers"),
-        ({"loss": np.zeros(2, "datetime64[s]")}, "no column of numbers"),
+        ({"loss": _npy("(2, 3)", bytes(48))}, "not a column of numbers"),
+        ({"loss": _npy("(2,)", dtype="|O")}, "not a column of numbers"),
+        ({"loss": np.zeros(2, "datetime64[s]")}, "not a column of numbers"),
         ({"loss": b"hello"}, "metrics.npz"),
         ({"loss": b"\x93NUMPY\x09\x00" + bytes(80)}, "metrics.npz"),
         ({"rank": np.array([0, 2**31 - 1], np.int32)}, "2147483647 is no rank of 2 ranks"),
         ({"rank": np.array([0, -5], np.int32)}, "-5 is no rank"),
         ({"rank": np.array([0.0, 1.0])}, "holds no integers"),
-        ({"time_s": np.array([0.0, np.nan])}, "what is no time"),
-        ({"time_s": np.array([0.0, -1.0])}, "what is no time"),
-        ({"time_s": np.array(["a", "b"])}, "what is no time"),
+        ({"time_s": np.array([0.0, np.nan])}, "values that are not times"),
+        ({"time_s": np.array([0.0, -1.0])}, "values that are not times"),
+        ({"time_s": np.array(["a", "b"])}, "values that are not times"),
     ],
 )  # fmt: skip
 def test_a_damaged_table_is_told_in_one_line(
@@ -490,7 +490,7 @@ def test_a_torn_archive_is_told_in_one_line(tmp_path: Path, at: int) -> None:
             '{"what": {}, "totals": {"ranks": 1e308}, "outcome": ""}',
             r"1e\+308 is no number of ranks",
         ),
-        ("run.json", '{"what": {"file": "\\ud800"}, "totals": {}, "outcome": ""}', "no JSON"),
+        ("run.json", '{"what": {"file": "\\ud800"}, "totals": {}, "outcome": ""}', "not JSON"),
         ("run.json", "[" * 100_000, "nested too deep"),
         ("events.jsonl", "[" * 100_000, "line 1: no JSON"),
         ("events.jsonl", '{"kind": "x", "time_s": NaN, "rank": 0}', "NaN is no number of JSON"),

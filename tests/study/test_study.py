@@ -140,7 +140,7 @@ def test_the_key_covers_the_files_that_a_result_depends_on(world: tuple[Path, di
 
 
 def test_the_key_covers_the_library_and_nothing_beside(world: tuple[Path, dict[str, Any]]):
-    """Presets and every room below the figures count; a module that nobody imports does not."""
+    """Presets and every package that can change a result count; a module that is never imported does not."""
     program, circumstances = world
     before = Cell(file=program, ranks=2, world=circumstances).key
     program.with_name("unrelated.py").write_text("VALUE = 3")
@@ -216,7 +216,7 @@ def test_the_key_does_not_depend_on_where_the_file_lies(program: Path, tmp_path:
 
 def test_a_cell_without_a_file_or_ranks_is_refused(program: Path):
     """One clear error each, before anything runs."""
-    with pytest.raises(ParameterError, match="no file"):
+    with pytest.raises(ParameterError, match="not a file"):
         Cell(file=program.with_name("nowhere.py"), ranks=2)
     with pytest.raises(ParameterError, match="ranks=0"):
         Cell(file=program, ranks=0)

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from spawnsim.errors import Timeout, UnsupportedError, WorldError
+from spawnsim.errors import Timeout, UnsupportedError, WorldError, exit_status_of
 from spawnsim.real.launch.processes import (
     KNOWN_S,
     REGISTRY,
@@ -36,11 +36,6 @@ PACKAGE = str(Path(__file__).parents[2]) + os.sep  # where files of this package
 GRANT_S = 1.0  # how long the lowest rank may take to answer a request
 SAVE_S = 3.0  # how long all ranks together may take to save what they have
 SILENT_S = 8.0  # a rank that may not report leaves by itself after this long
-
-
-def exit_status_of(error: BaseException) -> int:
-    """Return the exit status for an error that ends the job."""
-    return getattr(error, "exit_status", 1)
 
 
 class AbortProtocol:

@@ -225,7 +225,7 @@ def test_a_recorded_run_is_a_compute_model(tmp_path: Path) -> None:
 
 def test_a_folder_without_compute_times_says_so(tmp_path: Path) -> None:
     """No metrics.npz, or no such column."""
-    with pytest.raises(ParameterError, match="no run folder"):
+    with pytest.raises(ParameterError, match="not a run folder"):
         parse_base(str(tmp_path))
     np.savez(tmp_path / "metrics.npz", rank=np.zeros(2))
     with pytest.raises(ParameterError, match="compute_s"):

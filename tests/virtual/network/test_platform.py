@@ -119,11 +119,16 @@ def test_the_run_goes_before_the_platform() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "line", "message"),
     [
-        ('latency = "1 us"', 'latency = "1 parsec"', 10, "network.intra.latency: '1 parsec' is no duration"),
+        (
+            'latency = "1 us"',
+            'latency = "1 parsec"',
+            10,
+            "network.intra.latency: '1 parsec' is not a duration",
+        ),
         ('latency = "1 us"', "latency = 1", 10, "write a text with a unit"),
         ('latency = "1 us"', 'latency = "-1 us"', 10, "at least 0"),
         ('bandwidth = "10 GB/s"', 'bandwidth = "0 GB/s"', 11, "above 0"),
-        ('bandwidth = "10 GB/s"', 'bandwidth = "10 GB"', 11, "no bandwidth"),
+        ('bandwidth = "10 GB/s"', 'bandwidth = "10 GB"', 11, "not a bandwidth"),
         ('bandwidth = "10 GB/s"', "", 9, "network.intra.bandwidth: missing"),
         ('latency = "5 us"', 'latncy = "5 us"', 13, "network.inter.latency: missing"),
         ('gap = "2 us"', 'gap = "2 us"\nspeed = 3', 18, "network.inter.speed: no such key; here are allowed"),
@@ -196,7 +201,7 @@ def test_tables_of_regions_name_their_line(tmp_path: Path) -> None:
     """A bad entry, and a table of the wrong shape."""
     text = next(text for text in TOPOLOGIES if "regions" in text)
     with pytest.raises(
-        ParameterError, match=r"mine.toml, line 4: network.latency: '40 m' is no duration: .* s, min, h$"
+        ParameterError, match=r"mine.toml, line 4: network.latency: '40 m' is not a duration: .* s, min, h$"
     ):
         load_platform(_file(tmp_path, "[network]\n" + text.replace("40 ms", "40 m", 1)))
     with pytest.raises(ParameterError, match=r"line 4: network.latency: 3 regions need 3 rows"):
