@@ -36,7 +36,7 @@ from spawnsim.virtual.faults.events import Pause
 from spawnsim.virtual.interpreter import Patches, Put
 from spawnsim.virtual.mpi import context as transport
 from spawnsim.virtual.mpi.communicators import CurrentComm
-from spawnsim.virtual.mpi.context import Member, Transport, total
+from spawnsim.virtual.mpi.context import Member, total
 from spawnsim.virtual.mpi.instance import Call as Collective
 from spawnsim.virtual.mpi.instance import CollectiveInstance
 from spawnsim.virtual.mpi.module import CLASSES
@@ -299,7 +299,7 @@ def _sent(timeline: Timeline, task: Task, given: tuple[World, Any, Message]) -> 
         timeline.sent(call, given[1], given[2], task)
 
 
-def _received(timeline: Timeline, task: Task, given: tuple[Transport, Message]) -> None:
+def _received(timeline: Timeline, task: Task, given: tuple[Member, Message]) -> None:
     call = timeline.call_of(task, given[0]._rank.id)
     if call is not None:
         timeline.received(call, given[1], task.rank, task.clock)
@@ -337,8 +337,8 @@ def _note_moves(put: Put) -> None:
     for owner, name, called in OWN:
         put(owner, name, _followed(called, getattr(owner, name)))
     put(transport, "send", _noted(wire.send, _sent))
-    put(Transport, "_accept", _noted(Transport._accept, _received, after=True))
-    put(Transport, "_taken", _noted(Transport._taken, _received))
+    put(Member, "_accept", _noted(Member._accept, _received, after=True))
+    put(Member, "_taken", _noted(Member._taken, _received))
     put(Member, "_join", _noted(Member._join, _joined))
     put(CollectiveInstance, "outcome", _noted(CollectiveInstance.outcome, _left))
     put(WindowState, "request", _noted(WindowState.request, _asked))

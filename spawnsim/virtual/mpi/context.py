@@ -25,7 +25,7 @@ from spawnsim.comm.failures import (
     Truncated,
     Unreadable,
 )
-from spawnsim.comm.handles import Attributed, Info, integer
+from spawnsim.comm.handles import Info, Named, integer
 from spawnsim.comm.status import Status
 from spawnsim.errors import UsageError, WorldError
 from spawnsim.virtual.engine.completion import Completion, Message, Receive, take_in
@@ -159,12 +159,23 @@ class Context:
         return WaitingForCollective(meeting, me)
 
 
-class Member(Attributed):
-    """One rank's handle of a communicator: the ground that the rooms of `Comm` stand on."""
+KINDS: dict[str, Any] = {}
+"""The classes of what communicators make: `Split` an `Intracomm`, `Create_cart` a `Cartcomm`, `Win` windows.
+
+They are built on `Member`, so its calls cannot import them: each is entered here by the file that defines it. Whoever
+makes a world imports `module`, which imports all of them.
+"""
+
+
+class Member(Named):
+    """One rank's handle of a communicator, and what its calls are made of: one message out, one in, one collective."""
 
     __slots__ = (
+        "__weakref__",
+        "_attributes",
         "_context",
         "_errhandler",
+        "_identity",
         "_info",
         "_mailbox",
         "_me",
@@ -176,6 +187,8 @@ class Member(Attributed):
         "_world",
     )
 
+    _identity: object | None
+    _attributes: dict[int, Any]
     _context: Context
     _world: World
     _rank: Rank
@@ -209,6 +222,15 @@ class Member(Attributed):
         if name in Member.__slots__:
             raise CallError(ERR_COMM, "the communicator is null, or was freed before")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _entered(self, context: Context, kind: Any = None) -> Any:
+        """Return the rank's handle of a communicator that is made of this one, with the rank's five and error handler.
+
+        MPI lets a new communicator inherit the error handler (MPI 4.1, 9.3). `kind` is its class; None: the same.
+        """
+        new = (kind or type(self)).enter(context, self._rank.id)
+        new._own, new._errhandler = self._own, self._errhandler
+        return new
 
     @property
     def _label(self) -> str:
@@ -296,18 +318,7 @@ class Member(Attributed):
             raise
         return waiting.meeting.outcome(waiting.me)
 
-
-def total(nbytes: Any) -> int:
-    """Return the bytes that a rank brings to a collective; see `Call`."""
-    if isinstance(nbytes, tuple):  # a neighbour exchange: dests, and the size for each
-        return sum(nbytes[1])
-    return nbytes if isinstance(nbytes, int) else int(nbytes.sum())
-
-
-class Transport(Member):
-    """What all the calls below are made of: one message out, one message in."""
-
-    __slots__ = ()
+    # -- messages --------------------------------------------------------------------------------------------
 
     def _dispatch(self, payload: Any, dest: int, tag: int, mode: Mode, *, buf: Any = None) -> Transfer | None:
         """Send a payload (bytes, or anything with `nbytes`), made of `buf`. Returns what to wait for, if anything."""
@@ -473,6 +484,13 @@ class Transport(Member):
             )
         error.add_note(f"raised by the object that came from {name}, while it was unpickled")
         return error
+
+
+def total(nbytes: Any) -> int:
+    """Return the bytes that a rank brings to a collective; see `Call`."""
+    if isinstance(nbytes, tuple):  # a neighbour exchange: dests, and the size for each
+        return sum(nbytes[1])
+    return nbytes if isinstance(nbytes, int) else int(nbytes.sum())
 
 
 def receive_nothing(status: Status) -> None:

@@ -7,92 +7,21 @@ needed by the simulation; it is kept because programs ask for it, and such a sen
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, BSEND_OVERHEAD, BUFFER_AUTOMATIC, PROC_NULL
 from spawnsim.comm.failures import ERR_BUFFER, ERR_REQUEST, CallError, SpecBufferError, Truncated
-from spawnsim.comm.handles import INFO_NULL, Handle, Info, integer
+from spawnsim.comm.handles import Handle, integer
 from spawnsim.comm.memory import flat
 from spawnsim.comm.status import Status
-from spawnsim.errors import UnsupportedError
 from spawnsim.virtual.engine.completion import Completion, Receive
 from spawnsim.virtual.engine.completion import Message as Letter
 from spawnsim.virtual.engine.kernel import current_world
 from spawnsim.virtual.engine.waiting import await_one, check_alive
 from spawnsim.virtual.engine.wire import LOCAL, STANDARD, SYNCHRONOUS
-from spawnsim.virtual.mpi.context import Transport, receive_nothing
+from spawnsim.virtual.mpi.context import Member, receive_nothing
 from spawnsim.virtual.mpi.payload import check_target, dumps, kept, loads, pack, receiver, unpack
-from spawnsim.virtual.mpi.requests import Request, fill
-
-PARTITIONS = "partitioned communication is not simulated: send each partition as a message of its own"
-
-
-class Unsupported:
-    """Refusals."""
-
-    __slots__ = ()
-
-    def Psend_init(
-        self, buf: Any, partitions: int, dest: int, tag: int = 0, info: Info = INFO_NULL
-    ) -> NoReturn:
-        """Refuse."""
-        raise UnsupportedError(f"Comm.Psend_init: {PARTITIONS}")
-
-    def Precv_init(
-        self, buf: Any, partitions: int, source: int = ANY_SOURCE, tag: int = ANY_TAG, info: Info = INFO_NULL
-    ) -> NoReturn:
-        """Refuse."""
-        raise UnsupportedError(f"Comm.Precv_init: {PARTITIONS}")
-
-
-class BufferedSends(Transport):
-    """Bsend and its kin. A communicator's own buffer comes first, then the one attached to the program."""
-
-    __slots__ = ()
-
-    def Attach_buffer(self, buf: Any) -> None:
-        """Attach a buffer to this communicator."""
-        attach(self._rank.attachments, self._context, buf)
-
-    def Detach_buffer(self) -> Any:
-        """Take the buffer back."""
-        return detach(self._rank.attachments, self._context)
-
-    def Flush_buffer(self) -> None:
-        """Return when all buffered messages have left: they have."""
-
-    def Iflush_buffer(self) -> Request:
-        """Start Flush_buffer."""
-        return Request.over(self._world)
-
-    def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a buffer from the attached one: returns at once."""
-        self._deliver(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Bsend")
-
-    def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """Start to send a buffer from the attached one."""
-        return self._isend(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Ibsend")
-
-    def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Send an object from the attached buffer: returns at once."""
-        self._deliver(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="bsend")
-
-    def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """Start to send an object from the attached buffer."""
-        return self._isend(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="ibsend")
-
-    def _room_for(self, payload: Any) -> Any:
-        held: dict[Any, Any] = self._rank.attachments
-        attached = held.get(("buffer", self._context), held.get(("buffer", None)))
-        nbytes = len(payload) if type(payload) is bytes else payload.nbytes
-        if attached is None:
-            raise CallError(ERR_BUFFER, "a buffered send without a buffer: call MPI.Attach_buffer first")
-        have = math.inf if attached is BUFFER_AUTOMATIC else flat(attached).nbytes
-        if nbytes + BSEND_OVERHEAD > have:
-            raise CallError(
-                ERR_BUFFER, f"the attached buffer of {have} bytes is too short: {nbytes} + {BSEND_OVERHEAD}"
-            )
-        return payload
+from spawnsim.virtual.mpi.requests import Prequest, Request, fill
 
 
 def attach(held: dict[Any, Any], owner: Any, buf: Any) -> None:
@@ -109,10 +38,12 @@ def detach(held: dict[Any, Any], owner: Any) -> Any:
     return held.pop(("buffer", owner), None)
 
 
-class Objects(Transport):
-    """Calls that send pickled objects."""
+class PointToPoint(Member):
+    """Sends, receives and probes. Errors name the message that they are about."""
 
     __slots__ = ()
+
+    # -- objects -------------------------------------------------------------------------------------------------
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object."""
@@ -122,10 +53,6 @@ class Objects(Transport):
         """Send an object; return when its receive has started."""
         self._deliver(dumps(obj), dest, tag, SYNCHRONOUS, operation="ssend")
 
-    def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Send an object from a buffer: returns at once."""
-        self._deliver(dumps(obj), dest, tag, LOCAL, operation="bsend")
-
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Start to send an object."""
         return self._isend(dumps(obj), dest, tag, STANDARD, operation="isend")
@@ -133,10 +60,6 @@ class Objects(Transport):
     def issend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Start to send an object; the request is over when its receive has started."""
         return self._isend(dumps(obj), dest, tag, SYNCHRONOUS, operation="issend")
-
-    def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """Start to send an object from a buffer."""
-        return self._isend(dumps(obj), dest, tag, LOCAL, operation="ibsend")
 
     def recv(
         self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
@@ -174,11 +97,7 @@ class Objects(Transport):
             await_one(self._world, transfer, self._waiting("sendrecv", dest, sendtag, "dest"))
         return received
 
-
-class Buffers(Transport):
-    """Calls that send memory."""
-
-    __slots__ = ()
+    # -- buffers -------------------------------------------------------------------------------------------------
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer. Above the eager threshold it returns when its receive has started and the data have left."""
@@ -286,11 +205,80 @@ class Buffers(Transport):
         """Start to send a buffer and to receive into the same."""
         return self.Isendrecv(buf, dest, sendtag, buf, source, recvtag)
 
+    # -- buffered sends: the communicator's own buffer comes first, then the program's
 
-class Probes(Transport):
-    """Looking at messages before receiving them."""
+    def Attach_buffer(self, buf: Any) -> None:
+        """Attach a buffer to this communicator."""
+        attach(self._rank.attachments, self._context, buf)
 
-    __slots__ = ()
+    def Detach_buffer(self) -> Any:
+        """Take the buffer back."""
+        return detach(self._rank.attachments, self._context)
+
+    def Flush_buffer(self) -> None:
+        """Return when all buffered messages have left: they have."""
+
+    def Iflush_buffer(self) -> Request:
+        """Start Flush_buffer."""
+        return Request.over(self._world)
+
+    def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Send a buffer from the attached one: returns at once."""
+        self._deliver(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Bsend")
+
+    def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send a buffer from the attached one."""
+        return self._isend(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Ibsend")
+
+    def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Send an object from the attached buffer: returns at once."""
+        self._deliver(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="bsend")
+
+    def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send an object from the attached buffer."""
+        return self._isend(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="ibsend")
+
+    def _room_for(self, payload: Any) -> Any:
+        held: dict[Any, Any] = self._rank.attachments
+        attached = held.get(("buffer", self._context), held.get(("buffer", None)))
+        nbytes = len(payload) if type(payload) is bytes else payload.nbytes
+        if attached is None:
+            raise CallError(ERR_BUFFER, "a buffered send without a buffer: call MPI.Attach_buffer first")
+        have = math.inf if attached is BUFFER_AUTOMATIC else flat(attached).nbytes
+        if nbytes + BSEND_OVERHEAD > have:
+            raise CallError(
+                ERR_BUFFER, f"the attached buffer of {have} bytes is too short: {nbytes} + {BSEND_OVERHEAD}"
+            )
+        return payload
+
+    # -- persistent requests -------------------------------------------------------------------------------------
+
+    def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
+        """Prepare Isend."""
+        dest, tag = integer(dest), integer(tag)
+        return Prequest.prepare(lambda: self.Isend(buf, dest, tag))
+
+    def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
+        """Prepare Ibsend."""
+        dest, tag = integer(dest), integer(tag)
+        return Prequest.prepare(lambda: self.Ibsend(buf, dest, tag))
+
+    def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
+        """Prepare Issend."""
+        dest, tag = integer(dest), integer(tag)
+        return Prequest.prepare(lambda: self.Issend(buf, dest, tag))
+
+    def Rsend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
+        """Prepare Irsend."""
+        dest, tag = integer(dest), integer(tag)
+        return Prequest.prepare(lambda: self.Irsend(buf, dest, tag))
+
+    def Recv_init(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prequest:
+        """Prepare Irecv."""
+        source, tag = integer(source), integer(tag)
+        return Prequest.prepare(lambda: self.Irecv(buf, source, tag))
+
+    # -- probes --------------------------------------------------------------------------------------------------
 
     def Iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
         """Return whether a message that fits has arrived."""
@@ -397,7 +385,7 @@ class Message(Handle):
 
     __slots__ = ("_letter", "_owner")
     _letter: Letter | None
-    _owner: Transport | None
+    _owner: Member | None
 
     def __new__(cls, message: Message | None = None) -> Self:
         """Return a null message, or a copy of the handle of another."""
@@ -408,7 +396,7 @@ class Message(Handle):
         return self
 
     @classmethod
-    def hold(cls, owner: Transport, letter: Letter) -> Self:
+    def hold(cls, owner: Member, letter: Letter) -> Self:
         """Return the handle of a message taken out for `owner`."""
         self = cls.__new__(cls)
         self._identity = self._letter = letter
@@ -424,14 +412,14 @@ class Message(Handle):
 
     @classmethod
     def Probe(
-        cls, comm: Probes, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+        cls, comm: PointToPoint, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Message:
         """Wait for a message that fits and take it out."""
         return comm.Mprobe(source, tag, status)
 
     @classmethod
     def Iprobe(
-        cls, comm: Probes, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+        cls, comm: PointToPoint, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Message | None:
         """Take out a message that fits and has arrived, if there is one."""
         return comm.Improbe(source, tag, status)

@@ -115,15 +115,13 @@ def scatter(
     )
 
 
-def allgather(
-    sendbuf: Any, recvbuf: Any, place: tuple[int, int], *, vector: bool = False, lend: bool = False
-) -> CollectiveCall:
+def allgather(sendbuf: Any, recvbuf: Any, place: tuple[int, int], *, vector: bool = False) -> CollectiveCall:
     """Every rank gets every rank's block."""
     me, size = place
     own = (
         as_buffer(recvbuf, vector=vector, blocks=size).block(me) if _in_place(sendbuf) else as_buffer(sendbuf)
     )
-    part, lent = _lent(own) if lend and not vector else (own.pack(), False)
+    part, lent = (own.pack(), False) if vector else _lent(own)
 
     def outcome(meeting: CollectiveInstance, rank: int) -> Any:
         parts = meeting.parts(rank)
@@ -200,7 +198,11 @@ def agree(call: str, sent: Buffer, target: Buffer) -> None:
 
 
 def _lent(own: Buffer) -> tuple[Any, bool]:
-    """Return a contribution, and whether it is the program's own memory. It may be, where all wait for the result."""
+    """Return a contribution, and whether it is the program's memory itself.
+
+    Where every rank waits for every other one, the result is made before any of them returns, so no copy is needed. It
+    would be one wherever a rank returns first: from a rooted collective, a scan, and every call that only starts.
+    """
     if own.datatype.dtype is not None and own.datatype.is_predefined:
         return own.array, True
     return own.pack(), False
@@ -220,9 +222,9 @@ def reduce(sendbuf: Any, recvbuf: Any, op: Op, *, root: int, me: int) -> Collect
     return CollectiveCall(call, collect)
 
 
-def allreduce(sendbuf: Any, recvbuf: Any, op: Op, *, lend: bool = False) -> CollectiveCall:
+def allreduce(sendbuf: Any, recvbuf: Any, op: Op) -> CollectiveCall:
     """Every rank gets the combination, in the order of recursive doubling: bit for bit what both MPI wheels return."""
-    call, own = _reducing("Allreduce", (sendbuf, recvbuf), op, lend)
+    call, own = _reducing("Allreduce", (sendbuf, recvbuf), op, lend=True)
     call.outcome = _tree(op, own)
     return CollectiveCall(call, _receiving("Allreduce", own, (sendbuf, recvbuf)))
 
@@ -245,11 +247,10 @@ def reduce_scatter(
     op: Op,
     *,
     place: tuple[int, int],
-    lend: bool = False,
 ) -> CollectiveCall:
     """Every rank gets its block of the combination; `counts` are the elements per rank, None: equal blocks."""
     size = place[1]
-    call, own = _reducing("Reduce_scatter", (sendbuf, recvbuf), op, lend)
+    call, own = _reducing("Reduce_scatter", (sendbuf, recvbuf), op, lend=True)
     elements = len(call.part)
     if counts is None:
         if elements % size:
