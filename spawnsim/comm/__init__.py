@@ -20,7 +20,7 @@ from spawnsim.comm.constants import (
     ROOT,
     UNDEFINED,
 )
-from spawnsim.comm.datatypes import BF16, Datatype
+from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import CallError, MPIException, Truncated
 from spawnsim.comm.group import GROUP_EMPTY, GROUP_NULL, Group
 from spawnsim.comm.handles import (
@@ -35,6 +35,7 @@ from spawnsim.comm.handles import (
     Handle,
     Info,
 )
+from spawnsim.comm.layouts import BF16
 from spawnsim.comm.memory import buffer
 from spawnsim.comm.ops import (
     BAND,
