@@ -70,6 +70,11 @@ class Buffer:
         return self.datatype.dtype
 
     @property
+    def type_name(self) -> str:
+        """MPI's name of the datatype, or "derived" where the program has given it none."""
+        return self.datatype._name or "derived"
+
+    @property
     def writable(self) -> bool:
         """Whether `unpack` can work."""
         return bool(self._source.flags.writeable) or self.nbytes == 0

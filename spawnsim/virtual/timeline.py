@@ -250,7 +250,7 @@ def _comm(subject: Any) -> str:
         return subject._label if subject._identity is not None else ""
     if isinstance(subject, Request):
         waiting = getattr(subject, "_waiting", None)
-        return str(getattr(getattr(waiting, "meeting", waiting), "comm", ""))
+        return str(getattr(getattr(waiting, "instance", waiting), "comm", ""))
     return ""
 
 
@@ -317,10 +317,10 @@ def _joined(timeline: Timeline, task: Task, given: tuple[Member, Collective]) ->
 
 
 def _left(timeline: Timeline, task: Task, given: tuple[CollectiveInstance, int]) -> None:
-    meeting, me = given
-    call = timeline.call_of(task, meeting.members[me])
-    if call is not None and meeting.context is not None:
-        call.facts |= {"context": meeting.context.number, "collective": meeting.number}
+    instance, me = given
+    call = timeline.call_of(task, instance.members[me])
+    if call is not None and instance.context is not None:
+        call.facts |= {"context": instance.context.number, "collective": instance.number}
 
 
 def _asked(timeline: Timeline, task: Task, given: tuple[WindowState, Rank, int, Access]) -> None:

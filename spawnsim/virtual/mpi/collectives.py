@@ -129,7 +129,7 @@ class Collectives(Member):
         completion, waiting = self._join(call)
 
         def deliver(_: Any) -> None:
-            self._take(plan, waiting.meeting.outcome(waiting.me))
+            self._take(plan, waiting.instance.outcome(waiting.me))
 
         return Request.start(self._world, completion, waiting, deliver)
 
@@ -265,8 +265,8 @@ class Collectives(Member):
         """Return the combination of all ranks' objects at the root, None elsewhere."""
         part, root = dumps(sendobj), self._root(root)
 
-        def outcome(meeting: CollectiveInstance, rank: int) -> Any:
-            return ops.reduce_binomial(meeting.parts(rank), folded(op)) if rank == root else None
+        def outcome(instance: CollectiveInstance, rank: int) -> Any:
+            return ops.reduce_binomial(instance.parts(rank), folded(op)) if rank == root else None
 
         combined = self._meet(
             Call("reduce", "reduce", part, len(part), root, agree=agreed_op(op), outcome=outcome)
@@ -277,8 +277,8 @@ class Collectives(Member):
         """Return the combination of all ranks' objects."""
         part = dumps(sendobj)
 
-        def outcome(meeting: CollectiveInstance, rank: int) -> Any:
-            return meeting.shared(rank, lambda: ops.reduce_binomial(meeting.parts(rank), folded(op)))
+        def outcome(instance: CollectiveInstance, rank: int) -> Any:
+            return instance.shared(rank, lambda: ops.reduce_binomial(instance.parts(rank), folded(op)))
 
         call = Call("allreduce", "allreduce", part, len(part), agree=agreed_op(op), outcome=outcome)
         return loads(self._meet(call))

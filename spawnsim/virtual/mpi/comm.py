@@ -1,7 +1,7 @@
 """Calls that every communicator has about itself: naming, comparing, duplicating, splitting, aborting, freeing.
 
-New communicators are agreed upon in a collective of the old one: the members' meeting makes one shared `Context`, and
-each member enters it.
+New communicators are agreed upon in a collective of the old one, which makes one shared `Context`; every member then
+enters it.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Comm(PointToPoint, Collectives):
         """Return whether there are two groups."""
         if self._identity is None:
             self._need()
-        return len(self._context.sides) > 1
+        return len(self._context.groups) > 1
 
     def Is_intra(self) -> bool:
         """Return whether there is one group."""
@@ -196,10 +196,10 @@ class Comm(PointToPoint, Collectives):
         mine, other = self._context, comm._context
         if mine is other:
             return IDENT
-        if mine.sides == other.sides:
+        if mine.groups == other.groups:
             return CONGRUENT
-        same = len(mine.sides) == len(other.sides)
-        members = [sorted(side) for side in mine.sides] == [sorted(side) for side in other.sides]
+        same = len(mine.groups) == len(other.groups)
+        members = [sorted(side) for side in mine.groups] == [sorted(side) for side in other.groups]
         return SIMILAR if same and members else UNEQUAL
 
     # -- new communicators -----------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class Comm(PointToPoint, Collectives):
         return self._meet(call)
 
     def _copy(self) -> Context:
-        return self._context.derive(*self._context.sides, topology=self._context.topology)
+        return self._context.derive(*self._context.groups, topology=self._context.topology)
 
     def Dup(self, info: Info | None = None) -> Self:
         """Return a communicator with the same members and attributes, and messages of its own."""
@@ -228,7 +228,7 @@ class Comm(PointToPoint, Collectives):
         """Start Dup; return the communicator, usable once the request is over, and the request."""
         outcome = lambda m, rank: None  # noqa: E731
         completion, waiting = self._join(Call("Idup", "allgather", None, 8, outcome=outcome))
-        context = waiting.meeting.agreed(self._copy)
+        context = waiting.instance.agreed(self._copy)
         return self._duplicate(context, info), Request.start(self._world, completion, waiting)
 
     def Idup_with_info(self, info: Info) -> tuple[Self, Request]:
@@ -244,9 +244,9 @@ class Comm(PointToPoint, Collectives):
 
     def _subset(self, context: Context | None) -> Any:
         """Return this rank's handle of a new communicator, or the null one."""
-        if context is None or all(self._rank.id not in side for side in context.sides):
+        if context is None or all(self._rank.id not in side for side in context.groups):
             return COMM_NULL
-        return self._entered(context, KINDS["Intracomm"] if len(context.sides) == 1 else None)
+        return self._entered(context, KINDS["Intracomm"] if len(context.groups) == 1 else None)
 
     def Split(self, color: int = 0, key: int = 0) -> Any:
         """Return a communicator with the ranks of this color, in the order of their keys (ties: of their ranks)."""
@@ -263,16 +263,16 @@ class Comm(PointToPoint, Collectives):
         colors = list(dict.fromkeys(part[0] for part in parts if part[0] != UNDEFINED))
         found: dict[Hashable, Context] = {}
         for color in colors:
-            sides: list[tuple[int, ...]] = []
-            for side in range(len(self._context.sides)):
+            groups: list[tuple[int, ...]] = []
+            for side in range(len(self._context.groups)):
                 mine = [
                     (key, place, rank)
                     for place, (own, key, rank, at) in enumerate(parts)
                     if own == color and at == side
                 ]
-                sides.append(tuple(rank for _, _, rank in sorted(mine)))
-            if all(sides):
-                found[color] = self._context.derive(*sides)
+                groups.append(tuple(rank for _, _, rank in sorted(mine)))
+            if all(groups):
+                found[color] = self._context.derive(*groups)
         return found
 
     def Split_type(self, split_type: int, key: int = 0, info: Info = INFO_NULL) -> Any:

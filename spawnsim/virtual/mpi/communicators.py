@@ -113,8 +113,8 @@ class Intracomm(Comm):
     def _prefix(self, name: str, sendobj: Any, op: Op, own: int) -> Any:
         part = dumps(sendobj)
 
-        def outcome(meeting: CollectiveInstance, rank: int) -> Any:
-            parts = meeting.parts(rank)[: rank + own]
+        def outcome(instance: CollectiveInstance, rank: int) -> Any:
+            parts = instance.parts(rank)[: rank + own]
             return ops.reduce_ordered(parts, folded(op)) if parts else None
 
         combined = self._meet(Call(name, name, part, len(part), agree=agreed_op(op), outcome=outcome))
@@ -165,7 +165,7 @@ def predefined(own: bool) -> CurrentComm:
 def create_group(comm: Any, group: Group, tag: int | str) -> Any:
     """Return a communicator of a group's members, of whom each calls.
 
-    The first member to call opens a context for the meeting; the meeting itself then takes place on it.
+    The first member to call makes the context; a barrier on it then brings the members together.
     """
     comm._check_group(group)
     if comm._rank.id not in group.members:
@@ -189,8 +189,8 @@ def create_from_group(group: Group, name: str, errhandler: Any) -> Any:
     return new
 
 
-def _theirs(meeting: CollectiveInstance, me: int) -> list[Any]:
-    return meeting.parts(me)
+def _theirs(instance: CollectiveInstance, me: int) -> list[Any]:
+    return instance.parts(me)
 
 
 class Intercomm(Comm):
@@ -222,7 +222,7 @@ class Intercomm(Comm):
         """Return a communicator of both groups; those with `high` come last."""
 
         def make(parts: list[bool]) -> Context:
-            first, second = self._context.sides
+            first, second = self._context.groups
             swap = parts[0] and not parts[len(first)]
             return self._context.derive(second + first if swap else first + second)
 
@@ -364,11 +364,11 @@ def create_intercomm(
         theirs = peer_comm.sendrecv(self._members, remote_leader, tag, None, remote_leader, tag)
         if set(theirs) & set(self._members):
             raise CallError(ERR_COMM, "Create_intercomm: the two groups share ranks")
-        sides = tuple(sorted((tuple(self._members), tuple(theirs))))
-        meetings = peer_comm._context.notes.setdefault(key, {})
-        context = meetings.pop(sides, None)  # the leader that comes second takes what the first has made
+        groups = tuple(sorted((tuple(self._members), tuple(theirs))))
+        made = peer_comm._context.notes.setdefault(key, {})
+        context = made.pop(groups, None)  # the leader that comes second takes what the first has made
         if context is None:
-            context = meetings[sides] = self._context.derive(*sides)
+            context = made[groups] = self._context.derive(*groups)
             context.ancestors |= peer_comm._context.ancestors | {peer_comm._context.number}
     shared = self._agree("Create_intercomm", context, lambda parts: parts[local_leader])
     new: Intercomm = self._entered(shared, Intercomm)

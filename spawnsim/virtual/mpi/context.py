@@ -45,14 +45,14 @@ GIVEN_UP = (
 
 @dataclass(eq=False)
 class Context:
-    """One communicator. `sides` are the world ranks of its group, or of its two groups."""
+    """What the members of one communicator share. `groups` are the world ranks of its group, or of both its groups."""
 
     world: World
-    sides: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
     topology: Any = None
     ancestors: frozenset[int] = frozenset()  # their numbers: a recovery of any of them ends this one, too
     number: int = field(init=False)
-    meetings: dict[int, CollectiveInstance] = field(default_factory=dict)
+    instances: dict[int, CollectiveInstance] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)  # collectives called so far, by world rank
     mailboxes: dict[int, Mailbox] = field(default_factory=dict)  # by world rank
     notes: dict[Any, Any] = field(default_factory=dict)  # agreements of the members, made in collectives
@@ -69,18 +69,18 @@ class Context:
         self.world.open_contexts.add(self)
         if self.world.ledger is not None:
             self.world.ledger.made(self)
-        self.everyone = tuple(rank for side in self.sides for rank in side)
-        self.places = [{rank: place for place, rank in enumerate(side)} for side in self.sides]
+        self.everyone = tuple(rank for side in self.groups for rank in side)
+        self.places = [{rank: place for place, rank in enumerate(side)} for side in self.groups]
 
     @property
     def label(self) -> str:
         """The name, or the number: the same on all members."""
         return self.name or f"communicator {self.number}"
 
-    def derive(self, *sides: tuple[int, ...], topology: Any = None, inner: bool = False) -> Context:
+    def derive(self, *groups: tuple[int, ...], topology: Any = None, inner: bool = False) -> Context:
         """Return a new context that is made of this one, and ends with it."""
         new = Context(
-            self.world, sides, topology, self.ancestors | {self.number}, lives=self.lives, inner=inner
+            self.world, groups, topology, self.ancestors | {self.number}, lives=self.lives, inner=inner
         )
         new.revoked_s = self.revoked_s  # by somebody who did not wait for the others
         return new
@@ -102,9 +102,9 @@ class Context:
     def succeed(self, lives: Mapping[int, int]) -> Context:
         """Return a context of these lives, by world rank, in the order of the first communicator."""
         origin = self.origin or self
-        sides = tuple(tuple(rank for rank in side if rank in lives) for side in origin.sides)
+        groups = tuple(tuple(rank for rank in side if rank in lives) for side in origin.groups)
         again = {rank: life for rank, life in lives.items() if life}
-        return Context(self.world, sides, ancestors=self.ancestors, lives=again, origin=origin)
+        return Context(self.world, groups, ancestors=self.ancestors, lives=again, origin=origin)
 
     def life(self, rank: int) -> int:
         """Return which life of a world rank is a member."""
@@ -140,23 +140,23 @@ class Context:
         """Let a world rank arrive at its next collective."""
         number = self.calls.get(rank, 0)
         self.calls[rank] = number + 1
-        meeting = self.meetings.get(number)
-        if meeting is None:
-            meeting = self.meetings[number] = CollectiveInstance(
-                self.world, name, self.everyone, number, len(self.sides[0]), context=self
+        instance = self.instances.get(number)
+        if instance is None:
+            instance = self.instances[number] = CollectiveInstance(
+                self.world, name, self.everyone, number, len(self.groups[0]), context=self
             )
-        me = self.everyone.index(rank) if len(self.sides) > 1 else self.places[0][rank]
+        me = self.everyone.index(rank) if len(self.groups) > 1 else self.places[0][rank]
         if (
-            len(self.sides) > 1
+            len(self.groups) > 1
         ):  # algorithms of two groups are not modelled: timed as an exchange of all with all
             part = call.part.copy() if call.lent else call.part  # the groups do not wait for each other
             call = replace(
                 call, timing="allgather", part=part, lent=False, nbytes=total(call.nbytes), sizes="each"
             )
-        meeting.join(me, call)
-        if meeting.here == len(self.everyone):
-            del self.meetings[number]
-        return WaitingForCollective(meeting, me)
+        instance.join(me, call)
+        if instance.here == len(self.everyone):
+            del self.instances[number]
+        return WaitingForCollective(instance, me)
 
 
 KINDS: dict[str, Any] = {}
@@ -209,7 +209,7 @@ class Member(Named):
         self._world, self._rank = context.world, context.world.ranks[rank]
         self._side = next(side for side, places in enumerate(context.places) if rank in places)
         self._me = context.places[self._side][rank]
-        self._peers = context.sides[-1 - self._side] if len(context.sides) > 1 else context.sides[0]
+        self._peers = context.groups[-1 - self._side] if len(context.groups) > 1 else context.groups[0]
         self._mailbox = context.mailbox(rank)
         self._attributes, self._name, self._errhandler, self._info = {}, name, None, None
         self._own = None
@@ -239,7 +239,7 @@ class Member(Named):
     @property
     def _members(self) -> tuple[int, ...]:
         """The world ranks of this rank's own group."""
-        return self._context.sides[self._side]
+        return self._context.groups[self._side]
 
     def _exist(self) -> None:
         if self._identity is None:
@@ -304,7 +304,7 @@ class Member(Named):
         rank.trace.note((task.clock, 2, call.root, int(total(call.nbytes)), len(call.name)))
         rank.trace.cover(call.part)
         waiting = self._context.meet(rank.id, self._label, call)
-        completion = waiting.meeting.gone[waiting.me]
+        completion = waiting.instance.gone[waiting.me]
         assert completion is not None
         return completion, waiting
 
@@ -314,9 +314,9 @@ class Member(Named):
         try:
             await_one(self._world, completion, waiting)
         except BaseException:
-            waiting.meeting.keep(waiting.me)
+            waiting.instance.keep(waiting.me)
             raise
-        return waiting.meeting.outcome(waiting.me)
+        return waiting.instance.outcome(waiting.me)
 
     # -- messages --------------------------------------------------------------------------------------------
 

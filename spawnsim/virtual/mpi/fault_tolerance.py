@@ -66,7 +66,7 @@ def close(contexts: Sequence[Context], survivors: Collection[int], time_s: float
     for context in contexts:
         for rank in sorted(survivors & context.mailboxes.keys()):
             side = next(side for side, places in enumerate(context.places) if rank in places)
-            senders = context.sides[-1 - side] if len(context.sides) > 1 else context.sides[0]
+            senders = context.groups[-1 - side] if len(context.groups) > 1 else context.groups[0]
             mailbox = context.mailboxes[rank]
             mailbox.__class__ = ClosedMailbox  # whoever sends has it already, and need not look
             assert isinstance(mailbox, ClosedMailbox)
@@ -103,7 +103,7 @@ SILENT_S = 3.0  # a paused rank is given up after this time; real ranks, which m
 
 @dataclass(eq=False)
 class Agreement:
-    """A meeting of those members of a communicator who live."""
+    """A collective of those members of a communicator that live: a death ends the wait for that member."""
 
     context: Context
     make: Callable[[dict[int, Any]], Any]
@@ -277,7 +277,7 @@ def recover(comm: Member, step: int | None) -> Recovery:
         now = now.successor
     revoke(family(now))
     context, agreed = _regroup(comm, now, step)
-    places = {member: place for place, member in enumerate(context.sides[0])}
+    places = {member: place for place, member in enumerate(context.groups[0])}
     stay = {member for member in places if context.life(member) == comm._context.life(member)}
     ranks = {old: places[member] for old, member in enumerate(comm._members) if member in stay}
     dead = tuple(old for old in range(len(comm._members)) if old not in ranks)

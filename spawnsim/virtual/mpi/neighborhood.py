@@ -42,9 +42,9 @@ def neighbor_call(name: str, parts: Sequence[Any], nbytes: Sequence[int], edges:
     real = [(dest, size) for dest, size in zip(dests, nbytes, strict=True) if dest != PROC_NULL]
     needs = tuple(sorted({source for source in sources if source != PROC_NULL}))
 
-    def outcome(meeting: CollectiveInstance, me: int) -> list[Any]:
+    def outcome(instance: CollectiveInstance, me: int) -> list[Any]:
         return [
-            None if source == PROC_NULL else meeting.calls[source].part[me, turn]  # type: ignore[union-attr]
+            None if source == PROC_NULL else instance.calls[source].part[me, turn]  # type: ignore[union-attr]
             for source, turn in occurrences(sources)
         ]
 

@@ -15,7 +15,7 @@ from spawnsim.comm.handles import Handle, integer
 from spawnsim.comm.memory import flat
 from spawnsim.comm.status import Status
 from spawnsim.virtual.engine.completion import Completion, Receive
-from spawnsim.virtual.engine.completion import Message as Letter
+from spawnsim.virtual.engine.completion import Message as QueuedMessage
 from spawnsim.virtual.engine.kernel import current_world
 from spawnsim.virtual.engine.waiting import await_one, check_alive
 from spawnsim.virtual.engine.wire import LOCAL, STANDARD, SYNCHRONOUS
@@ -298,8 +298,8 @@ class PointToPoint(Member):
         """Return a message that fits and has arrived, out of reach of any other receive; or None."""
         if integer(source) == PROC_NULL:
             return Message.of_nobody()
-        letter = self._iprobe(source, tag, status, hold=True)
-        return None if letter is None else Message.hold(self, letter)
+        message = self._iprobe(source, tag, status, hold=True)
+        return None if message is None else Message.hold(self, message)
 
     def Mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message:
         """Wait for a message that fits; return it, out of reach of any other receive."""
@@ -310,49 +310,51 @@ class PointToPoint(Member):
 
     iprobe, probe, improbe, mprobe = Iprobe, Probe, Improbe, Mprobe
 
-    def _iprobe(self, source: int, tag: int, status: Status | None, *, hold: bool = False) -> Letter | None:
+    def _iprobe(
+        self, source: int, tag: int, status: Status | None, *, hold: bool = False
+    ) -> QueuedMessage | None:
         """Look once."""
         if type(source) is not int or type(tag) is not int:
             source, tag = integer(source), integer(tag)
         if source == PROC_NULL:
-            letter: Letter | None = Letter(PROC_NULL, ANY_TAG, b"", 0)
+            message: QueuedMessage | None = QueuedMessage(PROC_NULL, ANY_TAG, b"", 0)
             self._world.kernel.observe()
             self._check_source(source, tag)
         else:
-            letter = self._visible(source, tag)
-            if hold and letter is not None:
+            message = self._visible(source, tag)
+            if hold and message is not None:
                 self._mailbox.remove(
-                    letter
+                    message
                 )  # now: while this task pays for the look, another of its rank may look
         self._world.charge_poll()
-        if letter is None:
+        if message is None:
             self._world.kernel.fruitless()
         else:
-            _fill_status(status, None if source == PROC_NULL else letter)
-        return letter
+            _fill_status(status, None if source == PROC_NULL else message)
+        return message
 
     def _probe(
         self, source: int, tag: int, status: Status | None, operation: str, *, hold: bool = False
-    ) -> Letter:
-        """Wait for a letter, however long that takes; looking then costs what one look costs."""
+    ) -> QueuedMessage:
+        """Wait for a message, however long that takes; looking then costs what one look costs."""
         source, tag = integer(source), integer(tag)
-        while (letter := self._visible(source, tag)) is None:
-            self._await_letter(source, tag, operation)
+        while (message := self._visible(source, tag)) is None:
+            self._await_message(source, tag, operation)
         if hold:
-            self._mailbox.remove(letter)
+            self._mailbox.remove(message)
         self._world.charge_poll()
-        _fill_status(status, letter)
-        return letter
+        _fill_status(status, message)
+        return message
 
-    def _visible(self, source: int, tag: int) -> Letter | None:
-        """Return the letter that the running task sees at its time."""
+    def _visible(self, source: int, tag: int) -> QueuedMessage | None:
+        """Return the message that the running task sees at its time."""
         self._world.kernel.observe()
         self._check_source(source, tag)  # as of now: it may have been revoked meanwhile
-        letter = self._mailbox.find(source, tag)
-        return None if letter is None or letter.envelope_s > self._world.kernel.current.clock else letter
+        message = self._mailbox.find(source, tag)
+        return None if message is None or message.envelope_s > self._world.kernel.current.clock else message
 
-    def _await_letter(self, source: int, tag: int, operation: str) -> None:
-        """Wait until the first letter known to come has come, or until a new one is sent."""
+    def _await_message(self, source: int, tag: int, operation: str) -> None:
+        """Wait until the first message known to come has come, or until a new one is sent."""
         world, watcher = self._world, Completion(self._world.kernel)
         waiting = self._waiting(operation, source, tag)
         check_alive(world, waiting)
@@ -383,23 +385,23 @@ NOBODY = object()
 class Message(Handle):
     """A message that a matched probe has taken out of the queue."""
 
-    __slots__ = ("_letter", "_owner")
-    _letter: Letter | None
+    __slots__ = ("_message", "_owner")
+    _message: QueuedMessage | None
     _owner: Member | None
 
     def __new__(cls, message: Message | None = None) -> Self:
         """Return a null message, or a copy of the handle of another."""
         self = super().__new__(cls)
         self._identity = None if message is None else message._identity
-        self._letter = None if message is None else message._letter
+        self._message = None if message is None else message._message
         self._owner = None if message is None else message._owner
         return self
 
     @classmethod
-    def hold(cls, owner: Member, letter: Letter) -> Self:
+    def hold(cls, owner: Member, message: QueuedMessage) -> Self:
         """Return the handle of a message taken out for `owner`."""
         self = cls.__new__(cls)
-        self._identity = self._letter = letter
+        self._identity = self._message = message
         self._owner = owner
         return self
 
@@ -443,24 +445,24 @@ class Message(Handle):
         return self._receive(loads)
 
     def _receive(self, collect: Any, buf: Any = None) -> Request:
-        letter, owner = self._letter, self._owner
+        message, owner = self._message, self._owner
         if self._identity is NOBODY:
             if self is not MESSAGE_NO_PROC:
                 self._identity = None
             return Request.over(current_world(), receive_nothing)
-        if letter is None or owner is None:
+        if message is None or owner is None:
             raise CallError(ERR_REQUEST, "the message is null: it was received before")
-        self._identity = self._letter = self._owner = None
-        receive = Receive(owner._world.kernel, letter.source, letter.tag, owner._world.kernel.current.clock)
+        self._identity = self._message = self._owner = None
+        receive = Receive(owner._world.kernel, message.source, message.tag, owner._world.kernel.current.clock)
         receive.card = owner._mailbox.card
-        receive.take(letter)
-        letter.meet()
+        receive.take(message)
+        message.meet()
 
         def deliver(status: Status) -> Any:
-            fill(status, letter.source, letter.tag, letter.nbytes)
-            return owner._taken(letter, collect, buf)
+            fill(status, message.source, message.tag, message.nbytes)
+            return owner._taken(message, collect, buf)
 
-        waiting = owner._waiting("Mrecv", letter.source, letter.tag)
+        waiting = owner._waiting("Mrecv", message.source, message.tag)
         return Request.start(owner._world, receive, waiting, deliver, writes=buf is not None)
 
 
@@ -468,8 +470,8 @@ MESSAGE_NULL = Message()
 MESSAGE_NO_PROC = Message.of_nobody()
 
 
-def _fill_status(status: Status | None, letter: Letter | None) -> None:
-    if status is not None and letter is not None:
-        fill(status, letter.source, letter.tag, letter.nbytes)
+def _fill_status(status: Status | None, message: QueuedMessage | None) -> None:
+    if status is not None and message is not None:
+        fill(status, message.source, message.tag, message.nbytes)
     elif status is not None:
         fill(status, PROC_NULL, ANY_TAG, 0)

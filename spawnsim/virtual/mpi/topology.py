@@ -376,7 +376,7 @@ class Distgraphcomm(Topocomm):
         def make(parts: list[Any]) -> Context:
             incoming = {rank: (each[0], each[1]) for rank, each in enumerate(parts)}
             outgoing = {rank: (each[2], each[3]) for rank, each in enumerate(parts)}
-            return comm._context.derive(*comm._context.sides, topology=DistGraph(incoming, outgoing))
+            return comm._context.derive(*comm._context.groups, topology=DistGraph(incoming, outgoing))
 
         return comm._entered(comm._agree("Create_dist_graph_adjacent", part, make), cls)
 
@@ -409,7 +409,7 @@ class Distgraphcomm(Topocomm):
                 outgoing[source].append((dest, weight))
             size = len(parts)
             graph = DistGraph(_by_rank(incoming, size, weighted), _by_rank(outgoing, size, weighted))
-            return comm._context.derive(*comm._context.sides, topology=graph)
+            return comm._context.derive(*comm._context.groups, topology=graph)
 
         return comm._entered(comm._agree("Create_dist_graph", (edges, given is not None), make), cls)
 
