@@ -54,6 +54,7 @@ class _Collective:
             return self._start(describe(self, *args, **kwargs))  # type: ignore[no-any-return]
 
         def prepare(self: Any, *args: Any, **kwargs: Any) -> Prequest:
+            # A persistent call binds its arguments once (MPI 4.1, 6.13), and begins afresh at each Start.
             bound = with_info.bind(self, *args, **kwargs)
             bound.arguments.pop("info", None)
             if "root" in bound.arguments:  # what is no number is refused now, and not at the first Start

@@ -145,6 +145,8 @@ class Context:
             instance = self.instances[number] = CollectiveInstance(
                 self.world, name, self.everyone, number, len(self.groups[0]), context=self
             )
+        # A communicator's collectives match by their order on each rank, without tags (MPI 4.1, 6.1): the n-th call of
+        # every member is the same instance, also when some are several calls ahead.
         me = self.everyone.index(rank) if len(self.groups) > 1 else self.places[0][rank]
         if (
             len(self.groups) > 1
@@ -358,6 +360,9 @@ class Member(Named):
 
     def _accept(self, source: int, tag: int, operation: str) -> Message:
         """Receive one message, blocking. `source` and `tag` are plain integers."""
+        # Messages of one sender match in the order in which they were sent (MPI 4.1, 3.5), whatever others do. So a
+        # receive from a named source may take what is queued at once; one from anybody depends on who has sent by now,
+        # and waits for its time.
         if source >= 0:
             self._check_peer(source, tag if tag != ANY_TAG else 0)
             message = self._mailbox.ready(source, tag)

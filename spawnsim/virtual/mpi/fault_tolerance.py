@@ -134,6 +134,7 @@ class Agreement:
             return
         self.over, self.result = True, self.conclude(now_s)
         world.on_death.remove(self.check)
+        # Two sweeps over a binary tree: what all bring goes up, what is agreed upon comes down, 8 bytes a message.
         everyone = self.context.everyone
         flight_s = world.network.cost(everyone[0], everyone[-1], 8)[2]
         end_s = now_s + 2 * math.ceil(math.log2(max(len(everyone), 2))) * flight_s

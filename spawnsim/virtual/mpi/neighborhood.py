@@ -1,7 +1,6 @@
 """Neighborhood collectives under mpi4py's names, and what they exchange over the edges of a topology.
 
-Between two ranks with several edges the k-th edge out meets the k-th one in. Knows edges and buffers, and must not
-know grids or clocks.
+Between two ranks with several edges the k-th edge out meets the k-th one in.
 """
 
 from __future__ import annotations

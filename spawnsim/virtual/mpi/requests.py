@@ -2,7 +2,7 @@
 
 A request owns what it needs until it is over: dropping the object loses no message, because the message and the
 posted receive live in the mailbox. When one of several fails, the error is `ERR_IN_STATUS`, and each status tells
-what became of its request. Knows completions and statuses, and must not know how a message travels.
+what became of its request.
 """
 
 from __future__ import annotations

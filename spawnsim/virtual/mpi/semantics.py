@@ -1,7 +1,6 @@
 """What each collective of buffers contributes, how contributions are combined, and where the outcome goes.
 
 One function per collective makes a `CollectiveCall`; the blocking, non-blocking and persistent calls all run it.
-Knows buffers and reductions, and must not know when anybody arrives or leaves.
 """
 
 from __future__ import annotations
