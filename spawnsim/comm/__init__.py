@@ -20,7 +20,7 @@ from spawnsim.comm.constants import (
     ROOT,
     UNDEFINED,
 )
-from spawnsim.comm.datatypes import BF16, Datatype
+from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import CallError, MPIException, Truncated
 from spawnsim.comm.group import GROUP_EMPTY, GROUP_NULL, Group
 from spawnsim.comm.handles import (
@@ -35,7 +35,9 @@ from spawnsim.comm.handles import (
     Handle,
     Info,
 )
+from spawnsim.comm.layouts import BF16
 from spawnsim.comm.memory import buffer
+from spawnsim.comm.operations import Message, Request, Win, Windows
 from spawnsim.comm.ops import (
     BAND,
     BOR,
@@ -56,7 +58,8 @@ from spawnsim.comm.ops import (
 )
 from spawnsim.comm.packing import Pickle
 from spawnsim.comm.predefined import BFLOAT16_T, BOOL, BYTE, DATATYPE_NULL, DOUBLE, FLOAT, INT, INT64_T, LONG
-from spawnsim.comm.protocols import Clock, Comm, Recorder, Request, Task, Win
+from spawnsim.comm.protocols import Comm, FaultTolerantComm
+from spawnsim.comm.services import Clock, Recorder, Task
 from spawnsim.comm.status import Status
 
 __all__ = [
@@ -65,8 +68,9 @@ __all__ = [
     "GROUP_EMPTY", "GROUP_NULL", "INFO_ENV", "INFO_NULL", "INT", "INT64_T", "IN_PLACE", "LAND", "LOCK_EXCLUSIVE",
     "LOCK_SHARED", "LONG", "LOR", "LXOR", "MAX", "MAXLOC", "MIN", "MINLOC", "NO_OP", "OP_NULL", "PROC_NULL", "PROD",
     "REPLACE", "ROOT", "SUM", "UNDEFINED", "Attributed", "Buffer", "CallError", "Clock", "Comm", "Datatype",
-    "Errhandler", "Group", "Handle", "Info", "MPIException", "Op", "Pickle", "Recorder", "Request", "Status", "Task",
-    "Truncated", "Vector", "Win", "as_buffer", "as_comm", "as_target", "buffer", "namespace",
+    "Errhandler", "FaultTolerantComm", "Group", "Handle", "Info", "MPIException", "Message", "Op", "Pickle", "Recorder",
+    "Request", "Status", "Task", "Truncated", "Vector", "Win", "Windows", "as_buffer", "as_comm", "as_target", "buffer",
+    "namespace",
 ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from spawnsim.comm.failures import (
     UnknownTypeError,
 )
 from spawnsim.comm.memory import Unbounded, as_bytes, at_address, flat
-from spawnsim.comm.predefined import BY_DTYPE, BY_NAME, BYTE, DATATYPE_NULL, fromcode
+from spawnsim.comm.predefined import BY_DTYPE, BY_NAME, BYTE, DATATYPE_NULL
 from spawnsim.errors import ParameterError
 
 __all__ = [
@@ -68,6 +68,11 @@ class Buffer:
     def dtype(self) -> np.dtype[Any] | None:
         """Dtype in numpy of one element; None for derived types."""
         return self.datatype.dtype
+
+    @property
+    def type_name(self) -> str:
+        """MPI's name of the datatype, or "derived" where the program has given it none."""
+        return self.datatype._name or "derived"
 
     @property
     def writable(self) -> bool:
@@ -194,7 +199,7 @@ def split(spec: Any) -> tuple[Any, Any, Any, Any]:
 def datatype_of(memory: Array | None, kind: Any) -> Datatype:
     """Return the datatype that was named, or the one of the array's dtype; it must be committed."""
     if isinstance(kind, str):
-        return fromcode(kind)
+        return Datatype.fromcode(kind)
     if kind is not None:
         if not isinstance(kind, Datatype):
             raise SpecTypeError(f"{kind!r} is no datatype: pass a Datatype or a typecode such as 'd'")

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Self, cast
+from typing import Any, Final, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.comm import constants as c
-from spawnsim.comm.failures import ERR_ARG, ERR_COUNT, ERR_TYPE, CallError
+from spawnsim.comm import packing
+from spawnsim.comm.failures import ERR_ARG, ERR_COUNT, ERR_TYPE, CallError, UnknownTypeError
 from spawnsim.comm.handles import AINT, Attributed, each_integer, integer
 from spawnsim.comm.layouts import (
     Bytes,
@@ -154,42 +155,6 @@ class Constructors(Attributed):
 
     Resized = Create_resized
 
-    @classmethod
-    def fromcode(cls, code: str) -> Datatype:
-        """Return the datatype of a typecode or type string."""
-        found: Datatype = tables().fromcode(code)
-        return found
-
-    @classmethod
-    def Get_value_index(cls, value: Datatype, index: Datatype) -> Datatype:
-        """Return the pair type for `MINLOC` and `MAXLOC`, or `DATATYPE_NULL`."""
-        found: Datatype = tables().value_index(value, index)
-        return found
-
-    @classmethod
-    def Match_size(cls, typeclass: int, size: int) -> Datatype:
-        """Return the type of a class and size in bytes."""
-        found: Datatype = tables().match_size(typeclass, size)
-        return found
-
-    @classmethod
-    def Create_f90_integer(cls, r: int) -> Datatype:
-        """Return an integer of at least r decimal digits."""
-        found: Datatype = tables().f90("INTEGER", r=r)
-        return found
-
-    @classmethod
-    def Create_f90_real(cls, p: int, r: int) -> Datatype:
-        """Return a real of at least p digits and exponent range r."""
-        found: Datatype = tables().f90("REAL", p=p, r=r)
-        return found
-
-    @classmethod
-    def Create_f90_complex(cls, p: int, r: int) -> Datatype:
-        """Return a complex number whose parts have at least p digits and exponent range r."""
-        found: Datatype = tables().f90("COMPLEX", p=p, r=r)
-        return found
-
 
 def _list(values: Any) -> list[int]:
     """Return numbers as plain `int`s; an array's without asking each."""
@@ -204,24 +169,6 @@ def _count(count: int) -> int:
     if count < 0:
         raise CallError(ERR_COUNT, f"negative count {count}")
     return count
-
-
-def tables() -> Any:
-    """Return the room of predefined types; it is built from this one, so that it can be asked only at call time."""
-    from spawnsim.comm import predefined
-
-    return predefined
-
-
-def press() -> Any:
-    """Return the room of packing, likewise built from this one."""
-    from spawnsim.comm import packing
-
-    return packing
-
-
-BF16 = np.dtype([("bfloat16", np.uint16)])
-"""Storage of one bfloat16: its own dtype, so that arithmetic never takes it for an unsigned integer."""
 
 
 class Datatype(Constructors):
@@ -372,7 +319,7 @@ class Datatype(Constructors):
         self.live()
         made = self.recipe.copied()
         base = self if self.recipe.name == "NAMED" else made["base"]
-        return base if base is not None else tables().DATATYPE_NULL, self.recipe.name, made["parameters"]
+        return base if base is not None else BY_NAME["DATATYPE_NULL"], self.recipe.name, made["parameters"]
 
     envelope = property(Get_envelope)
     contents = property(Get_contents)
@@ -409,15 +356,64 @@ class Datatype(Constructors):
             return "V" if self else ""
         return self.code if self.code in ("c", "U") else _dtype(self).char
 
+    # MPI's own types
+
+    @classmethod
+    def fromcode(cls, code: str) -> Datatype:
+        """Return the datatype of a typecode or type string ("d", "f8")."""
+        try:
+            return typedict[code]
+        except KeyError:
+            known = " ".join(typedict)
+            raise UnknownTypeError(f"cannot map {code!r} to an MPI datatype; known codes: {known}") from None
+
+    @classmethod
+    def Get_value_index(cls, value: Datatype, index: Datatype) -> Datatype:
+        """Return the pair type for `MINLOC` and `MAXLOC`, or `DATATYPE_NULL`."""
+        return VALUE_INDEX.get((value, index), BY_NAME["DATATYPE_NULL"])
+
+    @classmethod
+    def Match_size(cls, typeclass: int, size: int) -> Datatype:
+        """Return the type of a class (real, integer, complex, logical) and size in bytes."""
+        if (typeclass, size) not in _SIZED:
+            raise CallError(ERR_ARG, f"no type of class {typeclass} has {size} bytes")
+        return BY_NAME[_SIZED[typeclass, size]]
+
+    @classmethod
+    def Create_f90_integer(cls, r: int) -> Datatype:
+        """Return an integer of at least r decimal digits."""
+        sizes = (n for n, digits in ((1, 2), (2, 4), (4, 9), (8, 18)) if r <= digits)
+        return cls._f90("INTEGER", next(sizes, 0), r=r)
+
+    @classmethod
+    def Create_f90_real(cls, p: int, r: int) -> Datatype:
+        """Return a real of at least p digits and exponent range r."""
+        return cls._f90("REAL", _f90_nbytes(p, r), p=p, r=r)
+
+    @classmethod
+    def Create_f90_complex(cls, p: int, r: int) -> Datatype:
+        """Return a complex number whose parts have at least p digits and exponent range r."""
+        return cls._f90("COMPLEX", 2 * _f90_nbytes(p, r), p=p, r=r)
+
+    @classmethod
+    def _f90(cls, name: str, nbytes: int, **parameters: int) -> Datatype:
+        found = BY_NAME.get(f"{name}{nbytes}")
+        if not found:
+            raise CallError(ERR_ARG, f"no {name.lower()} has {parameters}")
+        new = Datatype.of(found.layout, Recipe(f"F90_{name}", None, parameters))
+        new.dtype, new.code, new.family = found.dtype, found.code, found.family
+        new.committed = new.is_predefined = True
+        return new
+
     # Packing by hand
 
     def Pack(self, inbuf: Any, outbuf: Any, position: int, comm: Any) -> int:
         """Append the elements in `inbuf` to `outbuf` at a byte position; return the new position."""
-        return int(press().pack(self, (inbuf, outbuf), position))
+        return packing.pack(self, (inbuf, outbuf), position)
 
     def Unpack(self, inbuf: Any, position: int, outbuf: Any, comm: Any) -> int:
         """Fill `outbuf` with elements from `inbuf` at a byte position; return the new position."""
-        return int(press().unpack(self, (inbuf, outbuf), position))
+        return packing.unpack(self, (inbuf, outbuf), position)
 
     def Pack_size(self, count: int, comm: Any) -> int:
         """Return the bytes that `count` elements take when packed."""
@@ -425,19 +421,41 @@ class Datatype(Constructors):
 
     def Pack_external(self, datarep: str, inbuf: Any, outbuf: Any, position: int) -> int:
         """Append the elements in `inbuf` to `outbuf` in a portable form ("external32")."""
-        return int(press().pack_external(self, datarep, (inbuf, outbuf), position))
+        return packing.pack_external(self, datarep, (inbuf, outbuf), position)
 
     def Unpack_external(self, datarep: str, inbuf: Any, position: int, outbuf: Any) -> int:
         """Fill `outbuf` with elements in a portable form from `inbuf`."""
-        return int(press().unpack_external(self, datarep, (inbuf, outbuf), position))
+        return packing.unpack_external(self, datarep, (inbuf, outbuf), position)
 
     def Pack_external_size(self, datarep: str, count: int) -> int:
         """Return the bytes that `count` elements take in a portable form."""
-        return int(press().external_nbytes(self, datarep, count))
+        return packing.external_nbytes(self, datarep, count)
 
     def wire(self, memory: Bytes, count: int, origin: int = 0) -> NDArray[Any]:
         """Return an owned 1-D snapshot of `count` elements: typed for dense predefined types, else bytes."""
         return self.live().gather(memory, count, origin)
+
+
+# `predefined` fills these when it is imported, as `spawnsim.comm` always does.
+BY_NAME: Final[dict[str, Datatype]] = {}
+"""Every predefined datatype under mpi4py's name ("DOUBLE"), `DATATYPE_NULL` included."""
+NAMED: Final[dict[str, Datatype]] = {}
+"""The same under MPI's names ("MPI_DOUBLE")."""
+typedict: Final[dict[str, Datatype]] = {}
+"""Typecodes of `array`, `struct` and numpy, and type strings, to datatypes."""
+VALUE_INDEX: Final[dict[tuple[Datatype, Datatype], Datatype]] = {}
+"""(Type of the value, type of the index) to the pair type of both."""
+_SIZED: Final = {
+    (1, 4): "REAL4", (1, 8): "REAL8", (1, 16): "REAL16", (2, 1): "INTEGER1", (2, 2): "INTEGER2", (2, 4): "INTEGER4",
+    (2, 8): "INTEGER8", (3, 8): "COMPLEX8", (3, 16): "COMPLEX16", (3, 32): "COMPLEX32",
+    (4, 1): "LOGICAL1", (4, 2): "LOGICAL2", (4, 4): "LOGICAL4", (4, 8): "LOGICAL8",
+}  # fmt: skip
+
+
+def _f90_nbytes(p: int, r: int) -> int:
+    """Return the bytes of the shortest real of p digits and exponent range r; 0: there is none."""
+    reals = ((4, 6, 37), (8, 15, 307), (16, 18, 4931))
+    return next((nbytes for nbytes, digits, ten in reals if p <= digits and r <= ten), 0)
 
 
 def _dtype(datatype: Datatype) -> np.dtype[Any]:
@@ -447,8 +465,7 @@ def _dtype(datatype: Datatype) -> np.dtype[Any]:
 
 def _predefined(name: str) -> Datatype:
     """Return a predefined type by MPI's name, for pickle."""
-    found: Datatype = tables().NAMED[name]
-    return found
+    return NAMED[name]
 
 
 def _rebuild(cls: type[Datatype], recipe: Recipe, committed: bool) -> Datatype:

@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 from spawnsim.comm.constants import IDENT, PROC_NULL, SIMILAR, UNDEFINED, UNEQUAL
 from spawnsim.comm.failures import ERR_ARG, ERR_GROUP, ERR_RANK, CallError
 from spawnsim.comm.handles import Handle, each_integer, reduced
+from spawnsim.errors import UnsupportedError
 
 
 class Group(Handle):
@@ -154,8 +155,6 @@ class Group(Handle):
     @classmethod
     def Create_from_session_pset(cls, session: Any, pset_name: str) -> Self:
         """Refuse: spawnsim has no sessions."""
-        from spawnsim.errors import UnsupportedError
-
         raise UnsupportedError(
             f"Group.Create_from_session_pset({pset_name!r}): use Get_group() of a communicator"
         )

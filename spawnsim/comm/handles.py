@@ -435,12 +435,11 @@ INFO_NULL: Final = Info()
 INFO_ENV: Final = Info.Create()
 
 
-class Named:
-    """Name, hints, error handler. The heir keeps them in `_name`, `_info` and `_errhandler`."""
+class Named(Attributes):
+    """Name, hints, error handler and attributes, as communicators and windows have them; without slots."""
 
     __slots__ = ()
     _kind: ClassVar[str]  # COMM or WIN
-    _identity: object | None
     _name: str
     _info: Info | None
     _errhandler: Errhandler | None
@@ -460,7 +459,7 @@ class Named:
     def Set_name(self, name: str) -> None:
         """Set the name."""
         self._exist()
-        self._name = name  # type: ignore[misc]  # the heir's slot
+        self._name = name  # type: ignore[misc]  # a slot of the subclass
 
     name = property(Get_name, Set_name)
 
@@ -472,7 +471,7 @@ class Named:
     def Set_info(self, info: Info) -> None:
         """Set hints; no hint means anything here, all are kept."""
         self._exist()
-        self._info = Info.Create(info)  # type: ignore[misc]  # the heir's slot
+        self._info = Info.Create(info)  # type: ignore[misc]  # a slot of the subclass
 
     info = property(Get_info, Set_info)
 
@@ -484,7 +483,7 @@ class Named:
     def Set_errhandler(self, errhandler: Errhandler) -> None:
         """Set the error handler."""
         self._exist()
-        self._errhandler = errhandler  # type: ignore[misc]  # the heir's slot
+        self._errhandler = errhandler  # type: ignore[misc]  # a slot of the subclass
 
     def Call_errhandler(self, errorcode: int) -> None:
         """Let the error handler act on an error code."""

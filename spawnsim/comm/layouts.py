@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +18,11 @@ from numpy.typing import NDArray
 from spawnsim.comm import constants as c
 from spawnsim.comm.failures import ERR_ARG, CallError
 
-if TYPE_CHECKING:
-    from spawnsim.comm.datatypes import Datatype
-
-
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 CACHED_INDICES: Final = 4
+BF16 = np.dtype([("bfloat16", np.uint16)])
+"""Storage of one bfloat16. No other type has this dtype, so arithmetic never takes it for an unsigned integer."""
 
 
 def integers(values: Any) -> Ints:
@@ -230,7 +228,7 @@ class Recipe:
     """
 
     name: str
-    base: Datatype | None
+    base: Any  # a datatype, which knows its layout and recipe, and is unknown to both; or None
     parameters: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -244,7 +242,7 @@ class Recipe:
             parameters["datatypes"] = [_copy(each) for each in parameters["datatypes"]]
         return {"base": None if self.base is None else _copy(self.base), "parameters": parameters}
 
-    def contents(self) -> tuple[list[int], list[int], list[int], list[Datatype]]:
+    def contents(self) -> tuple[list[int], list[int], list[int], list[Any]]:
         """Return (integers, addresses, large counts, datatypes)."""
         own = self.copied()
         types = own["parameters"].get("datatypes", [own["base"]] if self.base is not None else [])
@@ -272,7 +270,7 @@ class Recipe:
         return len(integers), len(addresses), len(counts), len(types), combiner
 
 
-def _copy(datatype: Datatype) -> Datatype:
+def _copy(datatype: Any) -> Any:
     return datatype if datatype.is_predefined else type(datatype)(datatype)
 
 

@@ -15,9 +15,8 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from spawnsim.comm.datatypes import BF16
 from spawnsim.comm.failures import SpecBufferError, SpecTypeError
-from spawnsim.comm.layouts import Bytes
+from spawnsim.comm.layouts import BF16, Bytes
 
 DL_CPU: Final = 1
 DL_HOST: Final = (DL_CPU, 3)  # kinds of devices whose memory is the host's: plain, and pinned

@@ -14,9 +14,11 @@ from typing import Any, Final, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from spawnsim.comm.datatypes import BF16, Datatype
+from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_OP, CallError
 from spawnsim.comm.handles import Handle, reduced
+from spawnsim.comm.layouts import BF16
 from spawnsim.comm.memory import as_bytes, buffer
 from spawnsim.comm.predefined import BY_DTYPE, BYTE
 from spawnsim.errors import ParameterError
@@ -233,8 +235,6 @@ class Op(Handle):
 
     def Reduce_local(self, inbuf: Any, inoutbuf: Any) -> None:
         """Compute `inoutbuf = inbuf op inoutbuf` on this rank."""
-        from spawnsim.comm.buffers import as_buffer
-
         source, target = as_buffer(inbuf), as_buffer(inoutbuf, writable=True)
         if source.datatype != target.datatype:
             raise ParameterError("mismatch in send and receive MPI datatypes")

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_ARG, ERR_TYPE, CallError, SpecBufferError, Truncated
 from spawnsim.comm.layouts import Bytes
 from spawnsim.comm.memory import as_bytes, buffer, flat
@@ -110,13 +109,15 @@ def copied(obj: Any, pickle: Pickle | None = None) -> Any:
 _default = Pickle()
 
 
+# Elements as bytes: what `Datatype.Pack` and its like do. `datatype` is a `Datatype`, whose file is built on this one.
+
 # Sizes in external32 that differ from this machine's (MPI 4.1, table 14.2).
 _EXTERNAL: Final = {"MPI_LONG": "i4", "MPI_UNSIGNED_LONG": "u4", "MPI_WCHAR": "u2"}
 
 
-def _whole(datatype: Datatype, nbytes: int) -> int:
+def _whole(datatype: Any, nbytes: int) -> int:
     """Return how many elements a buffer of `nbytes` holds."""
-    extent = datatype.Get_extent()[1]
+    extent: int = datatype.Get_extent()[1]
     if extent <= 0:
         raise ParameterError(f"cannot pack elements of extent {extent}")
     return nbytes // extent
@@ -134,7 +135,7 @@ def _room(outbuf: Any, position: int, nbytes: int) -> Bytes:
     return out[position : position + nbytes]
 
 
-def pack(datatype: Datatype, buffers: tuple[Any, Any], position: int) -> int:
+def pack(datatype: Any, buffers: tuple[Any, Any], position: int) -> int:
     """Append the whole elements in (source, packed)[0] to the packed bytes; return the new position."""
     source = as_bytes(flat(buffers[0]))
     count = _whole(datatype, len(source))
@@ -144,17 +145,17 @@ def pack(datatype: Datatype, buffers: tuple[Any, Any], position: int) -> int:
     return position + len(target)
 
 
-def unpack(datatype: Datatype, buffers: tuple[Any, Any], position: int) -> int:
+def unpack(datatype: Any, buffers: tuple[Any, Any], position: int) -> int:
     """Take as many elements from (packed, target)[0] as the target holds; return the new position."""
     packed, target = as_bytes(flat(buffers[0])), as_bytes(flat(buffers[1]))
-    nbytes = _whole(datatype, len(target)) * datatype.size
+    nbytes: int = _whole(datatype, len(target)) * datatype.size
     if position + nbytes > len(packed):
         raise Truncated(message=f"{nbytes} bytes are wanted at position {position} of {len(packed)}")
     datatype.live().scatter(_room(buffers[1], 0, len(target)), packed[position : position + nbytes])
     return position + nbytes
 
 
-def _external(datatype: Datatype, datarep: str) -> np.dtype[Any]:
+def _external(datatype: Any, datarep: str) -> np.dtype[Any]:
     """Return the portable form of one element."""
     if datarep != "external32":
         raise CallError(ERR_ARG, f"data representation {datarep!r} is unknown: only 'external32' is")
@@ -162,15 +163,16 @@ def _external(datatype: Datatype, datarep: str) -> np.dtype[Any]:
         raise CallError(
             ERR_TYPE, "external32 is offered for predefined types of one element: pack the parts instead"
         )
-    return np.dtype(_EXTERNAL.get(datatype.Get_name(), datatype.dtype)).newbyteorder(">")
+    form: np.dtype[Any] = np.dtype(_EXTERNAL.get(datatype.Get_name(), datatype.dtype))
+    return form.newbyteorder(">")
 
 
-def external_nbytes(datatype: Datatype, datarep: str, count: int) -> int:
+def external_nbytes(datatype: Any, datarep: str, count: int) -> int:
     """Return the bytes of `count` elements in the portable form."""
     return count * _external(datatype, datarep).itemsize
 
 
-def pack_external(datatype: Datatype, datarep: str, buffers: tuple[Any, Any], position: int) -> int:
+def pack_external(datatype: Any, datarep: str, buffers: tuple[Any, Any], position: int) -> int:
     """Append the elements in (source, packed)[0] to the packed bytes in the portable form."""
     form = _external(datatype, datarep)
     source = as_bytes(flat(buffers[0]))
@@ -181,7 +183,7 @@ def pack_external(datatype: Datatype, datarep: str, buffers: tuple[Any, Any], po
     return position + len(target)
 
 
-def unpack_external(datatype: Datatype, datarep: str, buffers: tuple[Any, Any], position: int) -> int:
+def unpack_external(datatype: Any, datarep: str, buffers: tuple[Any, Any], position: int) -> int:
     """Take as many elements in the portable form as the target holds."""
     form = _external(datatype, datarep)
     packed, target = as_bytes(flat(buffers[0])), as_bytes(flat(buffers[1]))

@@ -10,9 +10,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from spawnsim.comm.datatypes import BF16, Datatype
-from spawnsim.comm.failures import ERR_ARG, CallError, UnknownTypeError
-from spawnsim.comm.layouts import Recipe, atom, place
+from spawnsim.comm.datatypes import BY_NAME as BY_NAME
+from spawnsim.comm.datatypes import NAMED as NAMED
+from spawnsim.comm.datatypes import VALUE_INDEX, Datatype
+from spawnsim.comm.datatypes import typedict as typedict
+from spawnsim.comm.layouts import BF16, Recipe, atom, place
 
 _TABLE: Final = """
 PACKED u1 B opaque | BYTE u1 B byte | AINT i8 p integer | OFFSET i8 p integer | COUNT i8 p integer
@@ -70,11 +72,8 @@ def _build() -> dict[str, Datatype]:
     return types | {alias: types[name] for alias, name in pairs}
 
 
-BY_NAME: Final[dict[str, Datatype]] = _build()
-"""Every predefined datatype under mpi4py's name, `DATATYPE_NULL` included."""
-NAMED: Final = {
-    datatype.Get_name() if datatype else "DATATYPE_NULL": datatype for datatype in BY_NAME.values()
-}
+BY_NAME.update(_build())
+NAMED.update((each.Get_name() if each else "DATATYPE_NULL", each) for each in BY_NAME.values())
 
 DATATYPE_NULL = BY_NAME["DATATYPE_NULL"]
 BYTE, PACKED, CHAR, BOOL, AINT = (BY_NAME[name] for name in ("BYTE", "PACKED", "CHAR", "C_BOOL", "AINT"))
@@ -95,62 +94,11 @@ C_DOUBLE_COMPLEX c32 C_LONG_DOUBLE_COMPLEX b1 C_BOOL u1 UINT8_T u2 UINT16_T u4 U
 FLOAT16_T n COUNT N UNSIGNED_LONG p AINT P UNSIGNED_LONG c CHAR a CHAR S CHAR S1 CHAR s CHAR 1s CHAR U WCHAR
 U1 WCHAR u UINT16_T 1u UINT16_T w WCHAR 1w WCHAR M INT64_T M8 INT64_T m INT64_T m8 INT64_T bf16 BFLOAT16_T
 """
-typedict: Final[dict[str, Datatype]] = {
-    code: BY_NAME[name] for code, name in zip(_C_CODES.split()[::2], _C_CODES.split()[1::2], strict=True)
-}
-"""Typecodes of `array`, `struct` and numpy, and type strings, to datatypes."""
+_words = _C_CODES.split()
+typedict.update((code, BY_NAME[name]) for code, name in zip(_words[::2], _words[1::2], strict=True))
+VALUE_INDEX.update(((BY_NAME[name.removesuffix("_INT")], INT), BY_NAME[name]) for name in _PAIRS)
 
 BY_DTYPE: Final[dict[np.dtype[Any], Datatype]] = {
     np.dtype(char): typedict[char] for char in "?bhilqBHILQefdgFDG"
 } | {np.dtype("S1"): CHAR, np.dtype("U1"): typedict["U"], BF16: BFLOAT16_T}
 """Native numpy dtypes to datatypes, as mpi4py finds them from the buffer's format."""
-
-
-def fromcode(code: str) -> Datatype:
-    """Return the datatype of a typecode or type string ("d", "f8")."""
-    try:
-        return typedict[code]
-    except KeyError:
-        raise UnknownTypeError(
-            f"cannot map {code!r} to an MPI datatype; known codes: {' '.join(typedict)}"
-        ) from None
-
-
-_VALUE_INDEX: Final = {BY_NAME[name.removesuffix("_INT")]: BY_NAME[name] for name in _PAIRS}
-_SIZED: Final = {
-    (1, 4): "REAL4", (1, 8): "REAL8", (1, 16): "REAL16", (2, 1): "INTEGER1", (2, 2): "INTEGER2", (2, 4): "INTEGER4",
-    (2, 8): "INTEGER8", (3, 8): "COMPLEX8", (3, 16): "COMPLEX16", (3, 32): "COMPLEX32",
-    (4, 1): "LOGICAL1", (4, 2): "LOGICAL2", (4, 4): "LOGICAL4", (4, 8): "LOGICAL8",
-}  # fmt: skip
-
-
-def value_index(value: Datatype, index: Datatype) -> Datatype:
-    """Return the predefined pair type of a value type with an `INT`, or `DATATYPE_NULL`."""
-    return _VALUE_INDEX.get(value, DATATYPE_NULL) if index == INT else DATATYPE_NULL
-
-
-def match_size(typeclass: int, size: int) -> Datatype:
-    """Return the predefined type of a class (real, integer, complex, logical) and size in bytes."""
-    if (typeclass, size) not in _SIZED:
-        raise CallError(ERR_ARG, f"no type of class {typeclass} has {size} bytes")
-    return BY_NAME[_SIZED[typeclass, size]]
-
-
-def f90(name: str, **parameters: int) -> Datatype:
-    """Return the type that `Create_f90_real`, `…_complex` or `…_integer` selects by precision p and range r."""
-    p, r = parameters.get("p", 0), parameters["r"]
-    if name == "INTEGER":
-        size = next((n for n, digits in ((1, 2), (2, 4), (4, 9), (8, 18)) if r <= digits), 0)
-        found = BY_NAME.get(f"INTEGER{size}", DATATYPE_NULL)
-    else:
-        size = next(
-            (n for n, digits, ten in ((4, 6, 37), (8, 15, 307), (16, 18, 4931)) if p <= digits and r <= ten),
-            0,
-        )
-        found = BY_NAME.get(f"REAL{size}" if name == "REAL" else f"COMPLEX{2 * size}", DATATYPE_NULL)
-    if not found:
-        raise CallError(ERR_ARG, f"no {name.lower()} has {parameters}")
-    new = Datatype.of(found.layout, Recipe(f"F90_{name}", None, parameters))
-    new.dtype, new.code, new.family = found.dtype, found.code, found.family
-    new.committed = new.is_predefined = True
-    return new

@@ -1,187 +1,41 @@
 """The interface between policies and backends: what may be asked of a communicator, whatever backend implements it.
 
-Signatures only. Names and arguments are mpi4py's; five members are spawnsim's own (`clock`, `compute`, `rng`,
-`background`, `record`). `Capabilities` is what a communicator says of itself, `Recovery` what is left after ranks
-have died. Communicators carry more of mpi4py than is listed here.
+Signatures and what they promise. Names and arguments are mpi4py's; `services` has what is spawnsim's own, `operations`
+what the calls hand out. Communicators carry more of mpi4py than is listed here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, LOCK_EXCLUSIVE
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import Info
+from spawnsim.comm.operations import Message, Request, Windows
 from spawnsim.comm.ops import SUM, Op
+from spawnsim.comm.services import Capabilities as Capabilities
+from spawnsim.comm.services import Clock, Recorder, Task
+from spawnsim.comm.services import Recovery as Recovery
 from spawnsim.comm.status import Status
 from spawnsim.random import Streams
 
 
-@dataclass(frozen=True, kw_only=True)
-class Capabilities:
-    """What a communicator can do here.
-
-    Attributes:
-        backend: "virtual", "mpi" or "torch".
-        library: the library that carries it, with its version.
-        survives: whether the job goes on when a rank dies.
-        ulfm: whether Revoke, Shrink and Agree are the library's own.
-        progress: when a busy rank answers one-sided accesses: "poll", "async" or "hardware".
-        threads: the thread level, such as "multiple".
-        devices: where the memory of buffers may lie, in torch's words: "cpu", and "cuda" where GPU tensors are taken.
-        missing: launcher flags or settings that would give more, with what each would give.
-    """
-
-    backend: str
-    library: str
-    survives: bool
-    ulfm: bool
-    progress: str
-    threads: str
-    devices: tuple[str, ...] = ("cpu",)
-    missing: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """What `comm.recover()` returns on every survivor.
-
-    Attributes:
-        comm: the communicator of the survivors, in their old order.
-        ranks: old rank → new rank.
-        step: the smallest step that any survivor gave; None if none was given. Survivors of an interrupted step stand
-            at different steps, and go on together from this one.
-        dead: the old ranks that are gone.
-        joined: the new ranks of those that have begun again since they died, and have nothing yet: bring them what they
-            need (weights, the iteration). On these ranks themselves nobody but they have joined.
-    """
-
-    comm: Any
-    ranks: Mapping[int, int]
-    step: int | None
-    dead: tuple[int, ...]
-    joined: tuple[int, ...] = ()
-
-
-class Clock(Protocol):
-    """The rank's time in seconds: virtual on virtual ranks, a monotonic wall clock on real ones."""
-
-    def now(self) -> float:
-        """Return the seconds since the run began."""
-
-    def sleep(self, seconds: float) -> None:
-        """Let time pass without computing."""
-
-    def deadline(self, seconds: float) -> AbstractContextManager[Any]:
-        """Bound each blocking call inside to `seconds` (default outside: 30); it then raises `errors.Timeout`."""
-
-    def limit_s(self) -> float:
-        """Return how many seconds a blocking call may take here."""
-
-
-class Task(Protocol):
-    """Work beside the rank's main program."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether the work goes on."""
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Wait for the end, at most `timeout` seconds; return whether it came. Raises what the work raised."""
-
-
-class Recorder(Protocol):
-    """What a rank writes down: `comm.record`."""
-
-    def __call__(self, **values: Any) -> None:
-        """Add one row: floats, integers, booleans or short strings by name."""
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Add one event; its time in seconds and the rank are added."""
-
-
-@runtime_checkable
-class Request(Protocol):
-    """A call in progress. Dropping one loses nothing: the communicator keeps what it needs."""
-
-    def Wait(self, status: Status | None = None) -> Literal[True]:
-        """Wait for the end."""
-
-    def Test(self, status: Status | None = None) -> bool:
-        """Return whether it has ended."""
-
-    def wait(self, status: Status | None = None) -> Any:
-        """Wait for the end and return the object that was received."""
-
-    def test(self, status: Status | None = None) -> tuple[bool, Any | None]:
-        """Return whether it has ended, and the object that was received."""
-
-    def Cancel(self) -> None:
-        """Ask for the end without a result."""
-
-    def Free(self) -> None:
-        """Give up the handle."""
-
-
-class Win(Protocol):
-    """Memory that other ranks reach without this one's help."""
-
-    def tomemory(self) -> Any:
-        """Return the rank's own part as a buffer of bytes."""
-
-    def Lock(self, rank: int, lock_type: int = LOCK_EXCLUSIVE, assertion: int = 0) -> None:
-        """Begin to access one rank's part."""
-
-    def Unlock(self, rank: int) -> None:
-        """End the access; all calls to that rank are then complete."""
-
-    def Lock_all(self, assertion: int = 0) -> None:
-        """Begin to access all parts, shared."""
-
-    def Unlock_all(self) -> None:
-        """End the access to all parts."""
-
-    def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
-        """Read from a part; the data are there after a flush or unlock."""
-
-    def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
-        """Write to a part."""
-
-    def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> None:
-        """Combine with a part, element by element atomic."""
-
-    def Fetch_and_op(
-        self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
-    ) -> None:
-        """Combine one element and return what was there, atomically."""
-
-    def Compare_and_swap(
-        self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
-    ) -> None:
-        """Replace one element if it equals `compare`, and return what was there."""
-
-    def Flush(self, rank: int) -> None:
-        """Complete all calls to one rank."""
-
-    def Flush_all(self) -> None:
-        """Complete all calls."""
-
-    def Fence(self, assertion: int = 0) -> None:
-        """Separate epochs, collectively."""
-
-    def Sync(self) -> None:
-        """Make own and others' stores see each other."""
-
-    def Free(self) -> None:
-        """Give up the window, collectively."""
-
-
 @runtime_checkable
 class Comm(Protocol):
-    """A communicator: mpi4py's names for all that MPI has, and spawnsim's five members."""
+    """A communicator: mpi4py's names for all that MPI has, and spawnsim's five members.
+
+    Buffers are what mpi4py takes: a numpy array or torch tensor, `[array, count, datatype]`, bytes. Objects are
+    anything that pickle takes; each receiver gets a copy of its own. Tags are 0 to `TAG_UB`. Collectives must be called
+    by all ranks of the communicator, in the same order.
+
+    Raises (every call that communicates):
+        CallError: the call cannot be made as it stands, for example with a rank that is not there.
+        RankFailed: a rank that the call needs has died.
+        Revoked: the communicator was revoked, or the others have gone on without this rank.
+        Timeout: the call was not over within the deadline (`clock.deadline`); it names the ranks that are missing.
+    """
 
     @property
     def clock(self) -> Clock:
@@ -189,23 +43,60 @@ class Comm(Protocol):
 
     @property
     def rng(self) -> Streams:
-        """The rank's random streams."""
+        """The rank's random streams, keyed by seed, rank and purpose: `comm.rng("donors")`."""
 
     @property
     def record(self) -> Recorder:
-        """The rank's notebook."""
+        """What the rank writes down: `comm.record(loss=…)` adds a row."""
+
+    @property
+    def Win(self) -> Windows:
+        """What makes windows: `comm.Win.Allocate(nbytes, comm=comm)`."""
 
     def compute(self, seconds: float | None = None) -> AbstractContextManager[Any]:
-        """Mark a block as computing; virtual ranks' clocks advance by it, real ones measure it."""
+        """Mark a block as computing; virtual ranks' clocks advance by it, real ones measure it.
+
+        Args:
+            seconds: how long the block takes on a virtual rank, before stragglers slow it down; None: as the run's
+                compute model says.
+
+        Returns:
+            A context manager for the block.
+
+        Raises:
+            ParameterError: neither `seconds` nor the run says how long the block takes.
+        """
 
     def background(self, fn: Callable[[], Any]) -> Task:
-        """Start work beside the rank's main program: a thread on real ranks, a co-located one on virtual ranks."""
+        """Start work beside the rank's main program: a thread on real ranks, a co-located task on virtual ranks.
+
+        Args:
+            fn: what is called, without arguments.
+
+        Returns:
+            The work under way.
+        """
 
     def capabilities(self) -> Capabilities:
-        """Return what this communicator can do here, and which launcher flag is missing."""
+        """Tell what this communicator can do here, and which launcher flag is missing.
+
+        Returns:
+            Facts about the backend; the same on all ranks.
+        """
 
     def recover(self, step: int | None = None) -> Recovery:
-        """Return the communicator of the survivors of `RankFailed`, `Revoked` or `Timeout`; all of them must call."""
+        """Go on without the dead, after `RankFailed`, `Revoked` or `Timeout`; all survivors must call.
+
+        Args:
+            step: where this rank stands; the survivors agree on the smallest.
+
+        Returns:
+            The communicator of the survivors, who they are, and the step to go on from.
+
+        Raises:
+            Revoked: the others have gone on without this rank.
+            UnsupportedError: jobs of this backend end with the first death.
+        """
 
     @property
     def rank(self) -> int:
@@ -216,116 +107,438 @@ class Comm(Protocol):
         """The number of ranks."""
 
     def Get_rank(self) -> int:
-        """Return the caller's rank."""
+        """Tell the caller's rank.
+
+        Returns:
+            0 to size - 1.
+        """
 
     def Get_size(self) -> int:
-        """Return the number of ranks."""
+        """Count the ranks.
+
+        Returns:
+            At least 1.
+        """
 
     def Get_group(self) -> Group:
-        """Return the group of ranks."""
+        """Tell which processes the ranks are.
+
+        Returns:
+            The group, in the order of the ranks.
+        """
 
     def Split(self, color: int = 0, key: int = 0) -> Any:
-        """Return the communicator of those with the same colour, ordered by key."""
+        """Divide the communicator; collective.
+
+        Args:
+            color: ranks of one colour come together; UNDEFINED: this rank joins none.
+            key: the order of the ranks; ties go by the old rank.
+
+        Returns:
+            The communicator of this rank's colour, or COMM_NULL.
+        """
 
     def Dup(self, info: Info | None = None) -> Any:
-        """Return a communicator of the same ranks with its own messages."""
+        """Make a communicator of the same ranks with its own messages; collective.
+
+        Args:
+            info: hints.
+
+        Returns:
+            The new communicator.
+        """
 
     def Create_group(self, group: Group, tag: int = 0) -> Any:
-        """Return the communicator of a group; its members alone take part."""
+        """Make the communicator of a group; its members alone take part.
+
+        Args:
+            group: some of this communicator's processes.
+            tag: tells apart calls that are under way together.
+
+        Returns:
+            The new communicator.
+        """
 
     def Free(self) -> None:
         """Give up the communicator."""
 
     def Abort(self, errorcode: int = 0) -> Any:
-        """End the whole run."""
+        """End the whole run.
+
+        Args:
+            errorcode: its exit status.
+
+        Returns:
+            Nothing: it does not return.
+        """
+
+    # -- objects between two ranks ---------------------------------------------------------------------------
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Send an object."""
+        """Send an object.
+
+        Args:
+            obj: what to send.
+            dest: the receiver's rank, or PROC_NULL.
+            tag: what the receiver asks for.
+        """
 
     def recv(
         self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Any:
-        """Receive an object."""
+        """Receive an object.
+
+        Args:
+            buf: accepted as mpi4py accepts it; not needed.
+            source: the sender's rank, or ANY_SOURCE.
+            tag: the message's tag, or ANY_TAG.
+            status: is filled with source, tag and size.
+
+        Returns:
+            The object.
+        """
 
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """Send an object without waiting."""
+        """Send an object without waiting.
+
+        Args:
+            obj: what to send.
+            dest: the receiver's rank, or PROC_NULL.
+            tag: what the receiver asks for.
+
+        Returns:
+            A request.
+        """
 
     def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
-        """Receive an object without waiting."""
+        """Receive an object without waiting.
 
-    def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
-        """Return whether a message is there."""
+        Args:
+            buf: accepted as mpi4py accepts it; not needed.
+            source: the sender's rank, or ANY_SOURCE.
+            tag: the message's tag, or ANY_TAG.
+
+        Returns:
+            A request; its `wait` returns the object.
+        """
+
+    # -- buffers between two ranks ---------------------------------------------------------------------------
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a buffer."""
+        """Send a buffer.
+
+        Args:
+            buf: the data to send.
+            dest: the receiver's rank, or PROC_NULL.
+            tag: what the receiver asks for.
+        """
 
     def Recv(
         self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> None:
-        """Receive a buffer."""
+        """Receive a buffer.
+
+        Args:
+            buf: room for the message, at least as long.
+            source: the sender's rank, or ANY_SOURCE.
+            tag: the message's tag, or ANY_TAG.
+            status: is filled with source, tag and size.
+
+        Raises:
+            Truncated: the message is longer than the buffer.
+        """
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """Send a buffer without waiting."""
+        """Send a buffer without waiting.
+
+        Args:
+            buf: the data to send. Leave it alone until the request is over.
+            dest: the receiver's rank, or PROC_NULL.
+            tag: what the receiver asks for.
+
+        Returns:
+            A request that is over when the buffer may be used again.
+        """
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
-        """Receive a buffer without waiting."""
+        """Receive a buffer without waiting.
+
+        Args:
+            buf: room for the message; leave it alone until the request is over.
+            source: the sender's rank, or ANY_SOURCE.
+            tag: the message's tag, or ANY_TAG.
+
+        Returns:
+            A request that is over when the message is in the buffer.
+        """
+
+    # -- looking before receiving ----------------------------------------------------------------------------
+
+    def Probe(
+        self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> Literal[True]:
+        """Wait until a message is there.
+
+        Args:
+            source: the sender's rank, or ANY_SOURCE.
+            tag: the message's tag, or ANY_TAG.
+            status: is filled with source, tag and size.
+
+        Returns:
+            True.
+        """
 
     def Iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
-        """Return whether a message is there."""
+        """Look whether a message is there.
+
+        Args:
+            source: the sender's rank, or ANY_SOURCE.
+            tag: the message's tag, or ANY_TAG.
+            status: is filled with source, tag and size.
+
+        Returns:
+            Whether one is.
+        """
+
+    def Mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message:
+        """Wait for a message, and take it out of the queue.
+
+        Args:
+            source: the sender's rank, or ANY_SOURCE.
+            tag: the message's tag, or ANY_TAG.
+            status: is filled with source, tag and size.
+
+        Returns:
+            The message, which this object alone can receive: no other task of the rank gets it first.
+        """
+
+    def Improbe(
+        self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> Message | None:
+        """Take a message out of the queue if one is there.
+
+        Args:
+            source: the sender's rank, or ANY_SOURCE.
+            tag: the message's tag, or ANY_TAG.
+            status: is filled with source, tag and size.
+
+        Returns:
+            The message, or None.
+        """
+
+    def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
+        """Do the same as `Iprobe`.
+
+        Args:
+            source: the sender's rank, or ANY_SOURCE.
+            tag: the message's tag, or ANY_TAG.
+            status: is filled with source, tag and size.
+
+        Returns:
+            Whether a message is there.
+        """
+
+    # -- collectives of buffers ------------------------------------------------------------------------------
 
     def Barrier(self) -> None:
         """Wait for all."""
 
+    def Ibarrier(self) -> Request:
+        """Wait for all, later.
+
+        Returns:
+            A request that is over when all ranks have called.
+        """
+
     def Bcast(self, buf: Any, root: int = 0) -> None:
-        """Give the root's buffer to all."""
+        """Give the root's buffer to all.
+
+        Args:
+            buf: what the root sends and the others receive.
+            root: the rank that sends.
+        """
 
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Collect all buffers at the root."""
+        """Collect all buffers at the root.
+
+        Args:
+            sendbuf: this rank's block.
+            recvbuf: room for the blocks of all ranks, in rank order; needed at the root alone.
+            root: the rank that receives.
+        """
+
+    def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
+        """Collect buffers of unequal length at the root.
+
+        Args:
+            sendbuf: this rank's block.
+            recvbuf: room for the blocks of all ranks, in rank order: `[array, counts]`; needed at the root.
+            root: the rank that receives.
+        """
 
     def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Give each rank its block of the root's buffer."""
+        """Give each rank its block of the root's buffer.
+
+        Args:
+            sendbuf: the blocks of all ranks, in rank order; needed at the root alone.
+            recvbuf: room for this rank's block.
+            root: the rank that sends.
+        """
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Collect all buffers at all ranks."""
+        """Collect all buffers at all ranks.
+
+        Args:
+            sendbuf: this rank's block.
+            recvbuf: room for the blocks of all ranks, in rank order.
+        """
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Collect buffers of unequal length at all ranks."""
+        """Collect buffers of unequal length at all ranks.
+
+        Args:
+            sendbuf: this rank's block.
+            recvbuf: room for the blocks of all ranks, in rank order: `[array, counts]`.
+        """
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Give every rank its block of every buffer."""
+        """Give every rank its block of every buffer.
+
+        Args:
+            sendbuf: a block for each rank.
+            recvbuf: room for a block from each rank.
+        """
 
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> None:
-        """Combine all buffers at the root."""
+        """Combine all buffers at the root.
+
+        Args:
+            sendbuf: this rank's contribution, or IN_PLACE.
+            recvbuf: room for the result, of the same count and type; needed at the root alone.
+            op: how two contributions are combined, element by element.
+            root: the rank that receives.
+        """
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
-        """Combine all buffers at all ranks."""
+        """Combine all buffers at all ranks; all get the same bits.
+
+        Args:
+            sendbuf: this rank's contribution, or IN_PLACE.
+            recvbuf: room for the result, of the same count and type.
+            op: how two contributions are combined, element by element.
+        """
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
-        """Combine all buffers at all ranks without waiting."""
+        """Combine all buffers at all ranks without waiting.
 
-    def Ibarrier(self) -> Request:
-        """Wait for all, later."""
+        Args:
+            sendbuf: this rank's contribution, or IN_PLACE.
+            recvbuf: room for the result, of the same count and type.
+            op: how two contributions are combined, element by element.
+
+        Returns:
+            A request that is over when the result is there.
+        """
+
+    # -- collectives of objects ------------------------------------------------------------------------------
 
     def barrier(self) -> None:
         """Wait for all."""
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
-        """Give the root's object to all."""
+        """Give the root's object to all.
+
+        Args:
+            obj: the object; needed at the root alone.
+            root: the rank that sends.
+
+        Returns:
+            A copy of it.
+        """
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
-        """Collect all objects at the root."""
+        """Collect all objects at the root.
+
+        Args:
+            sendobj: this rank's object.
+            root: the rank that receives.
+
+        Returns:
+            All objects in rank order at the root, None elsewhere.
+        """
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
-        """Give each rank its object of the root's list."""
+        """Give each rank its object of the root's list.
+
+        Args:
+            sendobj: an object for each rank; needed at the root alone.
+            root: the rank that sends.
+
+        Returns:
+            This rank's object.
+        """
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """Collect all objects at all ranks."""
+        """Collect all objects at all ranks.
+
+        Args:
+            sendobj: this rank's object.
+
+        Returns:
+            All objects in rank order.
+        """
 
     def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
-        """Give every rank its object of every list."""
+        """Give every rank its object of every list.
+
+        Args:
+            sendobj: an object for each rank.
+
+        Returns:
+            The objects for this rank, in rank order.
+        """
 
     def reduce(self, sendobj: Any, op: Op | Callable[[Any, Any], Any] = SUM, root: int = 0) -> Any | None:
-        """Combine all objects at the root."""
+        """Combine all objects at the root.
+
+        Args:
+            sendobj: this rank's object.
+            op: how two objects are combined; any function of two.
+            root: the rank that receives.
+
+        Returns:
+            The result at the root, None elsewhere.
+        """
 
     def allreduce(self, sendobj: Any, op: Op | Callable[[Any, Any], Any] = SUM) -> Any:
-        """Combine all objects at all ranks."""
+        """Combine all objects at all ranks.
+
+        Args:
+            sendobj: this rank's object.
+            op: how two objects are combined; any function of two.
+
+        Returns:
+            The result.
+        """
+
+
+class FaultTolerantComm(Comm, Protocol):
+    """A communicator of a job that goes on when ranks die: `capabilities().survives`. The names are those of ULFM."""
+
+    def Get_failed(self) -> Group:
+        """Return the group of the members known to have died."""
+
+    def Ack_failed(self, num_to_ack: int | None = None) -> int:
+        """Acknowledge the first of these: receives from ANY_SOURCE go on without them. Return how many are."""
+
+    def Revoke(self) -> None:
+        """Make every call of every member on this communicator end in `Revoked`."""
+
+    def Is_revoked(self) -> bool:
+        """Return whether the communicator was revoked."""
+
+    def Agree(self, flag: int) -> int:
+        """Return the bitwise and of all survivors' flags."""
+
+    def Shrink(self) -> Any:
+        """Return the communicator of the survivors."""

@@ -29,8 +29,9 @@ from spawnsim.virtual.faults import FaultPlan
 from spawnsim.virtual.faults.crashes import Crashes
 from spawnsim.virtual.faults.injection import FaultyLinks
 from spawnsim.virtual.mpi.comm import ProgramAbort
-from spawnsim.virtual.mpi.communicators import Intracomm, enter, held
+from spawnsim.virtual.mpi.communicators import Intracomm, held
 from spawnsim.virtual.mpi.context import Context
+from spawnsim.virtual.mpi.module import MPI  # and all classes that communicators make
 from spawnsim.virtual.platform import Platform, load_platform
 from spawnsim.virtual.reproducibility import TorchStates, generators_per_rank, leaks_noticed
 from spawnsim.virtual.services import RankServices
@@ -125,14 +126,14 @@ class Cluster:
 
     def comm_world(self, rank: int) -> Intracomm:
         """Return COMM_WORLD as one rank holds it."""
-        comm = enter(self._whole, rank, WORLD)
+        comm: Intracomm = MPI.Intracomm.enter(self._whole, rank, WORLD)
         comm._own = self._services[rank]
         self.world.ranks[rank].attachments["COMM_WORLD"] = comm
         return comm
 
     def comm_self(self, rank: int) -> Intracomm:
         """Return COMM_SELF of one rank."""
-        comm = enter(Context(self.world, ((rank,),)), rank, SELF)
+        comm: Intracomm = MPI.Intracomm.enter(Context(self.world, ((rank,),)), rank, SELF)
         comm._own = self._services[rank]
         self.world.ranks[rank].attachments["COMM_SELF"] = comm
         return comm

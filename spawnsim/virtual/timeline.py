@@ -36,7 +36,7 @@ from spawnsim.virtual.faults.events import Pause
 from spawnsim.virtual.interpreter import Patches, Put
 from spawnsim.virtual.mpi import context as transport
 from spawnsim.virtual.mpi.communicators import CurrentComm
-from spawnsim.virtual.mpi.context import Member, Transport, total
+from spawnsim.virtual.mpi.context import Member, total
 from spawnsim.virtual.mpi.instance import Call as Collective
 from spawnsim.virtual.mpi.instance import CollectiveInstance
 from spawnsim.virtual.mpi.module import CLASSES
@@ -255,7 +255,7 @@ def _comm(subject: Any) -> str:
         return subject._label if subject._identity is not None else ""
     if isinstance(subject, Request):
         waiting = getattr(subject, "_waiting", None)
-        return str(getattr(getattr(waiting, "meeting", waiting), "comm", ""))
+        return str(getattr(getattr(waiting, "instance", waiting), "comm", ""))
     return ""
 
 
@@ -304,7 +304,7 @@ def _sent(timeline: Timeline, task: Task, given: tuple[World, Any, Message]) -> 
         timeline.sent(call, given[1], given[2], task)
 
 
-def _received(timeline: Timeline, task: Task, given: tuple[Transport, Message]) -> None:
+def _received(timeline: Timeline, task: Task, given: tuple[Member, Message]) -> None:
     call = timeline.call_of(task, given[0]._rank.id)
     if call is not None:
         timeline.received(call, given[1], task.rank, task.clock)
@@ -322,10 +322,10 @@ def _joined(timeline: Timeline, task: Task, given: tuple[Member, Collective]) ->
 
 
 def _left(timeline: Timeline, task: Task, given: tuple[CollectiveInstance, int]) -> None:
-    meeting, me = given
-    call = timeline.call_of(task, meeting.members[me])
-    if call is not None and meeting.context is not None:
-        call.facts |= {"context": meeting.context.number, "collective": meeting.number}
+    instance, me = given
+    call = timeline.call_of(task, instance.members[me])
+    if call is not None and instance.context is not None:
+        call.facts |= {"context": instance.context.number, "collective": instance.number}
 
 
 def _asked(timeline: Timeline, task: Task, given: tuple[WindowState, Rank, int, Access]) -> None:
@@ -343,8 +343,8 @@ def _note_moves(put: Put) -> None:
         put(owner, name, _followed(called, getattr(owner, name)))
     # The six functions in which something moves. `send` is replaced where `Transport` looks it up.
     put(transport, "send", _noted(wire.send, _sent))
-    put(Transport, "_accept", _noted(Transport._accept, _received, after=True))
-    put(Transport, "_taken", _noted(Transport._taken, _received))
+    put(Member, "_accept", _noted(Member._accept, _received, after=True))
+    put(Member, "_taken", _noted(Member._taken, _received))
     put(Member, "_join", _noted(Member._join, _joined))
     put(CollectiveInstance, "outcome", _noted(CollectiveInstance.outcome, _left))
     put(WindowState, "request", _noted(WindowState.request, _asked))

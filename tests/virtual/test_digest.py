@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import spawnsim
-from spawnsim.comm.datatypes import BF16
+from spawnsim.comm.layouts import BF16
 from spawnsim.comm.ops import NO_OP
 from spawnsim.comm.predefined import BYTE, DOUBLE
 from spawnsim.record import Recorder

@@ -15,8 +15,8 @@ import torch
 
 from spawnsim.comm.buffers import Buffer, as_buffer
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL
-from spawnsim.comm.datatypes import BF16
 from spawnsim.comm.failures import ERR_RANK, ERR_TAG, CallError, SpecTypeError, Truncated
+from spawnsim.comm.layouts import BF16
 from spawnsim.comm.memory import as_bytes
 from spawnsim.errors import Timeout
 from spawnsim.real.runtime.requests import RealRequest

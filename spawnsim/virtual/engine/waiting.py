@@ -166,6 +166,8 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
     kernel = world.kernel
     task = kernel.current
     rank, due_s = world.ranks[task.rank], task.clock + task.deadline_s
+    # Where the end is known, the clock may simply move there, unless what happens until then matters: accesses to
+    # memory that this rank exposes, or (in a plan with deaths) a revocation. Only then is the wait made in steps.
     revocable = world.plan is not None and world.plan.mortal and isinstance(waiting, Waiting)
     while completion.finish_s is None or (
         rank.observers

@@ -1,33 +1,96 @@
 """Collectives under mpi4py's names: blocking, non-blocking and persistent ones of buffers, and those of objects.
 
-What each means is told in `semantics`; here they are only run, and no clock is known. Of pickled objects (lower case)
-each rank gets copies of its own: one object is never two ranks'.
+What each collective of buffers does is decided in `semantics`; here it is only run, in three forms. Of pickled objects
+(lower case) each rank gets copies of its own: no object is shared by two ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 import numpy as np
 
 from spawnsim.comm import ops
 from spawnsim.comm.buffers import as_buffer
-from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
+from spawnsim.comm.calls import nonblocking, persistent
 from spawnsim.comm.failures import ERR_COUNT, ArgumentError, Truncated
-from spawnsim.comm.handles import INFO_NULL, Info, each_integer, integer
+from spawnsim.comm.handles import INFO_NULL, each_integer, integer
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.virtual.mpi import semantics
 from spawnsim.virtual.mpi.context import Member
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
 from spawnsim.virtual.mpi.payload import dumps, loads
-from spawnsim.virtual.mpi.point_to_point import BufferedSends, Buffers
 from spawnsim.virtual.mpi.requests import Prequest, Request
 from spawnsim.virtual.mpi.semantics import CollectiveCall
 
 
-class CollectiveBase(Member):
-    """What the blocking, non-blocking and persistent calls share."""
+def agreed_op(op: Op) -> tuple[tuple[str, str], ...]:
+    """Return what all ranks of a reduction must have in common."""
+    return (("op", getattr(op, "name", "") or "user-defined"),)
+
+
+def folded(op: Op) -> Callable[[bytes, bytes], bytes]:
+    """Return `combine` for pickles."""
+    return lambda a, b: dumps(op(loads(a), loads(b)))
+
+
+class _Collective:
+    """A description of a collective, which gives its class the three calls of that name; see `collective`."""
+
+    def __init__(self, describe: Callable[..., CollectiveCall]) -> None:
+        self._describe = describe
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        describe, started, given = self._describe, nonblocking(name), signature(self._describe)
+        info = Parameter("info", Parameter.POSITIONAL_OR_KEYWORD, default=INFO_NULL)
+        with_info = Signature([*given.parameters.values(), info])
+
+        def run(self: Any, *args: Any, **kwargs: Any) -> None:
+            self._run(describe(self, *args, **kwargs))
+
+        def start(self: Any, *args: Any, **kwargs: Any) -> Request:
+            return self._start(describe(self, *args, **kwargs))  # type: ignore[no-any-return]
+
+        def prepare(self: Any, *args: Any, **kwargs: Any) -> Prequest:
+            # A persistent call binds its arguments once (MPI 4.1, 6.13), and begins afresh at each Start.
+            bound = with_info.bind(self, *args, **kwargs)
+            bound.arguments.pop("info", None)
+            if "root" in bound.arguments:  # what is no number is refused now, and not at the first Start
+                bound.arguments["root"] = integer(bound.arguments["root"])
+            return Prequest.prepare(lambda: getattr(self, started)(*bound.args[1:], **bound.kwargs))
+
+        _add(owner, name, run, (given, describe.__doc__))
+        _add(owner, started, start, (given, f"Start {name}."))
+        _add(owner, persistent(name), prepare, (with_info, f"Prepare {name}."))
+
+
+def _add(owner: type, name: str, call: Any, told: tuple[Signature, str | None]) -> None:
+    """Give a class a call; `told` is its signature and its docstring."""
+    call.__name__, call.__qualname__ = name, f"{owner.__name__}.{name}"
+    call.__signature__, call.__doc__ = told
+    setattr(owner, name, call)
+
+
+def collective(describe: Callable[..., CollectiveCall]) -> Any:
+    """Make three calls of one description: of `Bcast` also `Ibcast` and `Bcast_init`.
+
+    MPI defines the non-blocking and the persistent form by the blocking one (MPI 4.1, 6.12 and 6.13): the same
+    arguments, the same matching among the ranks, the same result, and a request that says when. So they are not
+    written down again. Use it as a decorator in the class that is to have the calls.
+
+    Args:
+        describe: takes the arguments of the blocking call, and returns what is to be done.
+
+    Returns:
+        What the class replaces by the blocking call when it is made.
+    """
+    return _Collective(describe)
+
+
+class Collectives(Member):
+    """Collectives of buffers and of objects."""
 
     __slots__ = ()
 
@@ -58,332 +121,100 @@ class CollectiveBase(Member):
             text = f"{error.message}; it is from {plan.call.describe()} on {self._label}"
             raise Truncated(message=text) from None
 
-
-class Collectives(CollectiveBase):
-    """Blocking collectives of buffers, with mpi4py's names."""
-
-    __slots__ = ()
-
-    def Barrier(self) -> None:
-        """Wait until all ranks have arrived."""
-        self._run(semantics.barrier())
-
-    def Bcast(self, buf: Any, root: int = 0) -> None:
-        """Send the root's buffer to all ranks."""
-        self._run(semantics.bcast(buf, self._root(root), self._me))
-
-    def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Collect equal blocks at the root."""
-        self._run(semantics.gather(sendbuf, recvbuf, self._root(root), self._place))
-
-    def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Collect unequal blocks at the root."""
-        self._run(semantics.gather(sendbuf, recvbuf, self._root(root), self._place, vector=True))
-
-    def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Hand out equal blocks of the root's buffer."""
-        self._run(semantics.scatter(sendbuf, recvbuf, self._root(root), self._place))
-
-    def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Hand out unequal blocks of the root's buffer."""
-        self._run(semantics.scatter(sendbuf, recvbuf, self._root(root), self._place, vector=True))
-
-    def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Collect equal blocks at all ranks."""
-        self._run(semantics.allgather(sendbuf, recvbuf, self._place, lend=True))
-
-    def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Collect unequal blocks at all ranks."""
-        self._run(semantics.allgather(sendbuf, recvbuf, self._place, vector=True))
-
-    def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Exchange equal blocks between all pairs of ranks."""
-        self._run(semantics.alltoall(sendbuf, recvbuf, self._place))
-
-    def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Exchange unequal blocks between all pairs of ranks."""
-        self._run(semantics.alltoall(sendbuf, recvbuf, self._place, vector=True))
-
-    def Alltoallw(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Exchange blocks of different types between all pairs of ranks."""
-        self._run(semantics.alltoall(sendbuf, recvbuf, self._place, vector=True, types=True))
-
-    def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> None:
-        """Combine all ranks' buffers at the root."""
-        self._run(semantics.reduce(sendbuf, recvbuf, op, root=self._root(root), me=self._me))
-
-    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
-        """Combine all ranks' buffers at all ranks."""
-        self._run(semantics.allreduce(sendbuf, recvbuf, op, lend=True))
-
-    def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
-        """Combine all ranks' buffers and hand out equal blocks."""
-        self._run(semantics.reduce_scatter(sendbuf, recvbuf, None, op, place=self._place, lend=True))
-
-    def Reduce_scatter(
-        self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM
-    ) -> None:
-        """Combine all ranks' buffers and hand out blocks of `recvcounts` elements."""
-        counts = self._counts(recvbuf, recvcounts)
-        self._run(semantics.reduce_scatter(sendbuf, recvbuf, counts, op, place=self._place, lend=True))
-
-
-class IntraCollectives(CollectiveBase):
-    """Blocking collectives that only intracommunicators have."""
-
-    __slots__ = ()
-
-    def Scan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
-        """Combine the buffers of ranks 0 to this one."""
-        self._run(semantics.scan(sendbuf, recvbuf, op, inclusive=True))
-
-    def Exscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
-        """Combine the buffers of the ranks before this one."""
-        self._run(semantics.scan(sendbuf, recvbuf, op, inclusive=False))
-
-
-class Starts(CollectiveBase):
-    """Starting a plan without waiting."""
-
-    __slots__ = ()
-
     def _start(self, plan: CollectiveCall) -> Request:
-        completion, waiting = self._join(plan.call)
+        call = plan.call
+        if (
+            call.lent
+        ):  # the program goes on: it may write to its buffer once the result is there, before others come
+            call.part, call.lent = call.part.copy(), False
+        completion, waiting = self._join(call)
 
         def deliver(_: Any) -> None:
-            self._take(plan, waiting.meeting.outcome(waiting.me))
+            self._take(plan, waiting.instance.outcome(waiting.me))
 
         return Request.start(self._world, completion, waiting, deliver)
 
+    # -- of buffers --------------------------------------------------------------------------------------------
 
-class NonblockingCollectives(Starts):
-    """Non-blocking collectives of buffers, with mpi4py's names. A receiving buffer is filled when it is waited for."""
+    @collective
+    def Barrier(self) -> CollectiveCall:
+        """Wait until all ranks have arrived."""
+        return semantics.barrier()
 
-    __slots__ = ()
+    @collective
+    def Bcast(self, buf: Any, root: int = 0) -> CollectiveCall:
+        """Send the root's buffer to all ranks."""
+        return semantics.bcast(buf, self._root(root), self._me)
 
-    def Ibarrier(self) -> Request:
-        """Start Barrier."""
-        return self._start(semantics.barrier())
+    @collective
+    def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> CollectiveCall:
+        """Collect equal blocks at the root."""
+        return semantics.gather(sendbuf, recvbuf, self._root(root), self._place)
 
-    def Ibcast(self, buf: Any, root: int = 0) -> Request:
-        """Start Bcast."""
-        return self._start(semantics.bcast(buf, self._root(root), self._me))
+    @collective
+    def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> CollectiveCall:
+        """Collect unequal blocks at the root."""
+        return semantics.gather(sendbuf, recvbuf, self._root(root), self._place, vector=True)
 
-    def Igather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
-        """Start Gather."""
-        return self._start(semantics.gather(sendbuf, recvbuf, self._root(root), self._place))
+    @collective
+    def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> CollectiveCall:
+        """Hand out equal blocks of the root's buffer."""
+        return semantics.scatter(sendbuf, recvbuf, self._root(root), self._place)
 
-    def Igatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
-        """Start Gatherv."""
-        return self._start(semantics.gather(sendbuf, recvbuf, self._root(root), self._place, vector=True))
+    @collective
+    def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> CollectiveCall:
+        """Hand out unequal blocks of the root's buffer."""
+        return semantics.scatter(sendbuf, recvbuf, self._root(root), self._place, vector=True)
 
-    def Iscatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
-        """Start Scatter."""
-        return self._start(semantics.scatter(sendbuf, recvbuf, self._root(root), self._place))
+    @collective
+    def Allgather(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+        """Collect equal blocks at all ranks."""
+        return semantics.allgather(sendbuf, recvbuf, self._place)
 
-    def Iscatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
-        """Start Scatterv."""
-        return self._start(semantics.scatter(sendbuf, recvbuf, self._root(root), self._place, vector=True))
+    @collective
+    def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+        """Collect unequal blocks at all ranks."""
+        return semantics.allgather(sendbuf, recvbuf, self._place, vector=True)
 
-    def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """Start Allgather."""
-        return self._start(semantics.allgather(sendbuf, recvbuf, self._place))
+    @collective
+    def Alltoall(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+        """Exchange equal blocks between all pairs of ranks."""
+        return semantics.alltoall(sendbuf, recvbuf, self._place)
 
-    def Iallgatherv(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """Start Allgatherv."""
-        return self._start(semantics.allgather(sendbuf, recvbuf, self._place, vector=True))
+    @collective
+    def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+        """Exchange unequal blocks between all pairs of ranks."""
+        return semantics.alltoall(sendbuf, recvbuf, self._place, vector=True)
 
-    def Ialltoall(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """Start Alltoall."""
-        return self._start(semantics.alltoall(sendbuf, recvbuf, self._place))
+    @collective
+    def Alltoallw(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+        """Exchange blocks of different types between all pairs of ranks."""
+        return semantics.alltoall(sendbuf, recvbuf, self._place, vector=True, types=True)
 
-    def Ialltoallv(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """Start Alltoallv."""
-        return self._start(semantics.alltoall(sendbuf, recvbuf, self._place, vector=True))
+    @collective
+    def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> CollectiveCall:
+        """Combine all ranks' buffers at the root."""
+        return semantics.reduce(sendbuf, recvbuf, op, root=self._root(root), me=self._me)
 
-    def Ialltoallw(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """Start Alltoallw."""
-        return self._start(semantics.alltoall(sendbuf, recvbuf, self._place, vector=True, types=True))
+    @collective
+    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> CollectiveCall:
+        """Combine all ranks' buffers at all ranks."""
+        return semantics.allreduce(sendbuf, recvbuf, op)
 
-    def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Request:
-        """Start Reduce."""
-        return self._start(semantics.reduce(sendbuf, recvbuf, op, root=self._root(root), me=self._me))
+    @collective
+    def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> CollectiveCall:
+        """Combine all ranks' buffers and hand out equal blocks."""
+        return semantics.reduce_scatter(sendbuf, recvbuf, None, op, place=self._place)
 
-    def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
-        """Start Allreduce."""
-        return self._start(semantics.allreduce(sendbuf, recvbuf, op))
-
-    def Ireduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
-        """Start Reduce_scatter_block."""
-        return self._start(semantics.reduce_scatter(sendbuf, recvbuf, None, op, place=self._place))
-
-    def Ireduce_scatter(
+    @collective
+    def Reduce_scatter(
         self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM
-    ) -> Request:
-        """Start Reduce_scatter."""
-        return self._start(
-            semantics.reduce_scatter(
-                sendbuf, recvbuf, self._counts(recvbuf, recvcounts), op, place=self._place
-            )
-        )
+    ) -> CollectiveCall:
+        """Combine all ranks' buffers and hand out blocks of `recvcounts` elements."""
+        counts = self._counts(recvbuf, recvcounts)
+        return semantics.reduce_scatter(sendbuf, recvbuf, counts, op, place=self._place)
 
-
-class NonblockingIntraCollectives(Starts):
-    """Non-blocking collectives that only intracommunicators have."""
-
-    __slots__ = ()
-
-    def Iscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
-        """Start Scan."""
-        return self._start(semantics.scan(sendbuf, recvbuf, op, inclusive=True))
-
-    def Iexscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
-        """Start Exscan."""
-        return self._start(semantics.scan(sendbuf, recvbuf, op, inclusive=False))
-
-
-class PersistentMessages(BufferedSends, Buffers):
-    """Persistent point-to-point requests."""
-
-    __slots__ = ()
-
-    def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        """Prepare Isend."""
-        dest, tag = integer(dest), integer(tag)
-        return Prequest.prepare(lambda: self.Isend(buf, dest, tag))
-
-    def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        """Prepare Ibsend."""
-        dest, tag = integer(dest), integer(tag)
-        return Prequest.prepare(lambda: self.Ibsend(buf, dest, tag))
-
-    def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        """Prepare Issend."""
-        dest, tag = integer(dest), integer(tag)
-        return Prequest.prepare(lambda: self.Issend(buf, dest, tag))
-
-    def Rsend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        """Prepare Irsend."""
-        dest, tag = integer(dest), integer(tag)
-        return Prequest.prepare(lambda: self.Irsend(buf, dest, tag))
-
-    def Recv_init(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prequest:
-        """Prepare Irecv."""
-        source, tag = integer(source), integer(tag)
-        return Prequest.prepare(lambda: self.Irecv(buf, source, tag))
-
-
-class PersistentCollectives(NonblockingCollectives):
-    """Persistent collectives."""
-
-    __slots__ = ()
-
-    def Barrier_init(self, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Barrier."""
-        return Prequest.prepare(lambda: self.Ibarrier())
-
-    def Bcast_init(self, buf: Any, root: int = 0, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Bcast."""
-        root = integer(root)
-        return Prequest.prepare(lambda: self.Ibcast(buf, root))
-
-    def Gather_init(self, sendbuf: Any, recvbuf: Any, root: int = 0, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Gather."""
-        root = integer(root)
-        return Prequest.prepare(lambda: self.Igather(sendbuf, recvbuf, root))
-
-    def Gatherv_init(self, sendbuf: Any, recvbuf: Any, root: int = 0, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Gatherv."""
-        root = integer(root)
-        return Prequest.prepare(lambda: self.Igatherv(sendbuf, recvbuf, root))
-
-    def Scatter_init(self, sendbuf: Any, recvbuf: Any, root: int = 0, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Scatter."""
-        root = integer(root)
-        return Prequest.prepare(lambda: self.Iscatter(sendbuf, recvbuf, root))
-
-    def Scatterv_init(self, sendbuf: Any, recvbuf: Any, root: int = 0, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Scatterv."""
-        root = integer(root)
-        return Prequest.prepare(lambda: self.Iscatterv(sendbuf, recvbuf, root))
-
-    def Allgather_init(self, sendbuf: Any, recvbuf: Any, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Allgather."""
-        return Prequest.prepare(lambda: self.Iallgather(sendbuf, recvbuf))
-
-    def Allgatherv_init(self, sendbuf: Any, recvbuf: Any, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Allgatherv."""
-        return Prequest.prepare(lambda: self.Iallgatherv(sendbuf, recvbuf))
-
-    def Alltoall_init(self, sendbuf: Any, recvbuf: Any, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Alltoall."""
-        return Prequest.prepare(lambda: self.Ialltoall(sendbuf, recvbuf))
-
-    def Alltoallv_init(self, sendbuf: Any, recvbuf: Any, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Alltoallv."""
-        return Prequest.prepare(lambda: self.Ialltoallv(sendbuf, recvbuf))
-
-    def Alltoallw_init(self, sendbuf: Any, recvbuf: Any, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Alltoallw."""
-        return Prequest.prepare(lambda: self.Ialltoallw(sendbuf, recvbuf))
-
-    def Reduce_init(
-        self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0, info: Info = INFO_NULL
-    ) -> Prequest:
-        """Prepare Reduce."""
-        root = integer(root)
-        return Prequest.prepare(lambda: self.Ireduce(sendbuf, recvbuf, op, root))
-
-    def Allreduce_init(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Allreduce."""
-        return Prequest.prepare(lambda: self.Iallreduce(sendbuf, recvbuf, op))
-
-    def Reduce_scatter_block_init(
-        self, sendbuf: Any, recvbuf: Any, op: Op = SUM, info: Info = INFO_NULL
-    ) -> Prequest:
-        """Prepare Reduce_scatter_block."""
-        return Prequest.prepare(lambda: self.Ireduce_scatter_block(sendbuf, recvbuf, op))
-
-    def Reduce_scatter_init(
-        self,
-        sendbuf: Any,
-        recvbuf: Any,
-        recvcounts: Sequence[int] | None = None,
-        op: Op = SUM,
-        info: Info = INFO_NULL,
-    ) -> Prequest:
-        """Prepare Reduce_scatter."""
-        return Prequest.prepare(lambda: self.Ireduce_scatter(sendbuf, recvbuf, recvcounts, op))
-
-
-class PersistentIntraCollectives(NonblockingIntraCollectives):
-    """Persistent collectives that only intracommunicators have."""
-
-    __slots__ = ()
-
-    def Scan_init(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Scan."""
-        return Prequest.prepare(lambda: self.Iscan(sendbuf, recvbuf, op))
-
-    def Exscan_init(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Exscan."""
-        return Prequest.prepare(lambda: self.Iexscan(sendbuf, recvbuf, op))
-
-
-def _agreed(op: Op) -> tuple[tuple[str, str], ...]:
-    """Return what all ranks of a reduction must have in common."""
-    return (("op", getattr(op, "name", "") or "user-defined"),)
-
-
-def _folded(op: Op) -> Callable[[bytes, bytes], bytes]:
-    """Return `combine` for pickles."""
-    return lambda a, b: dumps(op(loads(a), loads(b)))
-
-
-class ObjectCollectives(CollectiveBase):
-    """Collectives of objects, with mpi4py's names."""
-
-    __slots__ = ()
+    # -- of objects --------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
         """Wait until all ranks have arrived."""
@@ -435,11 +266,11 @@ class ObjectCollectives(CollectiveBase):
         """Return the combination of all ranks' objects at the root, None elsewhere."""
         part, root = dumps(sendobj), self._root(root)
 
-        def outcome(meeting: CollectiveInstance, rank: int) -> Any:
-            return ops.reduce_binomial(meeting.parts(rank), _folded(op)) if rank == root else None
+        def outcome(instance: CollectiveInstance, rank: int) -> Any:
+            return ops.reduce_binomial(instance.parts(rank), folded(op)) if rank == root else None
 
         combined = self._meet(
-            Call("reduce", "reduce", part, len(part), root, agree=_agreed(op), outcome=outcome)
+            Call("reduce", "reduce", part, len(part), root, agree=agreed_op(op), outcome=outcome)
         )
         return None if combined is None else loads(combined)
 
@@ -447,10 +278,10 @@ class ObjectCollectives(CollectiveBase):
         """Return the combination of all ranks' objects."""
         part = dumps(sendobj)
 
-        def outcome(meeting: CollectiveInstance, rank: int) -> Any:
-            return meeting.shared(rank, lambda: ops.reduce_binomial(meeting.parts(rank), _folded(op)))
+        def outcome(instance: CollectiveInstance, rank: int) -> Any:
+            return instance.shared(rank, lambda: ops.reduce_binomial(instance.parts(rank), folded(op)))
 
-        call = Call("allreduce", "allreduce", part, len(part), agree=_agreed(op), outcome=outcome)
+        call = Call("allreduce", "allreduce", part, len(part), agree=agreed_op(op), outcome=outcome)
         return loads(self._meet(call))
 
     def _one_each(self, sendobj: Sequence[Any] | None) -> list[bytes]:
@@ -461,27 +292,3 @@ class ObjectCollectives(CollectiveBase):
                 ERR_COUNT, f"expecting {size} items, one per rank of {self._label}; got {len(items)}"
             )
         return [dumps(item) for item in items]
-
-
-class ObjectIntraCollectives(CollectiveBase):
-    """Collectives of objects that only intracommunicators have."""
-
-    __slots__ = ()
-
-    def scan(self, sendobj: Any, op: Op = SUM) -> Any:
-        """Return the combination of the objects of ranks 0 to this one."""
-        return self._prefix("scan", sendobj, op, 1)
-
-    def exscan(self, sendobj: Any, op: Op = SUM) -> Any:
-        """Return the combination of the objects of the ranks before this one; None on rank 0."""
-        return self._prefix("exscan", sendobj, op, 0)
-
-    def _prefix(self, name: str, sendobj: Any, op: Op, own: int) -> Any:
-        part = dumps(sendobj)
-
-        def outcome(meeting: CollectiveInstance, rank: int) -> Any:
-            parts = meeting.parts(rank)[: rank + own]
-            return ops.reduce_ordered(parts, _folded(op)) if parts else None
-
-        combined = self._meet(Call(name, name, part, len(part), agree=_agreed(op), outcome=outcome))
-        return None if combined is None else loads(combined)

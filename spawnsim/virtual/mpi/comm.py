@@ -1,7 +1,7 @@
 """Calls that every communicator has about itself: naming, comparing, duplicating, splitting, aborting, freeing.
 
-New communicators are agreed upon in a collective of the old one: the members' meeting makes one shared `Context`, and
-each member enters it.
+New communicators are agreed upon in a collective of the old one, which makes one shared `Context`; every member then
+enters it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, NoReturn, Self
 
+import numpy as np
+
+from spawnsim.comm.calls import refusing
 from spawnsim.comm.constants import (
     COMM_TYPE_HW_GUIDED,
     COMM_TYPE_RESOURCE_GUIDED,
@@ -29,10 +32,14 @@ from spawnsim.comm.constants import (
 from spawnsim.comm.failures import ERR_ARG, ERR_COMM, ERR_GROUP, ERR_LASTCODE, CallError
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import INFO_NULL, Info, Named, integer
-from spawnsim.errors import UnsupportedError
-from spawnsim.virtual.mpi.context import Context, Member
+from spawnsim.comm.protocols import Capabilities, Recovery
+from spawnsim.virtual.mpi import fault_tolerance
+from spawnsim.virtual.mpi.collectives import Collectives
+from spawnsim.virtual.mpi.context import KINDS, Context, Member
 from spawnsim.virtual.mpi.instance import Call
+from spawnsim.virtual.mpi.point_to_point import PointToPoint
 from spawnsim.virtual.mpi.requests import Request
+from spawnsim.virtual.services import Background, Clock, Compute, Record
 
 
 class ProgramAbort(BaseException):
@@ -43,11 +50,63 @@ class ProgramAbort(BaseException):
         super().__init__(errorcode, rank, time_s)
 
 
-class Belongings(Member, Named):
-    """Hints, error handlers, Abort."""
+@refusing
+class Comm(PointToPoint, Collectives):
+    """A communicator of one virtual rank, under mpi4py's names."""
 
     __slots__ = ()
     _kind = "COMM"
+
+    def __new__(cls, comm: Member | None = None) -> Self:
+        """Return a null communicator, or a copy of the handle of another."""
+        self = super().__new__(cls)
+        self._identity, self._attributes = None, {}
+        if comm is not None and comm._identity is not None:
+            for slot in Member.__annotations__:
+                setattr(self, slot, getattr(comm, slot))
+        return self
+
+    @property
+    def clock(self) -> Clock:
+        """The rank's own time."""
+        return self._own.clock  # type: ignore[no-any-return]
+
+    @property
+    def compute(self) -> Compute:
+        """A block of computing: `with comm.compute(): ...`."""
+        return self._own.compute  # type: ignore[no-any-return]
+
+    @property
+    def rng(self) -> Any:
+        """The rank's random streams: `comm.rng("donors")`."""
+        return self._own.rng
+
+    @property
+    def record(self) -> Record:
+        """`comm.record(loss=…)` adds a row, `comm.record.event(kind, …)` an event."""
+        return self._own.record  # type: ignore[no-any-return]
+
+    @property
+    def background(self) -> Callable[[Callable[[], Any]], Background]:
+        """`comm.background(fn)` runs `fn` beside the rank's program."""
+        return self._own.background  # type: ignore[no-any-return]
+
+    @property
+    def Win(self) -> Any:
+        """The class of windows on virtual ranks: `comm.Win.Allocate(nbytes, comm=comm)`."""
+        return KINDS["Win"]
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if self._identity is None:
+            return type(self), ()
+        raise ValueError("cannot pickle a communicator: it means something on its own rank only")
+
+    def __repr__(self) -> str:
+        if self._identity is None:
+            return f"{type(self).__name__}(null)"
+        return f"{type(self).__name__}({self._label}, rank {self._me} of {len(self._members)})"
+
+    # -- the communicator itself -------------------------------------------------------------------------------
 
     def Abort(self, errorcode: int = 0) -> NoReturn:
         """End the whole run, with this exit status."""
@@ -59,27 +118,14 @@ class Belongings(Member, Named):
     @classmethod
     def Get_parent(cls) -> Any:
         """Return the null communicator: no program has spawned this one."""
-        from spawnsim.virtual.mpi.communicators import Intercomm
-
-        return Intercomm()
-
-    @classmethod
-    def Join(cls, fd: int) -> NoReturn:
-        """Refuse: dynamic processes are outside the simulation."""
-        raise UnsupportedError("Comm.Join: dynamic processes are not simulated; start all ranks at once")
-
-
-class Management(Belongings):
-    """Calls on the communicator itself."""
-
-    __slots__ = ()
+        return KINDS["Intercomm"]()
 
     def Set_name(self, name: str) -> None:
         """Set the name, which errors tell from then on."""
         super().Set_name(name)
         self._context.name = name
 
-    name = property(Belongings.Get_name, Set_name)
+    name = property(Named.Get_name, Set_name)
 
     def Get_rank(self) -> int:
         """Return this rank."""
@@ -127,7 +173,7 @@ class Management(Belongings):
         """Return whether there are two groups."""
         if self._identity is None:
             self._need()
-        return len(self._context.sides) > 1
+        return len(self._context.groups) > 1
 
     def Is_intra(self) -> bool:
         """Return whether there is one group."""
@@ -150,10 +196,10 @@ class Management(Belongings):
         mine, other = self._context, comm._context
         if mine is other:
             return IDENT
-        if mine.sides == other.sides:
+        if mine.groups == other.groups:
             return CONGRUENT
-        same = len(mine.sides) == len(other.sides)
-        members = [sorted(side) for side in mine.sides] == [sorted(side) for side in other.sides]
+        same = len(mine.groups) == len(other.groups)
+        members = [sorted(side) for side in mine.groups] == [sorted(side) for side in other.groups]
         return SIMILAR if same and members else UNEQUAL
 
     # -- new communicators -----------------------------------------------------------------------------------
@@ -164,12 +210,7 @@ class Management(Belongings):
         return self._meet(call)
 
     def _copy(self) -> Context:
-        return self._context.derive(*self._context.sides, topology=self._context.topology)
-
-    def _adopt(self, context: Context) -> Self:
-        new = type(self).enter(context, self._rank.id)
-        new._own, new._errhandler = self._own, self._errhandler
-        return new
+        return self._context.derive(*self._context.groups, topology=self._context.topology)
 
     def Dup(self, info: Info | None = None) -> Self:
         """Return a communicator with the same members and attributes, and messages of its own."""
@@ -187,7 +228,7 @@ class Management(Belongings):
         """Start Dup; return the communicator, usable once the request is over, and the request."""
         outcome = lambda m, rank: None  # noqa: E731
         completion, waiting = self._join(Call("Idup", "allgather", None, 8, outcome=outcome))
-        context = waiting.meeting.agreed(self._copy)
+        context = waiting.instance.agreed(self._copy)
         return self._duplicate(context, info), Request.start(self._world, completion, waiting)
 
     def Idup_with_info(self, info: Info) -> tuple[Self, Request]:
@@ -195,7 +236,7 @@ class Management(Belongings):
         return self.Idup(info)
 
     def _duplicate(self, context: Context, info: Info | None) -> Self:
-        new = self._adopt(context)
+        new: Self = self._entered(context)
         self.copy_attributes(new)
         hints = info if info is not None else self._info
         new._info = Info.Create(hints) if hints else None
@@ -203,13 +244,9 @@ class Management(Belongings):
 
     def _subset(self, context: Context | None) -> Any:
         """Return this rank's handle of a new communicator, or the null one."""
-        from spawnsim.virtual.mpi.communicators import COMM_NULL, Intracomm
-
-        if context is None or all(self._rank.id not in side for side in context.sides):
+        if context is None or all(self._rank.id not in side for side in context.groups):
             return COMM_NULL
-        new = (Intracomm if len(context.sides) == 1 else type(self)).enter(context, self._rank.id)
-        new._own, new._errhandler = self._own, self._errhandler
-        return new
+        return self._entered(context, KINDS["Intracomm"] if len(context.groups) == 1 else None)
 
     def Split(self, color: int = 0, key: int = 0) -> Any:
         """Return a communicator with the ranks of this color, in the order of their keys (ties: of their ranks)."""
@@ -226,22 +263,20 @@ class Management(Belongings):
         colors = list(dict.fromkeys(part[0] for part in parts if part[0] != UNDEFINED))
         found: dict[Hashable, Context] = {}
         for color in colors:
-            sides: list[tuple[int, ...]] = []
-            for side in range(len(self._context.sides)):
+            groups: list[tuple[int, ...]] = []
+            for side in range(len(self._context.groups)):
                 mine = [
                     (key, place, rank)
                     for place, (own, key, rank, at) in enumerate(parts)
                     if own == color and at == side
                 ]
-                sides.append(tuple(rank for _, _, rank in sorted(mine)))
-            if all(sides):
-                found[color] = self._context.derive(*sides)
+                groups.append(tuple(rank for _, _, rank in sorted(mine)))
+            if all(groups):
+                found[color] = self._context.derive(*groups)
         return found
 
     def Split_type(self, split_type: int, key: int = 0, info: Info = INFO_NULL) -> Any:
         """Return a communicator with the ranks that share something: for COMM_TYPE_SHARED, a node's memory."""
-        import numpy as np
-
         split_type, key = integer(split_type), integer(key)
         if split_type == UNDEFINED:
             return self._split("Split_type", UNDEFINED, key)
@@ -309,9 +344,7 @@ class Management(Belongings):
 
     def Get_topology(self) -> int:
         """Return CART, GRAPH, DIST_GRAPH or UNDEFINED."""
-        from spawnsim.virtual.mpi.topology import topology
-
-        return topology(self)  # type: ignore[arg-type]
+        return getattr(self._context.topology, "kind", UNDEFINED)
 
     @property
     def topology(self) -> int:
@@ -322,3 +355,64 @@ class Management(Belongings):
     def is_topo(self) -> bool:
         """Whether the communicator has a shape."""
         return self.Get_topology() != UNDEFINED
+
+    # -- going on without the dead -----------------------------------------------------------------------------
+
+    def capabilities(self) -> Capabilities:
+        """Return what this communicator can do."""
+        return Capabilities(
+            backend="virtual",
+            library="spawnsim",
+            survives=True,
+            ulfm=True,
+            progress=self._world.platform.progress,
+            threads="multiple",
+        )
+
+    def recover(self, step: int | None = None) -> Recovery:
+        """Meet all survivors; return their new communicator, and the smallest `step` that any of them gave.
+
+        It ends this communicator and all that was made of it (communicators, windows, open requests): calls on them
+        raise `Revoked`. Those who live and do not come within the deadline are given up, like the dead.
+
+        A rank that has begun again joins so: the others' calls end in `Revoked`, and they meet it in their recovery.
+        Its own `step` does not count, and it gives nobody up: it waits until its deadline, and then raises `Timeout`.
+
+        Raises `Revoked` on a rank that the others have given up meanwhile (it was paused): it must leave.
+        """
+        return fault_tolerance.recover(self, step)
+
+    def Revoke(self) -> None:
+        """Make every call of every member on this communicator end in `Revoked`, now or when it is next made."""
+        fault_tolerance.revoke([self._context])
+
+    def Is_revoked(self) -> bool:
+        """Return whether the communicator was revoked."""
+        return bool(self._why_revoked())
+
+    is_revoked = property(Is_revoked)
+
+    def Get_failed(self) -> Group:
+        """Return the group of the members known to have died."""
+        return Group.of(fault_tolerance.look_for_dead(self), self._rank.id)
+
+    def Ack_failed(self, num_to_ack: int | None = None) -> int:
+        """Acknowledge failures: receives from anybody go on without these dead. Return how many are acknowledged."""
+        dead = fault_tolerance.dead_members(self)[: None if num_to_ack is None else max(num_to_ack, 0)]
+        self._context.notes["acknowledged", self._rank.id] = frozenset(dead)
+        return len(dead)
+
+    def Agree(self, flag: int) -> int:
+        """Return the bitwise and of all survivors' flags; the same for all."""
+        return fault_tolerance.agree(self, flag)
+
+    def Iagree(self, flag: Any) -> Request:
+        """Start Agree on a buffer of one integer, which receives the result."""
+        return fault_tolerance.start_agree(self, flag)
+
+    def Shrink(self) -> Any:
+        """Return a communicator of the survivors."""
+        return self._entered(fault_tolerance.shrink(self))
+
+
+COMM_NULL = Comm()

@@ -1,49 +1,38 @@
-"""The communicators: `Intracomm` and `Intercomm`, put together from this folder's calls; COMM_WORLD and its like.
+"""The communicators: `Intracomm` and `Intercomm`, and the predefined ones, COMM_WORLD and COMM_SELF.
 
 Beyond MPI's calls each carries the rank's own five members: clock, compute, rng, background, record. COMM_WORLD and
 COMM_SELF are objects that may be captured anywhere (a module imported once and shared by all ranks may keep
 `comm = MPI.COMM_WORLD` in a global or a default argument): each use looks up the rank whose task is running. In a
-collective of an intercommunicator each group gets what the other contributes. Communicators with a topology are built
-on `Intracomm`, so that their module is imported when first called.
+collective of an intercommunicator each group gets what the other contributes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from spawnsim.comm import ops
 from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.calls import refusing
 from spawnsim.comm.constants import PROC_NULL, ROOT
 from spawnsim.comm.failures import ERR_COMM, CallError
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import INFO_NULL, Info, integer
 from spawnsim.comm.ops import SUM, Op
-from spawnsim.errors import UnsupportedError, UsageError
+from spawnsim.errors import UsageError
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.mpi import semantics
-from spawnsim.virtual.mpi.collectives import (
-    Collectives,
-    IntraCollectives,
-    ObjectCollectives,
-    ObjectIntraCollectives,
-    PersistentCollectives,
-    PersistentIntraCollectives,
-    PersistentMessages,
-)
-from spawnsim.virtual.mpi.comm import Management
-from spawnsim.virtual.mpi.context import Context, Member
-from spawnsim.virtual.mpi.fault_tolerance import FaultTolerance
+from spawnsim.virtual.mpi.collectives import agreed_op, collective, folded
+from spawnsim.virtual.mpi.comm import COMM_NULL, Comm
+from spawnsim.virtual.mpi.context import KINDS, Context
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
 from spawnsim.virtual.mpi.payload import dumps, loads
-from spawnsim.virtual.mpi.point_to_point import Objects, Probes, Unsupported
-from spawnsim.virtual.services import Background, Clock, Compute, Record
-
-ALTERNATIVE = "dynamic processes are not simulated; start all ranks at once with --ranks N"
+from spawnsim.virtual.mpi.semantics import CollectiveCall
 
 
-class Making(Member):
-    """Communicators with a shape, from a group, between two groups."""
+@refusing
+class Intracomm(Comm):
+    """A communicator with one group."""
 
     __slots__ = ()
 
@@ -62,149 +51,74 @@ class Making(Member):
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
     ) -> Any:
         """Return a grid of the first ranks; those left over get COMM_NULL."""
-        from spawnsim.virtual.mpi.topology import create_cart
-
-        return create_cart(self, dims, periods)  # type: ignore[arg-type]
+        return KINDS["Cartcomm"]._create(self, dims, periods)
 
     def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> Any:
         """Return a graph of the first ranks; those left over get COMM_NULL."""
-        from spawnsim.virtual.mpi.topology import create_graph
-
-        return create_graph(self, index, edges)  # type: ignore[arg-type]
+        return KINDS["Graphcomm"]._create(self, index, edges)
 
     def Create_dist_graph_adjacent(
         self, sources: Sequence[int], destinations: Sequence[int], sourceweights: Sequence[int] | None = None,
         destweights: Sequence[int] | None = None, info: Info = INFO_NULL, reorder: bool = False,
     ) -> Any:  # fmt: skip
         """Return a graph of which each rank tells its own edges."""
-        from spawnsim.virtual.mpi.topology import create_dist_graph_adjacent
-
-        return create_dist_graph_adjacent(self, sources, destinations, (sourceweights, destweights))  # type: ignore[arg-type]
+        return KINDS["Distgraphcomm"]._create_adjacent(
+            self, sources, destinations, (sourceweights, destweights)
+        )
 
     def Create_dist_graph(
         self, sources: Sequence[int], degrees: Sequence[int], destinations: Sequence[int],
         weights: Sequence[int] | None = None, info: Info = INFO_NULL, reorder: bool = False,
     ) -> Any:  # fmt: skip
         """Return a graph of which each rank tells any edges."""
-        from spawnsim.virtual.mpi.topology import create_dist_graph
-
-        return create_dist_graph(self, sources, degrees, destinations, weights=weights)  # type: ignore[arg-type]
+        return KINDS["Distgraphcomm"]._create(self, (sources, degrees, destinations), weights)
 
     def Create_intercomm(self, local_leader: int, peer_comm: Any, remote_leader: int, tag: int = 0) -> Any:
         """Join this communicator's group with another one; the leaders meet on `peer_comm`."""
-        return create_intercomm(self, local_leader, peer_comm, remote_leader, tag)  # type: ignore[arg-type]
+        return create_intercomm(self, local_leader, peer_comm, remote_leader, tag)
 
     def Cart_map(self, dims: Sequence[int], periods: Sequence[bool] | None = None) -> int:
         """Return the rank that this one would have in a grid."""
-        from spawnsim.virtual.mpi.topology import mapped_rank
-
-        return mapped_rank(self, dims)
+        return KINDS["Cartcomm"]._map(self, dims)  # type: ignore[no-any-return]
 
     def Graph_map(self, index: Sequence[int], edges: Sequence[int]) -> int:
         """Return the rank that this one would have in a graph."""
-        from spawnsim.virtual.mpi.topology import index_ends, mapped_rank
-
-        return mapped_rank(self, [len(index_ends(index, edges))])
-
-    def Spawn(
-        self, command: str, args: Sequence[str] | None = None, maxprocs: int = 1, info: Info = INFO_NULL,
-        root: int = 0, errcodes: list[int] | None = None,
-    ) -> NoReturn:  # fmt: skip
-        """Refuse."""
-        raise UnsupportedError(f"Intracomm.Spawn: {ALTERNATIVE}")
-
-    def Spawn_multiple(
-        self, command: Sequence[str], args: Any = None, maxprocs: Sequence[int] | None = None, info: Any = INFO_NULL,
-        root: int = 0, errcodes: list[list[int]] | None = None,
-    ) -> NoReturn:  # fmt: skip
-        """Refuse."""
-        raise UnsupportedError(f"Intracomm.Spawn_multiple: {ALTERNATIVE}")
-
-    def Accept(self, port_name: str, info: Info = INFO_NULL, root: int = 0) -> NoReturn:
-        """Refuse."""
-        raise UnsupportedError(f"Intracomm.Accept: {ALTERNATIVE}")
-
-    def Connect(self, port_name: str, info: Info = INFO_NULL, root: int = 0) -> NoReturn:
-        """Refuse."""
-        raise UnsupportedError(f"Intracomm.Connect: {ALTERNATIVE}")
-
-
-class Comm(
-    PersistentMessages, Objects, Probes, Collectives, PersistentCollectives, ObjectCollectives, FaultTolerance,
-    Management, Unsupported,
-):  # fmt: skip
-    """A communicator of one virtual rank, under mpi4py's names."""
-
-    __slots__ = ()
-
-    def __new__(cls, comm: Member | None = None) -> Self:
-        """Return a null communicator, or a copy of the handle of another."""
-        self = super().__new__(cls)
-        self._identity, self._attributes = None, {}
-        if comm is not None and comm._identity is not None:
-            for slot in Member.__slots__:
-                setattr(self, slot, getattr(comm, slot))
-            self._identity, self._attributes = comm._identity, comm._attributes
-        return self
-
-    @property
-    def clock(self) -> Clock:
-        """The rank's own time."""
-        return self._own.clock  # type: ignore[no-any-return]
-
-    @property
-    def compute(self) -> Compute:
-        """A block of computing: `with comm.compute(): ...`."""
-        return self._own.compute  # type: ignore[no-any-return]
-
-    @property
-    def rng(self) -> Any:
-        """The rank's random streams: `comm.rng("donors")`."""
-        return self._own.rng
-
-    @property
-    def record(self) -> Record:
-        """`comm.record(loss=…)` adds a row, `comm.record.event(kind, …)` an event."""
-        return self._own.record  # type: ignore[no-any-return]
-
-    @property
-    def background(self) -> Callable[[Callable[[], Any]], Background]:
-        """`comm.background(fn)` runs `fn` beside the rank's program."""
-        return self._own.background  # type: ignore[no-any-return]
-
-    @property
-    def Win(self) -> Any:
-        """The window class of this building: `comm.Win.Allocate(nbytes, comm=comm)`."""
-        from spawnsim.virtual.mpi.windows import Win
-
-        return Win
+        return KINDS["Graphcomm"]._map(self, index, edges)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-
-        if self._identity is None:
-            return type(self), ()
-        if self._context.number <= 1 + len(self._world.ranks):
+        if self._identity is not None and self._context.number <= 1 + len(self._world.ranks):
             return predefined, (self._context.everyone == (self._rank.id,) and self._context.number > 1,)
-        raise ValueError("cannot pickle a communicator: it means something on its own rank only")
+        return super().__reduce__()
 
-    def __repr__(self) -> str:
-        if self._identity is None:
-            return f"{type(self).__name__}(null)"
-        return f"{type(self).__name__}({self._label}, rank {self._me} of {len(self._members)})"
+    # -- collectives that only one group has -------------------------------------------------------------------
 
+    @collective
+    def Scan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> CollectiveCall:
+        """Combine the buffers of ranks 0 to this one."""
+        return semantics.scan(sendbuf, recvbuf, op, inclusive=True)
 
-class Intracomm(Comm, Making, IntraCollectives, PersistentIntraCollectives, ObjectIntraCollectives):
-    """A communicator with one group."""
+    @collective
+    def Exscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> CollectiveCall:
+        """Combine the buffers of the ranks before this one."""
+        return semantics.scan(sendbuf, recvbuf, op, inclusive=False)
 
-    __slots__ = ()
+    def scan(self, sendobj: Any, op: Op = SUM) -> Any:
+        """Return the combination of the objects of ranks 0 to this one."""
+        return self._prefix("scan", sendobj, op, 1)
 
+    def exscan(self, sendobj: Any, op: Op = SUM) -> Any:
+        """Return the combination of the objects of the ranks before this one; None on rank 0."""
+        return self._prefix("exscan", sendobj, op, 0)
 
-COMM_NULL = Comm()
+    def _prefix(self, name: str, sendobj: Any, op: Op, own: int) -> Any:
+        part = dumps(sendobj)
 
+        def outcome(instance: CollectiveInstance, rank: int) -> Any:
+            parts = instance.parts(rank)[: rank + own]
+            return ops.reduce_ordered(parts, folded(op)) if parts else None
 
-def enter(context: Context, rank: int, name: str = "") -> Intracomm:
-    """Return the handle of a world rank."""
-    return Intracomm.enter(context, rank, name)
+        combined = self._meet(Call(name, name, part, len(part), agree=agreed_op(op), outcome=outcome))
+        return None if combined is None else loads(combined)
 
 
 def held(name: str) -> Any:
@@ -251,7 +165,7 @@ def predefined(own: bool) -> CurrentComm:
 def create_group(comm: Any, group: Group, tag: int | str) -> Any:
     """Return a communicator of a group's members, of whom each calls.
 
-    The first member to call opens a context for the meeting; the meeting itself then takes place on it.
+    The first member to call makes the context; a barrier on it then brings the members together.
     """
     comm._check_group(group)
     if comm._rank.id not in group.members:
@@ -262,8 +176,7 @@ def create_group(comm: Any, group: Group, tag: int | str) -> Any:
     context = comm._context.notes.get(key)
     if context is None:
         context = comm._context.notes[key] = comm._context.derive(group.members)
-    new = Intracomm.enter(context, comm._rank.id)
-    new._own, new._errhandler = comm._own, comm._errhandler
+    new = comm._entered(context, Intracomm)
     new.barrier()
     return new
 
@@ -276,8 +189,8 @@ def create_from_group(group: Group, name: str, errhandler: Any) -> Any:
     return new
 
 
-def _theirs(meeting: CollectiveInstance, me: int) -> list[Any]:
-    return meeting.parts(me)
+def _theirs(instance: CollectiveInstance, me: int) -> list[Any]:
+    return instance.parts(me)
 
 
 class Intercomm(Comm):
@@ -309,12 +222,11 @@ class Intercomm(Comm):
         """Return a communicator of both groups; those with `high` come last."""
 
         def make(parts: list[bool]) -> Context:
-            first, second = self._context.sides
+            first, second = self._context.groups
             swap = parts[0] and not parts[len(first)]
             return self._context.derive(second + first if swap else first + second)
 
-        new = Intracomm.enter(self._agree("Merge", bool(high), make), self._rank.id)
-        new._own = self._own
+        new: Intracomm = self._entered(self._agree("Merge", bool(high), make), Intracomm)
         return new
 
     @classmethod
@@ -452,13 +364,15 @@ def create_intercomm(
         theirs = peer_comm.sendrecv(self._members, remote_leader, tag, None, remote_leader, tag)
         if set(theirs) & set(self._members):
             raise CallError(ERR_COMM, "Create_intercomm: the two groups share ranks")
-        sides = tuple(sorted((tuple(self._members), tuple(theirs))))
-        meetings = peer_comm._context.notes.setdefault(key, {})
-        context = meetings.pop(sides, None)  # the leader that comes second takes what the first has made
+        groups = tuple(sorted((tuple(self._members), tuple(theirs))))
+        made = peer_comm._context.notes.setdefault(key, {})
+        context = made.pop(groups, None)  # the leader that comes second takes what the first has made
         if context is None:
-            context = meetings[sides] = self._context.derive(*sides)
+            context = made[groups] = self._context.derive(*groups)
             context.ancestors |= peer_comm._context.ancestors | {peer_comm._context.number}
     shared = self._agree("Create_intercomm", context, lambda parts: parts[local_leader])
-    new = Intercomm.enter(shared, self._rank.id)
-    new._own = self._own
+    new: Intercomm = self._entered(shared, Intercomm)
     return new
+
+
+KINDS.update(Intracomm=Intracomm, Intercomm=Intercomm)

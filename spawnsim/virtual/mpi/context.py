@@ -25,7 +25,7 @@ from spawnsim.comm.failures import (
     Truncated,
     Unreadable,
 )
-from spawnsim.comm.handles import Attributed, Info, integer
+from spawnsim.comm.handles import Info, Named, integer
 from spawnsim.comm.status import Status
 from spawnsim.errors import UsageError, WorldError
 from spawnsim.virtual.digest import COLLECTIVE, RECEIVE
@@ -46,14 +46,14 @@ GIVEN_UP = (
 
 @dataclass(eq=False)
 class Context:
-    """One communicator. `sides` are the world ranks of its group, or of its two groups."""
+    """What the members of one communicator share. `groups` are the world ranks of its group, or of both its groups."""
 
     world: World
-    sides: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
     topology: Any = None
     ancestors: frozenset[int] = frozenset()  # their numbers: a recovery of any of them ends this one, too
     number: int = field(init=False)
-    meetings: dict[int, CollectiveInstance] = field(default_factory=dict)
+    instances: dict[int, CollectiveInstance] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)  # collectives called so far, by world rank
     mailboxes: dict[int, Mailbox] = field(default_factory=dict)  # by world rank
     notes: dict[Any, Any] = field(default_factory=dict)  # agreements of the members, made in collectives
@@ -72,19 +72,19 @@ class Context:
         self.world.open_contexts.add(self)
         if self.world.resource_leaks is not None:
             self.world.resource_leaks.made(self)
-        self.everyone = tuple(rank for side in self.sides for rank in side)
-        self.places = [{rank: place for place, rank in enumerate(side)} for side in self.sides]
+        self.everyone = tuple(rank for side in self.groups for rank in side)
+        self.places = [{rank: place for place, rank in enumerate(side)} for side in self.groups]
 
     @property
     def label(self) -> str:
         """The name, or the number: the same on all members."""
         return self.name or f"communicator {self.number}"
 
-    def derive(self, *sides: tuple[int, ...], topology: Any = None, inner: bool = False) -> Context:
+    def derive(self, *groups: tuple[int, ...], topology: Any = None, inner: bool = False) -> Context:
         """Return a new context that is made of this one, and ends with it."""
         new = Context(
             self.world,
-            sides,
+            groups,
             topology,
             self.ancestors | {self.number},
             incarnations=self.incarnations,
@@ -110,9 +110,9 @@ class Context:
     def succeed(self, incarnations: Mapping[int, int]) -> Context:
         """Return a context of these incarnations, by world rank, in the order of the first communicator."""
         origin = self.origin or self
-        sides = tuple(tuple(rank for rank in side if rank in incarnations) for side in origin.sides)
+        groups = tuple(tuple(rank for rank in side if rank in incarnations) for side in origin.groups)
         again = {rank: incarnation for rank, incarnation in incarnations.items() if incarnation}
-        return Context(self.world, sides, ancestors=self.ancestors, incarnations=again, origin=origin)
+        return Context(self.world, groups, ancestors=self.ancestors, incarnations=again, origin=origin)
 
     def incarnation(self, rank: int) -> int:
         """Return which incarnation of a world rank is a member."""
@@ -148,31 +148,44 @@ class Context:
         """Let a world rank arrive at its next collective."""
         number = self.calls.get(rank, 0)
         self.calls[rank] = number + 1
-        meeting = self.meetings.get(number)
-        if meeting is None:
-            meeting = self.meetings[number] = CollectiveInstance(
-                self.world, name, self.everyone, number, len(self.sides[0]), context=self
+        instance = self.instances.get(number)
+        if instance is None:
+            instance = self.instances[number] = CollectiveInstance(
+                self.world, name, self.everyone, number, len(self.groups[0]), context=self
             )
-        me = self.everyone.index(rank) if len(self.sides) > 1 else self.places[0][rank]
+        # A communicator's collectives match by their order on each rank, without tags (MPI 4.1, 6.1): the n-th call of
+        # every member is the same instance, also when some are several calls ahead.
+        me = self.everyone.index(rank) if len(self.groups) > 1 else self.places[0][rank]
         if (
-            len(self.sides) > 1
+            len(self.groups) > 1
         ):  # algorithms of two groups are not modelled: timed as an exchange of all with all
             part = call.part.copy() if call.lent else call.part  # the groups do not wait for each other
             call = replace(
                 call, timing="allgather", part=part, lent=False, nbytes=total(call.nbytes), sizes="each"
             )
-        meeting.join(me, call)
-        if meeting.here == len(self.everyone):
-            del self.meetings[number]
-        return WaitingForCollective(meeting, me)
+        instance.join(me, call)
+        if instance.here == len(self.everyone):
+            del self.instances[number]
+        return WaitingForCollective(instance, me)
 
 
-class Member(Attributed):
-    """One rank's handle of a communicator: the ground that the rooms of `Comm` stand on."""
+KINDS: dict[str, Any] = {}
+"""The classes of what communicators make: `Split` an `Intracomm`, `Create_cart` a `Cartcomm`, `Win` windows.
+
+They are built on `Member`, so its calls cannot import them: each is entered here by the file that defines it. Whoever
+makes a world imports `module`, which imports all of them.
+"""
+
+
+class Member(Named):
+    """One rank's handle of a communicator, and what its calls are made of: one message out, one in, one collective."""
 
     __slots__ = (
+        "__weakref__",
+        "_attributes",
         "_context",
         "_errhandler",
+        "_identity",
         "_info",
         "_mailbox",
         "_me",
@@ -184,6 +197,8 @@ class Member(Attributed):
         "_world",
     )
 
+    _identity: object | None
+    _attributes: dict[int, Any]
     _context: Context
     _world: World
     _rank: Rank
@@ -204,7 +219,7 @@ class Member(Attributed):
         self._world, self._rank = context.world, context.world.ranks[rank]
         self._side = next(side for side, places in enumerate(context.places) if rank in places)
         self._me = context.places[self._side][rank]
-        self._peers = context.sides[-1 - self._side] if len(context.sides) > 1 else context.sides[0]
+        self._peers = context.groups[-1 - self._side] if len(context.groups) > 1 else context.groups[0]
         self._mailbox = context.mailbox(rank)
         self._attributes, self._name, self._errhandler, self._info = {}, name, None, None
         self._own = None
@@ -218,6 +233,15 @@ class Member(Attributed):
             raise CallError(ERR_COMM, "the communicator is null, or was freed before")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def _entered(self, context: Context, kind: Any = None) -> Any:
+        """Return the rank's handle of a communicator that is made of this one, with the rank's five and error handler.
+
+        MPI lets a new communicator inherit the error handler (MPI 4.1, 9.3). `kind` is its class; None: the same.
+        """
+        new = (kind or type(self)).enter(context, self._rank.id)
+        new._own, new._errhandler = self._own, self._errhandler
+        return new
+
     @property
     def _label(self) -> str:
         return self._name or self._context.label
@@ -225,7 +249,7 @@ class Member(Attributed):
     @property
     def _members(self) -> tuple[int, ...]:
         """The world ranks of this rank's own group."""
-        return self._context.sides[self._side]
+        return self._context.groups[self._side]
 
     def _exist(self) -> None:
         if self._identity is None:
@@ -290,7 +314,7 @@ class Member(Attributed):
         rank.digest.note((task.clock, COLLECTIVE, call.root, int(total(call.nbytes)), len(call.name)))
         rank.digest.cover(call.part)
         waiting = self._context.meet(rank.id, self._label, call)
-        completion = waiting.meeting.gone[waiting.me]
+        completion = waiting.instance.gone[waiting.me]
         assert completion is not None
         return completion, waiting
 
@@ -300,22 +324,11 @@ class Member(Attributed):
         try:
             await_one(self._world, completion, waiting)
         except BaseException:
-            waiting.meeting.keep(waiting.me)
+            waiting.instance.keep(waiting.me)
             raise
-        return waiting.meeting.outcome(waiting.me)
+        return waiting.instance.outcome(waiting.me)
 
-
-def total(nbytes: Any) -> int:
-    """Return the bytes that a rank brings to a collective; see `Call`."""
-    if isinstance(nbytes, tuple):  # a neighbour exchange: dests, and the size for each
-        return sum(nbytes[1])
-    return nbytes if isinstance(nbytes, int) else int(nbytes.sum())
-
-
-class Transport(Member):
-    """What all the calls below are made of: one message out, one message in."""
-
-    __slots__ = ()
+    # -- messages --------------------------------------------------------------------------------------------
 
     def _dispatch(self, payload: Any, dest: int, tag: int, mode: Mode, *, buf: Any = None) -> Transfer | None:
         """Send a payload (bytes, or anything with `nbytes`), made of `buf`. Returns what to wait for, if anything."""
@@ -357,6 +370,9 @@ class Transport(Member):
 
     def _accept(self, source: int, tag: int, operation: str) -> Message:
         """Receive one message, blocking. `source` and `tag` are plain integers."""
+        # Messages of one sender match in the order in which they were sent (MPI 4.1, 3.5), whatever others do. So a
+        # receive from a named source may take what is queued at once; one from anybody depends on who has sent by now,
+        # and waits for its time.
         if source >= 0:
             self._check_peer(source, tag if tag != ANY_TAG else 0)
             message = self._mailbox.ready(source, tag)
@@ -483,6 +499,13 @@ class Transport(Member):
             )
         error.add_note(f"raised by the object that came from {name}, while it was unpickled")
         return error
+
+
+def total(nbytes: Any) -> int:
+    """Return the bytes that a rank brings to a collective; see `Call`."""
+    if isinstance(nbytes, tuple):  # a neighbour exchange: dests, and the size for each
+        return sum(nbytes[1])
+    return nbytes if isinstance(nbytes, int) else int(nbytes.sum())
 
 
 def receive_nothing(status: Status) -> None:

@@ -17,9 +17,8 @@ import numpy as np
 
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.failures import Revoked
-from spawnsim.comm.group import Group
-from spawnsim.comm.protocols import Capabilities, Recovery
-from spawnsim.errors import Timeout, UnsupportedError
+from spawnsim.comm.protocols import Recovery
+from spawnsim.errors import Timeout
 from spawnsim.virtual.engine.completion import Completion, Message
 from spawnsim.virtual.engine.matching import Mailbox, undelivered
 from spawnsim.virtual.engine.waiting import Unbroken, await_one
@@ -67,7 +66,7 @@ def close(contexts: Sequence[Context], survivors: Collection[int], time_s: float
     for context in contexts:
         for rank in sorted(survivors & context.mailboxes.keys()):
             side = next(side for side, places in enumerate(context.places) if rank in places)
-            senders = context.sides[-1 - side] if len(context.sides) > 1 else context.sides[0]
+            senders = context.groups[-1 - side] if len(context.groups) > 1 else context.groups[0]
             mailbox = context.mailboxes[rank]
             mailbox.__class__ = ClosedMailbox  # whoever sends has it already, and need not look
             assert isinstance(mailbox, ClosedMailbox)
@@ -104,7 +103,7 @@ SILENT_S = 3.0  # a paused rank is given up after this time; real ranks, which m
 
 @dataclass(eq=False)
 class Agreement:
-    """A meeting of those members of a communicator who live."""
+    """A collective of those members of a communicator that live: a death ends the wait for that member."""
 
     context: Context
     make: Callable[[dict[int, Any]], Any]
@@ -135,6 +134,7 @@ class Agreement:
             return
         self.over, self.result = True, self.conclude(now_s)
         world.on_death.remove(self.check)
+        # Two sweeps over a binary tree: what all bring goes up, what is agreed upon comes down, 8 bytes a message.
         everyone = self.context.everyone
         flight_s = world.network.cost(everyone[0], everyone[-1], 8)[2]
         end_s = now_s + 2 * math.ceil(math.log2(max(len(everyone), 2))) * flight_s
@@ -268,163 +268,114 @@ class WaitingForLiving(Unbroken):
         return [self.agreement.context.everyone.index(rank) for rank in self.peers()]
 
 
-class FaultTolerance(Member):
-    """Calls that work although members have died."""
+def recover(comm: Member, step: int | None) -> Recovery:
+    """Meet all survivors of a communicator, or of what recoveries have made of it; see `Comm.recover`."""
+    comm._world.kernel.observe()
+    _check_given_up(comm)
+    now, rank = comm._context, comm._rank
+    joins = not now.takes(rank.id)
+    while joins and now.successor is not None and not now.takes(rank.id):
+        now = now.successor
+    revoke(family(now))
+    context, agreed = _regroup(comm, now, step)
+    places = {member: place for place, member in enumerate(context.groups[0])}
+    stay = {member for member in places if context.incarnation(member) == comm._context.incarnation(member)}
+    ranks = {old: places[member] for old, member in enumerate(comm._members) if member in stay}
+    dead = tuple(old for old in range(len(comm._members)) if old not in ranks)
+    rank.outside = False
+    joined = tuple(places[member] for member in places if context.incarnation(member) != now.incarnation(member))
+    return Recovery(comm._entered(context), ranks, agreed, dead, joined)
 
-    __slots__ = ()
 
-    def capabilities(self) -> Capabilities:
-        """Return what this communicator can do."""
-        progress = self._world.platform.progress
-        return Capabilities(
-            backend="virtual",
-            library="spawnsim",
-            survives=True,
-            ulfm=True,
-            progress=progress,
-            threads="multiple",
-        )
+def dead_members(comm: Member) -> list[int]:
+    """Return the world ranks of the members that the running task knows to have died."""
+    dead = comm._world.known_dead(comm._world.kernel.current.clock)
+    return [rank for rank in comm._context.everyone if comm._context.is_dead(rank, dead)]
 
-    def recover(self, step: int | None = None) -> Recovery:
-        """Meet all survivors; return their new communicator, and the smallest `step` that any of them gave.
 
-        It ends this communicator and all that was made of it (communicators, windows, open requests): calls on them
-        raise `Revoked`. Those who live and do not come within the deadline are given up, like the dead.
+def look_for_dead(comm: Member) -> list[int]:
+    """Return the dead members, and charge for the look: a loop of such looks is seen as one that waits."""
+    kernel = comm._world.kernel
+    kernel.observe()
+    dead = dead_members(comm)
+    comm._world.charge_poll()
+    if not dead:
+        kernel.fruitless()
+    return dead
 
-        A rank that has begun again joins so: the others' calls end in `Revoked`, and they meet it in their recovery.
-        Its own `step` does not count, and it gives nobody up: it waits until its deadline, and then raises `Timeout`.
 
-        Raises `Revoked` on a rank that the others have given up meanwhile (it was paused): it must leave.
-        """
-        self._world.kernel.observe()
-        self._check_given_up()
-        now, rank = self._context, self._rank
-        joins = not now.takes(rank.id)
-        while joins and now.successor is not None and not now.takes(rank.id):
-            now = now.successor
-        revoke(family(now))
-        context, agreed = self._regroup(now, step)
-        places = {member: place for place, member in enumerate(context.sides[0])}
-        stay = {
-            member for member in places if context.incarnation(member) == self._context.incarnation(member)
-        }
-        ranks = {old: places[member] for old, member in enumerate(self._members) if member in stay}
-        dead = tuple(old for old in range(len(self._members)) if old not in ranks)
-        rank.outside = False
-        joined = tuple(
-            places[member] for member in places if context.incarnation(member) != now.incarnation(member)
-        )
-        return Recovery(self._survivor(context), ranks, agreed, dead, joined)
+def agree(comm: Member, flag: int) -> int:
+    """Return the bitwise and of all survivors' flags."""
+    return int(_agree_alive(comm, "Agree", flag, _all_flags))
 
-    def Revoke(self) -> None:
-        """Make every call of every member on this communicator end in `Revoked`, now or when it is next made."""
-        revoke([self._context])
 
-    def Is_revoked(self) -> bool:
-        """Return whether the communicator was revoked."""
-        return bool(self._why_revoked())
+def start_agree(comm: Member, flag: Any) -> Request:
+    """Start `agree` on a buffer of one integer, which receives the result."""
+    own = as_buffer(flag, writable=True)
+    agreement = _agreement(comm, _all_flags)
+    completion = agreement.join(comm._rank.id, int(own.pack()[0]))
 
-    is_revoked = property(Is_revoked)
+    def deliver(_: Any) -> None:
+        own.unpack(np.array([agreement.result], own.dtype))
 
-    def Get_failed(self) -> Group:
-        """Return the group of the members known to have died."""
-        kernel = self._world.kernel
-        kernel.observe()
-        dead = self._dead()
-        self._world.charge_poll()
-        if not dead:
-            kernel.fruitless()
-        return Group.of(dead, self._rank.id)
+    waiting = WaitingForLiving("Iagree", comm._label, agreement)
+    return Request.start(comm._world, completion, waiting, deliver)
 
-    def Ack_failed(self, num_to_ack: int | None = None) -> int:
-        """Acknowledge failures: receives from anybody go on without these dead. Return how many are acknowledged."""
-        dead = self._dead()[: None if num_to_ack is None else max(num_to_ack, 0)]
-        self._context.notes["acknowledged", self._rank.id] = frozenset(dead)
-        return len(dead)
 
-    def Agree(self, flag: int) -> int:
-        """Return the bitwise and of all survivors' flags; the same for all."""
-        return int(self._agree_alive("Agree", flag, _all_flags))
+def shrink(comm: Member) -> Context:
+    """Return a context of the survivors. It stands beside the old one, and does not end with it."""
+    context = comm._context
 
-    def Iagree(self, flag: Any) -> Request:
-        """Start Agree on a buffer of one integer, which receives the result."""
-        own = as_buffer(flag, writable=True)
-        agreement = self._agreement(_all_flags)
-        completion = agreement.join(self._rank.id, int(own.pack()[0]))
+    def living(parts: dict[int, Any]) -> Context:
+        return context.succeed({rank: context.incarnation(rank) for rank in parts})
 
-        def deliver(_: Any) -> None:
-            own.unpack(np.array([agreement.result], own.dtype))
+    made: Context = _agree_alive(comm, "Shrink", None, living)
+    return made
 
-        return Request.start(
-            self._world, completion, WaitingForLiving("Iagree", self._label, agreement), deliver
-        )
 
-    def Shrink(self) -> Any:
-        """Return a communicator of the survivors."""
-        return self._survivor(self._agree_alive("Shrink", None, self._living))
+def _check_given_up(comm: Member) -> None:
+    if comm._rank.evicted:
+        raise Revoked(f"{comm._world.kernel.current.name}: {GIVEN_UP}")
 
-    def Ishrink(self) -> tuple[Any, Request]:
-        """Start Shrink: refused, since the communicator could not be handed out before the agreement."""
-        raise UnsupportedError("Comm.Ishrink: who survives is known when the survivors have met; use Shrink")
 
-    # -- how -------------------------------------------------------------------------------------------------
+def _agreement(comm: Member, make: Callable[[dict[int, Any]], Any]) -> Agreement:
+    """Return the agreement that is this rank's next one on the communicator."""
+    _check_given_up(comm)
+    if not comm._context.takes(comm._rank.id):
+        comm._need()
+    notes, rank = comm._context.notes, comm._rank.id
+    number = notes[rank, "agreements"] = notes.get((rank, "agreements"), -1) + 1
+    agreement = notes.get(("agreement", number))
+    if agreement is None:
+        agreement = notes["agreement", number] = Agreement(comm._context, make)
+    assert isinstance(agreement, Agreement)
+    return agreement
 
-    def _dead(self) -> list[int]:
-        dead = self._world.known_dead(self._world.kernel.current.clock)
-        return [rank for rank in self._context.everyone if self._context.is_dead(rank, dead)]
 
-    def _living(self, parts: dict[int, Any]) -> Context:
-        """Return a context of those who have come. It stands beside the old one, and does not end with it."""
-        return self._context.succeed({rank: self._context.incarnation(rank) for rank in parts})
+def _agree_alive(comm: Member, name: str, part: Any, make: Callable[[dict[int, Any]], Any]) -> Any:
+    agreement = _agreement(comm, make)
+    completion = agreement.join(comm._rank.id, part)
+    await_one(comm._world, completion, WaitingForLiving(name, comm._label, agreement))
+    return agreement.result
 
-    def _survivor(self, context: Context) -> Any:
-        new = type(self).enter(context, self._rank.id)
-        new._own, new._errhandler = self._own, self._errhandler
-        return new
 
-    def _check_life(self) -> None:
-        if not self._context.takes(self._rank.id):
-            self._need()
-
-    def _check_given_up(self) -> None:
-        if self._rank.evicted:
-            raise Revoked(f"{self._world.kernel.current.name}: {GIVEN_UP}")
-
-    def _agreement(self, make: Callable[[dict[int, Any]], Any]) -> Agreement:
-        """Return the agreement that is this rank's next one on the communicator."""
-        self._check_given_up()
-        self._check_life()
-        notes, rank = self._context.notes, self._rank.id
-        number = notes[rank, "agreements"] = notes.get((rank, "agreements"), -1) + 1
-        agreement = notes.get(("agreement", number))
-        if agreement is None:
-            agreement = notes["agreement", number] = Agreement(self._context, make)
-        assert isinstance(agreement, Agreement)
-        return agreement
-
-    def _agree_alive(self, name: str, part: Any, make: Callable[[dict[int, Any]], Any]) -> Any:
-        agreement = self._agreement(make)
-        completion = agreement.join(self._rank.id, part)
-        await_one(self._world, completion, WaitingForLiving(name, self._label, agreement))
-        return agreement.result
-
-    def _regroup(self, context: Context, step: int | None) -> Any:
-        """Agree with those who come in time. Members need no deadline of their own; who joins them does."""
-        task, rank = self._world.kernel.current, self._rank.id
-        if context.regrouping is None:
-            context.regrouping = RecoveryAgreement(context)
-        agreement, before = context.regrouping, task.deadline_s
-        joins = not context.takes(rank)
-        completion = agreement.come(rank, step, math.inf if joins else before)
-        task.deadline_s = before if joins else math.inf
-        try:
-            await_one(self._world, completion, WaitingForLiving("recover", self._label, agreement))
-        except Timeout:
-            agreement.withdraw(rank)
-            raise
-        finally:
-            task.deadline_s = before
-        return agreement.result
+def _regroup(comm: Member, context: Context, step: int | None) -> Any:
+    """Agree with those who come in time. Members need no deadline of their own; who joins them does."""
+    task, rank = comm._world.kernel.current, comm._rank.id
+    if context.regrouping is None:
+        context.regrouping = RecoveryAgreement(context)
+    agreement, before = context.regrouping, task.deadline_s
+    joins = not context.takes(rank)
+    completion = agreement.come(rank, step, math.inf if joins else before)
+    task.deadline_s = before if joins else math.inf
+    try:
+        await_one(comm._world, completion, WaitingForLiving("recover", comm._label, agreement))
+    except Timeout:
+        agreement.withdraw(rank)
+        raise
+    finally:
+        task.deadline_s = before
+    return agreement.result
 
 
 def _all_flags(parts: dict[int, int]) -> int:

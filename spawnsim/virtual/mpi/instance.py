@@ -61,45 +61,45 @@ class Departure(Uncertain):
 class WaitingForCollective:
     """A rank that waits for a collective to end."""
 
-    meeting: CollectiveInstance
+    instance: CollectiveInstance
     me: int
 
     def describe(self) -> str:
         """Return the call, its number and its communicator."""
-        call = self.meeting.calls[self.me]
+        call = self.instance.calls[self.me]
         name = call.describe() if call is not None else "collective"
-        return f"{name}, number {self.meeting.number} on {self.meeting.comm}"
+        return f"{name}, number {self.instance.number} on {self.instance.comm}"
 
     def missing(self, by_s: float = math.inf) -> Sequence[int]:
         """Return the ranks that had not arrived by a time, and those whose messages had not come through."""
-        meeting, departure = self.meeting, self.meeting.gone[self.me]
-        found = {rank for rank, arrival_s in enumerate(meeting.arrivals.tolist()) if not arrival_s <= by_s}
-        if meeting.strikes is not None and departure is not None and not departure.is_over(by_s):
-            found |= set(meeting.strikes.late(self.me))
+        instance, departure = self.instance, self.instance.gone[self.me]
+        found = {rank for rank, arrival_s in enumerate(instance.arrivals.tolist()) if not arrival_s <= by_s}
+        if instance.strikes is not None and departure is not None and not departure.is_over(by_s):
+            found |= set(instance.strikes.late(self.me))
         return sorted(found)
 
     def peers(self) -> Sequence[int]:
         """Return the world ranks that have not arrived, or cannot be heard."""
-        return [self.meeting.members[rank] for rank in self.missing()]
+        return [self.instance.members[rank] for rank in self.missing()]
 
     def doomed(self, dead: Dead) -> Sequence[int]:
         """Return the dead who will never arrive, or be heard."""
-        members, context = self.meeting.members, self.meeting.context
+        members, context = self.instance.members, self.instance.context
         return [rank for rank in self.missing() if context.is_dead(members[rank], dead)]
 
     def contexts(self) -> Sequence[Any]:
         """Return what ends the wait when it is revoked."""
-        return (self.meeting.context,)
+        return (self.instance.context,)
 
     def sequence(self) -> int:
         """Return the number of the collective on its communicator."""
-        return self.meeting.number
+        return self.instance.number
 
 
 EARLY = {"bcast", "reduce", "gather", "scatter", "scan", "exscan"}  # some ranks may leave before all arrive
 
 
-def nothing(meeting: CollectiveInstance, me: int) -> None:
+def nothing(instance: CollectiveInstance, me: int) -> None:
     """Be the outcome of a collective that has none."""
 
 
@@ -309,7 +309,7 @@ class CollectiveInstance:
         return self.calls[me].outcome(heard, me)  # type: ignore[union-attr]
 
     def _heard_by(self, me: int, strikes: CollectiveFaults) -> CollectiveInstance:
-        """Return the meeting as member `me` hears it: over damaged links, contributions are not what they were."""
+        """Return the instance as member `me` sees it: over faulty links, contributions arrive damaged."""
         strikes.note(me)
         calls = strikes.heard_by(me, self.calls)
         if calls is None:

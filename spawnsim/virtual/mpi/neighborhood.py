@@ -1,7 +1,6 @@
 """Neighborhood collectives under mpi4py's names, and what they exchange over the edges of a topology.
 
-Between two ranks with several edges the k-th edge out meets the k-th one in. Knows edges and buffers, and must not
-know grids or clocks.
+Between two ranks with several edges the k-th edge out meets the k-th one in.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ from typing import Any
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import PROC_NULL
 from spawnsim.comm.failures import ERR_COUNT, ArgumentError
-from spawnsim.comm.handles import INFO_NULL, Info
-from spawnsim.virtual.mpi.collectives import Starts
+from spawnsim.virtual.mpi.collectives import Collectives, collective
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
 from spawnsim.virtual.mpi.payload import dumps, loads
-from spawnsim.virtual.mpi.requests import Prequest, Request
 from spawnsim.virtual.mpi.semantics import CollectiveCall, Outcome
 
 Edges = tuple[Sequence[int], Sequence[int]]  # from whom, to whom
@@ -44,9 +41,9 @@ def neighbor_call(name: str, parts: Sequence[Any], nbytes: Sequence[int], edges:
     real = [(dest, size) for dest, size in zip(dests, nbytes, strict=True) if dest != PROC_NULL]
     needs = tuple(sorted({source for source in sources if source != PROC_NULL}))
 
-    def outcome(meeting: CollectiveInstance, me: int) -> list[Any]:
+    def outcome(instance: CollectiveInstance, me: int) -> list[Any]:
         return [
-            None if source == PROC_NULL else meeting.calls[source].part[me, turn]  # type: ignore[union-attr]
+            None if source == PROC_NULL else instance.calls[source].part[me, turn]  # type: ignore[union-attr]
             for source, turn in occurrences(sources)
         ]
 
@@ -89,7 +86,7 @@ def alltoall_call(
     return CollectiveCall(own, _collect(target))
 
 
-class NeighborCollectives(Starts):
+class NeighborCollectives(Collectives):
     """Exchanges with the neighbours of a topology."""
 
     __slots__ = ()
@@ -100,65 +97,30 @@ class NeighborCollectives(Starts):
         shape = self._context.topology
         return shape.sources(self._me), shape.destinations(self._me)
 
-    def Neighbor_allgather(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Exchange with the neighbours: allgather."""
-        self._run(allgather_call(sendbuf, recvbuf, self._edges))
+    @collective
+    def Neighbor_allgather(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+        """Send one buffer to all outgoing neighbours; collect equal blocks from the incoming ones."""
+        return allgather_call(sendbuf, recvbuf, self._edges)
 
-    def Ineighbor_allgather(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """Start Neighbor_allgather."""
-        return self._start(allgather_call(sendbuf, recvbuf, self._edges))
+    @collective
+    def Neighbor_allgatherv(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+        """Send one buffer to all outgoing neighbours; collect unequal blocks from the incoming ones."""
+        return allgather_call(sendbuf, recvbuf, self._edges, vector=True)
 
-    def Neighbor_allgather_init(self, sendbuf: Any, recvbuf: Any, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Neighbor_allgather."""
-        return Prequest.prepare(lambda: self.Ineighbor_allgather(sendbuf, recvbuf))
+    @collective
+    def Neighbor_alltoall(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+        """Exchange equal blocks, one with each neighbour."""
+        return alltoall_call(sendbuf, recvbuf, self._edges)
 
-    def Neighbor_allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Exchange with the neighbours: allgatherv."""
-        self._run(allgather_call(sendbuf, recvbuf, self._edges, vector=True))
+    @collective
+    def Neighbor_alltoallv(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+        """Exchange unequal blocks, one with each neighbour."""
+        return alltoall_call(sendbuf, recvbuf, self._edges, vector=True)
 
-    def Ineighbor_allgatherv(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """Start Neighbor_allgatherv."""
-        return self._start(allgather_call(sendbuf, recvbuf, self._edges, vector=True))
-
-    def Neighbor_allgatherv_init(self, sendbuf: Any, recvbuf: Any, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Neighbor_allgatherv."""
-        return Prequest.prepare(lambda: self.Ineighbor_allgatherv(sendbuf, recvbuf))
-
-    def Neighbor_alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Exchange with the neighbours: alltoall."""
-        self._run(alltoall_call(sendbuf, recvbuf, self._edges))
-
-    def Ineighbor_alltoall(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """Start Neighbor_alltoall."""
-        return self._start(alltoall_call(sendbuf, recvbuf, self._edges))
-
-    def Neighbor_alltoall_init(self, sendbuf: Any, recvbuf: Any, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Neighbor_alltoall."""
-        return Prequest.prepare(lambda: self.Ineighbor_alltoall(sendbuf, recvbuf))
-
-    def Neighbor_alltoallv(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Exchange with the neighbours: alltoallv."""
-        self._run(alltoall_call(sendbuf, recvbuf, self._edges, vector=True))
-
-    def Ineighbor_alltoallv(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """Start Neighbor_alltoallv."""
-        return self._start(alltoall_call(sendbuf, recvbuf, self._edges, vector=True))
-
-    def Neighbor_alltoallv_init(self, sendbuf: Any, recvbuf: Any, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Neighbor_alltoallv."""
-        return Prequest.prepare(lambda: self.Ineighbor_alltoallv(sendbuf, recvbuf))
-
-    def Neighbor_alltoallw(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Exchange with the neighbours: alltoallw."""
-        self._run(alltoall_call(sendbuf, recvbuf, self._edges, vector=True, types=True))
-
-    def Ineighbor_alltoallw(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """Start Neighbor_alltoallw."""
-        return self._start(alltoall_call(sendbuf, recvbuf, self._edges, vector=True, types=True))
-
-    def Neighbor_alltoallw_init(self, sendbuf: Any, recvbuf: Any, info: Info = INFO_NULL) -> Prequest:
-        """Prepare Neighbor_alltoallw."""
-        return Prequest.prepare(lambda: self.Ineighbor_alltoallw(sendbuf, recvbuf))
+    @collective
+    def Neighbor_alltoallw(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+        """Exchange blocks of different types, one with each neighbour."""
+        return alltoall_call(sendbuf, recvbuf, self._edges, vector=True, types=True)
 
     def neighbor_allgather(self, sendobj: Any) -> list[Any]:
         """Return the objects of the incoming neighbours."""

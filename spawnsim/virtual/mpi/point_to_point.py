@@ -7,92 +7,21 @@ needed by the simulation; it is kept because programs ask for it, and such a sen
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, BSEND_OVERHEAD, BUFFER_AUTOMATIC, PROC_NULL
 from spawnsim.comm.failures import ERR_BUFFER, ERR_REQUEST, CallError, SpecBufferError, Truncated
-from spawnsim.comm.handles import INFO_NULL, Handle, Info, integer
+from spawnsim.comm.handles import Handle, integer
 from spawnsim.comm.memory import flat
 from spawnsim.comm.status import Status
-from spawnsim.errors import UnsupportedError
 from spawnsim.virtual.engine.completion import Completion, Receive
-from spawnsim.virtual.engine.completion import Message as Letter
+from spawnsim.virtual.engine.completion import Message as QueuedMessage
 from spawnsim.virtual.engine.kernel import current_world
 from spawnsim.virtual.engine.waiting import await_one, check_alive
 from spawnsim.virtual.engine.wire import LOCAL, STANDARD, SYNCHRONOUS
-from spawnsim.virtual.mpi.context import Transport, receive_nothing
+from spawnsim.virtual.mpi.context import Member, receive_nothing
 from spawnsim.virtual.mpi.payload import check_target, dumps, kept, loads, pack, receiver, unpack
-from spawnsim.virtual.mpi.requests import Request, fill
-
-PARTITIONS = "partitioned communication is not simulated: send each partition as a message of its own"
-
-
-class Unsupported:
-    """Refusals."""
-
-    __slots__ = ()
-
-    def Psend_init(
-        self, buf: Any, partitions: int, dest: int, tag: int = 0, info: Info = INFO_NULL
-    ) -> NoReturn:
-        """Refuse."""
-        raise UnsupportedError(f"Comm.Psend_init: {PARTITIONS}")
-
-    def Precv_init(
-        self, buf: Any, partitions: int, source: int = ANY_SOURCE, tag: int = ANY_TAG, info: Info = INFO_NULL
-    ) -> NoReturn:
-        """Refuse."""
-        raise UnsupportedError(f"Comm.Precv_init: {PARTITIONS}")
-
-
-class BufferedSends(Transport):
-    """Bsend and its kin. A communicator's own buffer comes first, then the one attached to the program."""
-
-    __slots__ = ()
-
-    def Attach_buffer(self, buf: Any) -> None:
-        """Attach a buffer to this communicator."""
-        attach(self._rank.attachments, self._context, buf)
-
-    def Detach_buffer(self) -> Any:
-        """Take the buffer back."""
-        return detach(self._rank.attachments, self._context)
-
-    def Flush_buffer(self) -> None:
-        """Return when all buffered messages have left: they have."""
-
-    def Iflush_buffer(self) -> Request:
-        """Start Flush_buffer."""
-        return Request.over(self._world)
-
-    def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a buffer from the attached one: returns at once."""
-        self._deliver(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Bsend")
-
-    def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """Start to send a buffer from the attached one."""
-        return self._isend(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Ibsend")
-
-    def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Send an object from the attached buffer: returns at once."""
-        self._deliver(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="bsend")
-
-    def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """Start to send an object from the attached buffer."""
-        return self._isend(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="ibsend")
-
-    def _room_for(self, payload: Any) -> Any:
-        held: dict[Any, Any] = self._rank.attachments
-        attached = held.get(("buffer", self._context), held.get(("buffer", None)))
-        nbytes = len(payload) if type(payload) is bytes else payload.nbytes
-        if attached is None:
-            raise CallError(ERR_BUFFER, "a buffered send without a buffer: call MPI.Attach_buffer first")
-        have = math.inf if attached is BUFFER_AUTOMATIC else flat(attached).nbytes
-        if nbytes + BSEND_OVERHEAD > have:
-            raise CallError(
-                ERR_BUFFER, f"the attached buffer of {have} bytes is too short: {nbytes} + {BSEND_OVERHEAD}"
-            )
-        return payload
+from spawnsim.virtual.mpi.requests import Prequest, Request, fill
 
 
 def attach(held: dict[Any, Any], owner: Any, buf: Any) -> None:
@@ -109,10 +38,12 @@ def detach(held: dict[Any, Any], owner: Any) -> Any:
     return held.pop(("buffer", owner), None)
 
 
-class Objects(Transport):
-    """Calls that send pickled objects."""
+class PointToPoint(Member):
+    """Sends, receives and probes. Errors name the message that they are about."""
 
     __slots__ = ()
+
+    # -- objects -------------------------------------------------------------------------------------------------
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object."""
@@ -122,10 +53,6 @@ class Objects(Transport):
         """Send an object; return when its receive has started."""
         self._deliver(dumps(obj), dest, tag, SYNCHRONOUS, operation="ssend")
 
-    def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Send an object from a buffer: returns at once."""
-        self._deliver(dumps(obj), dest, tag, LOCAL, operation="bsend")
-
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Start to send an object."""
         return self._isend(dumps(obj), dest, tag, STANDARD, operation="isend")
@@ -133,10 +60,6 @@ class Objects(Transport):
     def issend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Start to send an object; the request is over when its receive has started."""
         return self._isend(dumps(obj), dest, tag, SYNCHRONOUS, operation="issend")
-
-    def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """Start to send an object from a buffer."""
-        return self._isend(dumps(obj), dest, tag, LOCAL, operation="ibsend")
 
     def recv(
         self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
@@ -174,11 +97,7 @@ class Objects(Transport):
             await_one(self._world, transfer, self._waiting("sendrecv", dest, sendtag, "dest"))
         return received
 
-
-class Buffers(Transport):
-    """Calls that send memory."""
-
-    __slots__ = ()
+    # -- buffers -------------------------------------------------------------------------------------------------
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer. Above the eager threshold it returns when its receive has started and the data have left."""
@@ -286,11 +205,80 @@ class Buffers(Transport):
         """Start to send a buffer and to receive into the same."""
         return self.Isendrecv(buf, dest, sendtag, buf, source, recvtag)
 
+    # -- buffered sends: the communicator's own buffer comes first, then the program's
 
-class Probes(Transport):
-    """Looking at messages before receiving them."""
+    def Attach_buffer(self, buf: Any) -> None:
+        """Attach a buffer to this communicator."""
+        attach(self._rank.attachments, self._context, buf)
 
-    __slots__ = ()
+    def Detach_buffer(self) -> Any:
+        """Take the buffer back."""
+        return detach(self._rank.attachments, self._context)
+
+    def Flush_buffer(self) -> None:
+        """Return when all buffered messages have left: they have."""
+
+    def Iflush_buffer(self) -> Request:
+        """Start Flush_buffer."""
+        return Request.over(self._world)
+
+    def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Send a buffer from the attached one: returns at once."""
+        self._deliver(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Bsend")
+
+    def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send a buffer from the attached one."""
+        return self._isend(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Ibsend")
+
+    def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Send an object from the attached buffer: returns at once."""
+        self._deliver(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="bsend")
+
+    def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send an object from the attached buffer."""
+        return self._isend(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="ibsend")
+
+    def _room_for(self, payload: Any) -> Any:
+        held: dict[Any, Any] = self._rank.attachments
+        attached = held.get(("buffer", self._context), held.get(("buffer", None)))
+        nbytes = len(payload) if type(payload) is bytes else payload.nbytes
+        if attached is None:
+            raise CallError(ERR_BUFFER, "a buffered send without a buffer: call MPI.Attach_buffer first")
+        have = math.inf if attached is BUFFER_AUTOMATIC else flat(attached).nbytes
+        if nbytes + BSEND_OVERHEAD > have:
+            raise CallError(
+                ERR_BUFFER, f"the attached buffer of {have} bytes is too short: {nbytes} + {BSEND_OVERHEAD}"
+            )
+        return payload
+
+    # -- persistent requests -------------------------------------------------------------------------------------
+
+    def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
+        """Prepare Isend."""
+        dest, tag = integer(dest), integer(tag)
+        return Prequest.prepare(lambda: self.Isend(buf, dest, tag))
+
+    def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
+        """Prepare Ibsend."""
+        dest, tag = integer(dest), integer(tag)
+        return Prequest.prepare(lambda: self.Ibsend(buf, dest, tag))
+
+    def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
+        """Prepare Issend."""
+        dest, tag = integer(dest), integer(tag)
+        return Prequest.prepare(lambda: self.Issend(buf, dest, tag))
+
+    def Rsend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
+        """Prepare Irsend."""
+        dest, tag = integer(dest), integer(tag)
+        return Prequest.prepare(lambda: self.Irsend(buf, dest, tag))
+
+    def Recv_init(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prequest:
+        """Prepare Irecv."""
+        source, tag = integer(source), integer(tag)
+        return Prequest.prepare(lambda: self.Irecv(buf, source, tag))
+
+    # -- probes --------------------------------------------------------------------------------------------------
 
     def Iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
         """Return whether a message that fits has arrived."""
@@ -310,8 +298,8 @@ class Probes(Transport):
         """Return a message that fits and has arrived, out of reach of any other receive; or None."""
         if integer(source) == PROC_NULL:
             return Message.of_nobody()
-        letter = self._iprobe(source, tag, status, hold=True)
-        return None if letter is None else Message.hold(self, letter)
+        message = self._iprobe(source, tag, status, hold=True)
+        return None if message is None else Message.hold(self, message)
 
     def Mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message:
         """Wait for a message that fits; return it, out of reach of any other receive."""
@@ -322,49 +310,51 @@ class Probes(Transport):
 
     iprobe, probe, improbe, mprobe = Iprobe, Probe, Improbe, Mprobe
 
-    def _iprobe(self, source: int, tag: int, status: Status | None, *, hold: bool = False) -> Letter | None:
+    def _iprobe(
+        self, source: int, tag: int, status: Status | None, *, hold: bool = False
+    ) -> QueuedMessage | None:
         """Look once."""
         if type(source) is not int or type(tag) is not int:
             source, tag = integer(source), integer(tag)
         if source == PROC_NULL:
-            letter: Letter | None = Letter(PROC_NULL, ANY_TAG, b"", 0)
+            message: QueuedMessage | None = QueuedMessage(PROC_NULL, ANY_TAG, b"", 0)
             self._world.kernel.observe()
             self._check_source(source, tag)
         else:
-            letter = self._visible(source, tag)
-            if hold and letter is not None:
+            message = self._visible(source, tag)
+            if hold and message is not None:
                 self._mailbox.remove(
-                    letter
+                    message
                 )  # now: while this task pays for the look, another of its rank may look
         self._world.charge_poll()
-        if letter is None:
+        if message is None:
             self._world.kernel.fruitless()
         else:
-            _fill_status(status, None if source == PROC_NULL else letter)
-        return letter
+            _fill_status(status, None if source == PROC_NULL else message)
+        return message
 
     def _probe(
         self, source: int, tag: int, status: Status | None, operation: str, *, hold: bool = False
-    ) -> Letter:
-        """Wait for a letter, however long that takes; looking then costs what one look costs."""
+    ) -> QueuedMessage:
+        """Wait for a message, however long that takes; looking then costs what one look costs."""
         source, tag = integer(source), integer(tag)
-        while (letter := self._visible(source, tag)) is None:
-            self._await_letter(source, tag, operation)
+        while (message := self._visible(source, tag)) is None:
+            self._await_message(source, tag, operation)
         if hold:
-            self._mailbox.remove(letter)
+            self._mailbox.remove(message)
         self._world.charge_poll()
-        _fill_status(status, letter)
-        return letter
+        _fill_status(status, message)
+        return message
 
-    def _visible(self, source: int, tag: int) -> Letter | None:
-        """Return the letter that the running task sees at its time."""
+    def _visible(self, source: int, tag: int) -> QueuedMessage | None:
+        """Return the message that the running task sees at its time."""
         self._world.kernel.observe()
         self._check_source(source, tag)  # as of now: it may have been revoked meanwhile
-        letter = self._mailbox.find(source, tag)
-        return None if letter is None or letter.envelope_s > self._world.kernel.current.clock else letter
+        message = self._mailbox.find(source, tag)
+        return None if message is None or message.envelope_s > self._world.kernel.current.clock else message
 
-    def _await_letter(self, source: int, tag: int, operation: str) -> None:
-        """Wait until the first letter known to come has come, or until a new one is sent."""
+    def _await_message(self, source: int, tag: int, operation: str) -> None:
+        """Wait until the first message known to come has come, or until a new one is sent."""
         world, watcher = self._world, Completion(self._world.kernel)
         waiting = self._waiting(operation, source, tag)
         check_alive(world, waiting)
@@ -395,23 +385,23 @@ NOBODY = object()
 class Message(Handle):
     """A message that a matched probe has taken out of the queue."""
 
-    __slots__ = ("_letter", "_owner")
-    _letter: Letter | None
-    _owner: Transport | None
+    __slots__ = ("_message", "_owner")
+    _message: QueuedMessage | None
+    _owner: Member | None
 
     def __new__(cls, message: Message | None = None) -> Self:
         """Return a null message, or a copy of the handle of another."""
         self = super().__new__(cls)
         self._identity = None if message is None else message._identity
-        self._letter = None if message is None else message._letter
+        self._message = None if message is None else message._message
         self._owner = None if message is None else message._owner
         return self
 
     @classmethod
-    def hold(cls, owner: Transport, letter: Letter) -> Self:
+    def hold(cls, owner: Member, message: QueuedMessage) -> Self:
         """Return the handle of a message taken out for `owner`."""
         self = cls.__new__(cls)
-        self._identity = self._letter = letter
+        self._identity = self._message = message
         self._owner = owner
         return self
 
@@ -424,14 +414,14 @@ class Message(Handle):
 
     @classmethod
     def Probe(
-        cls, comm: Probes, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+        cls, comm: PointToPoint, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Message:
         """Wait for a message that fits and take it out."""
         return comm.Mprobe(source, tag, status)
 
     @classmethod
     def Iprobe(
-        cls, comm: Probes, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+        cls, comm: PointToPoint, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Message | None:
         """Take out a message that fits and has arrived, if there is one."""
         return comm.Improbe(source, tag, status)
@@ -455,24 +445,24 @@ class Message(Handle):
         return self._receive(loads)
 
     def _receive(self, collect: Any, buf: Any = None) -> Request:
-        letter, owner = self._letter, self._owner
+        message, owner = self._message, self._owner
         if self._identity is NOBODY:
             if self is not MESSAGE_NO_PROC:
                 self._identity = None
             return Request.over(current_world(), receive_nothing)
-        if letter is None or owner is None:
+        if message is None or owner is None:
             raise CallError(ERR_REQUEST, "the message is null: it was received before")
-        self._identity = self._letter = self._owner = None
-        receive = Receive(owner._world.kernel, letter.source, letter.tag, owner._world.kernel.current.clock)
+        self._identity = self._message = self._owner = None
+        receive = Receive(owner._world.kernel, message.source, message.tag, owner._world.kernel.current.clock)
         receive.nic = owner._mailbox.nic
-        receive.take(letter)
-        letter.meet()
+        receive.take(message)
+        message.meet()
 
         def deliver(status: Status) -> Any:
-            fill(status, letter.source, letter.tag, letter.nbytes)
-            return owner._taken(letter, collect, buf)
+            fill(status, message.source, message.tag, message.nbytes)
+            return owner._taken(message, collect, buf)
 
-        waiting = owner._waiting("Mrecv", letter.source, letter.tag)
+        waiting = owner._waiting("Mrecv", message.source, message.tag)
         return Request.start(owner._world, receive, waiting, deliver, writes=buf is not None)
 
 
@@ -480,8 +470,8 @@ MESSAGE_NULL = Message()
 MESSAGE_NO_PROC = Message.of_nobody()
 
 
-def _fill_status(status: Status | None, letter: Letter | None) -> None:
-    if status is not None and letter is not None:
-        fill(status, letter.source, letter.tag, letter.nbytes)
+def _fill_status(status: Status | None, message: QueuedMessage | None) -> None:
+    if status is not None and message is not None:
+        fill(status, message.source, message.tag, message.nbytes)
     elif status is not None:
         fill(status, PROC_NULL, ANY_TAG, 0)

@@ -2,20 +2,21 @@
 
 A request owns what it needs until it is over: dropping the object loses no message, because the message and the
 posted receive live in the mailbox. When one of several fails, the error is `ERR_IN_STATUS`, and each status tells
-what became of its request. Knows completions and statuses, and must not know how a message travels.
+what became of its request.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
+from spawnsim.comm.calls import refusing
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
 from spawnsim.comm.failures import ERR_IN_STATUS, ERR_PENDING, ERR_REQUEST, CallError, SpecTypeError
 from spawnsim.comm.handles import Handle
 from spawnsim.comm.status import Status
-from spawnsim.errors import Revoked, UnsupportedError
+from spawnsim.errors import Revoked
 from spawnsim.virtual.engine.completion import AllOf, Completion
 from spawnsim.virtual.engine.waiting import (
     FreedOperation,
@@ -63,135 +64,10 @@ def _mark(status: Status | None, error: int) -> None:
         status.error = error
 
 
-class MultiRequest:
-    """The calls of `Request` that take a list of requests."""
-
-    __slots__ = ()
-
-    @classmethod
-    def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
-        """Wait until all are over; return their objects."""
-        _check(requests)
-        return collect_all(requests, _lend(statuses, len(requests)), _finish)
-
-    @classmethod
-    def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
-        """Wait until all are over."""
-        MultiRequest.waitall(requests, statuses)
-        return True
-
-    @classmethod
-    def testall(
-        cls, requests: Sequence[Request], statuses: list[Status] | None = None
-    ) -> tuple[bool, list[Any] | None]:
-        """Return (all are over, their objects)."""
-        _check(requests)
-        active = [request for request in requests if request._completion is not None]
-        if active and len(done_now(active[0]._world, *active, every=True)) < len(active):
-            return False, None
-        return True, MultiRequest.waitall(requests, statuses)
-
-    @classmethod
-    def Testall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
-        """Return whether all are over."""
-        return MultiRequest.testall(requests, statuses)[0]
-
-    @classmethod
-    def waitany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, Any]:
-        """Wait until one is over; return its position and object (UNDEFINED if none is active)."""
-        index = _await_some(requests, "Waitany")[:1]
-        if not index:
-            fill_empty(status)
-            return UNDEFINED, None
-        return index[0], requests[index[0]]._collect(status)
-
-    @classmethod
-    def Waitany(cls, requests: Sequence[Request], status: Status | None = None) -> int:
-        """Wait until one is over; return its position."""
-        return MultiRequest.waitany(requests, status)[0]
-
-    @classmethod
-    def testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool, Any]:
-        """Return (position, flag, object) of one that is over, if any."""
-        over = _look_at(requests)
-        if over is None:
-            fill_empty(status)
-            return UNDEFINED, True, None
-        if not over:
-            return UNDEFINED, False, None
-        return over[0], True, requests[over[0]]._collect(status)
-
-    @classmethod
-    def Testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
-        """Return (position, flag) of one that is over, if any."""
-        return MultiRequest.testany(requests, status)[:2]
-
-    @classmethod
-    def waitsome(
-        cls, requests: Sequence[Request], statuses: list[Status] | None = None
-    ) -> tuple[list[int] | None, list[Any] | None]:
-        """Wait until at least one is over; return positions and objects of all that are."""
-        over = _await_some(requests, "Waitsome")
-        if not over:
-            return None, None
-        return over, _collect_each(requests, over, statuses)
-
-    @classmethod
-    def Waitsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
-        """Wait until at least one is over; return the positions of all that are."""
-        return MultiRequest.waitsome(requests, statuses)[0]
-
-    @classmethod
-    def testsome(
-        cls, requests: Sequence[Request], statuses: list[Status] | None = None
-    ) -> tuple[list[int] | None, list[Any] | None]:
-        """Return positions and objects of all that are over."""
-        over = _look_at(requests)
-        if over is None:
-            return None, None
-        return over, _collect_each(requests, over, statuses)
-
-    @classmethod
-    def Testsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
-        """Return the positions of all that are over."""
-        return MultiRequest.testsome(requests, statuses)[0]
-
-    @classmethod
-    def get_status_all(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
-        """Return whether all are over, and leave them as they are."""
-        lent = zip(requests, _lend(statuses, len(requests)), strict=False)
-        over = [request.Get_status(status) for request, status in lent]  # all: each fills its status
-        return all(over)
-
-    @classmethod
-    def get_status_any(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
-        """Return (position, flag) of one that is over, and leave it as it is."""
-        over = _look_at(requests)
-        if over:
-            requests[over[0]].Get_status(status)
-            return over[0], True
-        if over is None:
-            fill_empty(status)
-        return UNDEFINED, over is None
-
-    @classmethod
-    def get_status_some(
-        cls, requests: Sequence[Request], statuses: list[Status] | None = None
-    ) -> list[int] | None:
-        """Return the positions of all that are over, and leave them as they are."""
-        over = _look_at(requests)
-        lent = zip(over or (), _lend(statuses, len(over or ())), strict=False)
-        for index, status in lent:
-            requests[index].Get_status(status)
-        return over
-
-    Get_status_all, Get_status_any, Get_status_some = get_status_all, get_status_any, get_status_some
-
-
 def _check(requests: Sequence[Request]) -> None:
     """Refuse what is no list of requests, before anything is done to one of them."""
     for place, request in enumerate(requests):
-        if not isinstance(request, MultiRequest):
+        if not isinstance(request, Request):
             raise SpecTypeError(
                 f"item {place} of the requests is of type {type(request).__name__}: no request"
             )
@@ -284,7 +160,6 @@ def _collect_each(requests: Sequence[Request], over: list[int], statuses: list[S
     return collect_all(chosen, _lend(statuses, len(over)), _take)
 
 
-PARTITIONS = "partitioned communication is not simulated: send each partition as a message of its own"
 Deliver = Callable[[Status], Any]
 
 
@@ -304,7 +179,7 @@ class Delivered:
         return self._outcome
 
 
-class Request(MultiRequest, Handle):
+class Request(Handle):
     """A pending operation of one rank. Null (false) once it is over and collected.
 
     The lower-case calls return the received object, the upper-case ones fill the buffer given at the start.
@@ -434,6 +309,129 @@ class Request(MultiRequest, Handle):
         parts = (self._completion, other._completion)
         return Request.start(self._world, AllOf(self._world.kernel, parts), self._waiting, self._deliver)
 
+    # -- several -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
+        """Wait until all are over; return their objects."""
+        _check(requests)
+        return collect_all(requests, _lend(statuses, len(requests)), _finish)
+
+    @classmethod
+    def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
+        """Wait until all are over."""
+        Request.waitall(requests, statuses)
+        return True
+
+    @classmethod
+    def testall(
+        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+    ) -> tuple[bool, list[Any] | None]:
+        """Return (all are over, their objects)."""
+        _check(requests)
+        active = [request for request in requests if request._completion is not None]
+        if active and len(done_now(active[0]._world, *active, every=True)) < len(active):
+            return False, None
+        return True, Request.waitall(requests, statuses)
+
+    @classmethod
+    def Testall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
+        """Return whether all are over."""
+        return Request.testall(requests, statuses)[0]
+
+    @classmethod
+    def waitany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, Any]:
+        """Wait until one is over; return its position and object (UNDEFINED if none is active)."""
+        index = _await_some(requests, "Waitany")[:1]
+        if not index:
+            fill_empty(status)
+            return UNDEFINED, None
+        return index[0], requests[index[0]]._collect(status)
+
+    @classmethod
+    def Waitany(cls, requests: Sequence[Request], status: Status | None = None) -> int:
+        """Wait until one is over; return its position."""
+        return Request.waitany(requests, status)[0]
+
+    @classmethod
+    def testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool, Any]:
+        """Return (position, flag, object) of one that is over, if any."""
+        over = _look_at(requests)
+        if over is None:
+            fill_empty(status)
+            return UNDEFINED, True, None
+        if not over:
+            return UNDEFINED, False, None
+        return over[0], True, requests[over[0]]._collect(status)
+
+    @classmethod
+    def Testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
+        """Return (position, flag) of one that is over, if any."""
+        return Request.testany(requests, status)[:2]
+
+    @classmethod
+    def waitsome(
+        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+    ) -> tuple[list[int] | None, list[Any] | None]:
+        """Wait until at least one is over; return positions and objects of all that are."""
+        over = _await_some(requests, "Waitsome")
+        if not over:
+            return None, None
+        return over, _collect_each(requests, over, statuses)
+
+    @classmethod
+    def Waitsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
+        """Wait until at least one is over; return the positions of all that are."""
+        return Request.waitsome(requests, statuses)[0]
+
+    @classmethod
+    def testsome(
+        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+    ) -> tuple[list[int] | None, list[Any] | None]:
+        """Return positions and objects of all that are over."""
+        over = _look_at(requests)
+        if over is None:
+            return None, None
+        return over, _collect_each(requests, over, statuses)
+
+    @classmethod
+    def Testsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
+        """Return the positions of all that are over."""
+        return Request.testsome(requests, statuses)[0]
+
+    @classmethod
+    def get_status_all(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
+        """Return whether all are over, and leave them as they are."""
+        lent = zip(requests, _lend(statuses, len(requests)), strict=False)
+        over = [request.Get_status(status) for request, status in lent]  # all: each fills its status
+        return all(over)
+
+    @classmethod
+    def get_status_any(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
+        """Return (position, flag) of one that is over, and leave it as it is."""
+        over = _look_at(requests)
+        if over:
+            requests[over[0]].Get_status(status)
+            return over[0], True
+        if over is None:
+            fill_empty(status)
+        return UNDEFINED, over is None
+
+    @classmethod
+    def get_status_some(
+        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+    ) -> list[int] | None:
+        """Return the positions of all that are over, and leave them as they are."""
+        over = _look_at(requests)
+        lent = zip(over or (), _lend(statuses, len(over or ())), strict=False)
+        for index, status in lent:
+            requests[index].Get_status(status)
+        return over
+
+    Get_status_all, Get_status_any, Get_status_some = get_status_all, get_status_any, get_status_some
+
+    # -- how ----
+
     def _close(self) -> None:
         """Tell the ledger, if there is one, that nobody need wait any more."""
         if self._completion is not None and self._world.resource_leaks is not None:
@@ -485,6 +483,7 @@ class Request(MultiRequest, Handle):
         self._identity = None
 
 
+@refusing
 class Prequest(Request):
     """A persistent request: `Start` begins the operation again, and a wait leaves it inactive, not null."""
 
@@ -517,19 +516,3 @@ class Prequest(Request):
 
     def _retire(self) -> None:
         """Stay, inactive."""
-
-    def Pready(self, partition: int) -> NoReturn:
-        """Refuse."""
-        raise UnsupportedError(f"Prequest.Pready: {PARTITIONS}")
-
-    def Pready_range(self, partition_low: int, partition_high: int) -> NoReturn:
-        """Refuse."""
-        raise UnsupportedError(f"Prequest.Pready_range: {PARTITIONS}")
-
-    def Pready_list(self, partitions: Sequence[int]) -> NoReturn:
-        """Refuse."""
-        raise UnsupportedError(f"Prequest.Pready_list: {PARTITIONS}")
-
-    def Parrived(self, partition: int) -> NoReturn:
-        """Refuse."""
-        raise UnsupportedError(f"Prequest.Parrived: {PARTITIONS}")

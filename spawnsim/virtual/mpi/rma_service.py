@@ -3,8 +3,7 @@
 Passive-target progress is a parameter of the platform. With "poll" a target that computes serves an access only when
 its block ends; with "async" or "hardware" at once. A rank that exposes memory does not run ahead: what it stores is
 stored at its own time. Data go through the sender's card, the wire and the receiver's card, and meet other traffic
-there as messages do; what one rank sends to one target arrives in the order sent, as on a reliable connection. Knows
-targets, locks, cards and service times, and must not know MPI's calls.
+there as messages do; what one rank sends to one target arrives in the order sent, as on a reliable connection.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What each collective of buffers contributes, how contributions are combined, and where the outcome goes.
 
 One function per collective makes a `CollectiveCall`; the blocking, non-blocking and persistent calls all run it.
-Knows buffers and reductions, and must not know when anybody arrives or leaves.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def barrier() -> CollectiveCall:
 def bcast(buf: Any, root: int, me: int) -> CollectiveCall:
     """The root's buffer goes to all."""
     own = as_buffer(buf)
-    outcome = lambda meeting, rank: meeting.calls[root].part  # noqa: E731
+    outcome = lambda instance, rank: instance.calls[root].part  # noqa: E731
     call = Call(
         "Bcast", "bcast", own.pack() if me == root else None, own.nbytes, root, sizes="root", outcome=outcome
     )
@@ -91,7 +90,7 @@ def gather(
         part = as_buffer(sendbuf).pack()
     collect = _fill(recvbuf, vector=vector, blocks=size) if me == root else _drop
     nbytes = 0 if part is None else part.nbytes
-    outcome = lambda meeting, rank: meeting.parts(rank) if rank == root else None  # noqa: E731
+    outcome = lambda instance, rank: instance.parts(rank) if rank == root else None  # noqa: E731
     return CollectiveCall(
         Call("Gather", "gather", part, nbytes, root, sizes="each", outcome=outcome), collect
     )
@@ -106,7 +105,7 @@ def scatter(
     if me == root:
         blocks = [block.pack() for block in as_buffer(sendbuf, vector=vector, blocks=size)]
         part, nbytes = blocks, np.array([block.nbytes for block in blocks])
-    outcome = lambda meeting, rank: meeting.calls[root].part[rank]  # noqa: E731
+    outcome = lambda instance, rank: instance.calls[root].part[rank]  # noqa: E731
     collect: Outcome = (
         _drop if _in_place(recvbuf) and me == root else as_buffer(recvbuf, writable=True).unpack
     )
@@ -115,19 +114,17 @@ def scatter(
     )
 
 
-def allgather(
-    sendbuf: Any, recvbuf: Any, place: tuple[int, int], *, vector: bool = False, lend: bool = False
-) -> CollectiveCall:
+def allgather(sendbuf: Any, recvbuf: Any, place: tuple[int, int], *, vector: bool = False) -> CollectiveCall:
     """Every rank gets every rank's block."""
     me, size = place
     own = (
         as_buffer(recvbuf, vector=vector, blocks=size).block(me) if _in_place(sendbuf) else as_buffer(sendbuf)
     )
-    part, lent = _lent(own) if lend and not vector else (own.pack(), False)
+    part, lent = (own.pack(), False) if vector else _lent(own)
 
-    def outcome(meeting: CollectiveInstance, rank: int) -> Any:
-        parts = meeting.parts(rank)
-        return parts if vector else meeting.shared(rank, lambda: _joined(parts))
+    def outcome(instance: CollectiveInstance, rank: int) -> Any:
+        parts = instance.parts(rank)
+        return parts if vector else instance.shared(rank, lambda: _joined(parts))
 
     call = Call("Allgather", "allgather", part, part.nbytes, sizes="each", outcome=outcome, lent=lent)
     return CollectiveCall(call, _fill(recvbuf, vector=True, blocks=size) if vector else _row(recvbuf, size))
@@ -142,7 +139,7 @@ def alltoall(
     blocks = [block.pack() for block in as_buffer(source, vector=vector, blocks=size, types=types)]
     call = Call(
         "Alltoall", "alltoall", blocks, np.array([block.nbytes for block in blocks]), sizes="matrix",
-        outcome=lambda meeting, rank: [part[meeting.place(rank)] for part in meeting.parts(rank)],
+        outcome=lambda instance, rank: [part[instance.place(rank)] for part in instance.parts(rank)],
     )  # fmt: skip
     return CollectiveCall(call, _fill(recvbuf, vector=vector, blocks=size, types=types))
 
@@ -167,11 +164,10 @@ def _reducing(name: str, buffers: tuple[Any, Any], op: Op, lend: bool = False) -
     """Return the call of a reduction of (what is sent, what is received), still without outcome, and what it sends."""
     sendbuf, recvbuf = buffers
     own = as_buffer(recvbuf if _in_place(sendbuf) else sendbuf)
-    count, datatype = own.count * own.blocks, own.datatype
     agree = (
         ("op", op.name or "user-defined"),
-        ("count", count),
-        ("datatype", datatype.Get_name() or "derived"),
+        ("count", own.count * own.blocks),
+        ("datatype", own.type_name),
     )
     call = Call(name, name.lower(), None, own.nbytes, agree=agree)
     call.part, call.lent = _lent(own) if lend else (own.pack(), False)
@@ -200,7 +196,11 @@ def agree(call: str, sent: Buffer, target: Buffer) -> None:
 
 
 def _lent(own: Buffer) -> tuple[Any, bool]:
-    """Return a contribution, and whether it is the program's own memory. It may be, where all wait for the result."""
+    """Return a contribution, and whether it is the program's memory itself.
+
+    Where every rank waits for every other one, the result is made before any of them returns, so no copy is needed. It
+    would be one wherever a rank returns first: from a rooted collective, a scan, and every call that only starts.
+    """
     if own.datatype.dtype is not None and own.datatype.is_predefined:
         return own.array, True
     return own.pack(), False
@@ -212,17 +212,17 @@ def reduce(sendbuf: Any, recvbuf: Any, op: Op, *, root: int, me: int) -> Collect
     combine = combiner(op, own)
     first = root if op.Is_commutative() else 0
 
-    def outcome(meeting: CollectiveInstance, rank: int) -> Any:
-        return ops.reduce_binomial(meeting.parts(rank), combine, first) if rank == root else None
+    def outcome(instance: CollectiveInstance, rank: int) -> Any:
+        return ops.reduce_binomial(instance.parts(rank), combine, first) if rank == root else None
 
     collect = _receiving("Reduce", own, (sendbuf, recvbuf)) if me == root else _drop
     call.root, call.outcome = root, outcome
     return CollectiveCall(call, collect)
 
 
-def allreduce(sendbuf: Any, recvbuf: Any, op: Op, *, lend: bool = False) -> CollectiveCall:
+def allreduce(sendbuf: Any, recvbuf: Any, op: Op) -> CollectiveCall:
     """Every rank gets the combination, in the order of recursive doubling: bit for bit what both MPI wheels return."""
-    call, own = _reducing("Allreduce", (sendbuf, recvbuf), op, lend)
+    call, own = _reducing("Allreduce", (sendbuf, recvbuf), op, lend=True)
     call.outcome = _tree(op, own)
     return CollectiveCall(call, _receiving("Allreduce", own, (sendbuf, recvbuf)))
 
@@ -230,12 +230,12 @@ def allreduce(sendbuf: Any, recvbuf: Any, op: Op, *, lend: bool = False) -> Coll
 def _tree(op: Op, own: Buffer) -> Callable[[CollectiveInstance, int], Any]:
     """Return the outcome that is the combination of all contributions, made once for all."""
     merge = merger(op, own)
-    return lambda meeting, rank: meeting.shared(rank, lambda: ops.reduce_tree(meeting.parts(rank), merge))
+    return lambda instance, rank: instance.shared(rank, lambda: ops.reduce_tree(instance.parts(rank), merge))
 
 
 def counts(count: int) -> Call:
     """Every rank learns how many elements each rank receives."""
-    return Call("Reduce_scatter", "allgather", count, 8, outcome=lambda meeting, rank: meeting.parts(rank))
+    return Call("Reduce_scatter", "allgather", count, 8, outcome=lambda instance, rank: instance.parts(rank))
 
 
 def reduce_scatter(
@@ -245,11 +245,10 @@ def reduce_scatter(
     op: Op,
     *,
     place: tuple[int, int],
-    lend: bool = False,
 ) -> CollectiveCall:
     """Every rank gets its block of the combination; `counts` are the elements per rank, None: equal blocks."""
     size = place[1]
-    call, own = _reducing("Reduce_scatter", (sendbuf, recvbuf), op, lend)
+    call, own = _reducing("Reduce_scatter", (sendbuf, recvbuf), op, lend=True)
     elements = len(call.part)
     if counts is None:
         if elements % size:
@@ -261,9 +260,9 @@ def reduce_scatter(
             ERR_COUNT, f"recvcounts add up to {ends[-1]}, but each rank contributes {elements} elements"
         )
 
-    def outcome(meeting: CollectiveInstance, rank: int) -> Any:
-        whole = combination(meeting, rank)
-        place = meeting.place(rank)
+    def outcome(instance: CollectiveInstance, rank: int) -> Any:
+        whole = combination(instance, rank)
+        place = instance.place(rank)
         return whole[ends[place] - counts[place] : ends[place]]
 
     call.outcome = outcome
@@ -277,13 +276,13 @@ def scan(sendbuf: Any, recvbuf: Any, op: Op, inclusive: bool) -> CollectiveCall:
     call, own = _reducing(name, (sendbuf, recvbuf), op)
     combine = combiner(op, own)
 
-    def outcome(meeting: CollectiveInstance, rank: int) -> Any:
+    def outcome(instance: CollectiveInstance, rank: int) -> Any:
         last = rank if inclusive else rank - 1
         if last < 0:
             return None
-        if meeting.here < len(meeting.members):  # this rank leaves before the later ones arrive
-            return ops.reduce_ordered(meeting.parts(rank)[: last + 1], combine)
-        return meeting.shared(rank, lambda: list(ops.scan_prefixes(meeting.parts(rank), combine)))[last]
+        if instance.here < len(instance.members):  # this rank leaves before the later ones arrive
+            return ops.reduce_ordered(instance.parts(rank)[: last + 1], combine)
+        return instance.shared(rank, lambda: list(ops.scan_prefixes(instance.parts(rank), combine)))[last]
 
     unpack, call.outcome = _receiving(name, own, (sendbuf, recvbuf)), outcome
     return CollectiveCall(call, lambda data: None if data is None else unpack(data))

@@ -11,14 +11,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import Any, ClassVar
 
 from spawnsim.comm.constants import CART, DIST_GRAPH, GRAPH, PROC_NULL, UNDEFINED, WEIGHTS_EMPTY
 from spawnsim.comm.failures import ERR_ARG, ERR_DIMS, ERR_RANK, CallError
 from spawnsim.comm.handles import each_integer, integer
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.mpi.communicators import COMM_NULL, Intracomm
-from spawnsim.virtual.mpi.context import Context
+from spawnsim.virtual.mpi.comm import COMM_NULL
+from spawnsim.virtual.mpi.communicators import Intracomm
+from spawnsim.virtual.mpi.context import KINDS, Context
 from spawnsim.virtual.mpi.neighborhood import NeighborCollectives
 
 
@@ -26,6 +27,7 @@ from spawnsim.virtual.mpi.neighborhood import NeighborCollectives
 class Cartesian:
     """A grid of `dims`, the last dimension running fastest; a dimension may close into a ring."""
 
+    kind: ClassVar[int] = CART
     dims: tuple[int, ...]
     periods: tuple[bool, ...]
 
@@ -81,6 +83,7 @@ class Cartesian:
 class Graph:
     """MPI's graph: `index[i]` neighbours are listed in `edges` up to and including rank i's."""
 
+    kind: ClassVar[int] = GRAPH
     index: tuple[int, ...]
     edges: tuple[int, ...]
 
@@ -103,6 +106,7 @@ class Graph:
 class DistGraph:
     """A directed graph that each rank knows its own part of: by rank, (neighbours, weights or None)."""
 
+    kind: ClassVar[int] = DIST_GRAPH
     incoming: dict[int, tuple[list[int], list[int] | None]]
     outgoing: dict[int, tuple[list[int], list[int] | None]]
 
@@ -182,6 +186,27 @@ class Cartcomm(Topocomm):
 
     __slots__ = ()
 
+    @classmethod
+    def _create(cls, comm: Intracomm, dims: Sequence[int], periods: Sequence[bool] | None = None) -> Any:
+        """Return a grid of the first ranks; those left over get COMM_NULL."""
+        sizes = tuple(each_integer([dims] if isinstance(dims, int) else dims))
+        rings = (
+            [bool(periods)] * len(sizes) if periods is None or isinstance(periods, (bool, int)) else periods
+        )
+        shape = Cartesian(sizes, tuple(map(bool, each_integer(rings))))
+        if len(shape.periods) != len(sizes):
+            raise ParameterError(
+                f"Create_cart({list(sizes)}, {list(rings)}): one flag for each of {len(sizes)} lengths"
+            )
+        if any(dim < 1 for dim in sizes):
+            raise CallError(ERR_DIMS, f"Create_cart({list(sizes)}): lengths must be positive")
+        return _first_ranks(comm, cls, shape, "Create_cart")
+
+    @classmethod
+    def _map(cls, comm: Intracomm, dims: Sequence[int]) -> int:
+        """Return the rank that a communicator's rank would have in a grid, or UNDEFINED."""
+        return _mapped_rank(comm, math.prod(each_integer(dims)))
+
     @property
     def _grid(self) -> Cartesian:
         self._need()
@@ -256,6 +281,22 @@ class Graphcomm(Topocomm):
 
     __slots__ = ()
 
+    @classmethod
+    def _create(cls, comm: Intracomm, index: Sequence[int], edges: Sequence[int]) -> Any:
+        """Return a graph of the first ranks; those left over get COMM_NULL."""
+        ends, edges = _index_ends(index, edges), each_integer(edges)
+        shape = Graph(ends, tuple(edges))
+        if shape.index and shape.index[-1] > len(shape.edges):
+            raise CallError(
+                ERR_ARG, f"Create_graph: {len(shape.edges)} edges, but the index ends at {shape.index[-1]}"
+            )
+        return _first_ranks(comm, cls, shape, "Create_graph")
+
+    @classmethod
+    def _map(cls, comm: Intracomm, index: Sequence[int], edges: Sequence[int]) -> int:
+        """Return the rank that a communicator's rank would have in a graph, or UNDEFINED."""
+        return _mapped_rank(comm, len(_index_ends(index, edges)))
+
     @property
     def _graph(self) -> Graph:
         self._need()
@@ -323,6 +364,55 @@ class Distgraphcomm(Topocomm):
 
     __slots__ = ()
 
+    @classmethod
+    def _create_adjacent(
+        cls, comm: Intracomm, sources: Sequence[int], destinations: Sequence[int],
+        weights: tuple[Sequence[int] | None, Sequence[int] | None],
+    ) -> Any:  # fmt: skip
+        """Return a graph of which each rank tells its own edges."""
+        edges = each_integer(sources or ()), each_integer(destinations or ())
+        part = (edges[0], _weights(weights[0]), edges[1], _weights(weights[1]))
+
+        def make(parts: list[Any]) -> Context:
+            incoming = {rank: (each[0], each[1]) for rank, each in enumerate(parts)}
+            outgoing = {rank: (each[2], each[3]) for rank, each in enumerate(parts)}
+            return comm._context.derive(*comm._context.groups, topology=DistGraph(incoming, outgoing))
+
+        return comm._entered(comm._agree("Create_dist_graph_adjacent", part, make), cls)
+
+    @classmethod
+    def _create(
+        cls,
+        comm: Intracomm,
+        listed: tuple[Sequence[int], Sequence[int], Sequence[int]],
+        weights: Sequence[int] | None,
+    ) -> Any:
+        """Return a graph of which each rank tells any edges, as (sources, degrees, destinations).
+
+        `degrees[i]` of the destinations are those of edges that leave `sources[i]`.
+        """
+        given = _weights(weights)
+        sources, degrees, destinations = map(each_integer, listed)
+        ends = iter(zip(destinations, given or [0] * len(destinations), strict=True))
+        edges = [
+            (source, *next(ends))
+            for source, degree in zip(sources, degrees, strict=True)
+            for _ in range(degree)
+        ]
+
+        def make(parts: list[Any]) -> Context:
+            weighted = all(flag for _, flag in parts)
+            incoming: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+            outgoing: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+            for source, dest, weight in (edge for own, _ in parts for edge in own):
+                incoming[dest].append((source, weight))
+                outgoing[source].append((dest, weight))
+            size = len(parts)
+            graph = DistGraph(_by_rank(incoming, size, weighted), _by_rank(outgoing, size, weighted))
+            return comm._context.derive(*comm._context.groups, topology=graph)
+
+        return comm._entered(comm._agree("Create_dist_graph", (edges, given is not None), make), cls)
+
     def Get_dist_neighbors_count(self) -> tuple[int, int, bool]:
         """Return the number of incoming and outgoing neighbours, and whether edges have weights."""
         self._need()
@@ -341,46 +431,6 @@ class Distgraphcomm(Topocomm):
         return graph.incoming[self._me], graph.outgoing[self._me]
 
 
-def with_topology(kind: Any, comm: Any, shape: Any) -> Any:
-    """Return a communicator as one with neighbours; its members all bring the same shape."""
-    if comm is COMM_NULL:
-        return COMM_NULL
-    comm._context.topology = shape
-    new = kind.enter(comm._context, comm._rank.id)
-    new._own = comm._own
-    return new
-
-
-# -- making: methods of Intracomm --------------------------------------------------------------------------
-
-
-def create_cart(
-    self: Intracomm, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
-) -> Any:
-    """Return a grid of the first ranks; those left over get COMM_NULL."""
-    sizes = tuple(each_integer([dims] if isinstance(dims, int) else dims))
-    rings = [bool(periods)] * len(sizes) if periods is None or isinstance(periods, (bool, int)) else periods
-    shape = Cartesian(sizes, tuple(map(bool, each_integer(rings))))
-    if len(shape.periods) != len(sizes):
-        raise ParameterError(
-            f"Create_cart({list(sizes)}, {list(rings)}): one flag for each of {len(sizes)} lengths"
-        )
-    if any(dim < 1 for dim in sizes):
-        raise CallError(ERR_DIMS, f"Create_cart({list(sizes)}): lengths must be positive")
-    return _first_ranks(self, Cartcomm, shape, "Create_cart")
-
-
-def create_graph(self: Intracomm, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> Any:
-    """Return a graph of the first ranks; those left over get COMM_NULL."""
-    ends, edges = index_ends(index, edges), each_integer(edges)
-    shape = Graph(ends, tuple(edges))
-    if shape.index and shape.index[-1] > len(shape.edges):
-        raise CallError(
-            ERR_ARG, f"Create_graph: {len(shape.edges)} edges, but the index ends at {shape.index[-1]}"
-        )
-    return _first_ranks(self, Graphcomm, shape, "Create_graph")
-
-
 def _first_ranks(comm: Intracomm, kind: Any, shape: Any, name: str) -> Any:
     if shape.size > comm.Get_size():
         raise CallError(ERR_ARG, f"{name}: {shape.size} places for {comm.Get_size()} ranks")
@@ -388,46 +438,15 @@ def _first_ranks(comm: Intracomm, kind: Any, shape: Any, name: str) -> Any:
     return with_topology(kind, flat, shape)
 
 
-def create_dist_graph_adjacent(
-    self: Intracomm, sources: Sequence[int], destinations: Sequence[int],
-    weights: tuple[Sequence[int] | None, Sequence[int] | None],
-) -> Distgraphcomm:  # fmt: skip
-    """Return a graph of which each rank tells its own edges."""
-    edges = each_integer(sources or ()), each_integer(destinations or ())
-    part = (edges[0], _weights(weights[0]), edges[1], _weights(weights[1]))
-
-    def make(parts: list[Any]) -> Context:
-        incoming = {rank: (each[0], each[1]) for rank, each in enumerate(parts)}
-        outgoing = {rank: (each[2], each[3]) for rank, each in enumerate(parts)}
-        return self._context.derive(*self._context.sides, topology=DistGraph(incoming, outgoing))
-
-    return enter_dist_graph(self, self._agree("Create_dist_graph_adjacent", part, make))
+def with_topology(kind: Any, comm: Any, shape: Any) -> Any:
+    """Return a communicator as one with neighbours; its members all bring the same shape."""
+    if comm is COMM_NULL:
+        return COMM_NULL
+    comm._context.topology = shape
+    return comm._entered(comm._context, kind)
 
 
-def create_dist_graph(
-    self: Intracomm, sources: Sequence[int], degrees: Sequence[int], destinations: Sequence[int],
-    *, weights: Sequence[int] | None = None,
-) -> Distgraphcomm:  # fmt: skip
-    """Return a graph of which each rank tells any edges: `degrees[i]` of them leave `sources[i]`."""
-    given = _weights(weights)
-    sources, degrees, destinations = each_integer(sources), each_integer(degrees), each_integer(destinations)
-    ends = iter(zip(destinations, given or [0] * len(destinations), strict=True))
-    edges = [
-        (source, *next(ends)) for source, degree in zip(sources, degrees, strict=True) for _ in range(degree)
-    ]
-
-    def make(parts: list[Any]) -> Context:
-        weighted = all(flag for _, flag in parts)
-        incoming: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        outgoing: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        for source, dest, weight in (edge for own, _ in parts for edge in own):
-            incoming[dest].append((source, weight))
-            outgoing[source].append((dest, weight))
-        size = len(parts)
-        graph = DistGraph(_by_rank(incoming, size, weighted), _by_rank(outgoing, size, weighted))
-        return self._context.derive(*self._context.sides, topology=graph)
-
-    return enter_dist_graph(self, self._agree("Create_dist_graph", (edges, given is not None), make))
+# -- making: methods of Intracomm --------------------------------------------------------------------------
 
 
 def _by_rank(edges: dict[int, list[tuple[int, int]]], size: int, weighted: bool) -> dict[int, Any]:
@@ -447,28 +466,16 @@ def _weights(weights: Any) -> list[int] | None:
     return each_integer(weights)
 
 
-def index_ends(index: Sequence[int], edges: Sequence[int]) -> tuple[int, ...]:
+def _index_ends(index: Sequence[int], edges: Sequence[int]) -> tuple[int, ...]:
     """Return where each place's edges end; mpi4py takes an adjacency array, which begins with 0, too."""
     ends = tuple(each_integer(index))
     return ends[1:] if len(ends) > 1 and ends[0] == 0 and ends[-1] == len(edges) else ends
 
 
-def enter_dist_graph(comm: Intracomm, context: Context) -> Distgraphcomm:
-    """Return this rank's handle of a distributed graph."""
-    new = Distgraphcomm.enter(context, comm._rank.id)
-    new._own = comm._own
-    return new
-
-
-def topology(comm: Intracomm) -> int:
-    """Return the kind of a communicator's shape."""
-    kinds = {Cartesian: CART, Graph: GRAPH, DistGraph: DIST_GRAPH}
-    return kinds.get(type(comm._context.topology), UNDEFINED)
-
-
-def mapped_rank(comm: Any, dims: Sequence[int]) -> int:
-    """Return the rank that a communicator's rank would have among `dims` places, or UNDEFINED."""
-    size = Cartesian(tuple(each_integer(dims)), (False,) * len(dims)).size
+def _mapped_rank(comm: Intracomm, size: int) -> int:
     if size > comm.Get_size():
         raise CallError(ERR_DIMS, f"{size} places for {comm.Get_size()} ranks")
-    return int(comm._me) if comm._me < size else UNDEFINED
+    return comm._me if comm._me < size else UNDEFINED
+
+
+KINDS.update(Cartcomm=Cartcomm, Graphcomm=Graphcomm, Distgraphcomm=Distgraphcomm)

@@ -14,14 +14,10 @@ from spawnsim.comm.handles import AINT, INFO_NULL, Info, Named, integer
 from spawnsim.comm.memory import address, as_bytes, buffer, flat
 from spawnsim.virtual.mpi.comm import ProgramAbort
 from spawnsim.virtual.mpi.communicators import COMM_SELF
-from spawnsim.virtual.mpi.context import Context, Member, Transport
+from spawnsim.virtual.mpi.context import KINDS, Context, Member
 from spawnsim.virtual.mpi.instance import Call
 from spawnsim.virtual.mpi.rma import Accesses
 from spawnsim.virtual.mpi.rma_service import Target, WindowState
-
-__all__ = [
-    "Win",
-]
 
 
 class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore[misc]
@@ -107,8 +103,8 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
         self = cls._over(windows.targets[comm._me].memory)
         self._attributes = {}
         self._identity = self._windows = windows
-        self._comm = Transport.enter(context, comm._rank.id, "")
-        self._comm._name, self._comm._own = comm._label, comm._own
+        self._comm = comm._entered(context, Member)
+        self._comm._name = comm._label
         self._place, self._name, self._errhandler = comm._me, "", None
         self._info = Info.Create(info if info else None)
         self._locked, self._started, self._locked_all, self._fenced = set(), set(), False, False
@@ -237,3 +233,6 @@ def _build(
     ]
     context = comm._context.derive(tuple(members), inner=True)
     return context, WindowState(world, targets, flavor, context.number, shared)
+
+
+KINDS["Win"] = Win

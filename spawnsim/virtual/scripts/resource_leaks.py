@@ -61,7 +61,7 @@ class ResourceLeaks:
         left = Counter(
             (context.number, message.source, context.places[0][rank], message.tag)
             for context in self._contexts
-            if len(context.sides) == 1
+            if len(context.groups) == 1
             for rank, mailbox in sorted(context.mailboxes.items())
             for message in undelivered(mailbox)
         )

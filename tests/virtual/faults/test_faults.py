@@ -148,7 +148,7 @@ def test_short_hands_expand() -> None:
         ("crash", "KIND:WHERE@START"),
         ("crash:1", "KIND:WHERE@START"),
         ("crash:x@1s", "invalid literal"),
-        ("crash:1@1parsec", "no duration"),
+        ("crash:1@1parsec", "not a duration"),
         ("crash:1@-1s", "at least 0"),
         ("crash:1@1s+2s", "no length"),
         ("pause:1@1s+0s", "above 0 s"),

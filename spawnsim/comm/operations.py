@@ -1,0 +1,129 @@
+"""What calls of a communicator hand out: requests, messages that a probe has taken, windows. Signatures only."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from spawnsim.comm.constants import LOCK_EXCLUSIVE
+from spawnsim.comm.ops import SUM, Op
+from spawnsim.comm.status import Status
+
+
+@runtime_checkable
+class Request(Protocol):
+    """A call in progress. Dropping one loses nothing: the communicator keeps what it needs."""
+
+    def Wait(self, status: Status | None = None) -> Literal[True]:
+        """Wait for the end."""
+
+    def Test(self, status: Status | None = None) -> bool:
+        """Return whether it has ended."""
+
+    def wait(self, status: Status | None = None) -> Any:
+        """Wait for the end and return the object that was received."""
+
+    def test(self, status: Status | None = None) -> tuple[bool, Any | None]:
+        """Return whether it has ended, and the object that was received."""
+
+    def Cancel(self) -> None:
+        """Ask for the end without a result."""
+
+    def Free(self) -> None:
+        """Give up the handle; the call goes on."""
+
+
+class Message(Protocol):
+    """A message that a matched probe has taken out of the queue: nothing but this object can receive it."""
+
+    def Recv(self, buf: Any, status: Status | None = None) -> None:
+        """Receive it into a buffer."""
+
+    def recv(self, status: Status | None = None) -> Any:
+        """Receive its object."""
+
+    def Irecv(self, buf: Any) -> Request:
+        """Start to receive it into a buffer."""
+
+    def irecv(self) -> Request:
+        """Start to receive its object."""
+
+
+class Win(Protocol):
+    """Memory that other ranks reach without its owner's help.
+
+    An access (`Put`, `Get` and the atomic ones) is made between `Lock` and `Unlock`, `Lock_all` and `Unlock_all`, or
+    two fences. Its buffers are free, and its result is there, after a flush or at the end (MPI 4.1, 12.5).
+    """
+
+    def tomemory(self) -> Any:
+        """Return the rank's own part as a buffer of bytes."""
+
+    def Lock(self, rank: int, lock_type: int = LOCK_EXCLUSIVE, assertion: int = 0) -> None:
+        """Begin to access one rank's part."""
+
+    def Unlock(self, rank: int) -> None:
+        """End the access; all calls to that rank are then complete."""
+
+    def Lock_all(self, assertion: int = 0) -> None:
+        """Begin to access all parts, shared."""
+
+    def Unlock_all(self) -> None:
+        """End the access to all parts."""
+
+    def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        """Read from a part; the data are there after a flush or unlock."""
+
+    def Rget(self, origin: Any, target_rank: int, target: Any = None) -> Request:
+        """Read from a part; the data are there when the request is over."""
+
+    def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        """Write to a part."""
+
+    def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Request:
+        """Write to a part; the buffer is free when the request is over."""
+
+    def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> None:
+        """Combine with a part, element by element atomic."""
+
+    def Get_accumulate(
+        self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Op = SUM
+    ) -> None:
+        """Combine with a part, element by element atomic, and return what was there."""
+
+    def Fetch_and_op(
+        self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
+    ) -> None:
+        """Combine one element and return what was there, atomically."""
+
+    def Compare_and_swap(
+        self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
+    ) -> None:
+        """Replace one element if it equals `compare`, and return what was there, atomically."""
+
+    def Flush(self, rank: int) -> None:
+        """Complete all calls to one rank."""
+
+    def Flush_all(self) -> None:
+        """Complete all calls."""
+
+    def Fence(self, assertion: int = 0) -> None:
+        """Separate epochs, collectively."""
+
+    def Sync(self) -> None:
+        """Let the rank's own loads and stores and the others' accesses see each other."""
+
+    def Free(self) -> None:
+        """Give up the window, collectively."""
+
+
+class Windows(Protocol):
+    """What makes windows: `comm.Win`. Its calls are collective over the communicator that they are given."""
+
+    def Allocate(self, size: int, disp_unit: int = 1, info: Any = ..., comm: Any = ...) -> Win:
+        """Open a window on fresh memory of `size` bytes, which may differ from rank to rank."""
+
+    def Create(self, memory: Any, disp_unit: int = 1, info: Any = ..., comm: Any = ...) -> Win:
+        """Open a window on memory of the program."""
+
+    def Allocate_shared(self, size: int, disp_unit: int = 1, info: Any = ..., comm: Any = ...) -> Win:
+        """Open a window on memory that all ranks of one node load and store directly."""
