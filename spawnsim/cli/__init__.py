@@ -123,8 +123,8 @@ COMMANDS = {
     "plot": ("spawnsim.cli.results:plot", "draw figures of runs"),
     "report": ("spawnsim.cli.results:report", "write one HTML page about runs"),
     "trace": ("spawnsim.cli.results:trace", "write a run's timeline for Perfetto or chrome://tracing"),
-    "calibrate": ("spawnsim.cli.calibrate:main", "measure this cluster, and write a platform file"),
-    "validate": ("spawnsim.cli.validate:main", "predict a real run, and compare"),
+    "calibrate": ("spawnsim.cli.fidelity:calibrate", "measure this cluster, and write a platform file"),
+    "validate": ("spawnsim.cli.fidelity:validate", "predict a real run, and compare"),
     "list": ("spawnsim.cli.listing:main", "list platforms, policies, workloads, studies"),
     "doctor": ("spawnsim.cli.doctor:main", "say what this machine can run, and what to change"),
 }

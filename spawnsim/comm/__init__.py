@@ -37,7 +37,7 @@ from spawnsim.comm.handles import (
 )
 from spawnsim.comm.layouts import BF16
 from spawnsim.comm.memory import buffer
-from spawnsim.comm.operations import Message, Request, Win, Windows
+from spawnsim.comm.objects import Clock, Message, Recorder, Request, Task, Win, Windows
 from spawnsim.comm.ops import (
     BAND,
     BOR,
@@ -59,7 +59,6 @@ from spawnsim.comm.ops import (
 from spawnsim.comm.packing import Pickle
 from spawnsim.comm.predefined import BFLOAT16_T, BOOL, BYTE, DATATYPE_NULL, DOUBLE, FLOAT, INT, INT64_T, LONG
 from spawnsim.comm.protocols import Comm, FaultTolerantComm
-from spawnsim.comm.services import Clock, Recorder, Task
 from spawnsim.comm.status import Status
 
 __all__ = [

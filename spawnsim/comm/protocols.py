@@ -13,11 +13,10 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import Info
-from spawnsim.comm.operations import Message, Request, Windows
+from spawnsim.comm.objects import Capabilities as Capabilities
+from spawnsim.comm.objects import Clock, Message, Recorder, Request, Task, Windows
+from spawnsim.comm.objects import Recovery as Recovery
 from spawnsim.comm.ops import SUM, Op
-from spawnsim.comm.services import Capabilities as Capabilities
-from spawnsim.comm.services import Clock, Recorder, Task
-from spawnsim.comm.services import Recovery as Recovery
 from spawnsim.comm.status import Status
 from spawnsim.random import Streams
 

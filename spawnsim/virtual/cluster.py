@@ -26,8 +26,7 @@ from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import Rank, Recorder, World
 from spawnsim.virtual.faults import FaultPlan
-from spawnsim.virtual.faults.crashes import Crashes
-from spawnsim.virtual.faults.injection import FaultyLinks
+from spawnsim.virtual.faults.injection import Crashes, FaultyLinks
 from spawnsim.virtual.mpi.comm import ProgramAbort
 from spawnsim.virtual.mpi.communicators import Intracomm, held
 from spawnsim.virtual.mpi.context import Context

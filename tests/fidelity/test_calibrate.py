@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spawnsim import random
-from spawnsim.cli import calibrate
+from spawnsim.cli import fidelity
 from spawnsim.errors import ParameterError, RankError, WorldError
 from spawnsim.fidelity import Effort, Measured, compare, fit, fit_stragglers, measure, score_table, scores
 from spawnsim.fidelity.fitting import fit_lines
@@ -204,11 +204,11 @@ def test_measurements_that_fit_no_network_are_refused(
     """Times of a busy machine gave 1.5e19 MB/s and 0 us with status 0: no file, and one line that says what to do."""
     truth = Platform("truth", Switch(Hockney(1e-5, 1e9), eager_bytes=1 << 30), step=Fixed(0.001))
     spoiled = _spoiled(_measured(truth, ranks=2), seconds)
-    monkeypatch.setattr(calibrate, "measure_here", lambda effort: spoiled)
+    monkeypatch.setattr(fidelity, "measure_here", lambda effort: spoiled)
     with pytest.raises(
         WorldError, match=rf"({says}).*no file was written: measure again while the machine is idle"
     ):
-        calibrate.main(["--out", str(tmp_path / "here.toml")])
+        fidelity.calibrate(["--out", str(tmp_path / "here.toml")])
     assert not (tmp_path / "here.toml").exists()
 
 
@@ -219,8 +219,8 @@ def test_a_flat_stretch_of_short_messages_is_no_fault(
     steps = ((0, LogGP(L=2e-5, o=1e-6, g=1e-6, G=0.0)), (4096, LogGP(L=2e-5, o=1e-6, g=1e-6, G=1e-9)))
     truth = Platform("truth", Switch(Piecewise(steps), eager_bytes=1 << 30), step=Fixed(0.001))
     measured = _measured(truth, ranks=2)
-    monkeypatch.setattr(calibrate, "measure_here", lambda effort: measured)
-    assert calibrate.main(["--out", str(tmp_path / "here.toml")]) == 0
+    monkeypatch.setattr(fidelity, "measure_here", lambda effort: measured)
+    assert fidelity.calibrate(["--out", str(tmp_path / "here.toml")]) == 0
     link = load_platform(tmp_path / "here.toml").network.link  # type: ignore[attr-defined]
     bandwidths = [1.0 / step.G for _, step in link.steps]
     assert bandwidths[-1] == pytest.approx(1e9, rel=0.05)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from policies.ranks import Line, line, numbers, walk
+from support.policy_ranks import Line, line, numbers, walk
 
 import spawnsim
 from spawnsim import policies

@@ -104,7 +104,10 @@ def _of_policies() -> dict[str, tuple[str, ...]]:
     places: dict[str, tuple[str, ...]] = {}
     for row in POLICIES.strip().splitlines():
         defect, file, name = row.split()
-        (path,) = (TESTS / "policies").rglob(f"test_{file}.py")
+        found = (
+            TESTS / "policies" / folder / f"test_{file}.py" for folder in ("", "rules", "state", "exchange")
+        )
+        (path,) = (each for each in found if each.exists())
         places[defect] = (*places.get(defect, ()), f"{path.relative_to(TESTS.parent)}::test_{name}")
     return places
 

@@ -283,7 +283,9 @@ def recover(comm: Member, step: int | None) -> Recovery:
     ranks = {old: places[member] for old, member in enumerate(comm._members) if member in stay}
     dead = tuple(old for old in range(len(comm._members)) if old not in ranks)
     rank.outside = False
-    joined = tuple(places[member] for member in places if context.incarnation(member) != now.incarnation(member))
+    joined = tuple(
+        places[member] for member in places if context.incarnation(member) != now.incarnation(member)
+    )
     return Recovery(comm._entered(context), ranks, agreed, dead, joined)
 
 

@@ -17,10 +17,10 @@ from spawnsim.comm.constants import CART, DIST_GRAPH, GRAPH, PROC_NULL, UNDEFINE
 from spawnsim.comm.failures import ERR_ARG, ERR_DIMS, ERR_RANK, CallError
 from spawnsim.comm.handles import each_integer, integer
 from spawnsim.errors import ParameterError
+from spawnsim.virtual.mpi.collectives import NeighborCollectives
 from spawnsim.virtual.mpi.comm import COMM_NULL
 from spawnsim.virtual.mpi.communicators import Intracomm
 from spawnsim.virtual.mpi.context import KINDS, Context
-from spawnsim.virtual.mpi.neighborhood import NeighborCollectives
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,9 @@ from spawnsim.virtual.engine.world import Rank, Recorder
 from spawnsim.virtual.mpi.communicators import COMM_WORLD
 from spawnsim.virtual.mpi.functions import OPTIONS
 from spawnsim.virtual.mpi.payload import pickler
-from spawnsim.virtual.scripts.call_costs import CallCosts, Cost
+from spawnsim.virtual.scripts.accounting import CallCosts, Cost, ResourceLeaks
 from spawnsim.virtual.scripts.package import Pool, installed_as_mpi4py, serve
 from spawnsim.virtual.scripts.rank_process import Lines, Processes, RankModules, virtual_time
-from spawnsim.virtual.scripts.resource_leaks import ResourceLeaks
 
 
 @dataclass(frozen=True)

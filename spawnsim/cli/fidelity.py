@@ -1,6 +1,6 @@
-"""`mpiexec -n N spawnsim validate train.py`: run a file for real, predict the same run, and compare.
+"""`spawnsim calibrate` and `spawnsim validate`, under mpiexec: fit a platform to this cluster; predict a real run.
 
-Rank 0 alone predicts and prints.
+Rank 0 alone fits, predicts and prints.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from spawnsim.cli.calibrate import warn
 from spawnsim.errors import ParameterError, SpawnsimError
 from spawnsim.fidelity import Effort, fit, measure
-from spawnsim.fidelity.measuring import facts
+from spawnsim.fidelity.measuring import Measured, doubts, facts
 from spawnsim.fidelity.predicting import (
     Repeat,
     Row,
@@ -30,20 +30,115 @@ from spawnsim.fidelity.predicting import (
     summary,
     times,
 )
+from spawnsim.fidelity.scoring import Pair, Score, compare, require_fit, score_table, scores
 from spawnsim.fidelity.watching import Seen, watched
 from spawnsim.options import Parser, parameters
 from spawnsim.run.program import Program, program
 from spawnsim.scenario import Scenario
-from spawnsim.virtual.platform import Platform, load_platform
+from spawnsim.virtual.platform import Platform, load_platform, to_toml
 
-QUICK = Effort(budget_s=0.004, most=15, passes=4, largest_nbytes=4 << 20)
+QUICK = Effort(budget_s=0.002, most=10, passes=3, largest_nbytes=4 << 20)
 
 
-def main(argv: Sequence[str]) -> int:
+def calibrate(argv: Sequence[str]) -> int:
+    """Measure, fit, write and print."""
+    options = calibrate_parser().parse_args(argv)
+    measured = measure_here(QUICK if options.quick else Effort())
+    if measured is None:
+        return 0
+    platform = fit(measured, options.out.stem)
+    pairs = compare(measured, platform)
+    if options.picture:  # it shows, too, why measurements are refused
+        draw_fit(pairs, platform, options.picture)
+    found = scores(pairs)
+    require_fit(platform, found)
+    write(options.out, platform, found)
+    return 0
+
+
+def measure_here(effort: Effort) -> Measured | None:
+    """Measure the communicator of this job. Collective; None on all ranks but 0."""
+    from spawnsim.real.launch.launchers import detect_launcher
+
+    if detect_launcher().size < 2:
+        raise ParameterError("a calibration needs at least 2 ranks: mpiexec -n 2 spawnsim calibrate")
+    from spawnsim.real.mpi import guarded, world
+
+    load = os.getloadavg()[0]
+    comm: Any = world()
+    with guarded(comm):
+        measured = measure(comm, effort)
+    if comm.Get_rank() != 0:
+        return None
+    warn(measured.ranks_per_node, load)
+    return measured
+
+
+def warn(ranks_per_node: int, load: float) -> None:
+    """Say on standard error why the measurements are doubtful, if they are."""
+    for doubt in doubts(ranks_per_node, os.cpu_count() or 1, load):
+        sys.stderr.write(f"spawnsim: warning: {doubt}\n")
+
+
+def write(out: Path, platform: Platform, found: Sequence[Score]) -> None:
+    """Write the platform file, with its errors in comments, and print both."""
+    errors = score_table(found).splitlines()
+    comments = [
+        f"Measured by `spawnsim calibrate` on {date.today().isoformat()}. Predicted against measured times, absolute",
+        "relative errors: the median over the sizes that were fitted, over those held out, and the largest.",
+        *errors,
+        "",
+    ]
+    out.write_text(to_toml(platform, comments), encoding="utf-8")
+    sys.stdout.write("\n".join([*errors, f"written: {out}", ""]))
+
+
+def draw_fit(pairs: Sequence[Pair], platform: Platform, picture: Path) -> None:
+    """Draw measured against fitted times."""
+    from spawnsim.plots import fidelity, style
+
+    names = dict.fromkeys(pair.measured.operation for pair in pairs if pair.measured.nbytes)
+    info = {
+        name: fidelity.curve(
+            (pair.measured.nbytes, pair.measured.seconds, pair.predicted_s, pair.held_out)
+            for pair in pairs
+            if pair.measured.operation == name and pair.where == ""
+        )
+        for name in names
+    }
+    drawn = fidelity.calibration_figure(
+        {name: curve for name, curve in info.items() if len(curve.nbytes) > 2}, platform.description
+    )
+    style.save_as(drawn, picture)
+    sys.stdout.write(f"drawn: {picture}\n")
+
+
+def calibrate_parser() -> Parser:
+    """Return the options of `spawnsim calibrate`."""
+    parser = Parser(
+        prog="mpiexec -n N spawnsim calibrate",
+        description="Measure messages, collectives and compute steps on this job's ranks, and fit a platform.",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("measured.toml"), metavar="FILE", help="default: measured.toml"
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw measured against fitted: .png, .pdf or .svg"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="seconds instead of half a minute; larger errors"
+    )
+    return parser
+
+
+QUICK_EFFORT = Effort(budget_s=0.004, most=15, passes=4, largest_nbytes=4 << 20)
+
+
+def validate(argv: Sequence[str]) -> int:
     """Run, predict, compare and print."""
     from spawnsim.real.launch.launchers import detect_launcher
 
-    options = parser().parse_args(argv)
+    options = validate_parser().parse_args(argv)
     here = detect_launcher()
     try:
         task, platform = _asked(options, here.size)
@@ -79,7 +174,7 @@ def observe(
     load = os.getloadavg()[0]
     comm: Any = world(seed=seed)
     with guarded(comm):
-        measured = measure(comm, QUICK) if platform is None else None
+        measured = measure(comm, QUICK_EFFORT) if platform is None else None
         here, hosts = facts(comm), comm.allgather(socket.gethostname())
     for _ in range(repeats):
         comm = world(seed=seed)
@@ -114,10 +209,10 @@ def judge(
         )
         sys.stdout.write(f"{facts_line}\n{error_table(rows, len(runs))}\n")
     if options.picture:
-        draw(rows, repeats, options.picture)
+        draw_prediction(rows, repeats, options.picture)
 
 
-def draw(rows: Sequence[Row], repeats: Sequence[Repeat], picture: Path) -> None:
+def draw_prediction(rows: Sequence[Row], repeats: Sequence[Repeat], picture: Path) -> None:
     """Draw predicted over measured."""
     from spawnsim.plots import fidelity, style
 
@@ -129,7 +224,7 @@ def draw(rows: Sequence[Row], repeats: Sequence[Repeat], picture: Path) -> None:
     style.save_as(drawn, picture)
 
 
-def parser() -> Parser:
+def validate_parser() -> Parser:
     """Return the options of `spawnsim validate`."""
     parser = Parser(
         prog="mpiexec -n N spawnsim validate",

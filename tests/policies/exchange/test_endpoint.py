@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from effort import tried
 from hypothesis import given
 from hypothesis import strategies as st
+from support.effort import tried
 
 import spawnsim
 from spawnsim.errors import RankFailed
