@@ -104,10 +104,13 @@ def over_seeds(curves: Sequence[Curve], *, level: float = 0.9, seed: int = 0, po
     if len(curves) == 1:
         return curves[0]
     first, last = max(c.x[0] for c in curves), min(c.x[-1] for c in curves)
+    # All points of all seeds: on the grid of one of them steps of the others would move.
     x = np.unique(np.concatenate([c.x for c in curves]))
+    # Only where all seeds have values: a median over those that go on longest bends where one of them ends.
     x = x[(x >= first) & (x <= last)]
     x = x[style.evenly(len(x), points)] if len(x) else x
     heights = np.stack([resampled(c.x, c.median, x) for c in curves])
+    # A bootstrap of two or three numbers has no more to say than the numbers, and looks as if it had.
     if len(curves) < FEW:
         median = low = high = np.median(heights, axis=0)
     else:
@@ -163,6 +166,8 @@ def panel(found: Groups, name: str, over: str, ax: Axes) -> dict[str, Curve]:
     """Draw all groups against one axis; returns their curves by label."""
     curves, styles = {}, looks_of(found)
     for group in found:
+        # Each run is first a median over its ranks: ranks of one run are not independent, so only seeds make an
+        # interval.
         info = over_seeds([curve(since_start(run), name, over=over) for run in group.runs])
         if group.real:
             draw_measured(info, ax, look=styles[group.label])
