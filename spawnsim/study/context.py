@@ -95,8 +95,7 @@ class Context:
             StudyError: some runs failed; those that did not are kept.
         """
         store = Store(self.out / "runs")
-        # A pool for each sweep: the next one may need other files, and processes of an old pool would have loaded the
-        # former.
+        # An executor that was given is its owner's to end; a pool of ours ends with the sweep.
         own_pool = self.executor is None and self.jobs > 0
         try:
             with sweeping.pool(self.jobs) if own_pool else nullcontext(self.executor) as executor:
