@@ -86,6 +86,7 @@ def since_start(run: Recorded) -> Table:
     """Return a run's table; seconds of a real rank count from its first row, since virtual ones load no libraries."""
     if not is_real(run):
         return run.table
+    # Rows are ordered by rank and time, so the first of each rank is where its training begins.
     _, first, rank = np.unique(run.table["rank"], return_index=True, return_inverse=True)
     time_s = run.table["time_s"]
     return dict(run.table) | {"time_s": time_s - time_s[first][rank]}
@@ -124,6 +125,7 @@ def draw(
     """Draw one curve as a line in its band, and what single seeds add to it as thin lines."""
     ax = style.axes_or_new(ax)
     _draw_seeds(info, ax, look)
+    # Of two to four seeds each is drawn as a line of its own, so a band would only repeat the outer ones.
     if band and not 1 < info.runs < FEW:
         ax.fill_between(info.x, info.low, info.high, color=look.colour, alpha=0.16, linewidth=0)
     ax.plot(
@@ -230,6 +232,7 @@ def figure(runs: Sequence[Recorded] | Groups, name: str = "accuracy", title: str
         style.frame(
             drawn, title or f"{quantity[0].upper()}{quantity[1:]}{found.by}", f"{found.caption()}\n{lines}"
         )
+        # After everything that changes the axes: the names are placed by the limits as they are now.
         style.label_ends(right, _virtual_first(found, ends), looks_of(found))
         if {group.real for group in found} == {False, True}:
             _explain_markers(left)

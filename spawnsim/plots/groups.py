@@ -56,6 +56,7 @@ def contraction(table: Table, name: str = "value") -> Contraction:
     for index, step in enumerate(steps):
         here = (rounds == step) & ~np.isnan(values)
         variance[index] = np.var(values[here])
+        # Those that recorded this round: ranks that have died no longer belong to N.
         count, size = here.sum(), max(float(np.mean(members[here])), 1.0)
         expected[index] = (count / size - 1) / max(count - 1, 1)
     ratio = np.full(len(steps), np.nan)

@@ -152,6 +152,7 @@ def opened_trace(folder: Path) -> Iterator[BinaryIO | None]:
 def write(folder: Path, *, table: Table, events: Sequence[Event], manifest: Mapping[str, Any]) -> None:
     """Write a whole run; run.json comes last, so that its outcome speaks of files that are there."""
     prepare(folder)
+    # Rows and events before the manifest, so that a run whose outcome is told has both.
     write_table(folder, table)
     write_events(folder, events)
     write_manifest(folder, manifest)

@@ -152,6 +152,7 @@ def load(path: Path) -> Main:
 
 def require_main(path: Path) -> None:
     """Raise `ParameterError` unless a file can be read and defines `main`; nothing of it is run."""
+    # Text alone decides, since running the file to look would already start an unmodified program.
     if not has_main(path):
         raise ParameterError(
             f"{path} has no main(comm): define it; it is called once per rank with a communicator. "

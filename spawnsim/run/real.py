@@ -179,6 +179,7 @@ def tidy(out: Path, status: int, cause: str = "") -> bool:
         manifest = folder.read_manifest(out)
     except ParameterError:  # it ended before rank 0 wrote one: there is nothing to merge either
         return False
+    # A rank's own words of the end stand there already, if one could still write them.
     outcome = manifest["outcome"]
     # What a rank has said of its end is kept, since the launcher knows only a status; a cause known here is better
     # than both, as it names who ended first.

@@ -109,6 +109,7 @@ class RunWriter:
         assert self.out is not None
         # What is pending is only in this process; the shard is read back as a loader of a killed run would read it.
         self.recorder.flush()
+        # The whole shard is replayed, since the journal keeps in memory only what it has not written.
         return merge(self.out).recorder
 
     def tell(self, error: BaseException) -> None:
@@ -131,6 +132,7 @@ class RunWriter:
         # recorded, and `Run.load` reads it of a run that was killed in between.
         self._save(error)
         if self.out is not None and isinstance(self.recorder, Journal):
+            # Closed after saving: while the files cannot be written, rows must still be able to reach the journal.
             self.recorder.close()
             if self.trace is not None:
                 # Closed before it is packed, since what is pending would be missing in the packed file.

@@ -108,6 +108,7 @@ class Cell:
 
 def _without_folder(value: Any) -> Any:
     """Return a circumstance as it is the same on each machine; what a file says is told by its digest."""
+    # The folder of a file differs between machines and checkouts, and changes no result.
     return Path(value).name if isinstance(value, (str, Path)) and os.path.exists(value) else document(value)
 
 

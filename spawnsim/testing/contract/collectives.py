@@ -311,6 +311,7 @@ def locations_of_extrema(MPI: Any, comm: Any) -> None:
     """MAXLOC and MINLOC give the value and the lowest index that has it, for all pair types."""
     rank, size = comm.Get_rank(), comm.Get_size()
     pairs = {"h": MPI.SHORT_INT, "i": MPI.INT_INT, "l": MPI.LONG_INT, "f": MPI.FLOAT_INT, "d": MPI.DOUBLE_INT}
+    # Two ranks share each value, so that the tie goes by index, of which MPI asks for the lowest.
     for code, datatype in pairs.items():
         dtype = np.dtype([("value", code), ("index", "i4")], align=True)
         mine, found = np.array([(rank // 2, rank), (-rank, rank)], dtype), np.zeros(2, dtype)
