@@ -382,7 +382,7 @@ def _round(value: float) -> float:
 def _distance_of(noise: Sequence[Noise], ratios: FloatArray) -> float:
     drawn = np.ones(DRAWS)
     for kind in noise:
-        # One seed for all families: they are compared on the same luck.
+        # A stream by the noise's own name: no distance depends on which others were tried before.
         drawn = drawn * kind.draw(random.generator(0, 0, f"calibrate.{kind}"), DRAWS)
     return _between(drawn / drawn.mean(), ratios)
 

@@ -48,8 +48,8 @@ class Times:
 
 def times(seen: Sequence[Seen], warmup: int, *, local_s: float = 0.0) -> Times:
     """Return the times of a run. `local_s`: mean own work that a virtual run holds inside its blocks."""
-    # From the first block after the warm-up: first calls load libraries, and make connections that virtual ranks
-    # have.
+    # From the first block after the warm-up: first calls load libraries and make connections, which take no virtual
+    # time.
     spans_s = np.array([rank.end_s - rank.began_s[warmup] for rank in seen])
     blocks = np.array([len(rank.began_s) - warmup for rank in seen])
     gaps_s = np.concatenate([rank.gaps_s[warmup:] for rank in seen])
