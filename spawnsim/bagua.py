@@ -85,9 +85,11 @@ class AsyncModelAverageAlgorithmImpl:
         if self._module is not None or not optimizers:
             raise UsageError("give an algorithm that is at work for no other model yet, and at least one optimizer")
         self._module, self._optimizer = bagua_module, optimizers[0]
+        # Before the policy is attached: its background must not average a model that is still being overwritten.
         for tensor in collect(bagua_module, None, self.policy.travels).values():
             broadcast(tensor, 0, group=self.process_group)
         self.policy.attach(bagua_module, optimizers[0], self.process_group)
+        # After the last one's step the model is whole; between two of them an average would mix old and new parts.
         optimizers[-1].register_step_post_hook(lambda *_: self._stepped())
 
     def _stepped(self) -> None:

@@ -30,6 +30,7 @@ def read_columns(path: Path, names: Sequence[str] | None = None) -> dict[str, Co
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            # Headers of all columns first: nothing large is read of an archive that does not fit together.
             if len({_rows(archive, member) for member in members.values()}) > 1:
                 raise ValueError("its columns differ in length")
             return {name: _column(archive, members[name]) for name in (members if names is None else names)}
@@ -47,6 +48,7 @@ def _rows(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> int:
         shape, dtype = _header(file)
     if len(shape) != 1 or dtype.kind not in KINDS:
         raise ValueError(f"column {member.filename!r} is not a column of numbers or texts")
+    # A few bytes can claim an array of any size, for which numpy would take the memory at once.
     if shape[0] * dtype.itemsize > member.file_size:
         raise ValueError(f"column {member.filename!r} claims {shape[0]:,} rows, and is shorter")
     return shape[0]

@@ -33,6 +33,8 @@ _of_ranks: set[str] = set()
 
 def notice_imports() -> None:
     """Remember which modules there are before the first program of this process is loaded."""
+    # The first time alone: later runs of the process find modules of earlier programs loaded, which are inputs of
+    # theirs, too.
     _before.update(sys.modules if not _before else ())
 
 
@@ -52,6 +54,7 @@ def after_import(name: str, then: Callable[[], None]) -> Iterator[None]:
     if name in sys.modules:
         then()
     finder = _Finder(name, then)
+    # First, or the real finder would answer and the callback never run.
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -71,6 +74,7 @@ class _Finder:
         """Return the spec that the other finders find, with a loader that calls back."""
         if name != self._name:
             return None
+        # Asked of all others in their order, so that hooks of other packages keep working.
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((each for each in found if each is not None), None)
         if spec is not None and spec.loader is not None:
@@ -86,6 +90,7 @@ class _Loader(SourceFileLoader):
         self._spec, self._loader, self._then = spec, loader, then
 
     def exec_module(self, module: ModuleType) -> None:
+        # Put back before the module runs: it may look at its own loader, as pickles and resources do.
         self._spec.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._then()

@@ -21,6 +21,8 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are a `ParameterError` of one line, with the known word that comes closest."""
 
     def __init__(self, **settings: Any) -> None:
+        # An abbreviation that is right today is ambiguous with the next option; arguments of a program's own would be
+        # cut, too.
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
@@ -56,6 +58,7 @@ def parameters(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
+    # Words of JSON and of shells; Python's own are literals.
     if text.lower() in WORDS:
         return WORDS[text.lower()]
     try:

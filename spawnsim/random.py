@@ -33,6 +33,7 @@ def sequence(seed: int, rank: int, purpose: str) -> np.random.SeedSequence:
     """Return the seed sequence of one stream. `rank` may be `WORLD`."""
     if seed < 0:
         raise ParameterError(f"seed={seed}: give an integer of at least 0")
+    # The rank is moved by one, since the world's is -1 and keys are unsigned.
     return np.random.SeedSequence(seed, spawn_key=(rank + 1, _word(purpose)))
 
 

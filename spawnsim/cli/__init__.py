@@ -61,6 +61,7 @@ def report_error(error: SpawnsimError, *, quiet: bool = False) -> int:
 
 def print_error(error: BaseException) -> None:
     """Print an error with its notes; of one that was printed before, the notes that are new."""
+    # An error is told when it happens and again at the end, with notes that came meanwhile: only these are new.
     notes = list(getattr(error, "__notes__", ()))
     known: list[str] | None = error.__dict__.get("_told")
     lines = [f"spawnsim: {error}", *notes] if known is None else [note for note in notes if note not in known]
@@ -104,6 +105,7 @@ def program_traceback(error: BaseException) -> str:
     Of spawnsim's own errors, whose message says what happened, the frames below the program's last one go, too.
     """
     trace = error.__traceback__
+    # Never the last frame: an exception that is all ours still needs a place.
     while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     shown = traceback.TracebackException(type(error), error, trace)
@@ -157,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def entry() -> None:
     """Run this process's command line; does not return."""
     if {"run", "study"} & set(sys.argv[1:2]) and "--backend" not in sys.argv:
+        # Before any library is loaded: they read the variables once.
         use_one_thread()
         _fix_hashing()
     sys.exit(main())
@@ -166,6 +169,7 @@ def _fix_hashing() -> None:
     """Begin again with hashes of text that are the same each time: the order of a set must not differ between runs."""
     if sys.flags.hash_randomization and "PYTHONHASHSEED" not in os.environ:
         os.environ["PYTHONHASHSEED"] = "0"
+        # The hash's seed is fixed when the interpreter starts, so there is no other way than to start again.
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
@@ -174,6 +178,7 @@ def _serve(command: str, arguments: Sequence[str]) -> int:
     try:
         module = import_module(name)
     except ModuleNotFoundError as error:
+        # A missing library of somebody else's is another error than a command that this version has not.
         if error.name is None or not name.startswith(error.name):
             raise
         raise UnsupportedError(f"spawnsim {command}: not in this version ({__version__})") from error

@@ -51,6 +51,7 @@ def calibrate(argv: Sequence[str]) -> int:
     if options.picture:  # it shows, too, why measurements are refused
         draw_fit(pairs, platform, options.picture)
     found = scores(pairs)
+    # Before the file is written: a wrong platform is used by other people later, who do not see this warning.
     require_fit(platform, found)
     write(options.out, platform, found)
     return 0
@@ -64,6 +65,7 @@ def measure_here(effort: Effort) -> Measured | None:
         raise ParameterError("a calibration needs at least 2 ranks: mpiexec -n 2 spawnsim calibrate")
     from spawnsim.real.mpi import guarded, world
 
+    # Before the job's own ranks make the load.
     load = os.getloadavg()[0]
     comm: Any = world()
     with guarded(comm):
@@ -177,6 +179,7 @@ def observe(
         measured = measure(comm, QUICK_EFFORT) if platform is None else None
         here, hosts = facts(comm), comm.allgather(socket.gethostname())
     for _ in range(repeats):
+        # A new world for each run, so that its streams begin anew and all repeats draw the same.
         comm = world(seed=seed)
         with guarded(comm):
             seen = watched(task, comm)

@@ -75,6 +75,7 @@ def report(argv: Sequence[str] | None = None) -> int:
     add_grouping(parser)
     args = parser.parse_args(argv)
     out = named(args.out)
+    # Before the runs are read, since a page over a run's own file would lose it.
     require_no_file_of_a_run(out)
     text = render(grouped([read(folder) for folder in args.runs], args.by, args.label), args.title)
     out.parent.mkdir(parents=True, exist_ok=True)

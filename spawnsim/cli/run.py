@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
             raise ParameterError(
                 "--trace is for virtual ranks; of real ones `spawnsim trace` draws the recorded rows and events"
             )
+        # Not a default of the parser: an unmodified program on virtual ranks has none.
         options.deadline = 30.0 if options.deadline is None else options.deadline
         return run_real(options, parameters(options.set))
     if options.survive:
@@ -99,8 +100,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """
     own, dashes, rest = list(argv), "--" in argv, []
     if dashes:
+        # Split by hand: argparse would take arguments after the dashes for its own positionals.
         own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
     options, unknown = parser().parse_known_args(own)
+    # On real ranks the caller refuses them, in words of its own.
     takes_any = BACKENDS[options.backend].is_real or (
         options.file.is_file() and (options.whole or is_unmodified(options.file))
     )
@@ -261,6 +264,7 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
     ]  # fmt: skip
     ended = start(options.file, options.ranks, arguments, survive=options.survive)
     kept = ""
+    # The launcher merges, since ranks that were killed could not, and those that are left may have been told to stop.
     if options.out is not None and tidy(options.out, ended.status, ended.cause):
         kept = f"; what was recorded until then: {options.out}"
     if ended.cause:
@@ -280,7 +284,10 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
     )
     from spawnsim.record.folder import require_free
 
+    # Before anything is loaded: the fork must copy neither threads nor a started MPI, and a rank has no monitor until
+    # then.
     monitor(here.rank, os.environ)  # from here on this is the rank, and its parent its monitor
+    # After the fork, as the process that is the rank has another number than the one the launcher started.
     register(here.rank, os.environ, os.getpid())
     if options.survive:
         os.environ[SURVIVE] = "1"
@@ -304,6 +311,7 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
         if not options.quiet:
             print_notes(result.what)
         print_totals(result, as_json=options.json, quiet=options.quiet, out=options.out)
+    # Last: the launcher takes what happens from here on for the end of a rank that is through.
     register_stage(ENDED, here.rank, os.environ)
     return 0
 
@@ -315,6 +323,7 @@ def _never_began(error: Exception, here: LaunchContext) -> int:
     status = exit_code(error) if isinstance(error, SpawnsimError) else InternalError.exit_status
     if status == WORLD_ERROR:  # another rank has gone, and how is for its monitor to say
         wait_for_first_end(os.environ)
+    # One rank speaks: mostly all find the same fault at once, and n equal messages hide it.
     first = record_first_end(status, "", os.environ)
     if first is None:  # the job was not started by spawnsim
         time.sleep(0.0 if here.rank == 0 else TURN_S)  # mostly all ranks find the same fault

@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path("runs") / path.stem if args.out is None else named(args.out)
     if out.exists() and not out.is_dir():
         raise ParameterError(f"--out {out} is a file: name a folder")
+    # A study's files would lie among those of a run, and its clean-up could take them.
     require_free(out)
     with stoppable():
         load(path)(Context(path.stem, path.parent, out, quick=args.quick, jobs=args.jobs, say=_say))
@@ -59,6 +60,7 @@ def find(name: str) -> Path:
         if path.suffix == ".py" and path.is_file():
             return path
     files = {path.stem: path for folder in folders() for path in folder.glob("*.py")}
+    # By their text: importing all of them to make a hint would load torch.
     known = sorted(stem for stem, path in files.items() if "def study(" in path.read_text(encoding="utf-8"))
     hint = nearest(name, known) or f"studies here: {', '.join(known) or 'none'}"
     raise ParameterError(f"no study {name!r}; {hint}")

@@ -59,6 +59,7 @@ def least_squares(residuals: Any, start: Sequence[float]) -> FloatArray:
         from scipy import optimize
     except ModuleNotFoundError as error:
         raise UnsupportedError("calibrate needs scipy: pip install 'spawnsim[calibrate]'") from error
+    # Latencies and times per byte lie six decades apart: unscaled, the solver's steps would suit one of them alone.
     scale = np.maximum(np.abs(np.asarray(start, dtype=np.float64)), 1e-15)
     found = optimize.least_squares(
         lambda x: residuals(x * scale),
@@ -85,6 +86,7 @@ def fit_line(nbytes: FloatArray, seconds: FloatArray) -> Line:
     slope = max((seconds[-1] - seconds[0]) / max(nbytes[-1] - nbytes[0], 1.0), 1e-13)
 
     def residuals(x: FloatArray) -> FloatArray:
+        # Relative errors: absolute ones would fit the largest messages and let microseconds go.
         errors: FloatArray = (x[0] + nbytes * x[1]) / seconds - 1.0
         return errors
 
@@ -103,12 +105,14 @@ def fit_lines(nbytes: FloatArray, seconds: FloatArray) -> list[Line]:
         if _cost_of(best) < GOOD_LINE * len(nbytes):
             break
         candidate = min(_cuts(nbytes, seconds, pieces), key=_cost_of, default=best)
+        # More pieces always fit better; a gain must be worth a piece, or noise is fitted.
         if _cost_of(candidate) < WORTH_A_PIECE * _cost_of(best):
             best = candidate
     return best
 
 
 def _cuts(nbytes: FloatArray, seconds: FloatArray, pieces: int) -> Iterator[list[Line]]:
+    # Cuts share most of their pieces, and each fit is an optimisation of its own.
     known: dict[tuple[int, int], Line] = {}
     for inner in combinations(range(2, len(nbytes) - 1), pieces - 1):
         edges = list(pairwise((0, *inner, len(nbytes))))
@@ -135,6 +139,7 @@ def overheads(points: Sequence[Point]) -> Overheads:
     """Return o and g from the smallest posts, streams and ping-pongs."""
     post, stream, ping = (_smallest(points, operation) for operation in ("post", "stream", "p2p"))
     one_way_s = ping.seconds
+    # A post may cost as much as the whole flight on a machine with more ranks than cores; L would then vanish.
     send_s = min(post.seconds, 0.4 * one_way_s)
     # A stream takes (k - 1) gaps, then one flight, then the answer's.
     gap_s = max(0.0, (stream.seconds * STREAM - 2.0 * one_way_s) / (STREAM - 1))
@@ -157,6 +162,7 @@ def fit_link(points: Sequence[Point], *, eager_nbytes: int) -> Link:
     pings = sorted((p for p in points if p.operation == "p2p" and p.nbytes), key=lambda point: point.nbytes)
     nbytes = np.array([point.nbytes for point in pings], dtype=np.float64)
     seconds = np.array([point.seconds for point in pings])
+    # The model adds the handshake to what it is fitted to, so it is taken out first.
     handshake_s = 2.0 * max(seconds[0] - own.send_s, 0.0)
     asked = nbytes > eager_nbytes
     # A fast network's handshake can be longer than what noise leaves of the time: never take more than half of it.
@@ -192,6 +198,8 @@ def predicted_s(timing: Timing, operation: str, nbytes: int, ranks: int) -> floa
     size = 0 if operation == "barrier" else max(nbytes // 8, 1) * 8
     for _ in range(ROUNDS):
         begun = timing.finish("barrier", clocks, 0).times
+        # The clocks go on from sample to sample: ranks leave a barrier at different times, and the next sample begins
+        # so.
         clocks = timing.finish(operation, begun, size).times
         slowest_s.append(float(np.max(clocks - begun)))
     return float(np.median(slowest_s))
@@ -200,6 +208,7 @@ def predicted_s(timing: Timing, operation: str, nbytes: int, ranks: int) -> floa
 def misfit(timing: Timing, points: Sequence[Point], ranks: int) -> float:
     """Return the mean absolute logarithm of predicted over measured."""
     ratios = [predicted_s(timing, point.operation, point.nbytes, ranks) / point.seconds for point in points]
+    # Logarithms: half and twice the measured time are equally wrong.
     return float(np.mean(np.abs(np.log(ratios))))
 
 
@@ -208,6 +217,7 @@ def fit_gamma(network: Fabric, points: Sequence[Point], ranks: int) -> Fabric:
     reductions = _by_operation(points, REDUCING)
     if not reductions:
         return network
+    # A grid and not a solver: algorithms change with the sizes, so the misfit has steps and many local minima.
     coarse = _best_gamma(network, reductions, ranks, GAMMAS)
     return _best_gamma(network, reductions, ranks, [coarse.gamma_s_per_B * factor for factor in FINER])
 
@@ -221,6 +231,8 @@ def _best_gamma(
 
 def _best_misfit(network: Fabric, reductions: Mapping[str, Sequence[Point]], ranks: int) -> float:
     return sum(
+        # The library's algorithm is not known yet, so each reduction takes the one that explains it best with this
+        # speed.
         min(misfit(Timing(network, fixed), points, ranks) for fixed in _fixed(operation))
         for operation, points in reductions.items()
     )
@@ -294,6 +306,7 @@ def fit_stragglers(rows: Sequence[FloatArray], *, same_ranks: bool = True) -> Fi
             "stragglers are fitted to at least 2 compute blocks per rank, each longer than 0 s"
         )
     means = np.array([row.mean() for row in rows])
+    # Each rank by its own mean: slow ranks would otherwise look like a wide distribution of noise.
     ratios = np.concatenate([row / mean for row, mean in zip(rows, means, strict=True)])
     persistent = _persistent(means, ratios.std() / math.sqrt(ratios.size / len(rows)), same_ranks)
     noise = _noise(ratios)
@@ -313,6 +326,7 @@ def _mean_of_ranks(persistent: Sequence[Straggler], ranks: int) -> float:
 def _persistent(means: FloatArray, error: float, same_ranks: bool) -> tuple[Straggler, ...]:
     """Return what tells the ranks' means apart beyond the error of the means."""
     relative = means / means.mean()
+    # The means have an error of their own; only what goes beyond it tells ranks apart.
     spread = max(float(np.log(relative).std()) ** 2 - error**2, 0.0) ** 0.5
     if spread < LEAST_SPREAD:
         return ()
@@ -339,6 +353,8 @@ def _family(ratios: FloatArray) -> tuple[Noise, ...]:
 
 def _without_far(ratios: FloatArray) -> tuple[FloatArray, tuple[Noise, ...]]:
     middle = float(np.median(ratios))
+    # The median absolute deviation, in units of a normal distribution's: the outliers would inflate a standard
+    # deviation until none of them is far.
     deviation = 1.4826 * float(np.median(np.abs(ratios - middle)))
     far = ratios > max(middle + FAR * deviation, 1.25 * middle)
     if (
@@ -351,6 +367,7 @@ def _without_far(ratios: FloatArray) -> tuple[FloatArray, tuple[Noise, ...]]:
 
 def _families(near: FloatArray) -> list[Noise]:
     """Return one noise of each family, fitted to factors of mean 1 by moments or by maximum likelihood."""
+    # Hill's estimate of the exponent; at 1 and below a Pareto distribution has no mean to keep.
     tail = near.size / float(np.sum(np.log(near / near.min())))
     families: list[Noise] = [Lognormal(_round(np.log(near).std())), Gamma(_round(near.std()))]
     families.append(Exponential(_round(min(max(1.0 - near.min(), 1e-6), 1.0))))
@@ -358,12 +375,14 @@ def _families(near: FloatArray) -> list[Noise]:
 
 
 def _round(value: float) -> float:
+    # Rounded before it is judged: the file holds these digits, and its distance must be that of the file.
     return float(f"{value:.6g}")
 
 
 def _distance_of(noise: Sequence[Noise], ratios: FloatArray) -> float:
     drawn = np.ones(DRAWS)
     for kind in noise:
+        # A stream by the noise's own name: no distance depends on which others were tried before.
         drawn = drawn * kind.draw(random.generator(0, 0, f"calibrate.{kind}"), DRAWS)
     return _between(drawn / drawn.mean(), ratios)
 
@@ -385,7 +404,9 @@ def fit(measured: Measured, name: str = "measured") -> Platform:
     collectives = [
         point for point in _kept(measured.points) if point.operation not in ("p2p", "stream", "post", "get")
     ]
+    # In this order: algorithms are chosen by times that the speed of arithmetic is part of.
     network = fit_gamma(network, collectives, measured.ranks)
+    # A platform is used with other numbers of ranks than it was measured with.
     steps = fit_stragglers(measured.steps_s, same_ranks=False)
     facts = dict(measured.facts)
     return Platform(

@@ -99,11 +99,13 @@ def _peers(hosts: Sequence[str]) -> dict[str, int]:
 def _with(comm: Comm, peer: int, measured: Callable[[Comm], T]) -> T:
     """Return what rank 0 and a peer measure on a communicator of their own. The others wait."""
     rank = comm.Get_rank()
+    # A communicator of two: its barriers do not involve ranks that do not take part.
     pair = comm.Split(0 if rank in (0, peer) else UNDEFINED, rank)
     found = None
     if rank in (0, peer):
         found = measured(pair)
         pair.Free()
+    # The others wait here, so that the pair has the network for itself.
     shared: T = comm.bcast(found, 0)
     return shared
 
@@ -126,6 +128,7 @@ def _of_all(effort: Effort) -> list[tuple[str, int]]:
 def _eager_nbytes(pair: Comm, effort: Effort) -> int:
     """Return the longest message whose send returns although the receiver is asleep."""
     one_way_s = measure_points(pair, [("p2p", 1)], effort)[0].seconds
+    # Long against a flight, or a slow network would look like a send that waits.
     asleep_s = max(5e-3, 50.0 * one_way_s)
     eager = 0
     for nbytes in effort.sizes():
@@ -143,6 +146,7 @@ def _send_s(pair: Comm, nbytes: int, asleep_s: float) -> float:
         pair.Send(buffer, 1)
     else:
         pair.Send(np.zeros(1, np.uint8), 0, READY)
+        # Asleep outside of MPI: a receiver that polls would take the message at any size.
         pair.clock.sleep(asleep_s)
         pair.Recv(buffer, 0)
     seconds: float = pair.bcast(pair.clock.now() - began_s, 0)
@@ -153,6 +157,7 @@ def _answers_busy(pair: Any) -> bool:
     """Return whether reading a window of a rank that computes takes much less than the rest of its block."""
     window, into = pair.Win.Allocate(8, comm=pair), np.zeros(8, np.uint8)
     window.Lock_all()
+    # The least of three: a window that can be read at once is seldom late, and one that cannot never early.
     got_s = min(_get_from_busy_s(pair, window, into) for _ in range(3))
     window.Unlock_all()
     window.Free()
@@ -169,6 +174,7 @@ def _get_from_busy_s(pair: Any, window: Any, into: Any) -> float:
     else:
         pair.Send(ready, 0, READY)
         with pair.compute(BUSY_S):
+            # A real loop inside the block: a duration that is stated passes on virtual ranks alone.
             end_s = time.perf_counter() + BUSY_S
             while time.perf_counter() < end_s:
                 pass
@@ -179,12 +185,14 @@ def _get_from_busy_s(pair: Any, window: Any, into: Any) -> float:
 def _steps(comm: Comm) -> tuple[FloatArray, ...]:
     """Return how long a step of matrix products takes, again and again, on all ranks at once."""
     matrix, own_s = np.eye(SIDE) * 0.5, np.empty(STEPS)
+    # All ranks compute at once, as they do in training: caches and memory are shared.
     comm.Barrier()
     for step in range(STEPS):
         began_s = comm.clock.now()
         with comm.compute():
             for _ in range(4):
                 matrix = matrix @ matrix + matrix
+                # Kept within bounds, since arithmetic with infinities and denormals has other speeds.
                 matrix /= max(float(np.abs(matrix).max()), 1.0)
         own_s[step] = comm.clock.now() - began_s
     return tuple(comm.allgather(own_s))

@@ -34,6 +34,7 @@ def _timed(comm: Comm, call: Callable[[], Any], sent: Sequence[Any] = ()) -> Act
     now = comm.clock.now
 
     def action() -> float:
+        # Before the clock is read: writing is part of a training step, and not of the message.
         for array in sent:
             _write(array)
         began_s = now()
@@ -55,6 +56,7 @@ def _pair(comm: Comm, first: Action, second: Callable[[], Any]) -> Action:
     ready, rank, others = np.zeros(1, np.uint8), comm.Get_rank(), lambda: 0.0
 
     def zero() -> float:
+        # Rank 1 has posted its part: otherwise its being late would count as the flight's time.
         comm.Recv(ready, 1, READY)
         return first()
 
@@ -87,6 +89,7 @@ def _ping_pong(comm: Comm, nbytes: int) -> Action:
 
 def _take_stream(comm: Comm, buffers: list[Any]) -> Callable[[], None]:
     def take() -> None:
+        # Posted before rank 0 may begin, so that no message of the stream is unexpected and copied twice.
         requests = [comm.Irecv(buffer, 0) for buffer in buffers]
         _say_ready(comm)
         for request in requests:
@@ -113,6 +116,7 @@ def _post(comm: Comm, nbytes: int) -> Action:
     requests: list[Any] = []
 
     def start() -> None:
+        # Kept until they are waited for outside of the clock: only what the sends hold the sender counts.
         requests[:] = [comm.Isend(buffer, 1) for buffer in buffers]
 
     timed = _timed(comm, start, buffers)
@@ -151,6 +155,7 @@ def _get(comm: Any, nbytes: int) -> Iterator[Action]:
         _say_ready(comm)
         comm.Recv(done, 0)
 
+    # One window for all samples: making one is a collective that takes longer than a read.
     yield _pair(comm, reader, owner)
     window.Unlock_all()
     window.Free()
@@ -303,7 +308,9 @@ def _point(operation: str, nbytes: int, samples_s: FloatArray) -> Point:
 def _sampled(comm: Comm, operation: str, nbytes: int, effort: Effort) -> FloatArray:
     prepare, share = OPERATIONS[operation]
     with prepare(comm, nbytes) as action:
+        # Two samples warm caches and connections, and say how many fit into the budget.
         warm_s = float(np.median(_samples(comm, action, 2)))
+        # Rank 0's number for all: ranks that measured differently would go through different numbers of barriers.
         count = effort.samples(comm.bcast(warm_s))
         return _samples(comm, action, count) * share
 
@@ -314,5 +321,6 @@ def _samples(comm: Comm, action: Action, count: int) -> FloatArray:
     for sample in range(count):
         comm.Barrier()
         own_s[sample] = action()
+    # Gathered after all samples: a collective between them would be part of the next one.
     slowest_s: FloatArray = np.max(comm.allgather(own_s), axis=0)
     return slowest_s

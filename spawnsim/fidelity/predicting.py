@@ -48,6 +48,8 @@ class Times:
 
 def times(seen: Sequence[Seen], warmup: int, *, local_s: float = 0.0) -> Times:
     """Return the times of a run. `local_s`: mean own work that a virtual run holds inside its blocks."""
+    # From the first block after the warm-up: first calls load libraries and make connections, which take no virtual
+    # time.
     spans_s = np.array([rank.end_s - rank.began_s[warmup] for rank in seen])
     blocks = np.array([len(rank.began_s) - warmup for rank in seen])
     gaps_s = np.concatenate([rank.gaps_s[warmup:] for rank in seen])
@@ -85,6 +87,7 @@ def predict(
     setting: Setting, seen: Sequence[Seen], platform: Platform, *, seeds: int = 5
 ) -> tuple[Prediction, ...]:
     """Return the predictions by replayed, by fitted and by constant compute times."""
+    # A program's own work between calls costs nothing on virtual ranks, so it is added to the block before it.
     rows = [rank.blocks_s + rank.local_s for rank in seen]
     short = [rank for rank, row in enumerate(rows) if len(row) < setting.warmup + 2]
     if short:
@@ -95,6 +98,7 @@ def predict(
     local_s = float(np.mean([rank.local_s[setting.warmup :].mean() for rank in seen]))
     found = []
     for name, (trace, stragglers) in _models(rows, setting.warmup).items():
+        # Nothing is drawn without stragglers: other seeds would give the same run.
         runs = 1 if not stragglers else seeds
         found.append(
             Prediction(
@@ -155,6 +159,7 @@ class Repeat:
         """Return predicted over measured, less 1; for the waiting share the difference of the shares."""
         measured = self.measured.named()[measure]
         predicted = next(each for each in self.predictions if each.name == model).median()[measure]
+        # A share near zero makes any relative error of it huge.
         if measure == "waiting share":
             return predicted - measured
         return predicted / measured - 1.0 if measured else float("nan")

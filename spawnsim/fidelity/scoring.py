@@ -66,8 +66,10 @@ class NullRecorder:
 def compare(measured: Measured, platform: Platform) -> tuple[Pair, ...]:
     """Return each measured point beside what virtual ranks on the platform take."""
     largest = max(point.nbytes for point in measured.points)
+    # Virtual samples differ by the state of links and clocks alone: three show that, more would repeat it.
     effort = Effort(least=3, most=3, passes=1, largest_nbytes=largest)
     found: list[tuple[tuple[Point, ...], tuple[Point, ...]]] = []
+    # Named as the measured ranks lay, so that the same pairs are near and apart on virtual ranks.
     hosts = [f"node {rank // measured.ranks_per_node}" for rank in range(measured.ranks)]
 
     def program(comm: Any) -> None:
@@ -75,6 +77,7 @@ def compare(measured: Measured, platform: Platform) -> tuple[Pair, ...]:
         if comm.Get_rank() == 0:
             found.append(both)
 
+    # Without stragglers: what is compared are messages, and noise of computing is no part of a sample's quartile.
     simulate(program, Scenario(measured.ranks, platform, "constant"), recorder=NullRecorder())
     return (*_paired(measured.points, found[0][0], ""), *_paired(measured.apart, found[0][1], "apart"))
 
@@ -113,6 +116,7 @@ def require_fit(platform: Platform, found: Sequence[Score]) -> None:
     `WORST` says, of messages or of all operations.
     """
     wrong = [reason for link in _links(platform.network) for reason in _impossible(link)]
+    # By held-out points, since a fit with enough pieces passes through all points that it has seen.
     medians = {score.operation: score.held_out for score in found if score.operation in WORST}
     wrong += [
         f"of {name} half is off by more than {off:.0%}" for name, off in medians.items() if off > WORST[name]

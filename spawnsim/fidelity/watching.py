@@ -64,6 +64,7 @@ class Watch:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Count the block as communication, unless an outer one is counted already or no compute block has been."""
+        # A library's call may make others: only the outermost counts, or time would be counted twice.
         if not self.inside_s or not _WATCHED.get():
             yield
             return
@@ -96,6 +97,8 @@ class Computing:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        # The clock is read after the block has ended: on virtual ranks it is the end of the block that moves the
+        # clock.
         self._block.__exit__(*error)
         self._watch.ended_s.append(self._watch.now())
         self._watch.inside_s.append(0.0)
@@ -120,6 +123,7 @@ class Timed:
             found = Timed(found, self._watch)
         elif callable(found):
             found = self._timed(found)
+        # Kept, so that the next look-up does not come here: the watch must not cost what it measures.
         self.__dict__[name] = found
         return found
 

@@ -86,6 +86,7 @@ def since_start(run: Recorded) -> Table:
     """Return a run's table; seconds of a real rank count from its first row, since virtual ones load no libraries."""
     if not is_real(run):
         return run.table
+    # Rows are ordered by rank and time, so the first of each rank is where its training begins.
     _, first, rank = np.unique(run.table["rank"], return_index=True, return_inverse=True)
     time_s = run.table["time_s"]
     return dict(run.table) | {"time_s": time_s - time_s[first][rank]}
@@ -104,10 +105,13 @@ def over_seeds(curves: Sequence[Curve], *, level: float = 0.9, seed: int = 0, po
     if len(curves) == 1:
         return curves[0]
     first, last = max(c.x[0] for c in curves), min(c.x[-1] for c in curves)
+    # All points of all seeds: on the grid of one of them steps of the others would move.
     x = np.unique(np.concatenate([c.x for c in curves]))
+    # Only where all seeds have values: a median over those that go on longest bends where one of them ends.
     x = x[(x >= first) & (x <= last)]
     x = x[style.evenly(len(x), points)] if len(x) else x
     heights = np.stack([resampled(c.x, c.median, x) for c in curves])
+    # A bootstrap of two or three numbers has no more to say than the numbers, and looks as if it had.
     if len(curves) < FEW:
         median = low = high = np.median(heights, axis=0)
     else:
@@ -121,6 +125,7 @@ def draw(
     """Draw one curve as a line in its band, and what single seeds add to it as thin lines."""
     ax = style.axes_or_new(ax)
     _draw_seeds(info, ax, look)
+    # Of two to four seeds each is drawn as a line of its own, so a band would only repeat the outer ones.
     if band and not 1 < info.runs < FEW:
         ax.fill_between(info.x, info.low, info.high, color=look.colour, alpha=0.16, linewidth=0)
     ax.plot(
@@ -163,6 +168,8 @@ def panel(found: Groups, name: str, over: str, ax: Axes) -> dict[str, Curve]:
     """Draw all groups against one axis; returns their curves by label."""
     curves, styles = {}, looks_of(found)
     for group in found:
+        # Each run is first a median over its ranks: ranks of one run are not independent, so only seeds make an
+        # interval.
         info = over_seeds([curve(since_start(run), name, over=over) for run in group.runs])
         if group.real:
             draw_measured(info, ax, look=styles[group.label])
@@ -225,6 +232,7 @@ def figure(runs: Sequence[Recorded] | Groups, name: str = "accuracy", title: str
         style.frame(
             drawn, title or f"{quantity[0].upper()}{quantity[1:]}{found.by}", f"{found.caption()}\n{lines}"
         )
+        # After everything that changes the axes: the names are placed by the limits as they are now.
         style.label_ends(right, _virtual_first(found, ends), looks_of(found))
         if {group.real for group in found} == {False, True}:
             _explain_markers(left)

@@ -32,6 +32,7 @@ def diversity(table: Table, name: str, *, over: str = "iteration") -> Diversity:
     enough = np.mean(~np.isnan(grid.values), axis=0) >= 0.5
     values = grid.values[:, enough]
     std, mean = np.nanstd(values, axis=0), np.nanmean(values, axis=0)
+    # Where the mean crosses zero the coefficient says nothing; it stays NaN, which leaves a gap.
     cv = np.divide(100 * std, np.abs(mean), out=np.full_like(std, np.nan), where=mean != 0)
     return Diversity(grid.x[enough], std, cv, np.nanmax(values, axis=0) - np.nanmin(values, axis=0))
 

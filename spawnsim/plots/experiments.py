@@ -63,6 +63,7 @@ def read(folder: str | Path) -> Run:
 
 def ranks_of(run: Recorded) -> int:
     """Return the number of ranks."""
+    # A run that was killed has no totals: its rows tell the ranks that recorded something.
     return int(run.totals.get("ranks") or int(run.table["rank"].max(initial=-1)) + 1)
 
 
@@ -78,6 +79,7 @@ def clock_of(runs: Sequence[Recorded]) -> str:
 
 def donors_of(event: Mapping[str, Any], ranks: int) -> list[int]:
     """Return the ranks whose weights an event tells of; of a program's own events whatever is a rank."""
+    # A program may record events of these names itself, with whatever in them.
     donors = event.get("donors")
     found = donors if isinstance(donors, (list, tuple)) else []
     return [
@@ -102,13 +104,16 @@ def facts(run: Recorded) -> dict[str, Fact]:
     for name, value in what.items():
         if name not in NO_EXPERIMENT | APART:
             found[name] = _circumstance(name, value)
+    # Set again after the loop: the number in `what` may be missing where the totals have it.
     found["ranks"] = Fact(f"{ranks_of(run):,} ranks", str(ranks_of(run)))
     for name, value in _mapping(what, "parameters").items():
+        # A parameter may be called "seed" or "platform": it must not replace the run's own.
         found[name if name not in found or name == "policy" else f"main's {name}"] = _parameter(name, value)
     if not what.get("file"):  # of a function without a file the names of its parameters are all that is known
         names = ", ".join(_mapping(what, "parameters"))
         found["parameters"] = Fact(f"parameters {names}", names)
     files = {f"program/{what.get('file')}": what.get("file_digest")} if what.get("file_digest") else {}
+    # By content: two files of one name may differ, and a moved file is the same.
     for name, digest in (files | dict(_mapping(what, "inputs"))).items():
         found[name] = Fact(f"{Path(name).name} {str(digest)[:4]}", str(digest))
     for name, version in _mapping(what, "versions").items():
@@ -125,6 +130,7 @@ def _circumstance(name: str, value: Any) -> Fact:
     word = name.removesuffix("_s").replace("_", " ")
     if name in ("platform", "compute", "file") and isinstance(value, str) and "/" in value:
         value = Path(value).name  # the file itself is another fact
+    # One value for all ways to say nothing, or runs from Python and from the command line would be two experiments.
     if value in (None, "", "none"):
         return Fact({"platform": "default platform"}.get(name, f"no {word}"), "")
     if name in ("platform", "file"):
@@ -138,6 +144,7 @@ def _circumstance(name: str, value: Any) -> Fact:
 def _parameter(name: str, value: Any) -> Fact:
     if name == "policy":
         return Fact(str(value or "none"), str(value))
+    # bool before numbers, which it would be printed as.
     if isinstance(value, bool):
         return Fact(name if value else f"no {name}", str(value))
     return Fact(f"{name} {_short(value)}", str(value))
@@ -170,6 +177,7 @@ class Group:
         """The name in a legend."""
         backend = str(self.runs[0].what.get("backend"))
         ends = [run.outcome for run in self.runs if run.outcome != FINISHED]
+        # The text of an error is too long for a legend; captions and reports have it.
         ends = [each if each.startswith(KNOWN_ENDINGS) else "failed" for each in ends]
         some = f"{len(ends)} of {len(self.runs)} not finished" if len(self.runs) > 1 else "".join(ends)
         place = REAL.get(backend, f" (real {backend})") if self.real else ""
@@ -206,6 +214,7 @@ class Groups:
     def by(self) -> str:
         """What tells curves apart, for a title: " by policy and ratio"; nothing where there is one curve."""
         names = [name.replace("_", " ") for name in self.differ if name != "backend"]
+        # More than three names make a title that nobody reads; the legend has them.
         if len(self.groups) == 1 or not 0 < len(names) <= 3:
             return ""
         return f" by {' and '.join([*filter(None, [', '.join(names[:-1])]), names[-1]])}"
@@ -269,9 +278,11 @@ def grouped(runs: Sequence[Recorded] | Groups, by: Sequence[str] = (), labels: S
     if isinstance(runs, Groups):
         return runs
     known = [facts(run) for run in runs]
+    # The seed is what an interval is over, so it alone never tells curves apart unless it is asked for.
     apart = _named_facts(by, known) if by else [name for name in _differing(known) if name != "seed"]
     members: dict[tuple[Any, ...], list[int]] = {}
     for index, found in enumerate(known):
+        # By value, not as shown: two values that are cut short for a label may read alike.
         key = tuple(found[name].value if name in found else None for name in apart)
         members.setdefault(key, []).append(index)
     found_groups: list[Group] = []
@@ -285,8 +296,10 @@ def grouped(runs: Sequence[Recorded] | Groups, by: Sequence[str] = (), labels: S
             raise ParameterError(f"{len(labels)} labels for {len(found_groups)} curves: {curves}")
         pairs = zip(found_groups, labels, strict=True)
         found_groups = [replace(group, name=name) for group, name in pairs]
+        # Labels are the keys of looks and of curves from here on.
         if len({group.label for group in found_groups}) < len(found_groups):
             raise ParameterError(f"labels {', '.join(labels)}: give each curve one of its own")
+    # What a chosen grouping pools is told in the caption: an interval over pooled runs is none over seeds alone.
     within = [name for places in members.values() for name in _differing([known[place] for place in places])]
     pooled = [name for name in dict.fromkeys(within) if name not in ("seed", *apart)] if by else []
     return Groups(tuple(found_groups), tuple(apart), tuple(pooled))
@@ -314,6 +327,7 @@ def _named_facts(by: Sequence[str], known: Sequence[Mapping[str, Fact]]) -> list
 def _differing(known: Sequence[Mapping[str, Fact]]) -> list[str]:
     """Return the facts that have two values or more; where a run does not tell one, it does not differ in it."""
     names = {name: None for found in known for name in found}
+    # A real run tells no platform, so it may lie over its virtual twins.
     return [name for name in names if len({found[name].value for found in known if name in found}) > 1]
 
 
@@ -321,6 +335,7 @@ def _distinct_runs(places: Sequence[int], runs: Sequence[Recorded]) -> list[int]
     """Leave out a virtual run that is another one again, equal in all facts and its digest: it adds nothing."""
     seen: dict[object, int] = {}
     for place in places:
+        # Two real runs of one seed are two measurements, whatever their digests.
         digest = None if is_real(runs[place]) else runs[place].totals.get("digest")
         seen.setdefault((str(digest), *facts(runs[place]).items()) if digest else place, place)
     return list(seen.values())

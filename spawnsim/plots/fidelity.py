@@ -69,6 +69,7 @@ def calibration_figure(curves: Mapping[str, Curve], caption: str) -> Figure:
         panels = drawn.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
         for ax, (name, info) in zip(panels, curves.items(), strict=False):
             draw_calibration(info, ax)
+            # The median over all points, those of the fit included, as the figure shows both; scores are told apart.
             error = float(np.median(np.abs(info.fitted_s / info.measured_s - 1.0)))
             ax.set_title(name, weight="bold")
             ax.text(

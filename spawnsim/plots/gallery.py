@@ -50,12 +50,14 @@ def figures(runs: Sequence[Recorded] | Groups, columns: Sequence[str] = ()) -> I
     Raises:
         ParameterError: a column that no run has.
     """
+    # Grouped before runs without rows are left out: names tell what all runs of the command differ in.
     found = with_rows(runs)
     if not found.groups:
         return
     metrics = list(columns) or metrics_of(found.runs)
     for name in metrics:
         yield f"convergence-{stem_of(name)}", convergence.figure(found, name)
+    # One alone: spreads of several metrics mostly show one thing, and a page has room for few.
     for name in metrics[:1]:
         yield f"diversity-{stem_of(name)}", diversity.figure(found, name)
     if (used := timeuse.figure(found)) is not None:
@@ -65,6 +67,7 @@ def figures(runs: Sequence[Recorded] | Groups, columns: Sequence[str] = ()) -> I
 
 def stem_of(name: str) -> str:
     """Return a name as part of a file's: of letters, digits, dots and dashes, and not too long."""
+    # Names of columns and curves are free text: a slash in one must not make a folder.
     return re.sub(r"[^\w.]+", "-", name).strip("-.")[:80]
 
 

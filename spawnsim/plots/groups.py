@@ -56,9 +56,11 @@ def contraction(table: Table, name: str = "value") -> Contraction:
     for index, step in enumerate(steps):
         here = (rounds == step) & ~np.isnan(values)
         variance[index] = np.var(values[here])
+        # Those that recorded this round: ranks that have died no longer belong to N.
         count, size = here.sum(), max(float(np.mean(members[here])), 1.0)
         expected[index] = (count / size - 1) / max(count - 1, 1)
     ratio = np.full(len(steps), np.nan)
+    # Ratios of rounding errors would scatter over decades once all ranks agree.
     np.divide(variance[1:], variance[:-1], out=ratio[1:], where=variance[:-1] > GONE)
     return Contraction(steps, variance, ratio, expected)
 

@@ -50,6 +50,7 @@ class Chance(NamedTuple):
 
 def replacements(events: Sequence[Mapping[str, Any]], ranks: int, end_s: float = 0.0) -> Replacements:
     """Return the arrays of a run's replacement events; an event without a round is a round of its own."""
+    # Sorted again: events of a user's own making, and of runs put together, need not be.
     chosen = sorted((e for e in events if e.get("kind") == "replacement"), key=lambda e: float(e["time_s"]))
     donors = [np.asarray(donors_of(event, ranks), dtype=np.int64) for event in chosen]
     rank = np.asarray([event["rank"] for event in chosen], dtype=np.int64)
@@ -67,12 +68,14 @@ def replacements(events: Sequence[Mapping[str, Any]], ranks: int, end_s: float =
 
 
 def _number(value: object) -> float:
+    # Beyond 64 bits an integer cannot be made an index or a label.
     return float(value) if isinstance(value, (int, float)) and abs(value) < 2**63 else np.nan
 
 
 def _rounds(events: Sequence[Mapping[str, Any]]) -> Ints:
     """Number the rounds 0, 1, … by first appearance."""
     seen: dict[object, int] = {}
+    # As texts, since a program may number its rounds by what JSON made a list, which no dict takes as a key.
     keys = (
         ("round", str(event["round"])) if "round" in event else ("event", at)
         for at, event in enumerate(events)
@@ -93,6 +96,7 @@ def donations(info: Replacements) -> Ints:
 def never_replaced(info: Replacements) -> tuple[Floats, Floats]:
     """Return times and the share of ranks not yet replaced at each: a step curve from (0, 1)."""
     _, first = np.unique(info.rank, return_index=True)
+    # The first replacement of each rank; events are in order of time, so `unique` finds the earliest.
     time_s = np.sort(info.time_s[first])
     share = 1 - np.arange(1, len(time_s) + 1) / info.ranks
     share = np.concatenate([[1.0], share])
@@ -108,7 +112,9 @@ def by_chance(info: Replacements) -> Chance:
     share = sizes / info.ranks
     counts = np.ones(1)
     for chance in share:
+        # Cut off above what was seen: the full distribution of thousands of rounds is quadratic work for zeros.
         counts = np.convolve(counts, [1 - chance, chance])[: int(per_rank(info).max(initial=0)) + 16]
+    # Ranks learn of one round at different times; its median stands for it on the axis.
     middle_s = np.asarray([np.median(info.time_s[info.round == index]) for index in range(len(sizes))])
     order = np.argsort(middle_s, kind="stable")
     return Chance(counts, middle_s[order], np.cumprod(1.0 - share[order], dtype=np.float64))
@@ -127,6 +133,7 @@ def rank_edges(ranks: int, at_most: int) -> Floats:
 
     A width that divides the number of ranks is taken when there is one within a factor of two.
     """
+    # Whole widths: bins that hold 3 ranks here and 4 there draw stripes that are not in the data.
     least = -(-ranks // max(at_most, 1))
     width = next((step for step in range(least, 2 * least) if ranks % step == 0), least)
     return np.arange(0, ranks + width, width, dtype=np.float64)
@@ -153,8 +160,10 @@ def draw_raster(info: Replacements, ax: Axes | None = None, *, colour: str = sty
     """Draw one mark per replacement at (time, rank); marks shrink and fade as they grow in number."""
     ax = style.axes_or_new(ax)
     events = max(len(info.rank), 1)
+    # Overlapping marks would turn 100,000 events into one even area.
     size = float(np.clip(40_000 / (events + 400), 1.2, 40))
     alpha = float(np.clip(25_000 / events, 0.3, 0.9))
+    # Rasterized: each mark as a vector makes a PDF of many megabytes that viewers draw for minutes.
     ax.scatter(info.time_s, info.rank, s=size, color=colour, alpha=alpha, linewidths=0, rasterized=True)
     ax.set_xlim(0, info.end_s * 1.01 or 1)
     ax.set_ylim(-0.5 - 0.005 * info.ranks, info.ranks - 0.5 + 0.005 * info.ranks)
@@ -175,6 +184,7 @@ def _draw_rate(info: Replacements, ax: Axes, colour: str) -> None:
 def _draw_margin(info: Replacements, ax: Axes, colour: str) -> None:
     """Replacements per rank, averaged over bins of neighbouring ranks."""
     edges = rank_edges(info.ranks, 100)
+    # Divided by the ranks in each bin, as the last one may be only partly filled.
     total, _ = np.histogram(np.arange(info.ranks), bins=edges, weights=per_rank(info))
     held, _ = np.histogram(np.arange(info.ranks), bins=edges)
     ax.stairs(
@@ -195,12 +205,14 @@ def raster_figure(run: Recorded, title: str = "", *, name: str = "") -> Figure:
     """Return the raster with the rate of replacements above it and the count per rank beside it."""
     found = grouped([run], labels=[name] if name else [])
     info, colour = replacements_of(run), style.looks([label(run)])[label(run)].colour
+    # The dark grey of "none" is also that of axes and text.
     colour = style.LOOKS[1].colour if colour == style.KNOWN["none"].colour else colour
     with style.talk():
         drawn = Figure(figsize=(10.8, 6.2))
         grid = drawn.subplots(
             2, 2, sharex="col", sharey="row", width_ratios=(8, 1.1), height_ratios=(1, 5), squeeze=False
         )
+        # Removed, not hidden: a hidden panel still shares its axis and sets limits.
         grid[0, 1].remove()
         draw_raster(info, grid[1, 0], colour=colour).set_xlabel(clock_of([run]))
         _draw_rate(info, grid[0, 0], colour)
@@ -251,6 +263,7 @@ def draw_counts(info: Replacements, ax: Axes | None = None) -> Axes:
     counts = np.bincount(per_rank(info)) / info.ranks
     expected = by_chance(info).counts
     ax.bar(np.arange(len(counts)), 100 * counts, color=INK, width=0.85, label="this run")
+    # To where chance has given 99.9 %: its tail must be seen where this run has none.
     last = max(len(counts), int(np.searchsorted(np.cumsum(expected), 0.999)) + 1)
     expected = expected[:last]
     ax.plot(

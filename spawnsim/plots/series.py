@@ -62,22 +62,27 @@ def carried_forward(table: Table, name: str, over: str = "time_s", points: int =
     values = numbers(table, name)
     position = numbers(table, over)
     rank = np.asarray(column(table, "rank"))
+    # Infinite values stay: a loss that has run away must not look like the last good one.
     known = np.isfinite(position) & ~np.isnan(values)
     values, position, rank = values[known], position[known], rank[known]
     if not len(values):
         raise ParameterError(f"column {name!r} holds no number at all")
+    # By rank first, so that each rank's rows are one stretch and can be searched without a mask.
     order = np.lexsort((position, rank))
     values, position, rank = values[order], position[order], rank[order]
     x = _grid(position, points)
     members, starts = np.unique(rank, return_index=True)
     out = np.full((len(members), len(x)), np.nan)
     for row, (begin, end) in enumerate(zip(starts, [*starts[1:], len(rank)], strict=True)):
+        # "right": at a row's own time its value counts already.
         last = np.searchsorted(position[begin:end], x, side="right") - 1
         out[row] = np.where(last >= 0, values[begin:end][np.maximum(last, 0)], np.nan)
     return Grid(x, out)
 
 
 def _grid(position: Floats, points: int) -> Floats:
+    # Few positions, such as iterations, are the grid themselves: points between them would show steps that nobody
+    # took.
     distinct = np.unique(position)
     if len(distinct) <= points:
         return distinct
@@ -86,6 +91,7 @@ def _grid(position: Floats, points: int) -> Floats:
 
 def quantiles(grid: Grid, levels: Sequence[float]) -> Floats:
     """Return quantiles over ranks, shape (levels, points); NaN where fewer than half of the ranks have a value yet."""
+    # A median of the first few ranks would jump as each slower one joins.
     enough = np.mean(~np.isnan(grid.values), axis=0) >= 0.5
     out = np.full((len(levels), len(grid.x)), np.nan)
     out[:, enough] = np.nanquantile(grid.values[:, enough], levels, axis=0)
@@ -106,6 +112,7 @@ def bootstrap_medians(samples: Floats, level: float = 0.9, draws: int = 2000, se
     samples = np.asarray(samples, dtype=np.float64)
     if not len(samples):
         raise ParameterError("a bootstrap needs at least one sample")
+    # Its own stream of the seed: the same runs give the same figure, whatever else was drawn.
     rng = generator(seed, WORLD, "bootstrap")
     picks = rng.integers(0, len(samples), size=(draws, len(samples)))
     # One column at a time would be smaller, but draws x seeds x points stays under 100 MB for 20 seeds of 240 points.
@@ -133,6 +140,7 @@ def per_rank_last(table: Table, name: str) -> Floats:
     values = numbers(table, name)
     rank = np.asarray(column(table, "rank"))
     known = ~np.isnan(values)
+    # `unique` finds the first of each, so from the back it finds the last.
     members, reverse = np.unique(rank[known][::-1], return_index=True)
     return values[known][::-1][reverse] if len(members) else np.empty(0)
 

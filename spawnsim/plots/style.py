@@ -57,6 +57,7 @@ def looks(labels: Iterable[str]) -> dict[str, Look]:
     """
     names = list(dict.fromkeys(labels))
     taken = {name: KNOWN[name] for name in names if name in KNOWN}
+    # Known policies keep their look, so that one figure's blue line means the same in the next.
     free = [look for look in (*LOOKS, *_marked()) if look not in taken.values()]
     others = [name for name in names if name not in taken]
     if len(others) > len(free):
@@ -92,6 +93,7 @@ def axes_or_new(ax: Axes | None) -> Axes:
 def frame(figure: Figure, title: str, caption: str) -> Figure:
     """Put the title above and the caption (who ran, where, what the bands are) below; return the figure."""
     figure.suptitle(title, x=0.012, ha="left")
+    # Wrapped here, as matplotlib's own wrapping needs a drawn figure, and cuts at the edge of the axes.
     width = int(CHARACTERS_PER_INCH * figure.get_figwidth())
     lines = [part for line in caption.split("\n") for part in textwrap.wrap(line, width)]
     figure.supxlabel("\n".join(lines), x=0.012, ha="left", fontsize=10, color="#555555", linespacing=1.35)
@@ -108,12 +110,15 @@ def spread(positions: Sequence[float], gap: float) -> list[float]:
     blocks: list[tuple[float, list[int]]] = []
     for index in order:
         blocks.append((positions[index], [index]))
+        # Merged blocks take the mean of their members, weighted by number, and may touch the next one down: so the
+        # loop. This is isotonic regression by pooling neighbours, with the least sum of squared moves.
         while len(blocks) > 1 and _touch(blocks[-2], blocks[-1], gap):
             (low, first), (high, second) = blocks[-2:]
             members = first + second
             centre = (low * len(first) + high * len(second)) / len(members)
             blocks[-2:] = [(centre, members)]
     placed = dict(zip(order, (place for block in blocks for place in _places(block, gap)), strict=True))
+    # Rounded, so that the same figure has the same bytes on machines whose sums differ in the last digit.
     return [round(placed[index], 12) for index in range(len(positions))]
 
 
@@ -132,8 +137,10 @@ def label_ends(ax: Axes, ends: Mapping[str, float], styles: Mapping[str, Look]) 
     The names stay beside the axes; many are written smaller, long ones in two lines.
     """
     to_axes = ax.transAxes.inverted()
+    # In the coordinates of the axes, where a gap between names is the same on linear and logarithmic scales.
     heights = [float(to_axes.transform(ax.transData.transform((0.0, y)))[1]) for y in ends.values()]
     texts = ["\n".join(textwrap.wrap(name, LABEL_WIDTH)) for name in ends]
+    # Never more than an equal share of the height, or the names would run beyond the axes.
     gap = min(0.075 * max(text.count("\n") + 1 for text in texts), 1.0 / len(texts))
     size = 12.0 if gap >= 0.055 * max(text.count("\n") + 1 for text in texts) else 9.0
     for name, text, height in zip(ends, texts, within(spread(heights, gap), gap), strict=True):
@@ -151,6 +158,8 @@ def within(places: Sequence[float], gap: float) -> list[float]:
     """
     order = sorted(range(len(places)), key=lambda index: places[index])
     found = list(places)
+    # Two passes: pushed up from the bottom, then down from the top. Neither brings two names nearer than the gap, if
+    # all fit.
     for step, index in enumerate(order):
         found[index] = max(found[index], gap * step)
     for step, index in enumerate(reversed(order)):
@@ -211,6 +220,7 @@ def save(figure: Figure, stem: str | Path, formats: Sequence[str] = FORMATS) -> 
     """
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
+    # The date inside the file alone would make each run of a study change its figures.
     undated: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in formats]
     with talk():

@@ -44,6 +44,7 @@ def time_use(table: Table) -> TimeUse | None:
     if "compute_s" not in table or table["compute_s"].dtype.kind not in "biuf":
         return None
     compute_s = per_rank_sum(table, "compute_s")
+    # Computing in background tasks overlaps, so a rank may have computed longer than it ran.
     return TimeUse(compute_s, np.maximum(per_rank_last(table, "time_s") - compute_s, 0.0))
 
 
@@ -52,10 +53,12 @@ def imbalance(table: Table, name: str = "compute_s") -> Imbalance | None:
     if any(each not in table or table[each].dtype.kind not in "biuf" for each in (name, "iteration")):
         return None
     seconds = numbers(table, name)
+    # Rows of other kinds, such as an evaluation's, have neither.
     known = np.isfinite(seconds) & np.isfinite(numbers(table, "iteration"))
     _, step = np.unique(table["iteration"][known], return_inverse=True)
     mean_s = np.bincount(step, weights=seconds[known]) / np.maximum(np.bincount(step), 1)
     longest_s = np.zeros(len(mean_s))
+    # Unbuffered: `longest_s[step] = ...` would keep the last of the rows of one iteration, not the largest.
     np.maximum.at(longest_s, step, seconds[known])
     return Imbalance(float(mean_s.sum()), float((longest_s - mean_s).sum()))
 
@@ -63,6 +66,7 @@ def imbalance(table: Table, name: str = "compute_s") -> Imbalance | None:
 def draw(info: TimeUse, ax: Axes | None = None) -> Axes:
     """Draw stacked seconds of all ranks, the busiest rank first."""
     ax = style.axes_or_new(ax)
+    # Ordered by computing, as ranks by number would show a thousand thin columns without a shape.
     order = np.argsort(-info.compute_s, kind="stable")
     layers = dict(zip(COLOURS, (part[order] for part in info), strict=True))
     x = np.arange(len(order) + 1)
@@ -96,6 +100,7 @@ def figure(runs: Sequence[Recorded] | Groups) -> Figure | None:
     found = grouped(runs)
     known = [(name, info) for name, run in found.named if (info := time_use(run.table)) is not None]
     alone = ""
+    # Beyond two rows panels are too small to read; one run of each curve says what all of them do.
     if len(known) > PANELS:
         first = {group.label: time_use(group.runs[0].table) for group in found}
         known = [(name, info) for name, info in first.items() if info is not None]

@@ -34,6 +34,8 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip archive can hold
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
+    # In the same folder, since a rename is atomic within one file system only; with the process in its name, since
+    # ranks that fail together may write the same file.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with journal.storing(path):
@@ -41,6 +43,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
                 yield file
             draft.replace(path)
     finally:
+        # After a full disk half a draft would keep the space that other files need.
         draft.unlink(missing_ok=True)
 
 
@@ -83,6 +86,7 @@ def prepare(folder: Path) -> None:
 def begin(folder: Path, what: Mapping[str, Any], inputs: Files | None = None) -> None:
     """Open a run folder for a run: what an earlier one left there goes, and run.json says "running"."""
     prepare(folder)
+    # run.json is written last: until then the old one may stand there, but never beside rows of another run.
     for name in (METRICS, EVENTS, TRACE):
         (folder / name).unlink(missing_ok=True)
     journal.discard(folder)
@@ -93,6 +97,7 @@ def begin(folder: Path, what: Mapping[str, Any], inputs: Files | None = None) ->
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write run.json."""
+    # Strict JSON: Python's NaN and Infinity are read by no other parser.
     text = json.dumps(document(manifest), indent=2, allow_nan=False)
     with _replacing(folder / MANIFEST) as file:
         file.write(text.encode() + b"\n")
@@ -102,14 +107,18 @@ def write_table(folder: Path, table: Table) -> None:
     """Write metrics.npz: one array per column, lightly compressed."""
     with _replacing(folder / METRICS) as file, zipfile.ZipFile(file, "w", compresslevel=1) as archive:
         for name, column in table.items():
+            # Not `numpy.savez`, which stamps the time into the archive: equal runs would give different bytes.
             entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
             entry.compress_type = zipfile.ZIP_DEFLATED
+            # The size is not known before the column is packed; without this flag columns beyond 2 GiB fail at their
+            # end.
             with archive.open(entry, "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, column, allow_pickle=False)
 
 
 def write_events(folder: Path, events: Sequence[Event]) -> None:
     """Write events.jsonl: one JSON object a line, by time."""
+    # One object a line, so that a damaged line can be named and tools can read a part.
     with _replacing(folder / EVENTS) as file:
         for event in events:
             file.write(json.dumps(event, allow_nan=False).encode() + b"\n")
@@ -143,6 +152,7 @@ def opened_trace(folder: Path) -> Iterator[BinaryIO | None]:
 def write(folder: Path, *, table: Table, events: Sequence[Event], manifest: Mapping[str, Any]) -> None:
     """Write a whole run; run.json comes last, so that its outcome speaks of files that are there."""
     prepare(folder)
+    # Rows and events before the manifest, so that a run whose outcome is told has both.
     write_table(folder, table)
     write_events(folder, events)
     write_manifest(folder, manifest)
@@ -162,11 +172,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ParameterError(f"{folder} is not a run folder: it has no readable {MANIFEST}") from error
     except ValueError as error:
         raise ParameterError(f"{path} is not JSON: {error}") from error
+    # Checked once here: everything that reads a run relies on these three and looks no further.
     kinds = {"what": dict, "totals": dict, "outcome": str}
     wrong = [name for name, kind in kinds.items() if not isinstance(_entry(manifest, name), kind)]
     if wrong:
         raise ParameterError(f"{path} is not a run's: its {wrong[0]!r} is missing, or not what it should be")
     ranks = manifest["totals"].get("ranks")
+    # A damaged count would be the size of arrays elsewhere.
     if ranks is not None and not _is_count(ranks, MOST_RANKS + 1):
         raise ParameterError(f"{path}: {str(ranks)[:20]} is no number of ranks")
     found: dict[str, Any] = manifest
@@ -188,6 +200,7 @@ def read_table(folder: Path, ranks: int | None = None) -> Table:
     lacks = [name for name in OWN if name not in table]
     if lacks:
         raise ParameterError(f"cannot read {path}: it holds no column {lacks[0]!r}")
+    # Figures allocate by the largest rank: one damaged number must not ask for all memory.
     require_ranks(path, table["rank"], ranks)
     time_s = table["time_s"]
     if time_s.dtype.kind != "f" or not ((time_s >= 0) & (time_s < LONGEST_S)).all():
@@ -215,6 +228,7 @@ def _event(where: str, line: bytes, ranks: int | None) -> Event:
     except ValueError as error:
         raise ParameterError(f"{where}: no JSON ({error})") from error
     time_s = _entry(event, "time_s")
+    # A bool is an int in Python, and JSON knows both.
     timed = isinstance(time_s, (int, float)) and not isinstance(time_s, bool) and 0 <= time_s < LONGEST_S
     if not (
         timed

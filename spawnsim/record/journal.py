@@ -61,6 +61,8 @@ class Journal:
         """Write to this shard from now on; a rank knows which is its own only once it has met the others."""
         with storing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: what Python still held in a buffer would be lost with a killed process, and a write from the
+            # kernel's cache is not.
             self._file = path.open("wb", buffering=0)
 
     @property
@@ -77,6 +79,7 @@ class Journal:
         """Keep one row; tensors are asked for their numbers now, since they will change."""
         with self._lock:
             self._recorder.row(rank, time_s, values)
+        # Outside of the lock, which `flush` takes itself.
         if monotonic() > self._due_s:
             self.flush()
 
@@ -90,9 +93,12 @@ class Journal:
     def flush(self) -> None:
         """Write what is pending. Raises `StorageError` if it cannot be written; it is kept, and tried again."""
         with self._lock:
+            # Background tasks may record after the end; their rows belong to no run any more.
             if self._file is not None and self._file.closed:
                 return
+            # Appended before it is written: what a full disk refuses stays first in the queue, so order is kept.
             self.frames.append(packed(self._recorder.drain(), self.counted()))
+            # Frames of the time before the shard had a file go first.
             while self._file is not None and self.frames:
                 _append(self._file, self.frames[0])
                 del self.frames[0]
@@ -116,6 +122,7 @@ def storing(path: Path) -> Iterator[None]:
 
 def _append(file: FileIO, frame: bytes) -> None:
     """Write a whole frame, or nothing: what comes after a torn one could not be read."""
+    # A raw file may write less than it is given; the view saves copying the rest.
     whole, left = file.tell(), memoryview(frame)
     try:
         with storing(Path(str(file.name))):
@@ -132,6 +139,8 @@ def _append(file: FileIO, frame: bytes) -> None:
 def packed(portion: Portion, counted: Counted) -> bytes:
     """Return a frame."""
     blocks = [[names, [kind.__name__ for kind in types], len(data)] for names, types, data in portion.blocks]
+    # JSON for the head, bytes for the rows: rows as JSON cost three times as much. The head holds the lengths, so a
+    # torn frame is known as such.
     head = {"blocks": blocks, "words": portion.words, "events": portion.events, "counted": counted}
     return b"".join([json.dumps(head).encode(), b"\n", *(data for _, _, data in portion.blocks)])
 
@@ -141,6 +150,7 @@ def replay(file: BinaryIO, recorder: Recorder) -> Counted:
     last: Counted = {}
     for portion, words, counted in frames(file):
         recorder.absorb(portion, words)
+        # Counts are totals, not differences: of a torn journal the last whole frame's are right.
         last = counted
     return last
 
@@ -150,6 +160,7 @@ def frames(file: BinaryIO) -> Iterator[tuple[Portion, list[str], Counted]]:
     words: list[str] = []
     while (found := _next(file)) is not None:
         portion, counted = found
+        # Texts are numbered over the whole journal, and each frame holds only those that are new in it.
         words += portion.words
         yield portion, words, counted
 
@@ -158,6 +169,7 @@ def _next(file: BinaryIO) -> tuple[Portion, Counted] | None:
     """Return the next whole frame, or None: the rank was killed while it wrote."""
     try:
         head = json.loads(file.readline())
+    # Also at the end of the file, where an empty line is no JSON.
     except ValueError:
         return None
     parts = [
@@ -185,6 +197,7 @@ def shard(folder: Path, rank: int | None = None) -> Path:
 def merge(folder: Path) -> Merged:
     """Return all that the shards of a run folder hold."""
     recorder, counted = Recorder(), {}
+    # Sorted: the order of replay decides the order of columns and of texts, and must not be the file system's.
     for path in sorted((folder / FOLDER).glob("rank*")):
         with path.open("rb") as file:
             found = replay(file, recorder)
@@ -210,6 +223,8 @@ def discard(folder: Path) -> None:
     """Remove the shards, once what they hold is in the run folder's own files: all at once, even if a process dies."""
     shutil.rmtree(folder / OLD, ignore_errors=True)
     with suppress(FileNotFoundError):
+        # A rename first: a process killed while it removes files one by one would leave shards that look like a whole
+        # run.
         (folder / FOLDER).rename(folder / OLD)
     shutil.rmtree(folder / OLD, ignore_errors=True)
 
@@ -217,7 +232,9 @@ def discard(folder: Path) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep others that would merge the same shards waiting: each then sees what those before it have closed."""
+    # Another may have discarded the shards meanwhile; the lock needs its folder all the same.
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     with (folder / FOLDER / "lock").open("w") as file:
+        # Held by the open file: it falls when the process dies, where a lock file would stay for ever.
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

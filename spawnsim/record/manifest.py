@@ -60,6 +60,7 @@ def file_digest(path: Path) -> str:
 # ---------------------------------------------------------------------------------------------------------- inputs
 def inputs(file: Path | None, **circumstances: Any) -> Files:
     """Return the files that a run depends on, by name: the program's own, and what its circumstances name."""
+    # A notebook's functions name a file that is not on disk.
     found = {} if file is None or not file.is_file() else own_files(file)
     for role, value in circumstances.items():
         found |= {f"{role}/{name}": path for name, path in _named_files(value)}
@@ -74,6 +75,8 @@ def digests(files: Files) -> dict[str, str]:
 def keep(folder: Path, files: Files) -> None:
     """Copy files, large ones aside, into a run folder."""
     for name, path in files.items():
+        # A recorded run may be given as compute times: copying gigabytes into each folder of a study would fill the
+        # disk.
         if path.stat().st_size <= KEPT_NBYTES:
             place = folder / INPUTS / name
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -87,6 +90,7 @@ def own_files(file: Path, also: frozenset[str] = frozenset()) -> Files:
         file: the program.
         also: names of modules that it imports in ways that its text does not tell.
     """
+    # A dict for its order: names of inputs stand in run.json in the order in which they are found.
     folder, found = file.parent, {file: None}
     waiting = [file, *(module for name in sorted(also) for module in _beside(folder, name))]
     while waiting:
@@ -98,12 +102,14 @@ def own_files(file: Path, also: frozenset[str] = frozenset()) -> Files:
 
 def late_files(file: Path) -> Files:
     """Return the program's own files once it has run: also those that were imported by computed names."""
+    # Only what lies beside the program: installed packages are told by their versions.
     present = {entry.name.partition(".")[0] for entry in file.parent.iterdir()}
     return own_files(file, imported_names() & present)
 
 
 def _beside(folder: Path, name: str) -> list[Path]:
     """Return the files of a module in a folder: of a package all, since it may import any of them."""
+    # A program that lies beside a checkout of spawnsim must not have the whole library among its own files.
     if not name.isidentifier() or name == PACKAGE.name:
         return []
     package = (path for path in (folder / name).rglob("*") if path.suffix in (".py", ".so"))
@@ -117,6 +123,7 @@ def _imports(file: Path, folder: Path) -> Iterator[Path]:
             for alias in node.names:
                 yield from _beside(folder, alias.name.partition(".")[0])
         elif isinstance(node, ast.ImportFrom):
+            # A relative import counts from the module's own package, an absolute one from the folder of the program.
             here = file.parents[node.level - 1] if 0 < node.level <= len(file.parents) else folder
             names = [node.module] if node.module else [alias.name for alias in node.names]
             for name in names:
@@ -134,6 +141,7 @@ def tree(file: Path) -> ast.Module:
 def _named_files(value: Any) -> Iterator[tuple[str, Path]]:
     """Yield the files that a platform, a plan, a recorded run or a user's own object depends on."""
     if isinstance(value, (str, Path)):
+        # Options may follow a file's name after a comma.
         for path in (Path(value), Path(str(value).partition(",")[0])):  # "runs/a,cycle"
             if os.path.isfile(path):  # Path.is_file() raises for a long text
                 yield path.name, path
@@ -153,6 +161,7 @@ def _source(value: Any) -> Path | None:
         path = Path(inspect.getfile(definition))
     except (TypeError, OSError):
         return None
+    # Installed code is covered by the versions; only the user's own can change under one version.
     installed_ = PACKAGE in path.parents or {"site-packages", "dist-packages"} & set(path.parts)
     return None if installed_ or not path.is_file() or _is_standard(definition) else path
 
@@ -165,6 +174,7 @@ def _is_standard(definition: Any) -> bool:
 def made() -> dict[str, Any]:
     """Return when, how and on what kind of machine a run was made: nothing that says what it is."""
     program, *arguments = sys.argv or [""]
+    # `python -m spawnsim` has __main__.py as its program, which would name no command.
     path = Path(program)
     name = path.parent.name if path.name == "__main__.py" else path.name
     return {

@@ -37,6 +37,7 @@ def scalar(value: Any) -> Scalar:
 
 def _builtin(value: Scalar) -> Scalar:
     # numpy's float64 is a float, and an IntEnum an int: only the exact types have a column format.
+    # bool before int, which it is a kind of.
     for kind in (bool, float, int, str):
         if isinstance(value, kind):
             return value if type(value) is kind else kind(value)
@@ -69,6 +70,7 @@ def document(value: Any) -> Any:
 def _named(value: Any) -> Any:
     """Return an object's repr; where that is an address, its type and its attributes, as far as they are plain."""
     text = repr(value)
+    # Addresses differ from run to run: the digest of a study's key, and of the run, would too.
     if f" at {hex(id(value))}" not in text:
         return text
     name = getattr(value, "__qualname__", type(value).__qualname__)
@@ -143,6 +145,7 @@ class Table(Mapping[str, Column]):
         Returns:
             16 bytes (BLAKE2b) over names, dtypes and values of all columns; the order of columns does not count.
         """
+        # Sorted by name: in which order columns first appeared depends on which rank recorded first.
         whole = hashlib.blake2b(digest_size=16)
         for name, column in sorted(self._columns.items()):
             whole.update(f"{name} {column.dtype.str} ".encode())
@@ -227,8 +230,11 @@ class Block:
         self.words = tuple(name for name, kind in kept if kind is str)
         self.direct = len(kept) == len(names) and not self.words
         self._texts = [place for place, kind in enumerate(types) if kind is str]
+        # From the back, so that deleting one does not move those that are still to be deleted.
         self._absent = [place for place, kind in enumerate(types) if kind is type(None)][::-1]
+        # Little endian and without gaps, as the dtype below: shards may be read on another machine.
         self.pack = struct.Struct("<iqd" + "".join(_FORMATS[kind] for _, kind in kept)).pack
+        # Named with a null byte, which no keyword can hold: they meet none of the row's own names.
         own = [("\0rank", "<i4"), ("\0order", "<i8"), ("\0time_s", "<f8")]
         self.dtype = np.dtype(own + [(name, _DTYPES[kind]) for name, kind in kept])
         self.data = bytearray()
@@ -237,6 +243,7 @@ class Block:
         """Return the values of a row of this shape as they are packed."""
         plain = list(values.values())
         for place in self._texts:
+            # Texts repeat in nearly each row (a phase, a policy), so a number of 4 bytes stands for them.
             plain[place] = words.setdefault(plain[place], len(words))
         for place in self._absent:
             del plain[place]
@@ -275,6 +282,8 @@ class Recorder:
 
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
         """Keep one row; `ParameterError` when a value is not a number, bool, text, None or 0-dim array."""
+        # The common row costs one lookup: names and exact types are the key, and only unknown shapes are looked at
+        # closely.
         block = self._blocks.get((*values, *map(type, values.values())))
         if block is None:
             values = {
@@ -284,7 +293,9 @@ class Recorder:
             block = self._block(tuple(values), tuple(map(type, values.values())))
         stored = values.values() if block.direct else block.stored(values, self._words)
         try:
+            # The row's number is packed too: blocks of different shapes are put back in the order of recording by it.
             block.data += block.pack(rank, self.rows, time_s, *stored)
+        # Caught and not checked: looking at each integer of each row costs more than packing it.
         except struct.error:
             raise _too_large(values) from None
         self.rows += 1
@@ -300,6 +311,7 @@ class Recorder:
 
     def drain(self) -> Portion:
         """Give away what has come since the last time; the recorder goes on, and counts on."""
+        # Blocks stay with no data in them: their shapes come again, and their names keep the columns' order.
         found = [block for block in self._blocks.values() if block.data]
         blocks = [(block.names, block.types, bytes(block.data)) for block in found]
         for block in found:
@@ -310,9 +322,11 @@ class Recorder:
 
     def absorb(self, portion: Portion, words: Sequence[str]) -> None:
         """Keep what another recorder gave away; `words` are all its texts so far."""
+        # Each recorder has numbered its texts by itself, so theirs are translated into ours.
         own = np.array([self._words.setdefault(word, len(self._words)) for word in words], np.int32)
         for names, types, data in portion.blocks:
             block = self._block(names, types)
+            # Copied, since bytes are read-only and the texts' numbers are about to be changed.
             rows = np.frombuffer(data, block.dtype).copy()
             for name in block.words:
                 rows[name] = own[rows[name]]
@@ -329,6 +343,7 @@ class Recorder:
 
     def events(self) -> list[Event]:
         """Return the events by time, then rank, then as recorded."""
+        # A stable sort: events of one rank at one time stay as recorded.
         return sorted(self._events, key=lambda event: (event["time_s"], event["rank"]))
 
     def table(self) -> Table:
@@ -338,6 +353,7 @@ class Recorder:
         if not parts:
             return Table({"rank": np.empty(0, np.int32), "time_s": np.empty(0)})
         ranks = np.concatenate([part["\0rank"] for part in parts])
+        # The order of recording counts within a rank alone: among ranks it depends on how they were interleaved.
         order = np.lexsort((np.concatenate([part["\0order"] for part in parts]), ranks))
         columns = {
             "rank": ranks[order],
@@ -348,6 +364,7 @@ class Recorder:
         return Table(columns)
 
     def _column(self, name: str, blocks: Sequence[Block], parts: Sequence[Column]) -> Column:
+        # One dtype for a column: numbers beside texts become texts, as NaN would hide the texts.
         if any(name in block.words for block in blocks):
             return np.concatenate(
                 [self._texts(name, block, part) for block, part in zip(blocks, parts, strict=True)]

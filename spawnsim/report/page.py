@@ -70,6 +70,7 @@ def _pictures(found: Groups) -> list[Picture]:
     pictures = []
     for name, figure in figures(found):
         buffer = io.BytesIO()
+        # Saved within the style, as it was made: matplotlib reads some of its parameters only when it draws.
         with talk():
             figure.savefig(buffer, format="png", dpi=120)
         pictures.append(Picture(name, "png", base64.b64encode(buffer.getvalue()).decode()))
@@ -165,6 +166,8 @@ def render(runs: Sequence[Recorded] | Groups, title: str = "spawnsim report") ->
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
         raise UsageError("a report needs jinja2: pip install 'spawnsim[report]'") from error
+    # Escaped as a whole: names, outcomes and commands are texts of somebody's program. A name the template does not
+    # know is an error, and no empty cell.
     environment = Environment(
         loader=PackageLoader("spawnsim.report", "."),
         autoescape=True,

@@ -71,12 +71,14 @@ def draw(runs: Sequence[tuple[Recorded, Timeline | None]], selection: Selection 
     chosen = grouped([run for run, _ in runs]).named
     for process, (name, run) in enumerate(chosen):
         timeline = timelines[id(run)]
+        # Each run has an equal share of the limit: shared as one pool, a long run would leave nothing of the others.
         shown, left_out = fitting(run, timeline, selection, max(1, selection.limit // len(chosen)))
         sheet = _Sheet(run, process, shown, timeline)
         sheet.draw(name)
         drawing.lines += sheet.lines
         drawing.about.append(_about(run, name, left_out))
         drawing.notes += [f"{name}: {note}" for note in _notes(sheet, left_out, selection.limit)]
+    # Sorted at the very end and over all runs: viewers give an arrow to the slice that stands before it in the file.
     drawing.lines.sort()
     return drawing
 
@@ -118,6 +120,7 @@ class _Sheet:
 
     def __init__(self, run: Recorded, process: int, shown: Selection, timeline: Timeline | None) -> None:
         self.run, self.shown, self.timeline = run, shown, timeline
+        # Processes are numbered far apart, so that no thread of any run has its process's number.
         self.process = process * THREADS * ranks_of(run)
         self.lines: list[Line] = []
         self._ranks = ranks_of(run)
@@ -137,6 +140,8 @@ class _Sheet:
                 self._event(event, number)
         self._name("process_name", 0, {"name": name})
         self._name("process_labels", 0, {"labels": self.run.outcome.partition("\n")[0]})
+        # By rank, then task: viewers would otherwise sort threads as they come, or by name, with rank 10 before rank
+        # 2.
         for place, thread in enumerate(sorted(self._threads, key=lambda each: (each % self._ranks, each))):
             self._name("thread_name", thread, {"name": self._threads[thread]})
             self._name("thread_sort_index", thread, {"sort_index": place})
@@ -148,6 +153,8 @@ class _Sheet:
         self.lines.append(Line(-1, self.process, len(self.lines), json.dumps(entry)))
 
     def _add(self, at_ns: int, thread: int, place: tuple[float, int], entry: Entry) -> None:
+        # From whole nanoseconds: sums of floats would let the end of one slice lie beyond the begin of the next,
+        # which viewers then draw inside it.
         whole = entry | {"pid": self.process, "tid": thread, "ts": at_ns / 1000}
         self.lines.append(Line(at_ns, *place, json.dumps(whole, allow_nan=False)))
         if thread not in self._threads:
@@ -169,6 +176,7 @@ class _Sheet:
         (sent_ns, out), (got_ns, into) = begin, end
         if got_ns > sent_ns:
             self._arrows += 1
+            # Numbers are unique over all runs of a file: arrows of one number are joined, whatever their process.
             entry = {"name": name, "cat": name, "id": self.process << 40 | self._arrows, "args": arguments}
             self._add(sent_ns, out.thread, (out.number, 1), entry | {"ph": "s"})
             self._add(got_ns, into.thread, (into.number, 1), entry | {"ph": "f", "bp": "e"})
@@ -207,6 +215,7 @@ class _Sheet:
         ):
             if self.shown.shows(rank):
                 end_ns, begin_ns = _ns(time_s), before[rank]
+                # The time for which the rank was dead is no part of its first iteration.
                 if begin_ns < restarts.get(rank, -1) <= end_ns:
                     begin_ns = restarts[rank]
                 before[rank] = end_ns
@@ -221,6 +230,7 @@ class _Sheet:
             if compute_s is None or not np.isfinite(compute_s[row]):
                 self._slice(span, "iteration", "iteration", arguments)
                 continue
+            # Recorded seconds are rounded, and may be longer than the iteration by a nanosecond.
             middle_ns = min(span.begin_ns + _ns(float(compute_s[row])), span.end_ns)
             self._slice(span._replace(end_ns=middle_ns), "compute", "compute", arguments)
             if span.end_ns > middle_ns:
@@ -233,6 +243,8 @@ class _Sheet:
         spans: dict[tuple[int, int], Span] = {}
         messages: list[Row] = []
         for row in timeline.rows(self.shown):
+            # Messages wait until all calls are known: a row of a message may come before that of the call it was
+            # received in.
             if "call" not in row:
                 messages.append(row)
                 continue
@@ -253,6 +265,7 @@ class _Sheet:
 
     def _span(self, row: Row) -> Span:
         begin_ns = _ns(row["time_s"])
+        # A call that never returned lasts to the end of the run.
         end_ns = _ns(row["end_s"]) if math.isfinite(row["end_s"]) else self._end_ns
         return Span(
             row["rank"] + self._ranks * row.get("task", 0), begin_ns, max(begin_ns, end_ns), row["number"]
@@ -261,6 +274,7 @@ class _Sheet:
     def _message(self, row: Row, out: Span | None, into: Span | None) -> None:
         """Draw a message whose send and receive are shown: from its send until it arrives, or is asked for."""
         if out is not None and into is not None:
+            # Held within the slices: an arrow whose end lies outside would be given to another call.
             begin = min(max(_ns(row["sent_s"]), out.begin_ns), out.end_ns)
             end = min(max(_ns(row["arrival_s"]), into.begin_ns), into.end_ns)
             facts = {name: row[name] for name in ("bytes", "tag", "sent_s", "arrival_s")}
@@ -280,6 +294,8 @@ class _Sheet:
                 open_ns[rank] = begin_ns  # a background task has recorded it
                 continue
             first = bisect_left(begins, begin_ns)
+            # Just before its first call in the order, so that the iteration is the outer slice of those that begin
+            # with it.
             number = calls[first].number - 0.5 if first < len(calls) else LAST
             around = Span(rank, begin_ns, span.end_ns, number)
             self._slice(around, "iteration", "iteration", _iteration(iteration, row))
@@ -300,6 +316,7 @@ class _Sheet:
             max(at_ns, self._paused_ns[rank]),
             min(at_ns + _ns(fields["seconds"]), around.end_ns),
         )
+        # Pauses of a plan may overlap; each nanosecond is drawn once.
         if begin_ns < end_ns:
             self._slice(Span(rank, begin_ns, end_ns, around.number + 0.25), "paused", "fault", fields)
             self._paused_ns[rank] = end_ns
@@ -340,6 +357,7 @@ def write(drawing: Drawing, path: str | Path | None = None) -> Path:
         )
         file.write(f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": ['.encode())
         separator = "\n"
+        # Line by line: one text of all would take the size of the file once more in memory.
         for line in drawing.lines:
             file.write(f"{separator}{line.text}".encode())
             separator = ",\n"

@@ -107,9 +107,12 @@ class Timeline:
             with folder.opened_trace(path) as file:
                 if file is None:
                     return None
+                # Counted first, frame by frame, without making rows of it: of a trace of gigabytes only numbers are
+                # kept in memory.
                 for portion, _, _ in journal.frames(file):
                     parts += [_entry_counts(rows) for _, rows in _blocks(portion)]
                     events += portion.events
+        # A packed file that is cut off raises EOFError, a block of unknown types KeyError.
         except (OSError, EOFError, ValueError, KeyError) as error:
             raise ParameterError(f"cannot read the trace in {path}: {error}") from error
         return cls(path, EntryCounts.joined(parts), events)
@@ -118,6 +121,7 @@ class Timeline:
         """Yield the calls and messages of a selection, each with its `rank` and `time_s`, as they were recorded."""
         with folder.opened_trace(self.path) as file:
             assert file is not None
+            # Read a second time and not kept from the first: what is shown is chosen only once all was counted.
             for portion, words, _ in journal.frames(file):
                 for texts, rows in _blocks(portion):
                     amounts = _entry_counts(rows)
@@ -146,6 +150,7 @@ def _plain(rows: Rows, texts: Sequence[str], words: Sequence[str]) -> Iterator[R
 def _entry_counts(rows: Rows) -> EntryCounts:
     is_call = "call" in (rows.dtype.names or ())
     begin_s, end_s = (rows["\0time_s"], rows["end_s"]) if is_call else (rows["sent_s"], rows["\0time_s"])
+    # A message is the two ends of an arrow.
     weight = np.full(len(rows), 1 if is_call else 2)
     return EntryCounts(rows["\0rank"].astype(np.int64), begin_s, end_s, weight)
 
@@ -181,11 +186,14 @@ def fitting(run: Recorded, timeline: Timeline | None, asked: Selection, limit: i
     if asked.ranks is not None:
         amounts = amounts.where(np.isin(amounts.rank, [*asked.ranks]))
     heard, places = np.unique(amounts.rank, return_inverse=True)
+    # Those that failed come first: of a run that broke they are what one looks for.
     order = np.lexsort((heard, ~np.isin(heard, _failed(run, timeline))))
     counts = np.bincount(places, amounts.weight, len(heard))[order]
     room = int(np.searchsorted(np.cumsum(counts), limit, side="right"))
     chosen = heard[order][: max(room, FEWEST)]
     shown = replace(asked, ranks=frozenset(chosen.tolist()))
+    # Whole ranks give way before time does; short calls are never left out, as that would draw idle time that was
+    # none.
     if len(chosen) > room:
         shown = _shorter(shown, amounts.where(np.isin(amounts.rank, chosen)), limit, run.outcome != FINISHED)
     return shown, _left_out(run, asked, shown, len(heard))
@@ -204,6 +212,7 @@ def _shorter(shown: Selection, amounts: EntryCounts, limit: int, from_end: bool)
     room = int(np.searchsorted(np.cumsum(amounts.weight[order]), limit, side="right"))
     last_s = float(time_s[order[min(room, len(order) - 1)]])
     if from_end:
+        # Just past the first that does not fit; and never empty, even if all of it happened at one time.
         return replace(shown, from_s=min(np.nextafter(last_s, math.inf), shown.until_s - 1e-9))
     return replace(shown, until_s=max(np.nextafter(last_s, -math.inf), shown.from_s + 1e-9))
 

@@ -49,8 +49,10 @@ def number_of(stop: KeyboardInterrupt) -> int:
 @contextmanager
 def stoppable() -> Iterator[None]:
     """While the block runs, a signal to stop raises `Stopped` in the main thread; one ignored, or handled, stays so."""
+    # Python takes handlers in the main thread alone; elsewhere, as in a notebook's worker, the caller's stay.
     ours: list[signal.Signals] = []
     if threading.current_thread() is threading.main_thread():
+        # SIGHUP that nohup ignores must stay ignored, and a program's own handler is its own business.
         ours = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
     for number in ours:
         signal.signal(number, _stop)
@@ -58,11 +60,13 @@ def stoppable() -> Iterator[None]:
         yield
     finally:
         for number in ours:
+            # A program may have set its own meanwhile, or the signal came and was reset: neither is to be undone.
             if signal.getsignal(number) is _stop:
                 signal.signal(number, signal.SIG_DFL)
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
+    # Reset before raising: a program that hangs in its `finally` blocks ends at the second signal.
     signal.signal(number, signal.SIG_DFL)
     raise Stopped(number)
 
@@ -73,6 +77,7 @@ VARIABLES = (TOLD, "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 def use_one_thread() -> None:
     """Let libraries that are not loaded yet use one thread, unless the user has told them otherwise."""
+    # Whoever sets this one has chosen for all three; each library reads another of them.
     if TOLD not in os.environ:
         os.environ.update(dict.fromkeys(VARIABLES, "1"))
 
@@ -84,6 +89,8 @@ def one_thread() -> Iterator[None]:
         yield
         return
     torch: Any = sys.modules.get("torch")
+    # A loaded torch has read the environment already, and is told by a call; one that is not loaded is told by the
+    # variable.
     before = None if torch is None else torch.get_num_threads()
     os.environ[TOLD] = "1"
     try:
@@ -91,6 +98,7 @@ def one_thread() -> Iterator[None]:
             torch.set_num_threads(1)
         yield
     finally:
+        # Taken back, since processes that the caller starts later would inherit one thread.
         del os.environ[TOLD]
         if torch is not None:
             torch.set_num_threads(before)

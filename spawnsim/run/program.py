@@ -64,6 +64,7 @@ def program(main: Main | str | Path, parameters: Mapping[str, Any] | None = None
     Raises:
         ParameterError: no such file, no `main`, or a parameter that `main` does not take.
     """
+    # Before the file is loaded: its imports are what shall be noticed.
     notice_imports()
     function = load(Path(main)) if isinstance(main, (str, Path)) else main
     if not callable(function):
@@ -72,6 +73,7 @@ def program(main: Main | str | Path, parameters: Mapping[str, Any] | None = None
         )
     given = dict(parameters or {})
     takes = _parameters(function)
+    # Checked before the run: as a TypeError on each rank it would come after the ranks have been made.
     unknown = [name for name in given if name not in takes.names and not takes.anything]
     if unknown:
         known = ", ".join(takes.names) or "none"
@@ -95,11 +97,13 @@ def _parameters(function: Main) -> _Takes:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in (*positional, inspect.Parameter.VAR_POSITIONAL):
         raise ParameterError("main takes no argument: its first one is the communicator, main(comm)")
+    # A first parameter with a default is one of the program's own: the communicator would silently take its place.
     if parameters[0].default not in (inspect.Parameter.empty, None):
         given = ", ".join(str(each) for each in parameters)
         raise ParameterError(
             f"main({given}): the first argument is the communicator: write main(comm, {given})"
         )
+    # Positional-only parameters cannot be given by name, so they are none of the run's.
     named = [each for each in parameters[1:] if each.kind in (positional[1], inspect.Parameter.KEYWORD_ONLY)]
     return _Takes(
         names=tuple(each.name for each in named),
@@ -123,18 +127,23 @@ def load(path: Path) -> Main:
         ParameterError: the file cannot be read, is not Python, or defines no `main`.
         ProgramError: the file raised, or called `sys.exit()`.
     """
+    # Read before it is run: a file without main may do anything at its top level.
     require_main(path)
     spec = importlib.util.spec_from_file_location(MODULE, path)
     if spec is None or spec.loader is None:
         raise ParameterError(f"{path} is not a Python file")
     folder = str(path.resolve().parent)
+    # It stays there: programs import their own modules also while they run.
     if folder not in sys.path:
         sys.path.insert(0, folder)
+    # In `sys.modules` before it runs, as dataclasses and pickle look a class's module up there.
     module = sys.modules[MODULE] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
+    # A program may call spawnsim at its top level; what that raises already says what is wrong.
     except SpawnsimError:
         raise
+    # SystemExit is no Exception, and would end the launcher with the program's status and no line.
     except (Exception, SystemExit) as error:
         raise ProgramError(f"{path} raised {type(error).__name__} while it was loaded") from error
     main: Main = module.main
@@ -143,6 +152,7 @@ def load(path: Path) -> Main:
 
 def require_main(path: Path) -> None:
     """Raise `ParameterError` unless a file can be read and defines `main`; nothing of it is run."""
+    # Text alone decides, since running the file to look would already start an unmodified program.
     if not has_main(path):
         raise ParameterError(
             f"{path} has no main(comm): define it; it is called once per rank with a communicator. "
@@ -161,6 +171,7 @@ def tree_of(path: Path) -> ast.Module:
         return ast.parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise ParameterError(f"cannot read {path}: {error.strerror}") from error
+    # Bytes that are not UTF-8 raise a UnicodeDecodeError, which is a ValueError.
     except (SyntaxError, ValueError) as error:
         raise ParameterError(f"{path} is not a Python program: {error}") from error
 
@@ -188,11 +199,14 @@ def is_unmodified(path: Path) -> bool:
     main = next(
         (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "main"), None
     )
+    # Bound by an import or an assignment: its arguments cannot be read here, and are checked when it is loaded.
     if main is None:
         return False
     first = next(iter([*main.args.posonlyargs, *main.args.args, *filter(None, [main.args.vararg])]), None)
     if first is None:
         return _calls_main(tree) or _requires_mpi(path)
+    # A file that has a main with arguments and calls it is either a script of its own, or one of ours that can also
+    # be started by hand: that mpi4py is imported, or the argument's name, tells which.
     return _calls_main(tree) and ("mpi4py" in _imported(tree) or first.arg != "comm")
 
 
@@ -210,8 +224,10 @@ def _speaks_mpi(path: Path) -> bool:
     """Return whether a file, or a module of its folder that it imports, imports mpi4py or a package that needs it."""
     from spawnsim.record import manifest
 
+    # A program may import MPI in a helper module beside it alone, so all modules of its folder are read.
     own = manifest.own_files(path).values()
     names = _imported(tree_of(path)).union(*(_imported(manifest.tree(file)) for file in own))
+    # Modules of the folder hide installed packages of the same name, as on `sys.path`.
     names -= sys.stdlib_module_names | {file.stem for file in own}
     return "mpi4py" in names or bool(names & _packages_with_mpi())
 
@@ -221,6 +237,7 @@ def _packages_with_mpi() -> Set[str]:
     """Return the installed packages whose distribution requires mpi4py, perhaps for an extra; but for ours."""
     from importlib import metadata  # takes 30 ms, and most ranks do not need it
 
+    # Asked of the metadata: importing a package to see whether it loads mpi4py would start MPI.
     found = set()
     for package, distributions in metadata.packages_distributions().items():
         needed = [each for name in distributions for each in metadata.requires(name) or ()]
@@ -231,6 +248,7 @@ def _packages_with_mpi() -> Set[str]:
 
 def _calls_main(tree: ast.Module) -> bool:
     """Return whether the file calls `main` when it is run, on its top level or below an `if`."""
+    # A call within a function or a class is not made when the file is run as a script.
     definitions = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
     statements = [each for each in tree.body if not isinstance(each, definitions)]
     return any(

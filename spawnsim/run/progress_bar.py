@@ -33,6 +33,7 @@ def listener(
 
 def beside_the_bar() -> AbstractContextManager[Any]:
     """Return a block in which text may be printed on standard error: a bar that stands there is redrawn below it."""
+    # Looked up, not imported: where no bar was made there is none to step aside for, and loading tqdm takes time.
     tqdm: Any = sys.modules.get("tqdm")
     return nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file=sys.stderr)
 
@@ -66,6 +67,7 @@ class Bar:
 
     def __init__(self, recorder: Recorded, *, ranks: int, iterations: Any = None) -> None:
         self._recorder, self._ranks, self._finished = recorder, ranks, 0
+        # A count of rows alone would promise an end that a program with other iterations never reaches.
         self._rows = ranks * iterations if isinstance(iterations, int) and iterations > 0 else None
         self._virtual_s = 0.0
         self._over = threading.Event()
@@ -74,25 +76,30 @@ class Bar:
         from tqdm import tqdm
 
         self._bar = tqdm(total=self._rows or self._ranks, bar_format=FORMAT, leave=False, dynamic_ncols=True)
+        # A daemon: a process that ends amid the block must not wait for the bar.
         self._thread = threading.Thread(target=self._watch, name="spawnsim-bar", daemon=True)
         self._thread.start()
         return self.tell
 
     def __exit__(self, *_error: object) -> None:
         self._over.set()
+        # Joined before the bar is closed, or a last look would draw it again.
         self._thread.join()
         self._bar.close()
 
     def tell(self, virtual_s: float, finished: int, _ranks: int) -> None:
         """Hear how far the run is; costs nothing until the next look."""
+        # Called from the engine's loop, so it draws nothing: the thread does, a few times a second.
         self._virtual_s, self._finished = virtual_s, finished
 
     def look(self) -> None:
         """Show how far the run is."""
         done = self._recorder.rows if self._rows else self._finished
+        # The engine tells seldom; a row may be later than what it has told.
         virtual_s = max(self._virtual_s, self._recorder.time_s)
         text = f"{virtual_s:.4g} virtual s, {self._finished}/{self._ranks} ranks done"
         self._bar.set_description_str(text, refresh=False)
+        # Programs may record more rows than one for each iteration.
         self._bar.n = min(done, self._bar.total)
         self._bar.refresh()
 

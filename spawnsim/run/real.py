@@ -47,6 +47,7 @@ def run_rank(job: Job) -> Run | None:
     from spawnsim.real.launch.processes import BEGUN, register_stage
     from spawnsim.record import Journal
 
+    # The library is loaded here and not above: mpi4py calls MPI_Init at import, and a launcher imports this module.
     backend = BACKENDS[job.backend].load()
     # The journal exists before the communicator, which is given it as its recorder, and gets its file only once all
     # ranks have met: until then it keeps in memory, and a job that never begins leaves no folder behind.
@@ -54,10 +55,14 @@ def run_rank(job: Job) -> Run | None:
     comm = backend.world(recorder=journal, seed=job.seed, deadline_s=job.deadline_s)
     with backend.guarded(comm), seeded(comm.rng):
         shards = Shards(job, comm, journal)
+        # Before the program begins: a peer may fail at the first call, and rows of this rank would be lost with the
+        # job.
         comm.runtime.on_abort(shards.last_words)
+        # Tells the launcher that ranks may have rows to save: it waits longer then before it ends the job.
         register_stage(BEGUN, comm.rank, os.environ)
         with Steps(journal, job.task.parameters.get("iterations"), shown=job.progress and comm.rank == 0):
             job.task(comm)
+            # Within the block, since open requests may still fail: that must end as a failure of the program does.
             comm.runtime.settle()
         return shards.finish()
 
@@ -75,6 +80,8 @@ class Shards:
         journal.counted = self._counted
         if job.out is not None:
             comm.Barrier()  # all have seen that the folder is free
+            # One rank begins the folder, as beginning it removes shards; the barrier after it keeps the others from
+            # opening theirs before that.
             if comm.Get_rank() == 0:
                 folder.begin(job.out, self.what, self._inputs)
             comm.Barrier()
@@ -87,7 +94,9 @@ class Shards:
         """Return what all ranks recorded, on rank 0, after a run that went well and has settled."""
         from spawnsim.record import journal as shards
 
+        # Closed before the barrier: who merges may read every shard only when none is still written.
         self._journal.close()
+        # The runtime's own barrier, which a job that survives its ranks passes without those that have died.
         self._comm.runtime.barrier()
         add_late(self.what, self._inputs, self._out)
         if self._out is None:
@@ -97,8 +106,10 @@ class Shards:
             return _result(
                 shards.merge_frames(parts), what=self.what, counted=self._known(), outcome=FINISHED
             )
+        # Not rank 0: in a job that survives, rank 0 may be among the dead.
         if self._comm.Get_rank() != self._comm.runtime.lowest():
             return None
+        # The shards go only after the files are whole, so a rank killed here leaves one of the two.
         run = collect(self._out, what=self.what, counted=self._known(), outcome=FINISHED)
         shards.discard(self._out)
         return run
@@ -108,6 +119,7 @@ class Shards:
         try:
             found: list[list[bytes]] | None = self._comm.gather(self._journal.frames, root=0)
         except WorldError:
+            # In a job that must not lose a rank the loss is the job's failure, and is told as such.
             if not self._comm.capabilities().survives:
                 raise
             return None  # without a folder that outlives them, the totals are lost with a rank
@@ -130,6 +142,8 @@ def collect(out: Path, *, what: Mapping[str, Any], counted: Mapping[str, Any], o
     """Merge the shards of a run folder into its own files, and return the run. The shards stay."""
     from spawnsim.record import journal as shards
 
+    # Ranks that fail together come here together, each as the one who may be last: one merge at a time, or files of
+    # one are moved over by those of another that has seen less.
     with shards.locked(out):
         if not shards.has_shards(out):  # another has done so, and has taken this one for dead
             return Run.load(out)
@@ -142,6 +156,7 @@ def _result(merged: Merged, *, what: Mapping[str, Any], counted: Mapping[str, An
     table, events = merged.recorder.table(), merged.recorder.events()
     of_ranks = list(merged.counted.values())
     known = {name: sum(each.get(name, 0) for each in of_ranks) for name in ("messages", "bytes", "events")}
+    # The longest clock is the run's length; of a rank that was killed it is that of its last frame.
     known["virtual_seconds"] = max((each.get("clock_s", 0.0) for each in of_ranks), default=0.0)
     totals = totals_of(table, events, {**counted, **known})
     return Run(
@@ -164,7 +179,10 @@ def tidy(out: Path, status: int, cause: str = "") -> bool:
         manifest = folder.read_manifest(out)
     except ParameterError:  # it ended before rank 0 wrote one: there is nothing to merge either
         return False
+    # A rank's own words of the end stand there already, if one could still write them.
     outcome = manifest["outcome"]
+    # What a rank has said of its end is kept, since the launcher knows only a status; a cause known here is better
+    # than both, as it names who ended first.
     if outcome == folder.RUNNING or cause:  # the rank that would have merged them may have died at last
         outcome = cause or (
             f"the job ended with status {status}, and no rank could say why" if status else FINISHED

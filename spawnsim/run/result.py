@@ -74,16 +74,20 @@ class Run:
         place = Path(path)
         manifest = folder.read_manifest(place)
         what, totals, outcome = manifest["what"], manifest["totals"], manifest["outcome"]
+        # Shards beside a finished run are those whose removal was cut short: the run's own files are whole, and are
+        # read.
         if (place / journal.FOLDER).is_dir() and outcome != FINISHED:
             recorder, counted = journal.merge(place)
             what = what | {"processes": {rank: each.get("process") for rank, each in counted.items()}}
             table, events = recorder.table(), recorder.events()
+            # A job that told its end has totals already; of one that was killed they are what the rows tell.
             totals = totals or totals_of(table, events, {"ranks": what.get("ranks")})
         elif outcome == folder.RUNNING:
             raise ParameterError(
                 f"{place}: the run has not ended yet, or was killed before it could write its rows"
             )
         else:
+            # The number of ranks bounds those in the rows: a damaged file must not make tables of a billion ranks.
             ranks = totals.get("ranks")
             table, events = folder.read_table(place, ranks), folder.read_events(place, ranks)
         return cls(what, table, events, totals, outcome)
@@ -111,6 +115,7 @@ class Run:
         rows = "".join(
             f"<tr><th>{name}</th><td>{escape(shown(self.totals.get(name)))}</td></tr>" for name in TOTALS
         )
+        # Texts of a program are shown in notebooks, so all of them are escaped.
         return f"<p>{escape(', '.join(self._facts()))}</p><table>{rows}</table>{self.table._repr_html_()}"
 
     @property
@@ -132,6 +137,7 @@ class Run:
 
 def totals_of(table: Table, events: Sequence[Event], counted: Mapping[str, Any]) -> dict[str, Any]:
     """Return the totals: what the backend counted, and what the recorded rows and events add."""
+    # Own values come first in the lookup below: rows tell more exactly than a backend how far the ranks came.
     own: dict[str, Any] = {
         "iterations": iterations(table),
         "replacements": sum(event["kind"] == "replacement" for event in events),
@@ -143,6 +149,7 @@ def totals_of(table: Table, events: Sequence[Event], counted: Mapping[str, Any])
 
 def warned(what: Mapping[str, Any], table: Table, events: Sequence[Event]) -> dict[str, Any]:
     """Return what ran, with `warnings_of` its rows and events among its "warnings", if there are any."""
+    # Saving may happen twice, when an error is told and when the block ends; a sentence must not stand there twice.
     found = [*what.get("warnings", ()), *warnings_of(table, events)]
     return dict(what) | ({"warnings": [*dict.fromkeys(found)]} if found else {})
 
@@ -162,20 +169,25 @@ def _metrics_that_mislead(table: Table, events: Sequence[Event]) -> list[str]:
     """
     import numpy as np
 
+    # Without a mode it is not known which way is better.
     judged = [
         event for event in events if event["kind"] == "replacement" and event.get("mode") in ("max", "min")
     ]
     known = all(name in table and table[name].dtype.kind in "if" for name in ("iteration", "local_metric"))
+    # A majority of a few replacements is chance.
     if len(judged) < LEAST_COMPARED or not known:
         return []
     rank, iteration, metric = (np.asarray(table[name]) for name in ("rank", "iteration", "local_metric"))
     worse = compared = 0
     for event in judged:
+        # Rows are ordered by rank, so a rank's are one stretch: a mask over all rows for each event was quadratic.
         first, end = np.searchsorted(rank, (event["rank"], event["rank"] + 1))
         rows = first + np.flatnonzero(iteration[first:end] == event["iteration"])
+        # A rank that was restarted may have an iteration twice: which of them the event means is unknown.
         if len(rows) != 1 or rows[0] + 1 == end:
             continue
         gain = float(metric[rows[0] + 1] - metric[rows[0]]) * (1 if event["mode"] == "max" else -1)
+        # An unchanged metric is no evidence: it may be recorded less often than each iteration.
         compared += bool(np.isfinite(gain) and gain != 0)
         worse += gain < 0
     if compared < LEAST_COMPARED or worse <= compared / 2:
@@ -204,6 +216,7 @@ def results_digest(table: Table) -> str | None:
     """Return the digest of all that was recorded apart from times, or None if nothing was."""
     if not table.rows:
         return None
+    # Times of real ranks never repeat, and would make every digest another.
     results = {name: column for name, column in table.items() if not name.endswith("_s")}
     return type(table)(results).digest().hex()
 

@@ -90,6 +90,7 @@ def run(
     )
     if trace and out is None:
         raise ParameterError("trace: where to? Give the run folder that keeps it (--out DIR)")
+    # Before anything is loaded or begun: a refused run must leave the folder as it was.
     place = None if out is None else _checked_place(out, overwrite)
     keeping = _Keeping(place, progress, on_error, on_note, trace)
     if isinstance(main, (str, Path)) and (whole or is_unmodified(Path(main))):
@@ -119,12 +120,15 @@ class _Keeping:
 
 
 def _run_main(task: Program, scenario: Scenario, keeping: _Keeping) -> Run:
+    # Described first, so that the digests are those of the files that the run begins with, whatever is edited
+    # meanwhile.
     what, inputs = describe(task, scenario.described(), backend="virtual")
     # The simulator checks its parts too, but only after the folder was begun: a typing error must not replace a run.
     if keeping.out is not None:
         _require_possible(scenario)
     writer = RunWriter(what, keeping.out, keeping.on_error, inputs, trace=keeping.trace)
     iterations = task.parameters.get("iterations")
+    # The bar is the inner block: its thread reads the recorder, so it must have ended before the writer closes it.
     with writer, listener(keeping.progress, writer.recorder, scenario.ranks, iterations) as told:
         writer.counted = _simulate(
             task, scenario, recorder=writer.recorder, progress=told, on_error=writer.tell, on_note=keeping.on_note,
@@ -157,7 +161,10 @@ def _abort_as_error() -> Iterator[None]:
     except ProgramAbort as abort:
         text = f"rank {abort.rank} called Abort({abort.errorcode}) at {abort.time_s:.6g} s"
         error = RankError(abort.rank, abort.time_s, text)
+        # Errors of the simulator carry `totals`, from which the writer takes the counts; an Abort has to look the
+        # same.
         error.__dict__ |= {"totals": getattr(abort, "totals", None), "status": abort.errorcode}
+        # The Abort itself says nothing that the error does not, and a chained traceback would end in our lines.
         raise error from None
 
 
@@ -181,11 +188,15 @@ def _run_unmodified(
     from spawnsim.record import manifest
     from spawnsim.virtual.scripts import Cost, run_program
 
+    # Checked before the folder is begun: `private` of a package that is not there was accepted, and did nothing.
     _require_installed(path, options.get("private", ()))
+    # Names of modules that are imported from here on are kept: those computed at run time are in no program's text.
     notice_imports()
     named: dict[str, Any] = {"file": path.name, "main": None, "file_digest": manifest.file_digest(path)}
     named |= {"parameters": {"argv": list(argv), **options}, "backend": "virtual"}
     what, inputs = describe_named(named, path, scenario.described())
+    # One list that the run appends to while it lasts: the simulator is given it as `warn`, and `what` is saved with
+    # it.
     what |= {"notes": [NO_COST] if scenario.compute in (None, "none") else [], "warnings": []}
     if keeping.out is not None:
         Cost.of(scenario.compute)
@@ -204,6 +215,7 @@ def _run_unmodified(
 def _require_installed(path: Path, private: Sequence[str]) -> None:
     """Raise `ParameterError` for a private package that is not there: naming it would do nothing."""
     for name in private:
+        # Modules beside the program need not be installed, so both places count.
         beside = path.resolve().parent / name
         found = name.isidentifier() and (
             beside.exists() or beside.with_suffix(".py").exists() or find_spec(name)

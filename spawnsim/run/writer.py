@@ -40,6 +40,7 @@ def describe_named(
     from spawnsim.record import manifest
     from spawnsim.record.recorder import document
 
+    # Made JSON at the start: an object that the run changes would otherwise be described as it was left.
     what = {name: document(value) for name, value in {**named, **circumstances}.items()}
     inputs = manifest.inputs(file, **{name: circumstances.get(name) for name in FILES_OF})
     about = {"inputs": manifest.digests(inputs), "versions": manifest.versions(), "made": manifest.made()}
@@ -71,7 +72,11 @@ class RunWriter:
         self.counted: Any = None  # a dataclass, once the simulator has counted
         self._run: Run | None = None
         if out is not None:
+            # The folder says "running" before the first row, so a run that is killed at once is told from a folder of
+            # no run.
             folder.begin(out, what, inputs)
+            # Not written at each event: all ranks are one process here, so half a second is lost with it and no order
+            # among ranks is.
             self.recorder = Journal(journal.shard(out), prompt=False)
             if trace:
                 self.trace = Journal(out / journal.FOLDER / journal.TRACE, prompt=False)
@@ -80,6 +85,7 @@ class RunWriter:
     def run(self) -> Run:
         """What was recorded, once the block has ended."""
         if self._run is None:
+            # Without a folder nothing was gathered at the end of the block; the table is built only if somebody asks.
             self._run = self._gathered(FINISHED)
         return self._run
 
@@ -90,6 +96,7 @@ class RunWriter:
         self.what |= reproducible(self.what, counted.get("leaks", ()))
         if mistakes := counted.get("mistakes"):
             self.what["warnings"] = [*self.what.get("warnings", ()), *mistakes]
+        # After the program has run: its modules of computed names and its threads can be known only now.
         add_late(self.what, self._inputs, self.out)
         totals = totals_of(table, events, {"ranks": self.what.get("ranks")} | counted)
         return Run(warned(self.what, table, events), table, events, totals, outcome)
@@ -100,11 +107,14 @@ class RunWriter:
         if isinstance(self.recorder, Recorder):
             return self.recorder
         assert self.out is not None
+        # What is pending is only in this process; the shard is read back as a loader of a killed run would read it.
         self.recorder.flush()
+        # The whole shard is replayed, since the journal keeps in memory only what it has not written.
         return merge(self.out).recorder
 
     def tell(self, error: BaseException) -> None:
         """Save what was recorded, and pass the error on, before the ranks are ended: that may hang."""
+        # An interruption, or a fault of spawnsim, is saved and told once, when the block ends.
         if isinstance(error, SpawnsimError):
             self._save(error)
             if self.trace is not None:
@@ -122,19 +132,23 @@ class RunWriter:
         # recorded, and `Run.load` reads it of a run that was killed in between.
         self._save(error)
         if self.out is not None and isinstance(self.recorder, Journal):
+            # Closed after saving: while the files cannot be written, rows must still be able to reach the journal.
             self.recorder.close()
             if self.trace is not None:
+                # Closed before it is packed, since what is pending would be missing in the packed file.
                 self.trace.close()
                 folder.keep_trace(self.out)
             journal.discard(self.out)
 
     def _save(self, error: BaseException | None) -> None:
         """Write the run's files, beside the journal, which is left where they cannot be written."""
+        # A run that failed has returned no counts; its error carries those up to its end.
         if self.counted is None:
             self.counted = getattr(error, "totals", None)
         if self.out is None:
             return
         note = f"What was recorded until then: {self.out}"
+        # The outcome is made of the notes, too, so ours is taken off while it is made and put back below.
         told = note in getattr(error, "__notes__", ())
         if told:  # a first call of `tell` has added it
             error.__notes__.remove(note)  # type: ignore[union-attr]  # it is not part of the outcome
@@ -143,13 +157,16 @@ class RunWriter:
             self._run.save(self.out)
         except StorageError as full:
             full.add_note(note)
+            # A full disk hides the run's own error unless it is chained to it.
             raise full from error
+        # Other exceptions keep their own text: the note is part of what the command line prints for these two alone.
         if isinstance(error, (SpawnsimError, KeyboardInterrupt)):
             error.add_note(note)
 
 
 def reproducible(what: Mapping[str, Any], leaks: Sequence[str]) -> dict[str, Any]:
     """Return whether a run with the same seed would be the same, as far as can be noticed, and what would not."""
+    # A measured block takes what the machine took, so a second run of the same seed has other clocks.
     measured = str(what.get("compute")).startswith("measured")
     found = [*(["computing was measured"] if measured else []), *leaks]
     return {"reproducible": not found, "leaks": found}
@@ -161,9 +178,12 @@ def add_late(what: dict[str, Any], inputs: Files, out: Path | None) -> None:
 
     file = inputs.get(f"program/{what.get('file')}")
     late = {} if file is None else manifest.late_files(file)
+    # Files of the beginning stay as they were digested: an edit during the run must not change what the run claims to
+    # be.
     new = {name: path for name, path in late.items() if name not in what["inputs"]}
     if out is not None:
         manifest.keep(out, new)
+    # A new mapping: the one in `what` may be that of the description given by the caller.
     what["inputs"] = what["inputs"] | manifest.digests(new)
     what["made"] = what["made"] | {"threads": manifest.threads()}
 

@@ -95,11 +95,13 @@ class Context:
             StudyError: some runs failed; those that did not are kept.
         """
         store = Store(self.out / "runs")
+        # An executor that was given is its owner's to end; a pool of ours ends with the sweep.
         own_pool = self.executor is None and self.jobs > 0
         try:
             with sweeping.pool(self.jobs) if own_pool else nullcontext(self.executor) as executor:
                 folders = sweeping.sweep(cells, store, executor=executor, say=self.say)
         except KeyboardInterrupt as stop:
+            # Counted on disk: processes may have finished runs after the interrupt.
             kept = f"{sum(map(store.done, cells))} of {len(cells)} runs are done and kept"
             stop.__notes__ = [f"{kept}: the same command goes on with the rest"]
             raise

@@ -55,6 +55,7 @@ class Cell:
     world: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # At once, where the study names the cell: in a process of the pool it would be a failed run.
         if not Path(self.file).is_file():
             raise ParameterError(f"the study asks for {self.file}, which is not a file")
         if self.ranks < 1:
@@ -72,6 +73,7 @@ class Cell:
             "backend": self.backend,
             "ranks": self.ranks,
             "seed": self.seed,
+            # Sorted, so that the order in which a study writes its arguments makes no other key.
             "parameters": document(dict(sorted(self.parameters.items()))),
             "world": {name: _without_folder(value) for name, value in sorted(self.world.items())},
         }
@@ -92,6 +94,7 @@ class Cell:
             "library": _library(),
             "versions": manifest.versions(),
         }
+        # JSON and not `hash` or pickle: those differ between processes and versions.
         text = json.dumps(self.description() | texts, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -105,6 +108,7 @@ class Cell:
 
 def _without_folder(value: Any) -> Any:
     """Return a circumstance as it is the same on each machine; what a file says is told by its digest."""
+    # The folder of a file differs between machines and checkouts, and changes no result.
     return Path(value).name if isinstance(value, (str, Path)) and os.path.exists(value) else document(value)
 
 
@@ -114,12 +118,14 @@ def _library() -> str:
     root = manifest.PACKAGE
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(_sources(root)):
+        # With the path: two files that swap their contents are another library.
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
 def _sources(root: Path) -> Iterator[Path]:
     for path in root.rglob("*"):
+        # Presets of platforms are TOML files of the package, and change results as code does.
         if path.suffix in (".py", ".toml") and path.relative_to(root).parts[0] not in ONLY_LOOK:
             yield path
 
@@ -193,6 +199,8 @@ class Store:
             True if it need not be made again.
         """
         place = self.folder(cell)
+        # A folder of the right name is no proof: modules of computed names are in no key, but in what the run
+        # recorded.
         return place.is_dir() and _as_recorded(cell, place)
 
     def cost(self, cell: Cell) -> Cost:
@@ -217,17 +225,21 @@ class Store:
             A context manager that gives the folder, which is empty.
         """
         place = self.folder(cell)
+        # The process in its name: two studies that make the same run at once each have a draft of their own.
         draft = place.with_name(f".{place.name}.{os.getpid()}")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         try:
             yield draft
         except BaseException:
+            # Under another name: a folder in the run's place would be taken for a finished run.
             failed = place.with_name(f"failed-{place.name}")
             shutil.rmtree(failed, ignore_errors=True)
             with suppress(OSError):
                 draft.rename(failed)  # what was recorded until then, to look at
             raise
+        # The run that lies there was made of files that have been edited since; a rename does not replace a full
+        # folder.
         if place.is_dir() and not self.done(cell):
             shutil.rmtree(place)
         try:
@@ -242,9 +254,11 @@ def _as_recorded(cell: Cell, place: Path) -> bool:
     """Say whether all files that a run has depended on are the same today; a key cannot know all that it imports."""
     try:
         recorded = (read_manifest(place).get("what") or {}).get("inputs") or {}
+    # A damaged run is made again.
     except ParameterError:
         return False
     own = {name: Path(cell.file).parent / name.removeprefix("program/") for name in recorded}
+    # Inputs of the cell win: platform and plan files do not lie beside the program.
     files = own | cell.inputs()
     return all(files[name].is_file() and file_digest(files[name]) == recorded[name] for name in recorded)
 

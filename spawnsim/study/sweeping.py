@@ -34,8 +34,11 @@ LAST_LINES = 12
 def execute(cell: Cell, root: Path) -> Cost:
     """Carry out `cell` into its place under `root`; a cell that is there already costs nothing more."""
     store = Store(root)
+    # Asked again, since another study may have made the run while this one waited in the pool.
     if store.done(cell):
         return store.cost(cell)
+    # `replace` makes a cell without the cached key. A run of edited files under the old key would be found as its
+    # result.
     if replace(cell).key != cell.key:
         raise ParameterError(
             f"files that {cell.name} depends on were edited since the study began: start it again"
@@ -45,6 +48,7 @@ def execute(cell: Cell, root: Path) -> Cost:
     with stoppable(), store.draft(cell) as folder:
         (_in_this_process if cell.backend == "virtual" else _by_launcher)(cell, folder)
         cost = Cost(round(time.monotonic() - began_s, 3), _peak_memory(cell), round(load, 2))
+        # Within the draft: a run without its cost would look finished, and fail when it is read.
         write_cost(folder, cost)
     return cost
 
@@ -68,6 +72,7 @@ def _in_this_process(cell: Cell, folder: Path) -> None:
 
 def _by_launcher(cell: Cell, folder: Path) -> None:
     """Start the same command that a person would type, and report its failure with its last lines."""
+    # A process of its own, since MPI can be started once in a process.
     line = command_line(cell, folder)
     done = subprocess.run(
         line, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -98,6 +103,7 @@ def command_line(cell: Cell, folder: Path) -> list[str]:
 def _peak_memory(cell: Cell) -> int:
     """Return bytes: this process's, or, for launched ranks, the largest single process's."""
     whose = resource.RUSAGE_SELF if cell.backend == "virtual" else resource.RUSAGE_CHILDREN
+    # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(whose).ru_maxrss * unit
 
@@ -155,13 +161,19 @@ def pool(jobs: int) -> Iterator[Executor]:
     Returns:
         A context manager that gives the executor.
     """
+    # Children of the caller's own are not ours to stop.
     others = set(multiprocessing.active_children())
+    # Not fork: the caller may have threads and a loaded BLAS, whose locks a fork copies as they stand. Not spawn:
+    # loading torch takes longer than a short run.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with one_thread():  # libraries ask when they are loaded, which is before a run begins
+        # One task a process: peak memory would be that of the largest run so far, and leftovers of one run could
+        # change the next.
         executor = ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1, initializer=prepare)
         try:
             yield executor
+        # KeyboardInterrupt is no Exception, and is the common case.
         except BaseException:
             _stop(executor, others)
             raise
@@ -170,15 +182,18 @@ def pool(jobs: int) -> Iterator[Executor]:
 
 def _stop(executor: Executor, others: Collection[BaseProcess]) -> None:
     """Let nothing more begin, and tell the processes of a pool to stop: each once, those that begin meanwhile, too."""
+    # In a thread, since `shutdown` waits for the processes that are to be stopped here.
     ending = Thread(target=partial(executor.shutdown, cancel_futures=True), daemon=True)
     ending.start()
     told: set[BaseProcess] = set()
     due_s = time.monotonic() + STOPPING_S
     while ending.is_alive():
+        # Asked in each round: the executor may begin a process while it is shut down.
         running = {*multiprocessing.active_children()} - {*others}
         for process in running - told:
             process.terminate()
         told |= running
+        # A run in a library's own loop hears no signal.
         if time.monotonic() > due_s:
             for process in running:
                 process.kill()
@@ -200,9 +215,11 @@ def sweep(cells: Sequence[Cell], store: Store, *, executor: Executor | None = No
     Raises:
         StudyError: some runs failed; those that did not are kept, and a second sweep tries the rest only.
     """
+    # By key: cells that read differently may be the same run.
     missing = list({cell.key: cell for cell in cells if not store.done(cell)}.values())
     if len(missing) < len(cells):
         say(f"{len(cells) - len(missing)} of {len(cells)} runs are there already")
+    # Failures are kept and told at the end, so that one bad cell does not cost a night's other runs.
     progress, failures = Progress(say, len(missing), time.monotonic()), []
     for done, (cell, outcome) in enumerate(_outcomes(missing, store.root, executor), start=1):
         if isinstance(outcome, Cost):
@@ -226,6 +243,7 @@ def _outcomes(
         yield from ((cell, _outcome(partial(execute, cell, root))) for cell in cells)
         return
     pending: dict[Future[Cost], Cell] = {executor.submit(execute, cell, root): cell for cell in cells}
+    # As they end: in the order of submission one long run would hold back the news of all others.
     for future in as_completed(pending):
         yield pending[future], _outcome(future.result)
 

@@ -164,6 +164,7 @@ def _tests(module: ModuleType) -> Iterator[Case]:
 
 
 def _is_test(signature: inspect.Signature) -> bool:
+    # By signature and not by name: helpers of a module need no underscore, and no case can be forgotten in a list.
     return list(signature.parameters) == ["MPI", "comm"] and signature.return_annotation in (None, "None")
 
 
@@ -213,6 +214,7 @@ def run_case(case: Case, MPI: Any, comm: Any) -> tuple[str, str]:  # mpi4py's na
     """Run a case on this rank; return its status and, if it did not pass, why."""
     try:
         case.test(MPI, comm)
+    # Before Exception, of which it is one.
     except Skipped as reason:
         return SKIPPED, str(reason)
     except UnsupportedError as reason:
@@ -249,11 +251,14 @@ def run_together(MPI: Any, comm: Any, cases: Iterable[Case], log: Path | None = 
     """
     notes = CaseLog(log)
     for case in cases:
+        # Before the case begins: if it kills the job, the watcher knows which one it was.
         notes.write(case=case.id)
+        # Each case has a context of its own: messages that a failed case left cannot match in the next.
         own = comm.Dup()
         verdict = run_case(case, MPI, own)
         notes.write(case=case.id, status=verdict[0], text=verdict[1])
         own.Free()
+        # On the parent communicator, which no case has touched.
         outcome = merge_verdicts(case.id, comm.allgather(verdict))
         notes.write(case=case.id, agreed=outcome.status, text=outcome.text)
         yield outcome
@@ -269,4 +274,5 @@ class CaseLog:
         """Add a line that survives this process."""
         if self._file is not None:
             self._file.write(json.dumps({"time_s": time.time(), **fields}) + "\n")
+            # Flushed at each line: a killed process loses what Python still holds.
             self._file.flush()

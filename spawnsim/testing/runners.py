@@ -51,8 +51,10 @@ class JobSnapshot:
 def read_logs(folder: Path, ranks: int) -> JobSnapshot:
     """Return what the members of a job have written so far."""
     logs = [_lines(folder / f"{rank}.jsonl") for rank in range(ranks)]
+    # Rank 0's log tells the outcomes: an agreement is the same on all ranks.
     outcomes = [Outcome(line["case"], line["agreed"], line["text"]) for line in logs[0] if "agreed" in line]
     done = {outcome.case for outcome in outcomes}
+    # A case that one rank has begun and not all have agreed on is the one in hand.
     current = [line for log in logs for line in log if line["case"] not in done]
     if not current:
         return JobSnapshot(outcomes, None, 0.0, {}, [])
@@ -69,6 +71,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")
+    # Up to the last line break: a rank may be just writing its next line.
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
@@ -90,6 +93,7 @@ class Job:
     def stop(self) -> None:
         """End the job and all its processes; it leads a session of its own, so that no other is hit."""
         if self.process.poll() is None:
+            # The whole group: ranks of a killed mpiexec would go on, and hold the next job's cores.
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
@@ -116,6 +120,7 @@ def _follow(job: Job, left: list[str], ranks: int) -> Iterator[Outcome]:
     """Yield outcomes as they are agreed on, and strike them out; the last may be the failure that ended the job."""
     seen, moved_s = 0, time.time()
     while True:
+        # Asked before the logs are read: asked after, what a job wrote at its very end could be missed.
         ended = job.process.poll()
         sight = read_logs(job.folder, ranks)
         for outcome in sight.outcomes[seen:]:
@@ -125,6 +130,7 @@ def _follow(job: Job, left: list[str], ranks: int) -> Iterator[Outcome]:
             seen, moved_s = len(sight.outcomes), time.time()
         if ended == 0 and not left:
             return
+        # From the latest step of any rank, so that a suite of many short cases is never out of patience.
         waited_s = time.time() - max(sight.since_s, moved_s)
         if ended is not None or waited_s > (GRACE_S if sight.failures else PATIENCE_S):
             yield _ending(job, sight, left, ended)
@@ -139,6 +145,7 @@ def _ending(job: Job, sight: JobSnapshot, left: list[str], ended: int | None) ->
     inside = f"; still inside: rank {', '.join(map(str, sight.inside))}" if sight.inside else ""
     case = sight.case or (left[0] if left else "the end of the job")
     if case in left:
+        # Struck out, or the next job would begin with the same case, and never end.
         left.remove(case)
     return Outcome(case, FAILED, f"{how}{inside}\n{said}\n{job.tail()}")
 
@@ -185,6 +192,8 @@ def run_virtual(cases: Iterable[Case], ranks: int, **cluster: Any) -> Iterator[O
     from spawnsim.virtual.mpi.module import MPI
 
     scenario = Scenario(ranks, **cluster)
+    # A cluster for each case: what one leaves behind, such as a message or an attached buffer, must not reach the
+    # next.
     for case in cases:
         main = functools.partial(_on_a_duplicate, case, MPI)
         yield outcome_of(case, functools.partial(simulate, main, scenario, recorder=Recorder()))

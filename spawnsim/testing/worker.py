@@ -29,6 +29,7 @@ def open_backend(backend: str) -> tuple[Any, Any]:
         raise ParameterError(
             f"backend {backend!r}: choose one of {', '.join(REAL_BACKENDS)} or module:function"
         )
+    # The bare library: a case that fails on it is wrong itself, whatever spawnsim does.
     if backend == "mpi":
         mpi = importlib.import_module("mpi4py.MPI")
         return mpi, mpi.COMM_WORLD

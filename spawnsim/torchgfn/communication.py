@@ -60,6 +60,7 @@ def raw_bytes(data: torch.Tensor) -> torch.Tensor:
 
     Nothing is converted: bfloat16 is 2 bytes an element, float64 is 8. May share memory with `data`.
     """
+    # Made contiguous first: a view of bytes needs elements side by side, and gaps of a slice are not to be sent.
     return data.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -150,6 +151,7 @@ def all_gather(
     comm = comm_of(group, backend)
     _check_places(output_list, tensor, comm.Get_size())
     own = raw_bytes(tensor)
+    # Bytes, so that one Allgather serves every dtype: MPI has no type for bfloat16.
     all_of_them = torch.empty((comm.Get_size(), own.numel()), dtype=torch.uint8)
     comm.Allgather(own.numpy(), all_of_them.numpy())
     for place, raw in zip(output_list, all_of_them, strict=True):
@@ -181,8 +183,10 @@ def all_reduce(
         raise ParameterError(
             f"op={op!r} of {tensor.dtype}: choose one of {', '.join(OPS)}; complex have SUM alone"
         )
+    # As bytes of 0 and 1, a sum would be a count; the largest is "or".
     if tensor.dtype == torch.bool:
         op = "MIN" if op == "MIN" else "MAX"
+    # Real and imaginary parts side by side: summed apart, they need no complex type of the library.
     seen = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     own = seen.to("cpu", _wire(seen.dtype)).contiguous()
     result = torch.empty_like(own)
@@ -236,6 +240,7 @@ def gather_distributed_data(
     own = local_tensor if isinstance(local_tensor, torch.Tensor) else torch.as_tensor(local_tensor)
     rows = own.detach().cpu().reshape(own.shape or (1,))
     raw = raw_bytes(rows)
+    # Sizes before rows: a rank that has rows of another kind must be found before anybody waits for bytes.
     facts = _facts(comm, rows, raw.numel())
     kind = _agreed(comm, rows, facts)
     together = torch.empty(int(facts[:, 2].sum()) if comm.Get_rank() == 0 else 0, dtype=torch.uint8)
@@ -251,6 +256,7 @@ def _kind(rows: torch.Tensor) -> Kind:
 
 def _facts(comm: Comm, rows: torch.Tensor, nbytes: int) -> NDArray[np.int64]:
     """Return rows, digest of the kind and bytes of every rank, (size, 3)."""
+    # A digest of fixed length, since shapes of any number of dimensions cannot be gathered as numbers.
     digest = hashlib.blake2b(repr(_kind(rows)).encode(), digest_size=8).digest()
     own = np.array(
         [rows.shape[0] if rows.numel() else 0, int.from_bytes(digest, "little", signed=True), nbytes]
@@ -264,6 +270,7 @@ def _agreed(comm: Comm, rows: torch.Tensor, facts: NDArray[np.int64]) -> Kind:
     """Return the kind of the rows that are not empty. An empty list says nothing about its dtype."""
     speaking = np.flatnonzero(facts[:, 0]) if facts[:, 0].any() else np.zeros(1, np.int64)
     first = int(speaking[0])
+    # The root gathers, and may be a rank without rows, which knows no dtype: the first that has some tells it.
     kind: Kind = comm.bcast(_kind(rows), root=first)
     others = [int(rank) for rank in speaking if facts[rank, 1] != facts[first, 1]]
     if others:
@@ -295,6 +302,7 @@ def average_gradients(
     if not trained:
         return
     gradients = [_gradient(parameter) for parameter in trained]
+    # Averaged with the gradients: afterwards it says whether any rank had one, without a message of its own.
     held = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.float32)
     live: Tensors = {f"gradient/{number}": gradient for number, gradient in enumerate(gradients)}
     live = as_real({**live, "held": held})

@@ -102,7 +102,9 @@ def host_layout(
     _check_counts(len(hosts), num_remote_buffers, num_agent_groups, num_coordinators)
     by_host = _by_host(hosts[: len(hosts) - num_coordinators])
     share, left = divmod(num_remote_buffers, len(by_host))
+    # Sorted by host, so that runs of ranks cross as few hosts as they can.
     order = tuple(rank for ranks in by_host for rank in ranks)
+    # A chunk needs a rank that keeps the buffer, and one that trains.
     if left or any(len(ranks) < 2 * share for ranks in by_host):
         chunks = _runs(order, num_remote_buffers)
     else:
@@ -210,6 +212,7 @@ class DistributedContextMPI4Py:
         Collective over the members of each group; ranks outside have nothing to free. The world and MPI stay as they
         are: the code that started them ends them.
         """
+        # Forgotten before they are freed: a second call, from a `finally` block, must not free them again.
         made, self._made = self._made, []
         self.agent_groups = self.train_global_group = self.buffer_group = None
         for comm in made:
@@ -256,6 +259,7 @@ class DistributedContext(DistributedContextMPI4Py):
 
         Collective; a second call does nothing.
         """
+        # Groups before the job: leaving torch.distributed first would leave groups that cannot be ended.
         super().cleanup()
         if self.dc_mpi4py is not None:
             self.dc_mpi4py.cleanup()
@@ -322,6 +326,7 @@ def initialize_distributed_compute(
     if dist_backend not in kinds:
         raise ParameterError(f"dist_backend={dist_backend!r}: choose one of {', '.join(kinds)}")
     kind, end = kinds[dist_backend], None
+    # Only what was begun here is ended here: a default group of the program's own stays.
     if comm is None and kind == "torch" and virtual_world() is None and default_group() is None:
         comm, end = _enter_torch(dist_backend)
     place = _divide(comm_of(comm, kind), num_remote_buffers, num_agent_groups, int(use_coordinator), hosts)
@@ -353,9 +358,11 @@ def _divide(
     size = world.Get_size()
     if size == 1:  # one process plays all parts: it trains, and keeps its buffer itself
         return _place(world, host_layout(["here"]), (world, world, None), made=[])
+    # Gathered, since a rank knows its own host alone, and all must make the same layout.
     names = list(hosts) if hosts is not None else world.allgather(_host())
     if len(names) != size:
         raise ParameterError(f"hosts has {len(names)} names for {size} ranks: give one for each")
+    # Each rank makes the layout by itself, from the same names: a pure function needs no message.
     layout = host_layout(names, buffers, agent_groups, coordinators)
     mine = layout.agent_group_of(world.Get_rank())
     role = layout.role_of(world.Get_rank())

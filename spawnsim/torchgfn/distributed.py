@@ -131,6 +131,7 @@ def _imbalance(step: str, by_rank: Mapping[int, Sequence[float]]) -> Imbalance:
     iterations = max(len(times) for times in by_rank.values())
     useful_s = waiting_s = 0.0
     for iteration in range(iterations):
+        # Ranks may have gone through different numbers of iterations: each counts those that have it.
         seconds = [times[iteration] for times in by_rank.values() if iteration < len(times)]
         mean_s = sum(seconds) / len(seconds)
         useful_s, waiting_s = useful_s + mean_s, waiting_s + max(seconds) - mean_s

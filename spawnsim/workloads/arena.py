@@ -41,6 +41,8 @@ def layout(model: nn.Module) -> tuple[dict[str, Place], int]:
     places, start = {}, 0
     for name, param in model.named_parameters():
         places[name] = Place(start, param.shape)
+        # Rounded up to whole cache lines: kernels on unaligned parts are slower, and rows of one tensor share no
+        # line.
         start += -(-param.numel() // ALIGNMENT) * ALIGNMENT
     return places, start
 
@@ -99,6 +101,7 @@ class Arena:
                     f"row {row}: {name} is {tuple(param.shape)} {param.dtype}, the arena holds "
                     f"{tuple(weight.shape)} {weight.dtype}: give each rank the same architecture"
                 )
+            # The values first: from the next line on the parameter is the row, and what it held is gone.
             weight.copy_(param.detach())
             param.data = weight
             if optimizer is not None:
@@ -132,11 +135,13 @@ class Arena:
         gradients, losses = self._gradient(params, x, y)
         with torch.no_grad():
             self._descend(velocity, weights, gradients, self.lr[rows])
+            # A slice gave views, which are updated in place; row numbers gave copies, which go back.
             if not isinstance(rows, slice):
                 self.weights[rows], self.velocity[rows] = weights, velocity
         return losses  # type: ignore[no-any-return]
 
     def _descend(self, velocity: Tensor, weights: Tensor, gradients: dict[str, Tensor], lr: Tensor) -> None:
+        # All of the row at once, padding too: it is zero, and stays so.
         velocity.mul_(self.momentum)
         for name, place in self.places.items():
             place.of(velocity).add_(gradients[name])

@@ -182,6 +182,7 @@ class Digits:
 
     def build(self) -> tuple[MLP, SGD]:
         """Return a fresh model and its optimizer; asking again gives new initial weights."""
+        # A generator of its own: torch's global one is shared by all virtual ranks of the process.
         generator = torch.Generator().manual_seed(int(self._starts.integers(2**63)))
         model = MLP(self.widths, generator)
         return model, SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
@@ -190,8 +191,11 @@ class Digits:
         """Return the training images of the next batch, (batch,) int64."""
         if not self._ahead:
             passes = -(-BATCHES_AHEAD * self._batch // len(self.shard))
+            # Whole passes in one call of the generator: a call for each batch costs as much as a training step of
+            # this model.
             order = self._orders.permuted(np.tile(self.shard, (passes, 1)), axis=1).ravel()
             whole = torch.from_numpy(order[: BATCHES_AHEAD * self._batch])
+            # Turned round, since `pop` takes the last: batches come in the order drawn.
             self._ahead = list(whole.view(BATCHES_AHEAD, self._batch).flip(0).unbind())
         return self._ahead.pop()
 
@@ -199,6 +203,7 @@ class Digits:
         """Train on the next batch; return its mean cross-entropy (natural logarithm) before the update."""
         chosen = self.indices()
         x, y = self.train.x.index_select(0, chosen), self.train.y.index_select(0, chosen)
+        # The exact type: a subclass may compute something else, whose gradient the closed form does not know.
         loss = backpropagate(model, x, y) if type(model) is MLP else differentiate(model, x, y)
         optimizer.step()
         return loss

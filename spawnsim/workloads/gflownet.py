@@ -114,6 +114,7 @@ class Flow(nn.Module):
     def log_forward(self, states: Tensor) -> Tensor:
         """Return log P(action | state), (n, dimensions + 1); the last action stops and is always allowed."""
         scores = self._scores(states)[:, : self.grid.dimensions + 1]
+        # Masked by minus infinity before the softmax: a small number instead would leave forbidden actions a chance.
         full = pad(states == self.grid.height - 1, (0, 1), value=False)
         return scores.masked_fill(full, -torch.inf).log_softmax(1)
 
@@ -242,11 +243,13 @@ class GFlowNet:
 def balance(model: Flow, paths: Trajectories) -> Tensor:
     """Return the mean of (logZ + Σ log P_F − log R − Σ log P_B)² over trajectories, 0-dim."""
     forward = model.log_forward(paths.states).gather(1, paths.actions.unsqueeze(1)).squeeze(1)
+    # Stopping is no move: it has no parent to step back to.
     moves = paths.actions < model.grid.dimensions
     way = paths.actions[moves].unsqueeze(1)
     children = paths.states[moves].scatter_add(1, way, torch.ones_like(way))
     backward = model.log_backward(children).gather(1, way).squeeze(1)
     gap = model.logZ - model.grid.reward(paths.final).log()
+    # Summed by trajectory over a flat list: padding all to the longest would compute on empty places mostly.
     gap = gap.index_add(0, paths.owner, forward).index_add(0, paths.owner[moves], backward, alpha=-1)
     return gap.square().mean()
 
@@ -259,6 +262,7 @@ def distribution(model: Flow) -> Tensor:
     visits = torch.zeros(len(states), dtype=torch.float64)
     visits[0] = 1.0
     depth = states.sum(1)
+    # Level by level: each state has got all of its flow before any of it passes on.
     for level in range(grid.longest - 1):
         for axis, stride in enumerate(grid.strides.tolist()):
             leaving = torch.nonzero((depth == level) & (states[:, axis] < grid.height - 1)).squeeze(1)

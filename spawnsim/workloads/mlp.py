@@ -66,6 +66,7 @@ def backpropagate(model: MLP, x: Tensor, y: Tensor) -> float:
     for layer in layers[:-1]:
         inputs.append(linear(inputs[-1], layer.weight, layer.bias).relu_())
     log_p = linear(inputs[-1], layers[-1].weight, layers[-1].bias).log_softmax(1)
+    # Before the next line, which turns `log_p` into the gradient in place.
     loss = nll_loss(log_p, y).item()
     delta = log_p.exp_().scatter_(1, y.unsqueeze(1), -1.0, reduce="add").div_(len(y))  # d loss / d logits
     for layer, seen in zip(reversed(layers), reversed(inputs), strict=True):
@@ -74,6 +75,8 @@ def backpropagate(model: MLP, x: Tensor, y: Tensor) -> float:
             weight.grad = delta.t() @ seen
         if bias.requires_grad:
             bias.grad = delta.sum(0)
+        # After this layer's own gradient: the next one needs the error before the activation, and the inputs need
+        # none.
         if seen is not x:
             delta = (delta @ weight).mul_(seen > 0)
     return loss
@@ -108,6 +111,7 @@ class SGD(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Apply one update to every parameter that has a gradient; return the closure's loss, if one is given."""
+        # Called here, as `hooked` below leaves out torch's wrapper that would call them.
         for before in self._optimizer_step_pre_hooks.values():
             before(self, (), {})
         loss = None

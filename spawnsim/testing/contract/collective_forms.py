@@ -40,6 +40,7 @@ def gatherv_with_displacements(MPI: Any, comm: Any) -> None:
     counts = [1] * size
     displacements = [2 * (size - 1 - other) for other in range(size)]
     target = np.full(2 * size, -1)
+    # MPI allows any order and any gaps at the root, as long as no element is written twice.
     comm.Gatherv(np.full(1, rank), [target, counts, displacements, MPI.LONG] if rank == 0 else None)
     if rank == 0:
         same(target, [value for other in reversed(range(size)) for value in (other, -1)])
@@ -81,6 +82,7 @@ def scatterv(MPI: Any, comm: Any) -> None:
 def scatterv_of_overlapping_blocks(MPI: Any, comm: Any) -> None:
     """The root may send the same elements to several ranks."""
     rank, size = comm.Get_rank(), comm.Get_size()
+    # Reading twice is allowed, where writing twice is not.
     spec = [np.arange(3.0), ([3] * size, [0] * size), MPI.DOUBLE]
     target = np.zeros(3)
     comm.Scatterv(spec if rank == 0 else None, target)
@@ -160,6 +162,7 @@ def alltoallw_of_addresses(MPI: Any, comm: Any) -> None:
     own = [MPI.INT.Create_hindexed([1], [MPI.Get_address(each)]).Commit() for each in sent]
     ones, none = [1] * size, [0] * size
     comm.Alltoallw([MPI.BOTTOM, (ones, none), own], [MPI.BOTTOM, (ones, places), [MPI.INT] * size])
+    # BOTTOM has no length to spread counts over, so they must be stated.
     with refused(ValueError):
         comm.Alltoallw([MPI.BOTTOM, own], [MPI.BOTTOM, (ones, places), [MPI.INT] * size])
     same([int(each[0]) for each in found], [10 * other + rank for other in range(size)])
@@ -207,6 +210,7 @@ def the_same_array_twice(MPI: Any, comm: Any) -> None:
     buf = np.full(2, rank)
     try:
         comm.Allreduce(buf, buf)
+    # MPI forbids aliasing, and leaves to the library whether it notices.
     except MPI.Exception as error:
         same((error.Get_error_class(), buf.tolist()), (MPI.ERR_BUFFER, [rank, rank]))
     else:
@@ -328,6 +332,7 @@ def a_barrier_waits_for_the_last(MPI: Any, comm: Any) -> None:
         comm.Ibarrier().Wait()
         return
     request = comm.Ibarrier()
+    # The others wait for a message that has not been sent yet.
     same(request.Test(), False)
     for other in range(1, size):
         comm.send("enter", dest=other)
@@ -432,6 +437,7 @@ def collectives_are_matched_in_order(MPI: Any, comm: Any) -> None:
     size = comm.Get_size()
     mine, totals = np.arange(5).reshape(5, 1), np.zeros((5, 1), np.int64)
     requests = [comm.Iallreduce(mine[i], totals[i]) for i in range(5)]
+    # MPI matches by the order of starting on each communicator; waiting in another order must not change the pairs.
     for request in reversed(requests):
         request.Wait()
     same(totals.ravel(), size * np.arange(5))
@@ -456,6 +462,7 @@ def a_blocking_call_does_not_complete_another(MPI: Any, comm: Any) -> None:
         comm.Iallreduce(mine, total).Wait()
     else:
         request = comm.Iallreduce(mine, total)
+        # Point-to-point messages must go on while a nonblocking collective is incomplete.
         if rank == 0:
             comm.send("enter", dest=size - 1)
         request.Wait()

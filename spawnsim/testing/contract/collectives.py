@@ -43,6 +43,7 @@ def bcast_of_columns(MPI: Any, comm: Any) -> None:
     rank = comm.Get_rank()
     column = MPI.DOUBLE.Create_vector(3, 1, 3).Commit()
     grid, line = np.arange(9.0).reshape(3, 3), np.zeros(3)
+    # MPI asks for equal type signatures, not for equal types: a vector of three doubles matches three doubles.
     comm.Bcast([grid, 1, column] if rank == 0 else line)
     same(grid[:, 0] if rank == 0 else line, [0, 3, 6])
     column.Free()
@@ -100,6 +101,7 @@ def memory_that_does_not_divide_into_blocks(MPI: Any, comm: Any) -> None:
     """Without a count the memory must hold equal blocks: a rest is refused, before anything is sent."""
     size = comm.Get_size()
     if size > 1:
+        # mpi4py refuses this in Python, before MPI is called, so the other ranks need not take part.
         with refused(ValueError):
             comm.Allgather(np.zeros(1), np.zeros(size + 1))
 
@@ -121,6 +123,8 @@ def gather_of_interleaved_columns(MPI: Any, comm: Any) -> None:
     """A resized column type makes each rank's array a column of the root's table."""
     rank, size = comm.Get_rank(), comm.Get_size()
     strided = MPI.DOUBLE.Create_vector(3, 1, size)
+    # The extent says where the next rank's block begins: that of the plain vector is the whole grid but for its last
+    # gap.
     column = strided.Create_resized(0, 8).Commit()
     table = np.zeros((3, size))
     comm.Gather(np.full(3, float(rank)), [table, 1, column] if rank == 0 else None)
@@ -159,6 +163,8 @@ def allreduce_is_the_same_everywhere(MPI: Any, comm: Any) -> None:
     rng = np.random.default_rng(rank)
     mine, total = rng.standard_normal(1000), np.zeros(1000)
     comm.Allreduce(mine, total)
+    # MPI recommends this and does not ask for it; averaging relies on it, since models that differ in a bit drift
+    # apart.
     same(len(set(comm.allgather(total.tobytes()))), 1)
     close(total, sum(np.random.default_rng(other).standard_normal(1000) for other in range(size)), 1e-9)
 
@@ -177,6 +183,7 @@ def reduce_scatter(MPI: Any, comm: Any) -> None:
     rank, size = comm.Get_rank(), comm.Get_size()
     counts = [other % 3 for other in range(size)]
     length, start = sum(counts), sum(counts[:rank])
+    # Without counts mpi4py takes each rank's own from the length of its receive buffer.
     for given in (counts, None):
         part = np.full(counts[rank], -1)
         comm.Reduce_scatter(np.arange(length) + rank, part, given)
@@ -191,6 +198,7 @@ def scan_and_exscan(MPI: Any, comm: Any) -> None:
     comm.Scan(mine, upto)
     comm.Exscan(mine, before)
     same(upto, np.full(2, (rank + 1) * (rank + 2) // 2))
+    # MPI leaves rank 0's receive buffer undefined after Exscan; libraries do not touch it, and programs rely on that.
     same(before, np.full(2, rank * (rank + 1) // 2 if rank else -7))
 
 
@@ -218,6 +226,7 @@ def results_do_not_alias(MPI: Any, comm: Any) -> None:
     rank, size = comm.Get_rank(), comm.Get_size()
     total = np.zeros(2)
     comm.Allreduce(np.ones(2), total)
+    # Ranks in one process could be given one array as their result: a store of one would show on the others.
     total += rank
     comm.Barrier()
     same(total, np.full(2, size + float(rank)))
@@ -302,6 +311,7 @@ def locations_of_extrema(MPI: Any, comm: Any) -> None:
     """MAXLOC and MINLOC give the value and the lowest index that has it, for all pair types."""
     rank, size = comm.Get_rank(), comm.Get_size()
     pairs = {"h": MPI.SHORT_INT, "i": MPI.INT_INT, "l": MPI.LONG_INT, "f": MPI.FLOAT_INT, "d": MPI.DOUBLE_INT}
+    # Two ranks share each value, so that the tie goes by index, of which MPI asks for the lowest.
     for code, datatype in pairs.items():
         dtype = np.dtype([("value", code), ("index", "i4")], align=True)
         mine, found = np.array([(rank // 2, rank), (-rank, rank)], dtype), np.zeros(2, dtype)
@@ -347,6 +357,7 @@ def operations_that_do_not_commute(MPI: Any, comm: Any) -> None:
         inout[...] = first @ inout
 
     op = MPI.Op.Create(product, commute=False)
+    # With a zero below the diagonal these would commute; so any other order gives another product.
     matrices = [np.array([[1.0, other], [1.0, 1.0]]) for other in range(size)]
     upto = [matrices[0]]
     for matrix in matrices[1:]:
@@ -379,6 +390,7 @@ def operations_on_derived_types(MPI: Any, comm: Any) -> None:
     target = np.zeros((2, 3))
     comm.Allreduce([np.full((2, 3), float(rank)), 2, vector], [target, 2, vector], op=op)
     same(target, np.full((2, 3), size - 1.0))
+    # A subset: on one rank the function is not called at all.
     claim(set(lengths) <= {24}, "the function is told the derived type")
     op.Free()
     vector.Free()
@@ -396,6 +408,7 @@ def local_reductions(MPI: Any, comm: Any) -> None:
 def operations_refuse_types(MPI: Any, comm: Any) -> None:
     """An operation without meaning for a type is ERR_OP, and nobody waits."""
     floats, flags, bits = np.zeros(1), np.zeros(1, "?"), np.zeros(1, "F")
+    # On COMM_SELF, since a library may notice the mistake on some ranks only after others wait in the call.
     for op, operand in (
         (MPI.BAND, floats),
         (MPI.LAND, floats),

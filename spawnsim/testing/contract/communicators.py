@@ -32,6 +32,7 @@ def a_duplicate_keeps_messages_apart(MPI: Any, comm: Any) -> None:
     rank, _, left, right = ring(comm)
     twin = comm.Dup()
     requests = [comm.isend("one", dest=right, tag=1), twin.isend("two", dest=right, tag=1)]
+    # Received in the other order: contexts keep them apart, not the order of arrival.
     same((twin.recv(source=left, tag=1), comm.recv(source=left, tag=1)), ("two", "one"))
     MPI.Request.waitall(requests)
     same((twin.Get_rank(), twin.Compare(comm)), (rank, MPI.CONGRUENT))
@@ -120,6 +121,7 @@ def create_group_asks_members_only(MPI: Any, comm: Any) -> None:
         part = comm.Create_group(comm.Get_group().Incl(chosen), tag=5)
         same(part.allgather(rank), chosen)
         part.Free()
+    # Rank 0 has been here all the time: a call collective over all ranks would have hung.
     comm.Barrier()
 
 
@@ -172,6 +174,7 @@ def attributes_of_duplicates(MPI: Any, comm: Any) -> None:
     comm.Set_attr(plain, 1)
     comm.Set_attr(doubled, 21)
     twin = comm.Dup()
+    # Without a copy function MPI copies no attribute.
     same((twin.Get_attr(plain), twin.Get_attr(doubled)), (None, 42))
     twin.Free()
     same(log, [42])
@@ -222,6 +225,7 @@ def collectives_on_parts_at_the_same_time(MPI: Any, comm: Any) -> None:
     rank, size = comm.Get_rank(), comm.Get_size()
     part = comm.Split(rank % 2)
     total = np.zeros(1, np.int64)
+    # Different numbers of calls: matched across parts, the odd ranks' second one would never complete.
     for _ in range(3 if rank % 2 else 1):
         part.Allreduce(np.full(1, rank), total)
     same(int(total[0]), sum(range(rank % 2, size, 2)))
@@ -376,6 +380,7 @@ def messages_across(MPI: Any, comm: Any) -> None:
 def bcast_across(MPI: Any, comm: Any) -> None:
     """One rank of one side is ROOT, its fellows PROC_NULL, the other side names it."""
     local, bridge, side = bridged(comm)
+    # All ranks of the root's side call, too: ROOT is the one that gives, PROC_NULL says that a rank has no part.
     root = (MPI.ROOT if bridge.Get_rank() == 0 else MPI.PROC_NULL) if side == 0 else 0
     buf = np.full(2, 7 if side == 0 else -1)
     bridge.Bcast(buf, root=root)

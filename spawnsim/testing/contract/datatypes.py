@@ -59,6 +59,7 @@ def a_column(MPI: Any, comm: Any) -> None:
     same((column.Get_size(), column.Get_extent()), (24, (0, 72)))
     echoed(comm, [grid.reshape(-1)[1:], 1, column], line)
     same(line, [1, 5, 9])
+    # Both sides have three doubles in their signature, so the strides may differ.
     echoed(comm, [grid, 1, column], [other, 1, narrow])
     same(other[:, 0], [0, 4, 8])
     column.Free()
@@ -96,6 +97,7 @@ def structures(MPI: Any, comm: Any) -> None:
     dtype = np.dtype([("id", "i4"), ("value", "f8"), ("flag", "i1")], align=True)
     places = [dtype.fields[name][1] for name in dtype.names]  # type: ignore[index,union-attr]
     record = MPI.Datatype.Create_struct([1, 1, 1], places, [MPI.INT, MPI.DOUBLE, MPI.SIGNED_CHAR]).Commit()
+    # The extent has C's padding at the end, the true extent ends with the last byte.
     same(
         (record.Get_size(), record.Get_extent(), record.Get_true_extent()), (13, (0, dtype.itemsize), (0, 17))
     )
@@ -161,6 +163,7 @@ def nested_types(MPI: Any, comm: Any) -> None:
 def negative_strides(MPI: Any, comm: Any) -> None:
     """A vector with a negative stride runs backwards from its start."""
     backwards = MPI.DOUBLE.Create_vector(4, 1, -1)
+    # Blocks lie before the start, so the type is placed at the last element.
     shifted = MPI.Datatype.Create_struct([1], [24], [backwards]).Commit()
     same((backwards.Get_extent(), backwards.Get_true_extent()), ((-24, 32), (-24, 32)))
     target = np.zeros(4)
@@ -184,6 +187,7 @@ def counts_and_elements(MPI: Any, comm: Any) -> None:
     triple, status = MPI.INT.Create_contiguous(3).Commit(), MPI.Status()
     target = np.zeros(9, np.int32)
     echoed(comm, np.arange(4, dtype=np.int32), [target, 3, triple], status)
+    # Four integers are one triple and a third: no count of triples, but four basic elements.
     same(
         (status.Get_count(triple), status.Get_elements(triple), status.Get_count(MPI.INT)),
         (MPI.UNDEFINED, 4, 4),

@@ -189,6 +189,7 @@ def a_communicator_works_on_after_errors(MPI: Any, comm: Any) -> None:
     rank, size = comm.Get_rank(), comm.Get_size()
     with fails(MPI, MPI.ERR_RANK):
         comm.Send(np.zeros(1), dest=size)
+    # MPI promises nothing after an error; mpi4py's programs catch such mistakes and go on.
     same(comm.allreduce(1), size)
     same(comm.sendrecv("still here", dest=rank, source=rank), "still here")
 
@@ -445,5 +446,6 @@ def what_is_no_integer(MPI: Any, comm: Any) -> None:
             comm.bcast(1, value)
         with refused(TypeError):
             comm.Split(value)
+    # Beyond C's int: cut off silently, it would be another colour.
     with refused(OverflowError):
         comm.Split(1 << 40)

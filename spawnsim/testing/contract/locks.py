@@ -14,12 +14,14 @@ def window(MPI: Any, comm: Any, length: int = 4) -> tuple[Any, Any]:
     win = MPI.Win.Allocate(8 * length, 8, MPI.INFO_NULL, comm)
     memory = np.frombuffer(win.tomemory(), np.float64)
     memory[:] = 0
+    # Nobody may access a part before its owner has set it to zero.
     comm.Barrier()
     return win, memory
 
 
 def closed(comm: Any, win: Any) -> None:
     """Free a window when all are through with it."""
+    # MPI asks that all accesses have ended before Free, and a target does not know of those to its part.
     comm.Barrier()
     win.Free()
 
@@ -32,6 +34,7 @@ def put_and_get_under_a_lock(MPI: Any, comm: Any) -> None:
     win.Put(np.full(4, float(rank)), right)
     win.Unlock(right)
     comm.Barrier()
+    # Also for the own part: loads between accesses of others are defined within an epoch alone.
     win.Lock(rank)
     same(memory, np.full(4, float(left)))
     win.Unlock(rank)
@@ -53,6 +56,7 @@ def exclusive_locks_exclude(MPI: Any, comm: Any) -> None:
         value = np.zeros(1)
         win.Lock(0, MPI.LOCK_EXCLUSIVE)
         win.Get(value, 0)
+        # Within one epoch a Get is complete only after a flush, and the next line uses what it brings.
         win.Flush(0)
         value += 1
         win.Put(value, 0)
@@ -111,6 +115,7 @@ def local_flushes_free_the_origin(MPI: Any, comm: Any) -> None:
     source = np.full(4, 7.0)
     win.Put(source, right)
     win.Flush_local(right)
+    # What is overwritten here must have left already: complete at the origin, if not at the target.
     source[:] = -1
     win.Put(np.full(1, 8.0), right)
     win.Flush_local_all()
@@ -129,6 +134,7 @@ def sync_between_loads_and_calls(MPI: Any, comm: Any) -> None:
     win, memory = window(MPI, comm)
     win.Lock_all()
     memory[:] = rank
+    # In the separate memory model stores lie in the private copy until it is synchronised.
     win.Sync()
     comm.Barrier()
     found = np.zeros(4)
@@ -170,6 +176,7 @@ def a_passive_target_takes_no_part(MPI: Any, comm: Any) -> None:
     win, memory = window(MPI, comm, size)
     if rank == 0:
         for other in range(1, size):
+            # In a call of MPI, since a library may serve accesses only while its target is inside one.
             comm.recv(source=other)
         win.Lock(0)
         same(memory, np.arange(float(size)))
@@ -261,6 +268,7 @@ def one_winner(MPI: Any, comm: Any) -> None:
         win.Lock(0)
         same(int(memory[0]), winners[0] + 1)
         win.Unlock(0)
+    # The losers find what the winner has put, and never a third value.
     same(int(found[0]) in (0, winners[0] + 1), True)
     del memory
     closed(comm, win)

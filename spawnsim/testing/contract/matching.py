@@ -37,6 +37,7 @@ def probe_waits_and_tells_the_size(MPI: Any, comm: Any) -> None:
     status = MPI.Status()
     same(comm.Probe(MPI.ANY_SOURCE, MPI.ANY_TAG, status), True)
     target = np.zeros(status.Get_count(MPI.LONG), np.int64)
+    # By the status's source and tag: with wildcards again another message could be taken.
     comm.Recv(target, source=status.source, tag=status.tag)
     request.Wait()
     same((status.source, target.tolist()), (left, [left] * (left + 1)))
@@ -68,6 +69,7 @@ def a_matched_message_is_taken(MPI: Any, comm: Any) -> None:
     rank, _, left, right = ring(comm)
     request, status = comm.Isend(np.full(2, float(rank)), dest=right, tag=7), MPI.Status()
     message = comm.Mprobe(source=left, tag=7, status=status)
+    # What Mprobe has matched no probe or receive can find, so a thread beside it cannot take it away.
     same((status.source, status.Get_count(MPI.DOUBLE), comm.Iprobe(source=left, tag=7)), (left, 2, False))
     target = np.zeros(2)
     message.Recv(target)
@@ -147,6 +149,7 @@ def many_messages_under_way(MPI: Any, comm: Any) -> None:
     """Hundreds of messages to everybody are received in any order of tags."""
     rank, size = comm.Get_rank(), comm.Get_size()
     sending = [comm.isend((rank, i), dest=other, tag=i) for i in range(50) for other in range(size)]
+    # Against the order of sending, so that most messages lie in the queue of unexpected ones.
     for i in reversed(range(50)):
         for other in reversed(range(size)):
             same(comm.recv(source=other, tag=i), (other, i))
@@ -181,6 +184,7 @@ def each_sender_is_in_order_under_wildcards(MPI: Any, comm: Any) -> None:
         for i in range(10):
             comm.send((rank, i), dest=0)
         return
+    # MPI orders messages of one pair of ranks in one context; among senders it promises nothing.
     seen: dict[int, list[int]] = {other: [] for other in range(1, size)}
     for _ in range(10 * (size - 1)):
         sender, i = comm.recv(source=MPI.ANY_SOURCE)
@@ -206,6 +210,8 @@ def large_messages_in_both_directions(MPI: Any, comm: Any) -> None:
     """With receives posted first, large blocking sends towards each other complete."""
     rank, _, left, right = ring(comm)
     target = np.zeros(200_000)
+    # Beyond the eager limit a blocking send waits for its receive: without this line all ranks would wait for each
+    # other.
     receiving = comm.Irecv(target, source=left)
     comm.Send(np.full(200_000, float(rank)), dest=right)
     receiving.Wait()

@@ -41,6 +41,7 @@ def a_received_object_is_the_receivers_own(MPI: Any, comm: Any) -> None:
     rank = comm.Get_rank()
     sent = [rank, [rank]]
     request = comm.isend(sent, dest=rank)
+    # isend pickles within the call, so what happens to the object later must not travel.
     sent[1].append("later")
     found = comm.recv(source=rank)
     request.wait()
@@ -410,6 +411,8 @@ def the_roots_own_object_is_a_copy(MPI: Any, comm: Any) -> None:
     gathered = comm.gather(own, 0)
     found += [] if gathered is None else gathered
     passed = [own, own[1], *several]
+    # In one process it would be cheap to pass the object itself; a program tried so would share state that real ranks
+    # do not.
     claim(not any(each is old for each in found for old in passed), "what comes is a copy")
     claim(found[0][1] is not own[1], "also inside")
     received = comm.bcast([rank], 0)

@@ -136,6 +136,7 @@ def a_shorter_message_leaves_the_rest(MPI: Any, comm: Any) -> None:
 def a_longer_message_is_truncation(MPI: Any, comm: Any) -> None:
     """A message longer than its buffer is ERR_TRUNCATE at the receiver."""
     rank = comm.Get_rank()
+    # To oneself, so that no other rank is left in a call when the receive fails.
     request = comm.Isend(np.zeros(4), dest=rank)
     with fails(MPI, MPI.ERR_TRUNCATE):
         comm.Recv(np.zeros(2), source=rank)
@@ -148,6 +149,7 @@ def counts_of_bytes_that_fill_no_element(MPI: Any, comm: Any) -> None:
     request = comm.Isend(np.zeros(3, np.int32), dest=rank)
     comm.Recv(np.zeros(8, np.int32), source=rank, status=status)
     request.Wait()
+    # Twelve bytes are no whole number of doubles.
     same((status.Get_count(MPI.INT), status.Get_count(MPI.DOUBLE)), (3, MPI.UNDEFINED))
 
 
@@ -168,6 +170,7 @@ def buffers_to_and_from_nowhere(MPI: Any, comm: Any) -> None:
     """PROC_NULL takes anything and leaves receiving buffers untouched."""
     target, status = np.full(3, -1.0), MPI.Status()
     comm.Send(np.zeros(3), dest=MPI.PROC_NULL)
+    # Even a synchronous send: it has no receiver to wait for.
     comm.Ssend(np.zeros(3), dest=MPI.PROC_NULL)
     comm.Isend(np.zeros(3), dest=MPI.PROC_NULL).Wait()
     comm.Recv(target, source=MPI.PROC_NULL, status=status)
@@ -229,6 +232,8 @@ def tags_choose_among_buffers(MPI: Any, comm: Any) -> None:
 def messages_do_not_overtake(MPI: Any, comm: Any) -> None:
     """Small and large messages of one tag arrive in the order of sending."""
     _, _, left, right = ring(comm)
+    # Eager and rendezvous mixed: a small message is complete before a large one that was sent earlier, and must not
+    # be matched before it.
     sizes = (100_000, 1, 20_000, 3)
     requests = [comm.Isend(np.full(size, float(size)), dest=right) for size in sizes]
     for size in sizes:
@@ -266,6 +271,7 @@ def synchronous_and_ready_sends(MPI: Any, comm: Any) -> None:
     """Ssend, Rsend and their nonblocking forms deliver like Send."""
     rank = comm.Get_rank()
     if rank == 0:
+        # Rank 1 has posted all receives when it comes here, which the ready sends need.
         comm.Barrier()
         comm.Ssend(np.array([1.0]), dest=1, tag=1)
         comm.Rsend(np.array([2.0]), dest=1, tag=2)
@@ -283,6 +289,7 @@ def synchronous_and_ready_sends(MPI: Any, comm: Any) -> None:
 def buffered_sends(MPI: Any, comm: Any) -> None:
     """With a buffer attached, all may Bsend before any receives; detaching waits and gives it back."""
     rank, _, left, right = ring(comm)
+    # Without it MPI has no place for the messages of a ring in which all send first.
     MPI.Attach_buffer(bytearray(1 << 14))
     source, targets = np.full(3, float(rank)), np.zeros((2, 3))
     comm.Bsend(source, dest=right, tag=1)
@@ -299,6 +306,7 @@ def a_buffered_send_without_room(MPI: Any, comm: Any) -> None:
     rank = comm.Get_rank()
     MPI.Attach_buffer(bytearray(MPI.BSEND_OVERHEAD + 64))
     try:
+        # To wait for room would be a standard send: MPI asks for an error.
         with refused(MPI.Exception):
             comm.Bsend(np.zeros(1000), dest=rank)
     finally:
@@ -311,6 +319,7 @@ def a_synchronous_send_waits_for_its_receiver(MPI: Any, comm: Any) -> None:
     rank = comm.Get_rank()
     if rank == 0:
         request = comm.issend("hello", dest=1, tag=1)
+        # Rank 1 posts this receive only after "now", which has not been sent yet.
         same(request.test(), (False, None))
         comm.send("now", dest=1, tag=2)
         request.wait()

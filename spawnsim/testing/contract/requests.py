@@ -46,6 +46,7 @@ def waitsome(MPI: Any, comm: Any) -> None:
     """Waitsome completes at least one request; with none left it returns None."""
     receiving, sending, targets = exchange(comm)
     seen: list[int] = []
+    # None, mpi4py's form of MPI_UNDEFINED as outcount, when no request of the list is active.
     while (indices := MPI.Request.Waitsome(receiving)) is not None:
         claim(indices, "Waitsome completes at least one")
         seen += indices
@@ -113,6 +114,7 @@ def test_becomes_true(MPI: Any, comm: Any) -> None:
     target, status = np.full(1, -1), MPI.Status()
     request = comm.Irecv(target, source=left)
     same(request.Test(), False)
+    # Nobody sends before all have seen that their receive is incomplete.
     comm.Barrier()
     sending = comm.Isend(np.array([rank]), dest=right)
     poll(lambda: request.Test(status))
@@ -142,6 +144,7 @@ def a_receive_can_be_cancelled(MPI: Any, comm: Any) -> None:
     request.Wait(status)
     same(status.Is_cancelled(), True)
     other = np.zeros(1, np.int64)
+    # MPI says that a cancelled receive is as if it had never been posted: the next one must get the message.
     comm.Sendrecv(np.array([5]), rank, 1, other, rank, 1)
     same((int(target[0]), int(other[0])), (-1, 5))
 
@@ -168,6 +171,7 @@ def a_freed_send_still_arrives(MPI: Any, comm: Any) -> None:
         target = np.zeros(3)
         comm.Recv(target, source=0)
         same(target, [0, 1, 2])
+    # The program's array lives until the message has been received: a freed request no longer tells when it may go.
     comm.Barrier()
 
 
@@ -193,6 +197,7 @@ def generalised_requests(MPI: Any, comm: Any) -> None:
     request = MPI.Grequest.Start(query, lambda *_: called.append("free"), lambda *_: called.append("cancel"))
     same(request.Test(), False)
     request.Cancel()
+    # Cancel only calls the program's function; completing is the program's own part.
     request.Complete()
     request.Wait()
     same((called[0], "query" in called, "free" in called), ("cancel", True, True))
@@ -214,6 +219,7 @@ def a_failed_request_in_waitall(MPI: Any, comm: Any) -> None:
         raise Skipped("this MPI cuts messages to posted receives without a word")
     classes = [MPI.Get_error_class(status.Get_error()) for status in statuses]
     same(classes[0], MPI.ERR_TRUNCATE)
+    # MPI leaves open whether the others are complete when one has failed, and marks those that are not ERR_PENDING.
     claim(
         classes[1] in (MPI.SUCCESS, MPI.ERR_PENDING),
         "the other request is complete, or waits to be completed",
@@ -231,6 +237,7 @@ def a_receive_that_is_known_to_be_over_has_its_data(MPI: Any, comm: Any) -> None
     comm.Send(np.full(2, rank + 1.0), right, 7)
     poll(request.Get_status)
     same(target, [left + 1.0, left + 1.0, 0.0])
+    # The completing Wait must not store the message a second time.
     target[0] = -1.0
     claim(request != MPI.REQUEST_NULL, "the request is still there")
     for look in (request.Get_status, request.Wait):
@@ -263,6 +270,7 @@ def freed_receives_go_on(MPI: Any, comm: Any) -> None:
     None if rank % 2 else comm.Send(np.full(2, rank + 1.0), right, 1)
     comm.Send(np.full(2, rank + 2.0), right, 2)
     comm.Send(np.full(2, rank + 3.0), right, 3)
+    # Sent last on the same channel: once it is here the three before it have been matched.
     comm.Send(np.zeros(0), right, 4)
     comm.Recv(np.zeros(0), left, 4)
     comm.Barrier()
@@ -319,6 +327,7 @@ def persistent_send_modes(MPI: Any, comm: Any) -> None:
     for name in ("Send_init", "Bsend_init", "Ssend_init", "Rsend_init"):
         receiving = comm.Recv_init(target, source=left, tag=2)
         receiving.Start()
+        # A ready send is an error unless its receive has been posted.
         comm.Barrier()
         sending = getattr(comm, name)(source, dest=right, tag=2)
         sending.Start()
@@ -413,6 +422,7 @@ def partitioned_messages(MPI: Any, comm: Any) -> None:
         source = np.arange(8.0)
         request = comm.Psend_init(source, parts, 1, 0)
         request.Start()
+        # Out of order, as threads that fill the parts would be done.
         for part in (2, 0, 3, 1):
             request.Pready(part)
         request.Wait()

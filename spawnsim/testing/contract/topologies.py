@@ -220,6 +220,7 @@ def allgather_at_the_ends_of_a_line(MPI: Any, comm: Any) -> None:
     cart = comm.Create_cart([size])
     rank, target = cart.Get_rank(), np.full(2, -1)
     cart.Neighbor_allgather(np.full(1, rank), target)
+    # MPI leaves the block of a PROC_NULL neighbour as it was; it is there all the same, so places do not shift.
     same(target, [rank - 1, rank + 1 if rank < size - 1 else -1])
     cart.Free()
 

@@ -108,6 +108,7 @@ def units_of_displacement(MPI: Any, comm: Any) -> None:
     win = MPI.Win.Create(memory, unit, MPI.INFO_NULL, comm)
     units = comm.allgather(unit)
     win.Fence()
+    # The target's own unit scales the displacement, not the origin's.
     win.Put(np.full(1, float(rank)), right, 16 // units[right])
     win.Fence()
     same(memory, [-1, -1, left, -1])
@@ -149,16 +150,19 @@ def allocated_windows(MPI: Any, comm: Any) -> None:
     win.Put(np.full(2, float(rank)), right, 1)
     win.Fence()
     same(memory, [-1, left, left, -1])
+    # The view must go before the memory does: Free releases what the window has brought.
     del memory
     win.Free()
 
 
 def shared_windows(MPI: Any, comm: Any) -> None:
     """Ranks on one node see each other's parts as plain memory."""
+    # MPI allows shared windows only among ranks that can share memory.
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     rank, size = node.Get_rank(), node.Get_size()
     win = MPI.Win.Allocate_shared(16, 8, MPI.INFO_NULL, node)
     mine = np.frombuffer(win.tomemory(), np.float64)
+    # Both fences are needed: the first opens the epoch, the second makes the stores visible to the neighbours' loads.
     win.Fence()
     mine[:] = rank
     win.Fence()
@@ -176,6 +180,7 @@ def dynamic_windows(MPI: Any, comm: Any) -> None:
     rank, _, left, right = ring(comm)
     win, memory = MPI.Win.Create_dynamic(MPI.INFO_NULL, comm), np.full(2, -1.0)
     win.Attach(memory)
+    # A dynamic window has no base, so displacements are addresses of the target's process, which it has to tell.
     addresses = comm.allgather(MPI.Get_address(memory))
     win.Fence()
     win.Put(np.full(1, float(rank)), right, addresses[right] + 8)
@@ -207,6 +212,7 @@ def accumulate_with_other_operations(MPI: Any, comm: Any) -> None:
         win.Fence()
         if rank == 0 and result is not None:
             same(float(memory[0]), result)
+        # Concurrent accumulates of one operation are atomic for each element, but their order is not defined.
         claim(memory[0] in range(size), "whatever was replaced, one rank's value stands")
     win.Free()
 
@@ -229,6 +235,7 @@ def matching_epochs(MPI: Any, comm: Any) -> None:
     rank, _, left, right = ring(comm)
     win, memory = exposed(MPI, comm)
     group = comm.Get_group()
+    # Post before Start, since Start may block until the target has posted: on a ring the other order may deadlock.
     win.Post(group.Incl([left]))
     win.Start(group.Incl([right]))
     win.Put(np.full(4, float(rank)), right)
@@ -248,6 +255,7 @@ def matching_epochs_can_be_tested(MPI: Any, comm: Any) -> None:
     same(win.Test(), True)
     if rank == 0:
         win.Post(group.Incl([1]))
+        # Rank 1 has not been told to begin, so its Complete cannot have come.
         same(win.Test(), False)
         comm.send("go", dest=1)
         poll(win.Test)
@@ -282,6 +290,7 @@ def many_origins_in_one_epoch(MPI: Any, comm: Any) -> None:
     win, memory = exposed(MPI, comm, value=0.0)
     group, found = comm.Get_group(), np.zeros(4)
     if rank == 0:
+        # Stored before Post: in the epoch the target's own stores would conflict with accesses.
         memory[1] = 7.0
         win.Post(group.Excl([0]))
         win.Wait()
@@ -289,6 +298,7 @@ def many_origins_in_one_epoch(MPI: Any, comm: Any) -> None:
     else:
         win.Start(group.Incl([0]))
         win.Accumulate(np.array([float(rank)]), 0)
+        # Another element than the one that is added to: overlapping accesses of one epoch are errors.
         win.Get(found[1:2], 0, 1)
         win.Complete()
         same(found[1], 7.0)
