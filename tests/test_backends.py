@@ -14,6 +14,7 @@ import spawnsim
 from spawnsim.backends import BACKENDS, Backend, backend_of, real_backends
 from spawnsim.comm.backends import as_comm, world
 from spawnsim.errors import ParameterError
+from spawnsim.real.launch.launchers import command_line
 from spawnsim.scenario import Scenario
 from spawnsim.study import Cell
 from spawnsim.virtual import simulate
@@ -43,6 +44,25 @@ def test_one_entry_is_enough(shout: Any, tmp_path: Path) -> None:
     assert Cell(file=program, ranks=2, backend="shout").name == "program-n2-shout-s0"
     with pytest.raises(ParameterError, match="backend='whisper': choose one of virtual, mpi, torch, shout"):
         Cell(file=program, ranks=2, backend="whisper")
+
+
+def test_the_named_one_of_two_backends_wraps_its_world(shout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two may wrap one library; what is passed as a group goes to the first."""
+    package: Any = ModuleType("second_backend")
+    package.wrap = lambda group: "second"
+    monkeypatch.setitem(sys.modules, "second_backend", package)
+    entry = Backend("second", "second_backend", "shout", "shout:everyone", "shoutrun")
+    monkeypatch.setitem(BACKENDS, "second", entry)
+    assert world("second") == "second"
+    assert as_comm(shout.everyone).of is shout.everyone  # type: ignore[attr-defined]
+
+
+def test_the_table_names_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A further backend over torchrun is started with it."""
+    monkeypatch.setitem(
+        BACKENDS, "torch2", Backend("torch2", "spawnsim.real.torch", "torch", launcher="torchrun")
+    )
+    assert any("torchrun" in word for word in command_line("train.py", 2, ["--backend", "torch2"]))
 
 
 def test_on_a_virtual_rank_the_world_is_its_own() -> None:

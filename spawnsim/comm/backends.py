@@ -65,18 +65,18 @@ def world(kind: str = "mpi") -> Comm:
     if virtual is not None:
         return virtual
     default = default_group()
-    if wanted.name != "mpi":
-        group = wanted.group_of_all()
-    else:
-        # torchrun starts processes that each can load an MPI, and are alone in it: their world is torch's group.
-        group = wanted.group_of_all(load=True)
-        if default is not None and group.Get_size() == 1 and default.size() > 1:
-            group = default
-    if group is None:
-        raise UsageError(
-            "torch.distributed has no default group yet: call init_process_group, or pass a group"
-        )
-    return as_comm(group)
+    if wanted.launcher == "torchrun":
+        if default is None:
+            raise UsageError(
+                "torch.distributed has no default group yet: call init_process_group, or pass a group"
+            )
+        return as_comm(default)
+    group = wanted.group_of_all(load=True)
+    # torchrun starts processes that each can load an MPI, and are alone in it: their world is torch's group.
+    if default is not None and group.Get_size() == 1 and default.size() > 1:
+        return as_comm(default)
+    found: Comm = wanted.load().wrap(group)  # several backends may wrap one library: the one that was named
+    return found
 
 
 def default_group() -> Any:

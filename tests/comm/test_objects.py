@@ -5,8 +5,10 @@ import pickle
 
 import pytest
 
+import spawnsim
 from spawnsim import comm
 from spawnsim.comm import constants, failures
+from spawnsim.comm.handles import ERRORS_ARE_FATAL
 from spawnsim.comm.packing import Pickle, copied
 from spawnsim.comm.predefined import BY_NAME
 from spawnsim.errors import UnsupportedError
@@ -197,3 +199,22 @@ def test_numbers_of_handles_lead_back():
     number = comm.Info.Create().handle
     with pytest.raises(UnsupportedError, match="no such object is there"):
         comm.Info.fromhandle(number)
+
+
+def test_communicators_with_a_topology_inherit_the_error_handler():
+    """As MPI has it for whatever is made of a communicator: grids, graphs, merged groups."""
+
+    def main(comm):
+        comm.Set_errhandler(ERRORS_ARE_FATAL)
+        half = comm.Split(comm.rank % 2)
+        between = half.Create_intercomm(0, comm, 1 - comm.rank % 2)
+        made = [
+            comm.Create_cart([comm.size]),
+            comm.Create_dist_graph_adjacent([0], [0]),
+            half,
+            between,
+            between.Merge(),
+        ]
+        assert [each.Get_errhandler() == ERRORS_ARE_FATAL for each in made] == [True] * 5
+
+    spawnsim.run(main, ranks=10)

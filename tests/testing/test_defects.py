@@ -52,7 +52,7 @@ A21 mixing      blend_divides_by_the_weights_that_arrived
 A22 state       a_snapshot_comes_back_bit_for_bit
 A23 state       all_of_a_state_dict_travels_and_nothing_else
 A23 state       optimizer_state_is_reset_kept_copied_or_averaged
-A24 state       momentum_and_delta_enter_a_renewal
+A24 state       momentum_and_delta_enter_a_replacement
 A25 selective   timing_is_filled
 A26 selective   shutdown_may_come_first_twice_and_early
 A28 seeds       calls_have_the_seeds_arguments_in_their_order

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spawnsim import importing
+from spawnsim.backends import backend_of
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
 from spawnsim.real.launch.processes import SURVIVE
 
@@ -253,7 +254,7 @@ def command_line(
     if ranks < 1:
         raise ParameterError(f"-n {ranks}: give at least one rank")
     inner = ["-m", "spawnsim", "run", str(file), *arguments]
-    if _backend(arguments) == "torch":
+    if backend_of(_backend(arguments)).launcher == "torchrun":
         launcher = ["-m", "spawnsim.real.launch.torchrun", "--standalone", f"--nproc-per-node={ranks}"]
         return [sys.executable, *launcher, *inner]
     library = find_library()
