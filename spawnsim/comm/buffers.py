@@ -61,6 +61,8 @@ class Buffer:
     @property
     def array(self) -> Array:
         """1-D view of the elements in the user's memory; for derived types, of the bytes that they span."""
+        # Flattened only when asked for: most messages are arrays of one dimension, and a reshape would cost each of
+        # them.
         source = self._source
         return source if source.ndim == 1 else source.reshape(-1)
 
@@ -91,6 +93,8 @@ class Buffer:
     def pack(self) -> Array:
         """Return an owned 1-D snapshot, all blocks in a row: typed for predefined datatypes, else bytes."""
         if self.datatype.dtype is not None and self.datatype.is_predefined:
+            # `flatten` copies always, `ravel` only where it must: a snapshot must not change with the program's
+            # memory.
             return self._source.flatten()
         return self.datatype.wire(self._source, self.count * self.blocks, self.origin)
 
@@ -100,15 +104,20 @@ class Buffer:
         Raises `Truncated` when it does not fit, `SpecBufferError` when the memory is read-only.
         """
         source = self._source
+        # `is` and not `==`: numpy's comparison of dtypes costs more than the rest of this path, and equal plain
+        # dtypes are mostly one object.
         same = data.dtype is source.dtype and data.nbytes == self.nbytes
         if same and self.datatype.is_predefined and source.flags.writeable:
             self.array[:] = data
             return self.nbytes
+        # Told by bytes, because MPI lets a shorter message arrive, and sender and receiver may name its elements
+        # differently.
         nbytes = _wire_nbytes(data)
         if nbytes > self.nbytes:
             raise Truncated(
                 message=f"a message of {nbytes} bytes does not fit a buffer of {self.nbytes} bytes"
             )
+        # Before the check of read-only memory: an empty message may be received into memory that cannot be written.
         if not nbytes:
             return 0
         if not self._source.flags.writeable:
@@ -116,6 +125,8 @@ class Buffer:
         if self.datatype.is_predefined and data.dtype == self._source.dtype:
             self.array[: data.size] = data
         elif self.datatype.dense:
+            # `origin` is the place of the memory's first byte, counted from the message's start, so it is
+            # subtracted.
             as_bytes(self.array)[-self.origin : nbytes - self.origin] = _wire(data)
         else:
             self.datatype.layout.scatter(as_bytes(self.array), _wire(data), self.origin)
@@ -130,6 +141,7 @@ class Buffer:
         if self.datatype.is_predefined:
             return Buffer(self.array[start : start + count], self.datatype, count)
         new = Buffer(self._source, self.datatype, count)
+        # Moved by the extent and not by the size: MPI counts displacements in extents, gaps included.
         new.origin = self.origin - start * self.datatype.layout.extent
         return new
 
@@ -163,6 +175,7 @@ def typed_array(spec: list[Any]) -> Buffer | None:
     """Return the buffer of [array, its own datatype], the most common list; None for all others."""
     if len(spec) != 2 or type(spec[0]) is not np.ndarray or not isinstance(spec[1], Datatype):
         return None
+    # Only arrays whose own type was named: all others need the checks of bounds and types below.
     array, datatype = spec
     if datatype.dtype is not array.dtype or not datatype.is_predefined or not array.flags.c_contiguous:
         return None
@@ -203,6 +216,7 @@ def datatype_of(memory: Array | None, kind: Any) -> Datatype:
     if kind is not None:
         if not isinstance(kind, Datatype):
             raise SpecTypeError(f"{kind!r} is no datatype: pass a Datatype or a typecode such as 'd'")
+        # MPI: only committed types may communicate. Real libraries crash or send garbage without it.
         if kind and not kind.committed:
             raise CallError(ERR_TYPE, "the datatype has not been committed: call its Commit() first")
         return kind
@@ -210,6 +224,7 @@ def datatype_of(memory: Array | None, kind: Any) -> Datatype:
         raise SpecTypeError("memory without a type: pass [memory, count, datatype]")
     found = BY_DTYPE.get(memory.dtype)
     if found is None:
+        # Foreign byte order is told apart from an unknown type, since the remedy is another one.
         if not memory.dtype.isnative:
             raise SpecBufferError(f"dtype {memory.dtype} has a foreign byte order: convert the array first")
         raise UnknownTypeError(
@@ -245,6 +260,7 @@ def _start(displacement: Any, datatype: Datatype, nbytes: int) -> int:
     elements = 0 if displacement is None else index(displacement)
     if elements < 0:
         raise ParameterError(f"negative displacement {elements}")
+    # The extent is asked for only with a displacement: a null type is allowed in an empty message, and has none.
     start = elements * datatype.Get_extent()[1] if elements else 0
     if start > nbytes and datatype.size:
         raise ParameterError(f"displacement {elements} is out of bounds: the buffer has {nbytes} bytes")
@@ -272,13 +288,18 @@ def locate(memory: Array, datatype: Datatype, start: int, shape: tuple[int, int]
     count, blocks = shape
     total = count * blocks
     if not total:
+        # Nothing to place, so neither bounds nor the type's alignment are looked at: mpi4py allows a count of 0
+        # anywhere.
         return Buffer(memory[:0] if datatype.dtype == memory.dtype else _empty(datatype), datatype, 0, blocks)
     layout = datatype.live()
     if not layout.size:  # it touches nothing, wherever it lies
         return Buffer(_empty(datatype), datatype, count, blocks)
     low, high = layout.span(total)
+    # Pair types may end in padding, and the slices below must be of whole elements.
     if datatype.is_predefined:
         high = total * layout.extent
+    # The address is the caller's word (mpi4py): the memory reaches as far as the count and type say, also before
+    # the start.
     if isinstance(memory, Unbounded):
         memory, start = memory.reaching(start + low, start + high), -low
     if start + low < 0 or start + high > memory.nbytes:
@@ -290,6 +311,7 @@ def locate(memory: Array, datatype: Datatype, start: int, shape: tuple[int, int]
         new = Buffer(as_bytes(memory), datatype, count, blocks)
         new.origin = -start
         return new
+    # Typed slices where they fall on whole elements, since only these let reductions work without a copy.
     if memory.dtype == datatype.dtype and start % memory.itemsize == 0:
         first = start // memory.itemsize
         return Buffer(memory[first : first + total], datatype, count, blocks)
@@ -313,6 +335,7 @@ def at(address: int, datatype: Datatype, count: int, blocks: int = 1) -> Buffer:
     """Return the buffer of a datatype whose displacements count from an address."""
     if not count * blocks:
         return Buffer(_empty(datatype if datatype else BYTE), datatype or DATATYPE_NULL, 0, blocks)
+    # BOTTOM's displacements are absolute: the memory begins at the first byte that the type touches.
     low, high = datatype.live().span(count * blocks)
     new = Buffer(at_address(address + low, high - low), datatype, count, blocks)
     new.origin = low
@@ -368,6 +391,7 @@ class Vector:
         """Return an owned snapshot of all blocks in a row: typed where all have one predefined type, else bytes."""
         parts = [block.pack() for block in self]
         if any(part.dtype != parts[0].dtype for part in parts):
+            # Blocks of several types have no common element, and numpy would convert them to one.
             parts = [as_bytes(part) for part in parts]
         return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
 
@@ -375,6 +399,7 @@ class Vector:
         """Write a snapshot of all blocks in a row; return its number of bytes."""
         done = 0
         for block in self:
+            # Counted in the unit of `data`: elements if it is typed, else bytes.
             step = block.count if data.dtype == block.dtype and block.datatype.is_predefined else block.nbytes
             block.unpack(data[done : done + step])
             done += step
@@ -402,6 +427,8 @@ def as_vector(spec: Any, blocks: int, *, types: bool = False, writable: bool = F
 def _plain(spec: Any, blocks: int) -> Vector:
     parts = split(spec) if isinstance(spec, (list, tuple)) else (spec, None, None, None)
     obj, counts, displs, kind = parts
+    # mpi4py's [memory, (counts, displs)] and the form with four items both hold tuples; in the latter a tuple is
+    # counts alone.
     if isinstance(counts, tuple) and len(spec) < 4:
         counts, displs = counts
     memory = _memory(obj)
@@ -416,6 +443,7 @@ def _plain(spec: Any, blocks: int) -> Vector:
 
 
 def _require_counts(obj: Any, counts: Any) -> None:
+    # The address space has no length, so nothing could be inferred.
     if obj is BOTTOM and counts is None:
         raise ParameterError(
             "BOTTOM requires counts: the address space has no length to spread among the ranks"
@@ -433,6 +461,7 @@ def _counts(counts: Any, datatype: Datatype, nbytes: int, blocks: int) -> list[i
     """Return the elements per block; not given, they are spread as evenly as it goes, the first blocks longer."""
     if counts is None:
         share, rest = divmod(infer(nbytes, datatype, 1), max(blocks, 1))
+        # mpi4py: what does not divide evenly goes to the first blocks.
         return [share + (i < rest) for i in range(blocks)]
     numbers = _per_block(counts, blocks, "counts")
     if numbers and min(numbers) < 0:
@@ -463,6 +492,8 @@ def _typed(spec: Any, blocks: int) -> Vector:
     if not isinstance(spec, (list, tuple)):
         raise SpecTypeError("expecting [memory, (counts, displacements), types]")
     if len(spec) == 2:
+        # mpi4py's short form of `w`: one element of each type at displacement 0, for types that hold their own
+        # addresses.
         obj, counts, displs, kinds = spec[0], [1] * blocks, [0] * blocks, spec[1]
         _require_counts(obj, None)
     elif len(spec) == 3:
@@ -484,6 +515,7 @@ def as_target(target: Any, origin: Buffer) -> tuple[int, int, Datatype]:
     if len(parts) > 3:
         raise ParameterError("target: expecting 3 items at most (displacement, count, type)")
     displacement = index(parts[0]) if parts else 0
+    # Without a count the origin's is taken, and below its type as well: mpi4py's defaults for a target.
     count = index(parts[1]) if len(parts) > 1 else origin.count
     return displacement, count, datatype_of(None, parts[2]) if len(parts) > 2 else origin.datatype
 
@@ -520,6 +552,8 @@ def as_buffer(
     Raises `SpecTypeError`, `SpecBufferError`, `UnknownTypeError` or `ParameterError`, which are also the TypeError,
     BufferError, KeyError and ValueError of mpi4py.
     """
+    # `type() is` and not isinstance, to leave subclasses (matrices, masked arrays, `buffer`) to the general path,
+    # which knows their memory.
     if type(spec) is np.ndarray and blocks < 2 and not vector:
         datatype = BY_DTYPE.get(spec.dtype)
         if datatype is not None and spec.flags.c_contiguous and (not writable or spec.flags.writeable):

@@ -62,6 +62,8 @@ class Constructors(Attributed):
     def Create_hvector(self, count: int, blocklength: int, stride: int) -> Self:
         """Return `count` blocks of `blocklength` elements whose starts are `stride` bytes apart."""
         count, blocklength, stride = _count(count), _count(blocklength), integer(stride, AINT)
+        # The stride of an hvector is in bytes and travels unchanged, while a vector's counts extents of the base
+        # type.
         layout = self._strided(count, blocklength, stride)
         return self._derive(layout, "HVECTOR", count=count, blocklength=blocklength, stride=stride)
 
@@ -73,12 +75,15 @@ class Constructors(Attributed):
         lengths, starts = integers(blocklengths), integers(displacements)
         if len(lengths) != len(starts):
             raise CallError(ERR_ARG, f"{len(lengths)} blocklengths but {len(starts)} displacements")
+        # Checked for all before a layout is made: a negative length would shift the blocks behind it without an
+        # error.
         if (lengths < 0).any():
             raise CallError(ERR_COUNT, f"negative blocklength {lengths.min()}")
         return repeat(self.live(), lengths, starts * unit_nbytes)
 
     def Create_indexed(self, blocklengths: Sequence[int], displacements: Sequence[int]) -> Self:
         """Return blocks of given lengths at displacements counted in elements."""
+        # Plain lists, because the recipe must keep what was given even if the program changes its array afterwards.
         lengths, starts = _list(blocklengths), _list(displacements)
         layout = self._blocks(lengths, starts, self.live().extent)
         return self._derive(layout, "INDEXED", blocklengths=lengths, displacements=starts)
@@ -112,12 +117,14 @@ class Constructors(Attributed):
         lengths, starts = _list(blocklengths), _list(displacements)
         parts = zip(layouts, map(_count, lengths), starts, strict=True)
         layout = place(list(parts))
+        # As C pads a struct, so that an array of structs matches numpy's aligned records. MPI allows this rounding.
         padded = -(-layout.extent // layout.align) * layout.align
         types = {
             "blocklengths": lengths,
             "displacements": starts,
             "datatypes": [*datatypes],
         }
+        # The lower bound stays: padding is added at the end only.
         return cls.of(layout.resized(layout.lb, padded), Recipe("STRUCT", None, types))
 
     def Create_subarray(
@@ -144,6 +151,7 @@ class Constructors(Attributed):
         base = self.live()
         at = darray_displacements(parameters) * base.extent
         part = repeat(base, np.ones(len(at), np.int64), at)
+        # MPI: the extent is that of the whole array, so that a second element lies behind it.
         return self._derive(
             part.resized(0, math.prod(parameters["gsizes"]) * base.extent), "DARRAY", **parameters
         )
@@ -231,6 +239,7 @@ class Datatype(Constructors):
             return (_predefined, ("DATATYPE_NULL",))
         if self.recipe.name == "NAMED":
             known = _predefined(self._name)
+            # A copy of a predefined type pickles as a copy, so that it does not become the constant itself.
             return (_predefined, (self._name,)) if known is self else (type(self), (known,))
         return (_rebuild, (type(self), self.recipe, self.committed))
 
@@ -264,6 +273,7 @@ class Datatype(Constructors):
     def Set_name(self, name: str) -> None:
         """Give the type a name."""
         self.live()
+        # One less than MPI's limit: C's strings need room for their last byte.
         self._name = name[: c.MAX_OBJECT_NAME - 1]
 
     name = property(Get_name, Set_name)
@@ -287,7 +297,10 @@ class Datatype(Constructors):
         """Make this handle null; predefined types stay."""
         self.live()
         if self.is_predefined:
+            # MPI: freeing a predefined type is erroneous. All ranks share it here, so one rank would take it from
+            # the others.
             raise CallError(ERR_TYPE, f"{self._name} is predefined and cannot be freed")
+        # Callbacks first: MPI lets a delete function still use the object.
         self.delete_attributes()
         self._identity = None
 
@@ -298,6 +311,7 @@ class Datatype(Constructors):
         """The predefined type of which all elements are; None if there are several."""
         if self.recipe.name == "NAMED":
             return self
+        # Structs have no base, their types are among the contents.
         parts = self.recipe.contents()[3] if self.recipe.base is None else [self.recipe.base]
         found = [part.basic for part in parts]
         return found[0] if found and all(each is found[0] for each in found) else None
@@ -346,6 +360,7 @@ class Datatype(Constructors):
         """The type string of the array interface: "f8" for `DOUBLE`, "V16" for others of 16 bytes, "" for none."""
         if not self.code:
             return f"V{self.extent}" if self else ""
+        # Characters have no kind of their own in numpy's array interface.
         kinds = {"c": "S1", "U": "U1"}
         return kinds.get(self.code) or f"{_dtype(self).kind}{_dtype(self).itemsize}"
 
@@ -401,6 +416,7 @@ class Datatype(Constructors):
         if not found:
             raise CallError(ERR_ARG, f"no {name.lower()} has {parameters}")
         new = Datatype.of(found.layout, Recipe(f"F90_{name}", None, parameters))
+        # They count as predefined in MPI: committed, and never freed.
         new.dtype, new.code, new.family = found.dtype, found.code, found.family
         new.committed = new.is_predefined = True
         return new
@@ -470,6 +486,7 @@ def _predefined(name: str) -> Datatype:
 
 def _rebuild(cls: type[Datatype], recipe: Recipe, committed: bool) -> Datatype:
     """Make a derived type again, for pickle."""
+    # A struct is made by the class, every other type by a method of its base.
     maker = recipe.base if recipe.base is not None else cls
     names = {"DUP": "Dup"}
     new: Datatype = getattr(maker, names.get(recipe.name, f"Create_{recipe.name.lower()}"))(

@@ -38,6 +38,8 @@ AINT: Final = 1 << 63  # of addresses, displacements and sizes in bytes
 def integer(value: Any, limit: int = INT) -> int:
     """Return one number as a plain `int`. Raises `SpecTypeError` (a TypeError) or `TooLarge` (an OverflowError)."""
     if type(value) is not int:
+        # `__int__` and not `index`: mpi4py converts single numbers as C does, so 2.5 is rank 2, and tensors of one
+        # element serve.
         if not hasattr(type(value), "__int__"):
             raise SpecTypeError(f"an integer is required, got {value!r}")
         value = int(value)
@@ -46,6 +48,7 @@ def integer(value: Any, limit: int = INT) -> int:
 
 def each_integer(values: Iterable[Any], limit: int = INT) -> list[int]:
     """Return a list of numbers as plain `int`s. Raises as `integer` does, also for floats."""
+    # Lists go by `index`, and refuse floats, as in mpi4py.
     return [_fitting(index(value), limit) for value in values]
 
 
@@ -64,6 +67,7 @@ class Identity:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Identity):
             return NotImplemented
+        # Two null handles share the identity None, so their kinds are compared as well.
         return self._identity is other._identity and (self._identity is not None or _kin(self, other))
 
     def __ne__(self, other: object) -> bool:
@@ -81,6 +85,7 @@ class Identity:
         """A number that is the same for equal objects; 0 for a null one. No C library knows it."""
         if self._identity is None:
             return 0
+        # The identity's number and not the handle's: copies of a handle must give one number.
         number = id(self._identity)
         known = _given_out.get()
         if known is None:
@@ -103,6 +108,8 @@ class Identity:
             return cls()
         known = _given_out.get()
         found = None if known is None else known.get(handle)
+        # Python uses an address again once its object is gone, so a number found in the table may mean another
+        # object by now.
         if found is None or id(found._identity) != handle:
             raise UnsupportedError(
                 f"{cls.__name__}.fromhandle({handle}): no such object is there; C libraries have no handles here"
@@ -190,15 +197,18 @@ class Attributes(Identity):
         """Store an attribute; a former one under this keyval is deleted first."""
         if not isinstance(keyval, Keyval):
             raise CallError(ERR_KEYVAL, f"keyval {keyval} was not made by Create_keyval")
+        # MPI: setting an attribute that exists deletes the old one first, through its callback.
         if keyval in self._attributes:
             self.Delete_attr(keyval)
         self._attributes[keyval] = attrval
 
     def Delete_attr(self, keyval: int) -> None:
         """Delete an attribute, calling the keyval's `delete_fn`."""
+        # The key that is stored is looked for, since a program may pass a plain int, which has no callbacks.
         key = next((held for held in self._attributes if held == keyval), None)
         if key is None:
             raise CallError(ERR_KEYVAL, f"nothing is stored under keyval {int(keyval)}")
+        # Taken out before the callback, so that one that looks at the object does not find it any more.
         value = self._attributes.pop(key)
         if isinstance(key, Keyval) and key.delete_fn is not None:
             _called_back(key.delete_fn, self, key, value)
@@ -208,12 +218,15 @@ class Attributes(Identity):
         for key, value in self._attributes.items():
             rule = key.copy_fn if isinstance(key, Keyval) else None
             kept = value if rule else NotImplemented
+            # Only a function is asked; NotImplemented is its way to say "do not copy", since None is a value like
+            # any other.
             copied = _called_back(rule, self, key, value) if callable(rule) else kept
             if copied is not NotImplemented:
                 to._attributes[key] = copied
 
     def delete_attributes(self) -> None:
         """Delete all attributes that a program has stored, the last one first, as `Free` must."""
+        # MPI: in reverse order of setting, since later attributes may depend on earlier ones.
         for key in [held for held in self._attributes if isinstance(held, Keyval)][::-1]:
             self.Delete_attr(key)
 
@@ -259,6 +272,8 @@ class Errhandler(Handle):
     def of(cls, name: str, function: Callable[[Any, int], None] | None = None) -> Self:
         """Return a new error handler."""
         self = cls()
+        # The handler is its own identity: that tells the predefined constants from the copies which
+        # `Get_errhandler` gives out.
         self._identity, self.name, self.function = self, name, function
         return self
 
@@ -271,6 +286,7 @@ class Errhandler(Handle):
         """Give up the handle; objects that use the handler keep it."""
         if self._identity is None:
             raise CallError(ERR_ERRHANDLER, "Free of a null error handler")
+        # MPI: a predefined handler that was got may be freed as a handle; the constant itself may not.
         if self._identity is self and self.is_predefined:
             raise CallError(
                 ERR_ERRHANDLER, f"{self.name} is predefined: free what Get_errhandler returned instead"
@@ -301,6 +317,7 @@ class Info(Handle):
     def __new__(cls, info: Info | None = None) -> Self:
         self = super().__new__(cls)
         self._identity = info._identity if info is not None else None
+        # The dictionary is shared by copies of a handle, as two handles of one info object are in C.
         self._items = info._items if info is not None else {}
         return self
 
@@ -374,6 +391,7 @@ class Info(Handle):
         return self._identity is not None
 
     def __iter__(self) -> Iterator[str]:
+        # A copy of the keys, so that a program may delete while it walks over them.
         return iter(list(self._items))
 
     def __contains__(self, value: str, /) -> bool:
@@ -478,6 +496,7 @@ class Named(Attributes):
     def Get_errhandler(self) -> Errhandler:
         """Return the error handler."""
         self._exist()
+        # A fresh handle: MPI says that what was got is to be freed by the program.
         return Errhandler(self._errhandler or ERRORS_RETURN)
 
     def Set_errhandler(self, errhandler: Errhandler) -> None:

@@ -34,9 +34,11 @@ def integers(values: Any) -> Ints:
 def _merge(offsets: Ints, lengths: Ints) -> tuple[Ints, Ints]:
     """Join blocks that touch and are neighbours in the type map; drop empty ones."""
     keep = lengths > 0
+    # Empty blocks would break the test of touching neighbours: they touch everything.
     offsets, lengths = offsets[keep], lengths[keep]
     if len(offsets) < 2:
         return offsets, lengths
+    # Blocks are never sorted: MPI sends data in type-map order, even where blocks lie backwards in memory.
     starts = np.flatnonzero(np.concatenate(([True], offsets[1:] != offsets[:-1] + lengths[:-1])))
     return offsets[starts], np.add.reduceat(lengths, starts)
 
@@ -45,6 +47,8 @@ def spread(starts: Ints, lengths: Ints) -> Ints:
     """Return start, start + 1, … of every block, one after the other."""
     if not len(starts):
         return starts
+    # Ranges by one cumulative sum: a Python loop over blocks took most of the time for types with many short
+    # blocks.
     before = np.cumsum(lengths) - lengths
     every: Ints = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
     return every
@@ -87,11 +91,14 @@ class Layout:
         """Whether elements lie in memory just as they travel: no gaps, in order, from the start."""
         if not len(self.offsets):
             return True
+        # One block is not enough: with another bound or extent the second element would not follow the first
+        # directly.
         return len(self.offsets) == 1 and self.offsets[0] == 0 == self.lb and self.extent == self.size
 
     @cached_property
     def unit(self) -> int:
         """The largest number of bytes that divides all offsets, lengths and the extent."""
+        # The extent counts as well, because element i lies i extents on, and must be a whole number of units.
         blocks = np.gcd.reduce(np.concatenate((self.offsets, self.lengths, [self.extent])))
         return int(blocks) or 1
 
@@ -101,9 +108,11 @@ class Layout:
 
     def span(self, count: int) -> tuple[int, int]:
         """Return the first and one past the last byte that `count` elements touch, relative to the start."""
+        # Types of size 0 touch no memory, whatever their bounds are.
         if count == 0 or not self.size:
             return 0, 0
         last = (count - 1) * self.extent
+        # A negative extent is legal in MPI, and then the last element lies lowest.
         return self.true_lb + min(0, last), self.true_ub + max(0, last)
 
     def index(self, count: int, unit: int) -> Ints:
@@ -112,6 +121,7 @@ class Layout:
         if found is None:
             one = spread(self.offsets // unit, self.lengths // unit)
             found = (np.arange(count)[:, None] * (self.extent // unit) + one).reshape(-1)
+            # A handful only: an index takes eight bytes a unit, and programs use a type with few counts.
             if len(self._indices) >= CACHED_INDICES:
                 self._indices.pop(next(iter(self._indices)))
             self._indices[count, unit] = found
@@ -119,6 +129,7 @@ class Layout:
 
     def gather(self, memory: Bytes, count: int, origin: int = 0) -> Bytes:
         """Return the bytes of `count` elements in the order in which they travel; `memory[0]` is byte `origin`."""
+        # Wide cells move several bytes with one index. They need an origin on a unit's boundary.
         unit = self.unit if origin % self.unit == 0 else 1
         cells, index = _cells(memory, unit), self.index(count, unit)
         data: Bytes = np.take(cells, index - origin // unit if origin else index).view(np.uint8)
@@ -128,6 +139,7 @@ class Layout:
         """Write travelling bytes, perhaps fewer than whole elements, to where they belong."""
         if not len(data):
             return
+        # A message may end inside an element, and then perhaps inside a cell.
         unit = self.unit if origin % self.unit == 0 and len(data) % self.unit == 0 else 1
         index = self.index(-(-len(data) // self.size), unit)[: len(data) // unit]
         cells = _cells(memory, unit)
@@ -141,6 +153,7 @@ class Layout:
         found = whole * int(self.repeats.sum())
         if not rest:
             return found
+        # Expanded only for a partial element: most counts come out of the division above.
         ends = np.cumsum(np.repeat(self.atoms, self.repeats))
         at = int(np.searchsorted(ends, rest))
         return found + at + 1 if ends[at] == rest else -1
@@ -164,6 +177,7 @@ def place(parts: list[tuple[Layout, int, int]]) -> Layout:
     """Return the layout of blocks: (layout, how many of them, byte displacement), in type-map order."""
     used = [part for part in parts if part[1] > 0]
     if not used:
+        # MPI: a type without elements has bounds of 0.
         return Layout(integers([]), integers([]), integers([]), integers([]), 0, 0)
     blocks = [_block(*part) for part in used]
     offsets, lengths = _merge(np.concatenate([b[0] for b in blocks]), np.concatenate([b[1] for b in blocks]))
@@ -177,6 +191,7 @@ def _block(layout: Layout, count: int, displacement: int) -> tuple[Ints, Ints, I
     last = (count - 1) * layout.extent
     lb = displacement + layout.lb + min(0, last)
     ub = displacement + layout.lb + layout.extent + max(0, last)
+    # Dense elements merge without an index for each: a contiguous type of a million elements is one block.
     if layout.dense:
         offsets, lengths = integers([displacement]), integers([count * layout.size])
     else:
@@ -197,6 +212,7 @@ def _runs(atoms: Ints, repeats: Ints) -> tuple[Ints, Ints]:
 
 def repeat(layout: Layout, blocklengths: Ints, displacements: Ints) -> Layout:
     """Return the layout of blocks of one layout at byte displacements, without a Python loop where all are alike."""
+    # Few or unequal blocks: building arrays costs more there than the loop saves.
     if len(blocklengths) < 8 or not (blocklengths == blocklengths[0]).all() or not blocklengths[0]:
         pairs = zip(blocklengths.tolist(), displacements.tolist(), strict=True)
         return place([(layout, length, at) for length, at in pairs])
@@ -232,6 +248,8 @@ class Recipe:
     parameters: dict[str, Any]
 
     def __post_init__(self) -> None:
+        # Through object.__setattr__, because the dataclass is frozen. Copies, so that the program may free its own
+        # handles.
         for name, value in self.copied().items():
             object.__setattr__(self, name, value)
 
@@ -251,6 +269,8 @@ class Recipe:
         if "ndims" in plain:
             numbers = self._with_dimensions(numbers)
         if self.name in _LISTS_WITH_LENGTH:
+            # MPI's contents begin with the number of blocks, which the constructors here take from the list's
+            # length.
             numbers = {"count": len(numbers["displacements"])} | numbers
         integers = _flat(value for key, value in numbers.items() if key in plain)
         return integers, [], _flat(value for key, value in numbers.items() if key not in plain), types
@@ -271,6 +291,7 @@ class Recipe:
 
 
 def _copy(datatype: Any) -> Any:
+    # Predefined types are compared by identity and cannot be freed, so they are shared.
     return datatype if datatype.is_predefined else type(datatype)(datatype)
 
 
@@ -297,6 +318,7 @@ def subarray_layout(
 
 def _grid(sizes: list[int], picked: list[Ints], order: int) -> Ints:
     """Return the element displacements of picked indices per axis, in memory order."""
+    # The axis that runs fastest has to come first here, whichever order was asked for.
     if order == c.ORDER_C:
         sizes, picked = sizes[::-1], picked[::-1]
     at, stride = np.zeros(1, np.int64), 1

@@ -52,6 +52,7 @@ class DLManagedTensorVersioned(ctypes.Structure):
     )  # fmt: skip
 
 
+# The capsule is only read: consuming it, as DLPack's protocol has it, would make us responsible for its deleter.
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
@@ -72,9 +73,11 @@ def borrow(obj: Any, bf16: np.dtype[Any]) -> Borrowed:
     kind = int(obj.__dlpack_device__()[0])
     if kind not in DL_HOST:
         raise SpecBufferError(f"the memory is on a device of DLPack's kind {kind}: copy it to the host")
+    # The host's memory needs no stream, and old exporters refuse the argument.
     wishes = {} if kind == DL_CPU else {"stream": EVERY_STREAM}
     try:
         capsule, name = obj.__dlpack__(max_version=(1, 0), copy=False, **wishes), b"dltensor_versioned"
+    # Before version 1.0 `__dlpack__` knew no such arguments; a TypeError is the only way to learn that.
     except TypeError:  # it is older than versions
         capsule, name = obj.__dlpack__(**wishes), b"dltensor"
     try:
@@ -83,6 +86,7 @@ def borrow(obj: Any, bf16: np.dtype[Any]) -> Borrowed:
         raise SpecBufferError(
             "the DLPack capsule is of another version than asked for, or was used before"
         ) from None
+    # The capsule has to go before its exporter, since it may call back into it.
     held = (obj, capsule)  # a tuple lets go of its last item first
     if name == b"dltensor":
         return _described(DLManagedTensor.from_address(place).tensor, False, held, bf16=bf16)
@@ -97,10 +101,12 @@ def _described(tensor: DLTensor, readonly: bool, owner: Any, *, bf16: np.dtype[A
         raise SpecBufferError(f"the DLPack tensor has no shape, and {tensor.ndim} dimensions")
     shape = [tensor.shape[axis] for axis in range(tensor.ndim)]
     strides = [tensor.strides[axis] for axis in range(tensor.ndim)] if tensor.strides else None
+    # With a negative stride the data would begin before the address, and MPI has no notion of that.
     if min([*shape, *(strides or ())], default=0) < 0:
         raise SpecBufferError(
             f"the DLPack tensor has a negative length or stride: shape {shape}, strides {strides}"
         )
+    # Column order is accepted too: the bytes are contiguous, and MPI sends bytes in memory order.
     if strides is not None and not _dense(shape, strides) and not _dense(shape[::-1], strides[::-1]):
         raise SpecBufferError(f"the buffer is not contiguous (shape {shape}, strides {strides}): pass a copy")
     dtype = _dtype(tensor, bf16)
@@ -145,6 +151,7 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  # mpi4py's nam
     @classmethod
     def allocate(cls, nbytes: int, clear: bool = False) -> Self:
         """Return fresh memory of `nbytes` bytes; zeroed always, so that a simulation never reads chance."""
+        # Zeroed: bytes that are never written may be sent, and would make the digest depend on chance.
         return np.zeros(nbytes, np.uint8).view(cls)
 
     @classmethod
@@ -175,6 +182,7 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  # mpi4py's nam
         return len(self) > 0
 
     def __eq__(self, other: object) -> bool:
+        # By identity: numpy's elementwise comparison gives an array, which has no truth value.
         return self is other
 
     def __ne__(self, other: object) -> bool:
@@ -206,6 +214,7 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  # mpi4py's nam
     @property
     def address(self) -> int:
         """Where the memory starts."""
+        # numpy gives an empty array some address; mpi4py tells 0.
         return int(self.ctypes.data) if len(self) else 0
 
     @property
@@ -236,6 +245,7 @@ class _Foreign:
 
 def at_address(address: int, nbytes: int, owner: Any = None) -> Bytes:
     """Return the bytes at an address as an array that keeps `owner` alive."""
+    # There is nothing to read, and the address of an empty piece may be null.
     if nbytes == 0:
         return np.zeros(0, np.uint8)
     return np.asarray(_Foreign(owner, address, nbytes))
@@ -248,6 +258,7 @@ class Unbounded(np.ndarray[Any, np.dtype[Any]]):
 
     def reaching(self, low: int, high: int) -> Bytes:
         """Return the bytes from `low` to `high`, relative to the start."""
+        # Made anew for each message, since only its count and type say how far the memory reaches.
         found = at_address(self.place + low, high - low)
         if not self.flags.writeable:
             found.flags.writeable = False
@@ -264,9 +275,11 @@ def flat(obj: Any) -> NDArray[Any]:
         if type(obj) is buffer and obj.place is not None:
             return _unbounded(obj)
         return _flatten(np.asarray(obj))
+    # By the method's name, so that torch need not be imported: it takes seconds, and most programs never use it.
     if hasattr(obj, "data_ptr"):
         return _torch(obj)
     try:
+        # The buffer protocol before DLPack: it tells read-only memory, which DLPack before version 1.0 cannot.
         return _flatten(np.asarray(memoryview(obj)))
     except TypeError:
         if not hasattr(obj, "__dlpack__"):
@@ -306,9 +319,12 @@ def _torch(tensor: Any) -> NDArray[Any]:
         raise SpecBufferError(
             f"the tensor is not contiguous (strides {tensor.stride()}): pass tensor.contiguous()"
         )
+    # By the dtype's text, again without importing torch.
     if str(tensor.dtype) != "torch.bfloat16":
         array: NDArray[Any] = tensor.numpy().reshape(-1)
         return array
+    # numpy has no bfloat16, so torch refuses `numpy()`; the bytes are taken by address, and the view keeps the
+    # tensor.
     return at_address(tensor.data_ptr(), 2 * tensor.numel(), tensor).view(BF16)
 
 

@@ -197,6 +197,8 @@ class Op(Handle):
         self._live()
         if self.function is not None or (one_sided and self.name in RMA_ONLY):
             return
+        # MPI: predefined operations take predefined types only, and a duplicate is a derived type although it has a
+        # dtype.
         if datatype.recipe.name == "DUP" or datatype.family not in FAMILIES.get(self.name, ()):
             where = " outside of one-sided calls" if self.name in RMA_ONLY else ""
             raise CallError(
@@ -225,6 +227,8 @@ class Op(Handle):
         """Lay the elements out with their gaps, as the program's function expects, and take them back."""
         layout, count = datatype.live(), len(inoutvec) // datatype.size
         low, high = layout.span(count)
+        # A program's function may walk whole extents, also behind the last byte of data, so that room must be
+        # there.
         high = max(high, layout.lb + count * layout.extent)
         first, inout = np.zeros(high - low, np.uint8), np.zeros(high - low, np.uint8)
         layout.scatter(first, as_bytes(invec), low)
@@ -268,6 +272,7 @@ def reduce_tree(parts: list[Array], merge: Combine[Array]) -> Array:
     `merge(a, b)` puts the combination of a and b in the place of b. `parts` stay as they are. The tree is walked depth
     first: a thousand contributions pass once through a handful of accumulators, which stay in the processor's cache.
     """
+    # Surplus ranks fold into their neighbours first, as MPICH does it: any other shape gives other bits.
     extra = len(parts) - (1 << (len(parts).bit_length() - 1))
     accumulators, spare = _Accumulators(merge), 2 * extra
     for i in range(0, spare, 2):
@@ -299,6 +304,7 @@ class _Accumulators:
         if not self._spare:
             return self._merge(a, b.copy())
         place = self._spare.pop()
+        # Accumulators are used again: fresh memory for each step would leave the cache.
         place[...] = b
         return self._merge(a, place)
 
@@ -307,6 +313,7 @@ class _Accumulators:
         height, stack = 0, self._stack
         while stack and stack[-1][0] == height:
             _, before, own = stack.pop()
+            # A leaf is the program's own memory (contributions are lent), so it may be read and never written.
             value = self._merge(before, value) if owned else self.fresh(before, value)
             if own:
                 self._spare.append(before)
@@ -316,6 +323,7 @@ class _Accumulators:
     def result(self) -> Array:
         """Return the whole tree, in memory of its own."""
         ((_, value, owned),) = self._stack
+        # The caller writes to the result, and with one part the tree is that part itself.
         return value if owned else value.copy()
 
 

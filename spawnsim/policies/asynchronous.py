@@ -62,6 +62,7 @@ class WarmUp:
         """
         self.detach()
         if self.steps:
+            # The largest count wins: a rank that left warm-up early would miss the collectives of the others.
             own, most = np.array([self.left]), np.zeros(1, np.int64)
             comm.Allreduce(own, most, MAX)
             self.left = int(most[0])
@@ -77,6 +78,8 @@ class WarmUp:
         live: Tensors = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
+                # Parameters without a gradient take part with zeros: collectives must match on all ranks, and a
+                # branch may be unused on one alone.
                 if parameter.grad is None:  # another rank may have one
                     parameter.grad = torch.zeros_like(parameter)
                 live[f"gradient/{name}"] = parameter.grad
@@ -85,6 +88,7 @@ class WarmUp:
                 self._mean = GroupMean(comm, as_real(live))
             self._mean(comm, as_real(live))
         except WorldError:
+            # The hook goes first: otherwise the optimizer's next step would call into a dead group again.
             self.detach()
             raise
 
@@ -140,8 +144,10 @@ class ClockAveraging:
         for source, message in arrived:
             self.exchanges.handle(source, message, now_s, self.vector)
         self.exchanges.tick(now_s, self.vector)
+        # Sent before it is cleared: the machine adds to this deque in every call.
         self.endpoint.send_all(self.exchanges.out)
         self.exchanges.out.clear()
+        # Compared with the last look: the endpoint's counts never fall, and each refusal is one event.
         refused = self._refused_count()
         if refused > self._refused:
             self.comm.record.event("refused_messages", tag=self.endpoint.tag, count=refused - self._refused)
@@ -272,6 +278,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
             self._end(self._averaging)
         self._warm_up.regroup(comm)  # also on a rank that joins: all of the group do
         ranks = (comm.Get_rank(), comm.Get_size())
+        # A copy: the pace learns step times, and those of one communicator's ranks say nothing of the next one's.
         pace = replace(self.pace)
         exchanges = (
             TreeAverage(ranks, pace)
@@ -305,6 +312,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
     def _start(self, averaging: ClockAveraging) -> None:
         """Begin to average by the clock, if that is wanted."""
         self._started = True
+        # Not if `abort` was called during warm-up: the last call counts.
         if self._wanted:
             self._began_s = averaging.comm.clock.now()
             averaging.exchanges.set_active(True, self._began_s)
@@ -336,6 +344,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         exchanges, comm, engine = averaging.exchanges, averaging.comm, averaging.engine
         try:
             exchanges.set_active(False, comm.clock.now(), for_good=for_good)
+            # Driven, not slept: others' messages are what settles the leaving.
             settled = engine.drive(lambda: exchanges.settled, exchanges.pace.patience_s)
             if not settled:
                 exchanges.forget()
@@ -397,6 +406,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
 
     def _warn_if_too_slow(self, comm: Comm) -> None:
         lasted_s = comm.clock.now() - self._began_s
+        # One rank alone never averages, so that this is no fault of the interval.
         if self.num_averagings == 0 and self.pace.interval_s > lasted_s > 0 and comm.Get_size() > 1:
             longer = f"sync_interval_ms={1000 * self.pace.interval_s:g} exceeds"
             self.warn(comm, f"{longer} the {1000 * lasted_s:.3g} ms of training: never averaged")

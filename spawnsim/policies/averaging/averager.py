@@ -231,6 +231,7 @@ class DecentralizedAverager:
         if chunk_s is None:
             chunk_s = min(self.comm.clock.limit_s(), math.inf if timeout is None else timeout / 2)
         rng, until_s = self.comm.rng("groups.donors"), None if timeout is None else now_s + timeout
+        # In `hold`, since a background task may be routing messages to the former download.
         with self.engine.hold():
             download = Download(self.number(), chunk_s, rng)
             self.loading = StateDownload(
@@ -384,6 +385,7 @@ class DecentralizedAverager:
         Returns:
             Whether they were free; then `release_tensors` must follow.
         """
+        # Not blocking: a task that waited here would keep a virtual rank's other tasks from releasing it.
         return self._tensors.acquire(blocking=False)
 
     def release_tensors(self) -> None:
@@ -410,10 +412,13 @@ class DecentralizedAverager:
         """
         for source, message in arrived:
             self._route(source, message, now_s)
+        # After the messages: an answer that has just come must not be counted as missing.
         self.steps.tick(now_s, dead, self.directory.tick(now_s))
         if self.loading is not None and not self.loading.done():
             self.loading.tick(now_s, dead)
         self.donor.declare(now_s)
+        # Only if a newcomer waits, and the tensors are free: a snapshot in the middle of a step would mix two
+        # states.
         if self.donor.waiting and self.acquire_tensors():
             try:
                 self.donor.answer(self.get_current_state)
@@ -457,6 +462,7 @@ class DecentralizedAverager:
         self.steps.note_group(group.number)
         index, size = group.ranks.index(self.rank), len(group.members)
         target = self.settings.target_group_size
+        # From the group's number, so that all members scatter without another message.
         self.bits = next_bits(self.bits, group.number, index=index, group_size=size, target=target)
         if led:
             self.comm.record.event(

@@ -126,10 +126,13 @@ class PartReducer:
 
     def awaits(self, sender: int) -> bool:
         """Whether the next average waits for a part of this sender."""
+        # `<=`: the sender has not passed the part that is to be averaged next.
         return not self.finished and sender in self.live and self.progress[sender] <= self.done
 
     def take(self, sender: int, index: int, values: Values | None, weight: float) -> bool:
         """Keep one part (None: it came damaged). Refuse those of the banned, and what has come or was passed over."""
+        # What was passed over is averaged already; taken now it would be in no mean, and its sender would be told
+        # otherwise.
         if sender not in self.live or index < self.progress[sender]:
             return False
         if values is not None:
@@ -230,6 +233,8 @@ def shares(group: Group, length: int, min_size: int) -> list[int]:
     """Return how many elements each member reduces; all 0 if no member can."""
     rates = [0.0 if member.role is Role.CLIENT else member.bandwidth for member in group.members]
     if not any(rate is None or rate > 0 for rate in rates):
+        # If no member that may reduce has bandwidth, all share the work equally: a group that nobody serves would
+        # fail.
         rates = [0.0 if member.role is Role.CLIENT else 1.0 for member in group.members]
     return element_counts(length, rates, min_size) if any(rates) or None in rates else [0] * len(rates)
 
@@ -286,6 +291,7 @@ class Butterfly:
                 self.handle(rank, message, now_s)
             else:
                 self.out.append((rank, message))
+                # A reducer that was idle owes its answer from now on, not from its last message.
                 self._heard_s[rank] = max(self._heard_s[rank], now_s)
 
     def _message(self, part: Part, index: int) -> Message:
@@ -297,6 +303,7 @@ class Butterfly:
             kept = self.residuals[part.segment][part.start : part.stop]
             piece = piece + kept
             raw, body = pack(codec, piece)
+            # What compression lost is kept for the next time, in the very place that it was lost.
             kept[:] = difference(piece, self.vector.unpacked(part, raw, body))
         return Message(Kind.PART, self.group.number, part=index, value=self.weight, body=body, raw=raw)
 
@@ -338,6 +345,7 @@ class Butterfly:
                 delta = reduced.deltas.get(sender)
                 if sender == self.rank:
                     self._answered(self.rank, reduced.part, delta, reduced.missing)
+                # A lost member's answer would stay on the wire in front of those for the living.
                 elif sender not in self._lost:
                     self.out.append((sender, self._answer(reduced, delta)))
             if not self.sends:
@@ -395,6 +403,8 @@ class Butterfly:
         limits, end_s = self.limits, self.began_s + self.limits.allreduce_timeout_s
         for rank in self.group.ranks:
             if rank != self.rank and self.reducer.awaits(rank):
+                # Silence begins no earlier than the last average: until then the reducer was not waiting for this
+                # sender alone.
                 since_s = max(self._heard_s[rank], self._reduced_s)
                 yield min(since_s + limits.sender_timeout_s, end_s), True, rank
             if rank != self.rank and self.sending.awaits(rank):
@@ -402,6 +412,7 @@ class Butterfly:
 
     def tick(self, now_s: float) -> None:
         """Ban senders and give up reducers whose time is over."""
+        # A list first, since a ban may average parts and so change who is awaited.
         for due_s, as_sender, rank in list(self._late()):
             if due_s <= now_s:
                 self._ban(rank, now_s) if as_sender else self._fail(rank)

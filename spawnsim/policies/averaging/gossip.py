@@ -42,6 +42,7 @@ def partner(mode: Mode, rank: int, size: int, *, round_: int, rng: np.random.Gen
     """
     if mode == "ring":
         peer = (rank + 1) % size
+        # Two ranks have one edge, which only one of them may use in a round.
         return peer if size > 1 and not (size == 2 and rank == 1) else None
     if mode == "shift_one":
         half, shift = size // 2, round_ if size % 2 else 0
@@ -173,8 +174,10 @@ class PairwiseGossip:
             self._silences[self._asked.peer] += 1
             self._leave_out(self._asked.peer, now_s)
             self._asked = None
+        # One request at a time: a second one would send weights that the first answer changes.
         if now_s < self._due_s or self._asked is not None:
             return
+        # From now on, not from when it was due: a rank that was busy does not catch up on rounds.
         self._due_s = now_s + self.pace.interval_s
         self._absent = {rank: until_s for rank, until_s in self._absent.items() if until_s > now_s}
         there = [rank for rank in range(self.size) if rank not in self._absent]
@@ -194,6 +197,7 @@ class PairwiseGossip:
 
     def lost(self, rank: int, now_s: float) -> None:
         """Note that a rank is dead."""
+        # For ever: a rank that restarts comes in another communicator.
         self._absent[rank] = math.inf
         if self._asked is not None and self._asked.peer == rank:
             self._asked = None
@@ -203,6 +207,7 @@ class PairwiseGossip:
         self._silences[source] = 0
         if message.kind is Kind.SWAP:
             self._absent.pop(source, None)
+            # Asking ranks are remembered, so that leaving can be told to those who would ask again.
             self._requesters.add(source)
             return self._swap(source, message, vector)
         if message.kind is Kind.DECLINED and message.part:  # it has left for good
@@ -220,9 +225,12 @@ class PairwiseGossip:
         return self._approach(vector, message.body, asked.sent, GAIN[self.mode])
 
     def _swap(self, source: int, message: Message, vector: Vector) -> bool:
+        # Read before they change: the answer holds the weights as they were, or the sum over both would not be
+        # kept.
         own = vector.read()
         if (
             not self.active
+            # A gain above one half would overshoot; it can only come from damage or another version.
             or not 0 < message.value <= 0.5
             or not self._approach(vector, message.body, own, message.value)
         ):

@@ -139,6 +139,7 @@ class Search:
     def offer(self, candidates: Iterable[Place], now_s: float) -> None:
         """Take up candidates; ask the earliest of those not asked before, unless a request is open."""
         for place in candidates:
+            # Only earlier places: see above the class. A refusal holds for one place, as a new search has another.
             if place < self.terms.place and self._refused.get(place[1]) != place:
                 self._candidates[place[1]] = place
         self._ask_next(now_s)
@@ -164,6 +165,7 @@ class Search:
         request, self._request = self._request, None
         if request is None:
             return
+        # Taken away first: the leader's late answers are then recognised by their number and declined.
         if tell:
             self.out.append((request.leader, Message(Kind.LEAVE, request.number)))
         place = self._candidates.pop(request.leader, None)
@@ -193,6 +195,7 @@ class Search:
             self._request.number,
         ):
             self.counts["late answers"] += 1
+            # A late acceptance must be declined, or that leader counts on this rank.
             self.out.extend(declined(self.rank, source, message))
         elif message.kind is Kind.REPLY:
             self._replied(message, now_s)
@@ -222,6 +225,7 @@ class Search:
         terms = self.terms
         here = len(self.followers) + 1
         complete = bool(terms.expected) and not self.awaited - set(self.followers)
+        # The order matters: a group that is complete but too small ends the search for all at once.
         if (complete and here >= terms.least) or (terms.size is not None and here >= terms.size):
             self.assemble()
         elif complete:
@@ -230,6 +234,7 @@ class Search:
     # ---------------------------------------------------------------------------------------- expected members
     def _called(self, place: Place, now_s: float) -> None:
         """Ask a rank that has come after all; one with a later place will ask by itself."""
+        # A refusal came before this rank had begun its search; now that it calls, it may be asked again.
         self._refused.pop(place[1], None)
         self.offer([place], now_s)
 
@@ -239,6 +244,7 @@ class Search:
             return
         if self.ahead is None or position > self.ahead:
             self.ahead = position
+        # A follower stays: its leader may still form a group of this round.
         if position.formed >= self.terms.round_ and self.leader is None:
             self.leave()
             self.late = True
@@ -280,6 +286,7 @@ class Search:
             return Reply.BAD_EXPIRATION_TIME, None
         if self.leader is not None:
             return Reply.NOT_A_LEADER, self.leader
+        # Answered as before: otherwise one lost reply would cost the follower its place.
         if source in self.followers:  # asked again: the first request, or its answer, was lost or doubled
             return Reply.ACCEPTED, terms.expires_s
         if terms.size is not None and len(self.followers) + 1 >= terms.size:
@@ -292,6 +299,7 @@ class Search:
         if message.part == Reply.ACCEPTED:
             request.accepted = True
             request.due_s = float(message.meta) + self.terms.request_timeout_s
+            # A leader need not answer before its own search expires, so its silence counts from then on.
             self._dismiss(request.leader)
         elif message.part == Reply.NOT_A_LEADER:
             self._give_up(now_s, tell=False, hint=message.meta)
@@ -303,6 +311,7 @@ class Search:
     def _dismiss(self, instead: int | None) -> None:
         """Send this rank's followers to another leader."""
         for rank, follower in self.followers.items():
+            # A hint, so that followers need not ask the directory again.
             self.out.append((rank, Message(Kind.DISBAND, follower.number, meta=instead)))
         self.followers.clear()
 
@@ -347,6 +356,8 @@ class Search:
         """Form the group of this rank and its followers, and tell them."""
         if self._request is not None:
             self.out.append((self._request.leader, Message(Kind.LEAVE, self._request.number)))
+            # The open request is withdrawn first: an acceptance that came later would put this rank into two
+            # groups.
             self._request = None
         members = self.terms.shuffle([self.terms.member, *(f.member for f in self.followers.values())])
         self.group, self.led = Group(self.terms.number(), tuple(members), self.terms.key), True
@@ -433,6 +444,7 @@ class Matchmaker:
     ) -> Search:  # fmt: skip
         averager, settings = self.averager, self.settings
         if settings.client_mode:
+            # An infinite place: clients never lead, as all others are earlier.
             place = (math.inf, averager.rank)
         member = Member(averager.rank, settings.role, settings.bandwidth, self._gathered)
         least = min(settings.min_group_size, size or settings.min_group_size)
@@ -449,6 +461,7 @@ class Matchmaker:
         averager = self.averager
         assert self.settings.matchmaking is not None
         members = self.settings.matchmaking.members(averager.rank, averager.size, averager.round)
+        # Leadership rotates with the round: a dead or slow rank leads only once in a while.
         shift = averager.round % len(members)
         order = members[shift:] + members[:shift]
         places = [(float(index), rank) for index, rank in enumerate(order)]
@@ -469,6 +482,7 @@ class Matchmaker:
 
     def replicas_changed(self, keys: Collection[str], now_s: float) -> None:
         """Declare again if a replica of this search's key did not answer."""
+        # A follower needs no entry in the directory, because its leader is the one to be found.
         if self.key in keys and not self.search.ended and self.search.leader is None:
             self._declare(now_s)
 

@@ -57,7 +57,9 @@ class TreeRound:
 
     def rise(self, now_s: float) -> Mean:
         """Return the mean of the branch. From now on the mean of all is awaited."""
+        # Silent are those that never gave, besides those that children have told: the root drops them all.
         self.risen, self.silent = True, self.silent | self.awaited
+        # Twice, as the mean has to rise through the rest of the tree and come down again.
         self.until_s = now_s + 2 * self.pace.patience_for(self._levels)
         given = [(self.sent, 1.0), *(self._means[child] for child in self.children if child in self._means)]
         weights = [weight for _, weight in given]
@@ -72,6 +74,7 @@ class TreeRound:
     def falling(self, mean: Mean) -> Iterator[Outgoing]:
         """Return the messages that take the mean of all to those children whose own is in it."""
         message = Message(Kind.DOWN, self.number, value=mean[1], body=as_body(mean[0]))
+        # A branch that gave nothing does not get the mean: its members' deltas would lack their own part.
         return ((child, message) for child in self.children if child in self._means)
 
     def apply(self, mean: Mean, vector: Vector) -> None:
@@ -146,6 +149,7 @@ class TreeAverage:
 
     def _settle(self, last_round: int) -> None:
         self._last_round = last_round
+        # A round beyond the last that counts on this rank is given up at once: nobody waits for it there.
         if self._leaving and self._round is not None and self._round.number > last_round:
             self._round = None
 
@@ -170,6 +174,7 @@ class TreeAverage:
         roster = self._roster
         if roster is None or not (successors := self._successors(roster)):
             return
+        # The lowest epoch among the successors' next ones, so that all ranks name the same successor.
         self._roster, self._leadership.epoch = None, min(map(self._leadership.epoch_led_by, successors))
         self._leadership.expects_nothing()
         told = sorted((roster.present | roster.idle) - {self.rank})
@@ -185,6 +190,7 @@ class TreeAverage:
         self._leadership.expects_nothing()
         self._give_up_round()
         if deposed is not None:
+            # Told to those it led: they would go on reporting to a coordinator that has stepped down.
             self.out.extend((rank, self._epoch_message()) for rank in sorted(deposed.present - {self.rank}))
         if self._leadership.coordinator == self.rank:  # a first reminder asks all others where they stand
             self._roster = Roster(first_of(epoch), self.pace, now_s + self.pace.interval_s, remind_s=now_s)
@@ -255,6 +261,7 @@ class TreeAverage:
         self._leadership.away.discard(source)
         self.pace.step_s = max(self.pace.step_s, message.value)
         roster.note(source, message.part, now_s)
+        # The current round still counts on its members; others may leave at once.
         last = roster.number if source in roster.members else first_of(self._leadership.epoch)
         self.out.append((source, Message(Kind.SETTLED, last, part=message.part)))
 
@@ -269,6 +276,7 @@ class TreeAverage:
 
     # ------------------------------------------------------------------------------------------------- a round
     def _opened(self, message: Message, now_s: float, vector: Vector) -> None:
+        # OPEN may come twice, or late by a slow branch: each round is entered once.
         known = max(self.rounds, self._round.number if self._round is not None else 0)
         if message.number <= known or self.rank not in message.meta:
             self.counts["late"] += 1
@@ -277,6 +285,7 @@ class TreeAverage:
             self._tell(now_s)
             return
         self._give_up_round()
+        # The coordinator's step is the longest known; the patience of all levels depends on it.
         self.pace.step_s = max(message.value, self._step_s)
         self._round = TreeRound(message, self.rank, self.pace, now_s, vector.read())
         self.out.extend(self._round.opening())
@@ -304,6 +313,7 @@ class TreeAverage:
         assert here is not None
         self.rounds = here.number
         if not mean[1] > 1:  # no other rank's weights are in it
+            # A mean of this rank alone would come back as it was sent.
             return False
         self.out.extend(here.falling(mean))
         here.apply(mean, vector)
@@ -330,6 +340,8 @@ class TreeAverage:
         epoch = epoch_of(message.number)
         if epoch < self._leadership.epoch:
             self.counts["late"] += 1
+            # A sender that still lives in an earlier epoch must be told, or it waits for a coordinator that is
+            # gone.
             if message.kind in (Kind.PRESENT, Kind.OPEN, Kind.HANDOVER):  # its sender has missed an epoch
                 self.out.append((source, self._epoch_message()))
             return False

@@ -61,6 +61,7 @@ def slowest_time(parts: Sequence[float] | Floats, bandwidths: Sequence[float] | 
 
 def whole_shares(length: int, scores: Floats) -> list[int]:
     """Return whole numbers that sum to `length`, in proportion to scores (the Hagenbach-Bischoff method)."""
+    # A little below the quota, so that rounding never hands out more than there is.
     quota = np.floor(length * scores / scores.sum() * (1 - 1e-12)).astype(np.int64)
     for _ in range(length - int(quota.sum())):
         quota[int(np.argmax(scores / (quota + 1)))] += 1
@@ -130,6 +131,7 @@ class Vector:
         for tensor, codec in zip(self.tensors, codecs, strict=True):
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             kind = real.dtype, codec if real.dtype.is_floating_point else NoCompression()
+            # Codecs with statistics of the whole vector must not mix tensors of different scale.
             if not isinstance(kind[1], VALUE_BY_VALUE) or kind not in kinds:
                 kinds.append(kind)
                 self._groups.append([real])
@@ -221,6 +223,7 @@ def average(parts: Sequence[Values], weights: Sequence[float]) -> tuple[Values, 
     drift = np.zeros_like(anchor)
     with np.errstate(invalid="ignore", over="ignore"):
         for part, weight in zip(parts[1:], weights[1:], strict=True):
+            # Differences to the anchor: equal parts give exactly zero, whatever the weights.
             drift += (part - anchor) * anchor.dtype.type(weight / total)
         mean = anchor + drift
     if np.isfinite(mean).all():
@@ -228,6 +231,7 @@ def average(parts: Sequence[Values], weights: Sequence[float]) -> tuple[Values, 
     return _finite_average(parts, weights), total
 
 
+# Only where something is not finite: this way takes a copy of all parts.
 def _finite_average(parts: Sequence[Values], weights: Sequence[float]) -> Values:
     stacked = np.stack(parts)
     finite = np.isfinite(stacked)

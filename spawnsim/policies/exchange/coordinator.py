@@ -31,6 +31,7 @@ Quorum = int | float
 def check_quorum(quorum: Quorum) -> Quorum:
     """Return the quorum, or raise `ParameterError`."""
     share = isinstance(quorum, float)
+    # Booleans are integers to Python: quorum=True would mean one rank.
     if isinstance(quorum, bool) or quorum <= 0 or (share and quorum > 1):
         raise ParameterError(
             f"quorum={quorum!r}: give a share of the group in (0, 1] or a whole number of ranks"
@@ -112,12 +113,14 @@ class Coordinator:
     def needed(self) -> int:
         """Return how many reports decide a round before its deadline."""
         here = self.size - len(self._left)
+        # Of the ranks that are still there: a quorum of all would never be reached once some have left.
         wanted = math.ceil(self.quorum * here) if isinstance(self.quorum, float) else self.quorum
         return max(1, min(wanted, here))
 
     def due(self, now_s: float) -> list[Decision]:
         """Return the decisions that can be taken now, oldest round first; rounds without a replacement included."""
         decisions = []
+        # A copy of the keys in order, because deciding a round closes older ones and changes the table.
         for round_ in sorted(self._open):
             entry = self._open.get(round_)
             if entry is None:  # closed by a younger round
@@ -133,6 +136,7 @@ class Coordinator:
         told = self._late | self._open[round_].reports
         reports = [told[rank] for rank in sorted(told) if rank not in self._left]
         self.closed, self._late = round_, {}
+        # Older rounds are closed with it: their metrics are of weights that may be replaced by now.
         self._open = {other: entry for other, entry in self._open.items() if other > round_}
         if round_ - self.last_trigger < self.cooldown:
             self.counts["cooldown"] += 1
@@ -140,6 +144,7 @@ class Coordinator:
         decision = decide(round_, reports, self.rules, self._rng, busy=self._busy(now_s))
         if decision.assignments:
             self.last_trigger = round_
+            # Four deadlines: the replaced rank itself waits for one, and its report comes a round later.
             give_up_s = now_s + 4 * self.deadline.limit_s(share=1.0)
             self._assigned.update((rank, (round_, give_up_s)) for rank in decision.assignments)
         return decision
@@ -227,6 +232,7 @@ class _OpenAssignment:
     parts: dict[int, dict[int, Message]] = field(default_factory=dict)
 
     def whole(self) -> dict[int, list[Message]]:
+        # Complete by count: parts come in any order, and each says how many there are.
         return {
             donor: [got[index] for index in sorted(got)]
             for donor in self.assignment.donors
@@ -249,6 +255,7 @@ class Inbox:
 
     def assign(self, assignment: Assignment, now_s: float) -> bool:
         """Take an assignment; return whether its donors are to be asked."""
+        # One at a time: a second replacement would mix donors of two rounds.
         if self._pending is not None or assignment.round <= self.settled:
             self.counts["refused"] += 1
             return False
@@ -257,6 +264,7 @@ class Inbox:
 
     def part(self, donor: int, message: Message, now_s: float) -> None:
         """Take one part of a donor's snapshot."""
+        # Answers to an earlier round may come after its deadline, from donors that were slow.
         pending = self._pending
         if (
             pending is None
@@ -299,5 +307,6 @@ class Inbox:
             self._end(Outcome(self._pending.assignment, {}, 0.0))
 
     def _end(self, outcome: Outcome) -> Outcome:
+        # Settled even without a result, or the coordinator would take this rank for busy.
         self.settled, self._pending = outcome.assignment.round, None
         return outcome

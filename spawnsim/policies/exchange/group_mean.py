@@ -50,7 +50,9 @@ def all_same(comm: Comm, live: Tensors) -> bool:
     tensors = [tensor for tensor in live.values() if tensor.numel()]
     if not tensors:
         return True
+    # Spread over all tensors, the last one too: early layers may be frozen, and so equal where later ones differ.
     few = tensors[:: -(-len(tensors) // FEW)] + tensors[-1:]
+    # `and` stops at the first difference, which training models show in the heads of a few tensors.
     return (
         _same_digest(comm, map(_head, few))
         and _same_digest(comm, map(_head, tensors))
@@ -60,6 +62,7 @@ def all_same(comm: Comm, live: Tensors) -> bool:
 
 def _head(tensor: torch.Tensor) -> torch.Tensor:
     """Return the first numbers of a tensor, without laying it out anew."""
+    # Indexing and not `reshape`: a tensor that is not contiguous would be copied whole for its first numbers.
     while tensor.dim() > 1:
         tensor = tensor[0]
     return tensor.reshape(-1)[:HEAD]
@@ -70,6 +73,7 @@ def _same_digest(comm: Comm, rows: Iterable[torch.Tensor]) -> bool:
     for row in rows:
         state.update(row.contiguous().cpu().view(torch.uint8).numpy().data)
     digest = np.frombuffer(state.digest(), np.int64)
+    # Maximum and minimum in one Allreduce: the maximum of the complement is the complement of the minimum.
     ends = np.concatenate([digest, ~digest])  # the greatest, and the least
     comm.Allreduce(IN_PLACE, ends, MAX)
     return bool(ends[0] == ~ends[1])
@@ -113,8 +117,10 @@ def heal(comm: Comm, pieces: Sequence[MeanPiece]) -> Healed:
     A piece is a mean (the sum divided by the group's size) and what this rank left out of it. Where no rank left
     anything out, this costs one small Allreduce.
     """
+    # All ranks have equal pieces, so all skip the collective alike.
     if not pieces:
         return Healed()
+    # All must agree which pieces to mend, because mending is itself a collective.
     wanted = np.asarray([left_out is not None for _, left_out in pieces], np.int32)
     comm.Allreduce(IN_PLACE, wanted, MAX)
     found = Healed()
@@ -130,6 +136,7 @@ def mend(comm: Comm, mean: torch.Tensor, left_out: LeftOut | None) -> Healed:
     if left_out is not None:
         counts[left_out.places] = 0
     comm.Allreduce(IN_PLACE, as_memory(counts))
+    # The mean was divided by the group's size: multiplying undoes that where fewer ranks contributed.
     mean.mul_(torch.where(counts > 0, comm.Get_size() / counts, 1))
     if left_out is None:
         return Healed()
@@ -155,6 +162,7 @@ class BufferedMean:
         self._guard = guard and not self._whole
         lengths = [entry.count for entry in entries]
         self._count = sum(lengths)
+        # Remainders travel behind the quotients in one buffer: one Allreduce and not two.
         self._flat = new_buffer(2 * self._count if self._whole else self._count, wire, device)
         self._memory = as_memory(self._flat)
         pieces = torch.split(self._flat[: self._count], lengths)
@@ -178,6 +186,7 @@ class BufferedMean:
         # NaN and infinities are not looked for before the sum, which would cost a pass over all tensors each time: they
         # show in the sum, on all ranks alike, so all take this branch together and sum once more.
         if not self._mean(comm):
+            # Gathered again: the failed sum has overwritten this rank's contribution.
             self._gather()
             left_out = leave_out(self._flat)
             self._mean(comm)
@@ -199,9 +208,11 @@ class BufferedMean:
         if not self._guard:
             _divide(self._memory, comm.Get_size())
             return True
+        # Two looks: the quick one may take very large finite numbers for infinite.
         return _divided(self._flat, comm.Get_size()) or all_finite(self._flat)
 
     def _bind(self, live: Tensors) -> None:
+        # By identity of the mapping: the collector gives the same one as long as the memory is the same.
         if live is not self._live:
             self._live, self._own = live, [live[name] for name in self._names]
             dtype, device = self._flat.dtype, self._flat.device  # Adam's step counts stay on the CPU
@@ -227,6 +238,7 @@ class BufferedMean:
         self._flat[self._count :] = value - quotient * size
         self._flat[: self._count] = quotient
         comm.Allreduce(IN_PLACE, self._memory)
+        # Halves round up: torch's own rounding to even would depend on whether the mean is odd.
         remainder = (2 * self._flat[self._count :] + size).div(2 * size, rounding_mode="floor")
         self._flat[: self._count] += remainder
 
@@ -254,12 +266,14 @@ class InPlaceMean:
         if live is not self._live:
             own = [live[name] for name in self._names]
             self._live, self._own, self._row = live, own, as_one_view(own)
+        # Reset for each call: what a call that failed has left must not be mended in the next one.
         self.pending = []
         row = self._row
         if row is None:  # it was moved apart, or lies across memory
             row = torch.cat([tensor.reshape(-1) for tensor in self._own])
         staged = row.dtype != self._wire or momentum
         healed = self._staged(comm, row, momentum) if staged else self._in_place(comm, row)
+        # Tensors without common memory are mended in the copy before it is written back, so none is left for later.
         if row is not self._row:
             healed += heal(comm, self.pending)
             self.pending = []
@@ -303,6 +317,7 @@ def _divide(total: Any, size: int) -> None:
     if size & (size - 1):
         total /= size
     else:  # by a power of two: the same number, at a third of the price
+        # Exact only for powers of two: the reciprocal of any other number is rounded.
         total *= 1 / size
 
 
@@ -320,6 +335,7 @@ def _add_momentum(own: list[torch.Tensor], mean: list[torch.Tensor], momentum: f
     if momentum:
         for mine, total in zip(own, mean, strict=True):
             drift = (mine.to(total) - total).mul_(momentum)
+            # Only the drift is cleaned: own values that are not finite must not come back through momentum.
             total.add_(drift if all_finite(drift) else drift.nan_to_num_(0, 0, 0))
 
 
@@ -350,6 +366,7 @@ class GroupMean:
         # leaves it half summed. Where that is survived, the model must be as it was: all goes through a buffer.
         in_place = not able.survives and all(t.device.type in able.devices for t in live.values())
         self._parts: list[BufferedMean | InPlaceMean] = []
+        # In order of appearance, which is the same on all ranks: a set would sum dtypes in different orders.
         for wire in dict.fromkeys(_wire_dtype(entry.dtype) for entry in self.layout.entries):
             entries = [entry for entry in self.layout.entries if _wire_dtype(entry.dtype) == wire]
             if in_place and wire != torch.int64:
@@ -382,7 +399,9 @@ class GroupMean:
         healed = Healed()
         for part in self._parts:
             healed += part.average(comm, live, momentum)
+        # After all sums: one small Allreduce for all pieces instead of one for each.
         healed += heal(comm, [piece for part in self._parts for piece in part.pending])
+        # Written last, so that a group that broke up in the middle leaves the tensors as they were.
         for part in self._parts:
             part.store()
         if healed != Healed():
@@ -409,6 +428,7 @@ def _agree_on_place(comm: Comm, tensors: Sequence[torch.Tensor]) -> tuple[bool, 
 def check_same(comm: Comm, layout: Layout, *, guard: bool) -> None:
     """Raise `MismatchError` on every rank of the group unless all have the same layout, and the same guard."""
     digest = np.uint64(layout.digest)
+    # Digest and its complement: a link that damages one of them shows, since collectives carry no checksums.
     rows = np.empty((comm.Get_size(), 2), np.uint64)
     comm.Allgather(
         np.asarray([digest, ~digest ^ np.uint64(guard)]), rows
@@ -426,6 +446,7 @@ def check_same(comm: Comm, layout: Layout, *, guard: bool) -> None:
     if (rows[:, 0] == rows[0, 0]).all():
         raise MismatchError(f"{who}: ranks {off} average with guard=False, ranks {on} with guard=True: agree")
     others = [int(rank) for rank in np.flatnonzero(rows[:, 0] != rows[0, 0])]
+    # Texts are exchanged only in case of an error, which all ranks see alike: they may be megabytes.
     texts = comm.allgather(layout.text)
     difference = Layout.parse(texts[0]).difference(Layout.parse(texts[others[0]]))
     raise MismatchError(
@@ -476,6 +497,7 @@ class Consensus:
             model: as the iteration left it.
         """
         due = int(self._comm.clock.now() / self._every_s) + 1
+        # A long iteration may pass several times: the rank held the older model at each of them.
         self._kept += [self._held] * (due - len(self._kept))
         self._held, self._model = self._weights(model), model
 
@@ -491,6 +513,7 @@ class Consensus:
         comm, held = self._comm, self._held
         with comm.clock.deadline(float("inf")):  # a straggler may end much later than the first
             ticks = comm.allreduce(len(self._kept), op=MAX)
+        # Who has ended keeps its last weights, else the mean would be of ever fewer ranks.
         self._kept += [held] * (ticks - len(self._kept))
         found, at_once = copy.deepcopy(self._model), max(1, AT_ONCE_NBYTES // max(held.nbytes, 1))
         for begin in range(0, ticks, at_once):

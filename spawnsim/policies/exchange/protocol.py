@@ -70,9 +70,11 @@ class Exchange:
 
     def report(self, iteration: int, metric: float, *, expired: bool) -> None:
         """Tell the coordinator this rank's metric of the round `iteration`."""
+        # Finished sends are let go before another begins: their memory is used again for the next snapshot.
         self.endpoint.reap()
         self._pace(self.comm.clock.now())
         settled = self.inbox.settled
+        # `settled` travels in each report, so that a report that is lost costs no more than one round.
         message = Message(Kind.REPORT, iteration, iteration, value=metric, settled=settled, expired=expired)
         self.tell_leader(message)
 
@@ -87,6 +89,8 @@ class Exchange:
     def _pace(self, now_s: float) -> None:
         """Learn the time from call to call, from report to report."""
         if self._calls:
+            # Averaged over all calls between two reports: a single gap (an evaluation, a checkpoint) is not the
+            # pace.
             self.call_s = (now_s - self._reported_s) / self._calls
         self._reported_s, self._calls = now_s, 0
 
@@ -97,17 +101,22 @@ class Exchange:
         self.assigned = None
         self._calls += 1
         arrived = self.endpoint.poll()
+        # No look at the clock where nothing happened: most calls of a training loop are such, and a look costs
+        # virtual ranks an event.
         if not (arrived or self.inbox.waiting or (self.coordinator and self.coordinator.waiting)):
             return None
         now_s = self.comm.clock.now()
+        # Snapshots are of this call's model; kept any longer, they would be another iteration's weights.
         self._packed.clear()
         while True:
+            # Messages first, decisions after them: a report that is here already must count in the decision.
             for source, message in arrived:
                 self._handle(source, message, (now_s, iteration), (model, optimizer))
             self._coordinate(iteration, now_s)
             arrived = self.endpoint.from_self()  # what this rank's roles have just told each other
             if not arrived:
                 break
+        # After the loop, because the last part of a snapshot may be this rank's own answer to itself.
         return self.inbox.outcome(now_s)
 
     def _handle(
@@ -119,6 +128,7 @@ class Exchange:
             self.counts["unreadable"] += 1
             return
         try:
+            # A leaving rank sends nothing: what each has sent was counted for the shutdown already.
             if message.kind == Kind.FETCH and not self.leaving:
                 self._give(source, message.number, iteration, whose)
             elif message.kind == Kind.SNAPSHOT:
@@ -146,6 +156,8 @@ class Exchange:
     def _give(
         self, replaced: int, round_: int, iteration: int, whose: tuple[torch.nn.Module, torch.optim.Optimizer]
     ) -> None:
+        # One packing serves all replaced ranks of a round that ask in one call: under "best_only" that is all of
+        # them.
         messages = self._packed.get(round_)
         if messages is None:
             live = collect(*whose, self.travels)
@@ -155,6 +167,7 @@ class Exchange:
 
     def _busy(self, memory: Bytes) -> bool:
         """Return whether a snapshot is being sent from this memory, or may be in this call."""
+        # Memory that is being sent must not be packed anew, nor what this call is about to send.
         mine = (message for messages in self._packed.values() for message in messages)
         return self.endpoint.is_sending(memory) or any(memory is message for message in mine)
 
@@ -173,6 +186,7 @@ class Exchange:
             self._record(decision)
 
     def _record(self, decision: Decision) -> None:
+        # World ranks in the record: ranks of the group change with each recovery.
         world = self.comm.Get_group().members
         self.comm.record.event(
             "decision",
@@ -221,6 +235,8 @@ class ShutdownDrain:
             self._finish(min(end_s, self._clock.now() + PATIENCE_CALLS * exchange.call_s))
             while exchange.coordinator and not self._alone() and self._clock.now() < end_s:
                 self._rest()
+            # The coordinator stops before the sends are counted: a decision after the count would be a message that
+            # nobody expects.
             exchange.coordinator, exchange.leaving = None, True
             return self._receive(self._expected(end_s), end_s)
         except (RankFailed, Revoked, Timeout):
@@ -250,6 +266,8 @@ class ShutdownDrain:
         with self._clock.deadline(max(end_s - self._clock.now(), 1e-3)):
             # Few are sent to by each: a vector of all ranks on every rank would be the largest thing a rank holds.
             sent = comm.gather(dict(self.exchange.endpoint.sent), root=0)
+            # Gathered and scattered by rank 0, not by Alltoall: with 1,000 ranks that takes a vector of 1,000
+            # numbers on each.
             expected = comm.scatter(None if sent is None else _by_receiver(sent), root=0)
         return int(expected)
 
@@ -257,11 +275,14 @@ class ShutdownDrain:
         """Receive what is still missing; what does not come while nothing moves, or in all the time left, is lost."""
         box, patience_s = self.exchange.endpoint, PATIENCE_POLLS * self._wiring.poll_interval_s
         moved_s, before = self._clock.now(), -1
+        # At least some polls are left, even if the count itself has taken all the time.
         end_s = max(end_s, moved_s + patience_s)
         while not (box.reap() and box.received >= expected and not box.unfinished):
             now_s = self._clock.now()
             if box.received != before:
                 moved_s, before = now_s, box.received
+            # Silence ends the wait only while no message is unfinished: a large part may take longer than the
+            # patience.
             elif now_s > end_s or (now_s > moved_s + patience_s and not box.unfinished):
                 return False
             self._rest()

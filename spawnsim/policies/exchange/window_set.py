@@ -47,19 +47,24 @@ class MetricsBoard:
         self._size, me = comm.Get_size(), comm.Get_rank()
         self._deputies = [(holder + step) % self._size for step in range(1, min(DEPUTIES + 1, self._size))]
         holding = me == holder or me in self._deputies
+        # The whole board stays below 40 kB up to 1,000 ranks: every look reads all of it.
         self._kept = max(2, min(MOST_REPORTS, ALL_REPORTS // self._size))
         self._mine = np.zeros(REPORTS + 2 * self._kept)
         self.reports = 0  # of this rank
         self._lines = np.zeros((self._size, self._mine.size))
+        # A copy, as a board that moved begins empty: what was read before still counts until its owner writes
+        # again.
         self._known = self._lines.copy()
         # As of the latest look, and how many reports of this rank ago it changed.
         self._newest = np.full(self._size, NEVER)
         self._since = np.zeros(self._size, np.int64)
         nbytes = self._lines.nbytes + 8 if holding else 0  # the lines, and the verdict
         self._win: Any = cast("Any", comm).Win.Allocate(nbytes, 1, comm=comm)
+        # One epoch for the board's whole life: Lock and Unlock around each report would cost two round trips.
         self._win.Lock_all()
         self._sent: Request | None = None
         if me == holder:
+            # The holder puts to itself, since its part must have been written before the barrier for all to see.
             self._put(np.zeros(self._lines.size + 1), 0)
             self._win.Flush(holder)
         elif holding:
@@ -73,6 +78,7 @@ class MetricsBoard:
         place = REPORTS + 2 * (self.reports % self._kept)
         self._mine[place : place + 2] = iteration + 1, metric
         self._mine[WRITTEN] = HERE
+        # The first report writes the whole line: on a deputy's board it is not there yet.
         if not self.reports:
             self._write(0, self._mine.size)
         else:
@@ -87,6 +93,7 @@ class MetricsBoard:
 
     def read(self) -> ReportTable:
         """Return the lines of the ranks that have written one; this rank's as it is here."""
+        # Again if others have moved on: a rank that stayed would go on with lines that nobody writes any more.
         while self._try(self._read) and (self._lines[:, WRITTEN] == MOVED).any():
             self._move()
         lines = self._known
@@ -96,11 +103,13 @@ class MetricsBoard:
             there = self._lines[:, WRITTEN] > 0
             lines[there] = self._lines[there]
             if self.reports:
+                # Its own line is taken from here: the one on the board may still be under way.
                 lines[self.comm.Get_rank()] = self._mine
         iterations, metrics = _newest_first(lines[:, REPORTS:].reshape(self._size, self._kept, 2))
         changed = iterations[:, 0] != self._newest
         self._newest = iterations[:, 0].copy()
         self._since[changed] = self.reports
+        # Counted in own reports, not in seconds: ranks that train slowly report slowly, and are not dead.
         alive = self.reports - self._since < PATIENCE
         every = ReportTable(np.arange(self._size), iterations, metrics, lines[:, BUSY] > 0, alive)
         return every.of(lines[:, WRITTEN] > 0)
@@ -115,10 +124,12 @@ class MetricsBoard:
     def _write(self, first: int, last: int) -> None:
         """Write numbers of this rank's line."""
         at = self.comm.Get_rank() * self._mine.nbytes + first * self._mine.itemsize
+        # A copy, because the line changes with the next report while this one may still be under way.
         self._try(lambda: self._put(self._mine[first:last].copy(), at))
 
     def _put(self, line: NDArray[np.float64], at: int) -> None:
         if self._sent is not None:
+            # One access at a time keeps the order: a newer report must not be overwritten by an older one.
             self._sent.Wait()  # the line before this one arrived long ago, unless the holder is gone
         target = [at, line.nbytes, BYTE]
         self._sent = self._win.Rput([line.view(np.uint8), line.nbytes, BYTE], self.holder, target)
@@ -145,6 +156,7 @@ class MetricsBoard:
         gone = self._mine.copy()
         gone[WRITTEN] = MOVED
         try:
+            # Forgotten before the write, since `_put` would wait for it first.
             self._sent = None  # what is under way there may take for ever
             self._put(gone, self.comm.Get_rank() * gone.nbytes)
         except RankFailed:
@@ -251,6 +263,7 @@ class OpenWindows:
     snapshots: SnapshotWindow
     board: MetricsBoard
 
+    # A nonblocking barrier: a blocking one cannot be left when its deadline has passed.
     def _all_come(self, timeout_s: float) -> bool:
         try:
             with self.comm.clock.deadline(timeout_s):

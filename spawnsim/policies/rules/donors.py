@@ -68,6 +68,7 @@ def best_weights(metrics: Sequence[float], mode: Mode = "max") -> Weights:
     good = [goodness(metric, mode) for metric in metrics]
     weights = np.zeros(len(good))
     if good:
+        # The last of equals: the lower rank is the first to be replaced, so donors are taken from the other end.
         weights[max(range(len(good)), key=lambda index: (good[index], index))] = 1
     return weights
 
@@ -319,6 +320,7 @@ def decide(
     no rank is replaced.
     """
     taking = admitted(reports, rules.nan_policy)
+    # The range is of all finite reports, those that do not take part included: it describes the round.
     finite = [report.metric for report in reports if math.isfinite(report.metric)]
     low, high = (min(finite), max(finite)) if finite else (math.nan, math.nan)
     decision = Decision(round_, len(reports), low, high)
@@ -327,6 +329,7 @@ def decide(
     selected = spare_the_best(known.intersection(rules.selection(taking)), taking, rules.mode)
     givers = [r for r in taking if r.rank not in selected and r.rank not in busy and math.isfinite(r.metric)]
     if givers or rules.strategy == "reset_weights":
+        # Sorted, since donors are drawn one replaced rank after the other, and a set has no order to rely on.
         for rank in sorted(selected.difference(busy)):
             donors, weights = choose_donors(rank, givers, rules, rng)
             decision.assignments[rank] = Assignment(round_, donors, weights, low, high)
@@ -339,6 +342,7 @@ def choose_donors(
     """Return the donors of one replaced rank, by rank, and their weights; donors of no weight are left out."""
     if rules.strategy == "reset_weights":
         return (), ()
+    # Users' rules may name a donor twice; its weight would count twice.
     chosen = sorted(set(rules.donors(rank, givers, rng)))
     metrics = {report.rank: report.metric for report in givers}
     if not chosen or not metrics.keys() >= set(chosen):
@@ -346,5 +350,6 @@ def choose_donors(
             f"the donor rule gave {chosen} for rank {rank}: choose among {sorted(metrics)}, at least one"
         )
     weights = rules.weights([metrics[donor] for donor in chosen])
+    # A donor of no weight would be asked for its whole model for nothing.
     pairs = [(donor, weight) for donor, weight in zip(chosen, weights, strict=True) if weight > 0]
     return tuple(donor for donor, _ in pairs), tuple(weight for _, weight in pairs)

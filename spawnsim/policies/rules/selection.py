@@ -59,6 +59,7 @@ def goodness(metric: float, mode: Mode = "max") -> float:
 
 def worst_first(reports: Iterable[Report], mode: Mode = "max") -> list[Report]:
     """Return the reports from worst to best; equal ones by rank."""
+    # The rank breaks ties, so that all who decide on the same reports decide alike.
     return sorted(reports, key=lambda report: (goodness(report.metric, mode), report.rank))
 
 
@@ -82,6 +83,7 @@ def worst_count(size: int, ratio: float) -> int:
     """
     if size <= 1 or ratio <= 0:
         return 0
+    # 1e-9 because 0.2 * 5 and its like may be just below a whole number.
     return min(max(1, math.floor(size * ratio + 1e-9)), size - 1)
 
 
@@ -289,6 +291,7 @@ class ReportTable:
 
     def near(self, iteration: int) -> list[Report]:
         """Return each rank's report that is nearest to an iteration, by rank; the newer of two."""
+        # Empty places are infinitely far, not at iteration −1, which lies near to 0.
         away = np.where(self.iterations == NEVER, np.iinfo(np.int64).max, np.abs(self.iterations - iteration))
         metrics = np.take_along_axis(self.metrics, away.argmin(axis=1)[:, None], axis=1)[:, 0]
         pairs = zip(self.ranks.tolist(), metrics.tolist(), strict=True)
@@ -332,6 +335,7 @@ class ReportRounds:
 
     def due(self, iteration: int, *, last: bool) -> bool:
         """Return whether to look at the board now; `last` if the next report is about to be made."""
+        # One look for each report: every look costs a round trip to the board's holder.
         if self._looked or not self._open or self._open[-1] == iteration:
             return False
         return last or iteration - self._open[-1] >= self._half
@@ -346,6 +350,7 @@ class ReportRounds:
             return None
         iteration, alive = self._open[0], lines.of_alive()
         late = alive.awaited(iteration, self._floor(iteration))
+        # Beyond that the oldest report is judged with what is there, or one slow rank would hold up all judgements.
         if len(self._open) > MOST_REPORTS_BEHIND:
             late[:] = False
         known, ranks = alive.of(~late).near(iteration), alive.ranks[late].tolist()

@@ -72,6 +72,7 @@ class Scaled16Bit:
 
     def encode(self, values: Floats) -> Bytes:
         mean, std = _moments(values)
+        # Equal values have no deviation: a division by 0 would make NaN of vectors that should come back exactly.
         scaled = np.zeros(values.size) if std == 0 else (values.astype(np.float64) - mean) / std
         return np.concatenate([_bytes(np.asarray([mean, std])), _bytes(scaled.astype(np.float16))])
 
@@ -96,6 +97,7 @@ class Uniform8Bit:
         mean, std = _moments(values)
         scale = self.sigmas * std / 256
         if scale == 0:
+            # One bucket whose mean is the value: equal values come back exactly.
             return _with_codebook(np.zeros(values.size, np.uint8), values)
         codes = np.clip(np.rint((values - mean) / scale) + 128, 0, 255).astype(np.uint8)
         return _with_codebook(codes, values)
@@ -133,6 +135,7 @@ class Blockwise8Bit:
         blocks = -(-values.size // self.block)
         padded = np.zeros((blocks, self.block))
         padded.reshape(-1)[: values.size] = values
+        # Padded with zeros, which never are a block's largest magnitude.
         largest = np.abs(padded).max(axis=1)
         scaled = padded * (127 / np.where(largest > 0, largest, 1))[:, None]
         codes = np.rint(scaled).astype(np.int8).reshape(-1)[: values.size]
@@ -166,6 +169,7 @@ def as_codec(compression: str | Codec | None) -> Codec:
 
 def pack(codec: Codec, values: Floats) -> tuple[bool, Bytes]:
     """Return (raw, bytes): compressed, or as they are where that is not smaller or a value is not finite."""
+    # Codecs scale by means and maxima, which one NaN would carry to all values.
     if isinstance(codec, NoCompression) or not np.isfinite(values).all():
         return True, _bytes(values)
     packed = codec.encode(values)
@@ -178,6 +182,7 @@ def unpack(codec: Codec, body: Bytes, *, raw: bool, dtype: np.dtype[Any], count:
     Raises ValueError if the body is too short for them.
     """
     values = body.view(dtype)[:count] if raw else codec.decode(body, count)
+    # Slices do not fail: a body that is too short would give fewer values without an error.
     if values.size != count:
         raise ValueError(f"{body.size} bytes hold {values.size} of {count} values")
     return values.astype(dtype, copy=False)

@@ -90,6 +90,7 @@ def _named(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield the optimizer's parameters with their names in the model, or their place where the model has no name."""
+    # By identity: equal parameters are different ones, and tensors compare element by element.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -104,6 +105,7 @@ def _optimizer_tensors(
             if isinstance(value, torch.Tensor):
                 yield f"optimizer/{name}/{key}", value.detach()
             elif isinstance(value, (int, float)):
+                # Some optimizers count steps in Python numbers; as tensors they travel like the rest.
                 yield f"optimizer/{name}/{key}", torch.tensor(float(value), dtype=torch.float64)
 
 
@@ -111,6 +113,7 @@ def assign(live: Tensors, values: Mapping[str, torch.Tensor]) -> None:
     """Copy values into the live tensors of the same names, in place."""
     names = [name for name in values if name in live]
     if names:
+        # One call for all tensors: a copy each costs more than the copying of small ones.
         torch._foreach_copy_([live[name] for name in names], [values[name] for name in names])
 
 
@@ -178,6 +181,7 @@ class Layout:
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
+        # By the dtype's name: dtypes have no order of their own.
         self.entries = tuple(
             sorted(entries, key=lambda entry: str(entry.dtype))
         )  # stable: keeps order within a dtype
@@ -192,6 +196,7 @@ class Layout:
         for dtype in dict.fromkeys(entry.dtype for entry in self.entries):
             counts = self._counts[dtype] = [entry.count for entry in self.entries if entry.dtype == dtype]
             self.segments[dtype] = (offset, sum(counts))
+            # Segments begin on cache lines, so that no copy of one begins in the middle of another's line.
             offset += -(-sum(counts) * dtype.itemsize // ALIGN_NBYTES) * ALIGN_NBYTES
         return offset
 
@@ -305,6 +310,7 @@ class Collector:
 
     def _same_modules(self, model: torch.nn.Module) -> bool:
         """Whether there are the same modules: one that comes or goes does so among the children of a known one."""
+        # The counts first: a module that was added lengthens a dictionary while all known ones are still there.
         if model._modules is not self._root or sum(map(len, self._children)) != len(self._modules):
             return False
         return all(map(is_, chain.from_iterable(map(dict.values, self._children)), self._modules))
@@ -338,6 +344,7 @@ def one_storage(model: torch.nn.Module) -> None:
         UsageError: tensors of the model share memory, which they would not any more.
     """
     live = [tensor for tensor in collect(model, None, StateScope()).values() if tensor.numel()]
+    # Tied tensors must stay tied, and two places cannot hold one memory.
     if len({tensor.data_ptr() for tensor in live}) < len(live):
         raise UsageError(
             "one_storage: parameters or buffers of this model share memory; tie them as one Parameter"
@@ -349,4 +356,5 @@ def one_storage(model: torch.nn.Module) -> None:
         for tensor, row in zip(group, torch.split(memory, [t.numel() for t in group]), strict=True):
             place = row.view(tensor.shape)
             place.copy_(tensor.detach())
+            # Through `.data`, since optimizers hold the Parameter objects.
             tensor.data = place

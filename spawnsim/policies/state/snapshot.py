@@ -64,8 +64,10 @@ class Compression:
         return EncodedState(self._layout, live)
 
     def _changed(self, live: Tensors) -> tuple[Tensors, list[Entry]]:
+        # A second moment that is rounded to 0 makes steps of any size, so optimizer state is left as it is.
         changing = {n: t for n, t in live.items() if t.dtype in WIDE and not n.startswith("optimizer/")}
         limit = torch.finfo(self.small or torch.float32).max  # codecs give float32 back
+        # A value beyond the limit would become infinite on the way; its whole tensor travels as it is.
         fitting = _within(changing, limit)
         sources: Tensors = {}
         entries = []
@@ -83,6 +85,7 @@ class Compression:
     def _encoded(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         assert self.codec is not None
         body = self.codec.encode(tensor.detach().cpu().reshape(-1).numpy())
+        # Small tensors: the codec's table alone may be longer than the values.
         if body.nbytes >= tensor.nbytes:
             return name, tensor
         shape = ",".join(map(str, tensor.shape))
@@ -129,6 +132,7 @@ class Compression:
         plain = Layout.of(live)
         if not self.name:
             return len(plain.text), plain.nbytes
+        # The worst case, because a window's memory is made once and the values change.
         marks_nbytes = len(live) * (MARKS_NBYTES + len(self.name))
         return len(plain.text) + marks_nbytes, plain.nbytes + 2 * ALIGN_NBYTES
 
@@ -165,6 +169,7 @@ def _magnitudes(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, floa
     for name, tensor in filled.items():
         by_device.setdefault(tensor.device, []).append(name)
     for names in by_device.values():
+        # Extremes of all tensors are stacked before they are read: each read on its own would wait for the device.
         ends = [end.double() for name in names for end in torch.aminmax(filled[name])]
         largest = torch.stack(ends).abs().view(-1, 2).amax(1)
         yield from zip(names, largest.tolist(), strict=True)
@@ -208,6 +213,7 @@ def lay_out(layout: Layout, memory: torch.Tensor, sources: Tensors, device: torc
         gathered = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
         assign(layout.views(gathered), sources)
         memory.copy_(gathered)
+    # Gaps travel too, and what chance left there would make the digest differ from run to run.
     layout.clear_gaps(memory)
 
 

@@ -51,6 +51,7 @@ class Intracomm(Comm):
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
     ) -> Any:
         """Return a grid of the first ranks; those left over get COMM_NULL."""
+        # KINDS instead of an import: topology.py subclasses Intracomm, so importing it here would close a cycle.
         return KINDS["Cartcomm"]._create(self, dims, periods)
 
     def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> Any:
@@ -86,7 +87,10 @@ class Intracomm(Comm):
         return KINDS["Graphcomm"]._map(self, index, edges)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> str | tuple[Any, ...]:
+        # The predefined communicators are the first contexts made (the world's, then one per rank). Their pickle is
+        # a name, so that it means the receiver's own COMM_WORLD or COMM_SELF and not the sender's.
         if self._identity is not None and self._context.number <= 1 + len(self._world.ranks):
+            # In a world of one rank both have the same members, and the context's number alone tells them apart.
             return predefined, (self._context.everyone == (self._rank.id,) and self._context.number > 1,)
         return super().__reduce__()
 
@@ -114,7 +118,11 @@ class Intracomm(Comm):
         part = dumps(sendobj)
 
         def outcome(instance: CollectiveInstance, rank: int) -> Any:
+            # A rank may leave a prefix before the later ones arrive, so only the parts up to this rank may be asked
+            # for.
             parts = instance.parts(rank)[: rank + own]
+            # Strictly in rank order: MPI lets an operation be non-commutative, and a tree would change the bits of
+            # floats.
             return ops.reduce_ordered(parts, folded(op)) if parts else None
 
         combined = self._meet(Call(name, name, part, len(part), agree=agreed_op(op), outcome=outcome))
@@ -139,11 +147,14 @@ class CurrentComm(Intracomm):
     @classmethod
     def called(cls, which: str) -> Self:
         """Return the stand-in for one of the rank's predefined communicators."""
+        # Not `cls()`: __new__ and __setattr__ go to the calling rank's communicator, and at import no rank is
+        # calling.
         self = object.__new__(cls)
         object.__setattr__(self, "_which", which)
         return self
 
     def __getattribute__(self, name: str) -> Any:
+        # `object.__getattribute__`, since a plain `self._which` would come back to this method without end.
         return getattr(held(object.__getattribute__(self, "_which")), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -171,12 +182,16 @@ def create_group(comm: Any, group: Group, tag: int | str) -> Any:
     if comm._rank.id not in group.members:
         return COMM_NULL
     calls = comm._context.notes.setdefault(("Create_group", group.members, tag), {})
+    # Counted per member, because the calls are no collective of the parent: MPI lets members that are in several
+    # groups make them with other ranks in between, so no call counter of the parent's is the same on all of them.
     turn = calls[comm._rank.id] = calls.get(comm._rank.id, -1) + 1
     key = ("Create_group", group.members, tag, turn)
     context = comm._context.notes.get(key)
     if context is None:
         context = comm._context.notes[key] = comm._context.derive(group.members)
     new = comm._entered(context, Intracomm)
+    # MPI: the call is collective over the group. Without the barrier, the first to call could send on a
+    # communicator that the others have not entered.
     new.barrier()
     return new
 
@@ -222,7 +237,11 @@ class Intercomm(Comm):
         """Return a communicator of both groups; those with `high` come last."""
 
         def make(parts: list[bool]) -> Context:
+            # All ranks must derive the same order, so it is decided once, from the context's groups, and not on
+            # each rank from its own "local" and "remote".
             first, second = self._context.groups
+            # MPI: where both groups give the same flag the order is arbitrary; the context's is taken, so that runs
+            # repeat.
             swap = parts[0] and not parts[len(first)]
             return self._context.derive(second + first if swap else first + second)
 
@@ -236,10 +255,13 @@ class Intercomm(Comm):
     ) -> Intercomm:  # fmt: skip
         """Return an intercommunicator of two groups, whose members alone call, out of COMM_WORLD."""
         local, world = create_from_group(local_group, stringtag, errhandler), held("COMM_WORLD")
+        # The peer communicator is COMM_WORLD, in whose ranks the remote leader must be named.
         leader = remote_group.members[integer(remote_leader)]
         made: Intercomm = local.Create_intercomm(local_leader, world, leader)
         if errhandler is not None:
             made.Set_errhandler(errhandler)
+        # Freed at once: the local group's communicator was needed for the leaders' meeting only, and a leak of it
+        # would be reported as the program's.
         local.Free()
         return made
 
@@ -278,6 +300,7 @@ class Intercomm(Comm):
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> None:
         """Combine the other group's buffers at the root."""
 
+        # Deferred to the root: on other ranks `recvbuf` is not significant in MPI and may be None.
         def collect() -> Any:
             target = as_buffer(recvbuf, writable=True)
             merge = semantics.merger(op, target)
@@ -287,9 +310,13 @@ class Intercomm(Comm):
 
     def _rooted(self, name: str, part: Any, root: int, receive: Any) -> None:
         root = self._root(root)
+        # All rooted calls go as an allgather between the groups: their own algorithms are not modelled
+        # (docs/design.md).
         received = self._meet(
             Call(name, "allgather", part, 0 if part is None else part.nbytes, outcome=_theirs)
         )
+        # ROOT and PROC_NULL are negative: who passes a rank is in the receiving group, and that rank is the root
+        # over there.
         if root >= 0:
             receive(received[root])
 
@@ -361,14 +388,18 @@ def create_intercomm(
     local_leader, remote_leader, tag = integer(local_leader), integer(remote_leader), integer(tag)
     key, context = ("intercomm", tag), None
     if self._me == local_leader:
+        # Only the leaders talk, as MPI says: `peer_comm` need not contain, nor be known to, the other members.
         theirs = peer_comm.sendrecv(self._members, remote_leader, tag, None, remote_leader, tag)
         if set(theirs) & set(self._members):
             raise CallError(ERR_COMM, "Create_intercomm: the two groups share ranks")
+        # Sorted, so that both leaders look up the same key, although each sees its own group as the local one.
         groups = tuple(sorted((tuple(self._members), tuple(theirs))))
         made = peer_comm._context.notes.setdefault(key, {})
+        # Popped, so that a second intercommunicator of the same groups and tag gets a context of its own.
         context = made.pop(groups, None)  # the leader that comes second takes what the first has made
         if context is None:
             context = made[groups] = self._context.derive(*groups)
+            # Ancestors of both sides: a recovery that ends either parent has to end what was made across the two.
             context.ancestors |= peer_comm._context.ancestors | {peer_comm._context.number}
     shared = self._agree("Create_intercomm", context, lambda parts: parts[local_leader])
     new: Intercomm = self._entered(shared, Intercomm)

@@ -65,6 +65,8 @@ class PointToPoint(Member):
         self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Any:
         """Receive an object. `buf` is accepted as mpi4py accepts it, and not needed."""
+        # A type check, not a conversion of each: almost all calls pass plain ints, and `integer` costs more than
+        # the rest of a fast receive.
         if type(source) is not int or type(tag) is not int:
             source, tag = integer(source), integer(tag)
         if source == PROC_NULL:
@@ -91,8 +93,11 @@ class PointToPoint(Member):
         """Send one object and receive another, without deadlock."""
         if type(dest) is not int or type(sendtag) is not int:
             dest, sendtag = integer(dest), integer(sendtag)
+        # The send starts before the receive. Two ranks in a ring would otherwise each wait for the other (MPI:
+        # Sendrecv cannot deadlock).
         transfer = self._dispatch(dumps(sendobj), dest, sendtag, STANDARD)
         received = self.recv(recvbuf, source, recvtag, status)
+        # Awaited at the end: a rendezvous send is not over before its data have left.
         if transfer is not None:
             await_one(self._world, transfer, self._waiting("sendrecv", dest, sendtag, "dest"))
         return received
@@ -146,6 +151,7 @@ class PointToPoint(Member):
             unpack(buf, message.payload)
         except Truncated as error:
             raise self._unfit(error, message) from None
+        # A mismatch of types is a warning and not an error: MPI libraries deliver the bytes without a word.
         if message.dtype is not None:
             self._check_type(kept(buf), message)
 
@@ -154,6 +160,7 @@ class PointToPoint(Member):
         if type(source) is not int:
             source = integer(source)
         check_target(buf, source)
+        # Kept, since the program may drop its last reference while the receive is open.
         buf = kept(buf)
         return self._irecv(source, tag, "Irecv", receiver(buf), buf=buf)
 
@@ -169,7 +176,9 @@ class PointToPoint(Member):
                 integer(source),
                 integer(recvtag),
             )
+        # Checked before the send: a wrong receive buffer must not leave a message behind that nobody takes.
         check_target(recvbuf, source)
+        # Packed now, so that Sendrecv_replace may receive into the same memory.
         transfer = self._dispatch(pack(sendbuf, dest), dest, sendtag, STANDARD, buf=sendbuf)
         if source == PROC_NULL:
             self.Recv(recvbuf, source, recvtag, status)
@@ -183,6 +192,7 @@ class PointToPoint(Member):
         status: Status | None = None,
     ) -> None:  # fmt: skip
         """Send a buffer and receive into the same."""
+        # The pack in Sendrecv is the copy that this call needs: MPI forbids aliased buffers in Sendrecv alone.
         self.Sendrecv(buf, dest, sendtag, buf, source, recvtag, status)
 
     def Isendrecv(
@@ -192,6 +202,8 @@ class PointToPoint(Member):
         """Start to send one buffer and to receive into another."""
         dest, source = integer(dest), integer(source)
         check_target(recvbuf, source)
+        # With one buffer for both, its change is the receive's doing, and no reason for the warning about sent
+        # buffers.
         watched = None if sendbuf is recvbuf else sendbuf
         outgoing = self._isend(
             pack(sendbuf, dest), dest, sendtag, STANDARD, operation="Isendrecv", buf=watched
@@ -240,11 +252,13 @@ class PointToPoint(Member):
 
     def _room_for(self, payload: Any) -> Any:
         held: dict[Any, Any] = self._rank.attachments
+        # MPI: a communicator's own buffer takes precedence over the program's.
         attached = held.get(("buffer", self._context), held.get(("buffer", None)))
         nbytes = len(payload) if type(payload) is bytes else payload.nbytes
         if attached is None:
             raise CallError(ERR_BUFFER, "a buffered send without a buffer: call MPI.Attach_buffer first")
         have = math.inf if attached is BUFFER_AUTOMATIC else flat(attached).nbytes
+        # The overhead counts per message, as in MPI: buffers sized without it fail on real libraries.
         if nbytes + BSEND_OVERHEAD > have:
             raise CallError(
                 ERR_BUFFER, f"the attached buffer of {have} bytes is too short: {nbytes} + {BSEND_OVERHEAD}"
@@ -256,6 +270,7 @@ class PointToPoint(Member):
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
         """Prepare Isend."""
         dest, tag = integer(dest), integer(tag)
+        # A closure over the buffer and not over its content: MPI reads the buffer at each Start.
         return Prequest.prepare(lambda: self.Isend(buf, dest, tag))
 
     def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
@@ -296,6 +311,7 @@ class PointToPoint(Member):
         self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Message | None:
         """Return a message that fits and has arrived, out of reach of any other receive; or None."""
+        # MPI: a matched probe of PROC_NULL returns at once with MESSAGE_NO_PROC, and never waits.
         if integer(source) == PROC_NULL:
             return Message.of_nobody()
         message = self._iprobe(source, tag, status, hold=True)
@@ -317,6 +333,8 @@ class PointToPoint(Member):
         if type(source) is not int or type(tag) is not int:
             source, tag = integer(source), integer(tag)
         if source == PROC_NULL:
+            # A stand-in, so that a probe of nobody costs what every look costs: a loop of them must not stand still
+            # in time.
             message: QueuedMessage | None = QueuedMessage(PROC_NULL, ANY_TAG, b"", 0)
             self._world.kernel.observe()
             self._check_source(source, tag)
@@ -338,8 +356,10 @@ class PointToPoint(Member):
     ) -> QueuedMessage:
         """Wait for a message, however long that takes; looking then costs what one look costs."""
         source, tag = integer(source), integer(tag)
+        # A loop: another task of this rank may have taken the message between the wake-up and the look.
         while (message := self._visible(source, tag)) is None:
             self._await_message(source, tag, operation)
+        # Taken before the clock moves: while this task pays for its look, another of its rank may look.
         if hold:
             self._mailbox.remove(message)
         self._world.charge_poll()
@@ -355,12 +375,15 @@ class PointToPoint(Member):
 
     def _await_message(self, source: int, tag: int, operation: str) -> None:
         """Wait until the first message known to come has come, or until a new one is sent."""
+        # A completion of its own per wait: it is woken by any new message, which may come earlier than the ones
+        # known.
         world, watcher = self._world, Completion(self._world.kernel)
         waiting = self._waiting(operation, source, tag)
         check_alive(world, waiting)
         first_s = self._mailbox.earliest(source, tag)
         self._mailbox.watchers.append(watcher)
         watcher.waiter = task = world.kernel.current
+        # A message under way raises no event when nobody has asked for it, so the probe sets its own alarm.
         alarm = (
             None
             if first_s is None
@@ -368,6 +391,8 @@ class PointToPoint(Member):
                 max(first_s, world.kernel.env.now), self._rank.id, lambda: world.kernel.resume(task)
             )
         )
+        # `finally`: a deadline or the rank's death raises out of the wait, and a left-over watcher would wake a
+        # task that waits for something else.
         try:
             world.kernel.block(waiting)
         finally:
@@ -447,6 +472,7 @@ class Message(Handle):
     def _receive(self, collect: Any, buf: Any = None) -> Request:
         message, owner = self._message, self._owner
         if self._identity is NOBODY:
+            # The constant is shared by all ranks: MPI keeps MESSAGE_NO_PROC usable, while a handle becomes null.
             if self is not MESSAGE_NO_PROC:
                 self._identity = None
             return Request.over(current_world(), receive_nothing)
@@ -456,6 +482,7 @@ class Message(Handle):
         receive = Receive(owner._world.kernel, message.source, message.tag, owner._world.kernel.current.clock)
         receive.nic = owner._mailbox.nic
         receive.take(message)
+        # A rendezvous sender waits for the match, which is now and not when the probe found the message.
         message.meet()
 
         def deliver(status: Status) -> Any:

@@ -39,6 +39,7 @@ def collect_all(
     """
     found, failed = [], None
     for request, status in zip(requests, statuses, strict=False):
+        # After a failure nothing may wait any more: MPI wants ERR_PENDING for what is neither over nor failed.
         if failed is not None and _pending(request):
             _mark(status, ERR_PENDING)
             continue
@@ -46,8 +47,11 @@ def collect_all(
             found.append(collect(request, status))
         except CallError as error:
             _mark(status, error.Get_error_code())
+            # The first error is the one told, as MPI leaves the others to the statuses.
             failed = failed or error
     if failed is not None:
+        # `type(failed)`, so that a program that catches TruncationError on one receive catches it from Waitall,
+        # too.
         raise type(failed)(ERR_IN_STATUS, f"a request of {len(requests)} failed: {failed}") from failed
     return found
 
@@ -56,6 +60,7 @@ def _pending(request: Request) -> bool:
     completion = request._completion
     if completion is None:
         return False
+    # A known end may lie ahead of the rank's clock, since effects run ahead; until then the request is pending.
     return completion.finish_s is None or completion.finish_s > request._world.kernel.current.clock
 
 
@@ -67,6 +72,8 @@ def _mark(status: Status | None, error: int) -> None:
 def _check(requests: Sequence[Request]) -> None:
     """Refuse what is no list of requests, before anything is done to one of them."""
     for place, request in enumerate(requests):
+        # Checked as a whole before anything is collected: a bad item in the middle would leave half of the requests
+        # null.
         if not isinstance(request, Request):
             raise SpecTypeError(
                 f"item {place} of the requests is of type {type(request).__name__}: no request"
@@ -100,6 +107,7 @@ def _lend(statuses: Sequence[Status] | None, count: int) -> Sequence[Status | No
     if statuses is None:
         return [None] * count
     if isinstance(statuses, tuple):
+        # A tuple cannot be extended in place, so the missing statuses are lost to the program, as in mpi4py.
         return [*statuses, *[None] * (count - len(statuses))]
     assert isinstance(statuses, list)
     statuses.extend(Status() for _ in range(count - len(statuses)))
@@ -112,6 +120,7 @@ def look(world: World, *requests: Request) -> float:
     Raises `Revoked` if one of the requests was open when its communicator was revoked.
     """
     world.kernel.observe()
+    # Revocation is asked for after it, since it may have come while this rank was parked.
     if world.revoked:
         for request in requests:
             request._check_revoked()
@@ -127,8 +136,11 @@ def done_now(world: World, *requests: Request, every: bool = False) -> list[int]
     completions = [request._completion for request in requests if request._completion is not None]
     done = finished([request._completion for request in requests], now_s)
     known = sum(each.finish_s is not None for each in completions)
+    # Only a look without any news is fruitless. If the end of one that is still open is known, time will bring it,
+    # and a loop of polls is no livelock.
     if known == len(done) < len(completions) and (every or not done):
         world.kernel.fruitless()
+    # Charged after the look: charged before, a poll would see what arrives during its own overhead.
     world.charge_poll()
     return done
 
@@ -147,11 +159,14 @@ def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
     active = [request for request in requests if request._completion is not None]
     if not active:
         return []
+    # Revocation is looked for before the wait: an operation that the revocation has ended would never wake this
+    # rank.
     if active[0]._world.revoked:
         for request in active:
             request._check_revoked()
     parts = [request._waiting for request in active if request._waiting is not None]
     waiting = WaitingForAny(operation, parts)
+    # Flush_local may do more than it must: a Get is complete at the origin only when its answer is there.
     return await_any(active[0]._world, [request._completion for request in requests], waiting)
 
 
@@ -175,6 +190,8 @@ class Delivered:
         self._outcome = deliver(self.status)
 
     def __call__(self, status: Status) -> Any:
+        # A copy: MPI's Get_status may be called many times, each with a status of its own, but data are delivered
+        # once.
         status.copy_from(self.status)
         return self._outcome
 
@@ -228,6 +245,7 @@ class Request(Handle):
     @classmethod
     def over(cls, world: World, deliver: Deliver | None = None, *, writes: bool = True) -> Self:
         """Return a request that is complete already: an eager send, or a call to PROC_NULL."""
+        # A finished completion instead of a special case, so that waits and tests take one path for all requests.
         completion = Completion(world.kernel)
         completion.finish_s = world.kernel.current.clock
         return cls.start(world, completion, None, deliver, writes=writes)
@@ -239,10 +257,14 @@ class Request(Handle):
         completion = self._completion
         if completion is not None and self._world.revoked:
             self._check_revoked()
+        # The plain comparison first. Parking for what is over already costs an event, and most waits of a ring need
+        # none.
         if completion is not None and not completion.over(self._world.kernel.current.clock):
             await_one(self._world, completion, self._waiting)
         return self._collect(status)
 
+    # Bound to this class's `wait`: a program may subclass Request, and a Waitall must not call what it has made of
+    # it.
     _finish = wait
 
     def Wait(self, status: Status | None = None) -> bool:
@@ -268,6 +290,8 @@ class Request(Handle):
             fill_empty(status)
             return True
         done = bool(done_now(self._world, self))
+        # MPI: once Get_status says true, the buffer holds the data, although the request stays. What makes an
+        # object waits for the collection instead, so that no object is made twice.
         if done and self._writes and not isinstance(self._deliver, Delivered):
             self._deliver = Delivered(self._deliver)
         if done and status is not None:
@@ -292,6 +316,8 @@ class Request(Handle):
         self._need()
         self._close()
         completion, self._identity, self._completion = self._completion, None, None
+        # MPI: a freed receive still completes and fills its buffer. Nobody will collect it, so a watcher must
+        # deliver.
         if completion is not None and self._writes and not isinstance(self._deliver, Delivered):
             FreedOperation(self._world, completion, self._deliver)
 
@@ -304,6 +330,7 @@ class Request(Handle):
         """Return one request that is over when both are; it delivers what this one does."""
         if self._completion is None or other._completion is None:
             return self if other._completion is None else other
+        # Both parts leave the ledger of leaks, since the program gets a single handle and can free only that.
         self._close()
         other._close()
         parts = (self._completion, other._completion)
@@ -342,6 +369,7 @@ class Request(Handle):
     @classmethod
     def waitany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, Any]:
         """Wait until one is over; return its position and object (UNDEFINED if none is active)."""
+        # Only the first of those that are over: MPI completes exactly one, and the rest must stay active.
         index = _await_some(requests, "Waitany")[:1]
         if not index:
             fill_empty(status)
@@ -358,6 +386,7 @@ class Request(Handle):
         """Return (position, flag, object) of one that is over, if any."""
         over = _look_at(requests)
         if over is None:
+            # None and an empty list differ: MPI's flag is true if no request is active, false if none is over.
             fill_empty(status)
             return UNDEFINED, True, None
         if not over:
@@ -410,6 +439,8 @@ class Request(Handle):
     def get_status_any(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
         """Return (position, flag) of one that is over, and leave it as it is."""
         over = _look_at(requests)
+        # Get_status again, for its delivery to memory: `_look_at` alone tells that the operation is over but fills
+        # no buffer.
         if over:
             requests[over[0]].Get_status(status)
             return over[0], True
@@ -451,6 +482,8 @@ class Request(Handle):
             )
         except Revoked:
             self._close()
+            # Made null before the error leaves, so that a second wait does not raise again: MPI completes it with
+            # an error once.
             self._completion = None
             self._retire()
             raise
@@ -475,6 +508,7 @@ class Request(Handle):
             fill(status, ANY_SOURCE, ANY_TAG, 0)
         if self._world.resource_leaks is not None:
             self._close()
+        # Emptied before the delivery: if that raises (a truncation), the operation is nevertheless over.
         deliver, self._completion = self._deliver, None
         self._retire()
         return None if deliver is _nothing else deliver(Status() if status is None else status)
@@ -500,6 +534,7 @@ class Prequest(Request):
     def Start(self) -> None:
         """Begin the operation."""
         self._need()
+        # MPI: starting an active persistent request is erroneous. Accepted, it would drop the operation under way.
         if self._completion is not None:
             raise CallError(
                 ERR_REQUEST, "Start of a persistent request that is still active: wait for it first"

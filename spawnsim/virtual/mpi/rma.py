@@ -87,6 +87,8 @@ class Epochs(Attributes):
         self._need()
         if not 0 <= rank < len(self._windows.targets):
             raise CallError(ERR_RANK, f"{operation}: rank {rank} is not in {self._label}")
+        # MPI: accesses are allowed inside an access epoch only; a fence, a lock or a Start opens one. Real
+        # libraries often accept them, and the program then fails on the next machine.
         if not (self._fenced or self._locked_all or rank in self._locked or rank in self._started):
             raise CallError(
                 ERR_RMA_SYNC,
@@ -101,11 +103,13 @@ class Epochs(Attributes):
         rank = integer(rank)
         if rank == PROC_NULL:
             return
+        # MPI: a rank may hold one lock per target and window. A second one would wait for the first for ever.
         if rank in self._locked:
             raise CallError(ERR_RMA_SYNC, f"Lock: {self._label} holds a lock on rank {rank} already")
         if not 0 <= rank < len(self._windows.targets):
             raise CallError(ERR_RANK, f"Lock: rank {rank} is not in {self._label}")
         windows, origin = self._windows, self._comm._rank
+        # Locks are ordered by time, so the request may not be sent before all others have reached this time.
         windows.world.kernel.observe()
         access = Access(windows.world, "Lock", (0, 0), lambda data: None, lock=lock_type)
         self._wait(windows.request(origin, rank, access), "Lock", rank)
@@ -119,8 +123,11 @@ class Epochs(Attributes):
             return
         if rank not in self._locked:
             raise CallError(ERR_RMA_SYNC, f"Unlock: {self._label} holds no lock on rank {rank}")
+        # MPI: all operations of the epoch are complete at the target when Unlock returns, so they are flushed
+        # before the lock goes.
         self._flush(rank, "Unlock")
         self._locked.discard(rank)
+        # The release is not waited for: nothing of this rank depends on it, and Unlock costs what a send does.
         self._windows.release(self._comm._rank, rank)
         self._windows.world.kernel.observe()
 
@@ -129,6 +136,8 @@ class Epochs(Attributes):
         self._need()
         if self._locked_all:
             raise CallError(ERR_RMA_SYNC, f"Lock_all: {self._label} is locked already")
+        # No message: MPI allows a lock to be acquired lazily. Asking each of 1,000 targets would cost 1,000 round
+        # trips.
         self._locked_all = True
 
     def Unlock_all(self) -> None:
@@ -152,6 +161,7 @@ class Epochs(Attributes):
 
     def Flush_local(self, rank: int) -> None:
         """Complete all calls to one rank as far as this rank's buffers go."""
+        # Flush_local may do more than it must: a Get is complete at the origin only when its answer is there.
         self.Flush(rank)
 
     def Flush_local_all(self) -> None:
@@ -163,6 +173,8 @@ class Epochs(Attributes):
         self._need()
         world = self._windows.world
         world.kernel.observe()
+        # A loop of Sync and load is a poll of shared memory: without a charge it would never come to the time of
+        # the store.
         world.charge_poll()
         world.kernel.fruitless()
 
@@ -176,6 +188,8 @@ class Epochs(Attributes):
         for each in begun:
             try:
                 self._wait(each[1], operation, each[0])
+            # A Timeout is left out: a flush that met its deadline may be tried again, so the access stays under
+            # way.
             except (RankFailed, Revoked):
                 self._under_way.remove(each)  # it will never be over; one that is late may yet be
                 raise
@@ -186,9 +200,13 @@ class Epochs(Attributes):
 
         The digest covers it, since its contents came from the memory of another rank.
         """
+        # An access can be collected twice, by a flush and by its request. Delivering twice would overwrite what the
+        # program has stored since.
         if begun in self._under_way:
             self._under_way.remove(begun)
             _, access, deliver = begun
+            # Covered when taken, not when served: plain stores of the target may have written the memory that it
+            # comes from.
             self._comm._rank.digest.cover(access.answer)
             deliver(access.answer)
 
@@ -197,9 +215,12 @@ class Epochs(Attributes):
     def Fence(self, assertion: int = 0) -> None:
         """Separate epochs, collectively: all calls before it are complete after it."""
         self._need()
+        # Own accesses first, then the barrier: together they make sure that all accesses of all ranks are complete
+        # behind the fence.
         self._flush_all("Fence")
         self._comm._meet(Call("Fence", "barrier"))
         self._windows.world.kernel.observe()
+        # MPI: MODE_NOSUCCEED says that no epoch follows, so later accesses without a lock are errors.
         self._fenced = not assertion & constants.MODE_NOSUCCEED
 
     def Post(self, group: Group, assertion: int = 0) -> None:
@@ -215,13 +236,17 @@ class Epochs(Attributes):
         self._need()
         places = self._places(group)
         for rank in places:
+            # MPI lets Start wait or not; waiting here means that no access can come to a part that is not exposed
+            # yet.
             self._comm._accept(rank, POST, "Start")
         self._started = set(places)
 
     def Complete(self) -> None:
         """End the access that Start began."""
         self._need()
+        # Sorted: sets have no order that a run may depend on.
         for rank in sorted(self._started):
+            # The flush comes before the token: the target may read its memory as soon as the token is there.
             self._flush(rank, "Complete")
             self._comm._deliver(b"", rank, COMPLETE, STANDARD, operation="Complete")
         self._started = set()
@@ -294,6 +319,7 @@ class Accesses(Epochs):
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
     ) -> None:
         """Combine one element and return what was there, atomically."""
+        # With NO_OP the origin's buffer is ignored in MPI and may be None, so it is not checked.
         _check_single("Fetch_and_op", result, *([] if op == NO_OP else [origin]))
         self._later(
             self._swap(origin, result, target_rank, [integer(target_disp, AINT), 1], op=op), target_rank
@@ -313,6 +339,7 @@ class Accesses(Epochs):
 
         def serve(data: Any) -> Any:
             there = part.pack()
+            # Bytes and not values: MPI compares representations, and NaN would never equal itself.
             if there.tobytes() == data[1].tobytes():
                 part.unpack(data[0])
             return there
@@ -331,6 +358,7 @@ class Accesses(Epochs):
         part = self._part(rank, target, own, "Put")
         _check_op(op, own, part)
         call = "Put" if op == REPLACE else "Accumulate"
+        # `pack` copies: the target serves later, and the origin's buffer may have changed by then.
         access = self._access(call, (own.nbytes, 0), lambda data: _apply(op, part, data), own.pack())
         return self._send(rank, access), _no_answer
 
@@ -340,6 +368,7 @@ class Accesses(Epochs):
             return None
         own = as_buffer(origin, writable=True)
         part = self._part(rank, target, own, "Get")
+        # Packed when the target serves, not now: a Get returns what is there at that time.
         access = self._access("Get", (0, part.nbytes), lambda data: part.pack())
         return self._send(rank, access), own.unpack
 
@@ -353,6 +382,7 @@ class Accesses(Epochs):
         _check_op(op, found, part)
 
         def serve(data: Any) -> Any:
+            # Read before it is combined, in one service: no other access comes between, which is MPI's atomicity.
             there = part.pack()
             if data is not None:
                 _apply(op, part, data)
@@ -368,6 +398,7 @@ class Accesses(Epochs):
         displacement, count, datatype = as_target(target, own)
         part = self._windows.targets[rank]
         start, memory = displacement * part.disp_unit, part.memory
+        # MPI: in a dynamic window the displacement is an absolute address, not an offset in units.
         if self._windows.flavor == constants.WIN_FLAVOR_DYNAMIC:
             memory, start = _region(part.regions, displacement)
         return _located(memory, datatype, start, count, what=f"{operation} to rank {rank} of {self._label}")
@@ -382,6 +413,7 @@ class Accesses(Epochs):
         if access is not None:
             self._under_way.append((integer(rank), *access))
 
+    # `_later` first: the access must also be completed by Flush, Unlock and Fence (MPI), not by its request alone.
     def _request(self, operation: str, access: Any, rank: int) -> Request:
         world, rank = self._windows.world, integer(rank)
         if access is None:
@@ -452,6 +484,7 @@ def _located(memory: Any, datatype: Datatype, start: int, count: int, *, what: s
 def _region(regions: Sequence[Any], place: int) -> tuple[Any, int]:
     for region in regions:
         first = address(region)
+        # `<=` at the end: an access of no bytes may lie just behind a region.
         if first <= place <= first + region.nbytes:
             return region, place - first
     raise CallError(ERR_RMA_RANGE, f"address {place:#x} is in no memory that the target has attached")

@@ -55,8 +55,11 @@ def inject(world: World, link: tuple[Rank, Rank], nbytes: int, now_s: float) -> 
     source, dest = link
     send_s, inject_s, flight_s, _, drain_s = world.cost(source.id, dest.id, nbytes)
     begin_s = now_s
+    # Loopback uses no NIC: booking it would let a rank's access to its own part delay its messages.
     if source is dest:
         pass  # a copy in its own memory
+    # Large data have a channel of their own, as the data of a rendezvous have: small ones that are sent later need
+    # not wait for them.
     elif nbytes > world.network.eager_bytes:
         begin_s = max(now_s, source.bulk_free_s)
         source.bulk_free_s = begin_s + inject_s
@@ -79,6 +82,8 @@ class RoundTrip(Uncertain):
     def final(self) -> float:
         """Return the end; the NIC is booked now, if it has not been yet."""
         assert self.finish_s is not None
+        # Booked once, when the program takes the answer: under "serial" the order in which a program takes things
+        # is the order on its NIC.
         if self.nic is not None and self.drain_s:
             self.finish_s, self.drain_s = self.nic.admit(self.finish_s, self.drain_s), 0.0
         return self.finish_s
@@ -92,6 +97,8 @@ def answer(world: World, source: Rank, dest: Rank, nbytes: int, *, delay_s: floa
         packet.drain_s = drain_s
         world.contention.stream(packet, left_s, arrival_s + delay_s)
     else:
+        # Without a model the receiver's NIC is asked when the answer is taken (`RoundTrip.final`), which needs no
+        # event.
         to.nic, to.drain_s = world.nics.get(dest.id), drain_s
         to.complete(arrival_s + delay_s)
 
@@ -120,7 +127,10 @@ class Connection:
         world, origin, target = self.world, self.origin, self.target
         self.sent += 1
         passage = inject(world, (origin, target), nbytes, world.kernel.current.clock)
+        # A reliable connection hands nothing out behind what is lost, so what follows a lost request is lost with
+        # it.
         request.lost = request.lost or (bool(self._coming) and self._coming[-1].lost)
+        # Queued although it is lost, for the next ones to see. It never arrives, so nothing behind it is served.
         self._coming.append(request)
         if request.lost:
             return passage
@@ -129,6 +139,8 @@ class Connection:
             packet = Packet(origin, target, nbytes, lambda time_s: self._at(time_s, request))
             packet.drain_s = drain_s
             world.contention.stream(packet, passage.left_s, arrival_s)
+        # An event, not a booking at once: requests are taken by no program, so the NIC lets them in in the order of
+        # time.
         elif drain_s and world.nics:
             self._event(arrival_s, lambda: self._let_in(arrival_s, drain_s, request))
         else:
@@ -144,6 +156,7 @@ class Connection:
 
     def _let_in(self, arrival_s: float, drain_s: float, request: AccessRequest) -> None:
         """The last byte would be there if the NIC had nothing else to let in."""
+        # Asked at the time of the event: requests of other ranks that came meanwhile have been booked before.
         let_in_s = self.world.nics[self.target.id].admit(arrival_s, drain_s)
         if let_in_s > arrival_s:
             self._at(let_in_s, request)
@@ -152,6 +165,8 @@ class Connection:
 
     def _arrive(self, request: AccessRequest) -> None:
         request.here = True
+        # MPI: accumulates of one origin to one target are ordered. A small request may be complete before a large
+        # one that was sent earlier, so it is held back here.
         while self._coming and self._coming[0].here:
             self._coming.popleft().then()
 
@@ -180,6 +195,8 @@ class Target:
 
     def acquire(self, who: int, alone: bool, keep: bool, then: Action) -> None:
         """Serve `then` as soon as the lock lets `who` in, first come, first served; `keep` holds the lock after it."""
+        # Behind a queue only holders of the lock get in: letting new sharers pass would starve a waiting exclusive
+        # lock, and queueing a holder's access behind it would deadlock both.
         if self.free_for(who, alone) and (not self.queue or who in self.sharers or who == self.exclusive):
             self._admit(who, alone, keep, then)
         else:
@@ -190,6 +207,7 @@ class Target:
             self.exclusive = who
         elif keep:
             self.sharers.add(who)
+        # The lock is noted before the action runs, since that may send an answer and so let others ask.
         then()
 
     def release(self, who: int) -> None:
@@ -197,6 +215,7 @@ class Target:
         if self.exclusive == who:
             self.exclusive = None
         self.sharers.discard(who)
+        # In order, and only as long as the head fits: skipping a waiting exclusive lock would starve it.
         while self.queue and self.free_for(self.queue[0][0], self.queue[0][1]):
             self._admit(*self.queue.popleft())
 
@@ -249,6 +268,7 @@ class WindowState:
         origin.digest.note(
             (self.world.kernel.current.clock, ONE_SIDED, access.target.rank.id, there + back, 0)
         )
+        # The origin's data count when they leave it, like a send's. The answer counts when it is taken.
         origin.digest.cover(access.data)
         self._send(origin, place, access, lambda: self._arrived(origin, access))
         return access
@@ -257,14 +277,18 @@ class WindowState:
         """Send the end of a lock."""
         target = self.targets[place]
         end = Access(self.world, "Unlock", (0, 0), lambda data: None)
+        # Through the same connection: a release that overtook the accesses before it would let the next holder in
+        # too soon.
         self._send(origin, place, end, lambda: self._soon(target, lambda: target.release(origin.id)))
 
     def _send(self, origin: Rank, place: int, access: Access, then: Action) -> None:
         """Send a request."""
+        # Made when first used: a window of 1,000 ranks has a million pairs, most of which never meet.
         connection = self._connections.get((origin.id, place))
         if connection is None:
             connection = Connection(self.world, origin, self.targets[place].rank)
             self._connections[origin.id, place] = connection
+        # Numbered per connection: the draw of a fault is keyed by it and does not depend on what other ranks do.
         access.number = connection.sent
         verdict = DELIVERED
         if self.world.links is not None:
@@ -299,6 +323,8 @@ class WindowState:
 
     def _arrived(self, origin: Rank, access: Access) -> None:
         target, alone = access.target, access.lock == LOCK_EXCLUSIVE
+        # Two steps: the target must look first, then the lock must let the access in. The lock taken at arrival
+        # would be held for a block of computing.
         self._soon(
             target,
             lambda: target.acquire(
@@ -307,6 +333,7 @@ class WindowState:
         )
 
     def _serve(self, target: Rank, origin: Rank, access: Access) -> None:
+        # Served before the link is judged, since the memory is changed even if the answer is then lost.
         access.answer, verdict = access.serve(access.data), DELIVERED
         if self.world.links is not None:
             verdict = self._judge((target, origin), self.world.kernel.env.now, access, ANSWER)

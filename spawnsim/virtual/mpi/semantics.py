@@ -47,6 +47,7 @@ def _fill(spec: Any, **how: Any) -> Outcome:
     def unpack(blocks: Sequence[Any] | None) -> None:
         if blocks is not None:
             for block, data in zip(target, blocks, strict=True):
+                # A missing block is the root's own, which IN_PLACE left where it was.
                 if data is not None:
                     block.unpack(data)
 
@@ -61,6 +62,8 @@ def _row(recvbuf: Any, size: int) -> Outcome:
 
 def _joined(parts: list[Any]) -> Any:
     """Return all contributions in a row: made once, for a thousand ranks would otherwise unpack a million blocks."""
+    # Equal bytes may come under several dtypes (an int32 and its unsigned twin); numpy would convert them to a
+    # common one and change the bytes.
     same = all(part.dtype == parts[0].dtype for part in parts)
     return np.concatenate(parts if same else [as_bytes(part) for part in parts])
 
@@ -73,10 +76,12 @@ def barrier() -> CollectiveCall:
 def bcast(buf: Any, root: int, me: int) -> CollectiveCall:
     """The root's buffer goes to all."""
     own = as_buffer(buf)
+    # The root's part itself, not a copy per rank: receivers unpack it, and nobody writes to it.
     outcome = lambda instance, rank: instance.calls[root].part  # noqa: E731
     call = Call(
         "Bcast", "bcast", own.pack() if me == root else None, own.nbytes, root, sizes="root", outcome=outcome
     )
+    # The root's buffer holds the data already; unpacking into it would cost a pass over memory.
     return CollectiveCall(call, _drop if me == root else own.unpack)
 
 
@@ -124,6 +129,7 @@ def allgather(sendbuf: Any, recvbuf: Any, place: tuple[int, int], *, vector: boo
 
     def outcome(instance: CollectiveInstance, rank: int) -> Any:
         parts = instance.parts(rank)
+        # Joined once for all ranks: each rank's own list of 1,000 blocks would make a million unpackings.
         return parts if vector else instance.shared(rank, lambda: _joined(parts))
 
     call = Call("Allgather", "allgather", part, part.nbytes, sizes="each", outcome=outcome, lent=lent)
@@ -135,6 +141,7 @@ def alltoall(
 ) -> CollectiveCall:
     """Every rank gets, from every rank, the block meant for it."""
     _, size = place
+    # In place, what is sent lies where it will be received, so it is packed (copied) before anything is written.
     source = recvbuf if _in_place(sendbuf) else sendbuf
     blocks = [block.pack() for block in as_buffer(source, vector=vector, blocks=size, types=types)]
     call = Call(
@@ -157,6 +164,7 @@ def merger(op: Op, own: Buffer) -> Combine:
 def combiner(op: Op, own: Buffer) -> Combine:
     """Return `combine(a, b)` for arrays of a buffer's datatype; it leaves `a` and `b` as they are."""
     merge = merger(op, own)
+    # A copy of `b`: prefixes and rooted results are made from parts that other ranks still need.
     return lambda a, b: merge(a, b.copy())
 
 
@@ -164,6 +172,8 @@ def _reducing(name: str, buffers: tuple[Any, Any], op: Op, lend: bool = False) -
     """Return the call of a reduction of (what is sent, what is received), still without outcome, and what it sends."""
     sendbuf, recvbuf = buffers
     own = as_buffer(recvbuf if _in_place(sendbuf) else sendbuf)
+    # What all ranks must agree on is kept apart from the data, so that a mismatch is told with both values instead
+    # of as a wrong sum.
     agree = (
         ("op", op.name or "user-defined"),
         ("count", own.count * own.blocks),
@@ -189,6 +199,8 @@ def agree(call: str, sent: Buffer, target: Buffer) -> None:
     ours, theirs = sent.datatype, target.datatype
     if ours is theirs:
         return
+    # MPI matches type signatures: MPI.INT and MPI.INT32_T are one type to numpy, and a reduction may mix their
+    # names.
     plain = ours.is_predefined and theirs.is_predefined and ours.dtype is not None
     if ours != theirs and not (plain and ours.dtype == theirs.dtype):
         names = ours.Get_name() or "a derived type", theirs.Get_name() or "a derived type"
@@ -201,6 +213,7 @@ def _lent(own: Buffer) -> tuple[Any, bool]:
     Where every rank waits for every other one, the result is made before any of them returns, so no copy is needed. It
     would be one wherever a rank returns first: from a rooted collective, a scan, and every call that only starts.
     """
+    # Derived types have gaps, which must not travel, so only plain arrays are lent.
     if own.datatype.dtype is not None and own.datatype.is_predefined:
         return own.array, True
     return own.pack(), False
@@ -210,6 +223,8 @@ def reduce(sendbuf: Any, recvbuf: Any, op: Op, *, root: int, me: int) -> Collect
     """The root gets the combination of all contributions, in the order of a binomial tree."""
     call, own = _reducing("Reduce", (sendbuf, recvbuf), op)
     combine = combiner(op, own)
+    # Commutative: the tree is rooted at the root, as libraries do it. Otherwise it begins at rank 0, so that
+    # operands stay in rank order.
     first = root if op.Is_commutative() else 0
 
     def outcome(instance: CollectiveInstance, rank: int) -> Any:
@@ -266,6 +281,8 @@ def reduce_scatter(
         return whole[ends[place] - counts[place] : ends[place]]
 
     call.outcome = outcome
+    # The time counts what each rank receives. With the whole vector as size, every block was timed as if it were
+    # all of it.
     call.nbytes, call.sizes = np.array(counts, np.int64) * (own.nbytes // max(elements, 1)), "same"
     return CollectiveCall(call, as_buffer(recvbuf, writable=True).unpack)
 
@@ -278,10 +295,13 @@ def scan(sendbuf: Any, recvbuf: Any, op: Op, inclusive: bool) -> CollectiveCall:
 
     def outcome(instance: CollectiveInstance, rank: int) -> Any:
         last = rank if inclusive else rank - 1
+        # MPI: on rank 0 Exscan's result is undefined; mpi4py leaves the buffer, and so does this.
         if last < 0:
             return None
         if instance.here < len(instance.members):  # this rank leaves before the later ones arrive
+            # Parts of later ranks may not be there yet, so only the own prefix is made.
             return ops.reduce_ordered(instance.parts(rank)[: last + 1], combine)
+        # All have come: every prefix is made in one pass for all ranks. One pass each would be quadratic.
         return instance.shared(rank, lambda: list(ops.scan_prefixes(instance.parts(rank), combine)))[last]
 
     unpack, call.outcome = _receiving(name, own, (sendbuf, recvbuf)), outcome

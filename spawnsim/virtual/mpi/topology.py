@@ -55,6 +55,7 @@ class Cartesian:
         for place, dim, period in zip(each_integer(coords), self.dims, self.periods, strict=True):
             if not period and not 0 <= place < dim:
                 raise CallError(ERR_ARG, f"coordinate {place} is outside an open dimension of {dim}")
+            # Periodic coordinates may be negative or beyond the end; MPI shifts them into the range.
             rank = rank * dim + place % dim
         return rank
 
@@ -63,11 +64,13 @@ class Cartesian:
         direction, disp = integer(direction), integer(disp)
         if not 0 <= direction < len(self.dims):
             raise CallError(ERR_DIMS, f"direction {direction} of a grid of {len(self.dims)} dimensions")
+        # MPI names the source first: whoever would shift to this rank, which is the other direction.
         return self._step(rank, direction, -disp), self._step(rank, direction, disp)
 
     def _step(self, rank: int, direction: int, disp: int) -> int:
         coords = self.coords(rank)
         coords[direction] += disp
+        # Checked before `rank` is asked: beyond an open edge MPI's shift gives PROC_NULL, while Cart_rank refuses.
         if not self.periods[direction] and not 0 <= coords[direction] < self.dims[direction]:
             return PROC_NULL
         return self.rank(coords)
@@ -76,6 +79,8 @@ class Cartesian:
         """Return the neighbours, dimension by dimension: below, above."""
         return [place for direction in range(len(self.dims)) for place in self.shift(rank, direction, 1)]
 
+    # MPI: the neighbours of a grid are the same in both directions, in the order below, above for each dimension,
+    # with PROC_NULL kept as a place.
     destinations = sources
 
 
@@ -97,6 +102,7 @@ class Graph:
         rank = integer(rank)
         if not 0 <= rank < self.size:
             raise CallError(ERR_RANK, f"rank {rank} is not in a graph of {self.size} nodes")
+        # `index` is cumulative, so rank 0 has no entry before it; index[-1] would be the last rank's.
         return list(self.edges[self.index[rank - 1] if rank else 0 : self.index[rank]])
 
     destinations = sources
@@ -141,7 +147,9 @@ def _balanced(count: int, parts: int) -> list[int]:
     if parts <= 1:
         return [count] * parts
     root = count ** (1 / parts)
+    # 1e-9 below the root: 3125 ** (1 / 5) is a little more than 5, and its ceiling would be 6.
     first = next(d for d in range(max(1, math.ceil(root - 1e-9)), count + 1) if count % d == 0)
+    # The largest first and as small as possible: that leaves the most even rest, in MPI's descending order.
     return [first, *_balanced(count // first, parts - 1)]
 
 
@@ -240,6 +248,7 @@ class Cartcomm(Topocomm):
         coords = grid.coords(self._me)
         kept = [place for place, keep in enumerate(each_integer(remain_dims)) if keep]
         color = [place for where, place in enumerate(coords) if where not in kept]
+        # The old rank is the key: row-major order of the kept dimensions is the order of the old ranks.
         flat = self._split("Sub", tuple(color), self._me)
         shape = Cartesian(tuple(grid.dims[p] for p in kept), tuple(grid.periods[p] for p in kept))
 
@@ -401,6 +410,7 @@ class Distgraphcomm(Topocomm):
         ]
 
         def make(parts: list[Any]) -> Context:
+            # MPI: weights are given by all ranks or by none; a mixture has no meaning, and counts as unweighted.
             weighted = all(flag for _, flag in parts)
             incoming: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
             outgoing: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -455,6 +465,7 @@ def _by_rank(edges: dict[int, list[tuple[int, int]]], size: int, weighted: bool)
             [other for other, _ in edges.get(rank, ())],
             [w for _, w in edges.get(rank, ())] if weighted else None,
         )
+        # All ranks, those without edges, too: a look-up must not fail for an isolated rank.
         for rank in range(size)
     }
 
@@ -462,6 +473,8 @@ def _by_rank(edges: dict[int, list[tuple[int, int]]], size: int, weighted: bool)
 def _weights(weights: Any) -> list[int] | None:
     """Return weights as a list; None, or MPI's UNWEIGHTED, is none. WEIGHTS_EMPTY are those of no edges."""
     if weights is None or isinstance(weights, int):
+        # WEIGHTS_EMPTY is no UNWEIGHTED: a rank without edges in a weighted graph has to say so, or the graph
+        # counts as unweighted.
         return [] if weights == WEIGHTS_EMPTY else None
     return each_integer(weights)
 
@@ -475,6 +488,7 @@ def _index_ends(index: Sequence[int], edges: Sequence[int]) -> tuple[int, ...]:
 def _mapped_rank(comm: Intracomm, size: int) -> int:
     if size > comm.Get_size():
         raise CallError(ERR_DIMS, f"{size} places for {comm.Get_size()} ranks")
+    # No reordering: ranks keep their places, so that real and virtual runs of a program agree.
     return comm._me if comm._me < size else UNDEFINED
 
 
