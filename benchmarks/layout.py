@@ -177,8 +177,13 @@ def _callables(label: str, value: Any) -> Iterator[tuple[str, Callable[..., Any]
         and value.__module__.startswith("spawnsim.")
         and not issubclass(value, BaseException)
     ):
+        fields = getattr(value, "__dataclass_fields__", {})  # a function as a field's default is not a method
         for name, member in vars(value).items():
-            if inspect.isfunction(member) and (name == "__call__" or not name.startswith("_")):
+            if (
+                inspect.isfunction(member)
+                and name not in fields
+                and (name == "__call__" or not name.startswith("_"))
+            ):
                 yield f"{label}.{name}", member
 
 

@@ -57,14 +57,14 @@ SHORT_FILES = {
 
 
 def test_files_are_neither_long_nor_tiny() -> None:
-    """No file has more than 550 lines; few have less than 60."""
-    sizes = {
-        name: len(path.read_text(encoding="utf-8").splitlines())
-        for name, path in zip(NAMES, FILES, strict=True)
+    """No file has more than 550 lines, comments not counted: reasons are welcome. Few have less than 60."""
+    texts = {
+        name: path.read_text(encoding="utf-8").splitlines() for name, path in zip(NAMES, FILES, strict=True)
     }
-    assert {name: size for name, size in sizes.items() if size > 550} == {}
+    long = {name: sum(not line.lstrip().startswith("#") for line in lines) for name, lines in texts.items()}
+    assert {name: size for name, size in long.items() if size > 550} == {}
     entries = ("__init__.py", "__main__.py")
-    short = {name for name, size in sizes.items() if size < 60 and not name.endswith(entries)}
+    short = {name for name, lines in texts.items() if len(lines) < 60 and not name.endswith(entries)}
     assert short == set(SHORT_FILES)
 
 
