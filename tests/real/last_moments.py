@@ -29,6 +29,8 @@ def main(comm, victim=1, at="settled"):
     comm.Barrier()
     runtime = comm.runtime
     comm.record(size=comm.size)
+    if at == "before" and comm.rank != victim:
+        comm.send(None, victim)
     if comm.rank == victim:
         if at == "waiting":
             threading.Timer(0.3, die).start()
@@ -41,6 +43,8 @@ def main(comm, victim=1, at="settled"):
         if at == "released":
             runtime.release = then_dies(runtime.release)
         if at == "before":
+            for other in set(range(comm.size)) - {victim}:  # who is still in the barrier would rightly be told of a death
+                comm.recv(source=other)
             die()
     elif at == "waiting":
         comm.clock.sleep(0.8)
