@@ -43,7 +43,7 @@ def main(comm, victim=1, at="settled"):
         if at == "released":
             runtime.release = then_dies(runtime.release)
         if at == "before":
-            for other in set(range(comm.size)) - {victim}:  # who is still in the barrier would rightly be told of a death
+            for other in set(range(comm.size)) - {victim}:  # one in the barrier would be told of a death
                 comm.recv(source=other)
             die()
     elif at == "waiting":
