@@ -10,6 +10,7 @@ The layers, top to bottom (imports point down only; `lint-imports` holds it):
     record
     bagua · torchgfn
     policies | workloads | real | virtual     (siblings: none imports another)
+    training
     comm
     options
     backends · columns · importing · random · scenario · units
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # the same names, where editors and type checkers look for th
         SpawnPolicy,
     )
     from spawnsim.record import Table
+    from spawnsim.training import Evaluation, TrainingStep
 
 __version__ = "0.1.0"
 
@@ -66,11 +68,13 @@ _HOME = {
     "DecentralizedAverager": "spawnsim.policies",
     "DecentralizedAveragingPolicy": "spawnsim.policies",
     "Table": "spawnsim.record",
+    "Evaluation": "spawnsim.training",
+    "TrainingStep": "spawnsim.training",
 }
 
 __all__ = [
     "AsyncModelAveragePolicy", "AsyncSelectiveAveragingPolicy", "AverageAllPolicy", "Comm", "DecentralizedAverager",
-    "DecentralizedAveragingPolicy", "Run", "SpawnPolicy", "Table", "__version__", "run",
+    "DecentralizedAveragingPolicy", "Evaluation", "Run", "SpawnPolicy", "Table", "TrainingStep", "__version__", "run",
 ]  # fmt: skip
 
 

@@ -29,6 +29,7 @@ class Scenario:
         seed: of every random stream of the run, at least 0.
         compute: what computing costs where the program states nothing: seconds, text such as "5 ms", a recorded run's
             folder, or an object; for an unmodified program what lies between two calls, see `run_program`.
+        eager: whether each `spawnsim.TrainingStep` is carried out at once and alone, not with those of other ranks.
         deadline_s: virtual seconds that one call may wait before it ends in `Timeout`; `math.inf`: without limit.
 
     Raises:
@@ -42,6 +43,7 @@ class Scenario:
     seed: int = 0
     compute: Any = None
     deadline_s: float = DEADLINE_S
+    eager: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("seed", 0)):

@@ -66,10 +66,10 @@ def main(
     for iteration in range(iterations):
         with comm.compute() as block, training():
             loss = digits.step(model, optimizer)
+            if judged is not None and iteration % average_every == 0:
+                metric = digits.accuracy(model, judged)
         if judged is None:
             metric = -loss
-        elif iteration % average_every == 0:
-            metric = digits.accuracy(model, judged)
         info = {}
         if exchange is not None:
             model, optimizer, info = exchange(iteration, model, optimizer, local_metric=metric, group=comm)

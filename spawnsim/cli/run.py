@@ -68,6 +68,7 @@ def main(argv: Sequence[str]) -> int:
             deadline_s=options.deadline,
             progress=options.progress or (sys.stderr.isatty() and not options.quiet),
             trace=options.trace,
+            eager=options.eager,
             parameters=parameters(options.set),
             argv=script_arguments,
             options=program_options(options),
@@ -170,12 +171,9 @@ def parser() -> Parser:
         help="seconds that one call may wait; default: 30; of an mpi4py program on virtual ranks: no limit",
     )
     add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
+        "--set", action="append", default=[], metavar="NAME=VALUE",
         help="a keyword argument of main; repeatable",
-    )
+    )  # fmt: skip
     _add_program_options(parser)
     add(
         "--survive",
@@ -185,9 +183,13 @@ def parser() -> Parser:
     )
     add("--out", metavar="DIR", help="run folder to write: run.json, metrics.npz, events.jsonl")
     add(
-        "--trace",
-        action="store_true",
+        "--trace", action="store_true",
         help="keep all calls and messages of virtual ranks in the run folder, for `spawnsim trace DIR`",
+    )  # fmt: skip
+    add(
+        "--eager",
+        action="store_true",
+        help="carry out each TrainingStep of virtual ranks at once, as real ones do",
     )
     add("--overwrite", action="store_true", help="the run that the folder holds may be lost")
     add("--json", action="store_true", help="print the totals as one JSON object, and nothing else")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from spawnsim.comm.constants import BOTTOM, IN_PLACE
 from spawnsim.comm.datatypes import Datatype
+from spawnsim.comm.deferred import WAITING, settle
 from spawnsim.comm.failures import (
     ERR_TYPE,
     CallError,
@@ -552,6 +553,8 @@ def as_buffer(
     Raises `SpecTypeError`, `SpecBufferError`, `UnknownTypeError` or `ParameterError`, which are also the TypeError,
     BufferError, KeyError and ValueError of mpi4py.
     """
+    if WAITING:
+        settle()
     # `type() is` and not isinstance, to leave subclasses (matrices, masked arrays, `buffer`) to the general path,
     # which knows their memory.
     if type(spec) is np.ndarray and blocks < 2 and not vector:

@@ -48,6 +48,7 @@ def run(
     overwrite: bool = False,
     whole: bool = False,
     trace: bool = False,
+    eager: bool = False,
 ) -> Run:
     """Run `main(comm, **parameters)` on virtual ranks and return what they recorded.
 
@@ -75,6 +76,7 @@ def run(
         on_note: is given a sentence when a rank computes for long without a call, with its line.
         overwrite: whether a run that `out` holds may be lost.
         whole: run the file whole on every rank, as an unmodified program, whatever it defines.
+        eager: carry out each `TrainingStep` at once and alone, not with those of other ranks.
         trace: keep all calls and messages in `out`, for `spawnsim trace`; results and digest are the same.
 
     Returns:
@@ -86,7 +88,14 @@ def run(
         SpawnsimError: another way in which a run can end, such as `Deadlock`.
     """
     scenario = Scenario(
-        ranks, platform, stragglers, faults, seed, compute, DEADLINE_S if deadline_s is None else deadline_s
+        ranks,
+        platform,
+        stragglers,
+        faults,
+        seed,
+        compute,
+        DEADLINE_S if deadline_s is None else deadline_s,
+        eager,
     )
     if trace and out is None:
         raise ParameterError("trace: where to? Give the run folder that keeps it (--out DIR)")

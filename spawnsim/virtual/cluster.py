@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 from greenlet import GreenletExit
 
 from spawnsim.comm.backends import register_world
-from spawnsim.errors import Livelock, RankError, RankFailed, SpawnsimError, WorldError
+from spawnsim.comm.deferred import WAITING, Caller, Deferred, register_callers, settle
+from spawnsim.errors import Livelock, RankError, RankFailed, SpawnsimError, UsageError, WorldError
 from spawnsim.random import Streams
 from spawnsim.scenario import Scenario
-from spawnsim.virtual import diagnosis, torch_distributed
+from spawnsim.virtual import diagnosis, interpreter, torch_distributed
 from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.compute import ComputeModel
 from spawnsim.virtual.diagnosis import LivelockWatchdog
 from spawnsim.virtual.digest import RankDigest
-from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
+from spawnsim.virtual.engine.kernel import Kernel, NoTask, Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import Rank, Recorder, World
 from spawnsim.virtual.faults import FaultPlan
@@ -95,6 +96,8 @@ class Cluster:
         )
         if plan.links:
             self.world.links = FaultyLinks(self.world)
+        if not scenario.eager:
+            self.world.deferred = Deferred(scenario.ranks, self._others_come, self._warn, self._apart)
         for disturbed in plan.disturbed:
             ranks[disturbed].awake = partial(plan.awake_s, disturbed)
         for rank in ranks:
@@ -140,6 +143,31 @@ class Cluster:
     def start(self, rank: int, program: Callable[[], Any]) -> None:
         """Let a rank run a program."""
         self.crashes.begin(self.world.ranks[rank], program)
+
+    # -- work that is put off --------------------------------------------------------------------------------
+
+    def _others_come(self) -> None:
+        """Let the calling rank wait for its own time. What an event does, or a rank that has ended, cannot wait."""
+        kernel, task = self.world.kernel, current_task()
+        if task is not None and task is kernel.current and not kernel.in_event and not kernel.closed:
+            kernel.observe()
+
+    def _warn(self, sentence: str) -> None:
+        task = current_task()
+        rank, time_s = (0, self.world.kernel.env.now) if task is None else (task.rank, task.clock)
+        self.world.recorder.event(rank, time_s, "warning", {"text": sentence})
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Be nobody's program while the work of many ranks is carried out: none calls, and torch's modes are plain."""
+        kernel, restore = self.world.kernel, interpreter.suspend_torch_modes()
+        calling, kernel.current = kernel.current, TOGETHER
+        try:
+            yield
+        finally:
+            kernel.current = calling
+            if restore is not None:
+                restore()
 
     # -- endings ---------------------------------------------------------------------------------------------
 
@@ -201,6 +229,8 @@ class Cluster:
 
     def _judge(self) -> None:
         """Count, and tell what is wrong with how the run ended, if anything."""
+        if self.world.deferred is not None:
+            self.world.deferred.carry_out()  # of ranks that did not come to their end
         clocks = [
             task.clock for task in self.world.kernel.tasks if task.clock < math.inf
         ]  # inf: paused for ever
@@ -298,13 +328,29 @@ def _line(error: BaseException) -> str:
     return f" ({found})" if found else ""
 
 
+TOGETHER: Any = NoTask(
+    lambda: UsageError(
+        "a loss or an evaluation cannot communicate: it is carried out for many ranks at once. Communicate outside of "
+        "the function that a TrainingStep or an Evaluation is given, or run eagerly"
+    )
+)
+
+
 def _world_of_caller() -> Any:
     return None if current_task() is None else held("COMM_WORLD")
+
+
+def _deferred_of_caller() -> Caller | None:
+    task = current_task()
+    if task is None or task.kernel.owner is None or task.kernel.owner.deferred is None:
+        return None
+    return task.kernel.owner.deferred, task.rank
 
 
 # Virtual ranks share one process, so `world()` asks here which of them is calling. This module is loaded wherever one
 # runs; a real job never loads the simulator to learn that its ranks are not virtual.
 register_world(_world_of_caller)
+register_callers(_deferred_of_caller)
 
 
 def simulate(
@@ -345,3 +391,5 @@ def simulate(
 def _program(cluster: Cluster, rank: int, main: Main) -> None:
     """Run the program of a rank. A restarted one holds a world of which it is not a member until it recovers."""
     main(cluster.comm_world(rank))
+    if WAITING:
+        settle()  # what the program has put off and never looked at, with its errors

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from spawnsim.comm.deferred import WAITING
 from spawnsim.errors import ParameterError, Timeout
 from spawnsim.virtual.compute import Sampler
 from spawnsim.virtual.digest import COMPUTE, SLEEP, nanoseconds
@@ -154,7 +155,12 @@ class Record:
             values: One value for each column: numbers, texts, booleans. Rank and time are columns of every row.
         """
         self._world.kernel.idle = 0
-        self._world.recorder.row(self._rank.id, self._world.kernel.current.clock, values)
+        deferred, clock = self._world.deferred, self._world.kernel.current.clock
+        # A loss that is put off is not looked at to be recorded: its row waits for it, and later rows for that one.
+        if WAITING and deferred is not None and deferred.holds(self._rank.id, values.values()):
+            deferred.hold(self._rank.id, lambda: self._world.recorder.row(self._rank.id, clock, values))
+        else:
+            self._world.recorder.row(self._rank.id, clock, values)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Add one event to the run's events, such as a replacement.

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.random import WORLD, Streams, generator
-from spawnsim.workloads.mlp import MLP, SGD, backpropagate, differentiate
+from spawnsim.training import Evaluation, TrainingStep
+from spawnsim.workloads.mlp import MLP
 
 Indices = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -137,6 +139,17 @@ def shard(rank: int, size: int, seed: int, *, alpha: float | None = None, minimu
     return bootstrap_shard(labels, seed, rank, count=minimum, alpha=alpha)
 
 
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the mean cross-entropy of a batch (natural logarithm), 0-dim."""
+    return cross_entropy(model(x), y)
+
+
+def accuracy_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the fraction of a batch that the model names right, 0-dim."""
+    right: Tensor = model(x).argmax(-1) == y
+    return right.float().mean()
+
+
 class Digits:
     """One rank's classifier: its shard, its model and optimizer, its training step.
 
@@ -170,6 +183,8 @@ class Digits:
     ) -> None:
         if batch < 1:
             raise ParameterError(f"batch={batch}: give at least 1 image a step")
+        if not lr >= 0 or not 0 <= momentum < 1:
+            raise ParameterError(f"lr={lr}, momentum={momentum}: give lr >= 0 and momentum in [0, 1)")
         seed = rng.key[0]
         self.shard = shard(rank, size, seed, alpha=alpha, minimum=minimum)
         self.widths = (PIXELS, *hidden, CLASSES)
@@ -178,14 +193,15 @@ class Digits:
         self._batch = batch
         self._orders = rng("digits.batches")
         self._ahead: list[Tensor] = []
+        self._train, self._evaluate = TrainingStep(loss_of), Evaluation(accuracy_of)
         self._starts = (Streams(seed, WORLD) if same_start else rng)("digits.init")
 
-    def build(self) -> tuple[MLP, SGD]:
+    def build(self) -> tuple[MLP, torch.optim.SGD]:
         """Return a fresh model and its optimizer; asking again gives new initial weights."""
         # A generator of its own: torch's global one is shared by all virtual ranks of the process.
         generator = torch.Generator().manual_seed(int(self._starts.integers(2**63)))
         model = MLP(self.widths, generator)
-        return model, SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
+        return model, torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
 
     def indices(self) -> Tensor:
         """Return the training images of the next batch, (batch,) int64."""
@@ -199,17 +215,14 @@ class Digits:
             self._ahead = list(whole.view(BATCHES_AHEAD, self._batch).flip(0).unbind())
         return self._ahead.pop()
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-        """Train on the next batch; return its mean cross-entropy (natural logarithm) before the update."""
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Train on the next batch; return its mean cross-entropy (natural logarithm) before the update, 0-dim."""
         chosen = self.indices()
         x, y = self.train.x.index_select(0, chosen), self.train.y.index_select(0, chosen)
-        # The exact type: a subclass may compute something else, whose gradient the closed form does not know.
-        loss = backpropagate(model, x, y) if type(model) is MLP else differentiate(model, x, y)
-        optimizer.step()
+        loss: Tensor = self._train(model, optimizer, x, y)  # type: ignore[assignment]  # one output
         return loss
 
-    @torch.no_grad()
-    def accuracy(self, model: nn.Module, part: slice = slice(None)) -> float:
-        """Return the fraction of the held-out images (or of a part of them) that the model names right."""
-        right: Tensor = model(self.test.x[part]).argmax(1) == self.test.y[part]
-        return right.sum().item() / len(right)
+    def accuracy(self, model: nn.Module, part: slice = slice(None)) -> Tensor:
+        """Return the fraction of the held-out images (or of a part of them) that the model names right, 0-dim."""
+        right: Tensor = self._evaluate(model, self.test.x[part], self.test.y[part])  # type: ignore[assignment]
+        return right

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import one_hot, pad
+from torch.nn.functional import pad
 
 from spawnsim.errors import ParameterError
 from spawnsim.random import WORLD, Streams
+from spawnsim.training import TrainingStep
 from spawnsim.workloads.mlp import MLP
 
 ENUMERABLE = 2**20  # states; beyond that, exact distributions would not fit
@@ -95,6 +95,11 @@ class HyperGrid:
 STATES_PER_CALL = 256  # a call on a few states takes as long as this many more would
 
 
+def one_hot(numbers: Tensor, count: int) -> Tensor:
+    """Return 1 in the place of each number and 0 elsewhere, (..., count) float32: torch's own looks at the values."""
+    return (numbers.unsqueeze(-1) == torch.arange(count)).float()
+
+
 class Flow(nn.Module):
     """Forward and backward policies over one network, and the logarithm of the total flow, `logZ` (0-dim)."""
 
@@ -108,7 +113,7 @@ class Flow(nn.Module):
         self.logZ = nn.Parameter(torch.zeros(()))
 
     def _scores(self, states: Tensor) -> Tensor:  # (n, dimensions) -> (n, outputs)
-        scores: Tensor = self.net(one_hot(states, self.grid.height).flatten(1).float())
+        scores: Tensor = self.net(one_hot(states, self.grid.height).flatten(1))
         return scores
 
     def log_forward(self, states: Tensor) -> Tensor:
@@ -128,12 +133,81 @@ class Flow(nn.Module):
 
 @dataclass(frozen=True)
 class Trajectories:
-    """A batch of trajectories, as the flat list of their transitions in the order of time."""
+    """A batch of trajectories, each of the longest length: what comes after its stop does not count.
+
+    Shapes are the same whatever the model does, so that many ranks' trajectories are one computation.
+    """
 
     final: Tensor  # (batch, dimensions) int64: where each stopped
-    owner: Tensor  # (transitions,) int64: the trajectory of each
-    states: Tensor  # (transitions, dimensions) int64: before the action
-    actions: Tensor  # (transitions,) int64: a coordinate, or `dimensions` to stop
+    states: Tensor  # (longest, batch, dimensions) int64: before the action
+    actions: Tensor  # (longest, batch) int64: a coordinate, or `dimensions` to stop
+    alive: Tensor  # (longest, batch) bool: whether it had not stopped before
+
+
+def sample(model: Flow, luck: Tensor, epsilon: float = 0.0) -> Trajectories:
+    """Follow the forward policy from the origin until each trajectory stops.
+
+    Args:
+        model: the policies.
+        luck: even numbers in [0, 1) that decide, (longest, batch) float32.
+        epsilon: chance of an action being drawn evenly from those allowed.
+    """
+    grid = model.grid
+    with torch.no_grad():
+        chances = _policy(model, epsilon)
+        at, alive = torch.zeros_like(luck[0], dtype=torch.int64), luck[0] >= 0
+        strides = torch.cat([grid.strides, grid.strides.new_zeros(1)])
+        taken = []
+        for each in luck.unbind():
+            # The sum of float32 chances may fall short of 1: the last action, to stop, takes what is left.
+            action = (chances(at).cumsum(-1) <= each.unsqueeze(-1)).sum(-1).clamp(max=grid.dimensions)
+            taken.append((at, action, alive))
+            at = at + strides[action] * alive
+            alive = alive & (action < grid.dimensions)
+        numbers, actions, lives = (torch.stack(parts) for parts in zip(*taken, strict=True))
+        return Trajectories(grid.state(at), grid.state(numbers), actions, lives)
+
+
+def _policy(model: Flow, epsilon: float) -> Callable[[Tensor], Tensor]:
+    """Return the map from numbers of states, (n,), to the chances of their actions, (n, dimensions + 1)."""
+    # One pass over the grid, or one for each action.
+    if model.grid.count <= STATES_PER_CALL * model.grid.longest:
+        table = _chances(model, model.grid.states(), epsilon)
+        return lambda numbers: table[numbers]
+    return lambda numbers: _chances(model, model.grid.state(numbers), epsilon)
+
+
+def _chances(model: Flow, states: Tensor, epsilon: float) -> Tensor:
+    chances = model.log_forward(states).exp()
+    if epsilon:
+        allowed = (chances > 0).float()
+        chances = chances.lerp(allowed / allowed.sum(1, keepdim=True), epsilon)
+    return chances
+
+
+def balance(model: Flow, paths: Trajectories) -> Tensor:
+    """Return the mean of (logZ + Σ log P_F − log R − Σ log P_B)² over trajectories, 0-dim."""
+    grid = model.grid
+    length, batch = paths.actions.shape
+    # Stopping is no move: it has no parent to step back to. What does not count is computed at the far corner, whose
+    # parents exist, and multiplied by zero.
+    moves = paths.alive & (paths.actions < grid.dimensions)
+    step = one_hot(paths.actions, grid.dimensions).long()
+    children = torch.where(moves.unsqueeze(-1), paths.states + step, grid.height - 1).flatten(0, 1)
+    way = torch.where(moves, paths.actions, 0).view(-1, 1)
+    # Likewise what comes after the stop stays where it was, and stops again: always allowed.
+    taken = torch.where(paths.alive, paths.actions, grid.dimensions).view(-1, 1)
+    forward = model.log_forward(paths.states.flatten(0, 1)).gather(1, taken).view(length, batch)
+    backward = model.log_backward(children).gather(1, way).view(length, batch)
+    gap = model.logZ - grid.reward(paths.final).log()
+    gap = gap + (forward * paths.alive).sum(0) - (backward * moves).sum(0)
+    return gap.square().mean()
+
+
+def loss_of(epsilon: float, model: Flow, luck: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of trajectories that are sampled now, 0-dim, and where they stopped, (batch, dimensions)."""
+    paths = sample(model, luck, epsilon)
+    return balance(model, paths), paths.final
 
 
 class GFlowNet:
@@ -148,10 +222,6 @@ class GFlowNet:
         epsilon: chance of an action being drawn evenly from those allowed, in [0, 1].
         learned_backward: learn the backward policy; otherwise all parents of a state are equally likely.
         same_start: whether all ranks begin from the same weights.
-
-    Attributes:
-        found: numbers of the modes in which a trajectory of this rank has ended so far.
-        fresh: those among them that the last step was the first to find.
     """
 
     def __init__(
@@ -172,10 +242,24 @@ class GFlowNet:
         self.grid = grid if grid is not None else HyperGrid()
         self.batch, self.hidden, self.epsilon = batch, hidden, epsilon
         self.lr, self.lr_logZ, self.learned_backward = lr, lr_logZ, learned_backward
-        self.found: set[int] = set()
-        self.fresh: set[int] = set()
+        self._found: set[int] = set()
+        self._fresh: set[int] = set()
+        self._final: Tensor | None = None  # of the last step, not looked at yet
+        self._train = TrainingStep(partial(loss_of, epsilon))
         self._draws = rng("gflownet.trajectories")
         self._starts = (Streams(rng.key[0], WORLD) if same_start else rng)("gflownet.init")
+
+    @property
+    def found(self) -> set[int]:
+        """Numbers of the modes in which a trajectory of this rank has ended so far."""
+        self._look()
+        return self._found
+
+    @property
+    def fresh(self) -> set[int]:
+        """Those among them that the last step was the first to find."""
+        self._look()
+        return self._fresh
 
     @property
     def modes_found(self) -> int:
@@ -192,66 +276,23 @@ class GFlowNet:
         ]
         return model, torch.optim.Adam(groups, fused=True)
 
-    def step(self, model: Flow, optimizer: torch.optim.Optimizer) -> float:
-        """Sample a batch, train on it, note its modes; return the loss before the update."""
-        paths = self.sample(model)
-        optimizer.zero_grad()
-        loss = balance(model, paths)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        ends = self.grid.number(paths.final[self.grid.is_mode(paths.final)])
-        self.fresh = set(ends.tolist()) - self.found
-        self.found |= self.fresh
-        return loss.item()
+    def luck(self) -> Tensor:
+        """Draw what decides the next trajectories, (longest, batch) float32 in [0, 1)."""
+        return torch.from_numpy(self._draws.random((self.grid.longest, self.batch), np.float32))
 
-    @torch.no_grad()
-    def sample(self, model: Flow) -> Trajectories:
-        """Follow the forward policy from the origin until each trajectory stops."""
-        chances, stop = self._policy(model), self.grid.dimensions
-        strides = np.append(self.grid.strides.numpy(), 0)
-        at, alive, taken = np.zeros(self.batch, np.int64), np.arange(self.batch), []
-        # Numbers of states instead of states, in numpy: arrays this small are cheaper there than in torch.
-        for luck in self._draws.random((self.grid.longest, self.batch), np.float32):
-            # The sum of float32 chances may fall short of 1: the last action, to stop, takes what is left.
-            action = np.minimum((chances(at[alive]).cumsum(1) <= luck[alive, None]).sum(1), stop)
-            taken.append((alive, at[alive], action))
-            at[alive] += strides[action]
-            alive = alive[action < stop]
-            if not alive.size:
-                break
-        owner, states, actions = (
-            torch.from_numpy(np.concatenate(parts)) for parts in zip(*taken, strict=True)
-        )
-        return Trajectories(self.grid.state(torch.from_numpy(at)), owner, self.grid.state(states), actions)
+    def step(self, model: Flow, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Sample a batch, train on it, note its modes; return the loss before the update, 0-dim."""
+        self._look()
+        loss, self._final = self._train(model, optimizer, self.luck())
+        return loss
 
-    def _policy(self, model: Flow) -> Callable[[NDArray[np.int64]], NDArray[np.float32]]:
-        """Return the map from numbers of states, (n,), to the chances of their actions, (n, dimensions + 1)."""
-        if (
-            self.grid.count <= STATES_PER_CALL * self.grid.longest
-        ):  # one pass over the grid, or one per action
-            return self._chances(model, self.grid.states()).__getitem__
-        return lambda numbers: self._chances(model, self.grid.state(torch.from_numpy(numbers)))
-
-    def _chances(self, model: Flow, states: Tensor) -> NDArray[np.float32]:
-        chances = model.log_forward(states).exp_()
-        if self.epsilon:
-            allowed = (chances > 0).float()
-            chances = chances.lerp(allowed / allowed.sum(1, keepdim=True), self.epsilon)
-        return chances.numpy()
-
-
-def balance(model: Flow, paths: Trajectories) -> Tensor:
-    """Return the mean of (logZ + Σ log P_F − log R − Σ log P_B)² over trajectories, 0-dim."""
-    forward = model.log_forward(paths.states).gather(1, paths.actions.unsqueeze(1)).squeeze(1)
-    # Stopping is no move: it has no parent to step back to.
-    moves = paths.actions < model.grid.dimensions
-    way = paths.actions[moves].unsqueeze(1)
-    children = paths.states[moves].scatter_add(1, way, torch.ones_like(way))
-    backward = model.log_backward(children).gather(1, way).squeeze(1)
-    gap = model.logZ - model.grid.reward(paths.final).log()
-    # Summed by trajectory over a flat list: padding all to the longest would compute on empty places mostly.
-    gap = gap.index_add(0, paths.owner, forward).index_add(0, paths.owner[moves], backward, alpha=-1)
-    return gap.square().mean()
+    def _look(self) -> None:
+        """Note the modes of the last step: not before somebody asks, for until then it need not be carried out."""
+        if self._final is not None:
+            final, self._final = self._final, None
+            ends = self.grid.number(final[self.grid.is_mode(final)])
+            self._fresh = set(ends.tolist()) - self._found
+            self._found |= self._fresh
 
 
 @torch.no_grad()

@@ -1,19 +1,14 @@
-"""A multilayer perceptron, its gradient in closed form, and the SGD that trains it.
-
-For models so small that autograd's and the optimizer's own overhead would dominate: `SGD` is a drop-in for
-`torch.optim.SGD` (same state, same update), at half of its time per step on a model of a few thousand weights.
-Nothing here touches torch's global random generator: weights come from the generator that is given.
-"""
+"""A multilayer perceptron that draws its initial weights from a generator that is given, never from torch's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear, nll_loss
+from torch.nn.functional import linear
 
 from spawnsim.errors import ParameterError
 
@@ -48,101 +43,3 @@ class MLP(nn.Module):
         for layer in hidden:
             x = linear(x, layer.weight, layer.bias).relu()
         return linear(x, last.weight, last.bias)
-
-
-@torch.no_grad()
-def backpropagate(model: MLP, x: Tensor, y: Tensor) -> float:
-    """Set `.grad` of each trainable parameter to that of the mean cross-entropy; return the loss.
-
-    At this size autograd's bookkeeping costs more than the arithmetic: the closed form takes half the time.
-
-    Args:
-        model: float32 or float64.
-        x: inputs, (batch, inputs).
-        y: classes, (batch,) int64.
-    """
-    layers = model.stages()
-    inputs = [x]
-    for layer in layers[:-1]:
-        inputs.append(linear(inputs[-1], layer.weight, layer.bias).relu_())
-    log_p = linear(inputs[-1], layers[-1].weight, layers[-1].bias).log_softmax(1)
-    # Before the next line, which turns `log_p` into the gradient in place.
-    loss = nll_loss(log_p, y).item()
-    delta = log_p.exp_().scatter_(1, y.unsqueeze(1), -1.0, reduce="add").div_(len(y))  # d loss / d logits
-    for layer, seen in zip(reversed(layers), reversed(inputs), strict=True):
-        weight, bias = layer.weight, layer.bias
-        if weight.requires_grad:
-            weight.grad = delta.t() @ seen
-        if bias.requires_grad:
-            bias.grad = delta.sum(0)
-        # After this layer's own gradient: the next one needs the error before the activation, and the inputs need
-        # none.
-        if seen is not x:
-            delta = (delta @ weight).mul_(seen > 0)
-    return loss
-
-
-def differentiate(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Do what `backpropagate` does, for any classifier, by autograd."""
-    model.zero_grad()
-    loss = cross_entropy(model(x), y)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return loss.item()
-
-
-class SGD(torch.optim.Optimizer):
-    """v ← momentum·v + gradient, w ← w − lr·v; what `torch.optim.SGD(foreach=True)` does, bit for bit.
-
-    Step hooks registered on the instance run; hooks registered for all optimizers of the process do not.
-
-    Args:
-        params: parameters or groups of them, any shape and floating dtype.
-        lr: learning rate, at least 0.
-        momentum: in [0, 1).
-    """
-
-    def __init__(self, params: Iterable[Any], lr: float, momentum: float = 0.0) -> None:
-        if not lr >= 0:
-            raise ParameterError(f"lr={lr}: give a number of at least 0")
-        if not 0 <= momentum < 1:
-            raise ParameterError(f"momentum={momentum}: give a number in [0, 1)")
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Apply one update to every parameter that has a gradient; return the closure's loss, if one is given."""
-        # Called here, as `hooked` below leaves out torch's wrapper that would call them.
-        for before in self._optimizer_step_pre_hooks.values():
-            before(self, (), {})
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            self._update(group)
-        for after in self._optimizer_step_post_hooks.values():
-            after(self, (), {})
-        return loss
-
-    # torch wraps `step` in a profiler range, which costs as much as the update itself, unless it is marked so.
-    step.hooked = True  # type: ignore[attr-defined]
-
-    def _update(self, group: dict[str, Any]) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
-        if not params:
-            return
-        steps = [p.grad for p in params]
-        if group["momentum"]:
-            velocities = [self._velocity(p) for p in params]
-            torch._foreach_mul_(velocities, group["momentum"])
-            torch._foreach_add_(velocities, steps)
-            steps = velocities
-        torch._foreach_add_(params, steps, alpha=-group["lr"])
-
-    def _velocity(self, param: Tensor) -> Tensor:
-        state = self.state[param]
-        try:
-            return state["momentum_buffer"]  # type: ignore[no-any-return]
-        except KeyError:
-            state["momentum_buffer"] = velocity = torch.zeros_like(param)
-            return velocity

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -11,13 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.random import Streams
-from spawnsim.workloads import MLP, SGD, Digits
+from spawnsim.workloads import Digits
 from spawnsim.workloads.digits import load, shard
-from spawnsim.workloads.mlp import backpropagate, differentiate
 
 
 def learner(rank=0, size=4, seed=7, **how):
@@ -102,17 +99,6 @@ def test_nothing_draws_from_the_global_generators():
     assert np.array_equal(numpy_before, np.random.get_state()[1])
 
 
-def test_the_closed_form_gradient_is_autograds():
-    """Equal to 1e-12 in float64, through two hidden layers."""
-    model = MLP((64, 20, 16, 10), torch.Generator().manual_seed(1)).double()
-    x, y = load()[0].x[:32].double(), load()[0].y[:32]
-    loss = backpropagate(model, x, y)
-    closed = [p.grad.clone() for p in model.parameters()]
-    assert loss == pytest.approx(differentiate(model, x, y), abs=1e-12)
-    for gradient, p in zip(closed, model.parameters(), strict=True):
-        torch.testing.assert_close(gradient, p.grad, rtol=0, atol=1e-12)
-
-
 def test_frozen_parameters_stay():
     """A frozen first layer does not move; the second does."""
     digits = learner()
@@ -132,49 +118,6 @@ def test_any_classifier_and_any_optimizer_will_do():
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = [digits.step(model, optimizer) for _ in range(60)]
     assert losses[-1] < losses[0] / 2
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_is_torchs_bit_for_bit(momentum):
-    """Twenty steps with our SGD and with torch's end in equal bits and equal state."""
-    models = [MLP((64, 32, 10), torch.Generator().manual_seed(1)) for _ in range(2)]
-    ours = SGD(models[0].parameters(), lr=0.1, momentum=momentum)
-    theirs = torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=momentum, foreach=True)
-    digits = [learner(), learner()]
-    for _ in range(20):
-        for one, model, optimizer in zip(digits, models, (ours, theirs), strict=True):
-            one.step(model, optimizer)
-    assert same(*models)
-    if momentum:
-        buffers = [o.state_dict()["state"][0]["momentum_buffer"] for o in (ours, theirs)]
-        assert torch.equal(*buffers)
-
-
-def test_sgd_saves_and_loads_its_momentum():
-    """A reloaded optimizer goes on exactly where the saved one stood."""
-    one, other = learner(), learner()
-    model, optimizer = one.build()
-    copy, fresh = other.build()
-    one.step(model, optimizer), other.step(copy, SGD(copy.parameters(), lr=0.1, momentum=0.9))
-    fresh.load_state_dict(deepcopy(optimizer.state_dict()))  # torch itself would share the buffers
-    one.step(model, optimizer), other.step(copy, fresh)
-    assert same(model, copy)
-
-
-def test_sgd_runs_closures_and_hooks():
-    """What schedulers and torchft attach to an optimizer works here too."""
-    model, optimizer = learner().build()
-    seen = []
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    x, y = load()[0].x[:8], load()[0].y[:8]
-
-    def closure():
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        return loss.item()
-
-    assert optimizer.step(closure) > optimizer.step(closure)
-    assert seen == ["after", "after"]
 
 
 def test_one_rank_learns_to_read():

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from spawnsim.comm import Comm, as_comm
+from spawnsim.comm.deferred import WAITING, settle
 from spawnsim.errors import ParameterError, Timeout, UsageError
 from spawnsim.policies.averaging.butterfly import Group
 from spawnsim.policies.averaging.download import Download, Loaded, State, StateDonor, StateDownload
@@ -208,6 +209,8 @@ class DecentralizedAverager:
         """
         while not self.acquire_tensors():
             self.comm.clock.sleep(PAUSE_S)
+        if WAITING:
+            settle()
         try:
             yield self.vector.tensors
         finally:

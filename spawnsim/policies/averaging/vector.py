@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from spawnsim.comm.deferred import WAITING, settle
 from spawnsim.errors import ParameterError
 from spawnsim.policies.averaging.grouping import digest
 from spawnsim.policies.exchange.messages import Bytes
@@ -154,6 +155,8 @@ class Vector:
 
     def read(self) -> list[Values]:
         """Return a copy of each segment, shape (count,), in its wide type."""
+        if WAITING:
+            settle()
         copies = []
         for group, segment in zip(self._groups, self.segments, strict=True):
             flat = np.empty(segment.count, segment.wide)
@@ -166,6 +169,8 @@ class Vector:
 
     def add(self, deltas: Sequence[Values]) -> None:
         """Add deltas of the segments' shapes to the tensors, in place; whole numbers round to the nearest."""
+        if WAITING:
+            settle()
         for group, delta in zip(self._groups, deltas, strict=True):
             at = 0
             for tensor in group:

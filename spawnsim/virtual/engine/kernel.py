@@ -181,6 +181,7 @@ class Kernel:
         self.idle = 0  # polls that found nothing since something last happened
         self.fruitless: Callable[[], None] = lambda: None  # to be called by polls that found nothing
         self.steps = 0  # events taken from the heap
+        self.in_event = False  # whether an event is happening, on the stack of whichever task has left
         self._accident: Exception | None = None  # raised by an event that a task let happen
 
     # -- tasks ---------------------------------------------------------------------------------------------
@@ -337,7 +338,9 @@ class Kernel:
 
     def _step(self) -> None:
         self.steps += 1
+        self.in_event = True
         self.env.step()
+        self.in_event = False
 
     # -- deadlines -----------------------------------------------------------------------------------------
 

@@ -116,6 +116,7 @@ class World:
     resource_leaks: Any = None  # told of requests and communicators as they come and go, if a script runs
     watchers: list[Any] = field(default_factory=list)  # of the ranks' calls: see `calls`
     timeline: Any = None  # `timeline.Timeline`, if the run is traced
+    deferred: Any = None  # `comm.deferred.Deferred`, unless training steps are to be carried out at once
 
     def __post_init__(self) -> None:
         self.contention = model_of(self.kernel.env, self.network, len(self.ranks))
@@ -158,6 +159,8 @@ class World:
     def digest(self) -> str:
         """Return the digest of the whole run: that of all ranks' digests, in rank order."""
         whole = hashlib.blake2b(digest_size=16)
+        if self.deferred is not None and self.deferred.batched:
+            whole.update(b"batched")  # other sums in the last bits than eager steps have
         for rank in self.ranks:
             whole.update(rank.digest.value())
         return whole.hexdigest()

@@ -16,6 +16,7 @@ import numpy as np
 
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import PROC_NULL
+from spawnsim.comm.deferred import WAITING, settle
 from spawnsim.comm.failures import SpecTypeError
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.packing import Pickle
@@ -30,6 +31,8 @@ pickler = Pickle()  # MPI.pickle: a program may give it other functions, as in m
 
 def dumps(obj: Any) -> bytes:
     """Return an object as bytes."""
+    if WAITING:
+        settle()
     return pickler.dumps(obj)
 
 
@@ -40,6 +43,8 @@ def loads(data: Any) -> Any:
 
 def pack(spec: Any, dest: int = 0) -> Any:
     """Return a snapshot of a buffer: `bytes`, or an array for the types that need one."""
+    if WAITING:
+        settle()
     if type(spec) is np.ndarray and spec.flags.c_contiguous and spec.dtype.char in PLAIN:
         return spec.tobytes()
     _check_given(spec, dest)
@@ -48,6 +53,8 @@ def pack(spec: Any, dest: int = 0) -> Any:
 
 def check_target(spec: Any, source: int = 0) -> None:
     """Refuse memory that cannot be received into, before anything is received."""
+    if WAITING:
+        settle()
     if type(spec) is np.ndarray and spec.flags.carray and spec.dtype.kind in "fiucb":
         return
     _check_given(spec, source)
@@ -62,6 +69,8 @@ def _check_given(spec: Any, peer: int) -> None:
 
 def unpack(spec: Any, payload: Any) -> None:
     """Write a payload into a buffer. A payload longer than the buffer is an error that changes nothing."""
+    if WAITING:
+        settle(wait=False)
     if type(spec) is np.ndarray and type(payload) is bytes:
         try:
             memoryview(spec).cast("B")[: len(payload)] = payload  # type: ignore[arg-type]

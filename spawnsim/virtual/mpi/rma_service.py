@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from spawnsim.comm.constants import LOCK_EXCLUSIVE
+from spawnsim.comm.deferred import WAITING
 from spawnsim.virtual.digest import ONE_SIDED
 from spawnsim.virtual.engine.completion import Message, ReceivingNic, Uncertain
 from spawnsim.virtual.engine.event_queue import ARRIVING, WAITED
@@ -333,6 +334,8 @@ class WindowState:
         )
 
     def _serve(self, target: Rank, origin: Rank, access: Access) -> None:
+        if WAITING and self.world.deferred is not None:
+            self.world.deferred.settle(target.id, wait=False)  # the window may be over its weights
         # Served before the link is judged, since the memory is changed even if the answer is then lost.
         access.answer, verdict = access.serve(access.data), DELIVERED
         if self.world.links is not None:

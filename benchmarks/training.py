@@ -1,0 +1,156 @@
+"""Live models: a simulated run whose steps are carried out together, beside loops without a simulator.
+
+usage: python benchmarks/training.py [RANKS] [ITERATIONS]
+
+1,000 MLPs (64-64-64-10), batch 32, SGD with momentum 0.9, each rank its own batches. Processor time of a step of all
+ranks, start-up taken off (the slope between two numbers of iterations), medians of 5, all in turns. Peers: a
+hand-written loop that calls `vmap(grad_and_value)` on stacked parameters; plain torch, one model after the other.
+Asserts how many calls the batched steps take. OMP_NUM_THREADS=2 gives all of them two threads; wall times are printed,
+too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, stack_module_state, vmap
+from torch.nn.functional import cross_entropy
+
+import spawnsim
+from spawnsim import TrainingStep
+from spawnsim.training import batches
+
+BATCH, REPEATS, KINDS = 32, 5, 16  # so many different batches, in turn: drawing them is no part of a step
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    )  # fmt: skip
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model(x), y)
+
+
+def data(ranks: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(BATCH, 64, generator=generator), torch.randint(0, 10, (BATCH,), generator=generator))
+        for _ in range(min(ranks, KINDS * 64))
+    ]
+
+
+def simulated(ranks: int, iterations: int, straggler: str | None, *, eager: bool = False) -> None:
+    """Run as a user would: a loss looked at in each iteration, and recorded."""
+    examples = data(ranks)
+
+    def main(comm: Any) -> None:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = TrainingStep(loss_of)
+        for iteration in range(iterations):
+            x, y = examples[(comm.rank + iteration) % len(examples)]
+            with comm.compute(0.01):
+                loss = step(model, optimizer, x, y)
+            comm.record(iteration=iteration, loss=float(loss))
+
+    run = spawnsim.run(main, ranks=ranks, stragglers=straggler, eager=eager)
+    assert run.table.rows == ranks * iterations
+
+
+def by_hand(ranks: int, iterations: int) -> None:
+    """The loop that one writes for a batch of models without any communication."""
+    examples = data(ranks)
+    params, _ = stack_module_state([mlp() for _ in range(ranks)])  # type: ignore[arg-type]
+    params = {name: p.detach() for name, p in params.items()}
+    velocity = {name: torch.zeros_like(p) for name, p in params.items()}
+    pattern = mlp().to("meta")
+    gradient = vmap(grad_and_value(lambda p, x, y: cross_entropy(functional_call(pattern, p, (x,)), y)))
+    for iteration in range(iterations):
+        chosen = [examples[(rank + iteration) % len(examples)] for rank in range(ranks)]
+        x, y = torch.stack([each for each, _ in chosen]), torch.stack([each for _, each in chosen])
+        gradients, _ = gradient(params, x, y)
+        with torch.no_grad():
+            for name, p in params.items():
+                velocity[name].mul_(0.9).add_(gradients[name])
+                p.add_(velocity[name], alpha=-0.1)
+
+
+def one_by_one(ranks: int, iterations: int) -> None:
+    """Plain autograd and torch.optim.SGD."""
+    examples = data(ranks)
+    models = [mlp() for _ in range(ranks)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    for iteration in range(iterations):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss = loss_of(model, *examples[(rank + iteration) % len(examples)])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            loss.item()
+
+
+def spent(call: Callable[[int], None], iterations: int) -> tuple[float, float]:
+    """Return processor and wall seconds of a number of iterations, start-up taken off."""
+    times = []
+    for number in (1 + iterations, 1):
+        begin = time.process_time(), time.perf_counter()
+        call(number)
+        times.append((time.process_time() - begin[0], time.perf_counter() - begin[1]))
+    return times[0][0] - times[1][0], times[0][1] - times[1][1]
+
+
+def assert_calls(ranks: int) -> None:
+    """In lockstep, all ranks' steps are carried out in one call for each chunk."""
+    sizes: list[int] = []
+    compute = batches.StepBatch.compute
+
+    def counted(self: Any, works: Any) -> None:
+        sizes.append(len(works))
+        compute(self, works)
+
+    batches.StepBatch.compute = counted  # type: ignore[method-assign]
+    try:
+        simulated(ranks, 3, None)
+    finally:
+        batches.StepBatch.compute = compute  # type: ignore[method-assign]
+    assert sum(sizes) == 3 * ranks
+    assert len(sizes) <= 3 * -(-ranks // batches.CHUNK[0]), sizes
+
+
+def main() -> None:
+    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    iterations = int(sys.argv[2]) if len(sys.argv) > 2 else 10
+    assert_calls(ranks)
+    few = max(iterations // 5, 1)
+    contenders: dict[str, tuple[Callable[[int], None], int]] = {
+        "vmapped by hand, no simulator": (lambda n: by_hand(ranks, n), iterations),
+        "simulated, in lockstep": (lambda n: simulated(ranks, n, None), iterations),
+        "simulated, lognormal:0.3": (lambda n: simulated(ranks, n, "lognormal:0.3"), iterations),
+        "one by one, no simulator": (lambda n: one_by_one(ranks, n), few),
+        "simulated, eager": (lambda n: simulated(ranks, n, None, eager=True), few),
+    }
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for _ in range(REPEATS):
+        for name, (call, number) in contenders.items():
+            seconds[name].append(tuple(each / number for each in spent(call, number)))  # type: ignore[arg-type]
+    medians = {name: statistics.median(cpu for cpu, _ in pairs) for name, pairs in seconds.items()}
+    print(f"{ranks} models, a step of all; medians of {REPEATS}, {torch.get_num_threads()} thread(s)")
+    hand, plain = medians["vmapped by hand, no simulator"], medians["one by one, no simulator"]
+    for name, cpu in medians.items():
+        wall = statistics.median(each for _, each in seconds[name])
+        print(
+            f"{name:<32}{1e3 * cpu:8.1f} ms of processor, {1e3 * wall:8.1f} ms   {cpu / hand:5.2f} x by hand   "
+            f"{plain / cpu:5.1f} x faster than one by one"
+        )
+
+
+if __name__ == "__main__":
+    main()

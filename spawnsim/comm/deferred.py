@@ -1,0 +1,186 @@
+"""Work that ranks of one process put off, to be carried out for many of them at once before anybody sees the outcome.
+
+A training step takes virtual time, in which other ranks begin theirs. Who looks at an outcome waits for its own time
+first: by then all have put off what they do meanwhile, and it is carried out together. Knows ranks, the order of
+each one's work and who looks; must not know what the work is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+WAITING: list[Deferred] = []
+"""The runs of this process in which anything is put off: empty almost always, so that a look costs one test."""
+
+
+class Work(Protocol):
+    """One thing that a rank has put off."""
+
+    rank: int
+    stage: int  # of what is due on several ranks, lower stages are carried out first
+    batch: Batch  # what can be carried out together has the same
+
+    def fail(self, error: Exception) -> None:
+        """Leave everything as it would be after a call that raised."""
+        ...
+
+
+class Batch(Hashable, Protocol):
+    """What carries out the work of many ranks at once."""
+
+    def carry_out(self, works: Sequence[Any]) -> None:
+        """Carry out work of different ranks, given in the order of ranks."""
+        ...
+
+
+class Deferred:
+    """What the ranks of one run have put off.
+
+    Args:
+        ranks: how many ranks there are.
+        wait: lets the calling rank wait until the others have come to its time; does nothing outside ranks.
+        warn: records a warning of the calling rank.
+        apart: makes the context in which work is carried out: that of no rank.
+
+    Attributes:
+        batched: whether anything was put off in this run.
+        unknown: the class of values that are put off.
+        attachments: what belongs to this run of those that put off.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        wait: Callable[[], None],
+        warn: Callable[[str], None],
+        apart: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.ranks, self._wait, self._warn, self.apart = ranks, wait, warn, apart
+        self.batched = False
+        self.unknown: type = Deferred
+        self.attachments: dict[Any, Any] = {}
+        self._held: list[Callable[[], None]] = []
+        self._holders: set[Any] = set()
+        self._work: dict[int, list[Work]] = {}
+        self._errors: dict[int, Exception] = {}
+        self._told: set[str] = set()
+
+    def put_off(self, work: Work) -> None:
+        """Add to what its rank has put off."""
+        if not self._work:
+            WAITING.append(self)
+        self.batched = True
+        self._work.setdefault(work.rank, []).append(work)
+
+    def settle(self, rank: int, *, wait: bool = True) -> None:
+        """Have a rank's work carried out, with whatever the others have put off by its time.
+
+        Args:
+            rank: who is about to look.
+            wait: whether it may wait for the others; where no rank calls, it may not.
+
+        Raises:
+            Exception: what the rank's own work raised, if it may wait.
+        """
+        if rank in self._work and wait:
+            self._wait()  # meanwhile another may look, and carry out ours with its own
+        if rank in self._work:
+            self.carry_out()
+        if wait and rank in self._errors:
+            raise self._errors.pop(rank)
+
+    def look(self, rank: int | None, unknown: Callable[[], bool]) -> None:
+        """Have an outcome carried out that somebody looks at: perhaps another rank than the one whose it is.
+
+        Args:
+            rank: who looks, if a rank does.
+            unknown: whether what is looked at is still to be carried out.
+
+        Raises:
+            Exception: what the rank's own work raised.
+        """
+        if rank is not None:
+            self._wait()
+        if unknown():  # while this rank waited, another may have looked
+            self.carry_out()
+        if rank in self._errors:
+            raise self._errors.pop(rank)
+
+    def holds(self, holder: Any, values: Iterable[Any]) -> bool:
+        """Return whether values are to be kept until they are known, or others of their holder are, before them."""
+        return bool(self._work) and (holder in self._holders or self.unknown in map(type, values))
+
+    def hold(self, holder: Any, keep: Callable[[], None]) -> None:
+        """Call `keep` once all is carried out, in the order of these calls."""
+        self._holders.add(holder)
+        self._held.append(keep)
+
+    def carry_out(self) -> None:
+        """Carry out all that is put off, and keep what was held."""
+        if not self._work:
+            return
+        queues, self._work = [self._work[rank] for rank in sorted(self._work)], {}
+        WAITING.remove(self)
+        with self.apart():
+            self._in_stages(queues)
+        held, self._held = self._held, []
+        self._holders.clear()
+        for keep in held:
+            keep()
+
+    @staticmethod
+    def _in_stages(queues: list[list[Work]]) -> None:
+        """Carry out each rank's work in order: what fits together at once."""
+        while queues:
+            # Ranks have several things to do here and there: an evaluation, then a step. If those with an evaluation do
+            # it first, all are at their steps together.
+            stage = min(queue[0].stage for queue in queues)
+            together: dict[Batch, list[Work]] = {}
+            for queue in queues:
+                if queue[0].stage == stage:
+                    work = queue.pop(0)
+                    together.setdefault(work.batch, []).append(work)
+            for batch, works in together.items():
+                batch.carry_out(works)
+            queues = [queue for queue in queues if queue]
+
+    def failed(self, work: Work, error: Exception) -> None:
+        """Keep an error for the rank whose work it is: it is raised in its next look or call."""
+        work.fail(error)
+        self._errors.setdefault(work.rank, error)
+
+    def warn(self, sentence: str) -> None:
+        """Record a warning, once a run."""
+        if sentence not in self._told:
+            self._told.add(sentence)
+            self._warn(sentence)
+
+
+Caller = tuple[Deferred, int]
+_callers: list[Callable[[], Caller | None]] = []
+
+
+def register_callers(of_caller: Callable[[], Caller | None]) -> None:
+    """Let a backend whose ranks may put off work tell the calling rank's run, and the rank; None elsewhere."""
+    _callers.append(of_caller)
+
+
+def caller() -> Caller | None:
+    """Return the calling rank's run and its rank; None where work is not put off: real ranks, or outside a run."""
+    for of_caller in _callers:
+        found = of_caller()
+        if found is not None:
+            return found
+    return None
+
+
+def settle(*, wait: bool = True) -> None:
+    """Have the calling rank's work carried out: it hands memory to a call that may read or write its weights.
+
+    Call it only `if WAITING`.
+    """
+    found = caller()
+    if found is not None:
+        found[0].settle(found[1], wait=wait)

@@ -1,0 +1,286 @@
+"""What carries out the steps, or the evaluations, that many ranks have put off: a few vmapped calls over rows.
+
+Rows are taken in the order of ranks, in chunks whose weights, gradients and state fit the cache. A chunk of few rows is
+computed row by row, for a vmapped call costs as much as four plain ones. Results depend on which ranks had work
+waiting, and so on virtual times alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+from spawnsim.comm.deferred import Deferred
+from spawnsim.training import watching
+from spawnsim.training.arena import GRADIENT, STEP, Arena, Seat
+
+Rows = slice | Tensor
+FEW = 4  # rows below which one at a time is faster
+CACHE_NBYTES = 4 << 20  # of the weights of a chunk
+CHUNK = (32, 256)  # rows of a chunk, at least and at most
+EVALUATE, TRAIN = 0, 1  # the stages of work: evaluations first, so that ranks meet at their steps
+
+
+class Objective(nn.Module):
+    """A function of a model and a batch, as a module: torch replaces its parameters by others for one call."""
+
+    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        # A copy without data, for the parameters of this one are exchanged, call by call.
+        self.model, self.function = copy.deepcopy(model).to("meta"), function
+
+    def forward(self, *batch: Any) -> Any:
+        return self.function(self.model, *batch)
+
+
+def as_outputs(outcome: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return a loss and what else a step's function has returned."""
+    loss, *more = outcome if isinstance(outcome, tuple) else (outcome,)
+    return loss, tuple(more)
+
+
+class Put:
+    """A step or an evaluation that a rank has put off."""
+
+    __slots__ = ("batch", "inputs", "lr", "outs", "rank", "seat", "stage")
+
+    def __init__(self, rank: int, seat: Seat, batch: Any, outs: list[Tensor]) -> None:
+        self.rank, self.seat, self.batch, self.outs = rank, seat, batch, outs
+        self.stage: int = batch.stage
+        self.lr: tuple[float, ...] = ()
+        self.inputs: tuple[Any, ...] = ()
+
+    def fail(self, error: Exception) -> None:
+        """Leave results that are NaN, or 0, and weights as they were."""
+        watching.known(self.outs, [torch.zeros_like(out) for out in self.outs])
+        for out in self.outs:
+            if out.is_floating_point():
+                out.fill_(torch.nan)
+
+
+def _take(works: Sequence[Put]) -> None:
+    for work in works:
+        seat = work.seat
+        watching.release(seat.parameters, seat.watched)
+        watching.release((), work.outs)
+        seat.pending -= 1
+        seat.steps -= work.stage
+
+
+def _rows(works: Sequence[Put]) -> Rows:
+    """Return the rows of some work: a slice, whose views are not copied, where they follow each other."""
+    rows = [work.seat.row for work in works]
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return torch.tensor(rows)
+
+
+class _Batch:
+    """Work of one function on models of one arena, with inputs of one kind."""
+
+    stage = EVALUATE
+
+    def __init__(self, deferred: Deferred, arena: Arena, objective: Objective) -> None:
+        self.deferred, self.arena, self.objective = deferred, arena, objective
+        self.results: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        nbytes = arena.rows["weights"].stride(0) * arena.rows["weights"].element_size()
+        self.chunk = min(max(CACHE_NBYTES // nbytes, CHUNK[0]), CHUNK[1])
+
+    def parameters(self, rows: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return trained and fixed parameters of some rows by name."""
+        plan = self.arena.plan
+        return (
+            {f"model.{place.name}": place.of(rows) for place in plan.trained},
+            {f"model.{place.name}": place.of(rows) for place in plan.fixed},
+        )
+
+    def carry_out(self, works: Sequence[Put]) -> None:
+        """Carry out one piece of work of each of some ranks."""
+        _take(works)
+        for at in range(0, len(works), self.chunk):
+            chunk = works[at : at + self.chunk]
+            try:
+                self.compute(chunk)
+            except Exception as error:  # noqa: BLE001 - whose it is shows when each is computed alone
+                succeeded = [
+                    self._succeeds(work) for work in chunk
+                ]  # each of them, also after one that fails
+                if all(succeeded):
+                    name = type(self.objective.model).__name__
+                    self.deferred.warn(f"{name} models failed together, and not alone: {error}")
+
+    def _succeeds(self, work: Put) -> bool:
+        try:
+            self.compute([work])
+        except Exception as error:  # noqa: BLE001 - raised in the rank whose it is
+            error.add_note(f"in work of rank {work.rank} that was put off")
+            self.deferred.failed(work, error)
+            return False
+        return True
+
+    def compute(self, works: Sequence[Put]) -> None:
+        """Compute some work at once; nothing has changed if it raises."""
+        raise NotImplementedError
+
+
+class StepBatch(_Batch):
+    """Training steps: gradients of all rows, then one update.
+
+    Args:
+        deferred: the run.
+        arena: where the models are.
+        objective: the loss.
+        settings: of the optimizer's groups.
+        max_norm: of a row's gradient, None: any.
+    """
+
+    stage = TRAIN
+
+    def __init__(
+        self, deferred: Deferred, arena: Arena, objective: Objective, *, settings: Sequence[Any],
+        max_norm: float | None,
+    ) -> None:  # fmt: skip
+        super().__init__(deferred, arena, objective)
+        self._settings, self._max_norm = settings, max_norm
+        self._staged: list[Tensor | None] = []  # by input: those of all rows; None: the same for all
+        self._fixed_inputs: list[Any] = []
+
+        def outcome(trained: Any, fixed: Any, *inputs: Any) -> Any:
+            loss, more = as_outputs(functional_call(objective, {**trained, **fixed}, inputs))
+            return loss, (loss, *more)
+
+        self._gradient = grad_and_value(outcome, has_aux=True)
+        self._vmapped: Any = None
+
+    def open(self, inputs: Sequence[Any]) -> None:
+        """Make room for the inputs of all rows; what is no tensor is part of the function."""
+        rows = len(self.arena.rows["weights"])
+        self._fixed_inputs = list(inputs)
+        self._staged = [
+            each.new_empty((rows, *each.shape)) if isinstance(each, Tensor) else None for each in inputs
+        ]
+        dims = tuple(None if each is None else 0 for each in self._staged)
+        self._vmapped = vmap(self._gradient, in_dims=(0, 0, *dims))
+
+    def slots(self, row: int) -> list[tuple[int, Tensor]]:
+        """Return where a row's inputs go, by their number."""
+        return [(i, staged[row]) for i, staged in enumerate(self._staged) if staged is not None]
+
+    def compute(self, works: Sequence[Put]) -> None:
+        for work in works:
+            work.seat.fetch()
+        rows = _rows(works)
+        weights = self.arena.rows["weights"][rows]
+        inputs = [
+            fixed if staged is None else staged[rows]
+            for fixed, staged in zip(self._fixed_inputs, self._staged, strict=True)
+        ]
+        gradient, outputs = self.differentiate(weights, inputs)
+        with torch.no_grad():
+            self._update(rows, weights, gradient, [work.lr for work in works])
+            columns = [output.unbind() for output in outputs]
+        for number, work in enumerate(works):
+            work.seat.store()
+            watching.known(work.outs, [column[number] for column in columns])
+
+    def differentiate(self, weights: Tensor, inputs: Sequence[Any]) -> tuple[Tensor, list[Tensor]]:
+        """Return the gradients of some rows, (rows, columns), and their outputs, (rows, ...) each."""
+        trained, fixed = self.parameters(weights)
+        if len(weights) < FEW:
+            each = [self._one(weights[i : i + 1], inputs, i) for i in range(len(weights))]
+            flat = torch.stack([gradient for gradient, _ in each])
+            return flat, [torch.stack(parts) for parts in zip(*(outputs for _, outputs in each), strict=True)]
+        gradients, (_, outputs) = self._vmapped(trained, fixed, *inputs)
+        return torch.cat([each.reshape(len(weights), -1) for each in gradients.values()], 1), list(outputs)
+
+    def _one(self, weights: Tensor, inputs: Sequence[Any], i: int) -> tuple[Tensor, list[Tensor]]:
+        trained, fixed = ({name: p[0] for name, p in part.items()} for part in self.parameters(weights))
+        own = [each if staged is None else each[i] for each, staged in zip(inputs, self._staged, strict=True)]
+        gradients, (_, outputs) = self._gradient(trained, fixed, *own)
+        return torch.cat([gradient.flatten() for gradient in gradients.values()]), list(outputs)
+
+    def _update(self, at: Rows, weights: Tensor, gradient: Tensor, lrs: list[tuple[float, ...]]) -> None:
+        arena, plan = self.arena, self.arena.plan
+        if self._max_norm is not None:
+            norms = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
+            gradient.mul_((self._max_norm / (norms + 1e-6)).clamp_(max=1.0))
+        if GRADIENT in arena.rows:
+            arena.rows[GRADIENT][at, plan.columns] = gradient
+        # A slice gives views, which are updated in place; row numbers give copies, which go back.
+        state = {name: arena.rows[name][at] for name in arena.states}
+        if STEP in arena.rows:
+            arena.rows[STEP][at] += 1
+        for group, (span, settings) in enumerate(zip(plan.spans, self._settings, strict=True)):
+            if span.start == span.stop:
+                continue
+            own = {name: rows[:, span] for name, rows in state.items()}
+            if STEP in arena.rows:
+                first = next(i for i, place in enumerate(plan.trained) if place.group == group)
+                own[STEP] = arena.rows[STEP][at, first : first + 1]
+            rates = {lr[group] for lr in lrs}
+            rate = rates.pop() if len(rates) == 1 else weights.new_tensor([[lr[group]] for lr in lrs])
+            arena.rule.update(weights[:, span], gradient[:, span], own, rate, settings)
+        if not isinstance(at, slice):
+            arena.rows["weights"][at] = weights
+            for name, rows in state.items():
+                arena.rows[name][at] = rows
+
+
+class EvaluationBatch(_Batch):
+    """Evaluations: a function of all rows' weights and inputs, which are shared where they are the same."""
+
+    def __init__(self, deferred: Deferred, arena: Arena, objective: Objective) -> None:
+        super().__init__(deferred, arena, objective)
+
+        def outcome(trained: Any, fixed: Any, *inputs: Any) -> Any:
+            loss, more = as_outputs(functional_call(objective, {**trained, **fixed}, inputs))
+            return loss, *more
+
+        self.function = outcome
+
+    def compute(self, works: Sequence[Put]) -> None:
+        for work in works:
+            work.seat.fetch()
+        with torch.no_grad():
+            weights = self.arena.rows["weights"][_rows(works)]
+            trained, fixed = self.parameters(weights)
+            together = [_together(column) for column in zip(*(work.inputs for work in works), strict=True)]
+            if len(works) < FEW:
+                for i, work in enumerate(works):
+                    own = ({name: p[i] for name, p in part.items()} for part in (trained, fixed))
+                    outputs = self.function(*own, *work.inputs)
+                    watching.known(work.outs, list(outputs))
+                return
+            dims = tuple(dim for _, dim in together)
+            call = vmap(self.function, in_dims=(0, 0, *dims))
+            columns = [output.unbind() for output in call(trained, fixed, *(each for each, _ in together))]
+        for number, work in enumerate(works):
+            watching.known(work.outs, [column[number] for column in columns])
+
+
+def _together(column: Sequence[Any]) -> tuple[Any, int | None]:
+    """Return one input of all rows, and along which dimension they differ: None, as a rule: all look at the same."""
+    first = column[0]
+    if not isinstance(first, Tensor):
+        return first, None
+    if all(each is first or _same_memory(each, first) for each in column):
+        return first, None
+    return torch.stack(list(column)), 0
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape
+
+
+def trial(batch: _Batch, call: Callable[..., Any], inputs: Sequence[Any]) -> None:
+    """Raise what vmap has against a function: it is tried on two rows."""
+    weights = batch.arena.rows["weights"][:1].expand(2, -1)
+    trained, fixed = batch.parameters(weights)
+    two = [each.unsqueeze(0).expand(2, *each.shape) if isinstance(each, Tensor) else each for each in inputs]
+    dims = tuple(0 if isinstance(each, Tensor) else None for each in inputs)
+    vmap(call, in_dims=(0, 0, *dims))(trained, fixed, *two)

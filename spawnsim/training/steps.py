@@ -1,0 +1,405 @@
+"""A training step, stated once: `TrainingStep` and `Evaluation`.
+
+Carried out at once on real ranks. On virtual ranks put off, unless the run says `eager`; what cannot be computed for
+many models at once steps alone, and the run has a warning that says why.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spawnsim.comm.deferred import Deferred, caller
+from spawnsim.errors import ParameterError
+from spawnsim.training import structure
+from spawnsim.training.arena import Arena, Plan, Seat
+from spawnsim.training.batches import EvaluationBatch, Objective, Put, StepBatch, as_outputs, trial
+from spawnsim.training.optimizers import Rule, rule_of
+from spawnsim.training.watching import Watch
+
+DTYPES = (torch.float32, torch.float64)
+SPARE = 2  # a row to spare for so many ranks
+MOST_PENDING = 8  # evaluations of one model that may be put off at once
+
+Outcome = Tensor | tuple[Tensor, ...]
+
+
+class _Run:
+    """What the training steps of one run share: arenas, batches, seats, and which models step alone."""
+
+    def __init__(self, deferred: Deferred) -> None:
+        self.watch = Watch(deferred)
+        self.seats: weakref.WeakKeyDictionary[nn.Module, Seat] = weakref.WeakKeyDictionary()
+        self.arenas: dict[Any, list[Arena]] = {}
+        self.keys: dict[Arena, Any] = {}
+        self.batches: dict[Any, Any] = {}  # by key: a batch, or why there is none
+
+    @classmethod
+    def of(cls, deferred: Deferred) -> _Run:
+        """Return that of a run."""
+        if cls not in deferred.attachments:
+            deferred.attachments[cls] = cls(deferred)
+        run: _Run = deferred.attachments[cls]
+        return run
+
+
+class _Alone(Exception):
+    """Why a model, or a function, cannot be computed together with others."""
+
+
+class _OfModel:
+    """What steps and evaluations have in common: a function of a model, and where the calling rank's model sits."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        if not callable(function):
+            raise ParameterError(f"{function!r}: give a function of a model and a batch")
+        self.function = function
+        self._deferred: Deferred | None = None
+        self._run: _Run
+        self._seat: Seat | None = None
+        self._alone: weakref.ref[nn.Module] | None = None  # the last model that steps alone
+        self._ready: dict[Any, Any] = {}  # batches of this seat, by inputs and settings
+
+    def _forget(self, deferred: Deferred) -> None:
+        if self._deferred is not deferred:
+            self._deferred, self._run = deferred, _Run.of(deferred)
+            self._seat = self._alone = None
+            self._ready = {}
+
+    def _kind(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what two calls must have in common to be carried out at once."""
+        return tuple(
+            (each.shape, each.dtype, each.device) if isinstance(each, Tensor) else each for each in inputs
+        )
+
+    def _explain(self, deferred: Deferred, model: nn.Module, why: Exception) -> None:
+        self._alone = weakref.ref(model)
+        deferred.warn(f"{type(model).__name__} models step alone, not together in one call: {why}")
+
+
+class TrainingStep(_OfModel):
+    """A training step: gradient of a loss, perhaps clipped, and one step of the optimizer.
+
+    >>> step = TrainingStep(lambda model, x, y: cross_entropy(model(x), y))
+    >>> with comm.compute():
+    ...     loss = step(model, optimizer, x, y)
+    >>> comm.record(loss=loss)
+
+    On real ranks this is `zero_grad`, `backward`, `step`. On virtual ranks the step is put off and carried out together
+    with those of all ranks whose models are equal but for their weights, in one `torch.func.vmap` call: 5 to 10 times
+    faster for small models. Whoever looks at the loss, a parameter, a gradient or the optimizer's state has it carried
+    out first: ranks, policies, messages and windows see what they would see had it been carried out at once, up to
+    rounding (1e-5 of a loss after 100 steps). Look at the loss after the `compute` block, not within it: only when time
+    has passed do others have steps to share the call with. An array or a view taken of a parameter before, and read by
+    something else than a communication call, is not watched: look at the loss first.
+
+    Models that differ in anything but weights form groups. SGD, Adam and AdamW of torch.optim are taken as they are,
+    with momentum, weight decay, groups of parameters, and a learning rate for each rank. A model steps alone, and the
+    run has a warning that says why, if it has buffers (BatchNorm), hooks, dropout, control flow that depends on data,
+    parameters of several dtypes or of less than 32 bits, or another optimizer; also under autocast. An attribute of a
+    model that computes otherwise than another rank's is noticed when the first step is made, not later.
+
+    Args:
+        loss: from a model and a batch to a scalar, or to a tuple of a scalar and further tensors that are returned. It
+            calls nothing of a communicator and changes nothing but tensors it made.
+        max_norm: the norm to which gradients are clipped, as `torch.nn.utils.clip_grad_norm_` does; None: not.
+        gradients: whether `parameter.grad` holds the gradient afterwards; otherwise it is None.
+
+    Raises:
+        ParameterError: `loss` is no function, or `max_norm` not above 0.
+    """
+
+    def __init__(
+        self, loss: Callable[..., Any], *, max_norm: float | None = None, gradients: bool = False
+    ) -> None:
+        super().__init__(loss)
+        if max_norm is not None and not max_norm > 0:
+            raise ParameterError(f"max_norm={max_norm}: give a number above 0, or None")
+        self.max_norm, self.gradients = max_norm, gradients
+
+    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Any) -> Outcome:
+        """Train on a batch.
+
+        Args:
+            model: any module.
+            optimizer: of its parameters.
+            batch: tensors, which are read at once and may be overwritten after the call, and values that can be hashed.
+
+        Returns:
+            The loss before the update, 0-dim and detached; with whatever else `loss` returns, as a tuple.
+
+        Raises:
+            Exception: what `loss` raised; on virtual ranks perhaps in a later look or call of this rank.
+        """
+        found = caller()
+        if found is None or torch.is_autocast_enabled("cpu"):
+            return self._at_once(model, optimizer, batch)
+        deferred, rank = found
+        seat = self._seat
+        if deferred is not self._deferred or seat is None or not seat.of(model, optimizer):
+            self._forget(deferred)
+            seat = self._find_seat(deferred, rank, model, optimizer)
+            if seat is None:
+                return self._at_once(model, optimizer, batch)
+        if seat.steps:
+            deferred.settle(rank)
+        if not seat.pending:
+            if not seat.trains:  # frozen, or thawed: it goes into another arena
+                del self._run.seats[model]
+                self._seat = None
+                return self(model, optimizer, *batch)
+            seat.settle_in()
+        return self._put_off(deferred, rank, seat, batch)
+
+    def _put_off(self, deferred: Deferred, rank: int, seat: Seat, inputs: Sequence[Any]) -> Outcome:
+        rule, groups = seat.arena.rule, seat.optimizer.param_groups
+        settings = tuple(rule.settings(group) for group in groups)
+        key = (self._kind(inputs), settings)
+        ready = self._ready.get(key)
+        if ready is None:
+            try:
+                ready = self._ready[key] = self._open(deferred, seat, key, inputs)
+            except _Alone as why:
+                model = seat.module()
+                deferred.settle(rank)
+                outcome = self._at_once(model, seat.optimizer, inputs)  # or the program's own error
+                self._explain(deferred, model, why)
+                return outcome
+        batch, slots = ready
+        for number, slot in slots:
+            slot.copy_(inputs[number].detach())
+        watch = self._run.watch
+        outs = [watch.result(*result) for result in batch.results]
+        work = Put(rank, seat, batch, outs)
+        work.lr = tuple(float(group["lr"]) for group in groups)
+        seat.steps = 1
+        seat.pending += 1
+        watch.watch(seat.parameters, seat.watched)
+        # lr schedulers warn where the optimizer never made a step.
+        seat.optimizer._opt_called = True  # type: ignore[attr-defined]
+        deferred.put_off(work)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    # -- seats and batches --------------------------------------------------------------------------------------
+
+    def _find_seat(
+        self, deferred: Deferred, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Seat | None:
+        if self._alone is not None and self._alone() is model:
+            return None
+        self._ready, self._seat = {}, None
+        seat = self._run.seats.get(model)
+        if seat is None or not seat.of(model, optimizer):
+            try:
+                deferred.settle(rank)
+                seat = self._run.seats[model] = self._arena(deferred, model, optimizer).seat(model, optimizer)
+            except (_Alone, structure.Unequal) as why:
+                self._explain(deferred, model, why)
+                return None
+        self._seat = seat
+        return seat
+
+    def _arena(self, deferred: Deferred, model: nn.Module, optimizer: torch.optim.Optimizer) -> Arena:
+        rule = _require_alike(model, optimizer)
+        settings = [rule.settings(group) for group in optimizer.param_groups]
+        names = {rule.states(each) for each in settings}
+        if len(names) > 1:
+            raise _Alone("its optimizer's groups keep different state")
+        plan, like = Plan(model, optimizer), next(model.parameters())
+        if not plan.trained:
+            raise _Alone("its optimizer trains none of its parameters")
+        states = names.pop()
+        key = (
+            structure.of_model(model),
+            plan.key(),
+            like.dtype,
+            like.device,
+            rule.kind,
+            states,
+            self.gradients,
+        )
+        arenas = self._run.arenas.setdefault(key, [])
+        for arena in arenas:
+            if not arena.full:
+                return arena
+        # More rows than ranks, for a rank whose model is replaced has two for a while. Rows not used take no memory.
+        capacity = deferred.ranks + deferred.ranks // SPARE + 1
+        arena = Arena(plan, like, rule, states=states, capacity=capacity, gradients=self.gradients)
+        arenas.append(arena)
+        self._run.keys[arena] = (key, len(arenas))
+        return arena
+
+    def _open(self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any]) -> Any:
+        run = self._run
+        whole = ("step", run.keys[seat.arena], _function_key(self.function), self.max_norm, key)
+        batch = run.batches.get(whole)
+        if batch is None:
+            with deferred.apart():
+                batch = run.batches[whole] = self._try(deferred, seat, key[1], inputs)
+        if isinstance(batch, str):
+            raise _Alone(batch)
+        return batch, batch.slots(seat.row)
+
+    def _try(self, deferred: Deferred, seat: Seat, settings: Any, inputs: Sequence[Any]) -> StepBatch | str:
+        """Return a new batch, or why there can be none."""
+        batch = StepBatch(
+            deferred, seat.arena, Objective(seat.module(), self.function), settings=settings,
+            max_norm=self.max_norm,
+        )  # fmt: skip
+        try:
+            trial(batch, batch._gradient, inputs)
+        except Exception as error:  # noqa: BLE001 - the program's own error, if it is one, comes when it steps alone
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        unused, outcome = self._differentiate(seat, inputs)
+        if unused:
+            return f"the loss does not depend on {unused}: exclude it from the optimizer"
+        loss, more = as_outputs(outcome)
+        batch.results = [(each.shape, each.dtype, each.device) for each in (loss, *more)]
+        batch.open(inputs)
+        return batch
+
+    def _differentiate(self, seat: Seat, inputs: Sequence[Any]) -> tuple[str, Any]:
+        """Return the first parameter on which the loss does not depend, "" for none, and what the function returns."""
+        outcome = self.function(seat.module(), *inputs)
+        loss = as_outputs(outcome)[0]
+        trained = seat.arena.plan.trained
+        found = torch.autograd.grad(loss, seat.parameters[: len(trained)], allow_unused=True)
+        return next(
+            (p.name for p, each in zip(trained, map(_given, found), strict=True) if not each), ""
+        ), outcome
+
+    # -- at once ------------------------------------------------------------------------------------------------
+
+    def _at_once(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sequence[Any]) -> Outcome:
+        optimizer.zero_grad()
+        loss, more = as_outputs(self.function(model, *batch))
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self.max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), self.max_norm)
+        optimizer.step()
+        if not self.gradients:
+            optimizer.zero_grad()
+        outs = tuple(each.detach() for each in (loss, *more))
+        return outs[0] if len(outs) == 1 else outs
+
+
+class Evaluation(_OfModel):
+    """A function of a model that trains nothing, such as its accuracy on held-out data.
+
+    On virtual ranks put off and carried out for many ranks at once, as a `TrainingStep`, for models that have made one.
+    `comm.record(accuracy=evaluate(model, x, y))` does not look at the value; the row is completed later.
+
+    Args:
+        function: from a model and a batch to a tensor, or a tuple of them; called without gradients.
+
+    Raises:
+        ParameterError: `function` is no function.
+    """
+
+    def __call__(self, model: nn.Module, *batch: Any) -> Outcome:
+        """Evaluate a model.
+
+        Args:
+            model: any module.
+            batch: tensors, which may not be overwritten before the result is looked at, and values that can be hashed.
+
+        Returns:
+            What the function returns, detached.
+
+        Raises:
+            Exception: what the function raised; on virtual ranks perhaps in a later look or call of this rank.
+        """
+        found = caller()
+        if found is None or torch.is_autocast_enabled("cpu"):
+            return self._at_once(model, batch)
+        deferred, rank = found
+        seat = self._seat
+        if deferred is not self._deferred or seat is None or not seat.of(model, None):
+            self._forget(deferred)
+            self._ready = {}
+            seat = self._seat = self._run.seats.get(model)
+            if seat is None:  # it has made no step
+                return self._at_once(model, batch)
+        if seat.pending >= MOST_PENDING:
+            deferred.settle(rank)
+        if not seat.pending:
+            seat.settle_in()
+        key = (self._kind(batch), model.training)
+        if key not in self._ready:
+            deferred.settle(rank)
+            self._ready[key] = self._open(deferred, seat, key, batch)
+        batch_or_why = self._ready[key]
+        if isinstance(batch_or_why, str):
+            return self._at_once(model, batch)
+        watch = self._run.watch
+        outs = [watch.result(*result) for result in batch_or_why.results]
+        work = Put(rank, seat, batch_or_why, outs)
+        work.inputs = batch
+        seat.pending += 1
+        watch.watch(seat.parameters, seat.watched)
+        deferred.put_off(work)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    def _open(self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any]) -> EvaluationBatch | str:
+        run = self._run
+        try:
+            whole = ("evaluation", run.keys[seat.arena], _function_key(self.function), key)
+        except _Alone as why:
+            return str(why)
+        if whole not in run.batches:
+            with deferred.apart():
+                run.batches[whole] = self._try(deferred, seat, inputs)
+        found: EvaluationBatch | str = run.batches[whole]
+        return found
+
+    def _try(self, deferred: Deferred, seat: Seat, inputs: Sequence[Any]) -> EvaluationBatch | str:
+        model = seat.module()
+        outcome = self._at_once(model, inputs)
+        batch = EvaluationBatch(deferred, seat.arena, Objective(model, self.function))
+        try:
+            with torch.no_grad():
+                trial(batch, batch.function, inputs)
+        except Exception as error:  # noqa: BLE001 - vmap's refusals are of many classes
+            return f"{type(error).__name__}: {error}"
+        first, more = as_outputs(outcome)
+        batch.results = [(each.shape, each.dtype, each.device) for each in (first, *more)]
+        return batch
+
+    @torch.no_grad()
+    def _at_once(self, model: nn.Module, batch: Sequence[Any]) -> Outcome:
+        outcome: Outcome = self.function(model, *batch)
+        return outcome
+
+
+def _given(gradient: Tensor | None) -> bool:
+    return gradient is not None
+
+
+def _function_key(function: Callable[..., Any]) -> Any:
+    try:
+        return structure.of_function(function)
+    except structure.Unequal as why:
+        raise _Alone(f"of its function: {why}") from why
+
+
+def _require_alike(model: nn.Module, optimizer: torch.optim.Optimizer) -> Rule:
+    """Return the rule of the optimizer, or say why rows cannot hold the model."""
+    rule = rule_of(optimizer)
+    if isinstance(rule, str):
+        raise _Alone(rule)
+    parameters = list(model.parameters())
+    if any(type(p) is not nn.Parameter for p in parameters):
+        raise _Alone("its parameters are of a class of their own")
+    if len({(p.dtype, p.device) for p in parameters}) != 1 or parameters[0].dtype not in DTYPES:
+        raise _Alone("its parameters are not all of one dtype, float32 or float64, on one device")
+    known = {id(p) for p in parameters}
+    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        raise _Alone("its optimizer has parameters that are not the model's")
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if any(p.requires_grad and id(p) not in trained for p in parameters):
+        raise _Alone("a parameter that requires a gradient is not in its optimizer")
+    return rule
