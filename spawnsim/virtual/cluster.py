@@ -27,6 +27,7 @@ from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import Rank, Recorder, World
 from spawnsim.virtual.faults import FaultPlan
 from spawnsim.virtual.faults.injection import Crashes, FaultyLinks
+from spawnsim.virtual.interpreter import rare_collections
 from spawnsim.virtual.mpi.comm import ProgramAbort
 from spawnsim.virtual.mpi.communicators import Intracomm, held
 from spawnsim.virtual.mpi.context import Context
@@ -335,11 +336,12 @@ def simulate(
         SpawnsimError: what ended the run otherwise (RankError, Deadlock, Timeout, …), after everything was recorded;
             the exception's `totals` say how far it came.
     """
-    cluster = Cluster(scenario, recorder, progress, trace)
-    for rank in range(scenario.ranks):
-        cluster.comm_self(rank)
-        cluster.start(rank, partial(_program, cluster, rank, main))
-    return cluster.run(on_error, on_note)
+    with rare_collections(scenario.ranks):
+        cluster = Cluster(scenario, recorder, progress, trace)
+        for rank in range(scenario.ranks):
+            cluster.comm_self(rank)
+            cluster.start(rank, partial(_program, cluster, rank, main))
+        return cluster.run(on_error, on_note)
 
 
 def _program(cluster: Cluster, rank: int, main: Main) -> None:

@@ -35,7 +35,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from spawnsim.errors import Timeout, UsageError, WorldError
 from spawnsim.virtual import interpreter
 from spawnsim.virtual.engine.event_queue import LATE, EventQueue
-from spawnsim.virtual.interpreter import rare_collections
+from spawnsim.virtual.interpreter import watched_collections
 
 # Effects that a task may queue before it waits for the others. Without a bound a rank that only sends would hold all
 # its messages in memory before any is received. It changes no result: to wait earlier is always allowed.
@@ -391,7 +391,7 @@ class Kernel:
 
         Those wait for each other, or for nothing. `judge` may look at them, and tell what is wrong.
         """
-        with rare_collections(self._collecting):
+        with watched_collections(self._collecting):
             try:
                 try:
                     self._run()

@@ -20,6 +20,7 @@ from spawnsim.scenario import Scenario
 from spawnsim.virtual.cluster import Cluster, OnError, OnNote, Progress, Totals
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import Rank, Recorder
+from spawnsim.virtual.interpreter import rare_collections
 from spawnsim.virtual.mpi.communicators import COMM_WORLD
 from spawnsim.virtual.mpi.functions import OPTIONS
 from spawnsim.virtual.mpi.payload import pickler
@@ -264,16 +265,17 @@ def run_program(
         SpawnsimError: What else ended the run: Deadlock, Livelock, Timeout, ...
     """
     script = Script(Path(path), tuple(map(str, argv)), **options)
-    run = ScriptRun(
-        script,
-        scenario,
-        recorder,
-        progress=progress,
-        on_error=on_error,
-        on_note=on_note,
-        trace=trace,
-    )
-    totals = run.run()
+    with rare_collections(scenario.ranks):
+        run = ScriptRun(
+            script,
+            scenario,
+            recorder,
+            progress=progress,
+            on_error=on_error,
+            on_note=on_note,
+            trace=trace,
+        )
+        totals = run.run()
     if warn is not None:
         warn.extend([*run.resource_leaks.warnings(run.cluster.world), *run.call_costs.warnings()])
     failed = {rank: status for rank, status in sorted(run.outcome.statuses.items()) if status}
