@@ -43,6 +43,7 @@ RUN_AHEAD = 4096
 # Calls that a task may make after its end. A loop around `except BaseException` would otherwise keep the run from
 # ending.
 PATIENCE = 32
+Program = Callable[[int], Any]  # of a task: given its rank
 
 
 class Wait(Protocol):
@@ -69,12 +70,14 @@ class Task:
     """One line of execution of a rank, with its own clock: the rank's program, or a background task beside it."""
 
     __slots__ = (
-        "budget", "clock", "deadline_s", "error", "explicit", "greenlet", "kernel", "name", "parked", "polls",
-        "rank", "refused", "thrown", "timed", "timer_s", "wait",
+        "beside", "budget", "clock", "deadline_s", "error", "explicit", "greenlet", "kernel", "parked", "polls",
+        "program", "rank", "refused", "thrown", "timed", "timer_s", "wait",
     )  # fmt: skip
 
-    def __init__(self, kernel: Kernel, rank: int, clock: float, name: str) -> None:
-        self.kernel, self.rank, self.clock, self.name = kernel, rank, clock, name
+    def __init__(self, kernel: Kernel, rank: int, program: Program, *, clock: float, beside: bool) -> None:
+        self.kernel, self.rank, self.clock = kernel, rank, clock
+        self.program: Program | None = program  # None once it has begun
+        self.beside = beside  # the rank's program
         self.greenlet: greenlet
         self.parked = False
         self.wait: Wait | None = None
@@ -86,6 +89,11 @@ class Task:
         self.polls = 0  # that found nothing
         self.timed = False  # whether it has read its clock since the watchdog last looked
         self.refused = 0  # calls that it made after its end
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return f"rank {self.rank} (background)" if self.beside else f"rank {self.rank}"
 
     @property
     def alive(self) -> bool:
@@ -128,7 +136,25 @@ AFTERWARDS: Any = NoTask(
 class TaskGreenlet(greenlet):  # type: ignore[misc]  # greenlet has no types
     """A greenlet that knows its task, so that code run by a task can find it without global state."""
 
+    __slots__ = ("task",)
     task: Task
+
+
+def _carry() -> None:
+    """Run the program of the calling greenlet's task and keep its outcome: SimPy must never see a rank's exception."""
+    task = getcurrent().task
+    kernel, program, task.program = task.kernel, task.program, None
+    for resumed in kernel.on_resume:
+        resumed(task)
+    # Called straight from here, each Python function below takes no stack of C, and a wait has little of it to save.
+    try:
+        program(task.rank)
+    except GreenletExit:
+        pass
+    except BaseException as error:  # noqa: BLE001 - a rank's outcome, whatever it is, is judged by the cluster
+        task.error = error
+    interpreter.suspend_torch_modes()  # a mode that it ended in must not outlive it
+    kernel.on_end(task)
 
 
 def current_task() -> Task | None:
@@ -185,27 +211,18 @@ class Kernel:
 
     # -- tasks ---------------------------------------------------------------------------------------------
 
-    def spawn(self, rank: int, program: Callable[[], Any], *, clock: float = 0.0, name: str = "") -> Task:
-        """Add a task that will run `program`; it starts when the kernel next runs ready tasks."""
-        task = Task(self, rank, clock, name or f"rank {rank}")
-        task.greenlet = TaskGreenlet(lambda: self._carry(task, program), self.hub)
+    def spawn(self, rank: int, program: Program, *, clock: float = 0.0, beside: bool = False) -> Task:
+        """Add a task of a rank that will run `program(rank)`; it starts when the kernel next runs ready tasks.
+
+        `beside` says that it is a background task, and not the rank's own program.
+        """
+        task = Task(self, rank, program, clock=clock, beside=beside)
+        # A function that all tasks share: with a closure for each and what it holds, a rank took half a kilobyte more.
+        task.greenlet = TaskGreenlet(_carry, self.hub)
         task.greenlet.task = task
         self.tasks.append(task)
         self.ready.append(task)
         return task
-
-    def _carry(self, task: Task, program: Callable[[], Any]) -> None:
-        """Run a task's program and keep its outcome: SimPy must never see a rank's exception."""
-        for resumed in self.on_resume:
-            resumed(task)
-        try:
-            program()
-        except GreenletExit:
-            pass
-        except BaseException as error:  # noqa: BLE001 - a rank's outcome, whatever it is, is judged by the cluster
-            task.error = error
-        interpreter.suspend_torch_modes()  # a mode that it ended in must not outlive it
-        self.on_end(task)
 
     # -- waiting -------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class Context:
     groups: tuple[tuple[int, ...], ...]
     topology: Any = None
     ancestors: frozenset[int] = frozenset()  # their numbers: a recovery of any of them ends this one, too
-    number: int = field(init=False)
+    number: int = 0  # 0: the next one
     instances: dict[int, CollectiveInstance] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)  # collectives called so far, by world rank
     mailboxes: dict[int, Mailbox] = field(default_factory=dict)  # by world rank
@@ -68,7 +68,7 @@ class Context:
     name: str = ""  # if MPI or a member has given it one
 
     def __post_init__(self) -> None:
-        self.number = self.world.next_context()
+        self.number = self.number or self.world.next_context()
         self.world.open_contexts.add(self)
         if self.world.resource_leaks is not None:
             self.world.resource_leaks.made(self)
@@ -139,7 +139,7 @@ class Context:
         """Return the mailbox of a world rank."""
         mailbox = self.mailboxes.get(rank)
         if mailbox is None:
-            mailbox = self.mailboxes[rank] = Mailbox(self.world.kernel, rank, self.world.nics.get(rank))
+            mailbox = self.mailboxes[rank] = Mailbox(self.world.kernel, rank, self.world.nic(rank))
             if self.inner and self.world.links is not None:
                 self.world.links.make_reliable(mailbox)
         return mailbox
@@ -220,7 +220,6 @@ class Member(Named):
         self._side = next(side for side, places in enumerate(context.places) if rank in places)
         self._me = context.places[self._side][rank]
         self._peers = context.groups[-1 - self._side] if len(context.groups) > 1 else context.groups[0]
-        self._mailbox = context.mailbox(rank)
         self._attributes, self._name, self._errhandler, self._info = {}, name, None, None
         self._own = None
         if name:
@@ -228,7 +227,10 @@ class Member(Named):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse what a null communicator has not."""
+        """Return the mailbox, made when it is first used; refuse what a null communicator has not."""
+        if name == "_mailbox":
+            self._mailbox = mailbox = self._context.mailbox(self._rank.id)
+            return mailbox
         if name in Member.__slots__:
             raise CallError(ERR_COMM, "the communicator is null, or was freed before")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -99,7 +99,7 @@ def answer(world: World, source: Rank, dest: Rank, nbytes: int, *, delay_s: floa
     else:
         # Without a model the receiver's NIC is asked when the answer is taken (`RoundTrip.final`), which needs no
         # event.
-        to.nic, to.drain_s = world.nics.get(dest.id), drain_s
+        to.nic, to.drain_s = world.nic(dest.id), drain_s
         to.complete(arrival_s + delay_s)
 
 
@@ -141,7 +141,7 @@ class Connection:
             world.contention.stream(packet, passage.left_s, arrival_s)
         # An event, not a booking at once: requests are taken by no program, so the NIC lets them in in the order of
         # time.
-        elif drain_s and world.nics:
+        elif drain_s and world.nic(target.id) is not None:
             self._event(arrival_s, lambda: self._let_in(arrival_s, drain_s, request))
         else:
             self._at(arrival_s, request)
@@ -157,7 +157,9 @@ class Connection:
     def _let_in(self, arrival_s: float, drain_s: float, request: AccessRequest) -> None:
         """The last byte would be there if the NIC had nothing else to let in."""
         # Asked at the time of the event: requests of other ranks that came meanwhile have been booked before.
-        let_in_s = self.world.nics[self.target.id].admit(arrival_s, drain_s)
+        nic = self.world.nic(self.target.id)
+        assert nic is not None
+        let_in_s = nic.admit(arrival_s, drain_s)
         if let_in_s > arrival_s:
             self._at(let_in_s, request)
         else:

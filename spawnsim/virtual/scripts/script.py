@@ -95,7 +95,6 @@ class ScriptRun:
         world.resource_leaks = self.resource_leaks
         self.resource_leaks.made(self.cluster.comm_world(0)._context)
         for rank in world.ranks:
-            self.cluster.comm_self(rank.id)
             self._equip(rank)
             self.cluster.start(rank.id, self._program)
         world.kernel.on_resume.append(self.processes.enter)
@@ -126,7 +125,7 @@ class ScriptRun:
 
     # -- one rank ----------------------------------------------------------------------------------------------
 
-    def _program(self) -> None:
+    def _program(self, _rank: int) -> None:
         """Run the script on the calling rank, from its first line to its last `atexit` function."""
         task = current_task()
         assert task is not None
