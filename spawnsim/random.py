@@ -53,7 +53,7 @@ class Streams:
     True
     """
 
-    __slots__ = ("_open", "key")
+    __slots__ = ("__weakref__", "_open", "key")
 
     def __init__(self, seed: int, rank: int) -> None:
         self.key = (seed, rank)

@@ -23,7 +23,7 @@ from spawnsim.virtual.engine.world import Rank, World
 class Clock:
     """`comm.clock`: the rank's own time, in virtual seconds."""
 
-    __slots__ = ("_rank", "_world")
+    __slots__ = ("__weakref__", "_rank", "_world")
 
     def __init__(self, world: World, rank: Rank) -> None:
         self._world, self._rank = world, rank

@@ -27,14 +27,16 @@ import ctypes
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import partial
+from heapq import heappop, heappush
 from typing import Any, NoReturn, Protocol
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from spawnsim.errors import Timeout, UsageError, WorldError
 from spawnsim.virtual import interpreter
-from spawnsim.virtual.engine.event_queue import LATE, EventQueue
+from spawnsim.virtual.engine.event_queue import LATE, EventQueue, ScheduledCall
 from spawnsim.virtual.interpreter import watched_collections
 
 # Effects that a task may queue before it waits for the others. Without a bound a rank that only sends would hold all
@@ -66,12 +68,18 @@ class Wait(Protocol):
         ...
 
 
+class Timer(IntEnum):
+    """How the default timer of a task stands: not set, set, or set with an event in the heap for it."""
+
+    NONE, SET, ARMED = 0, 1, 2
+
+
 class Task:
     """One line of execution of a rank, with its own clock: the rank's program, or a background task beside it."""
 
     __slots__ = (
         "beside", "budget", "clock", "deadline_s", "error", "explicit", "greenlet", "kernel", "parked", "polls",
-        "program", "rank", "refused", "thrown", "timed", "timer_s", "wait",
+        "program", "rank", "refused", "thrown", "timed", "timer", "turn", "wait",
     )  # fmt: skip
 
     def __init__(self, kernel: Kernel, rank: int, program: Program, *, clock: float, beside: bool) -> None:
@@ -85,7 +93,8 @@ class Task:
         self.error: BaseException | None = None  # how it ended, if badly
         self.budget = RUN_AHEAD
         self.deadline_s, self.explicit = kernel.deadline_s, False
-        self.timer_s = math.inf  # when this task's one default timer fires; inf: none is in the heap
+        self.timer: int = Timer.NONE  # its one default timer
+        self.turn: ScheduledCall | None = None  # makes it ready at a time; made when it first waits for one
         self.polls = 0  # that found nothing
         self.timed = False  # whether it has read its clock since the watchdog last looked
         self.refused = 0  # calls that it made after its end
@@ -187,7 +196,9 @@ class Kernel:
 
     def __init__(self, deadline_s: float = math.inf) -> None:
         self.env = EventQueue()
-        self._default_timers = 0
+        self._timers: list[tuple[float, int, int, Task]] = []  # a heap of default ones: when, rank, number
+        self._timers_set = 0  # so far
+        self._alarms = 0  # events in the heap that stand for default timers
         self.ready: deque[Task] = deque()
         self.tasks: list[Task] = []
         self.hub = getcurrent()
@@ -236,7 +247,9 @@ class Kernel:
         # rank that polls alone costs no more than the call; with an event each, polling was twice as slow.
         if not self.ready and not self.releases and env.jump(task.clock, task.rank):
             return
-        env.at(task.clock, task.rank, partial(self.ready.append, task))
+        if task.turn is None:
+            task.turn = ScheduledCall(partial(self.ready.append, task))
+        env.put(task.clock, task.rank, task.turn)
         self._leave(task)
         if task.thrown is not None:
             self._raise(task)
@@ -262,7 +275,7 @@ class Kernel:
         task.wait, task.parked = wait, True
         if lost:
             self.bound(task)
-        if task.deadline_s != math.inf and (task.explicit or task.timer_s == math.inf):
+        if task.deadline_s != math.inf and (task.explicit or not task.timer):
             self._arm(task)
         self._leave(task)
         task.wait, task.budget = None, RUN_AHEAD
@@ -341,7 +354,7 @@ class Kernel:
         if self.failure is not None:
             return None
         while not ready:
-            if self.releases or self.env.scheduled <= self._default_timers:
+            if self.releases or self.env.scheduled <= self._alarms:
                 return None
             try:
                 self._step()
@@ -367,7 +380,7 @@ class Kernel:
         """See that a timer stands at or before the deadline of the wait that begins."""
         if task.explicit:
             self._arm_explicit(task)
-        elif task.timer_s == math.inf:
+        elif not task.timer:
             self._arm_default(task, task.clock + task.deadline_s)
 
     def _arm_explicit(self, task: Task) -> None:
@@ -376,21 +389,34 @@ class Kernel:
 
     # SimPy cannot take an event out of its heap, and a timer for each wait would fill it: hardly any wait
     # meets its deadline. So a task has one default timer at a time, which is armed for the first deadline and, when it
-    # fires too early for the wait that goes on then, is armed again for that.
+    # fires too early for the wait that goes on then, is armed again for that. They have a heap of their own, of which
+    # only the first stands in SimPy's: an event for each would take half a kilobyte of each rank.
     def _arm_default(self, task: Task, due_s: float) -> None:
-        task.timer_s = max(due_s, self.env.now)
-        self._default_timers += 1
-        self.env.at(task.timer_s, LATE + task.rank, partial(self._default_fires, task))
+        task.timer = Timer.SET
+        self._timers_set += 1
+        heappush(self._timers, (max(due_s, self.env.now), task.rank, self._timers_set, task))
+        self._arm_first()
 
-    def _default_fires(self, task: Task) -> None:
-        self._default_timers -= 1
-        task.timer_s = math.inf
+    def _arm_first(self) -> None:
+        """See that an event stands for the default timer that is due first."""
+        if self._timers:
+            due_s, rank, _, task = self._timers[0]
+            if task.timer is not Timer.ARMED:
+                task.timer = Timer.ARMED
+                self._alarms += 1
+                self.env.at(due_s, LATE + rank, partial(self._default_fires))
+
+    def _default_fires(self) -> None:
+        self._alarms -= 1
+        task = heappop(self._timers)[3]
+        task.timer = Timer.NONE
         if task.parked and not task.explicit:
             due_s = task.clock + task.deadline_s
             if due_s <= self.env.now:
                 self._expire(task, task.wait, due_s)
             else:
                 self._arm_default(task, due_s)
+        self._arm_first()
 
     def ends_a_wait(self, action: partial[None]) -> bool:
         """Whether an event's action is an explicit deadline that is still to end a wait: no default, no return."""
@@ -444,7 +470,7 @@ class Kernel:
                 continue
             # What is left are default deadlines, which only say "too late": nothing can end the waits that are left. To
             # let them fire would turn each deadlock into a time-out of whichever rank waits longest, without its cycle.
-            if env.scheduled <= self._default_timers:
+            if env.scheduled <= self._alarms:
                 return
             self._step()
 
