@@ -57,7 +57,9 @@ class Streams:
 
     def __init__(self, seed: int, rank: int) -> None:
         self.key = (seed, rank)
-        self._open: dict[str, np.random.Generator] | None = None  # a rank of 100,000 that draws nothing stays small
+        self._open: dict[str, np.random.Generator] | None = (
+            None  # a rank of 100,000 that draws nothing stays small
+        )
 
     def __call__(self, purpose: str) -> np.random.Generator:
         """Return the (continuing) generator of a purpose."""

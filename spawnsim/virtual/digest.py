@@ -80,8 +80,8 @@ def _of_bytes(data: Any, start: int) -> int:
     return crc32(raw[end:].data, crc32(lanes.data, start))
 
 
-# Each event goes into the hash at once. To keep 64 of them and pack them together was the first way: no quicker, and the
-# numbers waiting there were half of a rank's memory.
+# Each event goes into the hash at once. To keep 64 of them and pack them together was the first way: no quicker, and
+# the numbers that waited there were a third of a rank's memory.
 _packed = struct.Struct("<diiqi").pack
 Entry = tuple[float, int, int, int, int]  # time in seconds, kind, peer, bytes, tag
 

@@ -55,12 +55,12 @@ class Patches:
         setattr(owner, name, value)
 
 
-# By default the collector looks through all young objects after every 700 new ones. In a collective each rank makes some
-# 20 that live on until the last rank has come. Looking through them while they come took a third of a run of 1,000 ranks,
-# and, since with the ranks the older generations filled too, nearly half of one of 100,000: the one cost that grew. So
+# By default the collector looks through all young objects after every 700 new ones. In a collective each rank makes
+# some 10 that live on until the last rank has come. Looking through them meanwhile took a third of a run of 1,000
+# ranks, and nearly half of one of 100,000, as the older generations fill too: the one cost that grew with the ranks. So
 # what is there before a run is frozen, and looks are rarer than a collective is long. But what was frozen counts as old
-# for good, and a run that is over is a cycle: before the next one is built, all is collected if memory has grown by half
-# since the last time.
+# for good, and a run that is over is a cycle: before the next one is built, all is collected if memory has grown by
+# half since the last time.
 YOUNG_OBJECTS = 20_000  # new objects between two looks, at least
 YOUNG_PER_RANK = 50  # and for each rank of the run
 FEW_BLOCKS = 400_000  # blocks of memory below which old runs are not worth a collection

@@ -182,9 +182,7 @@ class Background:
         self._over = Completion(world.kernel)
         rank.observers += 1
         clock = world.kernel.current.clock
-        self._task = world.kernel.spawn(
-            rank.id, lambda _rank: self._run(program), clock=clock, beside=True
-        )
+        self._task = world.kernel.spawn(rank.id, lambda _rank: self._run(program), clock=clock, beside=True)
         rank.tasks.append(self._task)
 
     def _run(self, program: Callable[[], Any]) -> None:

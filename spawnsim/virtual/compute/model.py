@@ -225,7 +225,8 @@ class Durations:
         if self._own is None:
             raise ParameterError(
                 f"rank {self._rank}: comm.compute() states no duration and the run has no compute model: write "
-                'comm.compute(0.01), give the run one (compute="10 ms", --compute 10ms), or name a platform that has one'
+                'comm.compute(0.01), give the run one (compute="10 ms", --compute 10ms), or name a platform that has '
+                "one"
             )
         return next(self._own)
 

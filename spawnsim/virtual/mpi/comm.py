@@ -227,9 +227,9 @@ class Comm(PointToPoint, Collectives):
     def Idup(self, info: Info | None = None) -> tuple[Self, Request]:
         """Start Dup; return the communicator, usable once the request is over, and the request."""
         outcome = lambda m, rank: None  # noqa: E731
-        completion, waiting = self._join(Call("Idup", "allgather", None, 8, outcome=outcome))
-        context = waiting.instance.agreed(self._copy)
-        return self._duplicate(context, info), Request.start(self._world, completion, waiting)
+        departure = self._join(Call("Idup", "allgather", None, 8, outcome=outcome))
+        context = departure.instance.agreed(self._copy)
+        return self._duplicate(context, info), Request.start(self._world, departure, departure)
 
     def Idup_with_info(self, info: Info) -> tuple[Self, Request]:
         """Start Dup_with_info."""

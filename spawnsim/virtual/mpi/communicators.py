@@ -28,7 +28,6 @@ from spawnsim.virtual.mpi.comm import COMM_NULL, Comm
 from spawnsim.virtual.mpi.context import KINDS, Context
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
 from spawnsim.virtual.mpi.payload import dumps, loads
-from spawnsim.virtual.mpi.semantics import CollectiveCall
 from spawnsim.virtual.services import RankServices
 
 
@@ -99,12 +98,12 @@ class Intracomm(Comm):
     # -- collectives that only one group has -------------------------------------------------------------------
 
     @collective
-    def Scan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> CollectiveCall:
+    def Scan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
         """Combine the buffers of ranks 0 to this one."""
         return semantics.scan(sendbuf, recvbuf, op, inclusive=True)
 
     @collective
-    def Exscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> CollectiveCall:
+    def Exscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
         """Combine the buffers of the ranks before this one."""
         return semantics.scan(sendbuf, recvbuf, op, inclusive=False)
 

@@ -67,7 +67,9 @@ def close(contexts: Sequence[Context], survivors: set[int], time_s: float) -> No
         for rank in sorted(survivors.intersection(context.everyone)):
             side = next(side for side, places in enumerate(context.places) if rank in places)
             senders = context.groups[-1 - side] if len(context.groups) > 1 else context.groups[0]
-            mailbox = context.mailbox(rank)  # made here at the latest: what is still to come must find it closed
+            mailbox = context.mailbox(
+                rank
+            )  # made here at the latest: what is still to come must find it closed
             mailbox.__class__ = ClosedMailbox  # whoever sends has it already, and need not look
             assert isinstance(mailbox, ClosedMailbox)
             mailbox.close(context.world, () if context.inner else senders, time_s)
