@@ -38,8 +38,10 @@ def checksum(payload: Any, start: int = 0) -> int:
         start: Checksum of what came before.
     """
     if isinstance(payload, np.ndarray):
-        if payload.nbytes <= SHORT_NBYTES and payload.dtype.char in _WHOLE and payload.flags.c_contiguous:
-            return crc32(payload, start)  # type: ignore[arg-type]
+        if payload.dtype.char in _WHOLE and payload.flags.c_contiguous:
+            if payload.nbytes <= SHORT_NBYTES:
+                return crc32(payload, start)  # type: ignore[arg-type]
+            return _of_bytes(payload.reshape(-1).view(np.uint8), start)
         return _of_array(payload, start)
     if isinstance(payload, (bytes, bytearray, memoryview)):
         return _of_bytes(payload, start)
@@ -73,7 +75,7 @@ def _of_array(data: Any, start: int) -> int:
 def _of_bytes(data: Any, start: int) -> int:
     if len(data) <= SHORT_NBYTES:
         return crc32(data, start)
-    raw = np.frombuffer(data, np.uint8)
+    raw = data if type(data) is np.ndarray else np.frombuffer(data, np.uint8)
     rows = raw.size // (8 * _LANES)
     end = rows * 8 * _LANES
     lanes = np.add.reduce(raw[:end].view(np.uint64).reshape(rows, _LANES), axis=0)

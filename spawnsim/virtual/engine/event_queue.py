@@ -35,7 +35,15 @@ class ScheduledCall:
 
 
 class EventQueue(simpy.Environment):
-    """SimPy's environment with absolute times; equal times are ordered by (rank, sequence)."""
+    """SimPy's environment with absolute times; equal times are ordered by (rank, sequence).
+
+    Attributes:
+        scheduled: Called, the number of events in the heap.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduled: Callable[[], int] = self._queue.__len__
 
     def at(self, time_s: float, rank: int, action: Callable[[], None]) -> ScheduledCall:
         """Call `action` when the clock reads `time_s`."""
@@ -74,7 +82,3 @@ class EventQueue(simpy.Environment):
         """Yield the events in the heap, in no order."""
         return (entry[-1] for entry in self._queue)  # type: ignore[misc]
 
-    @property
-    def scheduled(self) -> int:
-        """Number of events in the heap."""
-        return len(self._queue)

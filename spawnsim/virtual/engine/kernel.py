@@ -350,24 +350,21 @@ class Kernel:
 
     def _follower(self) -> Task | None:
         """Return the next task to run, having let events happen until there is one; None if that is up to the hub."""
-        ready = self.ready
+        ready, env = self.ready, self.env
         if self.failure is not None:
             return None
         while not ready:
-            if self.releases or self.env.scheduled <= self._alarms:
+            if self.releases or env.scheduled() <= self._alarms:
                 return None
+            self.steps += 1
             try:
-                self._step()
+                env.step()
             except Exception as error:  # noqa: BLE001 - no fault of the task that happens to run: the hub raises it
                 self._accident = error
                 return None
         # A greenlet that has not begun inherits the recursion depth of the task that begins it: a chain of ranks, each
         # begun by the one before, would end in a RecursionError. So the hub begins them all.
         return ready.popleft() if ready[0].greenlet else None
-
-    def _step(self) -> None:
-        self.steps += 1
-        self.env.step()
 
     # -- deadlines -----------------------------------------------------------------------------------------
 
@@ -470,9 +467,10 @@ class Kernel:
                 continue
             # What is left are default deadlines, which only say "too late": nothing can end the waits that are left. To
             # let them fire would turn each deadlock into a time-out of whichever rank waits longest, without its cycle.
-            if env.scheduled <= self._alarms:
+            if env.scheduled() <= self._alarms:
                 return
-            self._step()
+            self.steps += 1
+            env.step()
 
     def _enter(self, task: Task) -> None:
         """Let a task run, from the hub."""

@@ -222,8 +222,7 @@ class CollectiveInstance:
         if group not in self._shared:
             call = self.calls[me]
             assert call is not None
-            op, datatype = call.op, call.datatype
-            self._shared[group] = ops.reduce_tree(self.parts(me), lambda a, b: op.reduce(a, b, datatype))
+            self._shared[group] = ops.reduce_tree(self.parts(me), call.op.merging(call.datatype))
         return self._shared[group]
 
     def keep(self, me: int) -> None:

@@ -15,7 +15,7 @@ from spawnsim.comm.buffers import Buffer, as_buffer
 from spawnsim.comm.constants import IN_PLACE
 from spawnsim.comm.failures import ERR_COUNT, ERR_TYPE, ArgumentError
 from spawnsim.comm.memory import as_bytes
-from spawnsim.comm.ops import Op
+from spawnsim.comm.ops import Merge, Op
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance, drop
 
 Outcome = Callable[[Any], object]
@@ -140,18 +140,17 @@ def alltoall(
 # -- reductions ----------------------------------------------------------------------------------------------
 
 
-def merger(op: Op, own: Buffer) -> Combine:
-    """Return `merge(a, b)` for arrays of a buffer's datatype; it writes to `b` and returns it."""
-    datatype = own.datatype
-    op.check(datatype)
-    return lambda a, b: op.reduce(a, b, datatype)
+def merger(op: Op, own: Buffer) -> Merge:
+    """Return the `merge` of an operation (see `Op.merging`) for arrays of a buffer's datatype."""
+    op.check(own.datatype)
+    return op.merging(own.datatype)
 
 
 def combiner(op: Op, own: Buffer) -> Combine:
     """Return `combine(a, b)` for arrays of a buffer's datatype; it leaves `a` and `b` as they are."""
     merge = merger(op, own)
-    # A copy of `b`: prefixes and rooted results are made from parts that other ranks still need.
-    return lambda a, b: merge(a, b.copy())
+    # Into fresh memory: prefixes and rooted results are made from parts that other ranks still need.
+    return lambda a, b: merge(a, b, np.empty_like(b))
 
 
 def _reducing(name: str, buffers: tuple[Any, Any], op: Op, lend: bool = False) -> tuple[Call, Buffer]:
