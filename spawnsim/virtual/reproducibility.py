@@ -51,7 +51,7 @@ class Generators:
         self._seed = -1  # where torch's generator starts
         self._fresh = b""  # the head of its state before the first draw
         self._torch: Any = None  # torch's state; None before the first draw
-        self.settings: TorchSettings | None = None  # torch's; None before another rank has run
+        self.settings: TorchSettings | None = None  # torch's; None: those that stood outside of the run
 
     @property
     def python(self) -> random.Random:
@@ -136,7 +136,7 @@ class TorchStates:
             now = torch_settings(self._torch)
             if self._here is not None:
                 self._here.suspend(self._torch)
-                self._here.settings = now
+                self._here.settings = None if now == self._settings else now
             self._here = generators
             generators.resume(self._torch)
             self._set(generators.settings, now)

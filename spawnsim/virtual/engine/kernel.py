@@ -257,7 +257,10 @@ class Kernel:
     def effect(self) -> None:
         """Count an effect of the running task; now and then wait for the others, to bound what is queued."""
         self.idle = 0
-        self.run_ahead()
+        task = self.current  # as in `run_ahead`
+        task.budget -= 1
+        if task.budget <= 0:
+            self.observe()
 
     def run_ahead(self) -> None:
         """Let the running task go on before its time, but not for ever."""

@@ -51,7 +51,8 @@ class _Collective:
         with_info = Signature([*given.parameters.values(), info])
 
         def run(self: Any, *args: Any, **kwargs: Any) -> None:
-            self._run(describe(self, *args, **kwargs))
+            call = describe(self, *args, **kwargs)
+            self._take(call, self._meet(call))
 
         def start(self: Any, *args: Any, **kwargs: Any) -> Request:
             return self._start(describe(self, *args, **kwargs))  # type: ignore[no-any-return]
@@ -112,9 +113,6 @@ class Collectives(Member):
         if counts is not None:
             return each_integer(counts)
         return self._meet(semantics.counts(as_buffer(recvbuf).count))  # type: ignore[no-any-return]
-
-    def _run(self, call: Call) -> None:
-        self._take(call, self._meet(call))
 
     def _take(self, call: Call, outcome: Any) -> None:
         """Put the outcome where it belongs; what does not fit is named."""
