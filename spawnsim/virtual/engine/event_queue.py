@@ -81,4 +81,3 @@ class EventQueue(simpy.Environment):
     def events(self) -> Iterator[ScheduledCall]:
         """Yield the events in the heap, in no order."""
         return (entry[-1] for entry in self._queue)  # type: ignore[misc]
-

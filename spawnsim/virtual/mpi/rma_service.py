@@ -119,7 +119,9 @@ class Connection:
     origin: Rank
     target: Rank
     sent: int = 0
-    _coming: list[AccessRequest] = field(default_factory=list)  # few; a deque is ten times as large, even empty
+    _coming: list[AccessRequest] = field(
+        default_factory=list
+    )  # few; a deque is ten times as large, even empty
 
     def send(self, request: AccessRequest, nbytes: int, *, delay_s: float = 0.0) -> TransferTimes:
         """Send a request with so many bytes, from the running task's clock on."""
