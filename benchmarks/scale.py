@@ -76,7 +76,7 @@ def one_sided(comm: Any, iterations: int) -> None:
     policy.shutdown()
 
 
-# The loop; what ranks do and what SimPy does in an iteration of a rank, and beside that on each rank. None: not asserted.
+# The loop; what ranks do, and what SimPy does: in an iteration of a rank, and beside that on each. None: not asserted.
 LOOPS: dict[str, tuple[Loop, tuple[int, int] | None, tuple[int, int] | None]] = {
     "lockstep": (lockstep, (2, 0), (0, 0)),
     "record": (record, (1, 1), (0, 0)),
