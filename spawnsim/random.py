@@ -53,12 +53,18 @@ class Streams:
     True
     """
 
+    __slots__ = ("__weakref__", "_open", "key")
+
     def __init__(self, seed: int, rank: int) -> None:
         self.key = (seed, rank)
-        self._open: dict[str, np.random.Generator] = {}
+        self._open: dict[str, np.random.Generator] | None = (
+            None  # a rank of 100,000 that draws nothing stays small
+        )
 
     def __call__(self, purpose: str) -> np.random.Generator:
         """Return the (continuing) generator of a purpose."""
+        if self._open is None:
+            self._open = {}
         stream = self._open.get(purpose)
         if stream is None:
             stream = self._open[purpose] = generator(*self.key, purpose)

@@ -14,7 +14,7 @@ from typing import Any
 from spawnsim.errors import ParameterError
 
 DEADLINE_S = 30.0
-LEAST_B = 20_000  # bytes that a rank takes which does nothing; docs/figures.md
+LEAST_B = 10_000  # bytes that a rank takes which does nothing; docs/figures.md
 
 
 @dataclass(frozen=True)

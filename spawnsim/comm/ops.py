@@ -25,6 +25,7 @@ from spawnsim.errors import ParameterError
 
 Array = NDArray[Any]
 Kernel = Callable[[Array, Array], None]
+Merge = Callable[[Array, Array, Array], Array]
 
 
 def _widen(bits: Array) -> NDArray[np.float32]:
@@ -82,11 +83,13 @@ def _keep(first: Array, inout: Array) -> None:
     pass
 
 
-ARRAY: Final[dict[str, Kernel]] = {
-    "SUM": _arithmetic(np.add), "PROD": _arithmetic(np.multiply),
+ARITHMETIC: Final[dict[str, np.ufunc]] = {
+    "SUM": np.add, "PROD": np.multiply,
+    "LAND": np.logical_and, "LOR": np.logical_or, "LXOR": np.logical_xor,
+    "BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor,
+}  # fmt: skip
+ARRAY: Final[dict[str, Kernel]] = {name: _arithmetic(ufunc) for name, ufunc in ARITHMETIC.items()} | {
     "MAX": _extremum(np.greater), "MIN": _extremum(np.less),
-    "LAND": _arithmetic(np.logical_and), "LOR": _arithmetic(np.logical_or), "LXOR": _arithmetic(np.logical_xor),
-    "BAND": _arithmetic(np.bitwise_and), "BOR": _arithmetic(np.bitwise_or), "BXOR": _arithmetic(np.bitwise_xor),
     "MAXLOC": _located(np.greater), "MINLOC": _located(np.less),
     "REPLACE": _take, "NO_OP": _keep,
 }  # fmt: skip
@@ -223,6 +226,21 @@ class Op(Handle):
             self._reduce_sparse(invec, inoutvec, datatype)
         return inoutvec
 
+    def merging(self, datatype: Datatype) -> Merge:
+        """Return `merge(a, b, out)`, which puts the combination of arrays a and b in `out`: b, or as much memory."""
+        ufunc = ARITHMETIC.get(self.name) if self.function is None else None
+        # numpy's own call and nothing around it: a sum over 1,000 ranks merges 999 times, and copying one of two
+        # operands first would be one more pass over the memory of all.
+        if ufunc is not None and datatype.is_predefined and datatype.dtype != BF16:
+            return ufunc
+
+        def merge(a: Array, b: Array, out: Array) -> Array:
+            if out is not b:
+                out[...] = b
+            return self.reduce(a, out, datatype)
+
+        return merge
+
     def _reduce_sparse(self, invec: NDArray[Any], inoutvec: NDArray[Any], datatype: Datatype) -> None:
         """Lay the elements out with their gaps, as the program's function expects, and take them back."""
         layout, count = datatype.live(), len(inoutvec) // datatype.size
@@ -266,11 +284,11 @@ def _pairs(parts: list[T], combine: Combine[T]) -> list[T]:
     return [combine(parts[i], parts[i + 1]) for i in range(0, len(parts) - 1, 2)]
 
 
-def reduce_tree(parts: list[Array], merge: Combine[Array]) -> Array:
+def reduce_tree(parts: list[Array], merge: Merge) -> Array:
     """Combine arrays in the order of recursive doubling: fold to a power of two, then pairs, pairs of pairs, and so on.
 
-    `merge(a, b)` puts the combination of a and b in the place of b. `parts` stay as they are. The tree is walked depth
-    first: a thousand contributions pass once through a handful of accumulators, which stay in the processor's cache.
+    For `merge` see `Op.merging`. `parts` stay as they are. The tree is walked depth first: a thousand contributions
+    pass once through a handful of accumulators, which stay in the processor's cache.
     """
     # Surplus ranks fold into their neighbours first, as MPICH does it: any other shape gives other bits.
     extra = len(parts) - (1 << (len(parts).bit_length() - 1))
@@ -283,7 +301,7 @@ def reduce_tree(parts: list[Array], merge: Combine[Array]) -> Array:
 
 
 def reduce_tree_in_place(parts: list[Array], merge: Combine[Array]) -> Array:
-    """Combine as `tree` does, in the memory of the parts themselves; the result lies in the last one."""
+    """Combine as `reduce_tree` does, in the memory of the parts themselves; the result lies in the last one."""
     extra = len(parts) - (1 << (len(parts).bit_length() - 1))
     level = _pairs(parts[: 2 * extra], merge) + parts[2 * extra :]
     while len(level) > 1:
@@ -294,19 +312,15 @@ def reduce_tree_in_place(parts: list[Array], merge: Combine[Array]) -> Array:
 class _Accumulators:
     """Subtrees that are complete, the highest first: a binary counter. Those that are `owned` may be written."""
 
-    def __init__(self, merge: Combine[Array]) -> None:
+    def __init__(self, merge: Merge) -> None:
         self._merge = merge
         self._stack: list[tuple[int, Array, bool]] = []  # height, array, owned
         self._spare: list[Array] = []
 
     def fresh(self, a: Array, b: Array) -> Array:
         """Return the combination of two arrays in memory of its own."""
-        if not self._spare:
-            return self._merge(a, b.copy())
-        place = self._spare.pop()
         # Accumulators are used again: fresh memory for each step would leave the cache.
-        place[...] = b
-        return self._merge(a, place)
+        return self._merge(a, b, self._spare.pop() if self._spare else np.empty_like(b))
 
     def push(self, value: Array, owned: bool) -> None:
         """Add a leaf, and combine what has become as high as its neighbour."""
@@ -314,7 +328,7 @@ class _Accumulators:
         while stack and stack[-1][0] == height:
             _, before, own = stack.pop()
             # A leaf is the program's own memory (contributions are lent), so it may be read and never written.
-            value = self._merge(before, value) if owned else self.fresh(before, value)
+            value = self._merge(before, value, value) if owned else self.fresh(before, value)
             if own:
                 self._spare.append(before)
             height, owned = height + 1, True

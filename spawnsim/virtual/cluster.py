@@ -23,13 +23,14 @@ from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.compute import ComputeModel
 from spawnsim.virtual.diagnosis import LivelockWatchdog
 from spawnsim.virtual.digest import RankDigest
-from spawnsim.virtual.engine.kernel import Kernel, NoTask, Task, current_task
+from spawnsim.virtual.engine.kernel import Kernel, NoTask, Program, Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import Rank, Recorder, World
 from spawnsim.virtual.faults import FaultPlan
 from spawnsim.virtual.faults.injection import Crashes, FaultyLinks
+from spawnsim.virtual.interpreter import rare_collections
 from spawnsim.virtual.mpi.comm import ProgramAbort
-from spawnsim.virtual.mpi.communicators import Intracomm, held
+from spawnsim.virtual.mpi.communicators import Intracomm, held, make_comm_self
 from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.mpi.module import MPI  # and all classes that communicators make
 from spawnsim.virtual.platform import Platform, load_platform
@@ -39,7 +40,7 @@ from spawnsim.virtual.services import RankServices
 if TYPE_CHECKING:
     from spawnsim.virtual.timeline import Timeline
 
-WORLD, SELF = "MPI_COMM_WORLD", "MPI_COMM_SELF"
+WORLD = "MPI_COMM_WORLD"
 
 Main = Callable[[Intracomm], Any]
 Progress = Callable[[float, int, int], None]
@@ -108,6 +109,7 @@ class Cluster:
         kernel.owner, kernel.on_end = self.world, self._ended
         LivelockWatchdog(kernel, self._under_way, self._livelock)
         self._whole = Context(self.world, (tuple(range(scenario.ranks)),))
+        self.world.contexts += scenario.ranks  # each rank's COMM_SELF: see `communicators.held`
         self._services = [
             RankServices(self.world, rank, model.open(scenario.seed, rank.id)) for rank in ranks
         ]
@@ -120,11 +122,11 @@ class Cluster:
     # -- building --------------------------------------------------------------------------------------------
 
     def renew(self, rank: int) -> None:
-        """Give a restarted rank new services and a communicator of its own; its machine is as it was."""
+        """Give a restarted rank new services and a COMM_SELF of its own; its machine is as it was."""
         self._services[rank] = RankServices(
             self.world, self.world.ranks[rank], self._services[rank].compute.sampler
         )
-        self.comm_self(rank)
+        make_comm_self(self.world.ranks[rank], self._services[rank], Context(self.world, ((rank,),)))
 
     def comm_world(self, rank: int) -> Intracomm:
         """Return COMM_WORLD as one rank holds it."""
@@ -133,14 +135,7 @@ class Cluster:
         self.world.ranks[rank].attachments["COMM_WORLD"] = comm
         return comm
 
-    def comm_self(self, rank: int) -> Intracomm:
-        """Return COMM_SELF of one rank."""
-        comm: Intracomm = MPI.Intracomm.enter(Context(self.world, ((rank,),)), rank, SELF)
-        comm._own = self._services[rank]
-        self.world.ranks[rank].attachments["COMM_SELF"] = comm
-        return comm
-
-    def start(self, rank: int, program: Callable[[], Any]) -> None:
+    def start(self, rank: int, program: Program) -> None:
         """Let a rank run a program."""
         self.crashes.begin(self.world.ranks[rank], program)
 
@@ -149,7 +144,7 @@ class Cluster:
     def _others_come(self) -> None:
         """Let the calling rank wait for its own time. What an event does, or a rank that has ended, cannot wait."""
         kernel, task = self.world.kernel, current_task()
-        if task is not None and task is kernel.current and not kernel.in_event and not kernel.closed:
+        if task is not None and task is kernel.current and not kernel.env.happening and not kernel.closed:
             kernel.observe()
 
     def _warn(self, sentence: str) -> None:
@@ -381,15 +376,15 @@ def simulate(
         SpawnsimError: what ended the run otherwise (RankError, Deadlock, Timeout, …), after everything was recorded;
             the exception's `totals` say how far it came.
     """
-    cluster = Cluster(scenario, recorder, progress, trace)
-    for rank in range(scenario.ranks):
-        cluster.comm_self(rank)
-        cluster.start(rank, partial(_program, cluster, rank, main))
-    return cluster.run(on_error, on_note)
+    with rare_collections(scenario.ranks):
+        cluster = Cluster(scenario, recorder, progress, trace)
 
+        def program(rank: int) -> None:
+            """Run the program of a rank. A restarted one holds a world of which it is no member until it recovers."""
+            main(cluster.comm_world(rank))
+            if WAITING:
+                settle()  # what the program has put off and never looked at, with its errors
 
-def _program(cluster: Cluster, rank: int, main: Main) -> None:
-    """Run the program of a rank. A restarted one holds a world of which it is not a member until it recovers."""
-    main(cluster.comm_world(rank))
-    if WAITING:
-        settle()  # what the program has put off and never looked at, with its errors
+        for rank in range(scenario.ranks):
+            cluster.start(rank, program)
+        return cluster.run(on_error, on_note)

@@ -55,18 +55,37 @@ class Patches:
         setattr(owner, name, value)
 
 
-# By default the collector looks through all young objects after every 700 new ones. A collective of 1,000 ranks makes
-# ten times as many that all live on, so a third of the time would go into looking. So what is there before a run is
-# frozen, and looks are rare. But what was frozen counts as old for good, and a run that is over is a cycle: before the
-# next run starts, all is collected if memory has grown by half since the last time.
-YOUNG_OBJECTS = 20_000  # new objects between two looks
+# By default the collector looks through all young objects after every 700 new ones. In a collective each rank makes
+# some 10 that live on until the last rank has come. Looking through them meanwhile took a third of a run of 1,000
+# ranks, and nearly half of one of 100,000, as the older generations fill too: the one cost that grew with the ranks. So
+# what is there before a run is frozen, and looks are rarer than a collective is long. But what was frozen counts as old
+# for good, and a run that is over is a cycle: before the next one is built, all is collected if memory has grown by
+# half since the last time.
+YOUNG_OBJECTS = 20_000  # new objects between two looks, at least
+YOUNG_PER_RANK = 50  # and for each rank of the run
 FEW_BLOCKS = 400_000  # blocks of memory below which old runs are not worth a collection
 _blocks_after = [0]  # how many there were after the last whole collection: a fact about this process
 
 
 @contextmanager
-def rare_collections(collecting: Callable[[bool], None]) -> Iterator[None]:
-    """Let the collector look less often within the block, and leave alone what was there before.
+def rare_collections(ranks: int) -> Iterator[None]:
+    """Let the collector look less often while a run of so many ranks is built and goes on."""
+    before = gc.get_threshold()
+    # Python knows how many blocks it has handed out; to count what is frozen takes it longer than many a run.
+    if before[0] and sys.getallocatedblocks() > _blocks_after[0] * 3 // 2 + FEW_BLOCKS:
+        gc.collect()
+        _blocks_after[0] = sys.getallocatedblocks()
+    if before[0]:
+        gc.set_threshold(max(before[0], YOUNG_OBJECTS, YOUNG_PER_RANK * ranks), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@contextmanager
+def watched_collections(collecting: Callable[[bool], None]) -> Iterator[None]:
+    """Let the collector leave alone, within the block, what was there before.
 
     `collecting` is called when it begins (True) and when it is done (False) in the thread of the block.
     """
@@ -78,35 +97,16 @@ def rare_collections(collecting: Callable[[bool], None]) -> Iterator[None]:
         if threading.get_ident() == thread:
             collecting(phase == "start")
 
-    gc.callbacks.append(tell)
-    try:
-        with _seldom():
-            yield
-    finally:
-        gc.callbacks.remove(tell)
-
-
-@contextmanager
-def _seldom() -> Iterator[None]:
-    before, frozen = gc.get_threshold(), gc.get_freeze_count() > 0  # somebody else's are not ours to thaw
+    frozen = gc.get_freeze_count() > 0  # somebody else's are not ours to thaw
     if not frozen:
-        _freeze(collects=before[0] > 0)
-    gc.set_threshold(max(before[0], YOUNG_OBJECTS) if before[0] else 0, *before[1:])
+        gc.freeze()
+    gc.callbacks.append(tell)
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        gc.callbacks.remove(tell)
         if not frozen:
             gc.unfreeze()
-
-
-def _freeze(*, collects: bool) -> None:
-    """Freeze all that is there, after a collection if much has come since the last one."""
-    # Python knows how many blocks it has handed out; to count what is frozen takes it longer than many a run.
-    if collects and sys.getallocatedblocks() > _blocks_after[0] * 3 // 2 + FEW_BLOCKS:
-        gc.collect()
-        _blocks_after[0] = sys.getallocatedblocks()
-    gc.freeze()
 
 
 # torch holds grad mode, inference mode and autocast per *thread*. Greenlets share one thread, so a rank parked inside

@@ -51,7 +51,7 @@ class Generators:
         self._seed = -1  # where torch's generator starts
         self._fresh = b""  # the head of its state before the first draw
         self._torch: Any = None  # torch's state; None before the first draw
-        self.settings: TorchSettings | None = None  # torch's; None before another rank has run
+        self.settings: TorchSettings | None = None  # torch's; None: those that stood outside of the run
 
     @property
     def python(self) -> random.Random:
@@ -76,7 +76,7 @@ class Generators:
     def suspend(self, torch: Any) -> None:
         """Keep torch's state, if this rank has changed it: another rank comes to run."""
         state = torch.default_generator.get_state()
-        if self._torch is not None or ctypes.string_at(state.data_ptr(), HEAD) != self._fresh:
+        if self._torch is not None or _head(state) != self._fresh:
             self._torch = state
 
     def resume(self, torch: Any) -> None:
@@ -89,7 +89,13 @@ class Generators:
             self._seed = self._streams.seed(TORCH)
         torch.default_generator.manual_seed(self._seed)
         if first:
-            self._fresh = ctypes.string_at(torch.default_generator.get_state().data_ptr(), HEAD)
+            self._fresh = _head(torch.default_generator.get_state())
+
+
+def _head(state: Any) -> bytes:
+    """Return the head of a state of torch's generator."""
+    # The caller holds the state: read behind `get_state().data_ptr()` it was freed memory, and each rank kept 5 kB.
+    return ctypes.string_at(state.data_ptr(), HEAD)
 
 
 def generators_of_caller() -> Generators | None:
@@ -130,7 +136,7 @@ class TorchStates:
             now = torch_settings(self._torch)
             if self._here is not None:
                 self._here.suspend(self._torch)
-                self._here.settings = now
+                self._here.settings = None if now == self._settings else now
             self._here = generators
             generators.resume(self._torch)
             self._set(generators.settings, now)

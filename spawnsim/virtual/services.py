@@ -12,6 +12,7 @@ from typing import Any
 
 from spawnsim.comm.deferred import WAITING
 from spawnsim.errors import ParameterError, Timeout
+from spawnsim.random import Streams
 from spawnsim.virtual.compute import Sampler
 from spawnsim.virtual.digest import COMPUTE, SLEEP, nanoseconds
 from spawnsim.virtual.engine.completion import Completion
@@ -22,6 +23,8 @@ from spawnsim.virtual.engine.world import Rank, World
 
 class Clock:
     """`comm.clock`: the rank's own time, in virtual seconds."""
+
+    __slots__ = ("__weakref__", "_rank", "_world")
 
     def __init__(self, world: World, rank: Rank) -> None:
         self._world, self._rank = world, rank
@@ -88,6 +91,8 @@ class Clock:
 class Compute:
     """`comm.compute(...)`: a block whose duration the compute model gives, or the program states."""
 
+    __slots__ = ("_rank", "_stated_s", "_world", "sampler", "seconds")
+
     def __init__(self, world: World, rank: Rank, sampler: Sampler) -> None:
         self._world, self._rank, self.sampler = world, rank, sampler
         self._stated_s: float | None = None
@@ -121,29 +126,32 @@ class Compute:
     def spend(self, stated_s: float | None, *, call_cost: bool = False) -> None:
         """Let the time of one block pass. A `call_cost` is not progress: polls that pay it are still fruitless."""
         world, rank = self._world, self._rank
-        task = world.kernel.current
+        kernel = world.kernel
+        task = kernel.current
         begin_s = task.clock
         duration_s = self.sampler(stated_s, begin_s)
         end_s = world.plan.stretch(rank.id, begin_s, duration_s) if world.plan else begin_s + duration_s
-        self.seconds = end_s - begin_s
+        self.seconds = seconds = end_s - begin_s
         # A rank that is paused for ever in the middle of a block leaves it at no time: its clock becomes inf, which no
         # sum and no integer of nanoseconds may see.
-        ends = self.seconds < math.inf
-        rank.compute_s += self.seconds if ends else 0.0
-        rank.digest.note((begin_s, COMPUTE, -1, nanoseconds(self.seconds) if ends else -1, 0))
+        ends = seconds < math.inf
+        rank.compute_s += seconds if ends else 0.0
+        rank.digest.note((begin_s, COMPUTE, -1, nanoseconds(seconds) if ends else -1, 0))
         if not call_cost:
-            world.kernel.idle = 0
-        world.kernel.run_ahead()
+            kernel.idle = 0
+        kernel.run_ahead()
         if rank.observers:
             rank.compute_from(begin_s, end_s)
         rank.advance_to(task, end_s)
         # Others may look at what this rank stores next: that must happen at its own time.
         if rank.observers:
-            world.kernel.observe()
+            kernel.observe()
 
 
 class Record:
     """`comm.record(**values)` adds a row; `comm.record.event(kind, **fields)` a line of events.jsonl."""
+
+    __slots__ = ("_rank", "_world")
 
     def __init__(self, world: World, rank: Rank) -> None:
         self._world, self._rank = world, rank
@@ -180,9 +188,7 @@ class Background:
         self._over = Completion(world.kernel)
         rank.observers += 1
         clock = world.kernel.current.clock
-        self._task = world.kernel.spawn(
-            rank.id, lambda: self._run(program), clock=clock, name=f"rank {rank.id} (background)"
-        )
+        self._task = world.kernel.spawn(rank.id, lambda _rank: self._run(program), clock=clock, beside=True)
         rank.tasks.append(self._task)
 
     def _run(self, program: Callable[[], Any]) -> None:
@@ -247,9 +253,19 @@ class WaitingForTask(Unbroken):
 class RankServices:
     """The five members of one rank."""
 
+    __slots__ = ("_rank", "_world", "clock", "compute", "record")
+
     def __init__(self, world: World, rank: Rank, sampler: Sampler) -> None:
+        self._world, self._rank = world, rank
         self.clock = Clock(world, rank)
         self.compute = Compute(world, rank, sampler)
-        self.rng = rank.streams
         self.record = Record(world, rank)
-        self.background = lambda program: Background(world, rank, program)
+
+    @property
+    def rng(self) -> Streams:
+        """The rank's random streams."""
+        return self._rank.streams
+
+    def background(self, program: Callable[[], Any]) -> Background:
+        """Run `program` beside the rank's own."""
+        return Background(self._world, self._rank, program)

@@ -511,7 +511,7 @@ def test_a_setting_needs_a_name_and_a_value(setting: str) -> None:
             "run FILE -n 3 -- --steps 4",
             "arguments: --steps 4; main(comm) has parameters: give --set NAME=VALUE",
         ),
-        ("run FILE -n 100000000", "2,000 GB in all; this machine has"),
+        ("run FILE -n 100000000", "1,000 GB in all; this machine has"),
         ("doctor foo", "unrecognized arguments: foo; see `spawnsim doctor --help`"),
         ("study FILE --jobs -2", "--jobs -2: give the number of runs at once, or 0 for this process"),
     ],

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 from support.collective_messages import Performer
@@ -163,7 +162,7 @@ class Run:
         # Of both ways, so that contexts have the same numbers, which are part of each draw's key.
         self.group = Context(self.cluster.world, (tuple(range(program.size)),), inner=True)
         for rank in range(program.size):
-            self.cluster.start(rank, partial(self._live, rank))
+            self.cluster.start(rank, self._live)
 
     def run(self):
         """Run it; return the logs."""

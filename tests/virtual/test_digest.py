@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import struct
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ from spawnsim.comm.ops import NO_OP
 from spawnsim.comm.predefined import BYTE, DOUBLE
 from spawnsim.record import Recorder
 from spawnsim.scenario import Scenario
-from spawnsim.virtual.digest import SHORT_NBYTES, checksum
+from spawnsim.virtual.digest import SHORT_NBYTES, RankDigest, checksum
 from spawnsim.virtual.scripts import run_program
 
 RANKS, ODD = 12, 7  # the rank whose number differs
@@ -462,3 +465,14 @@ def test_the_digest_does_not_depend_on_the_number_of_threads(monkeypatch):
         assert len({*digests}) == 1
     finally:
         torch.set_num_threads(told)
+
+
+def test_the_digest_of_a_rank_is_one_hash_over_its_packed_events():
+    """It is compared between versions, so it does not depend on how events are collected before they are hashed."""
+    own, events = RankDigest(3), [(0.25 * n, n % 6 + 1, n - 1, 1 << (n % 40), n) for n in range(150)]
+    for event in events:
+        own.note(event)
+    own.cover(b"abc")
+    packed = b"".join(struct.pack("<diiqi", *event) for event in events)
+    expected = hashlib.blake2b(packed + struct.pack("<I", crc32(b"abc")), digest_size=16).digest()
+    assert (own.value(), own.count) == (expected, 150)

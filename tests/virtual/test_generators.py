@@ -227,3 +227,22 @@ def test_ranks_have_settings_of_torch_of_their_own():
     double = torch.float64, "tensor([0.33], dtype=torch.float32)", False
     own = [before, double, (torch.float32, "tensor([0.333333])", True)]
     assert found == {rank: own[rank % 3] for rank in range(RANKS)}
+
+
+def test_a_rank_that_does_not_draw_keeps_no_state_of_torch_s():
+    """5 kB a rank; only the head of a state tells whether a rank has drawn, and it must be read while it is there."""
+    kept = {}
+
+    def main(comm):
+        for _ in range(3):
+            with comm.compute(0.01):
+                pass
+            if comm.rank % 5 == 0:
+                torch.rand(1)
+            comm.Barrier()
+        comm.Barrier()
+        if comm.rank == 1:
+            kept.update({rank.id: rank.generators._torch is not None for rank in comm._world.ranks})
+
+    run(main, 20)
+    assert kept == {rank: rank % 5 == 0 for rank in range(20)}

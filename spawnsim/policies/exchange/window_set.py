@@ -51,21 +51,21 @@ class MetricsBoard:
         self._kept = max(2, min(MOST_REPORTS, ALL_REPORTS // self._size))
         self._mine = np.zeros(REPORTS + 2 * self._kept)
         self.reports = 0  # of this rank
-        self._lines = np.zeros((self._size, self._mine.size))
-        # A copy, as a board that moved begins empty: what was read before still counts until its owner writes
-        # again.
-        self._known = self._lines.copy()
+        self._nbytes = self._size * self._mine.nbytes
+        # What this rank knows of the others, as long as there are ranks: made when it first looks, for of 100,000 ranks
+        # hardly any ever does. A board that moved begins empty: what was read before (`_known`) still counts until
+        # its owner writes again.
+        self._lines = self._known = np.zeros((0, self._mine.size))
         # As of the latest look, and how many reports of this rank ago it changed.
-        self._newest = np.full(self._size, NEVER)
-        self._since = np.zeros(self._size, np.int64)
-        nbytes = self._lines.nbytes + 8 if holding else 0  # the lines, and the verdict
+        self._newest = self._since = np.zeros(0, np.int64)
+        nbytes = self._nbytes + 8 if holding else 0  # the lines, and the verdict
         self._win: Any = cast("Any", comm).Win.Allocate(nbytes, 1, comm=comm)
         # One epoch for the board's whole life: Lock and Unlock around each report would cost two round trips.
         self._win.Lock_all()
         self._sent: Request | None = None
         if me == holder:
             # The holder puts to itself, since its part must have been written before the barrier for all to see.
-            self._put(np.zeros(self._lines.size + 1), 0)
+            self._put(np.zeros(self._nbytes // 8 + 1), 0)
             self._win.Flush(holder)
         elif holding:
             np.frombuffer(self._win.tomemory(), np.uint8)[:] = 0
@@ -93,6 +93,10 @@ class MetricsBoard:
 
     def read(self) -> ReportTable:
         """Return the lines of the ranks that have written one; this rank's as it is here."""
+        if not self._known.size:
+            shape = (self._size, self._mine.size)
+            self._lines, self._known = np.zeros(shape), np.zeros(shape)
+            self._newest, self._since = np.full(self._size, NEVER), np.zeros(self._size, np.int64)
         # Again if others have moved on: a rank that stayed would go on with lines that nobody writes any more.
         while self._try(self._read) and (self._lines[:, WRITTEN] == MOVED).any():
             self._move()
@@ -117,7 +121,7 @@ class MetricsBoard:
     def agree(self, verdict: int) -> int:
         """Return the verdict (not 0) of the rank that gave one first: all ranks get the same."""
         first, none, mine = (np.asarray([number], np.int64) for number in (0, 0, verdict))
-        self._win.Compare_and_swap(mine, none, first, self.holder, self._lines.nbytes)
+        self._win.Compare_and_swap(mine, none, first, self.holder, self._nbytes)
         self._win.Flush(self.holder)
         return int(first[0]) or verdict
 

@@ -10,7 +10,6 @@ older ones of the others would find itself too good, or too bad.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
@@ -318,20 +317,20 @@ class ReportRounds:
 
     def __init__(self, period: int) -> None:
         self._half = max(1, period // 2)
-        self._open: deque[int] = deque()
-        self._made: deque[int] = deque(maxlen=2 * MOST_REPORTS_BEHIND + 2)
+        self._open: tuple[int, ...] = ()
+        self._made: tuple[int, ...] = ()
         self._looked = True
 
     def reported(self, iteration: int, *, judged: bool) -> None:
         """Note a report; `judged` unless the weights that it tells of are gone already."""
-        self._made.append(iteration)
+        self._made = (*self._made[-(2 * MOST_REPORTS_BEHIND + 1) :], iteration)
         self._looked = not judged
         if judged:
-            self._open.append(iteration)
+            self._open = (*self._open, iteration)
 
     def close(self) -> None:
         """Judge no report that was made so far."""
-        self._open.clear()
+        self._open = ()
 
     def due(self, iteration: int, *, last: bool) -> bool:
         """Return whether to look at the board now; `last` if the next report is about to be made."""
@@ -363,13 +362,13 @@ class ReportRounds:
         )
         if len(cases) > 1:
             return None
-        return self._open.popleft(), cases.pop()
+        self._open = self._open[1:]
+        return iteration, cases.pop()
 
     def _floor(self, iteration: int) -> int:
         """Return the iteration of the report that this rank made `MOST_REPORTS_BEHIND` reports earlier."""
-        made = list(self._made)
-        at = made.index(iteration) - MOST_REPORTS_BEHIND
-        return made[at] if at >= 0 else NEVER
+        at = self._made.index(iteration) - MOST_REPORTS_BEHIND
+        return self._made[at] if at >= 0 else NEVER
 
 
 def _with_reports(known: list[Report], ranks: list[int], metric: float) -> list[Report]:

@@ -38,23 +38,45 @@ def _some(seconds: Floats | float) -> bool:
     return isinstance(seconds, np.ndarray) or seconds != 0.0
 
 
+def _is_one(value: Floats | Ints | float) -> bool:
+    """Whether one number holds for all messages."""
+    return not isinstance(value, np.ndarray)
+
+
 class Evaluation:
-    """The vectors of one collective while its rounds go by."""
+    """The vectors of one collective while its rounds go by.
+
+    As long as all ranks are alike (they came together, and each has sent and taken the same), one number stands for
+    them: the rounds of a ring among 100,000 ranks that came together are then no vectors as long.
+    """
 
     def __init__(
         self, arrivals: Floats, network: Network, ranks: Ints | None, out_free: Floats | None
     ) -> None:
-        self.clock = arrivals.copy()
-        self.out_free = np.full(len(arrivals), -np.inf) if out_free is None else out_free.copy()
+        self.size = len(arrivals)
+        alike = out_free is None and self.size > 1 and bool((arrivals == arrivals[0]).all())
+        self.clock = arrivals[: 1 if alike else None].copy()
+        self.out_free = np.full(len(self.clock), -np.inf) if out_free is None else out_free.copy()
         # Until when ranks stay. Where all NICs were idle at the beginning, until they are idle again, and the two
         # vectors are one; else what the NIC had to do before does not keep its rank, so the two have to be told apart.
         self.stays = self.out_free if out_free is None else np.full(len(arrivals), -np.inf)
-        self.in_free = np.full(len(arrivals), -np.inf)
+        self.in_free = np.full(len(self.clock), -np.inf)
         self.eager_bytes = network.eager_bytes
         self.network, self.ranks = network, ranks
         self.gamma = network.gamma_s_per_B
         self.known: dict[tuple[Pattern, float], Costs] = {}
         self.messages, self.nbytes = 0, 0.0
+
+    @property
+    def alike(self) -> bool:
+        """Whether one number stands for all ranks."""
+        return len(self.clock) < self.size
+
+    def tell_apart(self) -> None:
+        """Give each rank numbers of its own from here on."""
+        if self.alike:
+            self.clock, self.in_free = np.repeat(self.clock, self.size), np.repeat(self.in_free, self.size)
+            self.out_free = self.stays = np.repeat(self.out_free, self.size)
 
     def costs(self, pattern: Pattern, nbytes: Lengths) -> Costs:
         """Return the costs of a lane, in the order of its senders, and count its messages."""
@@ -93,7 +115,7 @@ class Evaluation:
         # Messages are admitted in the order in which the algorithm takes them, not in the order of arrival: that is the
         # rule of `completion.ReceivingNic`, so that collectives and messages agree, and it needs no event. Costs and
         # arrivals stand in the order of senders; `turn` brings them into that of receivers.
-        who, turn = pattern.takers, pattern.turn
+        who, turn = pattern.takers, None if self.alike else pattern.turn
         busy_s, drain_s = costs.receive_s + work_s, costs.drain_s
         if turn is not None:
             arrival = arrival[turn]
@@ -145,6 +167,7 @@ class Evaluation:
 
     def star(self, star: Lane, amounts: MessageSizes, gamma: float) -> None:
         """Let the one round of a star go by."""
+        self.tell_apart()
         pattern, nbytes = star.pattern, amounts.of(star)
         costs, work_s = self.costs(pattern, nbytes), np.multiply(nbytes, gamma)
         if pattern.source[0] == pattern.source[-1]:
@@ -156,17 +179,19 @@ class Evaluation:
         """Let one round go by."""
         # All lanes are sent before any is taken: a rank first does all its sends of a round. Else an exchange of two
         # ranks would wait for each other's message before sending its own.
-        flying = []
-        for lane in lanes:
-            nbytes = amounts.of(lane)
-            costs = self.costs(lane.pattern, nbytes)
-            arrival = self.send(lane.pattern, costs, nbytes)
-            flying.append((lane.pattern, costs, arrival, np.multiply(nbytes, gamma)))
-        for pattern, costs, arrival, work_s in flying:
-            self.take(pattern, costs, arrival, work_s)
+        asked = []
+        for pattern, nbytes in ((lane.pattern, amounts.of(lane)) for lane in lanes):
+            costs = self.costs(pattern, nbytes)
+            if self.alike and not (pattern.whole and _is_one(nbytes) and all(map(_is_one, costs))):
+                self.tell_apart()
+            asked.append((pattern, nbytes, costs))
+        arrivals = [self.send(pattern, costs, nbytes) for pattern, nbytes, costs in asked]
+        for (pattern, nbytes, costs), arrival in zip(asked, arrivals, strict=True):
+            self.take(pattern, costs, arrival, np.multiply(nbytes, gamma))
 
     def finish(self) -> Finish:
         """Return how it ended, when all rounds have gone by."""
+        self.tell_apart()
         times = np.maximum(self.clock, self.stays)
         return Finish(times, self.messages, round(self.nbytes), self.out_free)
 

@@ -184,21 +184,8 @@ class ComputeModel:
 
     def open(self, seed: int, rank: int) -> Sampler:
         """Return the sampler of one rank, at the start of all its streams."""
-        base = self._open_base(StreamKey(seed, rank, "compute.base"))
-        stretches = tuple(self._open_stragglers(seed, rank))
-        if not stretches:
-            return lambda stated_s, _now_s: base(stated_s)
-        if len(stretches) == 1:
-            only = stretches[0]
-            return lambda stated_s, now_s: only(base(stated_s), now_s)
-
-        def sample(stated_s: float | None, now_s: float) -> float:
-            duration_s = base(stated_s)
-            for stretch in stretches:
-                duration_s = stretch(duration_s, now_s)
-            return duration_s
-
-        return sample
+        key = StreamKey(seed, rank, "compute.base")
+        return Durations(self.base, key, tuple(self._open_stragglers(seed, rank))).take
 
     def _open_stragglers(self, seed: int, rank: int) -> Iterator[Stretch]:
         """Open each straggler with a stream of its own, also when one kind comes twice."""
@@ -210,31 +197,38 @@ class ComputeModel:
             yield straggler.open(StreamKey(seed, rank, f"compute.{kind}.{seen[kind]}"))
             seen[kind] += 1
 
-    def _open_base(self, key: StreamKey) -> Callable[[float | None], float]:
-        if isinstance(self.base, Trace):
-            recorded = self.base.open(key)
-            return lambda _stated_s: next(recorded)
-        own = self.base.open(key) if self.base is not None else None
 
-        def base(stated_s: float | None) -> float:
-            if stated_s is None:
-                return _next_duration(own, key.rank)
-            if not 0.0 <= stated_s < math.inf:
-                raise ParameterError(
-                    f"rank {key.rank}: comm.compute({stated_s}): give a finite time of at least 0 s"
-                )
-            return stated_s
+class Durations:
+    """The durations of one rank's blocks, in order."""
 
-        return base
+    __slots__ = ("_own", "_rank", "_replays", "_stretches")
 
+    def __init__(self, base: Base | None, key: StreamKey, stretches: tuple[Stretch, ...]) -> None:
+        self._rank, self._stretches, self._replays = key.rank, stretches, isinstance(base, Trace)
+        self._own = base.open(key) if base is not None else None
 
-def _next_duration(durations_s: Iterator[float] | None, rank: int) -> float:
-    if durations_s is None:
-        raise ParameterError(
-            f"rank {rank}: comm.compute() states no duration and the run has no compute model: write "
-            'comm.compute(0.01), give the run one (compute="10 ms", --compute 10ms), or name a platform that has one'
-        )
-    return next(durations_s)
+    def take(self, stated_s: float | None, now_s: float) -> float:
+        """Return the duration of the next block, which begins at `now_s`."""
+        if stated_s is None or self._replays:
+            duration_s = self._next()
+        elif 0.0 <= stated_s < math.inf:
+            duration_s = stated_s
+        else:
+            raise ParameterError(
+                f"rank {self._rank}: comm.compute({stated_s}): give a finite time of at least 0 s"
+            )
+        for stretch in self._stretches:
+            duration_s = stretch(duration_s, now_s)
+        return duration_s
+
+    def _next(self) -> float:
+        if self._own is None:
+            raise ParameterError(
+                f"rank {self._rank}: comm.compute() states no duration and the run has no compute model: write "
+                'comm.compute(0.01), give the run one (compute="10 ms", --compute 10ms), or name a platform that has '
+                "one"
+            )
+        return next(self._own)
 
 
 _Form = tuple[str, Callable[..., Straggler], tuple[Callable[[str], float], ...]]

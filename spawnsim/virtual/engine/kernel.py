@@ -27,15 +27,17 @@ import ctypes
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import partial
+from heapq import heappop, heappush
 from typing import Any, NoReturn, Protocol
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from spawnsim.errors import Timeout, UsageError, WorldError
 from spawnsim.virtual import interpreter
-from spawnsim.virtual.engine.event_queue import LATE, EventQueue
-from spawnsim.virtual.interpreter import rare_collections
+from spawnsim.virtual.engine.event_queue import LATE, EventQueue, ScheduledCall
+from spawnsim.virtual.interpreter import watched_collections
 
 # Effects that a task may queue before it waits for the others. Without a bound a rank that only sends would hold all
 # its messages in memory before any is received. It changes no result: to wait earlier is always allowed.
@@ -43,6 +45,7 @@ RUN_AHEAD = 4096
 # Calls that a task may make after its end. A loop around `except BaseException` would otherwise keep the run from
 # ending.
 PATIENCE = 32
+Program = Callable[[int], Any]  # of a task: given its rank
 
 
 class Wait(Protocol):
@@ -65,16 +68,24 @@ class Wait(Protocol):
         ...
 
 
+class Timer(IntEnum):
+    """How the default timer of a task stands: not set, set, or set with an event in the heap for it."""
+
+    NONE, SET, ARMED = 0, 1, 2
+
+
 class Task:
     """One line of execution of a rank, with its own clock: the rank's program, or a background task beside it."""
 
     __slots__ = (
-        "budget", "clock", "deadline_s", "error", "explicit", "greenlet", "kernel", "name", "parked", "polls",
-        "rank", "refused", "thrown", "timed", "timer_s", "wait",
+        "beside", "budget", "clock", "deadline_s", "error", "explicit", "greenlet", "kernel", "parked", "polls",
+        "program", "rank", "refused", "thrown", "timed", "timer", "turn", "wait",
     )  # fmt: skip
 
-    def __init__(self, kernel: Kernel, rank: int, clock: float, name: str) -> None:
-        self.kernel, self.rank, self.clock, self.name = kernel, rank, clock, name
+    def __init__(self, kernel: Kernel, rank: int, program: Program, *, clock: float, beside: bool) -> None:
+        self.kernel, self.rank, self.clock = kernel, rank, clock
+        self.program: Program | None = program  # None once it has begun
+        self.beside = beside  # the rank's program
         self.greenlet: greenlet
         self.parked = False
         self.wait: Wait | None = None
@@ -82,10 +93,16 @@ class Task:
         self.error: BaseException | None = None  # how it ended, if badly
         self.budget = RUN_AHEAD
         self.deadline_s, self.explicit = kernel.deadline_s, False
-        self.timer_s = math.inf  # when this task's one default timer fires; inf: none is in the heap
+        self.timer: int = Timer.NONE  # its one default timer
+        self.turn: ScheduledCall | None = None  # makes it ready at a time; made when it first waits for one
         self.polls = 0  # that found nothing
         self.timed = False  # whether it has read its clock since the watchdog last looked
         self.refused = 0  # calls that it made after its end
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return f"rank {self.rank} (background)" if self.beside else f"rank {self.rank}"
 
     @property
     def alive(self) -> bool:
@@ -128,7 +145,25 @@ AFTERWARDS: Any = NoTask(
 class TaskGreenlet(greenlet):  # type: ignore[misc]  # greenlet has no types
     """A greenlet that knows its task, so that code run by a task can find it without global state."""
 
+    __slots__ = ("task",)
     task: Task
+
+
+def _carry() -> None:
+    """Run the program of the calling greenlet's task and keep its outcome: SimPy must never see a rank's exception."""
+    task = getcurrent().task
+    kernel, program, task.program = task.kernel, task.program, None
+    for resumed in kernel.on_resume:
+        resumed(task)
+    # Called straight from here, each Python function below takes no stack of C, and a wait has little of it to save.
+    try:
+        program(task.rank)
+    except GreenletExit:
+        pass
+    except BaseException as error:  # noqa: BLE001 - a rank's outcome, whatever it is, is judged by the cluster
+        task.error = error
+    interpreter.suspend_torch_modes()  # a mode that it ended in must not outlive it
+    kernel.on_end(task)
 
 
 def current_task() -> Task | None:
@@ -161,7 +196,9 @@ class Kernel:
 
     def __init__(self, deadline_s: float = math.inf) -> None:
         self.env = EventQueue()
-        self._default_timers = 0
+        self._timers: list[tuple[float, int, int, Task]] = []  # a heap of default ones: when, rank, number
+        self._timers_set = 0  # so far
+        self._alarms = 0  # events in the heap that stand for default timers
         self.ready: deque[Task] = deque()
         self.tasks: list[Task] = []
         self.hub = getcurrent()
@@ -181,32 +218,22 @@ class Kernel:
         self.idle = 0  # polls that found nothing since something last happened
         self.fruitless: Callable[[], None] = lambda: None  # to be called by polls that found nothing
         self.steps = 0  # events taken from the heap
-        self.in_event = False  # whether an event is happening, on the stack of whichever task has left
         self._accident: Exception | None = None  # raised by an event that a task let happen
 
     # -- tasks ---------------------------------------------------------------------------------------------
 
-    def spawn(self, rank: int, program: Callable[[], Any], *, clock: float = 0.0, name: str = "") -> Task:
-        """Add a task that will run `program`; it starts when the kernel next runs ready tasks."""
-        task = Task(self, rank, clock, name or f"rank {rank}")
-        task.greenlet = TaskGreenlet(lambda: self._carry(task, program), self.hub)
+    def spawn(self, rank: int, program: Program, *, clock: float = 0.0, beside: bool = False) -> Task:
+        """Add a task of a rank that will run `program(rank)`; it starts when the kernel next runs ready tasks.
+
+        `beside` says that it is a background task, and not the rank's own program.
+        """
+        task = Task(self, rank, program, clock=clock, beside=beside)
+        # A function that all tasks share: with a closure for each and what it holds, a rank took half a kilobyte more.
+        task.greenlet = TaskGreenlet(_carry, self.hub)
         task.greenlet.task = task
         self.tasks.append(task)
         self.ready.append(task)
         return task
-
-    def _carry(self, task: Task, program: Callable[[], Any]) -> None:
-        """Run a task's program and keep its outcome: SimPy must never see a rank's exception."""
-        for resumed in self.on_resume:
-            resumed(task)
-        try:
-            program()
-        except GreenletExit:
-            pass
-        except BaseException as error:  # noqa: BLE001 - a rank's outcome, whatever it is, is judged by the cluster
-            task.error = error
-        interpreter.suspend_torch_modes()  # a mode that it ended in must not outlive it
-        self.on_end(task)
 
     # -- waiting -------------------------------------------------------------------------------------------
 
@@ -220,7 +247,9 @@ class Kernel:
         # rank that polls alone costs no more than the call; with an event each, polling was twice as slow.
         if not self.ready and not self.releases and env.jump(task.clock, task.rank):
             return
-        env.at(task.clock, task.rank, partial(self.ready.append, task))
+        if task.turn is None:
+            task.turn = ScheduledCall(partial(self.ready.append, task))
+        env.put(task.clock, task.rank, task.turn)
         self._leave(task)
         if task.thrown is not None:
             self._raise(task)
@@ -228,7 +257,10 @@ class Kernel:
     def effect(self) -> None:
         """Count an effect of the running task; now and then wait for the others, to bound what is queued."""
         self.idle = 0
-        self.run_ahead()
+        task = self.current  # as in `run_ahead`
+        task.budget -= 1
+        if task.budget <= 0:
+            self.observe()
 
     def run_ahead(self) -> None:
         """Let the running task go on before its time, but not for ever."""
@@ -246,7 +278,7 @@ class Kernel:
         task.wait, task.parked = wait, True
         if lost:
             self.bound(task)
-        if task.deadline_s != math.inf and (task.explicit or task.timer_s == math.inf):
+        if task.deadline_s != math.inf and (task.explicit or not task.timer):
             self._arm(task)
         self._leave(task)
         task.wait, task.budget = None, RUN_AHEAD
@@ -321,26 +353,21 @@ class Kernel:
 
     def _follower(self) -> Task | None:
         """Return the next task to run, having let events happen until there is one; None if that is up to the hub."""
-        ready = self.ready
+        ready, env = self.ready, self.env
         if self.failure is not None:
             return None
         while not ready:
-            if self.releases or self.env.scheduled <= self._default_timers:
+            if self.releases or env.scheduled() <= self._alarms:
                 return None
+            self.steps += 1
             try:
-                self._step()
+                env.step()
             except Exception as error:  # noqa: BLE001 - no fault of the task that happens to run: the hub raises it
                 self._accident = error
                 return None
         # A greenlet that has not begun inherits the recursion depth of the task that begins it: a chain of ranks, each
         # begun by the one before, would end in a RecursionError. So the hub begins them all.
         return ready.popleft() if ready[0].greenlet else None
-
-    def _step(self) -> None:
-        self.steps += 1
-        self.in_event = True
-        self.env.step()
-        self.in_event = False
 
     # -- deadlines -----------------------------------------------------------------------------------------
 
@@ -353,7 +380,7 @@ class Kernel:
         """See that a timer stands at or before the deadline of the wait that begins."""
         if task.explicit:
             self._arm_explicit(task)
-        elif task.timer_s == math.inf:
+        elif not task.timer:
             self._arm_default(task, task.clock + task.deadline_s)
 
     def _arm_explicit(self, task: Task) -> None:
@@ -362,21 +389,34 @@ class Kernel:
 
     # SimPy cannot take an event out of its heap, and a timer for each wait would fill it: hardly any wait
     # meets its deadline. So a task has one default timer at a time, which is armed for the first deadline and, when it
-    # fires too early for the wait that goes on then, is armed again for that.
+    # fires too early for the wait that goes on then, is armed again for that. They have a heap of their own, of which
+    # only the first stands in SimPy's: an event for each would take half a kilobyte of each rank.
     def _arm_default(self, task: Task, due_s: float) -> None:
-        task.timer_s = max(due_s, self.env.now)
-        self._default_timers += 1
-        self.env.at(task.timer_s, LATE + task.rank, partial(self._default_fires, task))
+        task.timer = Timer.SET
+        self._timers_set += 1
+        heappush(self._timers, (max(due_s, self.env.now), task.rank, self._timers_set, task))
+        self._arm_first()
 
-    def _default_fires(self, task: Task) -> None:
-        self._default_timers -= 1
-        task.timer_s = math.inf
+    def _arm_first(self) -> None:
+        """See that an event stands for the default timer that is due first."""
+        if self._timers:
+            due_s, rank, _, task = self._timers[0]
+            if task.timer is not Timer.ARMED:
+                task.timer = Timer.ARMED
+                self._alarms += 1
+                self.env.at(due_s, LATE + rank, partial(self._default_fires))
+
+    def _default_fires(self) -> None:
+        self._alarms -= 1
+        task = heappop(self._timers)[3]
+        task.timer = Timer.NONE
         if task.parked and not task.explicit:
             due_s = task.clock + task.deadline_s
             if due_s <= self.env.now:
                 self._expire(task, task.wait, due_s)
             else:
                 self._arm_default(task, due_s)
+        self._arm_first()
 
     def ends_a_wait(self, action: partial[None]) -> bool:
         """Whether an event's action is an explicit deadline that is still to end a wait: no default, no return."""
@@ -394,7 +434,7 @@ class Kernel:
 
         Those wait for each other, or for nothing. `judge` may look at them, and tell what is wrong.
         """
-        with rare_collections(self._collecting):
+        with watched_collections(self._collecting):
             try:
                 try:
                     self._run()
@@ -430,9 +470,10 @@ class Kernel:
                 continue
             # What is left are default deadlines, which only say "too late": nothing can end the waits that are left. To
             # let them fire would turn each deadlock into a time-out of whichever rank waits longest, without its cycle.
-            if env.scheduled <= self._default_timers:
+            if env.scheduled() <= self._alarms:
                 return
-            self._step()
+            self.steps += 1
+            env.step()
 
     def _enter(self, task: Task) -> None:
         """Let a task run, from the hub."""

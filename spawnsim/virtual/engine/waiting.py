@@ -175,7 +175,8 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
         and (completion.finish_s <= due_s or (revocable and task.clock < due_s))
     ):
         if completion.finish_s is None:
-            check_alive(world, waiting)
+            if world.failed or world.revoked:
+                check_alive(world, waiting)
             completion.waiter = task
             try:
                 kernel.block(waiting, lost=completion.lost)

@@ -6,7 +6,7 @@ import hashlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -52,7 +52,7 @@ class Rank:
     # the plan has deaths or pauses. With any, a rank does not run ahead, for what it stores next must be stored at its
     # own time: one event a block, the price of exact one-sided access.
     observers: int = 0
-    busy: list[tuple[float, float]] = field(default_factory=list)  # computing from, to; kept while exposed
+    busy: Sequence[tuple[float, float]] = ()  # computing from, to; kept while exposed
     messages: int = 0
     nbytes: int = 0
     compute_s: float = 0.0
@@ -60,7 +60,7 @@ class Rank:
     awake: Callable[[float], float] | None = None  # if the fault plan pauses it: when it next is awake
     outside: bool = False  # it was restarted, and has not joined the others yet
     evicted: bool = False  # the others have recovered without it: whatever it calls ends in Revoked
-    dropped: Counter[int] = field(default_factory=Counter)  # messages that came too late, by sender
+    late: Counter[int] | None = None  # see `dropped`
     generators: Any = None  # `reproducibility.Generators`, once it draws from a global generator
     attachments: dict[Any, Any] = field(default_factory=dict)  # per-rank objects of other modules
 
@@ -74,11 +74,17 @@ class Rank:
             task.clock = self.death_s
             raise self.kernel.die()
 
+    @property
+    def dropped(self) -> Counter[int]:
+        """The number of messages that came too late, by sender."""
+        if self.late is None:
+            self.late = Counter()
+        return self.late
+
     def compute_from(self, begin_s: float, end_s: float) -> None:
         """Keep a computing interval while others may ask for it; forget those that are past."""
         now_s = self.kernel.env.now
-        self.busy = [interval for interval in self.busy if interval[1] > now_s]
-        self.busy.append((begin_s, end_s))
+        self.busy = [*(interval for interval in self.busy if interval[1] > now_s), (begin_s, end_s)]
 
     def answers_at(self, time_s: float) -> float:
         """Return when the rank next enters MPI, at or after `time_s`: at once, unless that is amid a block."""
@@ -126,7 +132,7 @@ class World:
         )  # a send can be seen at the time of the send: none runs ahead
         self.kernel.in_turn = self.instant
         serial = self.network.contention == "serial"
-        self.nics = {rank.id: ReceivingNic() for rank in self.ranks} if serial else {}
+        self._nics: dict[int, ReceivingNic] | None = {} if serial else None
 
     def observers_of(self, rank: int) -> int:
         """Return how many observe a rank that begins: 1 if the network has no latency or the plan a death or its pause.
@@ -134,6 +140,16 @@ class World:
         Deaths, revocations and joins concern every rank, so none may be ahead of them.
         """
         return int(self.instant or (self.plan is not None and (self.plan.mortal or rank in self.plan.paused)))
+
+    def nic(self, rank: int) -> ReceivingNic | None:
+        """Return the receiving side of a rank's NIC, if it lets in one message at a time."""
+        nics = self._nics
+        if nics is None:
+            return None
+        found = nics.get(rank)
+        if found is None:
+            found = nics[rank] = ReceivingNic()
+        return found
 
     def charge_poll(self) -> None:
         """Let a look cost the running task the call overhead."""

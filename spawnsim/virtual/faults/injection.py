@@ -27,7 +27,7 @@ from spawnsim.random import Streams
 from spawnsim.virtual.collectives import CollectivePlan, Damage, Finish, Struck
 from spawnsim.virtual.digest import CRASH, LINK_FAULT, RESTART, nanoseconds
 from spawnsim.virtual.engine.completion import Message
-from spawnsim.virtual.engine.kernel import RankDied, Task
+from spawnsim.virtual.engine.kernel import Program, RankDied, Task
 from spawnsim.virtual.engine.matching import Mailbox
 from spawnsim.virtual.engine.waiting import rank_failed
 from spawnsim.virtual.engine.wire import set_out
@@ -298,12 +298,14 @@ class Crashes:
     def __init__(self, world: World, renew: Callable[[int], None]) -> None:
         """`renew(rank)` gives a restarted rank new services and communicators."""
         self._world, self._renew = world, renew
-        self._programs: dict[int, Callable[[], Any]] = {}
+        self._programs: dict[int, Program] = {}
 
-    def begin(self, rank: Rank, program: Callable[[], Any], clock_s: float = 0.0) -> None:
+    def begin(self, rank: Rank, program: Program, clock_s: float = 0.0) -> None:
         """Run a rank's program from a time on, and end it at its time of death."""
         world = self._world
-        self._programs[rank.id], rank.ended_s = program, math.inf
+        rank.ended_s = math.inf
+        if world.plan is not None:
+            self._programs[rank.id] = program
         rank.tasks = [world.kernel.spawn(rank.id, program, clock=clock_s)]
         if rank.death_s < math.inf:
             death_s = rank.death_s
@@ -364,7 +366,7 @@ class Crashes:
         # the messages of one incarnation must not be taken for those of another.
         world = self._world
         rank.incarnation, rank.dead, rank.outside, rank.evicted = rank.incarnation + 1, False, True, False
-        rank.observers, rank.busy, rank.cleared = world.observers_of(rank.id), [], []
+        rank.observers, rank.busy, rank.cleared = world.observers_of(rank.id), (), []
         rank.death_s = world.plan.death_s(rank.id, time_s)
         rank.nic_free_s = rank.bulk_free_s = max(time_s, 0.0)
         rank.streams, rank.generators = Streams(world.seed, rank.id), None

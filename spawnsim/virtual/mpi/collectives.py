@@ -26,12 +26,12 @@ from spawnsim.virtual.mpi.context import Member
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
 from spawnsim.virtual.mpi.payload import dumps, loads
 from spawnsim.virtual.mpi.requests import Prequest, Request
-from spawnsim.virtual.mpi.semantics import CollectiveCall, Outcome
+from spawnsim.virtual.mpi.semantics import Outcome
 
 
-def agreed_op(op: Op) -> tuple[tuple[str, str], ...]:
+def agreed_op(op: Op) -> tuple[str, ...]:
     """Return what all ranks of a reduction must have in common."""
-    return (("op", getattr(op, "name", "") or "user-defined"),)
+    return (getattr(op, "name", "") or "user-defined",)
 
 
 def folded(op: Op) -> Callable[[bytes, bytes], bytes]:
@@ -42,7 +42,7 @@ def folded(op: Op) -> Callable[[bytes, bytes], bytes]:
 class _Collective:
     """A description of a collective, which gives its class the three calls of that name; see `collective`."""
 
-    def __init__(self, describe: Callable[..., CollectiveCall]) -> None:
+    def __init__(self, describe: Callable[..., Call]) -> None:
         self._describe = describe
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -51,7 +51,8 @@ class _Collective:
         with_info = Signature([*given.parameters.values(), info])
 
         def run(self: Any, *args: Any, **kwargs: Any) -> None:
-            self._run(describe(self, *args, **kwargs))
+            call = describe(self, *args, **kwargs)
+            self._take(call, self._meet(call))
 
         def start(self: Any, *args: Any, **kwargs: Any) -> Request:
             return self._start(describe(self, *args, **kwargs))  # type: ignore[no-any-return]
@@ -76,7 +77,7 @@ def _add(owner: type, name: str, call: Any, told: tuple[Signature, str | None]) 
     setattr(owner, name, call)
 
 
-def collective(describe: Callable[..., CollectiveCall]) -> Any:
+def collective(describe: Callable[..., Call]) -> Any:
     """Make three calls of one description: of `Bcast` also `Ibcast` and `Bcast_init`.
 
     MPI defines the non-blocking and the persistent form by the blocking one (MPI 4.1, 6.12 and 6.13): the same
@@ -113,106 +114,101 @@ class Collectives(Member):
             return each_integer(counts)
         return self._meet(semantics.counts(as_buffer(recvbuf).count))  # type: ignore[no-any-return]
 
-    def _run(self, plan: CollectiveCall) -> None:
-        self._take(plan, self._meet(plan.call))
-
-    def _take(self, plan: CollectiveCall, outcome: Any) -> None:
+    def _take(self, call: Call, outcome: Any) -> None:
         """Put the outcome where it belongs; what does not fit is named."""
         try:
-            plan.collect(outcome)
+            call.collect(outcome)
         except Truncated as error:
-            text = f"{error.message}; it is from {plan.call.describe()} on {self._label}"
+            text = f"{error.message}; it is from {call.describe()} on {self._label}"
             raise Truncated(message=text) from None
 
-    def _start(self, plan: CollectiveCall) -> Request:
-        call = plan.call
-        if (
-            call.lent
-        ):  # the program goes on: it may write to its buffer once the result is there, before others come
+    def _start(self, call: Call) -> Request:
+        # The program goes on: it may write to its buffer once the result is there, before others come.
+        if call.lent:
             call.part, call.lent = call.part.copy(), False
-        completion, waiting = self._join(call)
+        departure = self._join(call)
 
         def deliver(_: Any) -> None:
-            self._take(plan, waiting.instance.outcome(waiting.me))
+            self._take(call, departure.instance.outcome(departure.me))
 
-        return Request.start(self._world, completion, waiting, deliver)
+        return Request.start(self._world, departure, departure, deliver)
 
     # -- of buffers --------------------------------------------------------------------------------------------
 
     @collective
-    def Barrier(self) -> CollectiveCall:
+    def Barrier(self) -> Call:
         """Wait until all ranks have arrived."""
         return semantics.barrier()
 
     @collective
-    def Bcast(self, buf: Any, root: int = 0) -> CollectiveCall:
+    def Bcast(self, buf: Any, root: int = 0) -> Call:
         """Send the root's buffer to all ranks."""
         return semantics.bcast(buf, self._root(root), self._me)
 
     @collective
-    def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> CollectiveCall:
+    def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
         """Collect equal blocks at the root."""
         return semantics.gather(sendbuf, recvbuf, self._root(root), self._place)
 
     @collective
-    def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> CollectiveCall:
+    def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
         """Collect unequal blocks at the root."""
         return semantics.gather(sendbuf, recvbuf, self._root(root), self._place, vector=True)
 
     @collective
-    def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> CollectiveCall:
+    def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
         """Hand out equal blocks of the root's buffer."""
         return semantics.scatter(sendbuf, recvbuf, self._root(root), self._place)
 
     @collective
-    def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> CollectiveCall:
+    def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
         """Hand out unequal blocks of the root's buffer."""
         return semantics.scatter(sendbuf, recvbuf, self._root(root), self._place, vector=True)
 
     @collective
-    def Allgather(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+    def Allgather(self, sendbuf: Any, recvbuf: Any) -> Call:
         """Collect equal blocks at all ranks."""
         return semantics.allgather(sendbuf, recvbuf, self._place)
 
     @collective
-    def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+    def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> Call:
         """Collect unequal blocks at all ranks."""
         return semantics.allgather(sendbuf, recvbuf, self._place, vector=True)
 
     @collective
-    def Alltoall(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+    def Alltoall(self, sendbuf: Any, recvbuf: Any) -> Call:
         """Exchange equal blocks between all pairs of ranks."""
         return semantics.alltoall(sendbuf, recvbuf, self._place)
 
     @collective
-    def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+    def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> Call:
         """Exchange unequal blocks between all pairs of ranks."""
         return semantics.alltoall(sendbuf, recvbuf, self._place, vector=True)
 
     @collective
-    def Alltoallw(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+    def Alltoallw(self, sendbuf: Any, recvbuf: Any) -> Call:
         """Exchange blocks of different types between all pairs of ranks."""
         return semantics.alltoall(sendbuf, recvbuf, self._place, vector=True, types=True)
 
     @collective
-    def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> CollectiveCall:
+    def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Call:
         """Combine all ranks' buffers at the root."""
         return semantics.reduce(sendbuf, recvbuf, op, root=self._root(root), me=self._me)
 
     @collective
-    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> CollectiveCall:
+    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
         """Combine all ranks' buffers at all ranks."""
         return semantics.allreduce(sendbuf, recvbuf, op)
 
     @collective
-    def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> CollectiveCall:
+    def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
         """Combine all ranks' buffers and hand out equal blocks."""
         return semantics.reduce_scatter(sendbuf, recvbuf, None, op, place=self._place)
 
     @collective
     def Reduce_scatter(
         self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM
-    ) -> CollectiveCall:
+    ) -> Call:
         """Combine all ranks' buffers and hand out blocks of `recvcounts` elements."""
         counts = self._counts(recvbuf, recvcounts)
         return semantics.reduce_scatter(sendbuf, recvbuf, counts, op, place=self._place)
@@ -348,22 +344,24 @@ def _collect(target: list[Any]) -> Outcome:
     return unpack
 
 
-def allgather_call(sendbuf: Any, recvbuf: Any, edges: Edges, vector: bool = False) -> CollectiveCall:
+def allgather_call(sendbuf: Any, recvbuf: Any, edges: Edges, vector: bool = False) -> Call:
     """The same buffer to each neighbour; a block from each."""
     part, dests = as_buffer(sendbuf).pack(), edges[1]
     target = _blocks(recvbuf, len(edges[0]), vector=vector, writable=True)
     own = neighbor_call("Neighbor_allgather", [part] * len(dests), [part.nbytes] * len(dests), edges)
-    return CollectiveCall(own, _collect(target))
+    own.collect = _collect(target)
+    return own
 
 
 def alltoall_call(
     sendbuf: Any, recvbuf: Any, edges: Edges, *, vector: bool = False, types: bool = False
-) -> CollectiveCall:
+) -> Call:
     """A block to each neighbour; a block from each."""
     parts = [block.pack() for block in _blocks(sendbuf, len(edges[1]), vector=vector, types=types)]
     target = _blocks(recvbuf, len(edges[0]), vector=vector, types=types, writable=True)
     own = neighbor_call("Neighbor_alltoall", parts, [part.nbytes for part in parts], edges)
-    return CollectiveCall(own, _collect(target))
+    own.collect = _collect(target)
+    return own
 
 
 class NeighborCollectives(Collectives):
@@ -378,27 +376,27 @@ class NeighborCollectives(Collectives):
         return shape.sources(self._me), shape.destinations(self._me)
 
     @collective
-    def Neighbor_allgather(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+    def Neighbor_allgather(self, sendbuf: Any, recvbuf: Any) -> Call:
         """Send one buffer to all outgoing neighbours; collect equal blocks from the incoming ones."""
         return allgather_call(sendbuf, recvbuf, self._edges)
 
     @collective
-    def Neighbor_allgatherv(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+    def Neighbor_allgatherv(self, sendbuf: Any, recvbuf: Any) -> Call:
         """Send one buffer to all outgoing neighbours; collect unequal blocks from the incoming ones."""
         return allgather_call(sendbuf, recvbuf, self._edges, vector=True)
 
     @collective
-    def Neighbor_alltoall(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+    def Neighbor_alltoall(self, sendbuf: Any, recvbuf: Any) -> Call:
         """Exchange equal blocks, one with each neighbour."""
         return alltoall_call(sendbuf, recvbuf, self._edges)
 
     @collective
-    def Neighbor_alltoallv(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+    def Neighbor_alltoallv(self, sendbuf: Any, recvbuf: Any) -> Call:
         """Exchange unequal blocks, one with each neighbour."""
         return alltoall_call(sendbuf, recvbuf, self._edges, vector=True)
 
     @collective
-    def Neighbor_alltoallw(self, sendbuf: Any, recvbuf: Any) -> CollectiveCall:
+    def Neighbor_alltoallw(self, sendbuf: Any, recvbuf: Any) -> Call:
         """Exchange blocks of different types, one with each neighbour."""
         return alltoall_call(sendbuf, recvbuf, self._edges, vector=True, types=True)
 

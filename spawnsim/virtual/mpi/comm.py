@@ -227,9 +227,9 @@ class Comm(PointToPoint, Collectives):
     def Idup(self, info: Info | None = None) -> tuple[Self, Request]:
         """Start Dup; return the communicator, usable once the request is over, and the request."""
         outcome = lambda m, rank: None  # noqa: E731
-        completion, waiting = self._join(Call("Idup", "allgather", None, 8, outcome=outcome))
-        context = waiting.instance.agreed(self._copy)
-        return self._duplicate(context, info), Request.start(self._world, completion, waiting)
+        departure = self._join(Call("Idup", "allgather", None, 8, outcome=outcome))
+        context = departure.instance.agreed(self._copy)
+        return self._duplicate(context, info), Request.start(self._world, departure, departure)
 
     def Idup_with_info(self, info: Info) -> tuple[Self, Request]:
         """Start Dup_with_info."""
@@ -244,7 +244,8 @@ class Comm(PointToPoint, Collectives):
 
     def _subset(self, context: Context | None) -> Any:
         """Return this rank's handle of a new communicator, or the null one."""
-        if context is None or all(self._rank.id not in side for side in context.groups):
+        # In `places`, not in `groups`: to look through tuples on each rank was quadratic in the ranks.
+        if context is None or not any(self._rank.id in places for places in context.places):
             return COMM_NULL
         return self._entered(context, KINDS["Intracomm"] if len(context.groups) == 1 else None)
 
@@ -260,17 +261,14 @@ class Comm(PointToPoint, Collectives):
         return self._subset(contexts.get(color))
 
     def _sort_by_color(self, parts: list[tuple[Hashable, int, int, int]]) -> dict[Hashable, Context]:
-        colors = list(dict.fromkeys(part[0] for part in parts if part[0] != UNDEFINED))
+        # One pass: colors are often as many as ranks / 4, and a pass for each would be quadratic in the ranks.
+        members: dict[Hashable, list[list[tuple[int, int, int]]]] = {}
+        for place, (color, key, rank, side) in enumerate(parts):
+            if color != UNDEFINED:
+                members.setdefault(color, [[] for _ in self._context.groups])[side].append((key, place, rank))
         found: dict[Hashable, Context] = {}
-        for color in colors:
-            groups: list[tuple[int, ...]] = []
-            for side in range(len(self._context.groups)):
-                mine = [
-                    (key, place, rank)
-                    for place, (own, key, rank, at) in enumerate(parts)
-                    if own == color and at == side
-                ]
-                groups.append(tuple(rank for _, _, rank in sorted(mine)))
+        for color, sides in members.items():
+            groups = [tuple(rank for _, _, rank in sorted(side)) for side in sides]
             if all(groups):
                 found[color] = self._context.derive(*groups)
         return found
@@ -303,7 +301,8 @@ class Comm(PointToPoint, Collectives):
 
     def _check_group(self, group: Group) -> None:
         self._need()
-        strangers = [rank for rank in group.live() if rank not in self._members]
+        places = self._context.places[self._side]
+        strangers = [rank for rank in group.live() if rank not in places]
         if strangers:
             raise CallError(
                 ERR_GROUP, f"the group has members that are not in {self._label}: {strangers[:5]}"

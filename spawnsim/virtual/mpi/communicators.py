@@ -21,13 +21,14 @@ from spawnsim.comm.handles import INFO_NULL, Info, integer
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.errors import UsageError
 from spawnsim.virtual.engine.kernel import current_task
+from spawnsim.virtual.engine.world import Rank
 from spawnsim.virtual.mpi import semantics
 from spawnsim.virtual.mpi.collectives import agreed_op, collective, folded
 from spawnsim.virtual.mpi.comm import COMM_NULL, Comm
 from spawnsim.virtual.mpi.context import KINDS, Context
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
 from spawnsim.virtual.mpi.payload import dumps, loads
-from spawnsim.virtual.mpi.semantics import CollectiveCall
+from spawnsim.virtual.services import RankServices
 
 
 @refusing
@@ -97,12 +98,12 @@ class Intracomm(Comm):
     # -- collectives that only one group has -------------------------------------------------------------------
 
     @collective
-    def Scan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> CollectiveCall:
+    def Scan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
         """Combine the buffers of ranks 0 to this one."""
         return semantics.scan(sendbuf, recvbuf, op, inclusive=True)
 
     @collective
-    def Exscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> CollectiveCall:
+    def Exscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
         """Combine the buffers of the ranks before this one."""
         return semantics.scan(sendbuf, recvbuf, op, inclusive=False)
 
@@ -136,7 +137,26 @@ def held(name: str) -> Any:
         raise UsageError(
             f"{name} was used outside a virtual rank: it means the rank that calls, and none does"
         )
-    return task.kernel.owner.ranks[task.rank].attachments[name]
+    world = task.kernel.owner
+    rank = world.ranks[task.rank]
+    if name == "COMM_SELF" and name not in rank.attachments:
+        own = Context(world, ((rank.id,),), number=2 + rank.id)
+        return make_comm_self(rank, rank.attachments["COMM_WORLD"]._own, own)
+    return rank.attachments[name]
+
+
+def make_comm_self(rank: Rank, services: RankServices, context: Context) -> Intracomm:
+    """Return the COMM_SELF of a rank, which is made when it is first used.
+
+    Most programs never use it, and it would be a quarter of a rank's memory. Its number is the one that it had if all
+    were made at the beginning, behind COMM_WORLD's.
+    """
+    if rank.evicted:
+        context.shut_out(rank.id)
+    comm = Intracomm.enter(context, rank.id, "MPI_COMM_SELF")
+    comm._own = services
+    rank.attachments["COMM_SELF"] = comm
+    return comm
 
 
 class CurrentComm(Intracomm):

@@ -29,12 +29,12 @@ from spawnsim.comm.handles import Info, Named, integer
 from spawnsim.comm.status import Status
 from spawnsim.errors import UsageError, WorldError
 from spawnsim.virtual.digest import COLLECTIVE, RECEIVE
-from spawnsim.virtual.engine.completion import Completion, Message, Receive, take_in
+from spawnsim.virtual.engine.completion import Message, Receive, take_in
 from spawnsim.virtual.engine.matching import Mailbox
 from spawnsim.virtual.engine.waiting import Dead, Waiting, await_one, check_alive
 from spawnsim.virtual.engine.wire import Mode, Transfer, send
 from spawnsim.virtual.engine.world import Rank, World
-from spawnsim.virtual.mpi.instance import Call, CollectiveInstance, WaitingForCollective
+from spawnsim.virtual.mpi.instance import Call, CollectiveInstance, Departure
 from spawnsim.virtual.mpi.payload import check_type, watched
 from spawnsim.virtual.mpi.requests import Request, fill
 
@@ -52,7 +52,7 @@ class Context:
     groups: tuple[tuple[int, ...], ...]
     topology: Any = None
     ancestors: frozenset[int] = frozenset()  # their numbers: a recovery of any of them ends this one, too
-    number: int = field(init=False)
+    number: int = 0  # 0: the next one
     instances: dict[int, CollectiveInstance] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)  # collectives called so far, by world rank
     mailboxes: dict[int, Mailbox] = field(default_factory=dict)  # by world rank
@@ -68,7 +68,7 @@ class Context:
     name: str = ""  # if MPI or a member has given it one
 
     def __post_init__(self) -> None:
-        self.number = self.world.next_context()
+        self.number = self.number or self.world.next_context()
         self.world.open_contexts.add(self)
         if self.world.resource_leaks is not None:
             self.world.resource_leaks.made(self)
@@ -139,34 +139,34 @@ class Context:
         """Return the mailbox of a world rank."""
         mailbox = self.mailboxes.get(rank)
         if mailbox is None:
-            mailbox = self.mailboxes[rank] = Mailbox(self.world.kernel, rank, self.world.nics.get(rank))
+            mailbox = self.mailboxes[rank] = Mailbox(self.world.kernel, rank, self.world.nic(rank))
             if self.inner and self.world.links is not None:
                 self.world.links.make_reliable(mailbox)
         return mailbox
 
-    def meet(self, rank: int, name: str, call: Call) -> WaitingForCollective:
-        """Let a world rank arrive at its next collective."""
+    def meet(self, member: Member, call: Call) -> Departure:
+        """Let a member arrive at its next collective."""
+        rank, me = member._rank.id, member._me
         number = self.calls.get(rank, 0)
         self.calls[rank] = number + 1
+        # A communicator's collectives match by their order on each rank, without tags (MPI 4.1, 6.1): the n-th call of
+        # every member is the same instance, also when some are several calls ahead.
         instance = self.instances.get(number)
         if instance is None:
             instance = self.instances[number] = CollectiveInstance(
-                self.world, name, self.everyone, number, len(self.groups[0]), context=self
+                self.world, member._label, self.everyone, number, len(self.groups[0]), context=self
             )
-        # A communicator's collectives match by their order on each rank, without tags (MPI 4.1, 6.1): the n-th call of
-        # every member is the same instance, also when some are several calls ahead.
-        me = self.everyone.index(rank) if len(self.groups) > 1 else self.places[0][rank]
-        if (
-            len(self.groups) > 1
-        ):  # algorithms of two groups are not modelled: timed as an exchange of all with all
+        # Algorithms of two groups are not modelled: timed as an exchange of all with all.
+        if len(self.groups) > 1:
+            me = self.everyone.index(rank)
             part = call.part.copy() if call.lent else call.part  # the groups do not wait for each other
             call = replace(
                 call, timing="allgather", part=part, lent=False, nbytes=total(call.nbytes), sizes="each"
             )
-        instance.join(me, call)
+        departure = instance.join(me, call)
         if instance.here == len(self.everyone):
             del self.instances[number]
-        return WaitingForCollective(instance, me)
+        return departure
 
 
 KINDS: dict[str, Any] = {}
@@ -220,7 +220,6 @@ class Member(Named):
         self._side = next(side for side, places in enumerate(context.places) if rank in places)
         self._me = context.places[self._side][rank]
         self._peers = context.groups[-1 - self._side] if len(context.groups) > 1 else context.groups[0]
-        self._mailbox = context.mailbox(rank)
         self._attributes, self._name, self._errhandler, self._info = {}, name, None, None
         self._own = None
         if name:
@@ -228,7 +227,10 @@ class Member(Named):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse what a null communicator has not."""
+        """Return the mailbox, made when it is first used; refuse what a null communicator has not."""
+        if name == "_mailbox":
+            self._mailbox = mailbox = self._context.mailbox(self._rank.id)
+            return mailbox
         if name in Member.__slots__:
             raise CallError(ERR_COMM, "the communicator is null, or was freed before")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -302,31 +304,31 @@ class Member(Named):
                 ERR_ROOT, f"root {root} is not in {self._label}, whose ranks are 0 to {len(self._peers) - 1}"
             )
 
-    def _join(self, call: Call) -> tuple[Completion, WaitingForCollective]:
+    def _join(self, call: Call) -> Departure:
         """Arrive at a collective without waiting for its end."""
-        self._need()
+        if self._identity is None or self._context.revoked_s is not None:
+            self._need()
         rank, task = self._rank, self._world.kernel.current
         if task.rank != rank.id:
             raise UsageError(
                 f"{call.describe()}: {task.name} has got hold of rank {self._me}'s handle of {self._label}; each rank "
                 "must use its own"
             )
-        rank.digest.note((task.clock, COLLECTIVE, call.root, int(total(call.nbytes)), len(call.name)))
-        rank.digest.cover(call.part)
-        waiting = self._context.meet(rank.id, self._label, call)
-        completion = waiting.instance.gone[waiting.me]
-        assert completion is not None
-        return completion, waiting
+        nbytes = call.nbytes if type(call.nbytes) is int else int(total(call.nbytes))
+        rank.digest.note((task.clock, COLLECTIVE, call.root, nbytes, len(call.name)))
+        if call.part is not None:
+            rank.digest.cover(call.part)
+        return self._context.meet(self, call)
 
     def _meet(self, call: Call) -> Any:
         """Take part in a collective and return this rank's outcome of it."""
-        completion, waiting = self._join(call)
+        departure = self._join(call)
         try:
-            await_one(self._world, completion, waiting)
+            await_one(self._world, departure, departure)
         except BaseException:
-            waiting.instance.keep(waiting.me)
+            departure.instance.keep(departure.me)
             raise
-        return waiting.instance.outcome(waiting.me)
+        return departure.instance.outcome(departure.me)
 
     # -- messages --------------------------------------------------------------------------------------------
 

@@ -61,13 +61,15 @@ def give_up(world: World, rank: int) -> None:
         context.shut_out(rank)
 
 
-def close(contexts: Sequence[Context], survivors: Collection[int], time_s: float) -> None:
+def close(contexts: Sequence[Context], survivors: set[int], time_s: float) -> None:
     """Drop all messages that survivors have not received there, and all that are still to come."""
     for context in contexts:
-        for rank in sorted(survivors & context.mailboxes.keys()):
+        for rank in sorted(survivors.intersection(context.everyone)):
             side = next(side for side, places in enumerate(context.places) if rank in places)
             senders = context.groups[-1 - side] if len(context.groups) > 1 else context.groups[0]
-            mailbox = context.mailboxes[rank]
+            mailbox = context.mailbox(
+                rank
+            )  # made here at the latest: what is still to come must find it closed
             mailbox.__class__ = ClosedMailbox  # whoever sends has it already, and need not look
             assert isinstance(mailbox, ClosedMailbox)
             mailbox.close(context.world, () if context.inner else senders, time_s)

@@ -16,22 +16,24 @@ from typing import Any
 
 import numpy as np
 
+from spawnsim.comm import ops
 from spawnsim.errors import MismatchError
 from spawnsim.virtual.collectives import CollectivePlan, Edges, Finish
 from spawnsim.virtual.engine.completion import Completion, Uncertain
-from spawnsim.virtual.engine.kernel import Kernel
 from spawnsim.virtual.engine.waiting import Dead
 from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.faults.injection import CollectiveFaults
 
 
 class Departure(Uncertain):
-    """The end of a collective for one rank. Its card stays busy with what it sent until `nic_free_s`."""
+    """The end of a collective for one rank, and its wait for that. Its card stays busy until `nic_free_s`."""
 
-    __slots__ = ("nic_free_s", "rank")
+    # One object a rank and collective is completion and wait: all ranks' are there at the same time.
+    __slots__ = ("instance", "me", "nic_free_s", "rank")
 
-    def __init__(self, kernel: Kernel, rank: Rank) -> None:
-        self.kernel, self.rank, self.nic_free_s = kernel, rank, -math.inf
+    def __init__(self, instance: CollectiveInstance, me: int, rank: Rank) -> None:
+        self.kernel, self.rank, self.nic_free_s = rank.kernel, rank, -math.inf
+        self.instance, self.me = instance, me
         self.finish_s: float | None = None
         self.waiter = self.dependents = None
         self.lost = False
@@ -56,14 +58,6 @@ class Departure(Uncertain):
         """Whether the rank has left by a time, or will have."""
         return self.finish_s is not None and self.finish_s <= by_s
 
-
-@dataclass(slots=True)
-class WaitingForCollective:
-    """A rank that waits for a collective to end."""
-
-    instance: CollectiveInstance
-    me: int
-
     def describe(self) -> str:
         """Return the call, its number and its communicator."""
         call = self.instance.calls[self.me]
@@ -72,9 +66,9 @@ class WaitingForCollective:
 
     def missing(self, by_s: float = math.inf) -> Sequence[int]:
         """Return the ranks that had not arrived by a time, and those whose messages had not come through."""
-        instance, departure = self.instance, self.instance.gone[self.me]
+        instance = self.instance
         found = {rank for rank, arrival_s in enumerate(instance.arrivals.tolist()) if not arrival_s <= by_s}
-        if instance.strikes is not None and departure is not None and not departure.is_over(by_s):
+        if instance.strikes is not None and not self.is_over(by_s):
             found |= set(instance.strikes.late(self.me))
         return sorted(found)
 
@@ -103,11 +97,15 @@ def nothing(instance: CollectiveInstance, me: int) -> None:
     """Be the outcome of a collective that has none."""
 
 
+def drop(outcome: Any) -> None:
+    """Be what is done with the outcome on a rank that receives nothing."""
+
+
 @dataclass(slots=True)  # frozen would cost three microseconds a call
 class Call:
-    """A collective as one rank calls it.
+    """A collective as one rank calls it, and what is done with the outcome.
 
-    `agree` are the (name, value) pairs that must be equal on all ranks. `nbytes` is what this rank contributes: a
+    `agree` holds what must be equal on all ranks; `terms` names each. `nbytes` is what this rank contributes: a
     number, or an array with a size per destination. `sizes` says how the ranks' `nbytes` are put together for the
     cost model: "root", "all" (the largest), "same" (all bring the same), "each" (an array by rank), "matrix" (rows by
     rank), "edges" (each rank tells its neighbours and their sizes).
@@ -118,16 +116,21 @@ class Call:
     part: Any = None
     nbytes: Any = 0
     root: int = -1
-    agree: tuple[tuple[str, Any], ...] = ()
+    agree: tuple[Any, ...] = ()
     sizes: str = "all"
     lent: bool = False  # the part is the program's own memory: good as long as this rank waits
     needs: tuple[int, ...] | None = None  # on whom a neighbour exchange waits; elsewhere the algorithm tells
     outcome: Callable[[CollectiveInstance, int], Any] = nothing
+    collect: Callable[[Any], object] = drop
+    # Of a reduction. Kept here and not in closures of `outcome`: each rank makes a call, but one combines for all.
+    op: Any = None
+    datatype: Any = None
+    terms: tuple[str, ...] = ("op", "count", "datatype")
 
     def describe(self) -> str:
         """Return the call as in the program."""
         arguments = [f"root={self.root}"] if self.root >= 0 else []
-        arguments += [f"{name}={value}" for name, value in self.agree]
+        arguments += [f"{name}={value}" for name, value in zip(self.terms, self.agree, strict=False)]
         return f"{self.name}({', '.join(arguments)})"
 
 
@@ -165,25 +168,27 @@ class CollectiveInstance:
 
     # -- arriving --------------------------------------------------------------------------------------------
 
-    def join(self, me: int, call: Call) -> Completion:
+    def join(self, me: int, call: Call) -> Departure:
         """Arrive as rank `me` of the communicator, at the running task's clock."""
-        self.world.kernel.effect()  # before anything else: it may wait for others, who come meanwhile
-        task = self.world.kernel.current
+        world = self.world
+        kernel = world.kernel
+        kernel.effect()  # before anything else: it may wait for others, who come meanwhile
+        task = kernel.current
         if self.opening < 0:
             self.opening = me
         else:
             self._compare(me, call)
         self.calls[me], self.arrivals[me] = call, task.clock
-        rank = self.world.ranks[task.rank]
+        rank = world.ranks[task.rank]
         if rank.nic_free_s > task.clock:
             self.busy[me] = rank.nic_free_s
-        completion = self.gone[me] = Departure(self.world.kernel, rank)
+        departure = self.gone[me] = Departure(self, me, rank)
         self.here += 1
         if self.here == len(self.members):
             self._end()
         elif call.timing in EARLY or call.needs is not None:
             self._expect_release()
-        return completion
+        return departure
 
     def parts(self, me: int) -> list[Any]:
         """Return the contributions that member `me` hears: all, or those of the other group; None if not here yet."""
@@ -211,6 +216,15 @@ class CollectiveInstance:
             self._shared[group] = compute()
         return self._shared[group]
 
+    def combined(self, me: int) -> Any:
+        """Return the combination of all contributions, made once for all members of a group."""
+        group = me < self.first
+        if group not in self._shared:
+            call = self.calls[me]
+            assert call is not None
+            self._shared[group] = ops.reduce_tree(self.parts(me), call.op.merging(call.datatype))
+        return self._shared[group]
+
     def keep(self, me: int) -> None:
         """Take a snapshot of what a rank has lent: it leaves before the collective is over, and may go on to write."""
         call = self.calls[me]
@@ -219,7 +233,8 @@ class CollectiveInstance:
 
     def _compare(self, me: int, call: Call) -> None:
         """Refuse a call that does not fit those already here."""
-        other, held = self.opening, self._first()
+        other, held = self.opening, self.calls[self.opening]
+        assert held is not None
         if held.name != call.name or held.root != call.root or held.agree != call.agree:
             raise MismatchError(
                 f"collective number {self.number} on {self.comm}: rank {me} calls {call.describe()} at "
@@ -236,9 +251,18 @@ class CollectiveInstance:
         sender.messages += finish.messages
         sender.nbytes += finish.nbytes
         self._book(finish)
-        for departure, time_s in zip(self.gone, finish.times.tolist(), strict=True):
-            if departure is not None and departure.finish_s is None:
+        resume, now_s = self.world.kernel.resume, self.world.kernel.env.now
+        # Departures know the instance: it lets go of them, or only the collector of cycles would free them all.
+        gone, self.gone = self.gone, []
+        for departure, time_s in zip(gone, finish.times.tolist(), strict=True):
+            if departure is None or departure.finish_s is not None:
+                continue
+            if departure.dependents is not None or time_s != time_s:
                 departure.leave(time_s)
+            else:  # `leave`, written out for the usual case
+                departure.finish_s = time_s if time_s > now_s else now_s
+                if departure.waiter is not None:
+                    resume(departure.waiter)
 
     def _book(self, finish: Finish) -> None:
         """Tell those who leave before their cards have sent all that is theirs until when that takes."""

@@ -8,7 +8,6 @@ there as messages do; what one rank sends to one target arrives in the order sen
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -100,11 +99,11 @@ def answer(world: World, source: Rank, dest: Rank, nbytes: int, *, delay_s: floa
     else:
         # Without a model the receiver's NIC is asked when the answer is taken (`RoundTrip.final`), which needs no
         # event.
-        to.nic, to.drain_s = world.nics.get(dest.id), drain_s
+        to.nic, to.drain_s = world.nic(dest.id), drain_s
         to.complete(arrival_s + delay_s)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class AccessRequest:
     """A request under way to a target. `then` is called when it is there, and all sent before it are."""
 
@@ -113,7 +112,7 @@ class AccessRequest:
     lost: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Connection:
     """From one origin to one target."""
 
@@ -121,7 +120,9 @@ class Connection:
     origin: Rank
     target: Rank
     sent: int = 0
-    _coming: deque[AccessRequest] = field(default_factory=deque)
+    _coming: list[AccessRequest] = field(
+        default_factory=list
+    )  # few; a deque is ten times as large, even empty
 
     def send(self, request: AccessRequest, nbytes: int, *, delay_s: float = 0.0) -> TransferTimes:
         """Send a request with so many bytes, from the running task's clock on."""
@@ -142,7 +143,7 @@ class Connection:
             world.contention.stream(packet, passage.left_s, arrival_s)
         # An event, not a booking at once: requests are taken by no program, so the NIC lets them in in the order of
         # time.
-        elif drain_s and world.nics:
+        elif drain_s and world.nic(target.id) is not None:
             self._event(arrival_s, lambda: self._let_in(arrival_s, drain_s, request))
         else:
             self._at(arrival_s, request)
@@ -158,7 +159,9 @@ class Connection:
     def _let_in(self, arrival_s: float, drain_s: float, request: AccessRequest) -> None:
         """The last byte would be there if the NIC had nothing else to let in."""
         # Asked at the time of the event: requests of other ranks that came meanwhile have been booked before.
-        let_in_s = self.world.nics[self.target.id].admit(arrival_s, drain_s)
+        nic = self.world.nic(self.target.id)
+        assert nic is not None
+        let_in_s = nic.admit(arrival_s, drain_s)
         if let_in_s > arrival_s:
             self._at(let_in_s, request)
         else:
@@ -169,14 +172,14 @@ class Connection:
         # MPI: accumulates of one origin to one target are ordered. A small request may be complete before a large
         # one that was sent earlier, so it is held back here.
         while self._coming and self._coming[0].here:
-            self._coming.popleft().then()
+            self._coming.pop(0).then()
 
 
 Action = Callable[[], None]
 Serve = Callable[[Any], Any]  # from the data that came to those of the answer
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Target:
     """The part of one rank in a window: its memory and its lock."""
 
@@ -186,7 +189,7 @@ class Target:
     regions: list[Any] = field(default_factory=list)  # attached memory of a dynamic window
     exclusive: int | None = None  # who holds the lock alone, as a world rank
     sharers: set[int] = field(default_factory=set)
-    queue: deque[tuple[int, bool, bool, Action]] = field(default_factory=deque)  # (who, alone, keep, then)
+    queue: list[tuple[int, bool, bool, Action]] = field(default_factory=list)  # (who, alone, keep, then)
 
     def free_for(self, who: int, alone: bool) -> bool:
         """Whether an access of `who` can be served now."""
@@ -218,7 +221,7 @@ class Target:
         self.sharers.discard(who)
         # In order, and only as long as the head fits: skipping a waiting exclusive lock would starve it.
         while self.queue and self.free_for(self.queue[0][0], self.queue[0][1]):
-            self._admit(*self.queue.popleft())
+            self._admit(*self.queue.pop(0))
 
 
 class Access(RoundTrip):

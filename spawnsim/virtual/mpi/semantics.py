@@ -1,12 +1,11 @@
 """What each collective of buffers contributes, how contributions are combined, and where the outcome goes.
 
-One function per collective makes a `CollectiveCall`; the blocking, non-blocking and persistent calls all run it.
+One function per collective makes a `Call`; the blocking, non-blocking and persistent calls all run it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,28 +15,16 @@ from spawnsim.comm.buffers import Buffer, as_buffer
 from spawnsim.comm.constants import IN_PLACE
 from spawnsim.comm.failures import ERR_COUNT, ERR_TYPE, ArgumentError
 from spawnsim.comm.memory import as_bytes
-from spawnsim.comm.ops import Op
-from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
+from spawnsim.comm.ops import Merge, Op
+from spawnsim.virtual.mpi.instance import Call, CollectiveInstance, drop
 
 Outcome = Callable[[Any], object]
 Combine = Callable[[Any, Any], Any]
 
 
-@dataclass(slots=True)
-class CollectiveCall:
-    """A collective of one rank: the call that it brings, and what is done with the outcome."""
-
-    call: Call
-    collect: Outcome
-
-
 def _in_place(spec: Any) -> bool:
     """Return whether a rank's data lie in its other buffer; mpi4py takes None for the same."""
     return spec is IN_PLACE or spec is None
-
-
-def _drop(outcome: Any) -> None:
-    """Do nothing: this rank receives nothing."""
 
 
 def _fill(spec: Any, **how: Any) -> Outcome:
@@ -68,42 +55,36 @@ def _joined(parts: list[Any]) -> Any:
     return np.concatenate(parts if same else [as_bytes(part) for part in parts])
 
 
-def barrier() -> CollectiveCall:
+def barrier() -> Call:
     """Everybody arrives before anybody leaves."""
-    return CollectiveCall(Call("Barrier", "barrier"), _drop)
+    return Call("Barrier", "barrier")
 
 
-def bcast(buf: Any, root: int, me: int) -> CollectiveCall:
+def bcast(buf: Any, root: int, me: int) -> Call:
     """The root's buffer goes to all."""
     own = as_buffer(buf)
     # The root's part itself, not a copy per rank: receivers unpack it, and nobody writes to it.
     outcome = lambda instance, rank: instance.calls[root].part  # noqa: E731
-    call = Call(
-        "Bcast", "bcast", own.pack() if me == root else None, own.nbytes, root, sizes="root", outcome=outcome
-    )
-    # The root's buffer holds the data already; unpacking into it would cost a pass over memory.
-    return CollectiveCall(call, _drop if me == root else own.unpack)
+    return Call(
+        "Bcast", "bcast", own.pack() if me == root else None, own.nbytes, root, sizes="root", outcome=outcome,
+        # The root's buffer holds the data already; unpacking into it would cost a pass over memory.
+        collect=drop if me == root else own.unpack,
+    )  # fmt: skip
 
 
-def gather(
-    sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vector: bool = False
-) -> CollectiveCall:
+def gather(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vector: bool = False) -> Call:
     """The root gets every rank's block. `place` is (this rank, number of ranks)."""
     me, size = place
     part = None
     if not (_in_place(sendbuf) and me == root):
         part = as_buffer(sendbuf).pack()
-    collect = _fill(recvbuf, vector=vector, blocks=size) if me == root else _drop
+    collect = _fill(recvbuf, vector=vector, blocks=size) if me == root else drop
     nbytes = 0 if part is None else part.nbytes
     outcome = lambda instance, rank: instance.parts(rank) if rank == root else None  # noqa: E731
-    return CollectiveCall(
-        Call("Gather", "gather", part, nbytes, root, sizes="each", outcome=outcome), collect
-    )
+    return Call("Gather", "gather", part, nbytes, root, sizes="each", outcome=outcome, collect=collect)
 
 
-def scatter(
-    sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vector: bool = False
-) -> CollectiveCall:
+def scatter(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vector: bool = False) -> Call:
     """Every rank gets its block of the root's buffer."""
     me, size = place
     part, nbytes = None, np.zeros(size, np.int64)
@@ -111,15 +92,11 @@ def scatter(
         blocks = [block.pack() for block in as_buffer(sendbuf, vector=vector, blocks=size)]
         part, nbytes = blocks, np.array([block.nbytes for block in blocks])
     outcome = lambda instance, rank: instance.calls[root].part[rank]  # noqa: E731
-    collect: Outcome = (
-        _drop if _in_place(recvbuf) and me == root else as_buffer(recvbuf, writable=True).unpack
-    )
-    return CollectiveCall(
-        Call("Scatter", "scatter", part, nbytes, root, sizes="root", outcome=outcome), collect
-    )
+    collect: Outcome = drop if _in_place(recvbuf) and me == root else as_buffer(recvbuf, writable=True).unpack
+    return Call("Scatter", "scatter", part, nbytes, root, sizes="root", outcome=outcome, collect=collect)
 
 
-def allgather(sendbuf: Any, recvbuf: Any, place: tuple[int, int], *, vector: bool = False) -> CollectiveCall:
+def allgather(sendbuf: Any, recvbuf: Any, place: tuple[int, int], *, vector: bool = False) -> Call:
     """Every rank gets every rank's block."""
     me, size = place
     own = (
@@ -127,59 +104,66 @@ def allgather(sendbuf: Any, recvbuf: Any, place: tuple[int, int], *, vector: boo
     )
     part, lent = (own.pack(), False) if vector else _lent(own)
 
-    def outcome(instance: CollectiveInstance, rank: int) -> Any:
-        parts = instance.parts(rank)
-        # Joined once for all ranks: each rank's own list of 1,000 blocks would make a million unpackings.
-        return parts if vector else instance.shared(rank, lambda: _joined(parts))
+    collect = _fill(recvbuf, vector=True, blocks=size) if vector else _row(recvbuf, size)
+    return Call(
+        "Allgather", "allgather", part, part.nbytes, sizes="each", outcome=_all_parts if vector else _all_joined,
+        lent=lent, collect=collect,
+    )  # fmt: skip
 
-    call = Call("Allgather", "allgather", part, part.nbytes, sizes="each", outcome=outcome, lent=lent)
-    return CollectiveCall(call, _fill(recvbuf, vector=True, blocks=size) if vector else _row(recvbuf, size))
+
+def _all_parts(instance: CollectiveInstance, rank: int) -> list[Any]:
+    # One list for all ranks: each would make one as long as there are ranks.
+    found: list[Any] = instance.shared(rank, lambda: instance.parts(rank))
+    return found
+
+
+def _all_joined(instance: CollectiveInstance, rank: int) -> Any:
+    # Joined once for all ranks: each rank's own list of 1,000 blocks would make a million unpackings.
+    return instance.shared(rank, lambda: _joined(instance.parts(rank)))
 
 
 def alltoall(
     sendbuf: Any, recvbuf: Any, place: tuple[int, int], *, vector: bool = False, types: bool = False
-) -> CollectiveCall:
+) -> Call:
     """Every rank gets, from every rank, the block meant for it."""
     _, size = place
     # In place, what is sent lies where it will be received, so it is packed (copied) before anything is written.
     source = recvbuf if _in_place(sendbuf) else sendbuf
     blocks = [block.pack() for block in as_buffer(source, vector=vector, blocks=size, types=types)]
-    call = Call(
+    return Call(
         "Alltoall", "alltoall", blocks, np.array([block.nbytes for block in blocks]), sizes="matrix",
         outcome=lambda instance, rank: [part[instance.place(rank)] for part in instance.parts(rank)],
+        collect=_fill(recvbuf, vector=vector, blocks=size, types=types),
     )  # fmt: skip
-    return CollectiveCall(call, _fill(recvbuf, vector=vector, blocks=size, types=types))
 
 
 # -- reductions ----------------------------------------------------------------------------------------------
 
 
-def merger(op: Op, own: Buffer) -> Combine:
-    """Return `merge(a, b)` for arrays of a buffer's datatype; it writes to `b` and returns it."""
-    datatype = own.datatype
-    op.check(datatype)
-    return lambda a, b: op.reduce(a, b, datatype)
+def merger(op: Op, own: Buffer) -> Merge:
+    """Return the `merge` of an operation (see `Op.merging`) for arrays of a buffer's datatype."""
+    op.check(own.datatype)
+    return op.merging(own.datatype)
 
 
 def combiner(op: Op, own: Buffer) -> Combine:
     """Return `combine(a, b)` for arrays of a buffer's datatype; it leaves `a` and `b` as they are."""
     merge = merger(op, own)
-    # A copy of `b`: prefixes and rooted results are made from parts that other ranks still need.
-    return lambda a, b: merge(a, b.copy())
+    # Into fresh memory: prefixes and rooted results are made from parts that other ranks still need.
+    return lambda a, b: merge(a, b, np.empty_like(b))
 
 
 def _reducing(name: str, buffers: tuple[Any, Any], op: Op, lend: bool = False) -> tuple[Call, Buffer]:
     """Return the call of a reduction of (what is sent, what is received), still without outcome, and what it sends."""
     sendbuf, recvbuf = buffers
     own = as_buffer(recvbuf if _in_place(sendbuf) else sendbuf)
+    datatype = own.datatype
+    op.check(datatype)
+    call = Call(name, name.lower(), None, own.nbytes)
     # What all ranks must agree on is kept apart from the data, so that a mismatch is told with both values instead
     # of as a wrong sum.
-    agree = (
-        ("op", op.name or "user-defined"),
-        ("count", own.count * own.blocks),
-        ("datatype", own.type_name),
-    )
-    call = Call(name, name.lower(), None, own.nbytes, agree=agree)
+    call.agree = (op.name or "user-defined", own.count * own.blocks, own.type_name)
+    call.op, call.datatype = op, datatype
     call.part, call.lent = _lent(own) if lend else (own.pack(), False)
     return call, own
 
@@ -219,7 +203,7 @@ def _lent(own: Buffer) -> tuple[Any, bool]:
     return own.pack(), False
 
 
-def reduce(sendbuf: Any, recvbuf: Any, op: Op, *, root: int, me: int) -> CollectiveCall:
+def reduce(sendbuf: Any, recvbuf: Any, op: Op, *, root: int, me: int) -> Call:
     """The root gets the combination of all contributions, in the order of a binomial tree."""
     call, own = _reducing("Reduce", (sendbuf, recvbuf), op)
     combine = combiner(op, own)
@@ -230,22 +214,17 @@ def reduce(sendbuf: Any, recvbuf: Any, op: Op, *, root: int, me: int) -> Collect
     def outcome(instance: CollectiveInstance, rank: int) -> Any:
         return ops.reduce_binomial(instance.parts(rank), combine, first) if rank == root else None
 
-    collect = _receiving("Reduce", own, (sendbuf, recvbuf)) if me == root else _drop
     call.root, call.outcome = root, outcome
-    return CollectiveCall(call, collect)
+    if me == root:
+        call.collect = _receiving("Reduce", own, (sendbuf, recvbuf))
+    return call
 
 
-def allreduce(sendbuf: Any, recvbuf: Any, op: Op) -> CollectiveCall:
+def allreduce(sendbuf: Any, recvbuf: Any, op: Op) -> Call:
     """Every rank gets the combination, in the order of recursive doubling: bit for bit what both MPI wheels return."""
     call, own = _reducing("Allreduce", (sendbuf, recvbuf), op, lend=True)
-    call.outcome = _tree(op, own)
-    return CollectiveCall(call, _receiving("Allreduce", own, (sendbuf, recvbuf)))
-
-
-def _tree(op: Op, own: Buffer) -> Callable[[CollectiveInstance, int], Any]:
-    """Return the outcome that is the combination of all contributions, made once for all."""
-    merge = merger(op, own)
-    return lambda instance, rank: instance.shared(rank, lambda: ops.reduce_tree(instance.parts(rank), merge))
+    call.outcome, call.collect = CollectiveInstance.combined, _receiving("Allreduce", own, (sendbuf, recvbuf))
+    return call
 
 
 def counts(count: int) -> Call:
@@ -260,7 +239,7 @@ def reduce_scatter(
     op: Op,
     *,
     place: tuple[int, int],
-) -> CollectiveCall:
+) -> Call:
     """Every rank gets its block of the combination; `counts` are the elements per rank, None: equal blocks."""
     size = place[1]
     call, own = _reducing("Reduce_scatter", (sendbuf, recvbuf), op, lend=True)
@@ -269,14 +248,14 @@ def reduce_scatter(
         if elements % size:
             raise ArgumentError(ERR_COUNT, f"{elements} elements do not divide into blocks for {size} ranks")
         counts = [elements // size] * size
-    ends, combination = np.cumsum(counts), _tree(op, own)
+    ends = np.cumsum(counts)
     if ends[-1] != elements:
         raise ArgumentError(
             ERR_COUNT, f"recvcounts add up to {ends[-1]}, but each rank contributes {elements} elements"
         )
 
     def outcome(instance: CollectiveInstance, rank: int) -> Any:
-        whole = combination(instance, rank)
+        whole = instance.combined(rank)
         place = instance.place(rank)
         return whole[ends[place] - counts[place] : ends[place]]
 
@@ -284,10 +263,11 @@ def reduce_scatter(
     # The time counts what each rank receives. With the whole vector as size, every block was timed as if it were
     # all of it.
     call.nbytes, call.sizes = np.array(counts, np.int64) * (own.nbytes // max(elements, 1)), "same"
-    return CollectiveCall(call, as_buffer(recvbuf, writable=True).unpack)
+    call.collect = as_buffer(recvbuf, writable=True).unpack
+    return call
 
 
-def scan(sendbuf: Any, recvbuf: Any, op: Op, inclusive: bool) -> CollectiveCall:
+def scan(sendbuf: Any, recvbuf: Any, op: Op, inclusive: bool) -> Call:
     """Rank r gets the combination of ranks 0 to r, or to r - 1 (rank 0 then keeps what it has)."""
     name = "Scan" if inclusive else "Exscan"
     call, own = _reducing(name, (sendbuf, recvbuf), op)
@@ -305,4 +285,5 @@ def scan(sendbuf: Any, recvbuf: Any, op: Op, inclusive: bool) -> CollectiveCall:
         return instance.shared(rank, lambda: list(ops.scan_prefixes(instance.parts(rank), combine)))[last]
 
     unpack, call.outcome = _receiving(name, own, (sendbuf, recvbuf)), outcome
-    return CollectiveCall(call, lambda data: None if data is None else unpack(data))
+    call.collect = lambda data: None if data is None else unpack(data)
+    return call

@@ -240,7 +240,9 @@ class ResourceLeaks:
             yield f"{_count(left.total(), 'message')} never received: {_list(shown)}"
 
     def _left_communicators(self, world: World) -> Iterator[str]:
-        own = self._contexts[len(world.ranks) + 1 :]  # without COMM_WORLD and COMM_SELF
+        own = [
+            each for each in self._contexts if each.number > len(world.ranks) + 1
+        ]  # no COMM_WORLD, no COMM_SELF
         outer = [context for context in own if not context.inner]
         left = [context for context in outer if not self._freed[context]]
         partly = [context for context in outer if 0 < self._freed[context] < len(context.everyone)]

@@ -20,6 +20,7 @@ from spawnsim.scenario import Scenario
 from spawnsim.virtual.cluster import Cluster, OnError, OnNote, Progress, Totals
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import Rank, Recorder
+from spawnsim.virtual.interpreter import rare_collections
 from spawnsim.virtual.mpi.communicators import COMM_WORLD
 from spawnsim.virtual.mpi.functions import OPTIONS
 from spawnsim.virtual.mpi.payload import pickler
@@ -94,7 +95,6 @@ class ScriptRun:
         world.resource_leaks = self.resource_leaks
         self.resource_leaks.made(self.cluster.comm_world(0)._context)
         for rank in world.ranks:
-            self.cluster.comm_self(rank.id)
             self._equip(rank)
             self.cluster.start(rank.id, self._program)
         world.kernel.on_resume.append(self.processes.enter)
@@ -125,7 +125,7 @@ class ScriptRun:
 
     # -- one rank ----------------------------------------------------------------------------------------------
 
-    def _program(self) -> None:
+    def _program(self, _rank: int) -> None:
         """Run the script on the calling rank, from its first line to its last `atexit` function."""
         task = current_task()
         assert task is not None
@@ -264,16 +264,17 @@ def run_program(
         SpawnsimError: What else ended the run: Deadlock, Livelock, Timeout, ...
     """
     script = Script(Path(path), tuple(map(str, argv)), **options)
-    run = ScriptRun(
-        script,
-        scenario,
-        recorder,
-        progress=progress,
-        on_error=on_error,
-        on_note=on_note,
-        trace=trace,
-    )
-    totals = run.run()
+    with rare_collections(scenario.ranks):
+        run = ScriptRun(
+            script,
+            scenario,
+            recorder,
+            progress=progress,
+            on_error=on_error,
+            on_note=on_note,
+            trace=trace,
+        )
+        totals = run.run()
     if warn is not None:
         warn.extend([*run.resource_leaks.warnings(run.cluster.world), *run.call_costs.warnings()])
     failed = {rank: status for rank, status in sorted(run.outcome.statuses.items()) if status}

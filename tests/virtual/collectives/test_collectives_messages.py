@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from functools import partial
 
 import numpy as np
 import pytest
@@ -122,12 +121,14 @@ def on_the_wire(one: CollectivePlan, network: Network, arrivals, members):
     cluster = Cluster(Scenario(ranks=max(members) + 1, platform=platform, deadline_s=np.inf), Recorder())
     group, left = Context(cluster.world, (tuple(members),)), np.zeros(len(members))
 
-    def program(me):
+    def program(rank):
+        me = members.index(rank)
         Performer(group, me).perform(one)
         left[me] = cluster.world.kernel.current.clock
 
+    members = list(members)
     for me, rank in enumerate(members):
-        cluster.crashes.begin(cluster.world.ranks[rank], partial(program, me), float(arrivals[me]))
+        cluster.crashes.begin(cluster.world.ranks[rank], program, float(arrivals[me]))
     totals = cluster.run()
     return left, totals
 

@@ -5,11 +5,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.virtual_run import run
 
 from spawnsim.comm import IN_PLACE, ops
+from spawnsim.comm.layouts import BF16
+from spawnsim.comm.predefined import BY_DTYPE, DOUBLE_INT
 from spawnsim.errors import Timeout
+from spawnsim.policies import OneSidedSelectiveAveragingPolicy
+from spawnsim.virtual.engine.event_queue import EventQueue
 from spawnsim.virtual.interpreter import FEW_BLOCKS
+from spawnsim.virtual.mpi.instance import CollectiveInstance
+from spawnsim.virtual.mpi.module import MPI
 
 RANKS = 10_000
 
@@ -41,6 +48,184 @@ def test_ten_thousand_ranks_end_and_take_less_than_50_kB_each():
     assert notes.column("kB")[0] < 50
 
 
+# -- what must not grow with the ranks ---------------------------------------------------------------------------
+
+
+def test_a_collective_is_no_work_for_the_collector():
+    """All ranks' objects live until the last rank has come: looking for garbage among them is what once grew."""
+    looks = []
+
+    def main(comm):
+        total = np.zeros(1)
+        for _ in range(10):
+            with comm.compute(0.01):
+                pass
+            comm.Allreduce(np.ones(1), total)
+
+    def note(phase, _):
+        looks.append(phase)
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        run(main, 3000)
+    finally:
+        gc.callbacks.remove(note)
+    assert len(looks) <= 4  # two looks, each with its beginning and its end
+
+
+def test_a_collective_that_is_over_is_gone_without_the_collector():
+    """A rank's departure knows the collective; were it known in turn, each collective would be a cycle."""
+    left = []
+
+    def main(comm):
+        total = np.zeros(1)
+        for _ in range(20):
+            comm.Allreduce(np.ones(1), total)
+        if comm.rank == 11:
+            left.append(sum(type(each) is CollectiveInstance for each in gc.get_objects()))
+
+    gc.disable()
+    try:
+        run(main, 12)
+    finally:
+        gc.enable()
+    assert left[0] <= 2
+
+
+def test_a_rank_has_no_mailbox_nor_comm_self_before_it_uses_them():
+    """Both are made when they are first used; the number of COMM_SELF is as if all had been made in order of ranks."""
+    seen = {}
+
+    def main(comm):
+        world = comm._world
+        comm.Barrier()
+        if comm.rank == 13:
+            seen["before"] = len(world.open_contexts), len(comm._context.mailboxes)
+            own = MPI.COMM_SELF
+            seen["number"], seen["self"] = own._context.number, own.allreduce(7)
+            seen["after"] = len(world.open_contexts)
+        new = comm.Dup()
+        seen["next"] = new._context.number
+
+    run(main, 20)
+    assert seen == {"before": (1, 0), "number": 15, "self": 7, "after": 2, "next": 22}
+
+
+def test_one_event_stands_for_all_default_deadlines():
+    """Hundreds of ranks wait, and the heap holds one event; each wait still ends at its own deadline."""
+    scheduled, ended = [], {}
+
+    def main(comm):
+        with comm.compute(0.001 * (comm.rank % 7)):
+            pass
+        if comm.rank == 299:
+            comm.clock.sleep(1.0)
+            scheduled.append(len(list(comm._world.kernel.env.events())))
+            for rank in range(20, 299):
+                comm.send(None, rank)
+            comm.clock.sleep(20.0)
+        elif comm.rank < 20:
+            with pytest.raises(Timeout):
+                comm.recv(source=299)
+            ended[comm.rank] = comm.clock.now()
+        else:
+            comm.recv(source=299)
+
+    run(main, 300, deadline_s=15.0)
+    assert scheduled == [1]
+    assert ended == {rank: pytest.approx(15.0 + 0.001 * (rank % 7), abs=1e-9) for rank in range(20)}
+
+
+def test_a_poll_makes_no_new_event(monkeypatch):
+    """A rank's turn is scheduled again and again, as one event."""
+    made, at = [], EventQueue.at
+
+    def counted(self, *args):
+        made.append(args)
+        return at(self, *args)
+
+    monkeypatch.setattr(EventQueue, "at", counted)
+
+    def main(comm):
+        for _ in range(100):
+            with comm.compute(0.01):
+                pass
+            comm.Iprobe()
+
+    assert run(main, 12)[0].scheduled >= 11 * 100
+    assert not made
+
+
+@pytest.mark.parametrize("call", ["Allgather", "Allgatherv"])
+def test_contributions_are_listed_once_for_all_ranks(monkeypatch, call):
+    """Each rank's own list of all contributions would be quadratic in the ranks."""
+    listed, parts = [], CollectiveInstance.parts
+
+    def counted(self, me):
+        listed.append(me)
+        return parts(self, me)
+
+    monkeypatch.setattr(CollectiveInstance, "parts", counted)
+
+    def main(comm):
+        found = np.empty(comm.size)
+        getattr(comm, call)(np.full(1, float(comm.rank)), found)
+        assert found.tolist() == list(range(comm.size))
+
+    run(main, 50)
+    assert len(listed) == 1
+
+
+def test_ranks_that_never_look_at_the_board_hold_no_table_of_all_ranks():
+    """In mode "age" a rank reads the board when it is replaced; before, it knows nothing of the others."""
+    known = {}
+
+    def main(comm):
+        def build():
+            model = torch.nn.Linear(2, 1)
+            return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+        model, optimizer = build()
+        young = comm.rank == 3
+        policy = OneSidedSelectiveAveragingPolicy(
+            build, model=model, average_every=2, age_range=(3, 3) if young else (50, 60)
+        )
+        for iteration in range(8):
+            with comm.compute(0.01):
+                pass
+            model, optimizer, _ = policy(
+                iteration, model, optimizer, local_metric=float(comm.rank), group=comm
+            )
+        known[comm.rank] = policy._opened.board._known.shape[0]
+        policy.shutdown()
+
+    run(main, 12)
+    assert known == {rank: 12 if rank == 3 else 0 for rank in range(12)}
+
+
+@pytest.mark.parametrize("name", ["SUM", "PROD", "MAX", "MIN", "LAND", "BXOR", "MAXLOC"])
+def test_merging_into_other_memory_is_reducing_in_place(name):
+    """The same bits wherever the result goes; what is merged stays as it was."""
+    rng, op = np.random.default_rng(3), ops.BY_NAME[name]
+    if name == "MAXLOC":
+        pairs = np.zeros((2, 40), DOUBLE_INT.dtype)
+        pairs["value"], pairs["index"] = rng.integers(0, 3, (2, 40)), rng.integers(0, 9, (2, 40))
+        cases = [(pairs, DOUBLE_INT)]
+    elif name in ("LAND", "BXOR"):
+        cases = [(rng.integers(0, 3, (2, 40)).astype(np.int16), BY_DTYPE[np.dtype(np.int16)])]
+    else:
+        halves = rng.integers(0, 1 << 14, (2, 40)).astype(np.uint16).view(BF16)
+        cases = [(rng.normal(size=(2, 40)), BY_DTYPE[np.dtype(float)]), (halves, BY_DTYPE[BF16])]
+    for (a, b), datatype in cases:
+        kept, expected = (a.copy(), b.copy()), op.reduce(a, b.copy(), datatype)
+        out = np.empty_like(b)
+        assert op.merging(datatype)(a, b, out) is out
+        assert out.tolist() == expected.tolist()  # by value: pairs are padded, and no padding counts
+        assert [a.tobytes(), b.tobytes()] == [each.tobytes() for each in kept]
+        assert op.merging(datatype)(a, b, b).tolist() == expected.tolist()
+
+
 def plain_tree(parts):
     """Sum by levels, as recursive doubling does: folded to a power of two first."""
     extra = len(parts) - (1 << (len(parts).bit_length() - 1))
@@ -56,7 +241,7 @@ def test_depth_first_sums_like_level_by_level(size):
     rng = np.random.default_rng(size)
     parts = [rng.normal(size=5).astype(np.float32) for _ in range(size)]
     kept = [part.copy() for part in parts]
-    found = ops.reduce_tree(parts, lambda a, b: np.add(a, b, out=b))
+    found = ops.reduce_tree(parts, np.add)
     assert found.tobytes() == plain_tree(parts).tobytes()
     assert all((part == copy).all() for part, copy in zip(parts, kept, strict=True))
     assert not any(np.shares_memory(found, part) for part in parts)
@@ -100,7 +285,7 @@ def test_many_runs_in_one_process_leave_nothing_behind():
     """Each run is a cycle of a thousand objects and more, frozen while the next one runs; in time all are collected."""
     counts = []
     for _ in range(250):
-        run(lambda comm: comm.Barrier(), 60)
+        run(lambda comm: comm.Barrier(), 240)
         counts.append(len(gc.get_objects()))
     assert max(counts) < counts[0] * 3 // 2 + FEW_BLOCKS  # each object is one piece of memory or more
     assert min(counts[len(counts) // 3 :]) < counts[0] * 11 // 10
