@@ -29,6 +29,7 @@ TOTALS = (
   more (and without bytes for objects, such as `comm.allreduce(1)` over MPI). Windows: one message an access.
 * `replacements`: events of this kind.
 * `digest`: of the trace with the contents of all messages, and of all recorded rows and events; equal for equal seeds.
+  It begins with "batched-" where training steps of many ranks were carried out together (`spawnsim.TrainingStep`).
   Real ranks have no trace that repeats: there it is of the rows without times (`time_s`, and every name that ends in
   `_s`), so it tells whether two runs have come to equal results bit for bit; None if nothing was recorded.
 """
@@ -209,7 +210,9 @@ def whole_digest(trace: str, table: Table, events: Sequence[Event] = ()) -> str:
     whole = hashlib.blake2b(trace.encode() + table.digest(), digest_size=16)
     for event in events:
         whole.update(json.dumps(event).encode())
-    return whole.hexdigest()
+    # What names how the run was computed stays in front ("batched-"): such digests are equal only to their like.
+    mode, dash, _ = trace.rpartition("-")
+    return mode + dash + whole.hexdigest()
 
 
 def results_digest(table: Table) -> str | None:

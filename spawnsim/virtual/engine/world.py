@@ -18,6 +18,8 @@ from spawnsim.virtual.engine.contention import model_of
 from spawnsim.virtual.engine.kernel import Kernel, Task
 from spawnsim.virtual.network import Network
 
+BATCHED = "batched-"  # begins the digest of a run whose training steps were carried out together
+
 
 class Recorder(Protocol):
     """What a backend calls to record; see `spawnsim.record`."""
@@ -175,8 +177,7 @@ class World:
     def digest(self) -> str:
         """Return the digest of the whole run: that of all ranks' digests, in rank order."""
         whole = hashlib.blake2b(digest_size=16)
-        if self.deferred is not None and self.deferred.batched:
-            whole.update(b"batched")  # other sums in the last bits than eager steps have
         for rank in self.ranks:
             whole.update(rank.digest.value())
-        return whole.hexdigest()
+        # Steps that were carried out together have other sums in the last bits than steps one by one.
+        return BATCHED * (self.deferred is not None and self.deferred.batched) + whole.hexdigest()
