@@ -24,6 +24,7 @@ from spawnsim.policies.exchange.messages import HEADER_NBYTES
 from spawnsim.policies.rules.donors import how_many
 from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.collectives.catalogue import CallSize
+from spawnsim.virtual.faults import FaultPlan
 from spawnsim.virtual.network.cost import Floats, Ints
 from spawnsim.virtual.platform import Platform
 
@@ -53,10 +54,12 @@ class Group:
     Args:
         ranks: how many there are in the world.
         platform: network and algorithms.
+        plan: faults, for its pauses.
     """
 
     ranks: int
     platform: Platform
+    plan: FaultPlan = field(default_factory=FaultPlan)
     members: Ints | None = None
     """World ranks of those alive, rising; None: all."""
     cards: Cards = field(init=False)
@@ -129,6 +132,13 @@ class Group:
             cards.out_free[at] = np.maximum(free, found.out_free)
         self.traffic.messages += found.messages
         self.traffic.nbytes += found.nbytes
+        self.wake()
+
+    def wake(self) -> None:
+        """Let those who would go on while they are paused go on when they wake."""
+        clock = self.cards.clock
+        for rank in sorted(self.plan.paused):
+            clock[rank] = self.plan.awake_s(rank, float(clock[rank]))
 
 
 _OTHERS = {"allreduce": "rabenseifner", "allgather": "bruck"}
@@ -243,6 +253,7 @@ class SelectiveTurn(Turn):
         decision = self._decide(iteration, reports, int(world[leader]))
         group.meet("scatter", 8 + 16 * how_many(getattr(self.rules.donors, "count", None), group.size), leader)
         moved = exchange(group.cards, decision, group.platform.network, self.nbytes)
+        group.wake()
         group.traffic.messages += moved.messages
         group.traffic.nbytes += moved.nbytes
         if quality is not None and len(decision.replaced):

@@ -39,7 +39,7 @@ SAMPLE = 256  # ranks whose rows are kept
 
 @dataclass(frozen=True)
 class Round:
-    """One turn of the policy. Columns are over `members`, and are valid during the call that is given them.
+    """One turn of the policy; columns are over `members`.
 
     Attributes:
         iteration: of all ranks.
@@ -197,7 +197,7 @@ class _Running:
     ) -> None:
         platform, plan, model = where.parts()
         self.policy, self.where, self.on_round, self.began_s = policy, where, on_round, time.perf_counter()
-        self.group = Group(where.ranks, platform)
+        self.group = Group(where.ranks, platform, plan)
         self.turn: Turn = turn_of(
             policy, self.group, where.model_nbytes, seed=where.seed, streams=where.streams
         )
@@ -258,7 +258,7 @@ class _Running:
         decision = self.turn.act(iteration, metrics, self.quality)
         self.replaced += 0 if decision is None else len(decision.replaced)
         told = Round(
-            iteration, group.world(), entered_s[at], cards.clock[at], metrics[at], decision, died,
+            iteration, group.world(), entered_s[at], cards.clock[at].copy(), metrics[at], decision, died,
             group.traffic.messages - before[0], group.traffic.nbytes - before[1],
         )  # fmt: skip
         self.kept.round(told, self.left_s[at])
