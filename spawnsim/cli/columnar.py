@@ -64,8 +64,12 @@ def made(name: str, given: dict[str, Any]) -> SpawnPolicy:
     from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 
     if name == "average":
-        return _called(AverageAllPolicy, {"average_every": 1} | given)
-    return _called(AsyncSelectiveAveragingPolicy, {"model_builder": None, "average_every": 1} | given)
+        average: SpawnPolicy = _called(AverageAllPolicy, {"average_every": 1} | given)
+        return average
+    selective: SpawnPolicy = _called(
+        AsyncSelectiveAveragingPolicy, {"model_builder": None, "average_every": 1} | given
+    )
+    return selective
 
 
 def _called(kind: Any, given: dict[str, Any]) -> Any:
@@ -91,16 +95,44 @@ def parser() -> Parser:
     add("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks")
     add("--iterations", type=int, default=100, metavar="N", help="default: 100")
     add("--model", default="100 MB", metavar="BYTES", help="one model as it travels; default: 100 MB")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of the policy; again for more")
-    add("--quality", action="append", default=[], metavar="NAME=VALUE", help="of the random walk of the metric: spread, gain, drift")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter of the policy; again for more",
+    )
+    add(
+        "--quality",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of the random walk of the metric: spread, gain, drift",
+    )
     add("--platform", metavar="NAME|FILE", help="default: as of `spawnsim run`")
     add("--straggler", metavar="KIND", help="such as lognormal:0.3+slow:0.02,5")
     add("--faults", metavar="PLAN", help="crashes, pauses and slow-downs, such as crash:17@3.5s")
     add("--mtbf", metavar="TIME", help="mean time between failures of one rank, such as 50000h")
-    add("--detection", default="0s", metavar="TIME", help="how long the others wait where a death is noticed; default: 0s")
+    add(
+        "--detection",
+        default="0s",
+        metavar="TIME",
+        help="how long the others wait where a death is noticed; default: 0s",
+    )
     add("--compute", metavar="TIME", help="of an iteration, such as 10ms; default: the platform's")
-    add("--streams", choices=STREAMS, default="ranks", help="draws of an ordinary run, or (bulk) for all ranks at once")
-    add("--sample", type=int, default=SAMPLE, metavar="N", help=f"ranks with rows and events; default: {SAMPLE}")
+    add(
+        "--streams",
+        choices=STREAMS,
+        default="ranks",
+        help="draws of an ordinary run, or (bulk) for all ranks at once",
+    )
+    add(
+        "--sample",
+        type=int,
+        default=SAMPLE,
+        metavar="N",
+        help=f"ranks with rows and events; default: {SAMPLE}",
+    )
     add("--seed", type=int, default=0, help="default: 0")
     add("--out", metavar="DIR", help="run folder to write")
     add("--overwrite", action="store_true", help="even if DIR holds a run")

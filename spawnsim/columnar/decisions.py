@@ -110,9 +110,7 @@ def decide(
         if (found := reports.metrics[finite]).size
         else (np.nan, np.nan)
     )
-    nobody = Decision(
-        round_, len(reports.ranks), low, high, _NOBODY, _NOBODY, _NOBODY, np.empty(0)
-    )
+    nobody = Decision(round_, len(reports.ranks), low, high, _NOBODY, _NOBODY, _NOBODY, np.empty(0))
     taking = _admitted(reports, finite, rules)
     selected = rules.selection.columns(taking.metrics, taking.expired)  # type: ignore[attr-defined]
     replaced = taking.ranks[selected]

@@ -92,6 +92,9 @@ class Durations:
 
     # ---------------------------------------------------------------------------------------------- streams of ranks
     def _own(self, straggler: Straggler, purpose: str) -> Stretch:
+        if isinstance(straggler, Slow):
+            shared = StreamKey(self._seed, 0, purpose)
+            return _times(_strata(straggler, len(self._base), lambda k: shared.world(str(k)).random()))
         keys = [StreamKey(self._seed, rank, purpose) for rank in range(len(self._base))]
         if isinstance(straggler, Noise):
             return _next(self._own_factors(straggler, keys))
@@ -128,7 +131,7 @@ class Durations:
             factors[straggler.rank : straggler.rank + 1] = straggler.slowdown
             return _times(factors)
         if isinstance(straggler, Slow):
-            return _times(_strata(straggler, ranks, stream))
+            return _times(_strata(straggler, ranks, lambda _stratum: stream.random()))
         raise UnsupportedError(
             f"columnar: {straggler} has no draws for all ranks at once: give each rank its own streams "
             '(streams="ranks", --streams ranks)'
@@ -143,13 +146,18 @@ def _times(factors: Floats) -> Stretch:
     return lambda seconds, _begins_s: seconds * factors
 
 
-def _strata(slow: Slow, ranks: int, stream: np.random.Generator) -> Floats:
-    """Return the factors of persistent stragglers: one slow rank at a random place in each stratum of neighbours."""
+def _strata(slow: Slow, ranks: int, drawn: Callable[[int], float]) -> Floats:
+    """Return the factors of persistent stragglers, one slow rank in each stratum of neighbours: `Slow` of all ranks.
+
+    `drawn` gives a stratum's uniform number. A rank that asks for itself, as `Slow.open` does, takes 50 µs.
+    """
     factors = np.ones(ranks)
     if slow.share >= 1e-6:
         share = Fraction(slow.share).limit_denominator(1_000_000)
-        numbers = np.arange(int(ranks * share) + 2)
-        edges = -(-numbers * share.denominator // share.numerator)  # of stratum k: ceil(k / share)
-        places = edges[:-1] + np.floor(stream.random(len(edges) - 1) * np.diff(edges)).astype(np.int64)
+        strata = np.arange(int(ranks * share) + 1)
+        first, end = (-(-edge * share.denominator // share.numerator) for edge in (strata, strata + 1))
+        places = first + np.floor(np.asarray([drawn(k) for k in strata.tolist()]) * (end - first)).astype(
+            np.int64
+        )
         factors[places[places < ranks]] = slow.slowdown
     return factors

@@ -202,7 +202,9 @@ class AveragingTurn(Turn):
         if quality is not None and values is not None and group.size > 1:
             counted = values[np.isfinite(values)] if self._guard else values
             mean = counted.mean() if counted.size else np.nan
-            quality[group.at] = mean + self._momentum * np.where(np.isfinite(values - mean), values - mean, 0.0)
+            quality[group.at] = mean + self._momentum * np.where(
+                np.isfinite(values - mean), values - mean, 0.0
+            )
         return None
 
     def _agree(self) -> None:
@@ -251,7 +253,9 @@ class SelectiveTurn(Turn):
         group.meet("gather", HEADER_NBYTES, leader)
         reports = Reports(world, metrics[group.at], self._expired[group.at])
         decision = self._decide(iteration, reports, int(world[leader]))
-        group.meet("scatter", 8 + 16 * how_many(getattr(self.rules.donors, "count", None), group.size), leader)
+        group.meet(
+            "scatter", 8 + 16 * how_many(getattr(self.rules.donors, "count", None), group.size), leader
+        )
         moved = exchange(group.cards, decision, group.platform.network, self.nbytes)
         group.wake()
         group.traffic.messages += moved.messages
@@ -265,7 +269,9 @@ class SelectiveTurn(Turn):
     def _decide(self, iteration: int, reports: Reports, leader: int) -> Decision:
         if iteration - self._last_trigger < self._cooldown:
             nobody = np.empty(0, np.int64)
-            return Decision(iteration, len(reports.ranks), math.nan, math.nan, nobody, nobody, nobody, np.empty(0))
+            return Decision(
+                iteration, len(reports.ranks), math.nan, math.nan, nobody, nobody, nobody, np.empty(0)
+            )
         rng = self._donors.get(leader)
         if rng is None:
             rng = self._donors[leader] = random.generator(self._seed, leader, "donors")

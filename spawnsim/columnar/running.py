@@ -371,7 +371,10 @@ class _Kept:
     def _replacements(self, told: Round, decision: Decision) -> None:
         ends = np.cumsum(decision.counts)
         for index in np.flatnonzero(self._sampled[decision.replaced]).tolist():
-            rank, edges = int(decision.replaced[index]), slice(int(ends[index] - decision.counts[index]), int(ends[index]))
+            rank, edges = (
+                int(decision.replaced[index]),
+                slice(int(ends[index] - decision.counts[index]), int(ends[index])),
+            )
             place = int(np.searchsorted(told.members, rank))
             donors, left_s = decision.donors[edges], float(told.left_s[place])
             own = {

@@ -16,7 +16,7 @@ import numpy as np
 from spawnsim.columnar.decisions import Decision
 from spawnsim.policies.exchange.messages import HEADER_NBYTES
 from spawnsim.virtual.engine.completion import SLACK
-from spawnsim.virtual.network.cost import Costs, Floats, Ints, Network
+from spawnsim.virtual.network.cost import Floats, Ints, Network
 
 FEW = 64  # items of one queue that are taken place by place, all queues at once; longer queues go one by one
 
@@ -30,7 +30,9 @@ class Queues:
 
     def __init__(self, queue: Ints) -> None:
         self.count = len(queue)
-        self.starts = np.flatnonzero(np.r_[True, queue[1:] != queue[:-1]]) if self.count else np.empty(0, np.int64)
+        self.starts = (
+            np.flatnonzero(np.r_[True, queue[1:] != queue[:-1]]) if self.count else np.empty(0, np.int64)
+        )
         self.lengths = np.diff(np.r_[self.starts, self.count])
 
     def served(self, ready: Floats, service_s: Floats) -> Floats:
@@ -112,17 +114,37 @@ def exchange(cards: Cards, decision: Decision, network: Network, nbytes: int) ->
         cards, _taken(ask, come, order), network, nbytes=nbytes, donor=donor[order], receiver=receiver[order]
     )
     arrived[order], drain_s[order], receive_s[order] = given
-    _take(cards, Queues(receiver), posted, arrived=arrived, drain_s=drain_s, receive_s=receive_s, receiver=receiver)
+    _take(
+        cards,
+        Queues(receiver),
+        posted,
+        arrived=arrived,
+        drain_s=drain_s,
+        receive_s=receive_s,
+        receiver=receiver,
+    )
     return Moved(2 * len(donor), len(donor) * (HEADER_NBYTES + nbytes))
 
 
-def _costs(network: Network, source: Ints, dest: Ints, nbytes: int) -> Costs:
-    """Return the costs of messages, each as an array."""
+class _Each(NamedTuple):
+    """`Costs`, each of them as an array (messages,)."""
+
+    send_s: Floats
+    inject_s: Floats
+    flight_s: Floats
+    receive_s: Floats
+    drain_s: Floats
+
+
+def _costs(network: Network, source: Ints, dest: Ints, nbytes: int) -> _Each:
+    """Return the costs of messages."""
     costs = network.costs(source, dest, nbytes)
-    return Costs(*(np.broadcast_to(np.asarray(cost, np.float64), len(source)) for cost in costs))
+    return _Each(*(np.broadcast_to(np.asarray(cost, np.float64), len(source)) for cost in costs))
 
 
-def _ask(cards: Cards, asks: Queues, network: Network, *, donor: Ints, receiver: Ints) -> tuple[Costs, Floats]:
+def _ask(
+    cards: Cards, asks: Queues, network: Network, *, donor: Ints, receiver: Ints
+) -> tuple[_Each, Floats]:
     """Let the replaced ranks send their asks. Returns what these cost, and when they arrive."""
     costs = _costs(network, receiver, donor, HEADER_NBYTES)
     ready = asks.served(cards.clock[receiver], costs.send_s)
@@ -141,8 +163,8 @@ class _Asks(NamedTuple):
     receive_s: Floats
 
 
-def _taken(costs: Costs, come: Floats, order: Ints) -> _Asks:
-    return _Asks(come[order], np.asarray(costs.drain_s)[order], np.asarray(costs.receive_s)[order])
+def _taken(costs: _Each, come: Floats, order: Ints) -> _Asks:
+    return _Asks(come[order], costs.drain_s[order], costs.receive_s[order])
 
 
 def _give(
@@ -169,7 +191,7 @@ def _give(
     cleared = begins + first.flight_s + _costs(network, receiver, donor, 0).flight_s
     order = np.lexsort((cleared, donor))
     starts = np.empty(len(donor))
-    starts[order] = queues.served(cleared[order], np.asarray(data.inject_s)[order])
+    starts[order] = queues.served(cleared[order], data.inject_s[order])
     cards.clock[who] = np.maximum(cards.clock[who], queues.largest(starts + data.inject_s))
     return starts + data.flight_s, data.drain_s, first.receive_s
 

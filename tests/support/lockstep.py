@@ -71,7 +71,9 @@ def train_under(policy_of: Any, comm: Comm, ripple: Ripple, iterations: int, num
     policy.shutdown()
 
 
-def train_in_lockstep(policy: AsyncSelectiveAveragingPolicy, comm: Comm, ripple: Ripple, **sizes: int) -> None:
+def train_in_lockstep(
+    policy: AsyncSelectiveAveragingPolicy, comm: Comm, ripple: Ripple, **sizes: int
+) -> None:
     """Train with the policy's rules, in rounds in which all meet."""
     rank, last_trigger = comm.rank, -policy._cooldown
     leader = min(policy.wiring.coordinator, comm.size - 1)
@@ -105,7 +107,9 @@ def train_in_lockstep(policy: AsyncSelectiveAveragingPolicy, comm: Comm, ripple:
         donors = [(int(donor) - 1, weight) for donor, weight in mine[1:].reshape(-1, 2) if donor]
         if donors:
             quality = _take(comm, donors, (policy.replacement.momentum, quality), nbytes)
-            comm.record.event("taken", iteration=iteration, donors=[d for d, _ in donors], weights=[w for _, w in donors])
+            comm.record.event(
+                "taken", iteration=iteration, donors=[d for d, _ in donors], weights=[w for _, w in donors]
+            )
             if age is not None:
                 age.reset()
         elif mine[0]:
