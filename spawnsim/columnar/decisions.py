@@ -120,7 +120,7 @@ def decide(
     wanted = how_many(getattr(rules.donors, "count", None), len(giving))
     if wanted * len(replaced) > MOST_EDGES:
         raise UsageError(
-            f"{len(replaced):,} replaced ranks with {wanted:,} donors each are {wanted * len(replaced):,} snapshots in "
+            f"{len(replaced):,} replaced ranks with {wanted:,} donors each are {wanted * len(replaced):,} models in "
             "one round: give a number of donors, such as donors=8"
         )
     metrics = taking.metrics[giving]
@@ -156,8 +156,8 @@ def subsets(rng: np.random.Generator, size: int, wanted: int, count: int) -> Int
     Returns:
         Rising rows, int64 (count, wanted).
     """
-    # R. Floyd's way (CACM 30 (1987) 754), for all subsets at once: a number that a subset has already is replaced by the
-    # largest that this step may draw, which it cannot have.
+    # R. Floyd's way (CACM 30 (1987) 754), for all subsets at once: a number that a subset has already is replaced by
+    # the largest that this step may draw, which it cannot have.
     chosen = np.empty((count, wanted), np.int64)
     for step in range(wanted):
         largest = size - wanted + step

@@ -1,7 +1,7 @@
 """Compute times of all ranks as columns: the durations of one block of every rank at a time.
 
-Two ways to draw them. `"ranks"`: each rank's own streams, the draws of an ordinary run to the bit; making a generator a
-rank takes 20 µs, and each factor that will be used is kept, 8 bytes a rank and block. `"bulk"`: one stream for all ranks,
+Two ways to draw them. `"ranks"`: each rank's own streams, the draws of an ordinary run to the bit; making a generator
+takes 20 µs, and each factor that will be used is kept, 8 bytes a rank and block. `"bulk"`: one stream for all ranks,
 the same distributions, nothing kept; other draws, so two modes differ by luck.
 """
 
@@ -65,8 +65,8 @@ class Durations:
         noises = sum(isinstance(straggler, Noise) for straggler, _ in model.causes())
         if streams == "ranks" and 8.0 * noises * ranks * blocks > KEPT_B:
             raise ParameterError(
-                f"{ranks:,} ranks with streams of their own keep {8e-9 * noises * ranks * blocks:,.0f} GB for {blocks:,} "
-                'blocks: draw for all of them at once (streams="bulk", --streams bulk)'
+                f"{ranks:,} ranks with streams of their own keep {8e-9 * noises * ranks * blocks:,.0f} GB for "
+                f'{blocks:,} blocks: draw for all of them at once (streams="bulk", --streams bulk)'
             )
         self._base = np.full(ranks, model.base.duration_s)
         self._plan, self._blocks, self._seed = plan, blocks, seed

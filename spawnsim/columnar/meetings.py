@@ -1,8 +1,8 @@
 """What ranks do together, over columns: the collectives of a group, and a policy's turn made of them.
 
-A turn takes all clocks from when the ranks come to when they go on, and says what was decided and sent. Which collectives a
-policy makes, and in which order, is written in its turn here; tests hold the times to the policy itself (averaging) or to a
-program that makes the same calls (selective replacement in lockstep).
+A turn takes all clocks from when the ranks come to when they go on, and says what was decided and sent. Which
+collectives a policy makes, and in which order, is written in its turn here; tests hold the times to the policy itself
+(averaging) or to a program that makes the same calls (selective replacement in lockstep).
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Group:
         if not self.feasible(operation, nbytes):
             algorithm = self._algorithm(operation, nbytes)
             raise UnsupportedError(
-                f"columnar: {operation} of {nbytes:,} bytes would run as {algorithm!r}, a step for each of {self.size:,} "
-                f"ranks: name another algorithm in the platform's [collectives], such as {operation} = "
+                f"columnar: {operation} of {nbytes:,} bytes would run as {algorithm!r}, a step for each of "
+                f"{self.size:,} ranks: name another algorithm in the platform's [collectives], such as {operation} = "
                 f'"{_OTHERS.get(operation, "binomial")}"'
             )
         at, cards = self.at, self.cards
@@ -159,7 +159,7 @@ class Turn(ABC):
         self.cadence, self.group, self.nbytes = policy.cadence, group, nbytes
         self.notes: dict[str, None] = {}  # what the user should know; a dict for its order
 
-    def tick(self) -> None:
+    def tick(self) -> None:  # noqa: B027  most policies do nothing in a call that is not their turn
         """Note that all ranks have called the policy once more."""
 
     @abstractmethod
@@ -214,8 +214,8 @@ class AveragingTurn(Turn):
             self.group.meet("allgather", DIGEST_NBYTES)
         else:
             self.notes[
-                f"the first averaging of {self.group.size:,} ranks compares layouts in an Allgather, which takes a step "
-                'for each rank: it is left out of the times; allgather = "bruck" in [collectives] takes it in'
+                f"the first averaging of {self.group.size:,} ranks compares layouts in an Allgather, which takes a "
+                'step for each rank: it is left out of the times; allgather = "bruck" in [collectives] takes it in'
             ] = None
 
 
@@ -223,8 +223,8 @@ class SelectiveTurn(Turn):
     """`AsyncSelectiveAveragingPolicy` in lockstep: gathered, decided, scattered, asked for, given.
 
     Each rank gives its report to the coordinator (`Gather`, 64 bytes), which decides and tells each how many ranks will
-    ask it, and which donors it is to ask, with their weights (`Scatter`, 8 + 16 for each donor that a rank may have). Then
-    models move (`transfers.exchange`). Ranks that neither ask nor are asked go on at once.
+    ask it, and which donors it is to ask, with their weights (`Scatter`, 8 + 16 for each donor that a rank may have).
+    Then models move (`transfers.exchange`). Ranks that neither ask nor are asked go on at once.
     """
 
     def __init__(
@@ -368,8 +368,9 @@ def turn_of(policy: SpawnPolicy, group: Group, nbytes: int, *, seed: int, stream
     if isinstance(policy, AsyncSelectiveAveragingPolicy) and act is AsyncSelectiveAveragingPolicy.act:
         return SelectiveTurn(policy, group, int(nbytes), seed=seed, streams=streams)
     raise UnsupportedError(
-        f"columnar: {type(policy).__name__} has no turn over columns (AverageAllPolicy and AsyncSelectiveAveragingPolicy "
-        "have): its ranks act each at its own time, or on messages. Run it on virtual ranks: spawnsim.run(main, ranks=...)"
+        f"columnar: {type(policy).__name__} has no turn over columns (AverageAllPolicy and "
+        "AsyncSelectiveAveragingPolicy have): its ranks act each at its own time, or on messages. Run it on virtual "
+        "ranks: spawnsim.run(main, ranks=...)"
     )
 
 

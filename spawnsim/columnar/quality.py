@@ -1,7 +1,7 @@
 """What stands for the models of all ranks: one number each, how good it is, which a replacement hands on.
 
-A researcher's own is any object with these three methods. In the ordinary mode a model of one parameter does the same, so
-that decisions can be compared.
+A researcher's own is any object with these three methods. In the ordinary mode a model of one parameter does the same,
+so that decisions can be compared.
 """
 
 from __future__ import annotations

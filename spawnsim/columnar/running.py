@@ -104,8 +104,8 @@ class _Circumstances:
         other = [fault.kind for fault in plan.faults if not isinstance(fault, (Crash, Pause, SlowDown))]
         if other:
             raise UnsupportedError(
-                f"columnar: a fault of kind {other[0]!r} strikes single messages, or begins a program anew: crash, pause "
-                "and slow are what columns have; run it on virtual ranks"
+                f"columnar: a fault of kind {other[0]!r} strikes single messages, or begins a program anew: crash, "
+                "pause and slow are what columns have; run it on virtual ranks"
             )
         return platform, plan, platform.compute_model(self.compute, self.stragglers)
 
@@ -159,10 +159,10 @@ def run(
         stragglers: such as "lognormal:0.3", or an object; None: the platform's.
         faults: a fault plan of crashes, pauses and slow-downs; None: none.
         mtbf_s: mean time between failures of one rank, in seconds: it dies for good at a random time; None: never.
-        detection_s: for how long those alive wait, once all have come, where they find that somebody has died.
+        detection_s: how long those alive wait, once all have come, where they find that somebody has died.
         seed: of every random stream, at least 0.
         compute: how long a rank computes in an iteration; None: what the platform says.
-        streams: "ranks": the draws of an ordinary run; "bulk": draws for all ranks at once, quicker from 100,000 ranks on.
+        streams: "ranks": the draws of an ordinary run; "bulk": draws for all ranks at once, quicker at a million.
         sample: how many ranks, evenly spread, have rows and replacement events in the run.
         on_round: is given each round.
         out: run folder to write.
@@ -177,7 +177,8 @@ def run(
         UsageError: the policy's rules refuse what they are given.
     """
     where = _Circumstances(
-        ranks, iterations, model_nbytes, platform, stragglers, faults, seed, compute, streams, mtbf_s, detection_s, sample
+        ranks, iterations, model_nbytes, platform, stragglers, faults, seed, compute, streams, mtbf_s, detection_s,
+        sample,
     )  # fmt: skip
     place = None if out is None else folder.named(out)
     if place is not None:

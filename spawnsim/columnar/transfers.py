@@ -1,9 +1,9 @@
 """When models have moved from donors to replaced ranks: the messages of a round as columns, with the NICs' queues.
 
-Each replaced rank asks its donors, in order, with a short message; each donor takes the asks in the order in which they
-come, and sends its model to each that asks; a replaced rank goes on when it has all. Nobody is both. The rules are those
-of messages on virtual ranks: eager up to the platform's threshold, rendezvous above; a NIC sends one message after the
-other and takes in one after the other. A test holds the times to the same round in real messages.
+Each replaced rank asks its donors, in order, with a short message; each donor takes the asks in the order in which
+they come, and sends its model to each that asks; a replaced rank goes on when it has all. Nobody is both. The rules are
+those of messages on virtual ranks: eager up to the platform's threshold, rendezvous above; a NIC sends one message
+after the other and takes in one after the other. A test holds the times to the same round in real messages.
 """
 
 from __future__ import annotations

@@ -53,6 +53,17 @@ class Pattern:
         return np.argsort(self.dest) if self.whole and self._turn is None else self._turn
 
     @cached_property
+    def among_senders(self) -> Ints | None:
+        """How to bring messages from the order of senders into that of receivers, where both are the same ranks, rising.
+
+        None where they are not, or where they are all ranks, which `turn` serves.
+        """
+        if self.whole or len(self.source) < 2:
+            return None
+        turn = np.argsort(self.dest)
+        return turn if np.array_equal(self.dest[turn], self.source) else None
+
+    @cached_property
     def message_to(self) -> dict[int, int]:
         """Receiver -> index of the message that it takes."""
         return {int(rank): i for i, rank in enumerate(self.dest)}
