@@ -214,12 +214,12 @@ class Evaluation:
     def among(self, lanes: tuple[Lane, ...]) -> None:
         """Have the vectors of those ranks alone that a round is among, if it is; else of all."""
         # Where P is no power of two, recursive doubling and halving go on among one and the same set of ranks.
-        pattern = lanes[0].pattern
-        closed = len(lanes) == 1 and pattern.among_senders is not None
-        if self.wide is not None and not (closed and pattern.source is self.wide[0]):
+        closed = len(lanes) == 1 and lanes[0].pattern.among_senders is not None
+        ranks = lanes[0].pattern.source if closed else None
+        if self.wide is not None and ranks is not self.wide[0]:
             self.widen()
-        if self.wide is None and closed:
-            self.narrow(pattern.source)
+        if self.wide is None and ranks is not None:
+            self.narrow(ranks)
 
     def finish(self) -> Finish:
         """Return how it ended, when all rounds have gone by."""

@@ -54,9 +54,9 @@ class Pattern:
 
     @cached_property
     def among_senders(self) -> Ints | None:
-        """How to bring messages from the order of senders into that of receivers, where both are the same ranks, rising.
+        """How to bring messages from the order of senders into that of receivers, where these are the same ranks.
 
-        None where they are not, or where they are all ranks, which `turn` serves.
+        None where they are not the same, not in rising order, or all ranks, which `turn` serves.
         """
         if self.whole or len(self.source) < 2:
             return None
