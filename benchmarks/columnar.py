@@ -1,9 +1,10 @@
 """What a round over columns costs: `python benchmarks/columnar.py [--most RANKS] [--rounds N] [--ordinary]`.
 
 Processor seconds a round, median of the rounds after the first, and nanoseconds a rank and round, from 100 ranks on,
-with the peak of memory. Each round all ranks compute (lognormal, persistent stragglers), report, and
-1 in 100 is replaced by the mean of 8 donors; or all average 100 MB. Beside it the floor: one draw and one selection of as many numbers. With
-`--ordinary` also the same rounds on ordinary virtual ranks, at 1,000. The numbers of messages are asserted.
+with the peak of memory. Each round all ranks compute (lognormal, persistent stragglers), report, and 1 in 100 is
+replaced by the mean of 8 donors; or all average 100 MB. Beside it the floor: one draw and one selection of as many
+numbers. With `--ordinary` also the same averaging on ordinary virtual ranks, at 1,000. The numbers of messages are
+asserted.
 """
 
 from __future__ import annotations
