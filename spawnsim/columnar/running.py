@@ -1,7 +1,8 @@
 """A run over columns: all ranks compute, then meet where the policy's cadence says so, to the last iteration.
 
-It keeps what a run folder holds: rows of a sample of ranks, an event "round" with aggregates over all of them, and the
-replacements of the sample. All arrays of a round are given to whoever asks for them (`on_round`).
+It keeps what a run folder holds: rows of a sample of ranks, an event "round" with aggregates over all of them, and an
+event "replacement" for each one, or "sampled_replacement" for those of the sample. All arrays of a round are given to
+whoever asks for them (`on_round`).
 """
 
 from __future__ import annotations
@@ -292,8 +293,9 @@ class _Running:
         plain = (bool, int, float, str, type(None))
         own = {name: value for name, value in vars(self.policy).items() if not name.startswith("_")}
         own = {name: value for name, value in own.items() if isinstance(value, plain)}
+        own["columns"] = f"rows of {len(self.kept.ranks):,} of {self.where.ranks:,} ranks"  # figures tell it
         about: dict[str, Any] = {"file": None, "main": type(self.policy).__name__, "parameters": own}
-        about |= {"backend": "virtual", "mode": "columnar", "quality": document(self.model)}
+        about |= {"backend": "virtual", "columnar": True, "quality": document(self.model)}
         about |= self.where.described() | {"notes": list(self.turn.notes), "reproducible": True, "leaks": []}
         return about | {"versions": manifest.versions(), "made": manifest.made()}
 
@@ -310,6 +312,8 @@ class _Kept:
         self._alive = np.ones(len(self.ranks), np.bool_)
         self._nbytes = where.model_nbytes
         self._columns: list[dict[str, np.ndarray[Any, Any]]] = []
+        # Figures of replacements show shares of all ranks: they must not take a sample for all there were.
+        self._kind = "replacement" if count == where.ranks else "sampled_replacement"
         self._how = _how(policy)
 
     def died(self, ranks: Ints, deaths_s: Floats) -> None:
@@ -392,7 +396,7 @@ class _Kept:
                 "bytes": len(donors) * self._nbytes,
                 "wait_s": left_s - float(told.entered_s[place]),
             }
-            self.recorder.event(rank, left_s, "replacement", own | dict(self._how))
+            self.recorder.event(rank, left_s, self._kind, own | dict(self._how))
 
     def table(self) -> Table:
         """Return the rows, by rank."""

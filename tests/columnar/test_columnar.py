@@ -439,10 +439,19 @@ def test_a_run_folder_can_be_read_and_drawn(tmp_path, capsys):
     run = spawnsim.Run.load(out)
     assert run.totals["ranks"] == 3000
     assert np.unique(run.table["rank"]).size == 40
-    assert run.what["mode"] == "columnar"
+    assert run.what["columnar"]
+    found = [event for event in run.events if event["kind"] == "sampled_replacement"]
+    assert 0 < len(found) < run.totals["replacements"]
     assert sum(event["kind"] == "round" for event in run.events) == 5
     assert command(["plot", str(out), "--out", str(tmp_path / "figures")]) == 0
-    assert list((tmp_path / "figures").glob("*raster*"))
+    # A sample's replacements are not drawn as if they were all; where all ranks are recorded they are.
+    assert {path.stem.split("-")[0] for path in (tmp_path / "figures").iterdir()} == {
+        "convergence",
+        "diversity",
+        "time",
+    }
+    whole = columns(Selective(1), 60, iterations=4, model_nbytes=99)
+    assert len(decided(whole)[0]) == whole.totals["replacements"] > 0
     assert command(given) == 2  # the folder is not lost by accident
 
 
