@@ -329,16 +329,17 @@ class Ages:
             return np.full(len(ranks), self._low)
         if self._bulk is not None:
             return self._bulk.integers(self._low, self._high + 1, len(ranks))
-        return np.asarray([self._of_rank(rank, first=first) for rank in ranks.tolist()])
+        if first:
+            streams = random.generators(self._seed, len(ranks), "age")
+            return np.asarray([stream.integers(self._low, self._high + 1) for stream in streams])
+        return np.asarray([self._next_of(rank) for rank in ranks.tolist()])
 
-    def _of_rank(self, rank: int, *, first: bool) -> int:
+    def _next_of(self, rank: int) -> int:
         stream = self._streams.get(rank)
         if stream is None:
-            stream = random.generator(self._seed, rank, "age")
             # Kept from a rank's first replacement on: before that, its one draw is as well made again.
-            if not first:
-                self._streams[rank] = stream
-                stream.integers(self._low, self._high + 1)
+            stream = self._streams[rank] = random.generator(self._seed, rank, "age")
+            stream.integers(self._low, self._high + 1)
         return int(stream.integers(self._low, self._high + 1))
 
 

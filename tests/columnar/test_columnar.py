@@ -7,7 +7,7 @@ import pytest
 from support.lockstep import Ripple, train_in_lockstep, train_under
 
 import spawnsim
-from spawnsim import columnar
+from spawnsim import columnar, random
 from spawnsim.cli import main as command
 from spawnsim.columnar import decisions, durations, meetings, transfers
 from spawnsim.columnar.decisions import Reports
@@ -286,6 +286,18 @@ def test_random_subsets_are_equally_likely():
 
 
 # --------------------------------------------------------------------------------------------------- draws, and deaths
+@pytest.mark.parametrize("seed", [0, 5, 2**32 + 7, 2**70 + 3, 2**127])
+@pytest.mark.parametrize("purpose", ["compute.lognormal.0", "age"])
+def test_streams_made_for_many_ranks_are_those_of_each(seed, purpose, monkeypatch):
+    """Numpy's own seed sequence and generator, also across what is made at once."""
+    monkeypatch.setattr(random, "_AT_ONCE", 16)
+    for rank, stream in enumerate(random.generators(seed, 40, purpose)):
+        own = random.generator(seed, rank, purpose)
+        assert stream.bit_generator.state == own.bit_generator.state
+        assert stream.integers(1 << 31, size=3).tolist() == own.integers(1 << 31, size=3).tolist()
+    assert rank == 39
+
+
 @pytest.mark.parametrize("share", [0.05, 0.3, 1 / 3, 0.7, 1.0, 0.0])
 def test_persistent_stragglers_are_those_of_ordinary_ranks(share):
     """Also where a share is no whole number of neighbours."""
