@@ -42,6 +42,71 @@ def generator(seed: int, rank: int, purpose: str) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(sequence(seed, rank, purpose)))
 
 
+def generators(seed: int, ranks: int, purpose: str) -> Iterator[np.random.Generator]:
+    """Yield the streams of ranks 0 to `ranks` - 1, each as `generator` returns it, at a tenth of the price.
+
+    It is one object all along: draw from it before the next is asked for.
+    """
+    # A seed sequence is 26 multiplications of 32-bit words, a generator a few of 128 bits; what takes 20 µs is making
+    # the objects. So the words are mixed for many ranks at once, and one generator is set to each state.
+    bits = np.random.PCG64(0)
+    stream, state = np.random.Generator(bits), bits.state
+    for first in range(0, ranks, _AT_ONCE):
+        for high, low, inc_high, inc_low in _seeds(
+            seed, np.arange(first, min(first + _AT_ONCE, ranks)), purpose
+        ):
+            inc = (((inc_high << 64 | inc_low) << 1) | 1) & _MASK
+            begun = ((inc + (high << 64 | low)) * _PCG_MULTIPLIER + inc) & _MASK
+            state["state"] = {"state": begun, "inc": inc}
+            bits.state = state
+            yield stream
+
+
+_AT_ONCE = 1 << 15
+_MASK = (1 << 128) - 1
+_PCG_MULTIPLIER = 0x2360ED051FC65DA44385DF649FCCF645
+
+
+def _seeds(seed: int, ranks: np.ndarray[Any, Any], purpose: str) -> list[list[int]]:
+    """Return `sequence(seed, rank, purpose).generate_state(4, uint64)` of many ranks: numpy's algorithm on columns."""
+    key = [_words(seed), _words(_word(purpose))]
+    words: list[Any] = [*key[0], *[0] * (4 - len(key[0])), (ranks + 1).astype(np.uint32), *key[1]]
+    entropy = [np.broadcast_to(np.asarray(word, np.uint32), len(ranks)) for word in words]
+    constant = 0x43B0D7E5
+
+    def hashed(value: Any) -> Any:
+        nonlocal constant
+        value = value ^ np.uint32(constant)
+        constant = constant * 0x931E8875 & 0xFFFFFFFF
+        value = value * np.uint32(constant)
+        return value ^ value >> np.uint32(16)
+
+    def mixed(one: Any, other: Any) -> Any:
+        found = np.uint32(0xCA01F9DD) * one - np.uint32(0x4973F715) * other
+        return found ^ found >> np.uint32(16)
+
+    pool = [hashed(word) for word in entropy[:4]]
+    for source in range(4):
+        for place in range(4):
+            if source != place:
+                pool[place] = mixed(pool[place], hashed(pool[source]))
+    for word in entropy[4:]:
+        pool = [mixed(each, hashed(word)) for each in pool]
+    drawn, constant = np.empty((len(ranks), 8), np.uint32), 0x8B51F9DD
+    for place in range(8):
+        value = pool[place % 4] ^ np.uint32(constant)
+        constant = constant * 0x58F38DED & 0xFFFFFFFF
+        value = value * np.uint32(constant)
+        drawn[:, place] = value ^ value >> np.uint32(16)
+    seeds: list[list[int]] = drawn.astype("<u4").view("<u8").tolist()
+    return seeds
+
+
+def _words(number: int) -> list[int]:
+    """Return a whole number as words of 32 bits, the lowest first."""
+    return [number >> shift & 0xFFFFFFFF for shift in range(0, max(number.bit_length(), 1), 32)]
+
+
 class Streams:
     """All the streams of one rank: `comm.rng`.
 

@@ -26,11 +26,14 @@ from spawnsim.policies.rules.selection import (
     check_choice,
     check_mode,
     goodness,
+    goodness_of,
     spare_the_best,
     worst_first,
+    worst_of,
 )
 
 Weights = NDArray[np.float64]
+Places = NDArray[np.int64]
 Mixing = Callable[[Sequence[float]], Weights]  # donors' metrics → their weights
 Strategy = Literal["mean", "weighted_mean", "best_only", "reset_weights"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
@@ -53,23 +56,36 @@ def softmax_weights(metrics: Sequence[float], mode: Mode = "max") -> Weights:
     finite = np.isfinite(good)
     if not finite.any():
         return mean_weights(metrics)
+    weights = np.zeros(len(good))
+    weights[finite] = _softmax(good[finite])
+    return weights
+
+
+def _softmax(good: Weights) -> Weights:
+    """Return such weights along the last axis; all are finite."""
     # Standardised, so that one setting fits accuracies, losses and rewards alike; scaled first, and shifted by the best
     # before the exponential, so that no metric however large overflows.
-    scaled = good / max(float(np.abs(good[finite]).max()), np.finfo(np.float64).tiny)  # no overflow below
-    spread = float(scaled[finite].std())
-    heat = np.where(finite, (scaled - scaled[finite].max()) / (spread if spread > 1e-12 else 1.0), -np.inf)
+    most = np.maximum(np.abs(good).max(-1, keepdims=True), np.finfo(np.float64).tiny)  # no overflow below
+    scaled = good / most
+    spread = scaled.std(-1, keepdims=True)
+    heat = (scaled - scaled.max(-1, keepdims=True)) / np.where(spread > 1e-12, spread, 1.0)
     raised = np.exp(heat)
-    weights: Weights = raised / raised.sum()
+    weights: Weights = raised / raised.sum(-1, keepdims=True)
     return weights
 
 
 def best_weights(metrics: Sequence[float], mode: Mode = "max") -> Weights:
     """Return weight 1 for the best donor (the last of equals), 0 for the others."""
-    good = [goodness(metric, mode) for metric in metrics]
-    weights = np.zeros(len(good))
-    if good:
+    return _best(np.asarray([goodness(metric, mode) for metric in metrics], dtype=np.float64))
+
+
+def _best(good: Weights) -> Weights:
+    """Return such weights along the last axis."""
+    weights = np.zeros(good.shape)
+    if good.size:
         # The last of equals: the lower rank is the first to be replaced, so donors are taken from the other end.
-        weights[max(range(len(good)), key=lambda index: (good[index], index))] = 1
+        place = good.shape[-1] - 1 - good[..., ::-1].argmax(-1, keepdims=True)
+        np.put_along_axis(weights, place, 1.0, -1)
     return weights
 
 
@@ -82,6 +98,22 @@ def weights_for(strategy: str, metrics: Sequence[float], mode: Mode = "max") -> 
     if strategy == "best_only":
         return best_weights(metrics, mode)
     return np.empty(0)
+
+
+def weights_in_rows(strategy: str, metrics: Weights, mode: Mode = "max") -> Weights:
+    """Return `weights_for` of many sets of donors at once.
+
+    Args:
+        strategy: "mean", "weighted_mean" or "best_only".
+        metrics: of the donors, all finite, float64 (sets, donors).
+        mode: "max" if higher metrics are better, else "min".
+
+    Returns:
+        Weights of the same shape.
+    """
+    if strategy == "mean":
+        return np.full(metrics.shape, 1 / max(metrics.shape[-1], 1))
+    return (_softmax if strategy == "weighted_mean" else _best)(goodness_of(metrics, mode))
 
 
 def check_strategy(strategy: str) -> str:
@@ -163,6 +195,24 @@ class Uniform(DonorRule):
             return ranks
         return sorted(int(chosen) for chosen in rng.choice(ranks, wanted, replace=False))
 
+    def columns(self, metrics: Weights, replaced: int, rng: np.random.Generator) -> Places:
+        """Choose the donors of many replaced ranks, with the draws that as many calls would make.
+
+        Args:
+            metrics: of the candidates, by rank, all finite, float64 (candidates,).
+            replaced: how many ranks are replaced.
+            rng: for what is drawn.
+
+        Returns:
+            Places among the candidates, rising in each row, int64 (replaced, donors).
+        """
+        wanted = how_many(self.count, len(metrics))
+        if wanted == len(metrics):
+            return np.tile(np.arange(wanted), (replaced, 1))
+        # `choice` draws places, whatever it is given to choose from.
+        drawn = [rng.choice(len(metrics), wanted, replace=False) for _ in range(replaced)]
+        return np.sort(np.asarray(drawn, np.int64).reshape(replaced, wanted), axis=1)
+
 
 @dataclass(frozen=True, slots=True)
 class Best(DonorRule):
@@ -186,6 +236,22 @@ class Best(DonorRule):
     def __call__(self, rank: int, candidates: Sequence[Report], rng: np.random.Generator) -> list[int]:
         order = worst_first(candidates, self.mode)
         return sorted(report.rank for report in order[len(order) - how_many(self.count, len(order)) :])
+
+    def columns(self, metrics: Weights, replaced: int, rng: np.random.Generator) -> Places:
+        """Choose the donors of many replaced ranks: see `Uniform.columns`.
+
+        Args:
+            metrics: of the candidates, by rank, all finite, float64 (candidates,).
+            replaced: how many ranks are replaced.
+            rng: for what is drawn: nothing.
+
+        Returns:
+            Places among the candidates, rising in each row, int64 (replaced, donors).
+        """
+        # All but the worst ones are the best: so ties fall as in `worst_first`.
+        wanted = how_many(self.count, len(metrics))
+        best = np.flatnonzero(~worst_of(goodness_of(metrics, self.mode), len(metrics) - wanted))
+        return np.tile(best, (replaced, 1))
 
 
 @dataclass(frozen=True, slots=True)

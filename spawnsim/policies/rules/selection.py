@@ -5,6 +5,9 @@ reports given (the group), and at least one rank is always left to donate. Where
 (`ReportTable`, `ReportRounds`), a rank is judged at one iteration, beside what the others reported at the same one or
 nearest to it: metrics rise or fall for all while training goes on, and a rank that compared its newest report with
 older ones of the others would find itself too good, or too bad.
+
+The named selections exist twice, side by side: of reports, and (`columns`) of all ranks' metrics as one array, for runs
+of a million ranks in which an object a report would be the cost. Both choose the same ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError, UsageError
 
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 Mode = Literal["max", "min"]
 NanPolicy = Literal["worst", "exclude", "raise"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -54,6 +59,11 @@ def goodness(metric: float, mode: Mode = "max") -> float:
     if not math.isfinite(metric):
         return -math.inf
     return metric if mode == "max" else -metric
+
+
+def goodness_of(metrics: Floats, mode: Mode = "max") -> Floats:
+    """Return `goodness` of each metric of an array."""
+    return np.where(np.isfinite(metrics), metrics if mode == "max" else -metrics, -np.inf)
 
 
 def worst_first(reports: Iterable[Report], mode: Mode = "max") -> list[Report]:
@@ -101,6 +111,25 @@ def spare_the_best(replaced: Iterable[int], reports: Sequence[Report], mode: Mod
     return chosen
 
 
+def worst_of(good: Floats, count: int) -> Mask:
+    """Return which `count` places hold the least goodness; of equal ones the lowest places."""
+    chosen = np.zeros(len(good), np.bool_)
+    if count:
+        # One partition and a look at the ties, not a sort: a tenth of its price at a million.
+        last = np.partition(good, count - 1)[count - 1]
+        chosen[:] = good < last
+        chosen[np.flatnonzero(good == last)[: count - int(chosen.sum())]] = True
+    return chosen
+
+
+def with_one_left(chosen: Mask, good: Floats) -> Mask:
+    """Return `chosen` without the best place (the last of equals) if it would leave none."""
+    if chosen.size and chosen.all():
+        chosen = chosen.copy()
+        chosen[len(good) - 1 - int(good[::-1].argmax())] = False
+    return chosen
+
+
 @dataclass(frozen=True, slots=True)
 class WorstRatio(Selection):
     """Replace the worst `ratio` of the ranks that reported.
@@ -131,6 +160,21 @@ class WorstRatio(Selection):
         order = worst_first(reports, self.mode)
         return frozenset(report.rank for report in order[: worst_count(len(order), self.ratio)])
 
+    def columns(self, metrics: Floats, expired: Mask) -> Mask:
+        """Select by columns.
+
+        Args:
+            metrics: of the ranks that take part, by rank, float64 (ranks,).
+            expired: whose age has run out, bool (ranks,).
+
+        Returns:
+            Which of them to replace, bool (ranks,).
+        """
+        good = goodness_of(metrics, self.mode)
+        if self.threshold is not None and not _behind(good, self.threshold, self.mode).any():
+            return np.zeros(len(good), np.bool_)
+        return worst_of(good, worst_count(len(good), self.ratio))
+
 
 @dataclass(frozen=True, slots=True)
 class Threshold(Selection):
@@ -155,6 +199,19 @@ class Threshold(Selection):
         chosen = {report.rank for report in reports if behind(report.metric, self.threshold, self.mode)}
         return spare_the_best(chosen, reports, self.mode)
 
+    def columns(self, metrics: Floats, expired: Mask) -> Mask:
+        """Select by columns: see `WorstRatio.columns`.
+
+        Args:
+            metrics: of the ranks that take part, by rank, float64 (ranks,).
+            expired: whose age has run out, bool (ranks,).
+
+        Returns:
+            Which of them to replace, bool (ranks,).
+        """
+        good = goodness_of(metrics, self.mode)
+        return with_one_left(_behind(good, self.threshold, self.mode), good)
+
 
 @dataclass(frozen=True, slots=True)
 class Expired(Selection):
@@ -168,6 +225,18 @@ class Expired(Selection):
 
     def __call__(self, reports: Sequence[Report]) -> frozenset[int]:
         return spare_the_best({report.rank for report in reports if report.expired}, reports, self.mode)
+
+    def columns(self, metrics: Floats, expired: Mask) -> Mask:
+        """Select by columns: see `WorstRatio.columns`.
+
+        Args:
+            metrics: of the ranks that take part, by rank, float64 (ranks,).
+            expired: whose age has run out, bool (ranks,).
+
+        Returns:
+            Which of them to replace, bool (ranks,).
+        """
+        return with_one_left(expired, goodness_of(metrics, self.mode))
 
 
 def selection_for(replacement_mode: str, *, ratio: float, threshold: float | None, mode: Mode) -> Selection:
@@ -210,6 +279,13 @@ def behind(metric: float, threshold: float, mode: Mode = "max") -> bool:
     if not math.isfinite(threshold):
         return False
     return goodness(metric, mode) < goodness(threshold, mode)
+
+
+def _behind(good: Floats, threshold: float, mode: Mode) -> Mask:
+    """Return `behind` of each goodness."""
+    if not math.isfinite(threshold):
+        return np.zeros(len(good), np.bool_)
+    return good < goodness(threshold, mode)
 
 
 def check_ratio(ratio: float) -> float:

@@ -65,12 +65,13 @@ class Evaluation:
         self.network, self.ranks = network, ranks
         self.gamma = network.gamma_s_per_B
         self.known: dict[tuple[Pattern, float], Costs] = {}
+        self.wide: tuple[Ints, Floats, Floats, Floats, Floats] | None = None  # see `narrow`
         self.messages, self.nbytes = 0, 0.0
 
     @property
     def alike(self) -> bool:
         """Whether one number stands for all ranks."""
-        return len(self.clock) < self.size
+        return len(self.clock) == 1 < self.size
 
     def tell_apart(self) -> None:
         """Give each rank numbers of its own from here on."""
@@ -100,7 +101,7 @@ class Evaluation:
         """Let all ranks of a lane send. Returns when their messages arrive."""
         # The arithmetic of `wire.send`, rank by rank the same to the last bit where nothing is contended: begin when
         # the clock and the NIC are both free, keep the NIC for inject_s, arrive after flight_s.
-        who = pattern.senders
+        who = pattern.senders if self.wide is None else slice(None)
         begin: Floats = np.maximum(self.clock[who], self.out_free[who])
         left = self.out_free[who] = begin + costs.inject_s
         if self.stays is not self.out_free:
@@ -116,6 +117,8 @@ class Evaluation:
         # rule of `completion.ReceivingNic`, so that collectives and messages agree, and it needs no event. Costs and
         # arrivals stand in the order of senders; `turn` brings them into that of receivers.
         who, turn = pattern.takers, None if self.alike else pattern.turn
+        if self.wide is not None:
+            who, turn = slice(None), pattern.among_senders
         busy_s, drain_s = costs.receive_s + work_s, costs.drain_s
         if turn is not None:
             arrival = arrival[turn]
@@ -189,6 +192,35 @@ class Evaluation:
         for (pattern, nbytes, costs), arrival in zip(asked, arrivals, strict=True):
             self.take(pattern, costs, arrival, np.multiply(nbytes, gamma))
 
+    def narrow(self, ranks: Ints) -> None:
+        """Keep the vectors of these ranks alone, until `widen`: rounds among them need no gathering and scattering."""
+        self.tell_apart()
+        one = self.stays is self.out_free
+        self.wide = (ranks, self.clock, self.out_free, self.stays, self.in_free)
+        self.clock, self.out_free, self.in_free = self.clock[ranks], self.out_free[ranks], self.in_free[ranks]
+        self.stays = self.out_free if one else self.stays[ranks]
+
+    def widen(self) -> None:
+        """Have the vectors of all ranks again."""
+        if self.wide is None:
+            return
+        ranks, clock, out_free, stays, in_free = self.wide
+        clock[ranks], out_free[ranks], in_free[ranks] = self.clock, self.out_free, self.in_free
+        if stays is not out_free:
+            stays[ranks] = self.stays
+        self.clock, self.out_free, self.stays, self.in_free = clock, out_free, stays, in_free
+        self.wide = None
+
+    def among(self, lanes: tuple[Lane, ...]) -> None:
+        """Have the vectors of those ranks alone that a round is among, if it is; else of all."""
+        # Where P is no power of two, recursive doubling and halving go on among one and the same set of ranks.
+        closed = len(lanes) == 1 and lanes[0].pattern.among_senders is not None
+        ranks = lanes[0].pattern.source if closed else None
+        if self.wide is not None and ranks is not self.wide[0]:
+            self.widen()
+        if self.wide is None and ranks is not None:
+            self.narrow(ranks)
+
     def finish(self) -> Finish:
         """Return how it ended, when all rounds have gone by."""
         self.tell_apart()
@@ -223,7 +255,10 @@ def run(
     for each in schedule.rounds:
         gamma = evaluation.gamma if each.reduces else 0.0
         if each.star is not None:
+            evaluation.widen()
             evaluation.star(each.star, amounts, gamma)
         else:
+            evaluation.among(each.lanes)
             evaluation.round(each.lanes, amounts, gamma)
+    evaluation.widen()
     return evaluation.finish()

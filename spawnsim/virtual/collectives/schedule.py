@@ -40,17 +40,28 @@ class Pattern:
     @cached_property
     def senders(self) -> Ints | slice:
         """Index of the senders into an array over all ranks."""
-        return slice(None) if self.whole else self.source
+        return slice(None) if self.whole else _evenly(self.source)
 
     @cached_property
     def takers(self) -> Ints | slice:
         """Index of the receivers, in the order of `turn`."""
-        return slice(None) if self.whole else self.dest
+        return slice(None) if self.whole else _evenly(self.dest)
 
     @cached_property
     def turn(self) -> Ints | None:
         """How to bring messages from the order of senders into that of `takers`; None if it is the same."""
         return np.argsort(self.dest) if self.whole and self._turn is None else self._turn
+
+    @cached_property
+    def among_senders(self) -> Ints | None:
+        """How to bring messages from the order of senders into that of receivers, where these are the same ranks.
+
+        None where they are not the same, not in rising order, or all ranks, which `turn` serves.
+        """
+        if self.whole or len(self.source) < 2:
+            return None
+        turn = np.argsort(self.dest)
+        return turn if np.array_equal(self.dest[turn], self.source) else None
 
     @cached_property
     def message_to(self) -> dict[int, int]:
@@ -61,6 +72,15 @@ class Pattern:
     def message_from(self) -> dict[int, int]:
         """Sender -> index of its message."""
         return {int(rank): i for i, rank in enumerate(self.source)}
+
+
+def _evenly(ranks: Ints) -> Ints | slice:
+    """Return evenly spaced ranks, as binomial trees have them, as a slice: no gathering, a third of the time."""
+    if len(ranks) < 2:
+        return ranks
+    first, step = int(ranks[0]), int(ranks[1] - ranks[0])
+    even = step > 0 and bool((np.diff(ranks) == step).all())
+    return slice(first, first + (len(ranks) - 1) * step + 1, step) if even else ranks
 
 
 class Lane(NamedTuple):

@@ -187,15 +187,19 @@ class ComputeModel:
         key = StreamKey(seed, rank, "compute.base")
         return Durations(self.base, key, tuple(self._open_stragglers(seed, rank))).take
 
-    def _open_stragglers(self, seed: int, rank: int) -> Iterator[Stretch]:
-        """Open each straggler with a stream of its own, also when one kind comes twice."""
+    def causes(self) -> Iterator[tuple[Straggler, str]]:
+        """Yield each straggler, in the order in which they stretch a block, with the purpose of its random streams."""
         # Streams are named by kind and number, not by place: to add another kind of straggler leaves all draws as they
         # were, so two runs differ by what was added and not by luck.
         seen: Counter[str] = Counter()
         for straggler in sorted(self.stragglers, key=lambda straggler: straggler.follows_clock):
             kind = type(straggler).__name__.lower()
-            yield straggler.open(StreamKey(seed, rank, f"compute.{kind}.{seen[kind]}"))
+            yield straggler, f"compute.{kind}.{seen[kind]}"
             seen[kind] += 1
+
+    def _open_stragglers(self, seed: int, rank: int) -> Iterator[Stretch]:
+        """Open each straggler with a stream of its own, also when one kind comes twice."""
+        return (straggler.open(StreamKey(seed, rank, purpose)) for straggler, purpose in self.causes())
 
 
 class Durations:

@@ -1,0 +1,127 @@
+"""What a round over columns costs: `python benchmarks/columnar.py [--most RANKS] [--rounds N] [--ordinary]`.
+
+Processor seconds a round, median of the rounds after the first, and nanoseconds a rank and round, from 100 ranks on,
+with the peak of memory. Each round all ranks compute (lognormal, persistent stragglers), report, and 1 in 100 is
+replaced by the mean of 8 donors; or all average 100 MB. Beside it the floor: one draw and one selection of as many
+numbers. With `--ordinary` also the same averaging on ordinary virtual ranks, at 1,000. The numbers of messages are
+asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from spawnsim import columnar
+from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, SpawnPolicy
+from spawnsim.policies.rules.selection import worst_of
+
+SIZES = (100, 1000, 10_000, 100_000, 1_000_000, 2_400_000)
+STRAGGLERS = "lognormal:0.3+slow:0.02,5"
+NBYTES, RATIO, DONORS = 100_000_000, 0.01, 8
+
+
+def policy(name: str) -> SpawnPolicy:
+    if name == "average":
+        return AverageAllPolicy(1)
+    return AsyncSelectiveAveragingPolicy(None, 1, RATIO, averaging_strategy="mean", donors=DONORS)
+
+
+def messages(name: str, ranks: int) -> int:
+    """Return how many messages a round takes after the first: of collectives as their algorithms have them."""
+    core = 1 << (ranks.bit_length() - 1)
+    steps, folded = core * (core.bit_length() - 1), 2 * (ranks - core)
+    if name == "average":  # a digest where the mean of equal models could differ, and the models
+        return (steps + folded if ranks != core else 0) + 2 * steps + folded
+    replaced = max(1, int(ranks * RATIO + 1e-9))
+    return 2 * (ranks - 1) + 2 * DONORS * replaced
+
+
+def measured(name: str, ranks: int, rounds: int) -> float:
+    """Return the median of a round's processor seconds; the first round is not counted."""
+    marks: list[float] = []
+    sent: list[int] = []
+
+    def on_round(told: columnar.Round) -> None:
+        marks.append(time.process_time())
+        sent.append(told.messages)
+
+    columnar.run(
+        policy(name), ranks=ranks, iterations=rounds + 1, model_nbytes=NBYTES, stragglers=STRAGGLERS, streams="bulk",
+        on_round=on_round,
+    )  # fmt: skip
+    assert sent[1:] == [messages(name, ranks)] * rounds, (name, ranks, sent[:3], messages(name, ranks))
+    return statistics.median(np.diff(marks))
+
+
+def floor(ranks: int) -> float:
+    """Return the processor seconds of what no round can do without: a draw for each rank, and finding the worst."""
+    rng, seconds = np.random.default_rng(0), []
+    for _ in range(5):
+        began = time.process_time()
+        worst_of(rng.lognormal(0.0, 0.3, ranks), max(1, ranks // 100))
+        seconds.append(time.process_time() - began)
+    return statistics.median(seconds)
+
+
+def ordinary(ranks: int, rounds: int) -> float:
+    """Return the processor seconds of a round of averaging on ordinary virtual ranks, with models of 8 numbers."""
+    import torch
+
+    import spawnsim
+
+    def main(comm: spawnsim.Comm) -> None:
+        averaging, model = AverageAllPolicy(1), torch.nn.Linear(8, 1, bias=False)
+        torch.nn.init.constant_(model.weight, comm.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for iteration in range(rounds):
+            with comm.compute():
+                pass
+            averaging(iteration, model, optimizer, None, comm)
+
+    began = time.process_time()
+    spawnsim.run(main, ranks=ranks, stragglers=STRAGGLERS)
+    return (time.process_time() - began) / rounds
+
+
+def one(name: str, ranks: int, rounds: int) -> str:
+    """Return a line of the table, measured in a process of its own, so that the peak of memory is its own."""
+    command = [sys.executable, __file__, "--one", name, str(ranks), "--rounds", str(rounds)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--most", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ordinary", action="store_true")
+    parser.add_argument("--one", nargs=2, metavar=("POLICY", "RANKS"))
+    options = parser.parse_args()
+    if options.one:
+        name, ranks = options.one[0], int(options.one[1])
+        seconds = measured(name, ranks, options.rounds)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        low = floor(ranks)
+        per_rank = seconds / ranks * 1e9
+        print(
+            f"{name:9} {ranks:>9,} {seconds:10.4f} {per_rank:9.0f} {low:10.4f} {seconds / low:6.1f} {peak:6.2f}"
+        )
+        return
+    print(
+        f"{'policy':9} {'ranks':>9} {'s a round':>10} {'ns a rank':>9} {'floor, s':>10} {'ratio':>6} {'GB':>6}"
+    )
+    for ranks in (size for size in SIZES if size <= options.most):
+        for name in ("selective", "average"):
+            print(one(name, ranks, options.rounds), flush=True)
+    if options.ordinary:
+        print(f"averaging, 1,000 ordinary virtual ranks: {ordinary(1000, 20):.4f} s a round")
+
+
+if __name__ == "__main__":
+    main()

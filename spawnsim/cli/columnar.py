@@ -1,0 +1,141 @@
+"""`spawnsim columnar POLICY`: timing and decisions of a policy on very many ranks, as rows of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from spawnsim import columnar, units
+from spawnsim.cli.run import print_notes, print_totals
+from spawnsim.columnar.durations import STREAMS
+from spawnsim.columnar.running import SAMPLE
+from spawnsim.errors import ParameterError
+from spawnsim.options import Parser, parameters
+from spawnsim.run.process_setup import stoppable
+
+if TYPE_CHECKING:
+    from spawnsim.policies import SpawnPolicy
+
+POLICIES = ("average", "selective")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the subcommand."""
+    options = parser().parse_args(argv)
+    policy = made(options.policy, parameters(options.set))
+    with stoppable():
+        run = columnar.run(
+            policy,
+            ranks=options.ranks,
+            iterations=options.iterations,
+            model_nbytes=units.nbytes(options.model),
+            quality=_called(columnar.RandomWalk, parameters(options.quality)),
+            platform=options.platform,
+            stragglers=options.straggler,
+            faults=options.faults,
+            mtbf_s=None if options.mtbf is None else units.seconds(options.mtbf),
+            detection_s=units.seconds(options.detection),
+            seed=options.seed,
+            compute=options.compute,
+            streams=options.streams,
+            sample=options.sample,
+            out=options.out,
+            overwrite=options.overwrite,
+        )
+    if not options.quiet:
+        print_notes(run.what)
+    print_totals(run, as_json=options.json, quiet=options.quiet, out=options.out)
+    return 0
+
+
+def made(name: str, given: dict[str, Any]) -> SpawnPolicy:
+    """Return the policy of a name.
+
+    Args:
+        name: one of `POLICIES`.
+        given: parameters of its class.
+
+    Returns:
+        The policy that an ordinary program would make.
+
+    Raises:
+        ParameterError: its class has no such parameter.
+    """
+    from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy
+
+    if name == "average":
+        average: SpawnPolicy = _called(AverageAllPolicy, {"average_every": 1} | given)
+        return average
+    selective: SpawnPolicy = _called(
+        AsyncSelectiveAveragingPolicy, {"model_builder": None, "average_every": 1} | given
+    )
+    return selective
+
+
+def _called(kind: Any, given: dict[str, Any]) -> Any:
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise ParameterError(f"{kind.__name__}: {error}") from error
+
+
+def parser() -> Parser:
+    """Return the options of `spawnsim columnar`.
+
+    Returns:
+        The parser.
+    """
+    parser = Parser(
+        prog="spawnsim columnar",
+        description="Timing and decisions of a policy on up to millions of ranks, each a row of arrays: no models, no "
+        "program, all ranks meet where the policy is due. docs/columnar.md says what it can and cannot run.",
+    )
+    add = parser.add_argument
+    add("policy", choices=POLICIES, help="AverageAllPolicy, or AsyncSelectiveAveragingPolicy in lockstep")
+    add("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks")
+    add("--iterations", type=int, default=100, metavar="N", help="default: 100")
+    add("--model", default="100 MB", metavar="BYTES", help="one model as it travels; default: 100 MB")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter of the policy; again for more",
+    )
+    add(
+        "--quality",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of the random walk of the metric: spread, gain, drift",
+    )
+    add("--platform", metavar="NAME|FILE", help="default: as of `spawnsim run`")
+    add("--straggler", metavar="KIND", help="such as lognormal:0.3+slow:0.02,5")
+    add("--faults", metavar="PLAN", help="crashes, pauses and slow-downs, such as crash:17@3.5s")
+    add("--mtbf", metavar="TIME", help="mean time between failures of one rank, such as 50000h")
+    add(
+        "--detection",
+        default="0s",
+        metavar="TIME",
+        help="how long the others wait where a death is noticed; default: 0s",
+    )
+    add("--compute", metavar="TIME", help="of an iteration, such as 10ms; default: the platform's")
+    add(
+        "--streams",
+        choices=STREAMS,
+        default="ranks",
+        help="draws of an ordinary run, or (bulk) for all ranks at once",
+    )
+    add(
+        "--sample",
+        type=int,
+        default=SAMPLE,
+        metavar="N",
+        help=f"ranks with rows and events; default: {SAMPLE}",
+    )
+    add("--seed", type=int, default=0, help="default: 0")
+    add("--out", metavar="DIR", help="run folder to write")
+    add("--overwrite", action="store_true", help="even if DIR holds a run")
+    add("--json", action="store_true", help="print the totals as JSON")
+    add("-q", "--quiet", action="store_true", help="print nothing but errors")
+    return parser

@@ -1,0 +1,395 @@
+"""What ranks do together, over columns: the collectives of a group, and a policy's turn made of them.
+
+A turn takes all clocks from when the ranks come to when they go on, and says what was decided and sent. Which
+collectives a policy makes, and in which order, is written in its turn here; tests hold the times to the policy itself
+(averaging) or to a program that makes the same calls (selective replacement in lockstep).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from spawnsim import random
+from spawnsim.columnar.decisions import Decision, Mask, Reports, check_rules, decide
+from spawnsim.columnar.durations import Streams
+from spawnsim.columnar.transfers import Cards, exchange
+from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, SpawnPolicy
+from spawnsim.policies.exchange.coordinator import ExchangeOptions
+from spawnsim.policies.exchange.messages import HEADER_NBYTES
+from spawnsim.policies.rules.donors import how_many
+from spawnsim.virtual.collectives import Timing
+from spawnsim.virtual.collectives.catalogue import CallSize
+from spawnsim.virtual.faults import FaultPlan
+from spawnsim.virtual.network.cost import Floats, Ints
+from spawnsim.virtual.platform import Platform
+
+# Algorithms with a step for each rank: a million steps of a million ranks are more than anybody waits for.
+STEPWISE = ("ring", "pairwise", "linear", "chain", "scatter_ring")
+MOST_STEPS = 32_768
+DIGEST_NBYTES = 16  # what averaging ranks compare before they sum: a checksum and its complement
+
+
+@dataclass
+class Traffic:
+    """What has been sent.
+
+    Attributes:
+        messages: how many messages.
+        nbytes: their bytes.
+    """
+
+    messages: int = 0
+    nbytes: int = 0
+
+
+@dataclass
+class Group:
+    """The ranks that are alive, their clocks, and what they send.
+
+    Args:
+        ranks: how many there are in the world.
+        platform: network and algorithms.
+        plan: faults, for its pauses.
+    """
+
+    ranks: int
+    platform: Platform
+    plan: FaultPlan = field(default_factory=FaultPlan)
+    members: Ints | None = None
+    """World ranks of those alive, rising; None: all."""
+    cards: Cards = field(init=False)
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def __post_init__(self) -> None:
+        self.cards = Cards(np.zeros(self.ranks), np.full(self.ranks, -np.inf))
+        self._timing = Timing(self.platform.network, self.platform.collectives)
+
+    @property
+    def size(self) -> int:
+        """How many are alive."""
+        return self.ranks if self.members is None else len(self.members)
+
+    @property
+    def at(self) -> Ints | slice:
+        """Index of those alive into columns over all ranks."""
+        return slice(None) if self.members is None else self.members
+
+    def world(self) -> Ints:
+        """Return the world ranks of those alive, rising.
+
+        Returns:
+            int64 (size,).
+        """
+        return np.arange(self.ranks) if self.members is None else self.members
+
+    def feasible(self, operation: str, nbytes: int) -> bool:
+        """Return whether the algorithm for a call has few enough steps to be gone through.
+
+        Args:
+            operation: name of the collective.
+            nbytes: as for `meet`.
+
+        Returns:
+            Whether `meet` would not refuse.
+        """
+        return self.size <= MOST_STEPS or self._algorithm(operation, nbytes).split(":")[-1] not in STEPWISE
+
+    def _algorithm(self, operation: str, nbytes: int) -> str:
+        return self.platform.collectives.algorithm(operation, CallSize(self.size, nbytes))
+
+    def meet(self, operation: str, nbytes: int, root: int = 0) -> None:
+        """Let all who are alive make one collective call.
+
+        Args:
+            operation: such as "allreduce".
+            nbytes: of the vector, or of a rank's block.
+            root: its rank in the group.
+
+        Raises:
+            UnsupportedError: the algorithm takes a step for each of very many ranks.
+        """
+        if self.size == 1:
+            return
+        if not self.feasible(operation, nbytes):
+            algorithm = self._algorithm(operation, nbytes)
+            raise UnsupportedError(
+                f"columnar: {operation} of {nbytes:,} bytes would run as {algorithm!r}, a step for each of "
+                f"{self.size:,} ranks: name another algorithm in the platform's [collectives], such as {operation} = "
+                f'"{_OTHERS.get(operation, "binomial")}"'
+            )
+        at, cards = self.at, self.cards
+        arrivals, free = cards.clock[at], cards.out_free[at]
+        busy = free > arrivals
+        out_free = np.where(busy, free, -np.inf) if busy.any() else None
+        found = self._timing.finish(operation, arrivals, nbytes, root, ranks=self.members, out_free=out_free)
+        cards.clock[at] = found.times
+        if out_free is not None:  # else no NIC is busy after its rank has left
+            cards.out_free[at] = np.maximum(free, found.out_free)
+        self.traffic.messages += found.messages
+        self.traffic.nbytes += found.nbytes
+        self.wake()
+
+    def wake(self) -> None:
+        """Let those who would go on while they are paused go on when they wake."""
+        clock = self.cards.clock
+        for rank in sorted(self.plan.paused):
+            clock[rank] = self.plan.awake_s(rank, float(clock[rank]))
+
+
+_OTHERS = {"allreduce": "rabenseifner", "allgather": "bruck"}
+
+
+class Turn(ABC):
+    """A policy's turn over columns.
+
+    Args:
+        policy: whose.
+        group: the ranks.
+        nbytes: of one model on the wire.
+    """
+
+    needs_metrics = True
+
+    def __init__(self, policy: SpawnPolicy, group: Group, nbytes: int) -> None:
+        self.cadence, self.group, self.nbytes = policy.cadence, group, nbytes
+        self.notes: dict[str, None] = {}  # what the user should know; a dict for its order
+
+    def tick(self) -> None:  # noqa: B027  most policies do nothing in a call that is not their turn
+        """Note that all ranks have called the policy once more."""
+
+    @abstractmethod
+    def act(self, iteration: int, metrics: Floats | None, quality: Floats | None) -> Decision | None:
+        """Take the turn of an iteration: moves clocks, and changes `quality`.
+
+        Args:
+            iteration: of all ranks.
+            metrics: of all ranks, by world rank; None: not known.
+            quality: of all ranks' models, changed in place; None: not followed.
+
+        Returns:
+            What was decided; None where nothing is.
+        """
+
+
+class AveragingTurn(Turn):
+    """`AverageAllPolicy`: the calls of `GroupMean` where a death can be survived, as on virtual ranks."""
+
+    needs_metrics = False
+
+    def __init__(self, policy: AverageAllPolicy, group: Group, nbytes: int) -> None:
+        super().__init__(policy, group, nbytes)
+        self._momentum, self._guard = policy.momentum, policy.guard
+        self._agreed = 0  # ranks of the group that has agreed on the layout of its models
+
+    def act(self, iteration: int, metrics: Floats | None, quality: Floats | None) -> Decision | None:
+        group = self.group
+        if self._agreed != group.size:
+            self._agree()
+        values = None if quality is None else quality[group.at]
+        # Where the mean of equal models could be another number, ranks compare first: three digests if they agree.
+        if group.size & (group.size - 1):
+            same = values is not None and bool((values == values[0]).all())
+            for _ in range(3 if same else 1):
+                group.meet("allreduce", DIGEST_NBYTES)
+            if same:
+                return None
+        group.meet("allreduce", self.nbytes)
+        if quality is not None and values is not None and group.size > 1:
+            counted = values[np.isfinite(values)] if self._guard else values
+            mean = counted.mean() if counted.size else np.nan
+            quality[group.at] = mean + self._momentum * np.where(
+                np.isfinite(values - mean), values - mean, 0.0
+            )
+        return None
+
+    def _agree(self) -> None:
+        """Let a new group compare the layouts of its models, once."""
+        self._agreed = self.group.size
+        if self.group.feasible("allgather", DIGEST_NBYTES):
+            self.group.meet("allgather", DIGEST_NBYTES)
+        else:
+            self.notes[
+                f"the first averaging of {self.group.size:,} ranks compares layouts in an Allgather, which takes a "
+                'step for each rank: it is left out of the times; allgather = "bruck" in [collectives] takes it in'
+            ] = None
+
+
+class SelectiveTurn(Turn):
+    """`AsyncSelectiveAveragingPolicy` in lockstep: gathered, decided, scattered, asked for, given.
+
+    Each rank gives its report to the coordinator (`Gather`, 64 bytes), which decides and tells each how many ranks will
+    ask it, and which donors it is to ask, with their weights (`Scatter`, 8 + 16 for each donor that a rank may have).
+    Then models move (`transfers.exchange`). Ranks that neither ask nor are asked go on at once.
+    """
+
+    def __init__(
+        self, policy: AsyncSelectiveAveragingPolicy, group: Group, nbytes: int, *, seed: int, streams: Streams
+    ) -> None:
+        super().__init__(policy, group, nbytes)
+        _check_selective(policy, group.platform)
+        self.rules, self._replacement = policy.rules, policy.replacement
+        self._cooldown, self._coordinator = policy._cooldown, policy.wiring.coordinator
+        self._last_trigger = -self._cooldown
+        self._seed, self._bulk = seed, streams == "bulk"
+        self._donors: dict[int, np.random.Generator] = {}
+        by_age = policy.replacement_mode == "age"
+        self._ages = Ages(policy.age_range, group.ranks, seed, bulk=self._bulk) if by_age else None
+        self._expired: Mask = np.zeros(group.ranks, np.bool_)
+
+    def tick(self) -> None:
+        if self._ages is not None:
+            self._expired = self._ages.tick()
+
+    def act(self, iteration: int, metrics: Floats | None, quality: Floats | None) -> Decision | None:
+        assert metrics is not None
+        group, world = self.group, self.group.world()
+        # In a smaller group, as recoveries leave it, the last rank coordinates.
+        leader = min(self._coordinator, group.size - 1)
+        group.meet("gather", HEADER_NBYTES, leader)
+        reports = Reports(world, metrics[group.at], self._expired[group.at])
+        decision = self._decide(iteration, reports, int(world[leader]))
+        group.meet(
+            "scatter", 8 + 16 * how_many(getattr(self.rules.donors, "count", None), group.size), leader
+        )
+        moved = exchange(group.cards, decision, group.platform.network, self.nbytes)
+        group.wake()
+        group.traffic.messages += moved.messages
+        group.traffic.nbytes += moved.nbytes
+        if quality is not None and len(decision.replaced):
+            self._hand_on(decision, quality)
+        if self._ages is not None:
+            self._ages.reset(decision.replaced)
+        return decision
+
+    def _decide(self, iteration: int, reports: Reports, leader: int) -> Decision:
+        if iteration - self._last_trigger < self._cooldown:
+            nobody = np.empty(0, np.int64)
+            return Decision(
+                iteration, len(reports.ranks), math.nan, math.nan, nobody, nobody, nobody, np.empty(0)
+            )
+        rng = self._donors.get(leader)
+        if rng is None:
+            rng = self._donors[leader] = random.generator(self._seed, leader, "donors")
+        decision = decide(iteration, reports, self.rules, rng, bulk=self._bulk)
+        if len(decision.replaced):
+            self._last_trigger = iteration
+        return decision
+
+    def _hand_on(self, decision: Decision, quality: Floats) -> None:
+        begins = np.cumsum(decision.counts) - decision.counts
+        mixed = np.add.reduceat(decision.weights * quality[decision.donors], begins)
+        momentum = self._replacement.momentum
+        own = quality[decision.replaced]
+        quality[decision.replaced] = mixed + momentum * (own - mixed) if momentum else mixed
+
+
+class Ages:
+    """The ages of all ranks: `rules.selection.Age` as columns.
+
+    Args:
+        age_range: lowest and highest age at which a rank is replaced.
+        ranks: how many.
+        seed: of the run.
+        bulk: whether ages are drawn for all ranks from one stream.
+    """
+
+    def __init__(self, age_range: tuple[int, int], ranks: int, seed: int, *, bulk: bool) -> None:
+        self._low, self._high = age_range
+        self._seed, self._bulk = seed, random.generator(seed, random.WORLD, "columnar.age") if bulk else None
+        self._streams: dict[int, np.random.Generator] = {}
+        self._age = np.zeros(ranks, np.int64)
+        self._most = self._drawn(np.arange(ranks), first=True)
+
+    def tick(self) -> Mask:
+        """Count one call of every rank.
+
+        Returns:
+            Whose age has run out, bool (ranks,).
+        """
+        expired: Mask = self._age >= self._most
+        self._age += ~expired
+        return expired
+
+    def reset(self, replaced: Ints) -> None:
+        """Let ranks begin anew.
+
+        Args:
+            replaced: who, int64.
+        """
+        self._age[replaced] = 0
+        self._most[replaced] = self._drawn(replaced, first=False)
+
+    def _drawn(self, ranks: Ints, *, first: bool) -> Ints:
+        if self._low == self._high or not len(ranks):
+            return np.full(len(ranks), self._low)
+        if self._bulk is not None:
+            return self._bulk.integers(self._low, self._high + 1, len(ranks))
+        if first:
+            streams = random.generators(self._seed, len(ranks), "age")
+            return np.asarray([stream.integers(self._low, self._high + 1) for stream in streams])
+        return np.asarray([self._next_of(rank) for rank in ranks.tolist()])
+
+    def _next_of(self, rank: int) -> int:
+        stream = self._streams.get(rank)
+        if stream is None:
+            # Kept from a rank's first replacement on: before that, its one draw is as well made again.
+            stream = self._streams[rank] = random.generator(self._seed, rank, "age")
+            stream.integers(self._low, self._high + 1)
+        return int(stream.integers(self._low, self._high + 1))
+
+
+def turn_of(policy: SpawnPolicy, group: Group, nbytes: int, *, seed: int, streams: Streams) -> Turn:
+    """Return the turn of a policy.
+
+    Args:
+        policy: whose.
+        group: the ranks.
+        nbytes: of one model on the wire.
+        seed: of the run.
+        streams: how donors and ages are drawn.
+
+    Returns:
+        Its turn over columns.
+
+    Raises:
+        UnsupportedError: the policy, or something in it, has no form over columns.
+        ParameterError: `nbytes` is not a whole number of at least 1.
+    """
+    if isinstance(nbytes, bool) or int(nbytes) != nbytes or nbytes < 1:
+        raise ParameterError(f"model_nbytes={nbytes!r}: give the bytes of one model, at least 1")
+    # By what acts and not by class: a subclass that acts otherwise is another policy.
+    act = getattr(type(policy), "act", None)
+    if isinstance(policy, AverageAllPolicy) and act is AverageAllPolicy.act:
+        return AveragingTurn(policy, group, int(nbytes))
+    if isinstance(policy, AsyncSelectiveAveragingPolicy) and act is AsyncSelectiveAveragingPolicy.act:
+        return SelectiveTurn(policy, group, int(nbytes), seed=seed, streams=streams)
+    raise UnsupportedError(
+        f"columnar: {type(policy).__name__} has no turn over columns (AverageAllPolicy and "
+        "AsyncSelectiveAveragingPolicy have): its ranks act each at its own time, or on messages. Run it on virtual "
+        "ranks: spawnsim.run(main, ranks=...)"
+    )
+
+
+def _check_selective(policy: AsyncSelectiveAveragingPolicy, platform: Platform) -> None:
+    """Raise `UnsupportedError` for what selective replacement in lockstep has not."""
+    check_rules(policy.rules)
+    plain, wiring = ExchangeOptions(), policy.wiring
+    refused = [
+        (policy.replacement.explore is not None, "explore", "there are no models to change"),
+        (policy.compression is not None, "compression", "give model_nbytes as they travel"),
+        (wiring.quorum != plain.quorum, "a quorum", "in lockstep each round waits for all reports"),
+        (wiring.deadline is not None, "a deadline", "in lockstep each round waits for all reports"),
+        (
+            platform.network.contention in ("fifo", "fair"),
+            f"contention = {platform.network.contention!r}",
+            'its order of messages needs events; choose "serial" or "none"',
+        ),
+    ]
+    for is_so, what, why in refused:
+        if is_so:
+            raise UnsupportedError(f"columnar: {type(policy).__name__} with {what} cannot run: {why}")

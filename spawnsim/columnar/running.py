@@ -1,0 +1,426 @@
+"""A run over columns: all ranks compute, then meet where the policy's cadence says so, to the last iteration.
+
+It keeps what a run folder holds: rows of a sample of ranks, an event "round" with aggregates over all of them, and an
+event "replacement" for each one, or "sampled_replacement" for those of the sample. All arrays of a round are given to
+whoever asks for them (`on_round`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spawnsim import random
+from spawnsim.columnar.decisions import Decision, Mask
+from spawnsim.columnar.durations import STREAMS, Durations, Streams
+from spawnsim.columnar.meetings import Group, Turn, turn_of
+from spawnsim.columnar.quality import Quality, RandomWalk
+from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.policies import AsyncSelectiveAveragingPolicy, SpawnPolicy
+from spawnsim.record import folder, manifest
+from spawnsim.record.recorder import Recorder, Table, document
+from spawnsim.run.result import TOTALS, Run
+from spawnsim.virtual.digest import checksum
+from spawnsim.virtual.faults import Crash, FaultPlan, Pause, SlowDown
+from spawnsim.virtual.network.cost import Floats, Ints
+from spawnsim.virtual.platform import load_platform
+
+if TYPE_CHECKING:
+    from spawnsim.virtual.compute import ComputeModel
+    from spawnsim.virtual.platform import Platform
+
+SAMPLE = 256  # ranks whose rows are kept
+
+
+@dataclass(frozen=True)
+class Round:
+    """One turn of the policy; columns are over `members`.
+
+    Attributes:
+        iteration: of all ranks.
+        members: world ranks that took part, rising, int64 (members,).
+        entered_s: when each came, float64 (members,), seconds.
+        left_s: when each went on, float64 (members,), seconds.
+        metrics: what each reported, float64 (members,); None if nothing is followed.
+        decision: who was replaced by whom; None for averaging.
+        died: ranks that were found dead at this turn, int64.
+        messages: sent in it.
+        nbytes: their bytes.
+    """
+
+    iteration: int
+    members: Ints
+    entered_s: Floats
+    left_s: Floats
+    metrics: Floats | None
+    decision: Decision | None
+    died: Ints
+    messages: int
+    nbytes: int
+
+
+OnRound = Callable[[Round], None]
+
+
+@dataclass(frozen=True)
+class _Circumstances:
+    """Where the ranks run, as `run` is given it."""
+
+    ranks: int
+    iterations: int
+    model_nbytes: int
+    platform: Any
+    stragglers: Any
+    faults: Any
+    seed: int
+    compute: Any
+    streams: Streams
+    mtbf_s: float | None
+    detection_s: float
+    sample: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("ranks", 1), ("iterations", 1), ("seed", 0), ("sample", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ParameterError(f"{name}={value!r}: give an integer of at least {least}")
+        if self.streams not in STREAMS:
+            raise ParameterError(f"streams={self.streams!r}: choose one of {', '.join(STREAMS)}")
+        if self.mtbf_s is not None and not self.mtbf_s > 0:
+            raise ParameterError(f"mtbf_s={self.mtbf_s!r}: give seconds above 0, of one rank")
+        if not self.detection_s >= 0:
+            raise ParameterError(f"detection_s={self.detection_s!r}: give seconds of at least 0")
+
+    def parts(self) -> tuple[Platform, FaultPlan, ComputeModel]:
+        platform = load_platform(self.platform)
+        platform.check(self.ranks)
+        plan = FaultPlan.parse(self.faults, seed=self.seed)
+        plan.check(self.ranks)
+        other = [fault.kind for fault in plan.faults if not isinstance(fault, (Crash, Pause, SlowDown))]
+        if other:
+            raise UnsupportedError(
+                f"columnar: a fault of kind {other[0]!r} strikes single messages, or begins a program anew: crash, "
+                "pause and slow are what columns have; run it on virtual ranks"
+            )
+        return platform, plan, platform.compute_model(self.compute, self.stragglers)
+
+    def deaths_s(self, plan: FaultPlan) -> Floats:
+        """Return when each rank dies; inf: never."""
+        deaths_s = np.full(self.ranks, np.inf)
+        if self.mtbf_s is not None:
+            stream = random.generator(self.seed, random.WORLD, "columnar.deaths")
+            deaths_s = self.mtbf_s * stream.standard_exponential(self.ranks)
+        for fault in plan.faults:
+            if isinstance(fault, Crash):
+                deaths_s[fault.rank] = min(deaths_s[fault.rank], fault.at_s)
+        return deaths_s
+
+    def described(self) -> dict[str, Any]:
+        return {each.name: document(getattr(self, each.name)) for each in fields(self)}
+
+
+def run(
+    policy: SpawnPolicy,
+    *,
+    ranks: int,
+    iterations: int,
+    model_nbytes: int,
+    quality: Quality | None = None,
+    platform: Any = None,
+    stragglers: Any = None,
+    faults: Any = None,
+    mtbf_s: float | None = None,
+    detection_s: float = 0.0,
+    seed: int = 0,
+    compute: Any = None,
+    streams: Streams = "ranks",
+    sample: int = SAMPLE,
+    on_round: OnRound | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+) -> Run:
+    """Run a policy over columns: timing and decisions of very many ranks, without models.
+
+    Each iteration every rank computes, and where the policy's cadence is due all that are alive take its turn together.
+    docs/columnar.md says which policies have a turn, and how it differs from the ordinary mode.
+
+    Args:
+        policy: as on virtual ranks, with the same parameters; it is read, and stays as it is.
+        ranks: how many.
+        iterations: of each rank.
+        model_nbytes: bytes of one model as it travels.
+        quality: what stands for the models; None: `RandomWalk()`.
+        platform: name, TOML file or object; None is the default platform.
+        stragglers: such as "lognormal:0.3", or an object; None: the platform's.
+        faults: a fault plan of crashes, pauses and slow-downs; None: none.
+        mtbf_s: mean time between failures of one rank, in seconds: it dies for good at a random time; None: never.
+        detection_s: how long those alive wait, once all have come, where they find that somebody has died.
+        seed: of every random stream, at least 0.
+        compute: how long a rank computes in an iteration; None: what the platform says.
+        streams: "ranks": the draws of an ordinary run; "bulk": draws for all ranks at once, quicker at a million.
+        sample: how many ranks, evenly spread, have rows and replacement events in the run.
+        on_round: is given each round.
+        out: run folder to write.
+        overwrite: whether a run that `out` holds may be lost.
+
+    Returns:
+        Rows of the sample, events, and totals over all ranks; see `Run`.
+
+    Raises:
+        ParameterError: a parameter has no meaning; nothing ran.
+        UnsupportedError: the policy, a fault or a straggler has no form over columns.
+        UsageError: the policy's rules refuse what they are given.
+    """
+    where = _Circumstances(
+        ranks, iterations, model_nbytes, platform, stragglers, faults, seed, compute, streams, mtbf_s, detection_s,
+        sample,
+    )  # fmt: skip
+    place = None if out is None else folder.named(out)
+    if place is not None:
+        folder.require_free(place, overwrite=overwrite)
+    running = _Running(policy, quality if quality is not None else RandomWalk(), where, on_round)
+    found = running.go()
+    if place is not None:
+        found.save(place)
+    return found
+
+
+class _Running:
+    """A run while it lasts."""
+
+    def __init__(
+        self, policy: SpawnPolicy, quality: Quality, where: _Circumstances, on_round: OnRound | None
+    ) -> None:
+        platform, plan, model = where.parts()
+        self.policy, self.where, self.on_round, self.began_s = policy, where, on_round, time.perf_counter()
+        self.group = Group(where.ranks, platform, plan)
+        self.turn: Turn = turn_of(
+            policy, self.group, where.model_nbytes, seed=where.seed, streams=where.streams
+        )
+        self.durations = Durations(
+            model, plan, where.ranks, blocks=where.iterations, seed=where.seed, streams=where.streams
+        )
+        self.deaths_s = where.deaths_s(plan)
+        self.model, self.quality = quality, quality.begin(where.ranks, where.seed)
+        self.trained = 0  # iterations so far
+        self.left_s = np.zeros(where.ranks)  # the latest turn
+        self.kept = _Kept(where, policy)
+        self.blocks = self.replaced = 0
+        self.digest = hashlib.blake2b(digest_size=16)
+
+    def go(self) -> Run:
+        """Run to the end, or until nobody is left."""
+        for iteration in range(self.where.iterations):
+            clock = self.group.cards.clock
+            clock[:] = self.durations.ends(clock)
+            self.blocks += self.group.size
+            self.turn.tick()
+            if self.turn.cadence.due(iteration):
+                self._meet(iteration)
+            if not self.group.size:
+                break
+        else:
+            self._bury()
+            if self.group.size and self.kept.last != iteration:
+                self.kept.rows(iteration, self.group.cards.clock, self.left_s, None)
+        return self._run(iteration + 1)
+
+    def _bury(self) -> Ints:
+        """Take those out of the group who died before this time; return them."""
+        cards, at = self.group.cards, self.group.at
+        dead = self.deaths_s[at] <= cards.clock[at]
+        if not dead.any():
+            return np.empty(0, np.int64)
+        world = self.group.world()
+        died = world[dead]
+        cards.clock[died] = self.deaths_s[died]
+        self.group.members = world[~dead]
+        self.kept.died(died, self.deaths_s)
+        return died
+
+    def _meet(self, iteration: int) -> None:
+        group, cards = self.group, self.group.cards
+        died = self._bury()
+        if not group.size:
+            return
+        at = group.at
+        entered_s = cards.clock.copy()
+        if len(died) and self.where.detection_s:
+            cards.clock[at] = cards.clock[at].max() + self.where.detection_s
+        self.model.train(self.quality, self.trained, iteration + 1 - self.trained)
+        self.trained = iteration + 1
+        metrics = np.array(self.model.metric(self.quality, iteration), np.float64)
+        before = group.traffic.messages, group.traffic.nbytes
+        decision = self.turn.act(iteration, metrics, self.quality)
+        self.replaced += 0 if decision is None else len(decision.replaced)
+        told = Round(
+            iteration, group.world(), entered_s[at], cards.clock[at].copy(), metrics[at], decision, died,
+            group.traffic.messages - before[0], group.traffic.nbytes - before[1],
+        )  # fmt: skip
+        self.kept.round(told, self.left_s[at])
+        self.kept.rows(iteration, entered_s, self.left_s, (cards.clock, metrics, decision))
+        self.left_s[:] = cards.clock
+        parts = [cards.clock] if decision is None else [cards.clock, decision.replaced, decision.donors]
+        self.digest.update(str([checksum(part) for part in parts]).encode())
+        if self.on_round is not None:
+            self.on_round(told)
+
+    def _run(self, iterations: int) -> Run:
+        cards, traffic = self.group.cards, self.group.traffic
+        self.digest.update(str([checksum(cards.clock), checksum(self.quality)]).encode())
+        known = {
+            "ranks": self.where.ranks,
+            "iterations": iterations,
+            "virtual_seconds": float(cards.clock.max()),
+            "wall_seconds": time.perf_counter() - self.began_s,
+            "events": self.blocks,
+            "messages": traffic.messages,
+            "bytes": traffic.nbytes,
+            "replacements": self.replaced,
+            "digest": self.digest.hexdigest(),
+        }
+        table, recorder = self.kept.table(), self.kept.recorder
+        what = self._described()
+        return Run(what, table, recorder.events(), {name: known[name] for name in TOTALS})
+
+    def _described(self) -> dict[str, Any]:
+        plain = (bool, int, float, str, type(None))
+        own = {name: value for name, value in vars(self.policy).items() if not name.startswith("_")}
+        own = {name: value for name, value in own.items() if isinstance(value, plain)}
+        own["columns"] = f"rows of {len(self.kept.ranks):,} of {self.where.ranks:,} ranks"  # figures tell it
+        about: dict[str, Any] = {"file": None, "main": type(self.policy).__name__, "parameters": own}
+        about |= {"backend": "virtual", "columnar": True, "quality": document(self.model)}
+        about |= self.where.described() | {"notes": list(self.turn.notes), "reproducible": True, "leaks": []}
+        return about | {"versions": manifest.versions(), "made": manifest.made()}
+
+
+class _Kept:
+    """What a run keeps: rows of a sample of ranks, and events."""
+
+    def __init__(self, where: _Circumstances, policy: SpawnPolicy) -> None:
+        count = min(where.sample, where.ranks)
+        self.ranks: Ints = np.unique(np.linspace(0, where.ranks - 1, count).round().astype(np.int64))
+        self.recorder, self.last = Recorder(), -1
+        self._sampled: Mask = np.zeros(where.ranks, np.bool_)
+        self._sampled[self.ranks] = True
+        self._alive = np.ones(len(self.ranks), np.bool_)
+        self._nbytes = where.model_nbytes
+        self._columns: list[dict[str, np.ndarray[Any, Any]]] = []
+        # Figures of replacements show shares of all ranks: they must not take a sample for all there were.
+        self._kind = "replacement" if count == where.ranks else "sampled_replacement"
+        self._how = _how(policy)
+
+    def died(self, ranks: Ints, deaths_s: Floats) -> None:
+        """Note that ranks have died."""
+        for rank in ranks[self._sampled[ranks]].tolist():
+            self._alive[np.searchsorted(self.ranks, rank)] = False
+            self.recorder.event(rank, float(deaths_s[rank]), "crash", {})
+
+    def rows(
+        self, iteration: int, entered_s: Floats, since_s: Floats,
+        turn: tuple[Floats, Floats, Decision | None] | None,
+    ) -> None:  # fmt: skip
+        """Add a row of each rank of the sample that is alive."""
+        self.last, who = iteration, self.ranks[self._alive]
+        clock, metrics, decision = (entered_s, None, None) if turn is None else turn
+        replaced, donors = np.zeros(len(who), np.bool_), np.zeros(len(who), np.int64)
+        if decision is not None and len(decision.replaced):
+            place = np.minimum(np.searchsorted(decision.replaced, who), len(decision.replaced) - 1)
+            replaced = decision.replaced[place] == who
+            donors = np.where(replaced, decision.counts[place], 0)
+        self._columns.append(
+            {
+                "rank": who.astype(np.int32),
+                "time_s": clock[who],
+                "iteration": np.full(len(who), iteration),
+                "local_metric": np.full(len(who), np.nan) if metrics is None else metrics[who],
+                "compute_s": entered_s[who] - since_s[who],
+                "wait_s": clock[who] - entered_s[who],
+                "is_replaced": replaced,
+                "donors": donors,
+            }
+        )
+
+    def round(self, told: Round, since_s: Floats) -> None:
+        """Add the events of a turn."""
+        wait_s, compute_s = told.left_s - told.entered_s, told.entered_s - since_s
+        metrics = np.empty(0) if told.metrics is None else told.metrics[np.isfinite(told.metrics)]
+        first = int(told.members[0])
+        self.recorder.event(
+            first,
+            float(told.left_s.max()),
+            "round",
+            {
+                "iteration": told.iteration,
+                "alive": len(told.members),
+                "died": len(told.died),
+                "replaced": 0 if told.decision is None else len(told.decision.replaced),
+                "messages": told.messages,
+                "bytes": told.nbytes,
+                "compute_mean_s": float(compute_s.mean()),
+                "compute_max_s": float(compute_s.max()),
+                "wait_mean_s": float(wait_s.mean()),
+                "wait_max_s": float(wait_s.max()),
+                **({} if not metrics.size else _spread(metrics)),
+            },
+        )
+        if told.decision is not None:
+            self._replacements(told, told.decision)
+
+    def _replacements(self, told: Round, decision: Decision) -> None:
+        ends = np.cumsum(decision.counts)
+        for index in np.flatnonzero(self._sampled[decision.replaced]).tolist():
+            rank, edges = (
+                int(decision.replaced[index]),
+                slice(int(ends[index] - decision.counts[index]), int(ends[index])),
+            )
+            place = int(np.searchsorted(told.members, rank))
+            donors, left_s = decision.donors[edges], float(told.left_s[place])
+            own = {
+                "iteration": told.iteration,
+                "round": decision.round,
+                "replaced": rank,
+                "donors": donors,
+                "weights": decision.weights[edges],
+                "versions": [told.iteration] * len(donors),
+                "asked": told.iteration,
+                "metric": None if told.metrics is None else float(told.metrics[place]),
+                "low": decision.low,
+                "high": decision.high,
+                "bytes": len(donors) * self._nbytes,
+                "wait_s": left_s - float(told.entered_s[place]),
+            }
+            self.recorder.event(rank, left_s, self._kind, own | dict(self._how))
+
+    def table(self) -> Table:
+        """Return the rows, by rank."""
+        if not self._columns:
+            return Table({"rank": np.empty(0, np.int32), "time_s": np.empty(0)})
+        columns = {name: np.concatenate([each[name] for each in self._columns]) for name in self._columns[0]}
+        order = np.argsort(columns["rank"], kind="stable")
+        return Table(columns).where(order)
+
+
+def _how(policy: SpawnPolicy) -> Mapping[str, Any]:
+    """Return what each replacement event says of the policy."""
+    if not isinstance(policy, AsyncSelectiveAveragingPolicy):
+        return {}
+    how = policy.replacement
+    return {
+        "served": "before", "strategy": how.strategy, "momentum": how.momentum, "rule": how.rule,
+        "optimizer_state": how.travels.optimizer_state, "mode": policy.mode,
+    }  # fmt: skip
+
+
+def _spread(metrics: Floats) -> dict[str, float]:
+    return {
+        "metric_low": float(metrics.min()),
+        "metric_mean": float(metrics.mean()),
+        "metric_high": float(metrics.max()),
+    }

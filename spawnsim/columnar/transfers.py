@@ -1,0 +1,245 @@
+"""When models have moved from donors to replaced ranks: the messages of a round as columns, with the NICs' queues.
+
+Each replaced rank asks its donors, in order, with a short message; each donor takes the asks in the order in which
+they come, and sends its model to each that asks; a replaced rank goes on when it has all. Nobody is both. The rules are
+those of messages on virtual ranks: eager up to the platform's threshold, rendezvous above; a NIC sends one message
+after the other and takes in one after the other. A test holds the times to the same round in real messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from spawnsim.columnar.decisions import Decision
+from spawnsim.policies.exchange.messages import HEADER_NBYTES
+from spawnsim.virtual.engine.completion import SLACK
+from spawnsim.virtual.network.cost import Floats, Ints, Network
+
+FEW = 64  # items of one queue that are taken place by place, all queues at once; longer queues go one by one
+
+
+class Queues:
+    """Items in queues, one queue after the other: `queue[i]` is the number of item i's queue, rising.
+
+    Args:
+        queue: of each item, int64 (items,), rising.
+    """
+
+    def __init__(self, queue: Ints) -> None:
+        self.count = len(queue)
+        self.starts = (
+            np.flatnonzero(np.r_[True, queue[1:] != queue[:-1]]) if self.count else np.empty(0, np.int64)
+        )
+        self.lengths = np.diff(np.r_[self.starts, self.count])
+
+    def served(self, ready: Floats, service_s: Floats) -> Floats:
+        """Return when the service of each item begins: when it is ready, and the one before it is through.
+
+        Args:
+            ready: float64 (items,), seconds.
+            service_s: how long each item keeps its queue busy, float64 (items,).
+
+        Returns:
+            float64 (items,), seconds.
+        """
+        begins = ready.copy()
+        short = self.lengths <= FEW
+        starts, lengths = self.starts[short], self.lengths[short]
+        for place in range(1, int(lengths.max(initial=0))):
+            at = starts[lengths > place] + place
+            begins[at] = np.maximum(ready[at], begins[at - 1] + service_s[at - 1])
+        for start, length in zip(self.starts[~short].tolist(), self.lengths[~short].tolist(), strict=True):
+            # One donor for 100,000 ranks: with the sum of what was served before taken off, it is a running maximum.
+            item = slice(start, start + length)
+            before = np.cumsum(service_s[item]) - service_s[item]
+            begins[item] = before + np.maximum.accumulate(ready[item] - before)
+        return begins
+
+    def last(self, values: Floats) -> Floats:
+        """Return the last item's value of each queue."""
+        ends: Floats = values[self.starts + self.lengths - 1]
+        return ends
+
+    def largest(self, values: Floats) -> Floats:
+        """Return the largest value of each queue."""
+        most: Floats = np.maximum.reduceat(values, self.starts)
+        return most
+
+
+class Moved(NamedTuple):
+    """What an exchange took: messages and bytes in all."""
+
+    messages: int
+    nbytes: int
+
+
+@dataclass
+class Cards:
+    """The ranks' clocks and NICs: columns over all ranks, changed in place.
+
+    Attributes:
+        clock: float64 (ranks,), seconds.
+        out_free: when each NIC can begin to inject, float64 (ranks,), seconds.
+    """
+
+    clock: Floats
+    out_free: Floats
+
+
+def exchange(cards: Cards, decision: Decision, network: Network, nbytes: int) -> Moved:
+    """Let the replaced ranks of a decision ask their donors, and the donors give.
+
+    Args:
+        cards: clocks and NICs of all ranks as they begin; moved on.
+        decision: who asks whom.
+        network: what messages cost.
+        nbytes: of one model.
+
+    Returns:
+        How many messages were sent, and their bytes.
+    """
+    donor, receiver = decision.donors, decision.receivers
+    if not len(donor):
+        return Moved(0, 0)
+    posted = cards.clock[receiver]
+    ask, come = _ask(cards, Queues(receiver), network, donor=donor, receiver=receiver)
+    # In the order in which a donor takes them: as they come, those of one time by rank. Stable in both.
+    order = np.lexsort((receiver, come, donor))
+    arrived = np.empty(len(donor))
+    drain_s, receive_s = np.empty(len(donor)), np.empty(len(donor))
+    given = _give(
+        cards, _taken(ask, come, order), network, nbytes=nbytes, donor=donor[order], receiver=receiver[order]
+    )
+    arrived[order], drain_s[order], receive_s[order] = given
+    _take(
+        cards,
+        Queues(receiver),
+        posted,
+        arrived=arrived,
+        drain_s=drain_s,
+        receive_s=receive_s,
+        receiver=receiver,
+    )
+    return Moved(2 * len(donor), len(donor) * (HEADER_NBYTES + nbytes))
+
+
+class _Each(NamedTuple):
+    """`Costs`, each of them as an array (messages,)."""
+
+    send_s: Floats
+    inject_s: Floats
+    flight_s: Floats
+    receive_s: Floats
+    drain_s: Floats
+
+
+def _costs(network: Network, source: Ints, dest: Ints, nbytes: int) -> _Each:
+    """Return the costs of messages."""
+    costs = network.costs(source, dest, nbytes)
+    return _Each(*(np.broadcast_to(np.asarray(cost, np.float64), len(source)) for cost in costs))
+
+
+def _ask(
+    cards: Cards, asks: Queues, network: Network, *, donor: Ints, receiver: Ints
+) -> tuple[_Each, Floats]:
+    """Let the replaced ranks send their asks. Returns what these cost, and when they arrive."""
+    costs = _costs(network, receiver, donor, HEADER_NBYTES)
+    ready = asks.served(cards.clock[receiver], costs.send_s)
+    who = receiver[asks.starts]
+    cards.clock[who] = asks.last(ready + costs.send_s)
+    begins = asks.served(np.maximum(ready, cards.out_free[receiver]), costs.inject_s)
+    cards.out_free[who] = asks.last(begins + costs.inject_s)
+    return costs, begins + costs.flight_s
+
+
+class _Asks(NamedTuple):
+    """Asks in the order in which donors take them: when each is there, and what taking it costs."""
+
+    come: Floats
+    drain_s: Floats
+    receive_s: Floats
+
+
+def _taken(costs: _Each, come: Floats, order: Ints) -> _Asks:
+    return _Asks(come[order], costs.drain_s[order], costs.receive_s[order])
+
+
+def _give(
+    cards: Cards, asks: _Asks, network: Network, *, nbytes: int, donor: Ints, receiver: Ints
+) -> tuple[Floats, Floats, Floats]:
+    """Let donors answer their asks. Returns when models arrive, how long they keep a NIC, what taking them costs."""
+    queues = Queues(donor)
+    who = donor[queues.starts]
+    # The NIC admits one after the other: `drain_s` before it is there the first byte may begin, if the NIC is free.
+    there = queues.served(asks.come - asks.drain_s, asks.drain_s) + asks.drain_s
+    eager = nbytes <= network.eager_bytes
+    data = _costs(network, donor, receiver, nbytes)
+    first = data if eager else _costs(network, donor, receiver, 0)
+    ready = np.maximum(there, cards.clock[donor]) + asks.receive_s
+    # Between two asks a donor sends: it takes the next one when it has sent, and needs `receive_s` for it.
+    sends = queues.served(ready, first.send_s + np.r_[asks.receive_s[1:], 0.0])
+    cards.clock[who] = queues.last(sends + first.send_s)
+    begins = queues.served(np.maximum(sends, cards.out_free[donor]), first.inject_s)
+    cards.out_free[who] = queues.last(begins + first.inject_s)
+    if eager:
+        return begins + data.flight_s, data.drain_s, data.receive_s
+    # The receive was posted before the ask was sent: the answer to the request to send goes back at once. Data queue
+    # behind data alone, in the order in which they may start.
+    cleared = begins + first.flight_s + _costs(network, receiver, donor, 0).flight_s
+    order = np.lexsort((cleared, donor))
+    starts = np.empty(len(donor))
+    starts[order] = queues.served(cleared[order], data.inject_s[order])
+    cards.clock[who] = np.maximum(cards.clock[who], queues.largest(starts + data.inject_s))
+    return starts + data.flight_s, data.drain_s, first.receive_s
+
+
+def _take(
+    cards: Cards, models: Queues, posted: Floats, *, arrived: Floats, drain_s: Floats, receive_s: Floats,
+    receiver: Ints,
+) -> None:  # fmt: skip
+    """Let the replaced ranks take their models in, donor by donor, and go on when all are there."""
+    there = np.empty(len(arrived))
+    for length in np.unique(models.lengths).tolist():
+        rows = models.starts[models.lengths == length][:, None] + np.arange(length)
+        there[rows] = admitted(arrived[rows], drain_s[rows])
+    ends = np.maximum(posted, there) + receive_s
+    who = receiver[models.starts]
+    cards.clock[who] = np.maximum(cards.clock[who], models.largest(ends))
+
+
+def admitted(arrived: Floats, drain_s: Floats) -> Floats:
+    """Return when NICs have taken messages in that their programs take in a given order.
+
+    `completion.ReceivingNic.admit` for many NICs: each message books the first gap from its first byte on.
+
+    Args:
+        arrived: when each message would be there alone, in the order in which it is taken, float64 (NICs, messages).
+        drain_s: how long it keeps the NIC busy, of the same shape.
+
+    Returns:
+        When it is there, of the same shape.
+    """
+    begins, ends = arrived - drain_s, arrived.copy()
+    if not drain_s.any():
+        return ends
+    count = arrived.shape[1]
+    booked_from, booked_to = np.full_like(arrived, np.inf), np.full_like(arrived, np.inf)
+    for place in range(count):
+        begin, end, drain = begins[:, place].copy(), ends[:, place].copy(), drain_s[:, place]
+        settled = np.zeros(len(begin), np.bool_)
+        for other in range(place):  # in the order of time
+            from_s, to_s = booked_from[:, other], booked_to[:, other]
+            ahead = ~settled & (to_s > begin + SLACK * drain)
+            fits = ahead & (from_s >= end - SLACK * drain)
+            settled |= fits
+            pushed = ahead & ~fits
+            begin, end = np.where(pushed, to_s, begin), np.where(pushed, to_s + drain, end)
+        ends[:, place] = end
+        booked_from[:, place], booked_to[:, place] = begin, end
+        order = np.argsort(booked_from, axis=1, kind="stable")
+        booked_from = np.take_along_axis(booked_from, order, 1)
+        booked_to = np.take_along_axis(booked_to, order, 1)
+    return ends
