@@ -105,16 +105,13 @@ def decide(
         UsageError: a metric is not finite, and the rules' `nan_policy` is "raise"; too many donors in all.
     """
     finite = np.isfinite(reports.metrics)
-    low, high = (
-        (float(found.min()), float(found.max()))
-        if (found := reports.metrics[finite]).size
-        else (np.nan, np.nan)
-    )
+    every = bool(finite.all())  # as nearly always: then nothing is looked for, and no column is copied
+    low, high = _ends(reports.metrics if every else reports.metrics[finite])
     nobody = Decision(round_, len(reports.ranks), low, high, _NOBODY, _NOBODY, _NOBODY, np.empty(0))
-    taking = _admitted(reports, finite, rules)
+    taking = reports if every else _admitted(reports, finite, rules)
     selected = rules.selection.columns(taking.metrics, taking.expired)  # type: ignore[attr-defined]
     replaced = taking.ranks[selected]
-    giving = np.flatnonzero(~selected & np.isfinite(taking.metrics))
+    giving = np.flatnonzero(~selected if every else ~selected & np.isfinite(taking.metrics))
     if not (len(replaced) and len(giving)):
         return nobody
     wanted = how_many(getattr(rules.donors, "count", None), len(giving))
@@ -134,9 +131,13 @@ def decide(
     return Decision(round_, len(reports.ranks), low, high, replaced, gives.sum(1), donors, weights[gives])
 
 
+def _ends(metrics: Floats) -> tuple[float, float]:
+    return (float(metrics.min()), float(metrics.max())) if len(metrics) else (np.nan, np.nan)
+
+
 def _admitted(reports: Reports, finite: Mask, rules: Rules) -> Reports:
     """Return the reports that take part, as `rules.selection.admitted` does."""
-    if rules.nan_policy == "worst" or finite.all():
+    if rules.nan_policy == "worst":
         return reports
     if rules.nan_policy == "raise":
         ranks = reports.ranks[~finite].tolist()
