@@ -35,13 +35,16 @@ def main(
     accuracy_every=10,
     consensus_every_s=None,  # seconds between judgements of the mean of all models; None: never
     hidden=(32,),  # widths of the hidden layers
+    device="cpu",  # where the models are: "cpu", "cuda"
     judge="loss",  # selection goes by "loss" (of the own batch) or "accuracy" (on the held-out images not reported)
 ):
     """Train on this rank's shard, and exchange models with the others."""
     if policy not in POLICIES:
         raise ParameterError(f"policy={policy!r}: choose {', '.join(POLICIES)}")
     lr = 0.1 * float(comm.rng("rate").lognormal(0.0, spread))
-    digits = Digits(comm.rng, comm.Get_rank(), comm.Get_size(), alpha=alpha, hidden=hidden, lr=lr)
+    digits = Digits(
+        comm.rng, comm.Get_rank(), comm.Get_size(), alpha=alpha, hidden=hidden, lr=lr, device=device
+    )
     model, optimizer = digits.build()
 
     exchange, training = None, nullcontext

@@ -251,8 +251,8 @@ class Arena:
         names = ["weights", *states, *([GRADIENT] if gradients else [])]
         self._rows = {name: Rows(like, (capacity, plan.width)) for name in names}
         if rule.counts:
-            # As torch counts: in float32, or in float64 where the weights are.
-            count = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
+            # As torch counts: in main memory, in float32, or in float64 where the weights are.
+            count = torch.empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
             self._rows[STEP] = Rows(count, (capacity, max(len(plan.trained), 1)))
         self.rows = {name: rows.all for name, rows in self._rows.items()}
         self._free = list(range(capacity))

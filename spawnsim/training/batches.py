@@ -221,7 +221,7 @@ class StepBatch(_Batch):
             own = {name: rows[:, span] for name, rows in state.items()}
             if STEP in arena.rows:
                 first = next(i for i, place in enumerate(plan.trained) if place.group == group)
-                own[STEP] = arena.rows[STEP][at, first : first + 1]
+                own[STEP] = arena.rows[STEP][at, first : first + 1].to(weights.device)
             rates = {lr[group] for lr in lrs}
             rate = rates.pop() if len(rates) == 1 else weights.new_tensor([[lr[group]] for lr in lrs])
             arena.rule.update(weights[:, span], gradient[:, span], own, rate, settings)

@@ -93,9 +93,14 @@ class Images:
     labels: Indices  # y again, for numpy
 
 
-@lru_cache(maxsize=1)
-def load() -> tuple[Images, Images]:
-    """Return the training images (1,438) and the held-out ones (359), read once per process."""
+@lru_cache(maxsize=2)
+def load(device: str = "cpu") -> tuple[Images, Images]:
+    """Return the training images (1,438) and the held-out ones (359), read once per process and device."""
+    if device != "cpu":
+        try:
+            return tuple(Images(each.x.to(device), each.y.to(device), each.labels) for each in load())  # type: ignore[return-value]
+        except (RuntimeError, AssertionError) as error:
+            raise ParameterError(f"device={device!r}: {error}") from error
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -165,6 +170,7 @@ class Digits:
         hidden: widths of the hidden layers.
         lr, momentum: of the optimizer that `build` makes.
         same_start: whether all ranks begin from the same weights.
+        device: where images and models are: "cpu", "cuda".
     """
 
     def __init__(
@@ -180,6 +186,7 @@ class Digits:
         lr: float = 0.1,
         momentum: float = 0.9,
         same_start: bool = True,
+        device: str = "cpu",
     ) -> None:
         if batch < 1:
             raise ParameterError(f"batch={batch}: give at least 1 image a step")
@@ -189,7 +196,8 @@ class Digits:
         self.shard = shard(rank, size, seed, alpha=alpha, minimum=minimum)
         self.widths = (PIXELS, *hidden, CLASSES)
         self.lr, self.momentum = lr, momentum
-        self.train, self.test = load()
+        self.train, self.test = load(device)
+        self._device = device
         self._batch = batch
         self._orders = rng("digits.batches")
         self._ahead: list[Tensor] = []
@@ -200,7 +208,7 @@ class Digits:
         """Return a fresh model and its optimizer; asking again gives new initial weights."""
         # A generator of its own: torch's global one is shared by all virtual ranks of the process.
         generator = torch.Generator().manual_seed(int(self._starts.integers(2**63)))
-        model = MLP(self.widths, generator)
+        model = MLP(self.widths, generator).to(self._device)
         return model, torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
 
     def indices(self) -> Tensor:
@@ -217,7 +225,7 @@ class Digits:
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
         """Train on the next batch; return its mean cross-entropy (natural logarithm) before the update, 0-dim."""
-        chosen = self.indices()
+        chosen = self.indices().to(self._device)
         x, y = self.train.x.index_select(0, chosen), self.train.y.index_select(0, chosen)
         loss: Tensor = self._train(model, optimizer, x, y)  # type: ignore[assignment]  # one output
         return loss

@@ -133,6 +133,7 @@ def test_one_rank_learns_to_read():
 @pytest.mark.parametrize(
     "wrong",
     [
+        {"device": "nonsense"},
         {"rank": 4},
         {"alpha": 0.0},
         {"alpha": float("nan")},
