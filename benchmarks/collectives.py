@@ -1,11 +1,14 @@
 """What the timing of collectives costs: `python benchmarks/collectives.py [RANKS]`; beside SMPI where it is installed.
 
-Milliseconds, best of 5, on skewed arrivals (nothing is remembered). The numbers of messages are asserted.
+Milliseconds of processor time. Dataflows: best of 5, on skewed arrivals (nothing is remembered), with the numbers of
+messages asserted. The allreduce with its data: medians of 5, in turns with SMPI.
 """
 
 from __future__ import annotations
 
+import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,7 +22,7 @@ import spawnsim
 from spawnsim.virtual.collectives import Planner, Selection, Timing
 from spawnsim.virtual.network import Hockney, LogGP, Network, Nodes, Switch
 
-FLOATS, ROUNDS = 10_000, 5
+FLOATS, ROUNDS, REPEATS = 10_000, 5, 5
 NETWORKS: dict[str, Network] = {
     "switch": Switch(Hockney(1e-5, 1.25e9)),
     "LogGP": Switch(LogGP(5e-6, 1e-6, 1e-6, 1e-9)),
@@ -62,9 +65,9 @@ def best(call: Callable[[], object], repeats: int = 5) -> float:
     """Return the shortest of some runs, in seconds."""
     times = []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin = time.process_time()
         call()
-        times.append(time.perf_counter() - begin)
+        times.append(time.process_time() - begin)
     return min(times)
 
 
@@ -91,62 +94,74 @@ def dataflows(size: int) -> None:
     )
 
 
-def live(size: int) -> float:
-    """Return the seconds of an allreduce of floats among virtual ranks: data, timing, switches."""
+def live(size: int, rounds: int) -> float:
+    """Return the processor seconds of allreduces of floats among virtual ranks: data, timing, switches."""
 
-    def main(comm: spawnsim.Comm, rounds: int) -> None:
+    def main(comm: spawnsim.Comm) -> None:
         mine, total = np.ones(FLOATS, np.float32), np.empty(FLOATS, np.float32)
         for _ in range(rounds):
             comm.Allreduce(mine, total)
 
-    return _slope(
-        lambda rounds: spawnsim.run(lambda comm: main(comm, rounds), ranks=size, platform="ethernet-10g")
+    begin = time.process_time()
+    spawnsim.run(main, ranks=size, platform="ethernet-10g")
+    return time.process_time() - begin
+
+
+def touching(size: int) -> float:
+    """Return the seconds of reading what all ranks contribute once, and writing what they get once: the floor."""
+    given = [np.ones(FLOATS, np.float32) for _ in range(size)]
+    taken, total = [np.empty_like(each) for each in given], np.zeros(FLOATS, np.float32)
+
+    def touch() -> None:
+        for each in given:
+            np.add(each, total, total)
+        for each in taken:
+            each[:] = total
+
+    return best(touch)
+
+
+def smpi(folder: Path, size: int) -> Callable[[int], float]:
+    """Build the same allreduce for SMPI, by recursive doubling; return what gives the processor seconds of rounds."""
+    (folder / "program.c").write_text(SMPI_PROGRAM)
+    (folder / "platform.xml").write_text(SMPI_PLATFORM.format(last=size - 1))
+    (folder / "hosts").write_text("\n".join(f"n{i}" for i in range(size)))
+    subprocess.run(
+        ["smpicc", "-O2", "program.c", "-o", "program"], cwd=folder, check=True, capture_output=True
     )
+    where = ["-np", str(size), "-platform", "platform.xml", "-hostfile", "hosts", "--log=root.thres:error"]
+    options = ["--cfg=smpi/simulate-computation:no", "--cfg=smpi/allreduce:rdb"]
+
+    def call(rounds: int) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        program = ["./program", str(rounds), str(FLOATS)]
+        subprocess.run(["smpirun", *where, *options, *program], cwd=folder, check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+    return call
 
 
-def _slope(call: Callable[[int], object]) -> float:
-    """Return the seconds per round, start-up taken off."""
-    return (best(lambda: call(ROUNDS + 1), 3) - best(lambda: call(1), 3)) / ROUNDS
-
-
-def smpi(size: int) -> float:
-    """Return the seconds of the same allreduce in SMPI, by recursive doubling."""
+def against_smpi(size: int) -> None:
+    """Print what an allreduce takes, ours and SMPI's in turns: processor time per round, start-up taken off."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "program.c").write_text(SMPI_PROGRAM)
-        (folder / "platform.xml").write_text(SMPI_PLATFORM.format(last=size - 1))
-        (folder / "hosts").write_text("\n".join(f"n{i}" for i in range(size)))
-        subprocess.run(
-            ["smpicc", "-O2", "program.c", "-o", "program"], cwd=folder, check=True, capture_output=True
-        )
-        where = [
-            "-np",
-            str(size),
-            "-platform",
-            "platform.xml",
-            "-hostfile",
-            "hosts",
-            "--log=root.thres:error",
-        ]
-        options = ["--cfg=smpi/simulate-computation:no", "--cfg=smpi/allreduce:rdb"]
-
-        def call(rounds: int) -> None:
-            program = ["./program", str(rounds), str(FLOATS)]
-            subprocess.run(
-                ["smpirun", *where, *options, *program], cwd=folder, check=True, capture_output=True
-            )
-
-        return _slope(call)
+        calls: dict[str, Callable[[int], float]] = {"virtual ranks": lambda rounds: live(size, rounds)}
+        if shutil.which("smpirun"):
+            calls["SMPI"] = smpi(Path(name), size)
+        spent: dict[str, list[float]] = {each: [] for each in calls}
+        for _ in range(REPEATS):
+            for each, call in calls.items():
+                spent[each].append((call(ROUNDS + 1) - call(1)) / ROUNDS)
+    print(f"{size:,} ranks, one allreduce of {FLOATS:,} floats, milliseconds; medians of {REPEATS}")
+    print(f"{'touching the data alone':<24}{1e3 * touching(size):8.1f}")
+    for each, seconds in spent.items():
+        ratio = statistics.median(seconds) / statistics.median(spent["virtual ranks"])
+        print(f"{each:<24}{1e3 * statistics.median(seconds):8.1f}{ratio:8.1f} x")
 
 
 def main() -> None:
-    size = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
-    dataflows(size)
-    ours = live(1024)
-    print(f"1,024 virtual ranks, one allreduce of {FLOATS} floats: {1e3 * ours:.1f} ms")
-    if shutil.which("smpirun"):
-        theirs = smpi(1024)
-        print(f"the same in SMPI: {1e3 * theirs:.1f} ms, {theirs / ours:.1f} times as long")
+    dataflows(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
+    against_smpi(1024)
 
 
 if __name__ == "__main__":

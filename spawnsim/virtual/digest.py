@@ -41,7 +41,7 @@ def checksum(payload: Any, start: int = 0) -> int:
         if payload.dtype.char in _WHOLE and payload.flags.c_contiguous:
             if payload.nbytes <= SHORT_NBYTES:
                 return crc32(payload, start)  # type: ignore[arg-type]
-            return _of_bytes(payload.reshape(-1).view(np.uint8), start)
+            return _of_bytes(payload, start)
         return _of_array(payload, start)
     if isinstance(payload, (bytes, bytearray, memoryview)):
         return _of_bytes(payload, start)
@@ -73,13 +73,14 @@ def _of_array(data: Any, start: int) -> int:
 
 
 def _of_bytes(data: Any, start: int) -> int:
-    if len(data) <= SHORT_NBYTES:
+    nbytes = memoryview(data).nbytes
+    if nbytes <= SHORT_NBYTES:
         return crc32(data, start)
-    raw = data if type(data) is np.ndarray else np.frombuffer(data, np.uint8)
-    rows = raw.size // (8 * _LANES)
+    rows = nbytes // (8 * _LANES)
     end = rows * 8 * _LANES
-    lanes = np.add.reduce(raw[:end].view(np.uint64).reshape(rows, _LANES), axis=0)
-    return crc32(raw[end:].data, crc32(lanes.data, start))
+    lanes = np.add.reduce(np.frombuffer(data, np.uint64, rows * _LANES).reshape(rows, _LANES), axis=0)
+    sofar = crc32(lanes, start)
+    return crc32(np.frombuffer(data, np.uint8, offset=end), sofar) if end < nbytes else sofar  # type: ignore[arg-type]
 
 
 # Each event goes into the hash at once. To keep 64 of them and pack them together was the first way: no quicker, and

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
 from spawnsim.virtual.collectives import catalogue
@@ -41,6 +42,12 @@ class CollectivePlan:
     def depends(self, rank: int) -> frozenset[int] | None:
         """Return the ranks on whose arrival the leaving of `rank` depends; None stands for all."""
         return heard(self.operation, self.schedule, self.root, rank)
+
+    def let_go(self, here: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return whose leaving depends only on ranks that are `here`, bool (P,), in the order of the group."""
+        if self.operation in catalogue.SYNCHRONISING:
+            return np.full(len(here), bool(here.all()))
+        return np.roll(self.schedule.let_go(np.roll(here, -self.root)), self.root)
 
     def finish(
         self,

@@ -19,7 +19,7 @@ import numpy as np
 from spawnsim.comm import ops
 from spawnsim.errors import MismatchError
 from spawnsim.virtual.collectives import CollectivePlan, Edges, Finish
-from spawnsim.virtual.engine.completion import Completion, Uncertain
+from spawnsim.virtual.engine.completion import Uncertain
 from spawnsim.virtual.engine.waiting import Dead
 from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.faults.injection import CollectiveFaults
@@ -359,11 +359,7 @@ class CollectiveInstance:
         plan = self.world.timing.plan(
             first.timing, len(members), self._sizes(first), max(first.root, 0), ranks=members
         )
-        free = [
-            rank
-            for rank, completion in enumerate(self.gone)
-            if _waits(completion) and self._heard(plan, rank)
-        ]
+        free = self._let_go(plan)
         if free:
             out_free = self._out_free()
             if self.strikes is None:
@@ -374,12 +370,21 @@ class CollectiveInstance:
             for rank in free:
                 self.gone[rank].leave(float(found.times[rank]))  # type: ignore[union-attr]
 
-    def _heard(self, plan: CollectivePlan, rank: int) -> bool:
-        """Whether all have arrived on whom the leaving of `rank` depends."""
-        call = self.calls[rank]
-        needed = plan.depends(rank) if call is None or call.needs is None else call.needs
-        return needed is not None and all(self.calls[other] is not None for other in needed)
+    def _let_go(self, plan: CollectivePlan) -> list[int]:
+        """Return who waits although all have arrived on whom its leaving depends."""
+        if (
+            self._first().needs is not None
+        ):  # a neighbour exchange: ranks that are still to come have edges, too
+            return [
+                rank for rank, call in enumerate(self.calls) if self._waits(rank) and self._has_needed(call)
+            ]
+        free = plan.let_go(~np.isnan(self.arrivals))
+        return [rank for rank in np.flatnonzero(free).tolist() if self._waits(rank)]
 
+    def _has_needed(self, call: Call | None) -> bool:
+        assert call is not None and call.needs is not None
+        return all(self.calls[other] is not None for other in call.needs)
 
-def _waits(completion: Completion | None) -> bool:
-    return completion is not None and completion.finish_s is None
+    def _waits(self, rank: int) -> bool:
+        departure = self.gone[rank]
+        return departure is not None and departure.finish_s is None
