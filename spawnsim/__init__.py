@@ -13,7 +13,7 @@ The layers, top to bottom (imports point down only; `lint-imports` holds it):
     training
     comm
     options
-    backends · columns · importing · random · scenario · units
+    backends · columns · importing · phantoms · random · scenario · units
     errors
 """
 
@@ -27,6 +27,7 @@ from spawnsim.run import Run, run
 
 if TYPE_CHECKING:  # the same names, where editors and type checkers look for them
     from spawnsim.comm import Comm
+    from spawnsim.phantoms import PhantomArray
     from spawnsim.policies import (
         AsyncModelAveragePolicy,
         AsyncSelectiveAveragingPolicy,
@@ -67,6 +68,7 @@ _HOME = {
     "AsyncModelAveragePolicy": "spawnsim.policies",
     "DecentralizedAverager": "spawnsim.policies",
     "DecentralizedAveragingPolicy": "spawnsim.policies",
+    "PhantomArray": "spawnsim.phantoms",
     "Table": "spawnsim.record",
     "Evaluation": "spawnsim.training",
     "TrainingStep": "spawnsim.training",
@@ -74,7 +76,8 @@ _HOME = {
 
 __all__ = [
     "AsyncModelAveragePolicy", "AsyncSelectiveAveragingPolicy", "AverageAllPolicy", "Comm", "DecentralizedAverager",
-    "DecentralizedAveragingPolicy", "Evaluation", "Run", "SpawnPolicy", "Table", "TrainingStep", "__version__", "run",
+    "DecentralizedAveragingPolicy", "Evaluation", "PhantomArray", "Run", "SpawnPolicy", "Table", "TrainingStep",
+    "__version__", "run",
 ]  # fmt: skip
 
 

@@ -67,9 +67,9 @@ __all__ = [
     "GROUP_EMPTY", "GROUP_NULL", "INFO_ENV", "INFO_NULL", "INT", "INT64_T", "IN_PLACE", "LAND", "LOCK_EXCLUSIVE",
     "LOCK_SHARED", "LONG", "LOR", "LXOR", "MAX", "MAXLOC", "MIN", "MINLOC", "NO_OP", "OP_NULL", "PROC_NULL", "PROD",
     "REPLACE", "ROOT", "SUM", "UNDEFINED", "Attributed", "Buffer", "CallError", "Clock", "Comm", "Datatype",
-    "Errhandler", "FaultTolerantComm", "Group", "Handle", "Info", "MPIException", "Message", "Op", "Pickle", "Recorder",
-    "Request", "Status", "Task", "Truncated", "Vector", "Win", "Windows", "as_buffer", "as_comm", "as_target", "buffer",
-    "namespace",
+    "Errhandler", "FaultTolerantComm", "Group", "Handle", "Info", "MPIException", "Message", "Op",
+    "Pickle", "Recorder", "Request", "Status", "Task", "Truncated", "Vector", "Win", "Windows", "as_buffer", "as_comm",
+    "as_target", "buffer", "namespace",
 ]  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from spawnsim.comm.failures import (
 from spawnsim.comm.memory import Unbounded, as_bytes, at_address, flat
 from spawnsim.comm.predefined import BY_DTYPE, BY_NAME, BYTE, DATATYPE_NULL
 from spawnsim.errors import ParameterError
+from spawnsim.phantoms import is_phantom
 
 __all__ = [
     "Buffer",
@@ -111,6 +112,8 @@ class Buffer:
         if same and self.datatype.is_predefined and source.flags.writeable:
             self.array[:] = data
             return self.nbytes
+        if is_phantom(data) and not is_phantom(source):
+            data = np.asarray(data)  # what was stored; refused where nothing was
         # Told by bytes, because MPI lets a shorter message arrive, and sender and receiver may name its elements
         # differently.
         nbytes = _wire_nbytes(data)
@@ -129,7 +132,7 @@ class Buffer:
             # `origin` is the place of the memory's first byte, counted from the message's start, so it is
             # subtracted.
             as_bytes(self.array)[-self.origin : nbytes - self.origin] = _wire(data)
-        else:
+        elif not is_phantom(source):
             self.datatype.layout.scatter(as_bytes(self.array), _wire(data), self.origin)
         return nbytes
 

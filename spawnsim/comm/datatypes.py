@@ -29,6 +29,7 @@ from spawnsim.comm.layouts import (
     subarray_layout,
 )
 from spawnsim.errors import ParameterError
+from spawnsim.phantoms import PhantomArray, is_phantom
 
 
 class Constructors(Attributed):
@@ -449,6 +450,8 @@ class Datatype(Constructors):
 
     def wire(self, memory: Bytes, count: int, origin: int = 0) -> NDArray[Any]:
         """Return an owned 1-D snapshot of `count` elements: typed for dense predefined types, else bytes."""
+        if is_phantom(memory):
+            return PhantomArray(count * self.size, np.uint8)  # type: ignore[return-value]
         return self.live().gather(memory, count, origin)
 
 

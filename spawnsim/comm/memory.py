@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from spawnsim.comm.failures import SpecBufferError, SpecTypeError
 from spawnsim.comm.layouts import BF16, Bytes
+from spawnsim.phantoms import PhantomArray
 
 DL_CPU: Final = 1
 DL_HOST: Final = (DL_CPU, 3)  # kinds of devices whose memory is the host's: plain, and pinned
@@ -271,6 +272,8 @@ def flat(obj: Any) -> NDArray[Any]:
     numpy arrays (C or Fortran order), torch CPU tensors (bfloat16 as `BF16`), anything with the buffer protocol or
     DLPack. Raises `SpecBufferError` when the memory is not contiguous, of foreign byte order or on another device.
     """
+    if isinstance(obj, PhantomArray):
+        return obj  # type: ignore[return-value]  # it does what is asked of an array here
     if isinstance(obj, np.ndarray):
         if type(obj) is buffer and obj.place is not None:
             return _unbounded(obj)
@@ -313,6 +316,10 @@ def _torch(tensor: Any) -> NDArray[Any]:
     """Return the memory of a torch tensor, known by its methods only."""
     if tensor.requires_grad:
         raise SpecBufferError("the tensor requires grad: pass tensor.detach()")
+    if tensor.device.type == "meta":  # torch's own way to have no memory
+        name = str(tensor.dtype)[6:]
+        dtype = BF16 if name == "bfloat16" else np.dtype(name)
+        return PhantomArray(tensor.numel(), dtype)  # type: ignore[return-value]
     if tensor.device.type != "cpu":
         raise SpecBufferError(f"the tensor is on {tensor.device}: pass tensor.cpu()")
     if not tensor.is_contiguous():

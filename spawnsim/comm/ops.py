@@ -22,6 +22,7 @@ from spawnsim.comm.layouts import BF16
 from spawnsim.comm.memory import as_bytes, buffer
 from spawnsim.comm.predefined import BY_DTYPE, BYTE
 from spawnsim.errors import ParameterError
+from spawnsim.phantoms import is_phantom
 
 Array = NDArray[Any]
 Kernel = Callable[[Array, Array], None]
@@ -217,6 +218,8 @@ class Op(Handle):
         own dtypes), else bytes as they travel. `datatype` is what a function of the program is told; without it,
         the predefined type of the dtype.
         """
+        if is_phantom(invec, inoutvec):
+            return inoutvec
         if self.function is None:
             self._combine(invec, inoutvec)
         elif datatype is None or datatype.dense or datatype.dtype is not None:

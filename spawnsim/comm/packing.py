@@ -11,7 +11,7 @@ import pickle as _pickle
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -48,6 +48,56 @@ def _text(words: str) -> bytes:
     return b"X" + len(words).to_bytes(4, "little") + words.encode()
 
 
+class Frame(NamedTuple):
+    """What pickle puts around the bytes of an array: the same for all arrays of one dtype and shape."""
+
+    head: bytes
+    tail: bytes
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+# Pickle takes 9 µs to write and to read an array of 4 KiB, nearly all of it for its dtype and shape. Where those were
+# met before, the same bytes are put together, and read, without it. For long arrays that is no gain.
+_frames: dict[tuple[Any, ...], Frame | None] = {}
+_by_length: dict[int, list[Frame]] = {}  # of the whole pickle
+_FRAMES = 1024
+_PLAIN = "?bBhHiIlLqQefdFD"
+
+
+def _framed(array: np.ndarray[Any, Any]) -> bytes | None:
+    """Return the pickle of an array; None if it has no frame."""
+    key = array.dtype, array.shape
+    frame = _frames[key] if key in _frames else _frame(array)
+    return None if frame is None else b"".join((frame.head, array.data, frame.tail))
+
+
+def _frame(array: np.ndarray[Any, Any]) -> Frame | None:
+    """Find the frame by pickling an array of bytes that occur nowhere else; remember it."""
+    marks = (np.arange(array.nbytes, dtype=np.int64) * 167 % 251).astype(np.uint8).tobytes()
+    like = np.frombuffer(bytearray(marks), array.dtype).reshape(array.shape)
+    whole = _dumps(like, _pickle.HIGHEST_PROTOCOL)
+    frame = None
+    if marks and whole.count(marks) == 1:
+        head, _, tail = whole.partition(marks)
+        frame = Frame(head, tail, like.dtype, like.shape)
+    if len(_frames) >= _FRAMES:
+        _frames.clear()
+        _by_length.clear()
+    _frames[array.dtype, array.shape] = frame
+    if frame is not None:
+        _by_length.setdefault(len(whole), []).append(frame)
+    return frame
+
+
+def _loads(data: Any) -> Any:
+    """Return the object of bytes, as `pickle.loads`."""
+    for head, tail, dtype, shape in _by_length.get(len(data), ()):
+        if type(data) is bytes and data.startswith(head) and data.endswith(tail):
+            return np.ndarray(shape, dtype, data, len(head)).copy()
+    return _pickle.loads(data)
+
+
 class Pickle:
     """A pair of functions and a protocol; programs may put in others (`MPI.pickle.__init__(dumps, loads)`)."""
 
@@ -59,6 +109,7 @@ class Pickle:
         threshold: int | None = None,
     ) -> None:
         self._dumps, self._loads = dumps or _dumps, loads or _pickle.loads
+        self._own = dumps is None, loads is None
         own = dumps is None
         self.PROTOCOL: int | None = _pickle.HIGHEST_PROTOCOL if own and protocol is None else protocol
         self.THRESHOLD = threshold
@@ -74,11 +125,16 @@ class Pickle:
 
     def dumps(self, obj: Any) -> bytes:
         """Return an object as bytes."""
+        if type(obj) is np.ndarray and self._own[0] and self.PROTOCOL == _pickle.HIGHEST_PROTOCOL:
+            plain = obj.nbytes < LARGE and obj.flags.carray and obj.dtype.char in _PLAIN
+            framed = _framed(obj) if plain else None
+            if framed is not None:
+                return framed
         return self._dumps(obj) if self.PROTOCOL is None else self._dumps(obj, self.PROTOCOL)
 
     def loads(self, data: Any) -> Any:
         """Return the object of bytes."""
-        return self._loads(data)
+        return _loads(data) if self._own[1] else self._loads(data)
 
     def dumps_oob(self, obj: Any) -> tuple[bytes, list[buffer]]:
         """Return an object as bytes and the large buffers that were left out of them."""

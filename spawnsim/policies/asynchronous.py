@@ -122,6 +122,7 @@ class ClockAveraging:
     ) -> None:
         self.comm, self.exchanges, self.vector = comm, exchanges, vector
         self.endpoint = Endpoint(comm, tag)
+        self.endpoint.allocate = vector.allocate
         interval_s = exchanges.pace.interval_s
         self.engine = ProgressEngine(
             self.endpoint, self, lock=weights, poll_interval_s=POLL_S,

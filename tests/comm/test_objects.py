@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 
 import spawnsim
@@ -174,6 +175,28 @@ def test_copied_objects_are_independent():
     assert twin["a"] is not original["a"]
     assert copied("text") == "text"
     assert Pickle(protocol=2).PROTOCOL == 2
+
+
+@pytest.mark.parametrize("dtype", ["?", "i1", "u2", ">i4", "f8", "g", "D", "M8[s]"])
+@pytest.mark.parametrize("shape", [(), (1,), (2, 1), (0, 3), (4096,), (300, 200)])
+def test_the_pickle_of_an_array_is_that_of_pickle(dtype, shape):
+    """The frame around its bytes is remembered: the second is put together, and read, without pickle."""
+    own = Pickle()
+    for value in range(3):
+        array = np.full(shape, value).astype(dtype)
+        for each in (array, array[::2] if shape else array, np.asfortranarray(array)):
+            data, found = own.dumps(each), own.loads(own.dumps(each))
+            expected = pickle.loads(data)
+            assert data == pickle.dumps(each, 5)
+            assert (found.dtype, found.shape, found.tobytes()) == (
+                expected.dtype,
+                expected.shape,
+                expected.tobytes(),
+            )
+            assert found.flags.c_contiguous == expected.flags.c_contiguous
+            assert found.flags.writeable == expected.flags.writeable
+    array.flags.writeable = False
+    assert own.dumps(array) == pickle.dumps(array, 5)
 
 
 PREDEFINED = ["MAX", "OP_NULL", "INT", "INFO_NULL", "GROUP_EMPTY", "GROUP_NULL", "ERRORS_RETURN"]

@@ -131,6 +131,7 @@ class DecentralizedAverager:
         self.bits = initial_group_bits
         self._register()
         self.endpoint = Endpoint(self.comm, settings.tag_or_default, channel=settings.channel)
+        self.endpoint.allocate = self.vector.allocate
         self.engine = ProgressEngine(self.endpoint, self)
         self.directory = DirectoryClient(self.rank, self.size, request_timeout)
         self.shard = DirectoryShard()

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from spawnsim.phantoms import is_phantom
 from spawnsim.policies.averaging.grouping import REPLICAS, DirectoryClient, DirectoryQuery, Entry
 from spawnsim.policies.averaging.interface import Settings
 from spawnsim.policies.averaging.vector import Vector
 from spawnsim.policies.exchange.endpoint import Endpoint, ProgressEngine
 from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
+from spawnsim.policies.state.arithmetic import CPU, META
 from spawnsim.policies.state.codecs import (
     NAMED,
     Choices,
@@ -81,13 +83,15 @@ def _codec(plain: Any) -> Codec:
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous()
+    return tensor.detach() if tensor.is_meta else tensor.detach().cpu().contiguous()
 
 
 def rebuild(messages: Sequence[Message]) -> Loaded:
     """Return the state that the messages of `chunks` hold. Raises ValueError if they do not fit together."""
     metadata, layout, part_size_bytes = messages[0].meta
-    tensors = [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape, _ in layout]
+    phantom = any(is_phantom(message.body) for message in messages)
+    device = META if phantom else CPU
+    tensors = [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape, _ in layout]
     if not tensors:
         return metadata, []
     vector = Vector(tensors, [_codec(plain) for _, _, plain in layout])

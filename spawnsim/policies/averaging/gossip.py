@@ -102,9 +102,7 @@ def from_body(body: Bytes, vector: Vector) -> list[Values] | None:
         return None
     ends = np.cumsum(sizes)
     pieces = [body[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-    return [
-        np.array(piece).view(segment.wide) for piece, segment in zip(pieces, vector.segments, strict=True)
-    ]
+    return [piece.copy().view(segment.wide) for piece, segment in zip(pieces, vector.segments, strict=True)]
 
 
 def scaled(deltas: list[Values], factor: float, vector: Vector) -> list[Values]:

@@ -12,7 +12,7 @@ the slowest peer's time, and among all such choices the next slowest, and so on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from spawnsim.comm.deferred import WAITING, settle
 from spawnsim.errors import ParameterError
+from spawnsim.phantoms import PhantomArray
 from spawnsim.policies.averaging.grouping import digest
 from spawnsim.policies.exchange.messages import Bytes
-from spawnsim.policies.state.arithmetic import add, sum_dtype
+from spawnsim.policies.state.arithmetic import add, new_memory, phantom_memory, sum_dtype
 from spawnsim.policies.state.codecs import Codec, Float16, NoCompression, unpack
 
 Floats = NDArray[np.float64]
@@ -153,12 +154,20 @@ class Vector:
         """Elements in all segments."""
         return sum(segment.count for segment in self.segments)
 
+    @property
+    def allocate(self) -> Callable[[int], Bytes]:
+        """What makes the memory into which others' vectors are received."""
+        return phantom_memory if self.tensors[0].is_meta else new_memory
+
     def read(self) -> list[Values]:
         """Return a copy of each segment, shape (count,), in its wide type."""
         if WAITING:
             settle()
-        copies = []
+        copies: list[Values] = []
         for group, segment in zip(self._groups, self.segments, strict=True):
+            if group[0].is_meta:
+                copies.append(PhantomArray(segment.count, segment.wide))  # type: ignore[arg-type]
+                continue
             flat = np.empty(segment.count, segment.wide)
             at = 0
             for tensor in group:
@@ -172,6 +181,8 @@ class Vector:
         if WAITING:
             settle()
         for group, delta in zip(self._groups, deltas, strict=True):
+            if group[0].is_meta:
+                continue
             at = 0
             for tensor in group:
                 drift = torch.from_numpy(delta[at : at + tensor.numel()]).reshape(tensor.shape)
@@ -180,7 +191,8 @@ class Vector:
 
     def zeros(self) -> list[Values]:
         """Return zeros of the segments' shapes."""
-        return [np.zeros(segment.count, segment.wide) for segment in self.segments]
+        kinds: list[Any] = [PhantomArray if group[0].is_meta else np.zeros for group in self._groups]
+        return [make(each.count, each.wide) for make, each in zip(kinds, self.segments, strict=True)]
 
     def unpacked(self, part: Part, raw: bool, body: Bytes) -> Values:
         """Return the values of a part that was packed with its segment's codec; ValueError if the body is too short."""

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from spawnsim.comm import ANY_SOURCE, Comm, Status, Task
 from spawnsim.errors import RankFailed, Timeout, WorldError
 from spawnsim.policies.exchange.messages import (
@@ -30,6 +28,7 @@ from spawnsim.policies.exchange.messages import (
     decode,
     encode,
 )
+from spawnsim.policies.state.arithmetic import new_memory, phantom_memory
 
 if TYPE_CHECKING:
     from spawnsim.comm import Request
@@ -42,10 +41,6 @@ PAUSE_S = (
 )
 LEAST_WAIT_S = 1e-3  # a deadline that its owner does not act upon must not become a busy loop
 LONGEST_WAIT_S = 1.0  # the longest wait between two looks at the time
-
-
-def _new_buffer(nbytes: int) -> Bytes:
-    return np.empty(nbytes, np.uint8)
 
 
 @dataclass(slots=True)
@@ -84,7 +79,7 @@ class Endpoint:
         self.failed: set[int] = set()
         self.sent: Counter[int] = Counter()
         self.received = 0
-        self.allocate: Callable[[int], Bytes] = _new_buffer
+        self.allocate: Callable[[int], Bytes] = new_memory
         self._probe, self._status = comm.Iprobe, Status()
         self._to_self: deque[Message] = deque()
         self._tracked = tracked
@@ -186,7 +181,9 @@ class Endpoint:
         self.counts["bytes_received"] += nbytes
         self.received += 1
         if nbytes <= AT_ONCE_NBYTES:
-            receive = _Receive(source, _new_buffer(nbytes), None)
+            # A phantom may be short, too.
+            make = phantom_memory if self.allocate is phantom_memory else new_memory
+            receive = _Receive(source, make(nbytes), None)
             self.comm.Recv(receive.buffer, source, self.tag)
         else:
             buffer = self.allocate(nbytes)

@@ -23,7 +23,7 @@ from spawnsim.errors import ParameterError
 from spawnsim.policies.exchange.messages import Kind, Message, Unreadable, body_at, seal, write_head
 from spawnsim.policies.rules.donors import check_momentum, check_strategy
 from spawnsim.policies.rules.selection import check_choice
-from spawnsim.policies.state.arithmetic import CPU, all_finite, blend, with_delta, with_momentum
+from spawnsim.policies.state.arithmetic import CPU, all_finite, as_tensor, blend, with_delta, with_momentum
 from spawnsim.policies.state.codecs import Bytes
 from spawnsim.policies.state.layout import (
     Layout,
@@ -76,7 +76,7 @@ class Packer:
             array = self._memory(index, start + layout.nbytes, device, busy)
             head = Message(Kind.SNAPSHOT, round_, iteration, index, len(self._parts), meta=layout.text)
             write_head(array, head)
-            lay_out(layout, torch.from_numpy(array[start:]), encoded.sources, device)
+            lay_out(layout, as_tensor(array[start:]), encoded.sources, device)
             seal(array, len(layout.text), body=self._checksum)
             messages.append(array)
         return messages
@@ -99,7 +99,7 @@ class Packer:
                 layout = self._known[part.meta] = Layout.parse(part.meta)
             if part.body.size != layout.nbytes:
                 raise Unreadable(f"a part of {part.body.size} bytes that describes {layout.nbytes}")
-            tensors.update(laid_out(layout, torch.from_numpy(part.body), device))
+            tensors.update(laid_out(layout, as_tensor(part.body), device))
         try:
             return self._compression.decode(tensors)
         except ValueError as error:

@@ -30,7 +30,7 @@ from spawnsim.comm import Comm, Request
 from spawnsim.errors import RankFailed, Timeout
 from spawnsim.policies.exchange.messages import checksum
 from spawnsim.policies.rules.cadence import Deadline
-from spawnsim.policies.state.arithmetic import CPU
+from spawnsim.policies.state.arithmetic import CPU, META, as_tensor
 from spawnsim.policies.state.codecs import Codec
 from spawnsim.policies.state.layout import ALIGN_NBYTES, Layout, Tensors, digest_of
 from spawnsim.policies.state.snapshot import (
@@ -96,17 +96,21 @@ class SlottedWindow:
         if live is not None:
             text_nbytes, body_nbytes = self._compression.most_nbytes(live)
             self.slot_nbytes = padded(text_nbytes) + body_nbytes + ALIGN_NBYTES
-        self.win: Any = cast("Any", comm).Win.Allocate(
-            HEADER.itemsize + slots * self.slot_nbytes, 1, comm=comm
-        )
+        nbytes, windows = HEADER.itemsize + slots * self.slot_nbytes, cast("Any", comm).Win
+        self._room: Allocator = allocator_for(CPU if live is None else device_of(live))
+        if live is not None and device_of(live) == META:
+            memory: Any = self._room(nbytes)
+            self.win: Any = windows.Create(memory, 1, comm=comm)
+        else:
+            self.win = windows.Allocate(nbytes, 1, comm=comm)
+            memory = np.frombuffer(self.win.tomemory(), np.uint8)
         self.win.Lock_all()
-        self._slots = np.frombuffer(self.win.tomemory(), np.uint8)[HEADER.itemsize :]
+        self._slots = memory[HEADER.itemsize :]
         self.header: Header = np.zeros(1, HEADER)
         self.header["slot_nbytes"], self.header["count"] = self.slot_nbytes, slots
         self.header["begun"] = 0 if live is not None else ABSENT
         self._spare: list[NDArray[np.uint8]] = []
         self._lent: dict[int, NDArray[np.uint8]] = {}
-        self._room: Allocator = allocator_for(CPU if live is None else device_of(live))
         self._put_header()
 
     def _put_header(self) -> None:
@@ -132,7 +136,7 @@ class SlottedWindow:
             : start + layout.nbytes
         ]
         slot[: len(layout.text)] = np.frombuffer(layout.text, np.uint8)
-        lay_out(layout, torch.from_numpy(slot[start:]), encoded.sources, device_of(live))
+        lay_out(layout, as_tensor(slot[start:]), encoded.sources, device_of(live))
         self.win.Sync()
         sum_ = checksum(slot[start:]) if self._checksum else 0
         told = (iteration, len(layout.text), sum_, layout.nbytes, layout.digest)
@@ -153,7 +157,7 @@ class SlottedWindow:
 
     def get_slot(
         self, donor: int, header: Header, version: int, *, text: bool
-    ) -> tuple[Request, torch.Tensor]:
+    ) -> tuple[Request, NDArray[np.uint8]]:
         """Start to read a slot, with or without its description; the memory is the window's, until `reclaim`."""
         # Memory is used again, since fresh memory is mapped page by page while it is filled; but not while a late
         # answer may still be written into it.
@@ -166,7 +170,7 @@ class SlottedWindow:
         buffer = self._room(length) if index is None else self._spare.pop(index)
         self._lent[donor] = buffer
         at = HEADER.itemsize + version % int(header["count"][0]) * int(header["slot_nbytes"][0]) + skip
-        return self._get(buffer[:length], donor, at), torch.from_numpy(buffer[:length])
+        return self._get(buffer[:length], donor, at), buffer[:length]
 
     def _get(self, into: NDArray[np.uint8], donor: int, at: int) -> Request:
         request: Request = self.win.Rget(into, donor, at)
@@ -316,8 +320,8 @@ class SnapshotWindow:
 
     def _slots(
         self, heads: dict[int, dict[str, Header]], versions: dict[int, int]
-    ) -> dict[int, dict[str, torch.Tensor]]:
-        def ask(donor: int) -> dict[str, tuple[Request, torch.Tensor]]:
+    ) -> dict[int, dict[str, NDArray[np.uint8]]]:
+        def ask(donor: int) -> dict[str, tuple[Request, NDArray[np.uint8]]]:
             version = versions[donor]
             return {
                 key: self._windows[key].get_slot(
@@ -362,22 +366,23 @@ class SnapshotWindow:
         return arrived
 
     def _unpacked(
-        self, headers: dict[str, Header], version: int, slots: dict[str, torch.Tensor]
+        self, headers: dict[str, Header], version: int, slots: dict[str, NDArray[np.uint8]]
     ) -> RemoteSnapshot | None:
         """Return what was read; None if it was damaged on its way."""
         tensors: Tensors = {}
         iteration = nbytes = 0
         for key, data in slots.items():
             iteration, text_nbytes, sum_, body_nbytes, digest = slot_of(headers[key], version).tolist()
-            text, body = data[:text_nbytes].numpy().tobytes(), data[data.numel() - body_nbytes :]
+            body = data[data.size - body_nbytes :]
             if digest not in self._layouts:
+                text = data[:text_nbytes].tobytes()
                 if digest_of(text) != digest:
                     return None
                 self._layouts[digest] = Layout.parse(text)
-            if sum_ and checksum(body.numpy()) != sum_:
+            if sum_ and checksum(body) != sum_:
                 return None
-            tensors |= self._laid_out(digest, body)
-            nbytes += data.numel()
+            tensors |= self._laid_out(digest, as_tensor(body))
+            nbytes += data.size
         return RemoteSnapshot(iteration, self._compression.decode(tensors), nbytes)
 
     def _laid_out(self, digest: int, body: torch.Tensor) -> Tensors:

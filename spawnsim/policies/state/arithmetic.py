@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-CPU = torch.device("cpu")
+from spawnsim.phantoms import PhantomArray
+
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def new_buffer(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -28,6 +30,23 @@ def new_buffer(count: int, dtype: torch.dtype, device: torch.device) -> torch.Te
 def as_memory(tensor: torch.Tensor) -> Any:
     """Return a tensor in main memory as an array: numpy begins sooner than torch, which counts for small ones."""
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def new_memory(nbytes: int) -> Any:
+    """Return bytes in main memory."""
+    return np.empty(nbytes, np.uint8)
+
+
+def phantom_memory(nbytes: int) -> Any:
+    """Return bytes without memory."""
+    return PhantomArray(nbytes, np.uint8)
+
+
+def as_tensor(array: Any) -> torch.Tensor:
+    """Return an array as a tensor of the same memory; a phantom as one on the meta device."""
+    if isinstance(array, PhantomArray):
+        return torch.empty(array.nbytes, dtype=torch.uint8, device=META)
+    return torch.from_numpy(array)
 
 
 def as_one_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -44,6 +63,8 @@ def as_one_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 def surely_finite(tensor: torch.Tensor) -> bool:
     """Return whether a sum says that all is finite; False where the sum itself may have overflowed."""
+    if tensor.is_meta:  # it has no numbers
+        return True
     total = tensor.sum().item()
     return math.isfinite(total.real) and math.isfinite(total.imag)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
+from spawnsim.phantoms import PhantomArray, is_phantom
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[Any]  # float32 or float64
@@ -172,7 +174,10 @@ def pack(codec: Codec, values: Floats) -> tuple[bool, Bytes]:
     # Codecs scale by means and maxima, which one NaN would carry to all values.
     if isinstance(codec, NoCompression) or not np.isfinite(values).all():
         return True, _bytes(values)
-    packed = codec.encode(values)
+    if is_phantom(values):
+        packed: Any = PhantomArray(encoded_nbytes(codec, values.size), np.uint8)
+    else:
+        packed = codec.encode(values)
     return (False, packed) if packed.size < values.nbytes else (True, _bytes(values))
 
 
@@ -181,6 +186,8 @@ def unpack(codec: Codec, body: Bytes, *, raw: bool, dtype: np.dtype[Any], count:
 
     Raises ValueError if the body is too short for them.
     """
+    if is_phantom(body) and not raw:
+        return PhantomArray(count, dtype)  # type: ignore[return-value]
     values = body.view(dtype)[:count] if raw else codec.decode(body, count)
     # Slices do not fail: a body that is too short would give fewer values without an error.
     if values.size != count:
@@ -188,7 +195,19 @@ def unpack(codec: Codec, body: Bytes, *, raw: bool, dtype: np.dtype[Any], count:
     return values.astype(dtype, copy=False)
 
 
+def encoded_nbytes(codec: Any, count: int) -> int:
+    """Return how many bytes a codec makes of so many values, whatever they are."""
+    return _encoded_nbytes(codec, count)
+
+
+@lru_cache(maxsize=4096)
+def _encoded_nbytes(codec: Any, count: int) -> int:
+    return int(codec.encode(np.zeros(count, np.float32)).nbytes)
+
+
 def _bytes(values: NDArray[Any]) -> Bytes:
+    if is_phantom(values):
+        return values.view(np.uint8)
     return np.ascontiguousarray(values).view(np.uint8).reshape(-1)
 
 

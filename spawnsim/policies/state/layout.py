@@ -131,6 +131,8 @@ def assign_optimizer(
 
 def _put(state: dict[str, object], key: str, value: torch.Tensor, parameter: torch.nn.Parameter) -> None:
     old = state.get(key)
+    if value.is_meta and not (isinstance(old, torch.Tensor) and old.is_meta) and not value.dim():
+        return  # a step count, in main memory: there is none to take over
     if isinstance(old, torch.Tensor):
         old.copy_(value)
     elif isinstance(old, (int, float)):

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from spawnsim.errors import ParameterError, UsageError
-from spawnsim.policies.state.arithmetic import CPU, new_buffer
-from spawnsim.policies.state.codecs import NAMED, Bytes, Codec, Float16, NoCompression, unpack
+from spawnsim.policies.state.arithmetic import CPU, META, as_tensor, new_buffer, new_memory, phantom_memory
+from spawnsim.policies.state.codecs import NAMED, Bytes, Codec, Float16, NoCompression, encoded_nbytes, unpack
 from spawnsim.policies.state.layout import ALIGN_NBYTES, Entry, Layout, Tensors, assign
 
 MARK = "\x1f"  # the unit separator: no name of a parameter has it
@@ -84,12 +84,16 @@ class Compression:
 
     def _encoded(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         assert self.codec is not None
-        body = self.codec.encode(tensor.detach().cpu().reshape(-1).numpy())
+        flat = tensor.detach().reshape(-1)
+        if flat.is_meta:
+            body = phantom_memory(encoded_nbytes(self.codec, flat.numel()))
+        else:
+            body = self.codec.encode(flat.cpu().numpy())
         # Small tensors: the codec's table alone may be longer than the values.
         if body.nbytes >= tensor.nbytes:
             return name, tensor
         shape = ",".join(map(str, tensor.shape))
-        return MARK.join([name, str(tensor.dtype)[6:], shape, self.name]), torch.from_numpy(body)
+        return MARK.join([name, str(tensor.dtype)[6:], shape, self.name]), as_tensor(body)
 
     def decode(self, tensors: Tensors) -> Tensors:
         """Return the tensors of a snapshot in the names, dtypes and shapes that they had; on their devices.
@@ -112,6 +116,8 @@ class Compression:
     def _decoded(self, marks: Sequence[str], tensor: torch.Tensor) -> torch.Tensor:
         dtype, shapes, codec = marks
         shape = tuple(int(size) for size in shapes.split(",") if size)
+        if tensor.is_meta:
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=META)
         body, count = tensor.cpu().numpy(), torch.Size(shape).numel()
         wide = WIDE[getattr(torch, dtype)]
         values = torch.from_numpy(unpack(self._known(codec), body, raw=False, dtype=wide, count=count))
@@ -164,7 +170,8 @@ def _within(tensors: Mapping[str, torch.Tensor], limit: float) -> frozenset[str]
 
 def _magnitudes(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
     """Yield each tensor's largest magnitude (NaN if it has one); a device is waited for once."""
-    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
+    yield from ((name, 0.0) for name, tensor in tensors.items() if tensor.is_meta)
     by_device: dict[torch.device, list[str]] = {}
     for name, tensor in filled.items():
         by_device.setdefault(tensor.device, []).append(name)
@@ -200,13 +207,17 @@ def model_device(model: torch.nn.Module) -> torch.device:
 
 def allocator_for(device: torch.device) -> Allocator:
     """Return what makes memory to send from and receive into: pinned for a GPU, else what numpy has (huge pages)."""
+    if device.type == "meta":
+        return phantom_memory
     if device.type != "cuda":
-        return lambda nbytes: np.empty(nbytes, np.uint8)
+        return new_memory
     return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
 def lay_out(layout: Layout, memory: torch.Tensor, sources: Tensors, device: torch.device = CPU) -> None:
     """Copy the sources to their places in main memory, shape (nbytes,), uint8; by way of one buffer on the device."""
+    if device.type == "meta":
+        return
     if device.type == "cpu":
         assign(layout.views(memory), sources)
     else:
@@ -223,7 +234,7 @@ def laid_out(layout: Layout, memory: torch.Tensor, device: torch.device = CPU) -
     0-dim ones stay: optimizers want their step counts in main memory.
     """
     views = layout.views(memory)
-    if device.type == "cpu":
+    if device.type == "cpu" or memory.is_meta:
         return views
     there = layout.views(memory.to(device))
     return {name: there[name] if view.dim() else view for name, view in views.items()}

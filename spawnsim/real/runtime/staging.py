@@ -17,6 +17,7 @@ import torch
 from spawnsim.comm.constants import IN_PLACE
 from spawnsim.comm.failures import SpecBufferError
 from spawnsim.errors import UnsupportedError
+from spawnsim.phantoms import NO_DATA, PhantomError
 
 SENT, RECEIVED, BOTH = 1, 2, 3
 IN_PLACE_TYPE = type(IN_PLACE).__name__  # mpi4py's own is called the same
@@ -37,7 +38,11 @@ collectives and one-sided calls, and stages sums itself: all these are staged he
 def device_tensor(spec: Any) -> torch.Tensor | None:
     """Return the tensor of a buffer specification if it lies outside of main memory, else None."""
     memory = spec[0] if type(spec) in (list, tuple) and spec else spec
-    return memory if isinstance(memory, torch.Tensor) and not memory.is_cpu else None
+    if not isinstance(memory, torch.Tensor) or memory.is_cpu:
+        return None
+    if memory.is_meta:
+        raise PhantomError(NO_DATA)
+    return memory
 
 
 class Memory:

@@ -30,7 +30,7 @@ BUF = ("buf",)
 
 def on_gpu(spec: Any) -> bool:
     """Whether a specification is a tensor in a GPU's memory."""
-    return isinstance(spec, torch.Tensor) and spec.device.type != "cpu"
+    return device_tensor(spec) is not None and isinstance(spec, torch.Tensor)
 
 
 def staged(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ def flat_tensor(spec: Any, *, writable: bool = False) -> torch.Tensor | None:
     buffer = as_buffer(spec, writable=writable)
     if not (buffer.datatype and buffer.datatype.is_predefined):
         return None
-    array = buffer.array
+    array = np.asarray(buffer.array)
     if array.dtype == BF16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     if array.dtype.name not in TORCH_NAMES:

@@ -453,7 +453,11 @@ class Windows:
 
     def Create(self, memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> TorchWin:
         """Return a window over memory that exists."""
-        own = np.zeros(0, np.uint8) if memory is None else as_bytes(as_buffer(memory, writable=True).array)
+        own = (
+            np.zeros(0, np.uint8)
+            if memory is None
+            else as_bytes(np.asarray(as_buffer(memory, writable=True).array))
+        )
         return self._make(own, disp_unit)
 
     def __getattr__(self, name: str) -> Any:

@@ -33,7 +33,7 @@ from spawnsim.virtual.engine.completion import Completion, Message, Receive, Rec
 from spawnsim.virtual.engine.event_queue import ARRIVING
 from spawnsim.virtual.engine.kernel import Kernel
 
-KEPT = 16  # pairs remembered per source before those whose time has come are dropped
+KEPT = 16  # pairs remembered per source before those whose time has come, or that were collected, are dropped
 _number = attrgetter("number")
 
 
@@ -64,15 +64,15 @@ class Mailbox:
 
     def deliver(self, message: Message) -> None:
         """Take in a message that was just sent; its envelope arrives now or later."""
-        self._numbers += 1
-        message.number = self._numbers
-        source = message.source
+        self._numbers = message.number = self._numbers + 1
+        source, envelope_s = message.source, message.envelope_s
         # MPI's messages of one sender are non-overtaking (MPI 4.1, 3.5). A delay by a fault, or rounding, may put this
         # one before the last: then it is held back to it. All that follows relies on envelopes in the order sent.
-        if message.envelope_s < self._latest.get(source, 0.0):
-            message.hold_back(self._latest[source])
+        latest = self._latest
+        if source in latest and envelope_s < latest[source]:
+            message.hold_back(latest[source])
         else:
-            self._latest[source] = message.envelope_s
+            latest[source] = envelope_s
         if self._open or self._flying is not None:
             self._admit(message)
         else:
@@ -86,18 +86,24 @@ class Mailbox:
 
     def post(self, receive: Receive) -> None:
         """Match a receive or queue it. A wildcard's caller has observed: the clock stands at `posted_s`."""
-        self._numbers += 1
-        receive.number, receive.nic = self._numbers, self.nic
-        message = self.find(receive.source, receive.tag)
+        self._numbers = receive.number = self._numbers + 1
+        receive.nic = self.nic
+        source, tag = receive.source, receive.tag
+        message = self.ready(source, tag)
         if message is not None:
+            self.unexpected[source].popleft()
+            message.queued = False
+        else:
+            message = self.find(source, tag)
+            if message is None:
+                queue = self.posted.get(source)
+                if queue is None:
+                    queue = self.posted[source] = deque()
+                queue.append(receive)
+                self._open += 1
+                return
             self.remove(message)
-            self._pair(receive, message)
-            return
-        queue = self.posted.get(receive.source)
-        if queue is None:
-            queue = self.posted[receive.source] = deque()
-        queue.append(receive)
-        self._open += 1
+        self._pair(receive, message)
 
     def withdraw(self, receive: Receive, now_s: float) -> bool:
         """Take back a receive at a time of its rank's clock; False if it has matched by then."""
@@ -121,23 +127,14 @@ class Mailbox:
     def ready(self, source: int, tag: int) -> Message | None:
         """Return the eager message at the head of a named source's queue, if a receive would take that one now.
 
-        The short way of most receives: `take_ready` then takes it, and no `Receive` need be made.
+        The short way of most receives: no `Receive` need be made. Nothing is ready for a wildcard.
         """
         queue = self.unexpected.get(source)
         if queue and self._flying is None:
             message = queue[0]
-            if (
-                message.sender is None
-                and message.arrival_s is not None
-                and (tag == message.tag or tag == ANY_TAG)
-            ):
+            if message.sender is None and message.arrival_s is not None and tag in (message.tag, ANY_TAG):
                 return message
         return None
-
-    def take_ready(self, message: Message) -> None:
-        """Take out what `ready` has just returned."""
-        self.unexpected[message.source].popleft()
-        message.queued = False
 
     def find(self, source: int, tag: int) -> Message | None:
         """Return the queued message that a receive or probe would get now: of a wildcard's, the first to arrive.
@@ -203,9 +200,11 @@ class Mailbox:
             early = self._early.get(message.source)
             if early is None:
                 early = self._early[message.source] = []
-            elif len(early) >= KEPT:
+            elif len(early) >= KEPT and not len(early) & (
+                len(early) - 1
+            ):  # at powers of two: a constant cost each
                 now_s = self.kernel.env.now
-                early[:] = [each for each in early if each.matched_s > now_s]
+                early[:] = [each for each in early if each.message and each.matched_s > now_s]
             early.append(receive)
             met = message.sender is None or envelope_s <= self.kernel.env.now
         if not met:

@@ -110,24 +110,24 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     # mailbox's business. This is the hottest function of a run, hence the two calls written out below.
     kernel, dest, nbytes = world.kernel, mailbox.rank, message.nbytes
     task = kernel.current
+    sender = task.rank
     # On a network without latency a message can be seen at the time of its send, so nothing may run ahead there. A look
     # has just cost time without waiting for it.
     if world.instant and task.clock > kernel.env.now:
         kernel.observe()
-    source = world.ranks[task.rank]
+    source = world.ranks[sender]
     now_s = task.clock
     # A buffered or ready send completes locally (MPI 4.1, 3.4), so it never asks first, whatever its size.
     rendezvous = nbytes > world.network.eager_bytes and mode is not LOCAL
     onto_wire = 0 if rendezvous else nbytes
-    send_s, inject_s, flight_s, receive_s, drain_s = world.cost(task.rank, dest, onto_wire)
+    send_s, inject_s, flight_s, receive_s, drain_s = world.cost(sender, dest, onto_wire)
     begin_s = now_s
-    if dest != task.rank:  # a message to oneself meets no NIC
+    if dest != sender:  # a message to oneself meets no NIC
         if source.nic_free_s > now_s:
             begin_s = source.nic_free_s
         source.nic_free_s = begin_s + inject_s
     message.envelope_s = begin_s + flight_s
-    message.receive_s = receive_s
-    message.drain_s = drain_s
+    message.receive_s, message.drain_s = receive_s, drain_s
     source.messages += 1
     source.nbytes += nbytes
     digest, payload = source.digest, message.payload
@@ -154,9 +154,9 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     if send_s:
         source.advance_to(task, task.clock + send_s)
     if world.links is not None:
-        world.links.carry(task.rank, mailbox, message)
+        world.links.carry(sender, mailbox, message)
     elif world.contention is not None:
-        world.contention.carry(message, mailbox, task.rank)
+        world.contention.carry(message, mailbox, sender)
     else:
         mailbox.deliver(message)
     # Others may look at this rank's memory while its processor was busy sending: what it does next happens after that.

@@ -21,6 +21,7 @@ from spawnsim.comm.constants import PROC_NULL
 from spawnsim.comm.failures import ERR_COUNT, ArgumentError, Truncated
 from spawnsim.comm.handles import INFO_NULL, each_integer, integer
 from spawnsim.comm.ops import SUM, Op
+from spawnsim.phantoms import PhantomError
 from spawnsim.virtual.mpi import semantics
 from spawnsim.virtual.mpi.context import Member
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
@@ -121,6 +122,8 @@ class Collectives(Member):
         except Truncated as error:
             text = f"{error.message}; it is from {call.describe()} on {self._label}"
             raise Truncated(message=text) from None
+        except PhantomError as error:
+            raise PhantomError(f"rank {self._me} in {call.describe()} on {self._label}: {error}") from None
 
     def _start(self, call: Call) -> Request:
         # The program goes on: it may write to its buffer once the result is there, before others come.

@@ -35,7 +35,7 @@ from spawnsim.comm.handles import INFO_NULL, Info, Named, integer
 from spawnsim.comm.protocols import Capabilities, Recovery
 from spawnsim.virtual.mpi import fault_tolerance
 from spawnsim.virtual.mpi.collectives import Collectives
-from spawnsim.virtual.mpi.context import KINDS, Context, Member
+from spawnsim.virtual.mpi.context import KINDS, NOWHERE, Context, Member
 from spawnsim.virtual.mpi.instance import Call
 from spawnsim.virtual.mpi.point_to_point import PointToPoint
 from spawnsim.virtual.mpi.requests import Request
@@ -60,7 +60,9 @@ class Comm(PointToPoint, Collectives):
     def __new__(cls, comm: Member | None = None) -> Self:
         """Return a null communicator, or a copy of the handle of another."""
         self = super().__new__(cls)
-        self._identity, self._attributes = None, {}
+        self._identity, self._attributes, self._name, self._side, self._me = None, {}, "", 0, 0
+        self._context = self._world = self._rank = self._peers = self._own = NOWHERE
+        self._errhandler = self._info = self._box = None
         if comm is not None and comm._identity is not None:
             for slot in Member.__annotations__:
                 setattr(self, slot, getattr(comm, slot))

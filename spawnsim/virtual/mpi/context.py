@@ -10,9 +10,9 @@ import math
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
-import numpy as np
+from numpy import ndarray
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL, TAG_UB_VALUE
 from spawnsim.comm.failures import (
@@ -28,15 +28,16 @@ from spawnsim.comm.failures import (
 from spawnsim.comm.handles import Info, Named, integer
 from spawnsim.comm.status import Status
 from spawnsim.errors import UsageError, WorldError
+from spawnsim.phantoms import PhantomError
 from spawnsim.virtual.digest import COLLECTIVE, RECEIVE
-from spawnsim.virtual.engine.completion import Message, Receive, take_in
+from spawnsim.virtual.engine.completion import Message, Receive
 from spawnsim.virtual.engine.matching import Mailbox
 from spawnsim.virtual.engine.waiting import Dead, Waiting, await_one, check_alive
 from spawnsim.virtual.engine.wire import Mode, Transfer, send
 from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance, Departure
-from spawnsim.virtual.mpi.payload import check_type, watched
-from spawnsim.virtual.mpi.requests import Request, fill
+from spawnsim.virtual.mpi.payload import check_type, loads, unpack, watched
+from spawnsim.virtual.mpi.requests import Reception, Request, fill
 
 GIVEN_UP = (
     "the others have given this rank up, because it was silent for too long (paused, or it did not come to their "
@@ -177,17 +178,32 @@ makes a world imports `module`, which imports all of them.
 """
 
 
+class Nowhere:
+    """Stands in for all that a null communicator has not: whoever asks it for anything is refused."""
+
+    # With a `Member.__getattr__` instead, Python (3.11) looks up each attribute of each communicator the slow way: an
+    # eighth of what a message costs.
+    def __getattr__(self, name: str) -> NoReturn:
+        raise CallError(ERR_COMM, "the communicator is null, or was freed before")
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+
+NOWHERE: Any = Nowhere()
+
+
 class Member(Named):
     """One rank's handle of a communicator, and what its calls are made of: one message out, one in, one collective."""
 
     __slots__ = (
         "__weakref__",
         "_attributes",
+        "_box",
         "_context",
         "_errhandler",
         "_identity",
         "_info",
-        "_mailbox",
         "_me",
         "_name",
         "_own",
@@ -204,7 +220,7 @@ class Member(Named):
     _rank: Rank
     _me: int
     _peers: Sequence[int]
-    _mailbox: Mailbox
+    _box: Mailbox | None
     _name: str
     _side: int
     _own: Any
@@ -221,19 +237,18 @@ class Member(Named):
         self._me = context.places[self._side][rank]
         self._peers = context.groups[-1 - self._side] if len(context.groups) > 1 else context.groups[0]
         self._attributes, self._name, self._errhandler, self._info = {}, name, None, None
-        self._own = None
+        self._own = self._box = None
         if name:
             context.name = name
         return self
 
-    def __getattr__(self, name: str) -> Any:
-        """Return the mailbox, made when it is first used; refuse what a null communicator has not."""
-        if name == "_mailbox":
-            self._mailbox = mailbox = self._context.mailbox(self._rank.id)
-            return mailbox
-        if name in Member.__slots__:
-            raise CallError(ERR_COMM, "the communicator is null, or was freed before")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    @property
+    def _mailbox(self) -> Mailbox:
+        """Its mailbox, made when it is first used."""
+        box = self._box
+        if box is None:
+            box = self._box = self._context.mailbox(self._rank.id)
+        return box
 
     def _entered(self, context: Context, kind: Any = None) -> Any:
         """Return the rank's handle of a communicator that is made of this one, with the rank's five and error handler.
@@ -334,17 +349,25 @@ class Member(Named):
 
     def _dispatch(self, payload: Any, dest: int, tag: int, mode: Mode, *, buf: Any = None) -> Transfer | None:
         """Send a payload (bytes, or anything with `nbytes`), made of `buf`. Returns what to wait for, if anything."""
-        if dest == PROC_NULL:
-            self._need()
-            return None
-        self._check_peer(dest, tag)
-        world = self._world
+        peers, context, world = self._peers, self._context, self._world
+        fits = 0 <= dest < len(peers) and 0 <= tag <= TAG_UB_VALUE  # `_check_peer`, without the call
+        if not fits or context.revoked_s is not None or self._identity is None:
+            if dest == PROC_NULL:
+                self._need()
+                return None
+            self._refuse_peer(dest, tag)
         if world.failed:
             check_alive(world, self._waiting("Send", dest, tag, "dest"))
         message = Message(self._me, tag, payload, len(payload) if type(payload) is bytes else payload.nbytes)
-        if buf is not None:
-            message.dtype = getattr(buf if type(buf) is np.ndarray else payload, "dtype", None)
-        return send(world, self._context.mailbox(self._peers[dest]), message, mode)
+        if type(buf) is ndarray:
+            message.dtype = buf.dtype
+        elif buf is not None:
+            message.dtype = getattr(payload, "dtype", None)
+        receiver = peers[dest]
+        mailbox = context.mailboxes.get(receiver)
+        if mailbox is None:
+            mailbox = context.mailbox(receiver)
+        return send(world, mailbox, message, mode)
 
     def _deliver(
         self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str, buf: Any = None
@@ -356,61 +379,60 @@ class Member(Named):
         if transfer is not None:
             await_one(self._world, transfer, self._waiting(operation, dest, tag, "dest"))
 
-    def _post(self, source: int, tag: int, *, blocking: bool = False) -> Receive:
-        """Post a receive that was checked. A wildcard is an observation."""
-        kernel = self._world.kernel
-        if source == ANY_SOURCE:
-            kernel.observe()
-        task = kernel.current
-        receive = Receive(kernel, source, tag, task.clock)
-        if (
-            blocking and self._world.plan is None and not self._rank.observers
-        ):  # only its deadline will end it
-            receive.stays_s = task.clock + task.deadline_s
-        self._mailbox.post(receive)
-        return receive
-
     def _accept(self, source: int, tag: int, operation: str) -> Message:
         """Receive one message, blocking. `source` and `tag` are plain integers."""
         # Messages of one sender match in the order in which they were sent (MPI 4.1, 3.5), whatever others do. So a
         # receive from a named source may take what is queued at once; one from anybody depends on who has sent by now,
         # and waits for its time.
-        if source >= 0:
-            self._check_peer(source, tag if tag != ANY_TAG else 0)
-            message = self._mailbox.ready(source, tag)
-            if message is not None and self._take_now(message):
-                return message
-        else:
+        fits = 0 <= source < len(self._peers) and ANY_TAG <= tag <= TAG_UB_VALUE
+        if not fits or self._context.revoked_s is not None or self._identity is None:
             self._check_source(source, tag)
+        message = (self._box or self._mailbox).ready(source, tag)
+        if message is not None and self._take_now(message):
+            return message
         return self._accept_later(source, tag, operation)
 
     def _take_now(self, message: Message) -> bool:
         """Take a message whose data are on their way, without parking; False if that is to be done at its time."""
-        task, mailbox, arrival_s = self._world.kernel.current, self._mailbox, message.arrival_s
+        rank, mailbox, kernel = self._rank, self._mailbox, self._world.kernel
+        nic = mailbox.nic
+        task, arrival_s, receive_s = kernel.current, message.arrival_s, message.receive_s
         now_s = task.clock
+        due_s = now_s + task.deadline_s
         assert arrival_s is not None
-        if (
-            arrival_s + message.receive_s > now_s + task.deadline_s
-        ):  # so late that its place at the card stays free
+        if arrival_s + receive_s > due_s:  # so late that its place at the card stays free
             return False
-        if mailbox.nic is not None:
-            if self._rank.observers and arrival_s > now_s:  # its card may let in requests to a window first
+        if nic is not None:
+            if rank.observers and arrival_s > now_s:  # its card may let in requests to a window first
                 return False
-            arrival_s = take_in(message, mailbox.nic)
-            if arrival_s + message.receive_s > now_s + task.deadline_s:
-                return False
-        mailbox.take_ready(message)
-        finish_s = (arrival_s if arrival_s > now_s else now_s) + message.receive_s
+            if message.drain_s:  # `take_in`, without the call
+                message.arrival_s = arrival_s = nic.admit(arrival_s, message.drain_s)
+                message.drain_s = 0.0
+                if arrival_s + receive_s > due_s:
+                    return False
+        mailbox.unexpected[message.source].popleft()
+        message.queued = False
+        finish_s = (arrival_s if arrival_s > now_s else now_s) + receive_s
         if finish_s > now_s:
-            self._rank.advance_to(task, finish_s)
-            if self._rank.observers:  # its memory is exposed: what it does next must be done at its own time
-                self._world.kernel.observe()
-        self._rank.digest.note((task.clock, RECEIVE, message.source, message.nbytes, message.tag))
+            if rank.awake is None and finish_s < rank.death_s:  # `advance_to`, without the call
+                task.clock = finish_s
+            else:
+                rank.advance_to(task, finish_s)
+            if rank.observers:  # its memory is exposed: what it does next must be done at its own time
+                kernel.observe()
+        rank.digest.note((task.clock, RECEIVE, message.source, message.nbytes, message.tag))
         return True
 
     def _accept_later(self, source: int, tag: int, operation: str) -> Message:
         """Receive one message that may have to be waited for."""
-        receive = self._post(source, tag, blocking=True)
+        kernel = self._world.kernel
+        if source == ANY_SOURCE:  # a wildcard is an observation
+            kernel.observe()
+        task = kernel.current
+        receive = Receive(kernel, source, tag, task.clock)
+        if self._world.plan is None and not self._rank.observers:  # only its deadline will end it
+            receive.stays_s = task.clock + task.deadline_s
+        self._mailbox.post(receive)
         try:
             await_one(self._world, receive, self._waiting(operation, source, tag))
         except WorldError:  # the program may go on: the receive must not swallow a later message
@@ -418,9 +440,7 @@ class Member(Named):
             raise
         message, receive.message = receive.message, None
         assert message is not None
-        self._rank.digest.note(
-            (self._world.kernel.current.clock, RECEIVE, message.source, message.nbytes, message.tag)
-        )
+        self._rank.digest.note((task.clock, RECEIVE, message.source, message.nbytes, message.tag))
         return message
 
     def _waiting(self, operation: str, peer: int, tag: int, keyword: str = "source") -> Waiting:
@@ -438,29 +458,26 @@ class Member(Named):
         collected = None if buf is None else watched(self._world, buf, payload, (operation, dest))
         if transfer is None:
             return Request.over(self._world, collected, writes=False)
-        waiting = self._waiting(operation, dest, tag, "dest")
-        return Request.start(self._world, transfer, waiting, collected, writes=False)
+        about = (self, operation, dest, tag, "dest")
+        return Request.start(self._world, transfer, about, collected, writes=False)
 
-    def _irecv(self, source: int, tag: int, operation: str, collect: Any, *, buf: Any = None) -> Request:
-        """Post a receive; `collect(payload)` makes the request's result, or writes it to `buf`."""
+    def _irecv(self, source: int, tag: int, operation: str, into: Any = None) -> Request:
+        """Post a receive into a `payload.target`; without one, of an object."""
         if type(source) is not int or type(tag) is not int:
             source, tag = integer(source), integer(tag)
         if source == PROC_NULL:
             self._need()
             return Request.over(self._world, receive_nothing)
         self._check_source(source, tag)
-        receive = self._post(source, tag)
-
-        def deliver(status: Status) -> Any:
-            message, receive.message = receive.message, None  # the mailbox may still know of the receive
-            if message is None:  # cancelled
-                status.Set_cancelled(True)
-                return None
-            fill(status, message.source, message.tag, message.nbytes)
-            return self._taken(message, collect, buf)
-
-        waiting = self._waiting(operation, source, tag)
-        request = Request.start(self._world, receive, waiting, deliver, writes=buf is not None)
+        world = self._world
+        kernel = world.kernel
+        if source == ANY_SOURCE:  # a wildcard is an observation
+            kernel.observe()
+        receive = Reception(kernel, source, tag, kernel.current.clock)
+        receive.owner, receive.into = self, into
+        self._mailbox.post(receive)
+        about = (self, operation, source, tag)
+        request = Request.start(world, receive, about, receive.deliver, writes=into is not None)
         request._withdraw = self._withdraw
         return request
 
@@ -473,21 +490,18 @@ class Member(Named):
         ):
             receive.complete(self._world.kernel.current.clock)
 
-    def _taken(self, message: Message, collect: Any, buf: Any) -> Any:
-        """Return what is made of a message, maybe the contents of `buf`."""
+    def _taken(self, message: Message, into: Any) -> Any:
+        """Write a message to a `payload.target`; without one, return its object."""
         try:
-            made = collect(message.payload)
+            if into is None:
+                return loads(message.payload)
+            unpack(into, message.payload)
         except Exception as error:  # noqa: BLE001 - whatever a pickle raises
             raise self._unfit(error, message) from None
-        if buf is not None:
-            self._check_type(buf, message)
-        return made
-
-    def _check_type(self, buf: Any, message: Message) -> None:
-        """Warn if a message was received into a buffer of another type; the usual case costs next to nothing."""
-        dtype = message.dtype
-        if dtype is not None and buf.dtype is not dtype:
-            check_type(self._world, self._label, buf, message)
+        # A mismatch of types is a warning and not an error: MPI libraries deliver the bytes without a word.
+        if message.dtype is not into.dtype:
+            check_type(self._world, self._label, into, message)
+        return None
 
     def _unfit(self, error: Exception, message: Message) -> Exception:
         """Return the error of a message that cannot be received as the program wants it: it names the message."""
@@ -499,6 +513,8 @@ class Member(Named):
                 f"the {message.nbytes:,} bytes from {name} are no pickled object ({error}): were they sent by Send? "
                 "Then receive them by Recv, for upper-case and lower-case calls do not mix"
             )
+        if isinstance(error, PhantomError):
+            return PhantomError(f"rank {self._me} receives from {name}: {error}")
         error.add_note(f"raised by the object that came from {name}, while it was unpickled")
         return error
 

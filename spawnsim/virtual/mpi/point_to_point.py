@@ -10,18 +10,18 @@ import math
 from typing import Any, Self
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, BSEND_OVERHEAD, BUFFER_AUTOMATIC, PROC_NULL
-from spawnsim.comm.failures import ERR_BUFFER, ERR_REQUEST, CallError, SpecBufferError, Truncated
+from spawnsim.comm.failures import ERR_BUFFER, ERR_REQUEST, CallError, SpecBufferError
 from spawnsim.comm.handles import Handle, integer
 from spawnsim.comm.memory import flat
 from spawnsim.comm.status import Status
-from spawnsim.virtual.engine.completion import Completion, Receive
+from spawnsim.virtual.engine.completion import Completion
 from spawnsim.virtual.engine.completion import Message as QueuedMessage
 from spawnsim.virtual.engine.kernel import current_world
 from spawnsim.virtual.engine.waiting import await_one, check_alive
 from spawnsim.virtual.engine.wire import LOCAL, STANDARD, SYNCHRONOUS
 from spawnsim.virtual.mpi.context import Member, receive_nothing
-from spawnsim.virtual.mpi.payload import check_target, dumps, kept, loads, pack, receiver, unpack
-from spawnsim.virtual.mpi.requests import Prequest, Request, fill
+from spawnsim.virtual.mpi.payload import dumps, pack, target
+from spawnsim.virtual.mpi.requests import Prequest, Reception, Request, fill
 
 
 def attach(held: dict[Any, Any], owner: Any, buf: Any) -> None:
@@ -77,14 +77,11 @@ class PointToPoint(Member):
         message = self._accept(source, tag, "recv")
         if status is not None:
             fill(status, message.source, message.tag, message.nbytes)
-        try:
-            return loads(message.payload)
-        except Exception as error:  # noqa: BLE001 - whatever a pickle raises
-            raise self._unfit(error, message) from None
+        return self._taken(message, None)
 
     def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Start to receive an object."""
-        return self._irecv(source, tag, "irecv", loads)
+        return self._irecv(source, tag, "irecv")
 
     def sendrecv(
         self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = ANY_SOURCE,
@@ -139,30 +136,17 @@ class PointToPoint(Member):
             if status is not None:
                 receive_nothing(status)
             return
-        check_target(buf)
-        self._receive(buf, source, tag, status)
-
-    def _receive(self, buf: Any, source: int, tag: int, status: Status | None) -> None:
-        """Receive into a buffer that was checked."""
+        into = target(buf)
         message = self._accept(source, tag, "Recv")
         if status is not None:
             fill(status, message.source, message.tag, message.nbytes)
-        try:
-            unpack(buf, message.payload)
-        except Truncated as error:
-            raise self._unfit(error, message) from None
-        # A mismatch of types is a warning and not an error: MPI libraries deliver the bytes without a word.
-        if message.dtype is not None:
-            self._check_type(kept(buf), message)
+        self._taken(message, into)
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Start to receive into a buffer, which is filled when the request is collected."""
         if type(source) is not int:
             source = integer(source)
-        check_target(buf, source)
-        # Kept, since the program may drop its last reference while the receive is open.
-        buf = kept(buf)
-        return self._irecv(source, tag, "Irecv", receiver(buf), buf=buf)
+        return self._irecv(source, tag, "Irecv", target(buf, source))
 
     def Sendrecv(
         self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = ANY_SOURCE,
@@ -177,13 +161,16 @@ class PointToPoint(Member):
                 integer(recvtag),
             )
         # Checked before the send: a wrong receive buffer must not leave a message behind that nobody takes.
-        check_target(recvbuf, source)
+        into = target(recvbuf, source)
         # Packed now, so that Sendrecv_replace may receive into the same memory.
         transfer = self._dispatch(pack(sendbuf, dest), dest, sendtag, STANDARD, buf=sendbuf)
         if source == PROC_NULL:
             self.Recv(recvbuf, source, recvtag, status)
         else:
-            self._receive(recvbuf, source, recvtag, status)
+            message = self._accept(source, recvtag, "Recv")
+            if status is not None:
+                fill(status, message.source, message.tag, message.nbytes)
+            self._taken(message, into)
         if transfer is not None:
             await_one(self._world, transfer, self._waiting("Sendrecv", dest, sendtag, "dest"))
 
@@ -201,7 +188,7 @@ class PointToPoint(Member):
     ) -> Request:  # fmt: skip
         """Start to send one buffer and to receive into another."""
         dest, source = integer(dest), integer(source)
-        check_target(recvbuf, source)
+        target(recvbuf, source)
         # With one buffer for both, its change is the receive's doing, and no reason for the warning about sent
         # buffers.
         watched = None if sendbuf is recvbuf else sendbuf
@@ -463,13 +450,13 @@ class Message(Handle):
 
     def Irecv(self, buf: Any) -> Request:
         """Start to receive the message into a buffer."""
-        return self._receive(receiver(kept(buf)), kept(buf))
+        return self._receive(target(buf))
 
     def irecv(self) -> Request:
         """Start to receive the message's object."""
-        return self._receive(loads)
+        return self._receive()
 
-    def _receive(self, collect: Any, buf: Any = None) -> Request:
+    def _receive(self, into: Any = None) -> Request:
         message, owner = self._message, self._owner
         if self._identity is NOBODY:
             # The constant is shared by all ranks: MPI keeps MESSAGE_NO_PROC usable, while a handle becomes null.
@@ -479,18 +466,15 @@ class Message(Handle):
         if message is None or owner is None:
             raise CallError(ERR_REQUEST, "the message is null: it was received before")
         self._identity = self._message = self._owner = None
-        receive = Receive(owner._world.kernel, message.source, message.tag, owner._world.kernel.current.clock)
-        receive.nic = owner._mailbox.nic
+        receive = Reception(
+            owner._world.kernel, message.source, message.tag, owner._world.kernel.current.clock
+        )
+        receive.owner, receive.into, receive.nic = owner, into, owner._mailbox.nic
         receive.take(message)
         # A rendezvous sender waits for the match, which is now and not when the probe found the message.
         message.meet()
-
-        def deliver(status: Status) -> Any:
-            fill(status, message.source, message.tag, message.nbytes)
-            return owner._taken(message, collect, buf)
-
-        waiting = owner._waiting("Mrecv", message.source, message.tag)
-        return Request.start(owner._world, receive, waiting, deliver, writes=buf is not None)
+        about = (owner, "Mrecv", message.source, message.tag)
+        return Request.start(owner._world, receive, about, receive.deliver, writes=into is not None)
 
 
 MESSAGE_NULL = Message()

@@ -17,7 +17,7 @@ from spawnsim.comm.failures import ERR_IN_STATUS, ERR_PENDING, ERR_REQUEST, Call
 from spawnsim.comm.handles import Handle
 from spawnsim.comm.status import Status
 from spawnsim.errors import Revoked
-from spawnsim.virtual.engine.completion import AllOf, Completion
+from spawnsim.virtual.engine.completion import AllOf, Completion, Receive
 from spawnsim.virtual.engine.waiting import (
     FreedOperation,
     WaitingForAny,
@@ -25,6 +25,7 @@ from spawnsim.virtual.engine.waiting import (
     await_one,
     check_revoked,
     finished,
+    over_by_itself,
 )
 from spawnsim.virtual.engine.world import World
 
@@ -69,12 +70,12 @@ def _mark(status: Status | None, error: int) -> None:
         status.error = error
 
 
-def _check(requests: Sequence[Request]) -> None:
+def _check(requests: Sequence[Any]) -> None:
     """Refuse what is no list of requests, before anything is done to one of them."""
-    for place, request in enumerate(requests):
-        # Checked as a whole before anything is collected: a bad item in the middle would leave half of the requests
-        # null.
+    # Checked as a whole before anything is collected: a bad item in the middle would leave half of the requests null.
+    for request in requests:
         if not isinstance(request, Request):
+            place = next(place for place, each in enumerate(requests) if each is request)
             raise SpecTypeError(
                 f"item {place} of the requests is of type {type(request).__name__}: no request"
             )
@@ -83,11 +84,6 @@ def _check(requests: Sequence[Request]) -> None:
 def _take(request: Request, status: Status | None) -> Any:
     """Collect one that is over."""
     return request._collect(status)
-
-
-def _finish(request: Request, status: Status | None) -> Any:
-    """Wait for one, whatever a program's own class makes of `wait`."""
-    return request._finish(status)
 
 
 def fill(status: Status, source: int, tag: int, nbytes: int) -> None:
@@ -182,6 +178,29 @@ def _nothing(status: Status) -> None:
     """Deliver nothing: a send, or a barrier."""
 
 
+_UNSEEN = Status()  # written to where nobody asks for a status
+
+
+class Reception(Receive):
+    """A receive that a request stands for: it knows where its message goes.
+
+    `into` is what `payload.unpack` writes to; None: the message is an object.
+    """
+
+    __slots__ = ("into", "owner")
+    into: Any
+    owner: Any
+
+    def deliver(self, status: Status) -> Any:
+        """Put the message where it belongs; return its object, if it is one."""
+        message, self.message = self.message, None  # the mailbox may still know of the receive
+        if message is None:  # cancelled
+            status.Set_cancelled(True)
+            return None
+        fill(status, message.source, message.tag, message.nbytes)
+        return self.owner._taken(message, self.into)
+
+
 class Delivered:
     """What was delivered to memory when a program learnt that a request is over, for when it is collected."""
 
@@ -202,11 +221,11 @@ class Request(Handle):
     The lower-case calls return the received object, the upper-case ones fill the buffer given at the start.
     """
 
-    __slots__ = ("_completion", "_deliver", "_waiting", "_withdraw", "_world", "_writes")
+    __slots__ = ("_about", "_completion", "_deliver", "_withdraw", "_world", "_writes")
+    _about: Any  # what `_waiting` returns, or what it is made of
     _completion: Completion | None
     _deliver: Deliver
     _writes: bool  # to memory of the program: what is delivered is there although nobody collects it
-    _waiting: Any
     _withdraw: Callable[[Any, float], None] | None
     _world: World
 
@@ -225,22 +244,34 @@ class Request(Handle):
         cls,
         world: World,
         completion: Completion,
-        waiting: Any,
+        about: Any,
         deliver: Deliver | None = None,
         *,
         writes: bool = True,
     ) -> Self:
         """Return a request over a completion. `deliver(status)` runs when it is collected, or known to be over.
 
+        `about` is what a wait for it is told as; or a tuple of the arguments of `Member._waiting`, its member first.
         `writes`: it fills a buffer, and runs also if the request is freed; else it makes the object of the request.
         """
-        self = super().__new__(cls)
-        self._identity, self._withdraw, self._writes = object(), None, writes and deliver is not None
-        self._world, self._completion, self._waiting = world, completion, waiting
-        self._deliver = _nothing if deliver is None else deliver
+        self = object.__new__(cls)
+        self._identity = self._completion = completion
+        self._world, self._about, self._withdraw = world, about, None
+        if deliver is None:
+            self._deliver, self._writes = _nothing, False
+        else:
+            self._deliver, self._writes = deliver, writes
         if world.resource_leaks is not None:
-            world.resource_leaks.opened(completion, world.kernel.current.rank, waiting)
+            world.resource_leaks.opened(completion, world.kernel.current.rank, self._waiting)
         return self
+
+    @property
+    def _waiting(self) -> Any:
+        """What a wait for it is told as. Most requests are over when they are waited for, and none is made."""
+        about = self._about
+        if type(about) is tuple:
+            about = self._about = about[0]._waiting(*about[1:])
+        return about
 
     @classmethod
     def over(cls, world: World, deliver: Deliver | None = None, *, writes: bool = True) -> Self:
@@ -255,17 +286,15 @@ class Request(Handle):
     def wait(self, status: Status | None = None) -> Any:
         """Wait until the operation is over; return its object, if it has one."""
         completion = self._completion
-        if completion is not None and self._world.revoked:
+        if completion is None:  # a null request has nothing else
+            fill_empty(status)
+            return None
+        world = self._world
+        if world.revoked:
             self._check_revoked()
-        # The plain comparison first. Parking for what is over already costs an event, and most waits of a ring need
-        # none.
-        if completion is not None and not completion.over(self._world.kernel.current.clock):
-            await_one(self._world, completion, self._waiting)
+        if not over_by_itself(world, completion):
+            await_one(world, completion, self._waiting)
         return self._collect(status)
-
-    # Bound to this class's `wait`: a program may subclass Request, and a Waitall must not call what it has made of
-    # it.
-    _finish = wait
 
     def Wait(self, status: Status | None = None) -> bool:
         """Wait until the operation is over."""
@@ -342,7 +371,8 @@ class Request(Handle):
     def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
         """Wait until all are over; return their objects."""
         _check(requests)
-        return collect_all(requests, _lend(statuses, len(requests)), _finish)
+        # This class's `wait`, whatever a program's own class makes of it.
+        return collect_all(requests, _lend(statuses, len(requests)), Request.wait)
 
     @classmethod
     def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
@@ -511,7 +541,7 @@ class Request(Handle):
         # Emptied before the delivery: if that raises (a truncation), the operation is nevertheless over.
         deliver, self._completion = self._deliver, None
         self._retire()
-        return None if deliver is _nothing else deliver(Status() if status is None else status)
+        return None if deliver is _nothing else deliver(_UNSEEN if status is None else status)
 
     def _retire(self) -> None:
         self._identity = None

@@ -30,6 +30,7 @@ from spawnsim.comm.handles import AINT, Attributes, Info, integer
 from spawnsim.comm.memory import address, as_bytes
 from spawnsim.comm.ops import NO_OP, REPLACE, SUM, Op
 from spawnsim.errors import ParameterError, RankFailed, Revoked
+from spawnsim.phantoms import PhantomError
 from spawnsim.virtual.engine.completion import Completion
 from spawnsim.virtual.engine.waiting import Waiting, await_one
 from spawnsim.virtual.engine.wire import STANDARD
@@ -204,11 +205,16 @@ class Epochs(Attributes):
         # program has stored since.
         if begun in self._under_way:
             self._under_way.remove(begun)
-            _, access, deliver = begun
+            rank, access, deliver = begun
             # Covered when taken, not when served: plain stores of the target may have written the memory that it
             # comes from.
             self._comm._rank.digest.cover(access.answer)
-            deliver(access.answer)
+            try:
+                deliver(access.answer)
+            except PhantomError as error:
+                raise PhantomError(
+                    f"rank {self._comm._me} reads from rank {rank} of {self._label}: {error}"
+                ) from None
 
     # -- active target ---------------------------------------------------------------------------------------
 
@@ -229,7 +235,7 @@ class Epochs(Attributes):
         self._exposed = self._places(group)
         for rank in self._exposed:
             self._comm._deliver(b"", rank, POST, STANDARD, operation="Post")
-        self._tokens = [self._comm._irecv(rank, COMPLETE, "Wait", _nothing) for rank in self._exposed]
+        self._tokens = [self._comm._irecv(rank, COMPLETE, "Wait") for rank in self._exposed]
 
     def Start(self, group: Group, assertion: int = 0) -> None:
         """Begin to access the parts of a group's ranks; waits until they have posted."""
@@ -268,10 +274,6 @@ class Epochs(Attributes):
 
     def _places(self, group: Group) -> list[int]:
         return [self._comm._members.index(rank) for rank in group.live()]
-
-
-def _nothing(payload: Any) -> None:
-    """Take a token."""
 
 
 class Accesses(Epochs):

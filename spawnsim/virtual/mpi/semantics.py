@@ -16,6 +16,7 @@ from spawnsim.comm.constants import IN_PLACE
 from spawnsim.comm.failures import ERR_COUNT, ERR_TYPE, ArgumentError
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import Merge, Op
+from spawnsim.phantoms import is_phantom
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance, drop
 
 Outcome = Callable[[Any], object]
@@ -162,7 +163,8 @@ def _reducing(name: str, buffers: tuple[Any, Any], op: Op, lend: bool = False) -
     call = Call(name, name.lower(), None, own.nbytes)
     # What all ranks must agree on is kept apart from the data, so that a mismatch is told with both values instead
     # of as a wrong sum.
-    call.agree = (op.name or "user-defined", own.count * own.blocks, own.type_name)
+    kind = f"phantom {own.type_name}" if is_phantom(own.array) else own.type_name
+    call.agree = (op.name or "user-defined", own.count * own.blocks, kind)
     call.op, call.datatype = op, datatype
     call.part, call.lent = _lent(own) if lend else (own.pack(), False)
     return call, own

@@ -12,6 +12,7 @@ from spawnsim.comm.failures import ERR_DISP, CallError
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import AINT, INFO_NULL, Info, Named, integer
 from spawnsim.comm.memory import address, as_bytes, buffer, flat
+from spawnsim.phantoms import is_phantom
 from spawnsim.virtual.mpi.comm import ProgramAbort
 from spawnsim.virtual.mpi.communicators import COMM_SELF
 from spawnsim.virtual.mpi.context import KINDS, Context, Member
@@ -38,7 +39,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
     @classmethod
     def _over(cls, memory: Any) -> Self:
         """Return a handle that shows memory; its state is still to be set."""
-        if memory is None or not memory.nbytes:
+        if memory is None or not memory.nbytes or is_phantom(memory):
             return np.ndarray.__new__(cls, (0,), np.uint8)
         return np.ndarray.__new__(cls, (memory.nbytes,), np.uint8, memory)
 
@@ -93,7 +94,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
 
     @classmethod
     def _open(
-        cls, name: str, part: tuple[Any, int, int | None], flavor: int, *, comm: Member, info: Info
+        cls, name: str, part: tuple[Any, int, int | None], flavor: int, *, comm: Any, info: Info
     ) -> Self:
         comm._need()
         part = part[0], integer(part[1]), part[2]

@@ -1,0 +1,211 @@
+"""Arrays without memory: sizes stand for data where only the timing of a run is wanted.
+
+torch has such tensors (its "meta" device), numpy has none. Numpy only: every layer may know phantoms.
+"""
+
+from __future__ import annotations
+
+from operator import index
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+from numpy.typing import NDArray
+
+from spawnsim.errors import ParameterError, UsageError
+
+NO_DATA = (
+    "a phantom (a PhantomArray, or a tensor on the meta device) has no data: "
+    "it can only be received into a phantom, on virtual ranks"
+)
+MIXED = "a phantom and data cannot be combined: all ranks must pass phantoms, or none"
+
+
+class PhantomError(UsageError, BufferError):
+    """Data were asked of a phantom, which has none."""
+
+
+class PhantomArray(NDArrayOperatorsMixin):
+    """An array of which only length and dtype exist: it stands wherever virtual ranks take a buffer.
+
+    What is sent of it takes as long, and counts as many bytes, as data would; nothing is copied or computed, so the
+    timing of a 1 GB model costs no memory. What is computed of phantoms is a phantom. Tensors on torch's "meta" device
+    are taken as phantoms, too. Real data that are written or received into a phantom (a header) are kept, and can be
+    read again; reading where none are is refused, and so are sums of phantoms and data, and phantoms on real ranks.
+
+    Args:
+        count: Number of elements.
+        dtype: Their dtype in numpy.
+    """
+
+    # Views share what was stored: first byte in the whole → real bytes. Nearly always nothing, or one header.
+    __slots__ = ("_start", "_stored", "dtype", "size")
+    ndim = 1
+    flags = np.zeros(1, np.uint8).flags
+
+    def __init__(self, count: int, dtype: Any = np.float32) -> None:
+        self.size, self.dtype = index(count), np.dtype(dtype)
+        self._start, self._stored = 0, dict[int, bytes]()
+        if self.size < 0 or self.dtype.hasobject:
+            raise ParameterError(
+                f"PhantomArray({count}, {dtype}): give a count of at least 0, and a plain dtype"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that data would take."""
+        return self.size * int(self.dtype.itemsize)
+
+    @property
+    def shape(self) -> tuple[int]:
+        """The length, as numpy has it."""
+        return (self.size,)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return int(self.dtype.itemsize)
+
+    @property
+    def ctypes(self) -> Any:
+        """What has the address: that of no memory, the same for equal places of one phantom."""
+        return SimpleNamespace(data=id(self._stored) + self._start)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def _piece(self, first: int, size: int, dtype: np.dtype[Any]) -> PhantomArray:
+        new = PhantomArray.__new__(PhantomArray)
+        new.size, new.dtype, new._start, new._stored = size, dtype, first, self._stored
+        return new
+
+    def __getitem__(self, item: Any) -> PhantomArray:
+        item = slice(None) if item is Ellipsis else item
+        start, stop, step = item.indices(self.size) if isinstance(item, slice) else (0, 0, 0)
+        if step != 1:
+            raise PhantomError("a phantom array has no elements: take contiguous slices of it")
+        return self._piece(self._start + start * self.itemsize, max(stop - start, 0), self.dtype)
+
+    def __setitem__(self, item: Any, value: Any) -> None:
+        part = self[item]
+        if isinstance(value, PhantomArray) and value.nbytes <= part.nbytes:
+            held, shift = value.stored(), part._start - value._start
+        elif not isinstance(value, PhantomArray) and value.nbytes <= part.nbytes:
+            held, shift = {0: np.asarray(value).tobytes()}, part._start
+        else:
+            raise PhantomError(f"{value.nbytes} bytes do not fit {part.nbytes} bytes of a phantom array")
+        end = part._start + value.nbytes
+        for first in [
+            each for each, data in self._stored.items() if each < end and each + len(data) > part._start
+        ]:
+            self._forget(first, part._start, end)
+        self._stored.update({first + shift: data for first, data in held.items()})
+
+    def _forget(self, first: int, start: int, end: int) -> None:
+        """Keep of what is stored at `first` only what lies before `start` or from `end` on."""
+        data = self._stored.pop(first)
+        if first < start:
+            self._stored[first] = data[: start - first]
+        if first + len(data) > end:
+            self._stored[end] = data[end - first :]
+
+    def stored(self) -> dict[int, bytes]:
+        """Return the real data here: first byte, counted in the whole array, → bytes."""
+        end, found = self._start + self.nbytes, dict[int, bytes]()
+        for first, data in sorted(self._stored.items()):
+            low, high = max(first, self._start), min(first + len(data), end)
+            if low < high:
+                found[low] = data[low - first : high - first]
+        return found
+
+    @property
+    def data(self) -> memoryview:
+        """The real data with which it begins."""
+        found, at = b"", self._start
+        for first, data in self.stored().items():
+            if first != at:
+                break
+            found, at = found + data, at + len(data)
+        return memoryview(found)
+
+    def tobytes(self) -> bytes:
+        """Return the data, all of which must have been stored."""
+        found = bytes(self.data)
+        if len(found) < self.nbytes:
+            raise PhantomError(NO_DATA)
+        return found
+
+    def copy(self) -> PhantomArray:
+        """Return a phantom of its own, with what was stored."""
+        new = PhantomArray(self.size, self.dtype)
+        new._stored.update({first - self._start: data for first, data in self.stored().items()})
+        return new
+
+    flatten = copy
+
+    def reshape(self, *shape: Any, order: str = "C") -> PhantomArray:
+        """Return the same: phantoms have one dimension."""
+        return self
+
+    def view(self, dtype: Any) -> PhantomArray:
+        """Return the same bytes as elements of another dtype."""
+        found = np.dtype(dtype)
+        return self._piece(self._start, self.nbytes // int(found.itemsize), found)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """Return what was stored as an array, if that is all of it."""
+        return np.frombuffer(bytearray(self.tobytes()), self.dtype)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **how: Any) -> Any:
+        """Compute nothing; the result is a phantom as well."""
+        whole = [each for each in (*given, *how.get("out", ())) if getattr(each, "size", 1) != 1]
+        if method != "__call__" or not all(isinstance(each, PhantomArray) for each in whole):
+            raise PhantomError(MIXED)
+        if "out" in how:
+            return how["out"][0]
+        # Of one element each, since only numpy knows the dtype of a result.
+        one = [np.ones(1, each.dtype) if isinstance(each, PhantomArray) else each for each in given]
+        return PhantomArray(max((each.size for each in whole), default=1), ufunc(*one).dtype)
+
+    def all(self) -> bool:
+        """Whether all is true: phantoms are taken to be finite."""
+        return True
+
+    def astype(self, dtype: Any, copy: bool = True) -> PhantomArray:
+        """Return a phantom of another dtype."""
+        return self if not copy and dtype == self.dtype else PhantomArray(self.size, dtype)
+
+    def __array_function__(self, function: Any, types: Any, given: Any, how: Any) -> Any:
+        """Make phantoms where numpy makes arrays of arrays."""
+        if function in (np.zeros_like, np.empty_like, np.nan_to_num):
+            return PhantomArray(self.size, self.dtype)
+        if function is not np.concatenate:
+            raise PhantomError(NO_DATA)
+        parts = given[0]
+        whole, at = PhantomArray(sum(part.size for part in parts), self.dtype), 0
+        for part in parts:
+            whole[at : at + part.size] = part
+            at += part.size
+        return whole
+
+    def __dlpack_device__(self) -> Any:
+        """Refuse: real ranks ask for it."""
+        raise PhantomError(NO_DATA)
+
+    __dlpack__ = __dlpack_device__
+
+    def __repr__(self) -> str:
+        return f"PhantomArray({self.size}, {self.dtype})"
+
+
+def is_phantom(*arrays: Any) -> bool:
+    """Whether these are phantoms.
+
+    Raises:
+        PhantomError: some are, and others hold data.
+    """
+    kinds = {type(array) is PhantomArray for array in arrays if array.nbytes}
+    if len(kinds) > 1:
+        raise PhantomError(MIXED)
+    return True in kinds
