@@ -92,14 +92,26 @@ class Images:
     y: Tensor
     labels: Indices  # y again, for numpy
 
+    def on(self, device: str) -> Images:
+        """Return the images in the memory of a device."""
+        return Images(self.x.to(device), self.y.to(device), self.labels)
 
-@lru_cache(maxsize=2)
+
 def load(device: str = "cpu") -> tuple[Images, Images]:
     """Return the training images (1,438) and the held-out ones (359), read once per process and device."""
+    return _load(device)
+
+
+@lru_cache(maxsize=2)
+def _load(device: str) -> tuple[Images, Images]:
     if device != "cpu":
+        train, test = _load("cpu")
         try:
-            return tuple(Images(each.x.to(device), each.y.to(device), each.labels) for each in load())  # type: ignore[return-value]
-        except (RuntimeError, AssertionError) as error:
+            return train.on(device), test.on(device)
+        except (
+            RuntimeError,
+            AssertionError,
+        ) as error:  # torch's words for a device that is none, or not there
             raise ParameterError(f"device={device!r}: {error}") from error
     try:
         from sklearn.datasets import load_digits
