@@ -21,7 +21,7 @@ from spawnsim.training.arena import GRADIENT, STEP, Arena, Seat
 
 Rows = slice | Tensor
 FEW = 4  # rows below which one at a time is faster
-CACHE_NBYTES = 4 << 20  # of the weights of a chunk
+CACHE_NBYTES = 16 << 20  # of the weights of a chunk
 CHUNK = (32, 256)  # rows of a chunk, at least and at most
 EVALUATE, TRAIN = 0, 1  # the stages of work: evaluations first, so that ranks meet at their steps
 
@@ -70,6 +70,12 @@ def _take(works: Sequence[Put]) -> None:
         watching.release((), work.outs)
         seat.pending -= 1
         seat.steps -= work.stage
+
+
+def _tell(works: Sequence[Put], outputs: Sequence[Tensor]) -> None:
+    """Give the results of some work their values: (rows, ...) each."""
+    for number, output in enumerate(outputs):
+        watching.known([work.outs[number] for work in works], list(output.unbind()))
 
 
 def _rows(works: Sequence[Put]) -> Rows:
@@ -183,10 +189,9 @@ class StepBatch(_Batch):
         gradient, outputs = self.differentiate(weights, inputs)
         with torch.no_grad():
             self._update(rows, weights, gradient, [work.lr for work in works])
-            columns = [output.unbind() for output in outputs]
-        for number, work in enumerate(works):
+        for work in works:
             work.seat.store()
-            watching.known(work.outs, [column[number] for column in columns])
+        _tell(works, outputs)
 
     def differentiate(self, weights: Tensor, inputs: Sequence[Any]) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of some rows, (rows, columns), and their outputs, (rows, ...) each."""
@@ -258,9 +263,8 @@ class EvaluationBatch(_Batch):
                 return
             dims = tuple(dim for _, dim in together)
             call = vmap(self.function, in_dims=(0, 0, *dims))
-            columns = [output.unbind() for output in call(trained, fixed, *(each for each, _ in together))]
-        for number, work in enumerate(works):
-            watching.known(work.outs, [column[number] for column in columns])
+            outputs = call(trained, fixed, *(each for each, _ in together))
+        _tell(works, outputs)
 
 
 def _together(column: Sequence[Any]) -> tuple[Any, int | None]:

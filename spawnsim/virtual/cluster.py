@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
@@ -84,9 +84,12 @@ class Cluster:
         recorder: Recorder,
         progress: Progress | None = None,
         trace: Recorder | None = None,
+        *,
+        carrier: str = "greenlets",
     ) -> None:
         platform, plan, model = parts(scenario)
-        kernel = Kernel(scenario.deadline_s)
+        self._carrier = carrier
+        kernel = Kernel(scenario.deadline_s, carrier)
         ranks = [
             Rank(rank, kernel, RankDigest(rank), Streams(scenario.seed, rank), death_s=plan.death_s(rank))
             for rank in range(scenario.ranks)
@@ -213,7 +216,7 @@ class Cluster:
         # as they are ended may hang, and then the report would never come.
         kernel, self._began_s, self._on_error = self.world.kernel, time.perf_counter(), on_error
         with (
-            generators_per_rank(), TorchStates(kernel).in_place(), leaks_noticed(), torch_distributed.refused(),
+            generators_per_rank(), TorchStates(kernel).in_place(), leaks_noticed(), self._torch_distributed(),
             diagnosis.stalls_noted(kernel, on_note), self._timeline.followed() if self._timeline else nullcontext(),
         ):  # fmt: skip
             kernel.run(self._judge)
@@ -221,6 +224,12 @@ class Cluster:
             raise self._error
         assert self._counted is not None
         return self._counted
+
+    def _torch_distributed(self) -> AbstractContextManager[None]:
+        """Return what offers torch.distributed, once a program imports it, to ranks in threads, and refuses others."""
+        if self._carrier == "threads":
+            return torch_distributed.offered(self.world)
+        return torch_distributed.refused()
 
     def _judge(self) -> None:
         """Count, and tell what is wrong with how the run ended, if anything."""
@@ -357,6 +366,7 @@ def simulate(
     on_error: OnError = lambda error: None,
     on_note: OnNote | None = None,
     trace: Recorder | None = None,
+    carrier: str = "greenlets",
 ) -> Totals:
     """Run `main(comm)` on every rank of a virtual cluster.
 
@@ -368,6 +378,7 @@ def simulate(
         on_error: is told what ended the run, before the ranks are ended.
         on_note: is given a sentence when a rank computes for long.
         trace: gets the timeline: see `spawnsim.virtual.timeline`.
+        carrier: "greenlets", or "threads" for programs that wait inside frames of C++.
 
     Returns:
         The totals.
@@ -377,7 +388,7 @@ def simulate(
             the exception's `totals` say how far it came.
     """
     with rare_collections(scenario.ranks):
-        cluster = Cluster(scenario, recorder, progress, trace)
+        cluster = Cluster(scenario, recorder, progress, trace, carrier=carrier)
 
         def program(rank: int) -> None:
             """Run the program of a rank. A restarted one holds a world of which it is no member until it recovers."""

@@ -1,5 +1,6 @@
-"""torch.distributed on virtual ranks: refused by name, since it would wait for other processes and freeze this one.
+"""torch.distributed on virtual ranks: offered to those in threads (`virtual.torch`), refused to greenlets by name.
 
+There it would wait within frames of C++, which greenlets cannot leave, or for other processes, and freeze this one.
 During a run, three things that all of torch.distributed goes through end in one error: asking for the default
 group, meeting others, and making a store. A group of the process around the run is not seen. Other threads, and
 everything outside virtual ranks, go on as before; after the run torch.distributed is as it was. This module knows
@@ -19,6 +20,7 @@ from typing import Any
 from spawnsim.errors import UnsupportedError
 from spawnsim.importing import after_import
 from spawnsim.virtual.engine.kernel import Task, current_task
+from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
 
 C10D, RENDEZVOUS = "torch.distributed.distributed_c10d", "torch.distributed.rendezvous"
@@ -38,6 +40,22 @@ class NotOnVirtualRanks(UnsupportedError, ValueError):
 def refused() -> Iterator[None]:
     """Refuse torch.distributed on the virtual ranks that run within the block, also where it is imported there."""
     with ExitStack() as stack, after_import("torch.distributed", lambda: stack.enter_context(_refusals())):
+        yield
+
+
+@contextmanager
+def offered(world: World) -> Iterator[None]:
+    """Offer torch.distributed to the virtual ranks that run within the block, also where it is imported there."""
+    with ExitStack() as stack:
+
+        def loaded() -> None:
+            import_module("torch.distributed")  # as torch itself may not have been told to
+            from spawnsim.virtual.torch.installation import installed  # which imports torch
+
+            stack.enter_context(installed(world))
+
+        # When all of torch is there: torch.distributed is loaded in the middle of it.
+        stack.enter_context(after_import("torch", loaded))
         yield
 
 
@@ -91,9 +109,10 @@ def _unseen(default: property) -> property:
 def _refusal(task: Task, name: str) -> NotOnVirtualRanks:
     called, line = _called(name)
     error = NotOnVirtualRanks(
-        f"{task.name} called {called} at {task.clock:.6g} s{line}: virtual ranks share one process, which "
-        "torch.distributed would stop for ever. Use the communicator (`comm` in main(comm), MPI.COMM_WORLD in an "
-        "mpi4py program), or real ranks (torchrun … -m spawnsim run FILE --backend torch)"
+        f"{task.name} called {called} at {task.clock:.6g} s{line}: virtual ranks that are greenlets share one thread, "
+        "which torch.distributed would stop for ever. Use the communicator (`comm` in main(comm), MPI.COMM_WORLD in an "
+        "mpi4py program), a program without main(comm) (--carrier threads), or real ranks (torchrun … -m spawnsim run "
+        "FILE --backend torch)"
     )
     error.placed = True  # the message has rank, time and line
     return error

@@ -14,7 +14,7 @@ from torch import nn
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.random import Streams
 from spawnsim.workloads import Digits
-from spawnsim.workloads.digits import load, shard
+from spawnsim.workloads.digits import _load, load, shard
 
 
 def learner(rank=0, size=4, seed=7, **how):
@@ -151,7 +151,7 @@ def test_wrong_parameters_are_refused(wrong):
 
 def test_a_missing_scikit_learn_names_the_extra(monkeypatch):
     """The message is the command that mends it."""
-    load.cache_clear()
+    _load.cache_clear()
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(UsageError, match=r"pip install 'spawnsim\[demo\]'"):
         load()

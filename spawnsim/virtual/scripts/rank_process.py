@@ -12,7 +12,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
@@ -20,9 +20,12 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, TextIO
 
+import numpy as np
+
 from spawnsim.errors import ParameterError
 from spawnsim.importing import of_a_rank
 from spawnsim.virtual.engine.kernel import Task, current_task
+from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import CLOCKS, Patches, Put
 from spawnsim.virtual.mpi.communicators import held
 from spawnsim.virtual.mpi.module import MPI
@@ -94,12 +97,25 @@ ATTRIBUTES = (
 )  # of sys, one each a rank
 
 
+_environ: Any = os.environ  # whose stub knows nothing of how it keeps them
+_locks: dict[str, Any] = getattr(sys.modules["importlib._bootstrap"], "_module_locks", {})
+
+
+def _set_environ(variables: Any) -> None:
+    """Let `os.environ`, which programs may have imported by name, hold other variables."""
+    _environ._data = variables
+    if hasattr(os, "environb"):
+        os.environb._data = variables  # type: ignore[attr-defined]
+
+
 @dataclass(eq=False)
 class Process:
     """What one rank has for itself."""
 
     attributes: dict[str, Any]
     modules: dict[str, ModuleType] = field(default_factory=dict)
+    environ: dict[Any, Any] = field(default_factory=dict)  # as `os.environ` keeps it
+    locks: dict[str, Any] = field(default_factory=dict)  # of modules that it is importing
     at_exit: list[Callable[[], Any]] = field(default_factory=list)
 
 
@@ -109,11 +125,12 @@ class Processes:
     def __init__(self, own: RankModules, attributes: dict[str, Any]) -> None:
         self.own = own
         self._attributes = attributes
+        self._environ = dict(_environ._data)
         self._all: dict[int, Process] = {}
         self._here: Process | None = None
 
-    def add(self, rank: int) -> None:
-        """Add a rank, at the start of its program."""
+    def add(self, rank: int, variables: Mapping[str, str]) -> None:
+        """Add a rank, at the start of its program; `variables` are in its environment beside those of all."""
         attributes = self._attributes | {
             "argv": list(self._attributes["argv"]), "path": list(self._attributes["path"]),
             "excepthook": sys.__excepthook__,
@@ -121,7 +138,8 @@ class Processes:
         if rank:
             attributes["stdin"] = io.StringIO()  # as under mpiexec: rank 0 reads what is typed
         main = ModuleType("__main__")
-        self._all[rank] = Process(attributes, {"__main__": main})
+        own = {_environ.encodekey(name): _environ.encodevalue(value) for name, value in variables.items()}
+        self._all[rank] = Process(attributes, {"__main__": main}, environ=self._environ | own)
 
     def enter(self, task: Task) -> None:
         """Put the process of a task's rank in place."""
@@ -136,13 +154,18 @@ class Processes:
         self._here = process
         for name, value in process.attributes.items():
             setattr(sys, name, value)
+        _set_environ(process.environ)
         sys.modules.update(process.modules)
+        _locks.update(process.locks)
 
     def _put_away(self, process: Process) -> None:
         for name in ATTRIBUTES:
             process.attributes[name] = getattr(sys, name)
         loaded = sys.modules
         process.modules = {name: loaded.pop(name) for name in self.own.names if name in loaded}
+        # A rank may wait within the import of a module. Others import modules of their own by that name, and must not
+        # wait for it: in threads all would stand still.
+        process.locks = {name: _locks.pop(name) for name in self.own.names if name in _locks}
 
     def calling(self) -> Process | None:
         """Return the process of the rank that runs."""
@@ -153,6 +176,7 @@ class Processes:
     def in_place(self) -> Iterator[None]:
         """Let ranks come and go while the block runs; then everything is as it was."""
         attributes = {name: getattr(sys, name) for name in ATTRIBUTES}
+        self._before = _environ._data
         hidden = self.own.hidden() | {"__main__": sys.modules["__main__"]}
         for name in hidden:
             sys.modules.pop(name, None)
@@ -169,7 +193,17 @@ class Processes:
             self._here = None
             for name, value in attributes.items():
                 setattr(sys, name, value)
+            self._restore_environ()
             sys.modules.update(hidden)
+
+    def _restore_environ(self) -> None:
+        """Put back `os.environ`, also what programs in C see of it: each rank's changes went there."""
+        _set_environ(self._before)
+        for name in {name for process in self._all.values() for name in process.environ} | set(self._before):
+            if name in self._before:
+                os.putenv(name, self._before[name])
+            else:
+                os.unsetenv(name)
 
     # -- atexit ------------------------------------------------------------------------------------------------
 
@@ -314,6 +348,39 @@ class RawLines(io.RawIOBase):
 
     def close(self) -> None:
         """Stay open."""
+
+
+MASTER = "127.0.0.1", 29500  # torchrun's store: never opened
+
+
+def environment(world: World, rank: int) -> dict[str, str]:
+    """Return the variables that torchrun gives a process, by the platform's nodes.
+
+    Args:
+        world: the virtual cluster; its network says which ranks share a node.
+        rank: the rank's number in the world.
+    """
+    nodes = world.network.place(np.arange(len(world.ranks))).tolist()
+    beside = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+    groups = list(dict.fromkeys(nodes))
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(world.ranks)),
+        "LOCAL_RANK": str(beside.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(beside)),
+        "GROUP_RANK": str(groups.index(nodes[rank])),
+        "GROUP_WORLD_SIZE": str(len(groups)),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(len(world.ranks)),
+        "MASTER_ADDR": MASTER[0],
+        "MASTER_PORT": str(MASTER[1]),
+        "TORCHELASTIC_RESTART_COUNT": str(world.ranks[rank].incarnation),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "spawnsim",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
 
 
 VIRTUAL_TIME = ("all", "sleep", "none")

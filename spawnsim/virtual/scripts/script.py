@@ -24,9 +24,10 @@ from spawnsim.virtual.interpreter import rare_collections
 from spawnsim.virtual.mpi.communicators import COMM_WORLD
 from spawnsim.virtual.mpi.functions import OPTIONS
 from spawnsim.virtual.mpi.payload import pickler
+from spawnsim.virtual.reproducibility import TORCHS_OWN
 from spawnsim.virtual.scripts.accounting import CallCosts, Cost, ResourceLeaks
 from spawnsim.virtual.scripts.package import Pool, installed_as_mpi4py, serve
-from spawnsim.virtual.scripts.rank_process import Lines, Processes, RankModules, virtual_time
+from spawnsim.virtual.scripts.rank_process import Lines, Processes, RankModules, environment, virtual_time
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Script:
         virtual_time: "all": `time.time()` and its kin tell virtual seconds from 0, and `time.sleep` costs them;
             "sleep": the latter alone; "none": neither.
         private: installed packages that each rank imports for itself, because they ask for the rank meanwhile.
+        carrier: "greenlets"; or "threads" for programs of torch.distributed, which then find what torchrun gives.
         futures: rank 0 alone runs the program, the others work for its MPIPoolExecutor (`python -m mpi4py.futures`).
     """
 
@@ -49,6 +51,7 @@ class Script:
     virtual_time: str = "all"
     private: tuple[str, ...] = ()
     futures: bool = False
+    carrier: str = "greenlets"
 
 
 @dataclass
@@ -65,9 +68,17 @@ class ScriptRun:
     def __init__(self, script: Script, scenario: Scenario, recorder: Recorder, **how: Any) -> None:
         self.script = script
         self.cost = Cost.of(scenario.compute)
+        if self.cost.rates is not None and script.carrier != "threads":
+            raise ParameterError(
+                "compute=counted counts torch's operations of ranks in threads: give --carrier threads"
+            )
         self.code = _compiled(script.path)
         self.cluster = Cluster(
-            replace(scenario, compute=0.0), recorder, how.get("progress"), how.get("trace")
+            replace(scenario, compute=0.0),
+            recorder,
+            how.get("progress"),
+            how.get("trace"),
+            carrier=script.carrier,
         )
         self.outcome, self.call_costs, self.resource_leaks = (
             ScriptOutcome(),
@@ -93,6 +104,8 @@ class ScriptRun:
         """Run the script to its end on all ranks."""
         world = self.cluster.world
         world.resource_leaks = self.resource_leaks
+        if self.script.carrier == "threads":  # as under torchrun: programs that set no seed have equal models
+            world.torch_seed = TORCHS_OWN + world.seed
         self.resource_leaks.made(self.cluster.comm_world(0)._context)
         for rank in world.ranks:
             self._equip(rank)
@@ -104,7 +117,9 @@ class ScriptRun:
     def _equip(self, rank: Rank) -> None:
         """Give a rank, or its next incarnation, its communicators and its process."""
         rank.attachments["OWN"] = self.cluster.comm_world(rank.id)._own
-        self.processes.add(rank.id)
+        # torchrun's, if the program asks for threads: then it is one of torch.distributed.
+        variables = environment(self.cluster.world, rank.id) if self.script.carrier == "threads" else {}
+        self.processes.add(rank.id, variables)
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -136,7 +151,8 @@ class ScriptRun:
             self.processes.enter(task)
         self.call_costs.begin()
         try:
-            self._execute()
+            with self.call_costs.counting():
+                self._execute()
         except SystemExit as leaving:
             self.outcome.statuses[task.rank] = _status(leaving)
         except GreenletExit:
@@ -144,7 +160,7 @@ class ScriptRun:
         except BaseException as error:
             _ask_the_hook(error)
             raise
-        meter = None if self.cost.reproducible else self.call_costs.enter()
+        meter = self.call_costs.enter() if self.cost.runs else None
         if meter is not None:
             self.call_costs.leave(meter)
         self._run_at_exit()
@@ -223,7 +239,9 @@ def _status(leaving: SystemExit) -> int:
 
 def _ask_the_hook(error: BaseException) -> None:
     """Call the rank's own `sys.excepthook`, if it has set one; it may call Abort."""
-    if sys.excepthook is not sys.__excepthook__:
+    # torch's own only prints the traceback, which the report of the run has.
+    own = getattr(sys.excepthook, "__module__", "") != "torch.distributed.distributed_c10d"
+    if own and sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, error.__traceback__)
 
 
