@@ -84,9 +84,11 @@ class Cluster:
         recorder: Recorder,
         progress: Progress | None = None,
         trace: Recorder | None = None,
+        *,
+        carrier: str = "greenlets",
     ) -> None:
         platform, plan, model = parts(scenario)
-        kernel = Kernel(scenario.deadline_s)
+        kernel = Kernel(scenario.deadline_s, carrier)
         ranks = [
             Rank(rank, kernel, RankDigest(rank), Streams(scenario.seed, rank), death_s=plan.death_s(rank))
             for rank in range(scenario.ranks)
@@ -357,6 +359,7 @@ def simulate(
     on_error: OnError = lambda error: None,
     on_note: OnNote | None = None,
     trace: Recorder | None = None,
+    carrier: str = "greenlets",
 ) -> Totals:
     """Run `main(comm)` on every rank of a virtual cluster.
 
@@ -368,6 +371,7 @@ def simulate(
         on_error: is told what ended the run, before the ranks are ended.
         on_note: is given a sentence when a rank computes for long.
         trace: gets the timeline: see `spawnsim.virtual.timeline`.
+        carrier: "greenlets", or "threads" for programs that wait inside frames of C++.
 
     Returns:
         The totals.
@@ -377,7 +381,7 @@ def simulate(
             the exception's `totals` say how far it came.
     """
     with rare_collections(scenario.ranks):
-        cluster = Cluster(scenario, recorder, progress, trace)
+        cluster = Cluster(scenario, recorder, progress, trace, carrier=carrier)
 
         def program(rank: int) -> None:
             """Run the program of a rank. A restarted one holds a world of which it is no member until it recovers."""

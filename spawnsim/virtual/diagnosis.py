@@ -141,7 +141,7 @@ def _call(task: Task) -> str:
 def _frames(task: Task) -> tuple[FrameType | None, str]:
     """Return a task's innermost frame that is not spawnsim's own, and the name of the function that it calls."""
     return outside(
-        task.greenlet.gr_frame or sys._getframe()
+        task.carrier.gr_frame or sys._getframe()
     )  # it has no frame while it runs: then it asks itself
 
 
@@ -246,9 +246,9 @@ def stalls_noted(kernel: Kernel, note: Callable[[str], None] | None) -> Iterator
     if note is None:
         yield
         return
-    over, thread = threading.Event(), threading.get_ident()
+    over = threading.Event()
     watching = threading.Thread(
-        target=_watch_for_stalls, args=(kernel, note, over, thread), name="spawnsim-stalls", daemon=True
+        target=_watch_for_stalls, args=(kernel, note, over), name="spawnsim-stalls", daemon=True
     )
     watching.start()
     try:
@@ -258,16 +258,14 @@ def stalls_noted(kernel: Kernel, note: Callable[[str], None] | None) -> Iterator
         watching.join()
 
 
-def _watch_for_stalls(
-    kernel: Kernel, note: Callable[[str], None], over: threading.Event, thread: int
-) -> None:
+def _watch_for_stalls(kernel: Kernel, note: Callable[[str], None], over: threading.Event) -> None:
     before, still_s, due_s = _state(kernel), 0.0, FIRST_STALL_S
     while not over.wait(LOOK_S):
         now = _state(kernel)
         still_s = still_s + LOOK_S if now == before else 0.0
         before, due_s = now, due_s if still_s else FIRST_STALL_S
         if still_s >= due_s:
-            note(_sentence(kernel, still_s, sys._current_frames().get(thread)))
+            note(_sentence(kernel, still_s, sys._current_frames().get(kernel.thread)))
             due_s *= STALL_FACTOR
 
 

@@ -84,17 +84,15 @@ def rare_collections(ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def watched_collections(collecting: Callable[[bool], None]) -> Iterator[None]:
+def watched_collections(collecting: Callable[[bool], None], ours: Callable[[], bool]) -> Iterator[None]:
     """Let the collector leave alone, within the block, what was there before.
 
-    `collecting` is called when it begins (True) and when it is done (False) in the thread of the block.
+    `collecting` is called when it begins (True) and when it is done (False) in a thread that is `ours`.
     """
     # All ranks have one collector. It starts wherever an object is made, and runs the finalizers of any rank's garbage
     # there: in another rank, or in the middle of a call of the library. The kernel must know, to refuse their calls.
-    thread = threading.get_ident()
-
     def tell(phase: str, _counts: dict[str, int]) -> None:
-        if threading.get_ident() == thread:
+        if ours():
             collecting(phase == "start")
 
     frozen = gc.get_freeze_count() > 0  # somebody else's are not ours to thaw

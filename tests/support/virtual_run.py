@@ -40,6 +40,8 @@ class Notes:
 def run(main, ranks, **how):
     """Run and return (totals, notes)."""
     notes = Notes()
-    hooks = {name: how.pop(name) for name in ("progress", "on_error", "on_note", "trace") if name in how}
+    hooks = {
+        name: how.pop(name) for name in ("progress", "on_error", "on_note", "trace", "carrier") if name in how
+    }
     scenario = Scenario(ranks, **{"platform": platform()} | how)
     return simulate(main, scenario, recorder=notes, **hooks), notes

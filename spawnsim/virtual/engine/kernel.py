@@ -1,4 +1,4 @@
-"""The rule of virtual time: local clocks over SimPy's clock, tasks in greenlets.
+"""The rule of virtual time: local clocks over SimPy's clock, tasks in greenlets or threads (`carriers`).
 
 Each task owns a local clock. Computing and sending move or stamp that clock without a switch: *effects may run
 ahead*. What others could still change must wait for its time: *observations* park the task until SimPy's clock
@@ -32,10 +32,10 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import Any, NoReturn, Protocol
 
-from greenlet import GreenletExit, getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent
 
 from spawnsim.errors import Timeout, UsageError, WorldError
-from spawnsim.virtual import interpreter
+from spawnsim.virtual.engine.carriers import CARRIERS, Carrier
 from spawnsim.virtual.engine.event_queue import LATE, EventQueue, ScheduledCall
 from spawnsim.virtual.interpreter import watched_collections
 
@@ -78,7 +78,7 @@ class Task:
     """One line of execution of a rank, with its own clock: the rank's program, or a background task beside it."""
 
     __slots__ = (
-        "beside", "budget", "clock", "deadline_s", "error", "explicit", "greenlet", "kernel", "parked", "polls",
+        "beside", "budget", "carrier", "clock", "deadline_s", "error", "explicit", "kernel", "parked", "polls",
         "program", "rank", "refused", "thrown", "timed", "timer", "turn", "wait",
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ class Task:
         self.kernel, self.rank, self.clock = kernel, rank, clock
         self.program: Program | None = program  # None once it has begun
         self.beside = beside  # the rank's program
-        self.greenlet: greenlet
+        self.carrier: Carrier
         self.parked = False
         self.wait: Wait | None = None
         self.thrown: BaseException | None = None  # raised in the task when it next runs
@@ -107,7 +107,7 @@ class Task:
     @property
     def alive(self) -> bool:
         """Whether the task has not ended yet, nor was left where it stands."""
-        return not self.greenlet.dead and self.refused <= PATIENCE
+        return not self.carrier.dead and self.refused <= PATIENCE
 
     def __repr__(self) -> str:
         return f"Task({self.name}, clock={self.clock:.6g})"
@@ -142,15 +142,8 @@ AFTERWARDS: Any = NoTask(
 )
 
 
-class TaskGreenlet(greenlet):  # type: ignore[misc]  # greenlet has no types
-    """A greenlet that knows its task, so that code run by a task can find it without global state."""
-
-    __slots__ = ("task",)
-    task: Task
-
-
 def _carry() -> None:
-    """Run the program of the calling greenlet's task and keep its outcome: SimPy must never see a rank's exception."""
+    """Run the program of the calling task and keep its outcome: SimPy must never see a rank's exception."""
     task = getcurrent().task
     kernel, program, task.program = task.kernel, task.program, None
     for resumed in kernel.on_resume:
@@ -162,7 +155,7 @@ def _carry() -> None:
         pass
     except BaseException as error:  # noqa: BLE001 - a rank's outcome, whatever it is, is judged by the cluster
         task.error = error
-    interpreter.suspend_torch_modes()  # a mode that it ended in must not outlive it
+    kernel._carriers.suspend_modes()  # a mode that it ended in must not outlive it
     kernel.on_end(task)
 
 
@@ -194,14 +187,15 @@ def current_world() -> Any:
 class Kernel:
     """Runs tasks: first all that are ready, then the next event of SimPy's heap."""
 
-    def __init__(self, deadline_s: float = math.inf) -> None:
+    def __init__(self, deadline_s: float = math.inf, carrier: str = "greenlets") -> None:
         self.env = EventQueue()
+        self._carriers = CARRIERS[carrier]()
         self._timers: list[tuple[float, int, int, Task]] = []  # a heap of default ones: when, rank, number
         self._timers_set = 0  # so far
         self._alarms = 0  # events in the heap that stand for default timers
         self.ready: deque[Task] = deque()
         self.tasks: list[Task] = []
-        self.hub = getcurrent()
+        self.hub = self._carriers.hub
         self.owner: Any = None  # the world whose kernel this is; opaque here
         self.current: Task = AFTERWARDS
         self._dead: Any = NoTask(lambda: self._refuse(getcurrent().task))
@@ -222,6 +216,11 @@ class Kernel:
 
     # -- tasks ---------------------------------------------------------------------------------------------
 
+    @property
+    def thread(self) -> int:
+        """The identifier of the thread that runs now, be it a task's or the hub's."""
+        return self._carriers.thread()
+
     def spawn(self, rank: int, program: Program, *, clock: float = 0.0, beside: bool = False) -> Task:
         """Add a task of a rank that will run `program(rank)`; it starts when the kernel next runs ready tasks.
 
@@ -229,8 +228,7 @@ class Kernel:
         """
         task = Task(self, rank, program, clock=clock, beside=beside)
         # A function that all tasks share: with a closure for each and what it holds, a rank took half a kilobyte more.
-        task.greenlet = TaskGreenlet(_carry, self.hub)
-        task.greenlet.task = task
+        task.carrier = self._carriers.carry(task, _carry)
         self.tasks.append(task)
         self.ready.append(task)
         return task
@@ -324,7 +322,7 @@ class Kernel:
         """Give the processor to the next ready task, or to the hub."""
         if self.closed:
             self._refuse(task)
-        restore = interpreter.suspend_torch_modes()
+        restore = self._carriers.suspend_modes()
         # From task to task directly, and events are let happen on this task's own stack: by way of the hub each wait
         # would cost two switches. The follower may be this task itself, whose event has come: then there is none.
         follower = self._follower()
@@ -332,7 +330,7 @@ class Kernel:
             self.hub.switch()
         elif follower is not task:
             self.current = follower
-            follower.greenlet.switch()
+            follower.carrier.switch()
         if restore is not None:
             restore()
         for resumed in self.on_resume:
@@ -367,7 +365,7 @@ class Kernel:
                 return None
         # A greenlet that has not begun inherits the recursion depth of the task that begins it: a chain of ranks, each
         # begun by the one before, would end in a RecursionError. So the hub begins them all.
-        return ready.popleft() if ready[0].greenlet else None
+        return ready.popleft() if ready[0].carrier else None
 
     # -- deadlines -----------------------------------------------------------------------------------------
 
@@ -434,7 +432,7 @@ class Kernel:
 
         Those wait for each other, or for nothing. `judge` may look at them, and tell what is wrong.
         """
-        with watched_collections(self._collecting):
+        with watched_collections(self._collecting, self._carriers.ours):
             try:
                 try:
                     self._run()
@@ -482,7 +480,7 @@ class Kernel:
         # are begun, continued and ended by this one call, in functions that Python runs in one frame of C. Throwing
         # into them from elsewhere ended in segmentation faults.
         self.current = task
-        task.greenlet.switch()
+        task.carrier.switch()
 
     # -- the end -------------------------------------------------------------------------------------------
 
@@ -493,7 +491,7 @@ class Kernel:
         for task in self.tasks:
             task.budget = 0
         for task in self.tasks:
-            if task.greenlet:  # begun, and not over
+            if task.carrier:  # begun, and not over
                 self._enter(task)
 
     def _refuse(self, task: Task) -> NoReturn:
@@ -502,8 +500,8 @@ class Kernel:
         if task.refused > PATIENCE:
             # A greenlet that is collected is run once more, to be ended by GreenletExit, which this program catches.
             # A reference that is never given back keeps it from being collected: it leaks, once, on purpose.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(task.greenlet))
-            interpreter.suspend_torch_modes()
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(task.carrier))
+            self._carriers.suspend_modes()
             while True:
                 self.hub.switch()
         raise GreenletExit
