@@ -119,7 +119,7 @@ def program_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return how an unmodified program is run."""
     return {
         "prefix": not options.no_prefix, "virtual_time": options.virtual_time, "private": tuple(options.private),
-        "futures": options.futures,
+        "futures": options.futures, "carrier": options.carrier,
     }  # fmt: skip
 
 
@@ -140,10 +140,10 @@ def parser() -> Parser:
     parser = Parser(
         prog="spawnsim run",
         description="Run a file that defines main(comm) on virtual ranks, or (--backend) on real ones; or an "
-        "unmodified mpi4py program on virtual ranks. What is not an option here, and all after --, are its arguments.",
+        "unmodified program of mpi4py or torch.distributed on virtual ranks. What is not an option here, and all after --, are its arguments.",
     )
     add = parser.add_argument
-    add("file", type=Path, help="Python file that defines main(comm), or an mpi4py program")
+    add("file", type=Path, help="Python file that defines main(comm), or an unmodified program")
     add("-n", "--ranks", type=int, metavar="N", help="how many ranks; real ones are started with mpiexec")
     add("--backend", choices=tuple(BACKENDS), default="virtual", help="default: virtual")
     add("--platform", metavar="P", help="virtual network: a name (see `spawnsim list`) or a TOML file")
@@ -199,10 +199,14 @@ def parser() -> Parser:
 
 
 def _add_program_options(parser: Parser) -> None:
-    group = parser.add_argument_group("unmodified mpi4py programs")
+    group = parser.add_argument_group("unmodified programs of mpi4py and torch.distributed")
     group.add_argument(
         "--whole", action="store_true",
         help="run the file whole on every rank, also where nothing shows that it speaks MPI",
+    )  # fmt: skip
+    group.add_argument(
+        "--carrier", choices=("greenlets", "threads"),
+        help="what carries a rank; default: threads for programs of torch.distributed, greenlets for others",
     )  # fmt: skip
     group.add_argument("--no-prefix", action="store_true", help="print lines without [rank 3] in front")
     group.add_argument(

@@ -1,4 +1,4 @@
-"""Programs: load a file and give its `main(comm, ...)` the run's parameters; recognise unmodified mpi4py programs.
+"""Programs: load a file and give its `main(comm, ...)` the run's parameters; recognise unmodified programs.
 
 The same on virtual ranks and on real ones.
 """
@@ -189,12 +189,13 @@ def _bound(statement: ast.stmt) -> set[str]:
 def is_unmodified(path: Path) -> bool:
     """Return whether a file is to be run whole, and not through its `main(comm)`. Runs nothing of it.
 
-    It is if it speaks MPI (itself, through a module beside it, or through a package that requires mpi4py) and has no
-    `main`, or one without arguments; if it calls its `main()` without arguments; or if it calls `main` where it is run
-    as a script and imports mpi4py (or calls the first argument something else than comm).
+    It is if it speaks MPI (itself, through a module beside it, or through a package that requires mpi4py) or names
+    torch.distributed, and has no `main`, or one without arguments; if it calls its `main()` without arguments; or if it
+    calls `main` where it is run as a script and imports one of the two (or calls the first argument something else than
+    comm).
     """
     if not has_main(path):
-        return _speaks_mpi(path)
+        return _speaks_mpi(path) or speaks_torch(path)
     tree = tree_of(path)
     main = next(
         (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "main"), None
@@ -207,12 +208,13 @@ def is_unmodified(path: Path) -> bool:
         return _calls_main(tree) or _requires_mpi(path)
     # A file that has a main with arguments and calls it is either a script of its own, or one of ours that can also
     # be started by hand: that mpi4py is imported, or the argument's name, tells which.
-    return _calls_main(tree) and ("mpi4py" in _imported(tree) or first.arg != "comm")
+    speaks = "mpi4py" in _imported(tree) or speaks_torch(path)
+    return _calls_main(tree) and (speaks or first.arg != "comm")
 
 
 def _requires_mpi(path: Path) -> bool:
     """Return true if a file that has `main()` is an mpi4py program; else its author has forgotten the argument."""
-    if _speaks_mpi(path):
+    if _speaks_mpi(path) or speaks_torch(path):
         return True
     raise ParameterError(
         f"{path}: main() takes no argument; its first one is the communicator: write def main(comm). "
@@ -230,6 +232,33 @@ def _speaks_mpi(path: Path) -> bool:
     # Modules of the folder hide installed packages of the same name, as on `sys.path`.
     names -= sys.stdlib_module_names | {file.stem for file in own}
     return "mpi4py" in names or bool(names & _packages_with_mpi())
+
+
+def speaks_torch(path: Path) -> bool:
+    """Return whether a file, or a module of its folder that it imports, names torch.distributed."""
+    from spawnsim.record import manifest
+
+    trees = [tree_of(path), *(manifest.tree(file) for file in manifest.own_files(path).values())]
+    return any(_names_torch_distributed(node) for tree in trees for node in ast.walk(tree))
+
+
+def _names_torch_distributed(node: ast.AST) -> bool:
+    """Return whether a node imports torch.distributed or its wrapper of models, or names it as an attribute."""
+    if isinstance(node, ast.Import):
+        return any(f"{alias.name}.".startswith("torch.distributed.") for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        names = {alias.name for alias in node.names}
+        return (
+            f"{node.module}.".startswith("torch.distributed.")
+            or (node.module == "torch" and "distributed" in names)
+            or ((node.module or "").startswith("torch.nn.parallel") and "DistributedDataParallel" in names)
+        )
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == "distributed"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    )
 
 
 @cache

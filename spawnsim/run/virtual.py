@@ -18,7 +18,7 @@ from typing import Any
 from spawnsim.errors import ParameterError, RankError
 from spawnsim.importing import notice_imports
 from spawnsim.run.process_setup import one_thread
-from spawnsim.run.program import Main, Program, is_unmodified, program
+from spawnsim.run.program import Main, Program, is_unmodified, program, speaks_torch
 from spawnsim.run.progress_bar import Progress, listener
 from spawnsim.run.result import Run
 from spawnsim.run.writer import OnError, RunWriter, describe, describe_named
@@ -52,7 +52,7 @@ def run(
 ) -> Run:
     """Run `main(comm, **parameters)` on virtual ranks and return what they recorded.
 
-    A file without a `main(comm)` is an mpi4py program: it runs whole, unmodified, on every rank.
+    A file without a `main(comm)` is a program of mpi4py or torch.distributed: it runs whole, unmodified, on every rank.
 
     The same seed gives the same run, bit for bit. torch uses one thread meanwhile, unless OMP_NUM_THREADS is set.
 
@@ -197,6 +197,9 @@ def _run_unmodified(
     from spawnsim.record import manifest
     from spawnsim.virtual.scripts import Cost, run_program
 
+    if not options.get("carrier"):
+        options = {name: value for name, value in options.items() if name != "carrier"}
+        options |= {"carrier": "threads"} if speaks_torch(path) else {}
     # Checked before the folder is begun: `private` of a package that is not there was accepted, and did nothing.
     _require_installed(path, options.get("private", ()))
     # Names of modules that are imported from here on are kept: those computed at run time are in no program's text.

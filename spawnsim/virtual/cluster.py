@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
@@ -88,6 +88,7 @@ class Cluster:
         carrier: str = "greenlets",
     ) -> None:
         platform, plan, model = parts(scenario)
+        self._carrier = carrier
         kernel = Kernel(scenario.deadline_s, carrier)
         ranks = [
             Rank(rank, kernel, RankDigest(rank), Streams(scenario.seed, rank), death_s=plan.death_s(rank))
@@ -215,7 +216,7 @@ class Cluster:
         # as they are ended may hang, and then the report would never come.
         kernel, self._began_s, self._on_error = self.world.kernel, time.perf_counter(), on_error
         with (
-            generators_per_rank(), TorchStates(kernel).in_place(), leaks_noticed(), torch_distributed.refused(),
+            generators_per_rank(), TorchStates(kernel).in_place(), leaks_noticed(), self._torch_distributed(),
             diagnosis.stalls_noted(kernel, on_note), self._timeline.followed() if self._timeline else nullcontext(),
         ):  # fmt: skip
             kernel.run(self._judge)
@@ -223,6 +224,12 @@ class Cluster:
             raise self._error
         assert self._counted is not None
         return self._counted
+
+    def _torch_distributed(self) -> AbstractContextManager[None]:
+        """Return what offers torch.distributed, once a program imports it, to ranks in threads, and refuses others."""
+        if self._carrier == "threads":
+            return torch_distributed.offered(self.world)
+        return torch_distributed.refused()
 
     def _judge(self) -> None:
         """Count, and tell what is wrong with how the run ended, if anything."""

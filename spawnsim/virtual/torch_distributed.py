@@ -19,6 +19,7 @@ from typing import Any
 from spawnsim.errors import UnsupportedError
 from spawnsim.importing import after_import
 from spawnsim.virtual.engine.kernel import Task, current_task
+from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
 
 C10D, RENDEZVOUS = "torch.distributed.distributed_c10d", "torch.distributed.rendezvous"
@@ -38,6 +39,20 @@ class NotOnVirtualRanks(UnsupportedError, ValueError):
 def refused() -> Iterator[None]:
     """Refuse torch.distributed on the virtual ranks that run within the block, also where it is imported there."""
     with ExitStack() as stack, after_import("torch.distributed", lambda: stack.enter_context(_refusals())):
+        yield
+
+
+@contextmanager
+def offered(world: World) -> Iterator[None]:
+    """Offer torch.distributed to the virtual ranks that run within the block, also where it is imported there."""
+    with ExitStack() as stack:
+
+        def loaded() -> None:
+            from spawnsim.virtual.torch.installation import installed  # which imports torch
+
+            stack.enter_context(installed(world))
+
+        stack.enter_context(after_import("torch.distributed", loaded))
         yield
 
 

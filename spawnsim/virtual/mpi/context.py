@@ -66,6 +66,7 @@ class Context:
     regrouping: Any = None  # the recovery under way
     successor: Context | None = None  # what the last recovery has made of it
     inner: bool = False  # not of the program's making: a window's
+    lasting: bool = False  # nobody need free it: a process group's of torch.distributed
     name: str = ""  # if MPI or a member has given it one
 
     def __post_init__(self) -> None:

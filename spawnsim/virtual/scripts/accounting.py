@@ -243,7 +243,7 @@ class ResourceLeaks:
         own = [
             each for each in self._contexts if each.number > len(world.ranks) + 1
         ]  # no COMM_WORLD, no COMM_SELF
-        outer = [context for context in own if not context.inner]
+        outer = [context for context in own if not context.inner and not context.lasting]
         left = [context for context in outer if not self._freed[context]]
         partly = [context for context in outer if 0 < self._freed[context] < len(context.everyone)]
         if left:

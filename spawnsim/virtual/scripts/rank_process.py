@@ -12,7 +12,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
@@ -94,12 +94,24 @@ ATTRIBUTES = (
 )  # of sys, one each a rank
 
 
+_locks: dict[str, Any] = getattr(sys.modules["importlib._bootstrap"], "_module_locks", {})
+
+
+def _set_environ(variables: Any) -> None:
+    """Let `os.environ`, which programs may have imported by name, hold other variables."""
+    os.environ._data = variables
+    if hasattr(os, "environb"):
+        os.environb._data = variables  # type: ignore[attr-defined]
+
+
 @dataclass(eq=False)
 class Process:
     """What one rank has for itself."""
 
     attributes: dict[str, Any]
     modules: dict[str, ModuleType] = field(default_factory=dict)
+    environ: dict[Any, Any] = field(default_factory=dict)  # as `os.environ` keeps it
+    locks: dict[str, Any] = field(default_factory=dict)  # of modules that it is importing
     at_exit: list[Callable[[], Any]] = field(default_factory=list)
 
 
@@ -109,11 +121,12 @@ class Processes:
     def __init__(self, own: RankModules, attributes: dict[str, Any]) -> None:
         self.own = own
         self._attributes = attributes
+        self._environ = dict(os.environ._data)
         self._all: dict[int, Process] = {}
         self._here: Process | None = None
 
-    def add(self, rank: int) -> None:
-        """Add a rank, at the start of its program."""
+    def add(self, rank: int, variables: Mapping[str, str]) -> None:
+        """Add a rank, at the start of its program; `variables` are in its environment beside those of all."""
         attributes = self._attributes | {
             "argv": list(self._attributes["argv"]), "path": list(self._attributes["path"]),
             "excepthook": sys.__excepthook__,
@@ -121,7 +134,8 @@ class Processes:
         if rank:
             attributes["stdin"] = io.StringIO()  # as under mpiexec: rank 0 reads what is typed
         main = ModuleType("__main__")
-        self._all[rank] = Process(attributes, {"__main__": main})
+        own = {os.environ.encodekey(name): os.environ.encodevalue(value) for name, value in variables.items()}
+        self._all[rank] = Process(attributes, {"__main__": main}, environ=self._environ | own)
 
     def enter(self, task: Task) -> None:
         """Put the process of a task's rank in place."""
@@ -136,13 +150,18 @@ class Processes:
         self._here = process
         for name, value in process.attributes.items():
             setattr(sys, name, value)
+        _set_environ(process.environ)
         sys.modules.update(process.modules)
+        _locks.update(process.locks)
 
     def _put_away(self, process: Process) -> None:
         for name in ATTRIBUTES:
             process.attributes[name] = getattr(sys, name)
         loaded = sys.modules
         process.modules = {name: loaded.pop(name) for name in self.own.names if name in loaded}
+        # A rank may wait within the import of a module. Others import modules of their own by that name, and must not
+        # wait for it: in threads all would stand still.
+        process.locks = {name: _locks.pop(name) for name in self.own.names if name in _locks}
 
     def calling(self) -> Process | None:
         """Return the process of the rank that runs."""
@@ -153,6 +172,7 @@ class Processes:
     def in_place(self) -> Iterator[None]:
         """Let ranks come and go while the block runs; then everything is as it was."""
         attributes = {name: getattr(sys, name) for name in ATTRIBUTES}
+        self._before = os.environ._data
         hidden = self.own.hidden() | {"__main__": sys.modules["__main__"]}
         for name in hidden:
             sys.modules.pop(name, None)
@@ -169,7 +189,17 @@ class Processes:
             self._here = None
             for name, value in attributes.items():
                 setattr(sys, name, value)
+            self._restore_environ()
             sys.modules.update(hidden)
+
+    def _restore_environ(self) -> None:
+        """Put back `os.environ`, also what programs in C see of it: each rank's changes went there."""
+        _set_environ(self._before)
+        for name in {name for process in self._all.values() for name in process.environ} | set(self._before):
+            if name in self._before:
+                os.putenv(name, self._before[name])
+            else:
+                os.unsetenv(name)
 
     # -- atexit ------------------------------------------------------------------------------------------------
 

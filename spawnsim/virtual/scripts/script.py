@@ -26,6 +26,7 @@ from spawnsim.virtual.mpi.functions import OPTIONS
 from spawnsim.virtual.mpi.payload import pickler
 from spawnsim.virtual.scripts.accounting import CallCosts, Cost, ResourceLeaks
 from spawnsim.virtual.scripts.package import Pool, installed_as_mpi4py, serve
+from spawnsim.virtual.torch.launch import environment
 from spawnsim.virtual.scripts.rank_process import Lines, Processes, RankModules, virtual_time
 
 
@@ -40,6 +41,7 @@ class Script:
         virtual_time: "all": `time.time()` and its kin tell virtual seconds from 0, and `time.sleep` costs them;
             "sleep": the latter alone; "none": neither.
         private: installed packages that each rank imports for itself, because they ask for the rank meanwhile.
+        carrier: "greenlets"; or "threads" for programs of torch.distributed, which then find what torchrun gives.
         futures: rank 0 alone runs the program, the others work for its MPIPoolExecutor (`python -m mpi4py.futures`).
     """
 
@@ -49,6 +51,7 @@ class Script:
     virtual_time: str = "all"
     private: tuple[str, ...] = ()
     futures: bool = False
+    carrier: str = "greenlets"
 
 
 @dataclass
@@ -67,7 +70,11 @@ class ScriptRun:
         self.cost = Cost.of(scenario.compute)
         self.code = _compiled(script.path)
         self.cluster = Cluster(
-            replace(scenario, compute=0.0), recorder, how.get("progress"), how.get("trace")
+            replace(scenario, compute=0.0),
+            recorder,
+            how.get("progress"),
+            how.get("trace"),
+            carrier=script.carrier,
         )
         self.outcome, self.call_costs, self.resource_leaks = (
             ScriptOutcome(),
@@ -104,7 +111,9 @@ class ScriptRun:
     def _equip(self, rank: Rank) -> None:
         """Give a rank, or its next incarnation, its communicators and its process."""
         rank.attachments["OWN"] = self.cluster.comm_world(rank.id)._own
-        self.processes.add(rank.id)
+        # torchrun's, if the program asks for threads: then it is one of torch.distributed.
+        variables = environment(self.cluster.world, rank.id) if self.script.carrier == "threads" else {}
+        self.processes.add(rank.id, variables)
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -223,7 +232,9 @@ def _status(leaving: SystemExit) -> int:
 
 def _ask_the_hook(error: BaseException) -> None:
     """Call the rank's own `sys.excepthook`, if it has set one; it may call Abort."""
-    if sys.excepthook is not sys.__excepthook__:
+    # torch's own only prints the traceback, which the report of the run has.
+    own = getattr(sys.excepthook, "__module__", "") != "torch.distributed.distributed_c10d"
+    if own and sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, error.__traceback__)
 
 

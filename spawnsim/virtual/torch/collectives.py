@@ -1,0 +1,166 @@
+"""What each collective of torch.distributed brings, and what it makes of what all have brought.
+
+A contribution is the bytes of a tensor (or a list of them), so that the digest covers it and a faulty link can damage
+it. A reduction is made once for all ranks, in the tree order of `comm.ops`, in the tensors' own type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import ReduceOp
+from torch.utils._python_dispatch import _disable_current_modes
+
+from spawnsim.comm import ops
+from spawnsim.errors import UnsupportedError, UsageError
+from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Tensors = Sequence[torch.Tensor]
+OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+
+
+@dataclass(slots=True)
+class TorchCall(Call):
+    """A collective as one rank calls it: with the shapes, and the line of the program."""
+
+    shapes: str = ""
+    line: str = ""
+
+    def describe(self) -> str:
+        """Return the call as in the program, and its line."""
+        told = [f"shape={self.shapes}"] if self.shapes else []
+        told += [f"{name}={value}" for name, value in self.agree if name != "elements"]
+        told += [f"root={self.root}"] if self.root >= 0 else []
+        return f"{self.name}({', '.join(told)})" + (f" at {self.line}" if self.line else "")
+
+
+def raw(tensor: torch.Tensor, *, lent: bool = False) -> Bytes:
+    """Return the bytes of a tensor: a copy, or if they may be `lent` its own memory where that is in one piece."""
+    _check(tensor)
+    with torch.no_grad(), _disable_current_modes():
+        whole = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if not whole.numel():
+            return np.empty(0, np.uint8)
+        found: Bytes = whole.view(torch.uint8).numpy()
+        return found if lent or whole.data_ptr() != tensor.data_ptr() else found.copy()
+
+
+def write(tensor: torch.Tensor, data: Bytes) -> None:
+    """Put bytes in a tensor, as they are: autograd sees nothing of it, as on real ranks."""
+    _check(tensor)
+    if data.nbytes != tensor.numel() * tensor.element_size():
+        raise UsageError(
+            f"{data.nbytes} bytes have come for a tensor of shape {list(tensor.shape)} and {name_of(tensor)}, which "
+            f"takes {tensor.numel() * tensor.element_size()}"
+        )
+    if not data.nbytes:
+        return
+    with torch.no_grad(), _disable_current_modes():
+        target = tensor.detach()
+        if target.is_contiguous() and not target.is_neg() and not target.is_conj():
+            target.reshape(-1).view(torch.uint8).numpy()[...] = data
+        else:
+            target.copy_(typed(data.copy(), target.dtype).view(target.shape))
+
+
+def typed(data: Bytes, dtype: torch.dtype) -> torch.Tensor:
+    """Return bytes as a flat tensor of the same memory."""
+    return torch.from_numpy(data).view(dtype)
+
+
+def _check(tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(
+            f"a tensor on {tensor.device}: virtual ranks share this process, and compute with CPU tensors"
+        )
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(f"a tensor of layout {tensor.layout}: make it dense, or reduce its parts")
+
+
+def name_of(tensor: torch.Tensor) -> str:
+    """Return the name of a tensor's type, such as "float32"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def described(tensors: Tensors) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """Return the shapes, and what all ranks must have in common: numbers of elements and types."""
+    shapes = [list(tensor.shape) for tensor in tensors]
+    counts = [tensor.numel() for tensor in tensors]
+    types = list(dict.fromkeys(name_of(tensor) for tensor in tensors))
+    one = len(tensors) == 1
+    agree = (("dtype", ", ".join(types)), ("elements", counts[0] if one else tuple(counts)))
+    return str(shapes[0] if one else shapes), agree
+
+
+def nbytes_of(tensors: Tensors) -> int:
+    """Return the bytes of tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+# ----------------------------------------------------------------------------------------------------- reductions
+
+
+def op_name(op: Any) -> str:
+    """Return the name of a ReduceOp."""
+    return next(name for name in OPS if op == getattr(ReduceOp, name))
+
+
+_MERGES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "PRODUCT": lambda a, b: b.mul_(a), "MIN": lambda a, b: torch.minimum(a, b, out=b),
+    "MAX": lambda a, b: torch.maximum(a, b, out=b), "BAND": lambda a, b: b.bitwise_and_(a),
+    "BOR": lambda a, b: b.bitwise_or_(a), "BXOR": lambda a, b: b.bitwise_xor_(a),
+}  # fmt: skip
+
+
+def reduced(parts: list[Bytes], op: Any, dtype: torch.dtype) -> Bytes:
+    """Return the combination of all ranks' bytes, in memory of its own."""
+    name = op_name(op)
+    merge = _MERGES.get(name, lambda a, b: b.add_(a))
+
+    def merged(a: Bytes, b: Bytes) -> Bytes:
+        merge(typed(a, dtype), typed(b, dtype))
+        return b
+
+    if not parts[0].size:
+        return parts[0].copy()
+    with torch.no_grad(), _disable_current_modes():
+        if name == "PREMUL_SUM":
+            parts = [typed(part, dtype).mul(op.factor).view(torch.uint8).numpy() for part in parts]
+        found: Bytes = ops.reduce_tree(parts, merged)
+        if name == "AVG":
+            whole = typed(found, dtype)
+            whole.div_(len(parts), rounding_mode=None if whole.is_floating_point() or whole.is_complex() else "trunc")
+    return found
+
+
+def combination(op: Any, dtypes: Sequence[torch.dtype]) -> Callable[[CollectiveInstance, int], list[Bytes]]:
+    """Return the outcome that is the combination of each of several tensors; made once for all ranks."""
+
+    def make(instance: CollectiveInstance) -> list[Bytes]:
+        columns = zip(*(_listed(part) for part in instance.parts(0)), strict=True)
+        return [reduced(list(column), op, dtype) for column, dtype in zip(columns, dtypes, strict=True)]
+
+    return lambda instance, rank: instance.shared(rank, lambda: make(instance))
+
+
+def _listed(part: Any) -> list[Bytes]:
+    return part if isinstance(part, list) else [part]
+
+
+def scattered(op: Any, dtypes: Sequence[torch.dtype]) -> Callable[[CollectiveInstance, int], list[Bytes]]:
+    """Return the outcome that is a rank's own block of the combination of each of several rows of blocks.
+
+    A contribution has the blocks of the first row for all ranks, then those of the second row.
+    """
+    def outcome(instance: CollectiveInstance, rank: int) -> list[Bytes]:
+        size = len(instance.members)
+        every = [dtype for dtype in dtypes for _ in range(size)]
+        whole: list[Bytes] = combination(op, every)(instance, rank)
+        return whole[rank::size]
+
+    return outcome

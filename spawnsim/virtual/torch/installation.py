@@ -1,0 +1,221 @@
+"""Puts virtual process groups and stores in the place of torch's own while ranks run in threads.
+
+Each rank has c10d's whole state for itself (`distributed_c10d._world`), and C++'s registry of groups by name is each
+thread's. Everything outside virtual ranks, other threads too, goes on as before; afterwards all is as it was. This
+module knows names of torch's internals.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch._C import _distributed_c10d as native
+
+from spawnsim.comm.packing import Pickle
+from spawnsim.errors import UnsupportedError
+from spawnsim.virtual.engine.kernel import current_task
+from spawnsim.virtual.engine.world import World
+from spawnsim.virtual.interpreter import Patches, Put
+from spawnsim.virtual.mpi.context import Context
+from spawnsim.virtual.mpi.module import MPI
+from spawnsim.virtual.torch import stores
+from spawnsim.virtual.torch.group import VirtualProcessGroup
+from spawnsim.virtual.torch.launch import MASTER
+from spawnsim.virtual.torch.work import pending_works, settle_pending
+
+STATE = "torch.world"
+NATIVE_STORES = {name: getattr(native, name) for name in stores.KINDS}
+
+
+class RankWorld(c10d._World):
+    """c10d's state of one rank."""
+
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
+    group_count: Any = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config = {}, {}, {}, {}
+        self.tags_to_pg, self.pg_to_tag = {}, {}
+
+
+class Worlds:
+    """Stands for c10d's state: that of the calling rank, or outside of ranks the process's own."""
+
+    def __init__(self, outside: Any) -> None:
+        vars(self)["_outside"] = outside
+
+    def _here(self) -> Any:
+        task = current_task()
+        if task is None:
+            return vars(self)["_outside"]
+        rank = task.kernel.owner.ranks[task.rank]
+        incarnation, found = rank.attachments.get(STATE, (-1, None))
+        if incarnation != rank.incarnation:
+            found = RankWorld()
+            rank.attachments[STATE] = rank.incarnation, found
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._here(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._here(), name, value)
+
+
+def _caller() -> World | None:
+    task = current_task()
+    return None if task is None else task.kernel.owner
+
+
+def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return c10d's maker of process groups, which gives virtual ranks virtual ones."""
+
+    @wraps(original)
+    def make(
+        group_size: int, group_rank: int, global_ranks_in_group: list[int], backend: Any, store: Any, group_name: str,
+        backend_options: Any = None, timeout: Any = None, pg_tag: Any = None, device_id: Any = None,
+        group_desc: str | None = None,
+    ) -> Any:  # fmt: skip
+        world, state = _caller(), c10d._world
+        if world is None:
+            return original(
+                group_size, group_rank, global_ranks_in_group, backend, store, group_name,
+                backend_options=backend_options, timeout=timeout, pg_tag=pg_tag, device_id=device_id,
+                group_desc=group_desc,
+            )  # fmt: skip
+        if group_name in state.pg_names.values():
+            raise ValueError("The specified group name has already been created, please use a different group name")
+        known = c10d._find_pg_by_ranks_and_tag(pg_tag, global_ranks_in_group) if pg_tag else None
+        if known:
+            return known, state.pg_map[known][1]
+        if global_ranks_in_group and c10d._get_default_group().rank() not in global_ranks_in_group:
+            return c10d.GroupMember.NON_GROUP_MEMBER, None
+        if group_rank < 0:  # backend "mpi": its launcher knows both
+            group_rank, group_size = world.kernel.current.rank, len(world.ranks)
+            store = stores.VirtualStore(stores.shared_stores(world).setdefault("mpi", stores.Shared("mpiexec", 0)))
+        limit = timeout or c10d._get_default_timeout(backend)
+        store = stores.PrefixStore(f"{group_name}/", store)
+        label = group_desc if group_desc not in (None, "undefined") else f"group {group_name}"
+
+        def share(meeting: stores.Meeting) -> Context:
+            context = Context(world, (tuple(meeting.members[rank] for rank in range(group_size)),))
+            context.name, context.lasting = str(label), True
+            return context
+
+        context = stores.meet(store, (group_rank, group_size), limit, share)
+        me = world.ranks[world.kernel.current.rank]
+        comm = MPI.Intracomm.enter(context, me.id, str(label))
+        comm._own = me.attachments["COMM_WORLD"]._own
+        chosen = limit != c10d._get_default_timeout(backend)
+        group = VirtualProcessGroup(
+            comm, (group_name, group_desc or "undefined"), (limit, chosen), store, backend=str(backend)
+        )
+        c10d._register_pg_in_world(
+            group, backend_name=backend, store=store, group_name=group_name,
+            backend_config=str(c10d.BackendConfig(backend)), pg_tag=f"user:{pg_tag}" if pg_tag else None,
+            add_to_default_tag=not pg_tag,
+        )  # fmt: skip
+        return group, store
+
+    return make
+
+
+def _store(name: str, virtual: type) -> type:
+    """Return a class of stores that makes virtual ones for virtual ranks, and torch's own for others."""
+    original = NATIVE_STORES[name]
+
+    def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if current_task() is None:
+            return original(*args, **kwargs)
+        return virtual.__new__(cls)
+
+    return type(name, (virtual,), {"__new__": __new__, "__doc__": virtual.__doc__, "__module__": virtual.__module__})
+
+
+def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return C++'s wait of a future, before which the rank completes what it may depend on."""
+
+    def wait(self: Any) -> Any:
+        if current_task() is not None and pending_works() and not self.done():
+            settle_pending()
+        return original(self)
+
+    return wait
+
+
+def _refusing(original: Callable[..., Any], what: str) -> Callable[..., Any]:
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if current_task() is None:
+            return original(*args, **kwargs)
+        raise UnsupportedError(what)
+
+    return call
+
+
+class _Pickler:
+    """A pickler whose bytes do not depend on where in memory tensors lie."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def dump(self, obj: Any) -> None:
+        """Write an object."""
+        self._file.write(_pickle.dumps(obj))
+
+
+_pickle = Pickle()
+REFUSED = {
+    ("torch.distributed.rpc", "init_rpc"): "torch.distributed.rpc is not offered on virtual ranks: use collectives, "
+    "send and recv",
+    ("torch.multiprocessing.spawn", "start_processes"): "torch.multiprocessing starts processes, which would be outside "
+    "of the simulation: let the program be one rank's, as under torchrun, and give --ranks",
+    ("torch.distributed.elastic.multiprocessing", "start_processes"): "a launcher within a virtual rank: run the script "
+    "that it would start, and give --ranks",
+}
+
+
+def _install(put: Put) -> None:
+    kinds = {id(NATIVE_STORES[name]): _store(name, virtual) for name, virtual in stores.KINDS.items()}
+    for name, module in list(sys.modules.items()):
+        if module is native or name.startswith("torch.distributed"):
+            for held, value in list(vars(module).items()):
+                if id(value) in kinds:
+                    put(module, held, kinds[id(value)])
+    put(c10d, "_world", Worlds(c10d._world))
+    put(c10d, "_new_process_group_helper", _new_group(c10d._new_process_group_helper))
+    put(c10d, "_pickler", _Pickler)
+    put(torch._C.Future, "wait", _waiting(torch._C.Future.wait))
+    for (name, function), what in REFUSED.items():
+        if name in sys.modules:
+            put(sys.modules[name], function, _refusing(getattr(sys.modules[name], function), what))
+
+
+_installed = Patches(_install).in_place
+
+
+@contextmanager
+def installed(world: World) -> Iterator[None]:
+    """Give virtual ranks their torch.distributed while the block runs."""
+    address = stores.shared_stores(world).setdefault(MASTER, stores.Shared("TCPStore({}:{})".format(*MASTER), 0))
+    address.served = True
+    native._set_thread_isolation_mode(True)
+    try:
+        with _installed():
+            yield
+    finally:
+        native._set_thread_isolation_mode(False)
+
