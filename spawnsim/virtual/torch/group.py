@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from spawnsim.comm.constants import ANY_SOURCE
 from spawnsim.errors import Timeout, UnsupportedError, UsageError
 from spawnsim.virtual.diagnosis import place
-from spawnsim.virtual.engine.wire import STANDARD
+from spawnsim.virtual.engine.wire import SYNCHRONOUS
 from spawnsim.virtual.mpi.instance import CollectiveInstance
 from spawnsim.virtual.mpi.requests import Request
 from spawnsim.virtual.timeline import watched
@@ -394,9 +394,9 @@ class VirtualProcessGroup(ProcessGroup):  # type: ignore[misc]
     # -- point to point --------------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> VirtualWork:
-        """Send a tensor."""
+        """Send a tensor. As over gloo, the send is over when the receiver has come to its receive, whatever the size."""
         (tensor,) = _listed(tensors)
-        request = self.comm._isend(raw(tensor), dst, tag, STANDARD, operation="send")
+        request = self.comm._isend(raw(tensor), dst, tag, SYNCHRONOUS, operation="send")
         return self._kept(VirtualWork(request, [tensor], self._limit))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> VirtualWork:
