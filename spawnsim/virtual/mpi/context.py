@@ -67,6 +67,8 @@ class Context:
     successor: Context | None = None  # what the last recovery has made of it
     inner: bool = False  # not of the program's making: a window's
     lasting: bool = False  # nobody need free it: a process group's of torch.distributed
+    # By world rank, the last collective: each begins on a rank when the one before has ended there. None: at once.
+    queue: dict[int, Any] | None = None
     name: str = ""  # if MPI or a member has given it one
 
     def __post_init__(self) -> None:

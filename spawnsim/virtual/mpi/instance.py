@@ -149,6 +149,9 @@ class CollectiveInstance:
     gone: list[Departure | None] = field(init=False)
     strikes: CollectiveFaults | None = field(init=False, default=None)  # if links have faults
     busy: dict[int, float] = field(default_factory=dict)  # whose cards were busy as they came, until when
+    after: dict[int, Departure] = field(
+        default_factory=dict
+    )  # what must end on a member before this one begins there
     here: int = 0
     opening: int = -1  # who came first
     _shared: dict[bool, Any] = field(default_factory=dict)  # by group
@@ -183,6 +186,11 @@ class CollectiveInstance:
         if rank.nic_free_s > task.clock:
             self.busy[me] = rank.nic_free_s
         departure = self.gone[me] = Departure(self, me, rank)
+        if self.context is not None and self.context.queue is not None:
+            before = self.context.queue.get(task.rank)
+            if before is not None and not before.is_over(task.clock):
+                self.after[me] = before
+            self.context.queue[task.rank] = departure
         self.here += 1
         if self.here == len(self.members):
             self._end()
@@ -246,6 +254,10 @@ class CollectiveInstance:
 
     def _end(self) -> None:
         """Everybody is here: fix all departures."""
+        # All have come to those before, since they come in one order: so their ends are known.
+        for me, before in self.after.items():
+            if before.finish_s is not None and before.finish_s > self.arrivals[me]:
+                self.arrivals[me] = before.finish_s
         finish = self._finish()
         sender = self.world.ranks[self.members[0]]
         sender.messages += finish.messages
@@ -359,7 +371,7 @@ class CollectiveInstance:
         plan = self.world.timing.plan(
             first.timing, len(members), self._sizes(first), max(first.root, 0), ranks=members
         )
-        free = self._let_go(plan)
+        free = [] if self.after else self._let_go(plan)
         if free:
             out_free = self._out_free()
             if self.strikes is None:

@@ -134,7 +134,9 @@ def reduced(parts: list[Bytes], op: Any, dtype: torch.dtype) -> Bytes:
         found: Bytes = ops.reduce_tree(parts, merged)
         if name == "AVG":
             whole = typed(found, dtype)
-            whole.div_(len(parts), rounding_mode=None if whole.is_floating_point() or whole.is_complex() else "trunc")
+            whole.div_(
+                len(parts), rounding_mode=None if whole.is_floating_point() or whole.is_complex() else "trunc"
+            )
     return found
 
 
@@ -157,6 +159,7 @@ def scattered(op: Any, dtypes: Sequence[torch.dtype]) -> Callable[[CollectiveIns
 
     A contribution has the blocks of the first row for all ranks, then those of the second row.
     """
+
     def outcome(instance: CollectiveInstance, rank: int) -> list[Bytes]:
         size = len(instance.members)
         every = [dtype for dtype in dtypes for _ in range(size)]

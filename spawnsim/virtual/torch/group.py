@@ -37,6 +37,7 @@ from spawnsim.virtual.torch.collectives import (
 )
 from spawnsim.virtual.torch.work import GroupTimeout, VirtualWork, Works
 
+
 def _seconds(timeout: Any) -> float:
     """Return the seconds of an option; NaN if it is not set."""
     return timeout.total_seconds() if isinstance(timeout, timedelta) and timeout > timedelta(0) else math.nan
@@ -48,7 +49,9 @@ def _everything(instance: CollectiveInstance, rank: int) -> Any:
 
 def _same_dtype(tensors: Tensors) -> None:
     if len({tensor.dtype for tensor in tensors}) > 1:
-        raise UsageError(f"tensors of several types in one call: {sorted({str(each.dtype) for each in tensors})}")
+        raise UsageError(
+            f"tensors of several types in one call: {sorted({str(each.dtype) for each in tensors})}"
+        )
 
 
 class VirtualProcessGroup(ProcessGroup):  # type: ignore[misc]
@@ -143,7 +146,7 @@ class VirtualProcessGroup(ProcessGroup):  # type: ignore[misc]
         self, call: TorchCall, collect: Callable[[Any], object], opts: Any = None, *, outputs: Any = ()
     ) -> VirtualWork:  # fmt: skip
         """Begin a collective; `collect(outcome)` fills the outputs when it is over."""
-        call.line = place(sys._getframe())
+        call.line = place(sys._getframe()).partition(" (in ")[0]  # without torch's own
         completion, waiting = self.comm._join(call)
         instance, me = waiting.instance, waiting.me
         deliver = lambda _: collect(instance.outcome(me))  # noqa: E731
@@ -179,7 +182,9 @@ class VirtualProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     def _allreduce(self, name: str, tensors: Tensors, op: Any, opts: Any) -> VirtualWork:
         shapes, agree = described(tensors)
-        call = TorchCall(name, "allreduce", nbytes=nbytes_of(tensors), agree=(("op", op_name(op)), *agree), shapes=shapes)
+        call = TorchCall(
+            name, "allreduce", nbytes=nbytes_of(tensors), agree=(("op", op_name(op)), *agree), shapes=shapes
+        )
         # One tensor is lent: nothing may write to it before the operation is over, and copying costs as much as adding.
         call.lent = len(tensors) == 1
         call.part = raw(tensors[0], lent=True) if call.lent else [raw(tensor) for tensor in tensors]
@@ -209,7 +214,9 @@ class VirtualProcessGroup(ProcessGroup):  # type: ignore[misc]
         """Combine tensors; each rank gets a block."""
         return self._reduce_scatter("reduce_scatter_single", [output], [self._blocks(input)], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> VirtualWork:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> VirtualWork:
         """Combine several tensors; each rank gets a block of each."""
         rows = [self._blocks(tensor) for tensor in inputs]
         return self._reduce_scatter("reduce_scatter_single_coalesced", outputs, rows, opts)
@@ -238,7 +245,9 @@ class VirtualProcessGroup(ProcessGroup):  # type: ignore[misc]
         if tensor.numel() % size:
             raise ValueError(f"{tensor.numel()} elements do not divide into blocks for {size} ranks")
         with torch.no_grad():
-            return list(tensor.detach().reshape(-1).chunk(size)) if tensor.numel() else [tensor.detach()] * size
+            return (
+                list(tensor.detach().reshape(-1).chunk(size)) if tensor.numel() else [tensor.detach()] * size
+            )
 
     # -- one to all, all to one ----------------------------------------------------------------------------------
 
@@ -305,7 +314,9 @@ class VirtualProcessGroup(ProcessGroup):  # type: ignore[misc]
             for place_, row in enumerate(rows):
                 _fill(row, [part[place_] for part in found])
 
-        return self._gather_all(name, inputs, collect, opts, outputs=[tensor for row in rows for tensor in row])
+        return self._gather_all(
+            name, inputs, collect, opts, outputs=[tensor for row in rows for tensor in row]
+        )
 
     def _gathered(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> VirtualWork:
         def collect(found: list[list[Bytes]]) -> None:
@@ -356,10 +367,14 @@ class VirtualProcessGroup(ProcessGroup):  # type: ignore[misc]
         size, whole = self.size(), nbytes_of([tensor])
         if not len(splits):
             if tensor.shape and tensor.shape[0] % size:
-                raise ValueError(f"Tensor's dim 0 ({tensor.shape[0]}) does not divide equally across group size {size}")
+                raise ValueError(
+                    f"Tensor's dim 0 ({tensor.shape[0]}) does not divide equally across group size {size}"
+                )
             return np.arange(size + 1) * (whole // size)
         if len(splits) != size or sum(splits) != tensor.shape[0]:
-            raise ValueError(f"split sizes {list(splits)} do not fit {size} ranks and a dim 0 of {tensor.shape[0]}")
+            raise ValueError(
+                f"split sizes {list(splits)} do not fit {size} ranks and a dim 0 of {tensor.shape[0]}"
+            )
         row = whole // max(int(tensor.shape[0]), 1)
         return np.concatenate([[0], np.cumsum(np.asarray(splits, np.int64))]) * row
 
@@ -427,7 +442,11 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
 
 def _rows(tensors: Any) -> list[list[torch.Tensor]]:
     """Return lists of tensors; one list stands for the only one."""
-    return [list(tensors)] if tensors and isinstance(tensors[0], torch.Tensor) else [list(row) for row in tensors]
+    return (
+        [list(tensors)]
+        if tensors and isinstance(tensors[0], torch.Tensor)
+        else [list(row) for row in tensors]
+    )
 
 
 def _op(opts: Any) -> Any:

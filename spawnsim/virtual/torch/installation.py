@@ -8,6 +8,7 @@ module knows names of torch's internals.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -20,6 +21,7 @@ from torch._C import _distributed_c10d as native
 
 from spawnsim.comm.packing import Pickle
 from spawnsim.errors import UnsupportedError
+from spawnsim.virtual.diagnosis import place
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
@@ -28,7 +30,7 @@ from spawnsim.virtual.mpi.module import MPI
 from spawnsim.virtual.torch import stores
 from spawnsim.virtual.torch.group import VirtualProcessGroup
 from spawnsim.virtual.torch.launch import MASTER
-from spawnsim.virtual.torch.work import pending_works, settle_pending
+from spawnsim.virtual.torch.work import following, waiting
 
 STATE = "torch.world"
 NATIVE_STORES = {name: getattr(native, name) for name in stores.KINDS}
@@ -60,6 +62,7 @@ class Worlds:
     def _here(self) -> Any:
         task = current_task()
         if task is None:
+            _refuse_threads_of_ranks()
             return vars(self)["_outside"]
         rank = task.kernel.owner.ranks[task.rank]
         incarnation, found = rank.attachments.get(STATE, (-1, None))
@@ -73,6 +76,35 @@ class Worlds:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._here(), name, value)
+
+
+STARTED_BY = "_virtual_rank"  # on a thread: the task that has started it
+
+
+def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `Thread.start`, which remembers by which rank a thread was started."""
+
+    @wraps(original)
+    def start(self: Any) -> Any:
+        task = current_task()
+        if task is not None:
+            setattr(self, STARTED_BY, task)
+        return original(self)
+
+    return start
+
+
+def _refuse_threads_of_ranks() -> None:
+    """End the run if the caller is a thread that a rank has started: it has no clock, and its calls no order."""
+    task = getattr(threading.current_thread(), STARTED_BY, None)
+    if task is not None:
+        error = UnsupportedError(
+            f"torch.distributed was called by a thread that {task.name} has started "
+            f"({place(sys._getframe()).partition(' (in ')[0]}): virtual time belongs to a rank's "
+            "own line of execution. Call it there (async_op=True overlaps it with computing)"
+        )
+        task.kernel.fail(error, task)
+        raise error
 
 
 def _caller() -> World | None:
@@ -97,7 +129,9 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
                 group_desc=group_desc,
             )  # fmt: skip
         if group_name in state.pg_names.values():
-            raise ValueError("The specified group name has already been created, please use a different group name")
+            raise ValueError(
+                "The specified group name has already been created, please use a different group name"
+            )
         known = c10d._find_pg_by_ranks_and_tag(pg_tag, global_ranks_in_group) if pg_tag else None
         if known:
             return known, state.pg_map[known][1]
@@ -105,14 +139,16 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
             return c10d.GroupMember.NON_GROUP_MEMBER, None
         if group_rank < 0:  # backend "mpi": its launcher knows both
             group_rank, group_size = world.kernel.current.rank, len(world.ranks)
-            store = stores.VirtualStore(stores.shared_stores(world).setdefault("mpi", stores.Shared("mpiexec", 0)))
+            store = stores.VirtualStore(
+                stores.shared_stores(world).setdefault("mpi", stores.Shared("mpiexec", 0))
+            )
         limit = timeout or c10d._get_default_timeout(backend)
         store = stores.PrefixStore(f"{group_name}/", store)
         label = group_desc if group_desc not in (None, "undefined") else f"group {group_name}"
 
         def share(meeting: stores.Meeting) -> Context:
             context = Context(world, (tuple(meeting.members[rank] for rank in range(group_size)),))
-            context.name, context.lasting = str(label), True
+            context.name, context.lasting, context.queue = str(label), True, {}
             return context
 
         context = stores.meet(store, (group_rank, group_size), limit, share)
@@ -142,18 +178,9 @@ def _store(name: str, virtual: type) -> type:
             return original(*args, **kwargs)
         return virtual.__new__(cls)
 
-    return type(name, (virtual,), {"__new__": __new__, "__doc__": virtual.__doc__, "__module__": virtual.__module__})
-
-
-def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return C++'s wait of a future, before which the rank completes what it may depend on."""
-
-    def wait(self: Any) -> Any:
-        if current_task() is not None and pending_works() and not self.done():
-            settle_pending()
-        return original(self)
-
-    return wait
+    return type(
+        name, (virtual,), {"__new__": __new__, "__doc__": virtual.__doc__, "__module__": virtual.__module__}
+    )
 
 
 def _refusing(original: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -179,12 +206,19 @@ class _Pickler:
 
 _pickle = Pickle()
 REFUSED = {
-    ("torch.distributed.rpc", "init_rpc"): "torch.distributed.rpc is not offered on virtual ranks: use collectives, "
-    "send and recv",
-    ("torch.multiprocessing.spawn", "start_processes"): "torch.multiprocessing starts processes, which would be outside "
+    (
+        "torch.distributed.rpc",
+        "init_rpc",
+    ): "torch.distributed.rpc is not offered on virtual ranks: use collectives, send and recv",
+    (
+        "torch.multiprocessing.spawn",
+        "start_processes",
+    ): "torch.multiprocessing starts processes, which would be outside "
     "of the simulation: let the program be one rank's, as under torchrun, and give --ranks",
-    ("torch.distributed.elastic.multiprocessing", "start_processes"): "a launcher within a virtual rank: run the script "
-    "that it would start, and give --ranks",
+    (
+        "torch.distributed.elastic.multiprocessing",
+        "start_processes",
+    ): "a launcher within a virtual rank: run the script that it would start, and give --ranks",
 }
 
 
@@ -198,7 +232,9 @@ def _install(put: Put) -> None:
     put(c10d, "_world", Worlds(c10d._world))
     put(c10d, "_new_process_group_helper", _new_group(c10d._new_process_group_helper))
     put(c10d, "_pickler", _Pickler)
-    put(torch._C.Future, "wait", _waiting(torch._C.Future.wait))
+    put(threading.Thread, "start", _marking(threading.Thread.start))
+    put(torch._C.Future, "wait", waiting(torch._C.Future.wait))
+    put(torch._C.Future, "then", following(torch._C.Future.then))
     for (name, function), what in REFUSED.items():
         if name in sys.modules:
             put(sys.modules[name], function, _refusing(getattr(sys.modules[name], function), what))
@@ -210,7 +246,9 @@ _installed = Patches(_install).in_place
 @contextmanager
 def installed(world: World) -> Iterator[None]:
     """Give virtual ranks their torch.distributed while the block runs."""
-    address = stores.shared_stores(world).setdefault(MASTER, stores.Shared("TCPStore({}:{})".format(*MASTER), 0))
+    address = stores.shared_stores(world).setdefault(
+        MASTER, stores.Shared("TCPStore({}:{})".format(*MASTER), 0)
+    )
     address.served = True
     native._set_thread_isolation_mode(True)
     try:
@@ -218,4 +256,3 @@ def installed(world: World) -> Iterator[None]:
             yield
     finally:
         native._set_thread_isolation_mode(False)
-

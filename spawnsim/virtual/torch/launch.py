@@ -34,6 +34,6 @@ def environment(world: World, rank: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": str(world.ranks[rank].incarnation),
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "spawnsim",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }

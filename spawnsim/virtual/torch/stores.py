@@ -23,6 +23,11 @@ from spawnsim.virtual.engine.waiting import Unbroken, await_one
 from spawnsim.virtual.engine.world import World
 
 DEFAULT = timedelta(seconds=300)  # c10d's own limit of a store's waits
+UNCHOSEN = {
+    DEFAULT,
+    dist.constants.default_pg_timeout,
+    *filter(None, [dist.constants.default_pg_nccl_timeout]),
+}
 FIRST_PORT = 29501  # that a master is given which asks for any
 
 
@@ -144,7 +149,7 @@ class VirtualStore(dist.Store):  # type: ignore[misc]  # its stub says nothing o
         entry = (ready, completion)
         self.shared.waiting.append(entry)
         try:
-            with limited(task, timeout.total_seconds(), explicit=timeout != DEFAULT):
+            with limited(task, timeout.total_seconds(), explicit=timeout not in UNCHOSEN):
                 await_one(self._world, completion, waiting)
         finally:
             self.shared.waiting.remove(entry)
@@ -455,8 +460,7 @@ def meet(store: Any, place: tuple[int, int], timeout: timedelta, make: Callable[
     absent = lambda: [rank for rank in range(size) if rank not in meeting.members]  # noqa: E731
     what = f"init_process_group(rank={place[0]}, world_size={size}) in {store.shared.label}"
     waiting = WaitingForStore(world, what, absent)
-    limit = DEFAULT if timeout >= DEFAULT else timeout
-    store._await(lambda: len(meeting.members) == size, waiting, limit)
+    store._await(lambda: len(meeting.members) == size, waiting, timeout)
     if meeting.context is None:
         meeting.context = make(meeting)
         open_here.remove(meeting)

@@ -22,7 +22,7 @@ from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.mpi.requests import Request
 from spawnsim.virtual.torch.stores import limited
 
-PENDING = "torch.pending"  # a rank's works whose futures C++ may wait for, in the order issued
+OPEN = "torch.futures"  # what of futures a rank has open
 
 
 class GroupTimeout(Timeout, RuntimeError):
@@ -33,57 +33,85 @@ class PeerClosed(RankFailed, RuntimeError):
     """A member of the group has died: spawnsim's `RankFailed`, and the RuntimeError that gloo raises."""
 
 
-def pending_works() -> dict[VirtualWork, None]:
-    """Return the calling rank's works whose futures are open."""
+class OpenFutures:
+    """A rank's works whose futures are open, in the order issued; and which future waits for which of them."""
+
+    def __init__(self) -> None:
+        self.works: dict[VirtualWork, list[Any]] = {}
+        self.by_id: dict[int, VirtualWork] = {}
+
+    def add(self, future: Any, work: VirtualWork) -> None:
+        """Take note that a future waits for a work. It is kept until then, so that its identity stays its own."""
+        self.works.setdefault(work, []).append(future)
+        self.by_id[id(future)] = work
+
+    def remove(self, work: VirtualWork) -> bool:
+        """Forget a work; return whether it was open."""
+        futures = self.works.pop(work, None)
+        for future in futures or ():
+            del self.by_id[id(future)]
+        return futures is not None
+
+
+def open_futures() -> OpenFutures:
+    """Return what of futures the calling rank has open."""
     task = current_task()
     assert task is not None
-    found: dict[VirtualWork, None] = task.kernel.owner.ranks[task.rank].attachments.setdefault(PENDING, {})
+    found: OpenFutures = task.kernel.owner.ranks[task.rank].attachments.setdefault(OPEN, OpenFutures())
     return found
 
 
-def settle_pending() -> None:
-    """Complete the futures of all open works of the calling rank, in the order issued."""
-    pending = pending_works()
-    while pending:
-        next(iter(pending)).settle()
+def settle_all() -> None:
+    """Complete the futures of all open works of the calling rank. C++ must not see one that has failed: raise instead."""
+    pending = open_futures()
+    while pending.works:
+        work = next(iter(pending.works))
+        work.wait()
+        work.settle()
+
+
+def waiting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return C++'s wait of a future, before which the rank completes what it depends on."""
+
+    def wait(self: Any) -> Any:
+        if current_task() is not None and not self.done():
+            work = open_futures().by_id.get(id(self))
+            if work is None:
+                settle_all()  # one that is made of several, or of C++'s: which, nobody can tell
+            else:
+                work.settle()
+        return original(self)
+
+    return wait
+
+
+def following(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return C++'s `then` of a future, which takes note of what the new one depends on."""
+
+    def then(self: Any, callback: Callable[[Any], Any]) -> Any:
+        after = original(self, callback)
+        if current_task() is not None:
+            pending = open_futures()
+            work = pending.by_id.get(id(self))
+            if work is not None and not after.done():
+                pending.add(after, work)
+        return after
+
+    return then
 
 
 class VirtualFuture(Future):  # type: ignore[misc, type-arg]
-    """The future of a work, or of what follows it. Its waits are in virtual time."""
+    """The future of a work. Its waits are in virtual time."""
 
     def __init__(self, work: VirtualWork) -> None:
         super().__init__()
         self._work = work
-
-    def wait(self) -> Any:
-        """Wait for the work; return the value."""
-        self._work.settle()
-        return super().wait()
-
-    def value(self) -> Any:
-        """Return the value of a future that is done."""
-        return super().value()
 
     def done(self) -> bool:
         """Return whether it is done; an observation."""
         if not super().done() and self._work.is_completed():
             self._work.settle()
         return super().done()
-
-    def then(self, callback: Callable[[Any], Any]) -> VirtualFuture:
-        """Return the future of what a callback makes of this one."""
-        after = VirtualFuture(self._work)
-
-        def follow(done: Any) -> None:
-            try:
-                made = callback(done)
-            except Exception as error:  # noqa: BLE001 - as torch does: who waits for it is told
-                after.set_exception(error)
-            else:
-                after.set_result(made)
-
-        super().add_done_callback(lambda _: follow(self))
-        return after
 
 
 class VirtualWork(Work):  # type: ignore[misc]
@@ -136,10 +164,13 @@ class VirtualWork(Work):  # type: ignore[misc]
 
     def _failed(self, error: BaseException, seconds: float) -> BaseException:
         """Return what a wait raises: gloo's words, and behind them ours."""
-        if type(error) is Timeout:
-            words = f"Timed out waiting {seconds * 1e3:.0f}ms for recv operation to complete: {error}"
+        if isinstance(error, (Timeout, RankFailed)) and self._request._world.resource_leaks is not None:
+            self._request._world.resource_leaks.closed(self._request._completion)
+        if isinstance(error, Timeout):
+            way = "send" if error.operation.startswith("send") else "recv"
+            words = f"Timed out waiting {seconds * 1e3:.0f}ms for {way} operation to complete: {error}"
             self._error = GroupTimeout(error.ranks, error.operation, error.sequence, words)
-        elif type(error) is RankFailed:
+        elif isinstance(error, RankFailed):
             who = ", ".join(f"rank {rank}" for rank in error.ranks)
             self._error = PeerClosed(error.ranks, f"Connection closed by peer [{who}]: {error}")
         return error if self._error is None else self._error
@@ -184,24 +215,21 @@ class VirtualWork(Work):  # type: ignore[misc]
             if self._over or self._error is not None:
                 self._complete(self._future)
             else:
-                pending = pending_works()
-                pending[self] = None
+                open_futures().add(self._future, self)
                 if torch._C._current_graph_task_id() >= 0:
                     # Before the reducer's own callback, which it queues when its last bucket has been handed over.
-                    torch.autograd.Variable._execution_engine.queue_callback(settle_pending)
+                    torch.autograd.Variable._execution_engine.queue_callback(settle_all)
         return self._future
 
     def settle(self) -> None:
         """Wait for the end, and complete the future."""
-        future = self._future
-        waits = pending_works().pop(self, self) is None
-        if future is None or not waits:
-            return
         try:
             self.wait()
-        except Exception:  # noqa: BLE001 - kept in the work: the future raises it
-            pass
-        self._complete(future)
+        except Exception:
+            if self._error is None:
+                raise
+        if open_futures().remove(self) and self._future is not None:
+            self._complete(self._future)
 
     def _complete(self, future: VirtualFuture) -> None:
         if self._error is not None:

@@ -25,7 +25,15 @@ def mine(count=4, dtype=torch.float32):
     return (torch.arange(count) + 1 + 10 * RANK).to(dtype)
 
 
-for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8):
+for dtype in (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+):
     tensor = mine(5, dtype)
     dist.all_reduce(tensor)
     show(f"all_reduce {dtype}", tensor)
@@ -70,7 +78,9 @@ dist.all_to_all_single(tensor, torch.arange(2.0 * SIZE).view(SIZE, 2) + 100 * RA
 show("all_to_all_single", tensor)
 send = [RANK + other for other in range(SIZE)]
 tensor = torch.empty(sum(send))
-dist.all_to_all_single(tensor, torch.arange(float(sum(send))) + 100 * RANK, [other + RANK for other in range(SIZE)], send)
+dist.all_to_all_single(
+    tensor, torch.arange(float(sum(send))) + 100 * RANK, [other + RANK for other in range(SIZE)], send
+)
 show("uneven", tensor)
 found = [None] * SIZE
 dist.all_gather_object(found, {"rank": RANK, "parts": (1, "two")})

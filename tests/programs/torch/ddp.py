@@ -67,7 +67,9 @@ def main():
     train("fp16", default_hooks.fp16_compress_hook, find_unused_parameters=True)
     if dist.get_world_size() > 1:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-        train("power", powerSGD_hook.powerSGD_hook, state, bucket_cap_mb=25, find_unused_parameters=True)  # gloo may mix up several buckets
+        train(
+            "power", powerSGD_hook.powerSGD_hook, state, bucket_cap_mb=25, find_unused_parameters=True
+        )  # gloo may mix up several buckets
     dist.destroy_process_group()
 
 

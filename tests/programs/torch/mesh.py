@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 def show(name, value):
     """Print a result in one line."""
-    sys.stdout.write(f"{dist.get_rank()} {name} {value.tolist() if isinstance(value, torch.Tensor) else value}\n")
+    sys.stdout.write(
+        f"{dist.get_rank()} {name} {value.tolist() if isinstance(value, torch.Tensor) else value}\n"
+    )
 
 
 def main():

@@ -73,7 +73,10 @@ dist.barrier()
 show("sum", (store.get("sum"), store.check(["sum"]), store.check(["none"])))
 dist.barrier()
 if RANK == 0:
-    show("set", (store.compare_set("c", "", "x"), store.compare_set("c", "x", "y"), store.compare_set("c", "x", "z")))
+    show(
+        "set",
+        (store.compare_set("c", "", "x"), store.compare_set("c", "x", "y"), store.compare_set("c", "x", "z")),
+    )
     show("delete", (store.delete_key("c"), store.delete_key("c")))
     try:
         store.wait(["nobody's"], timedelta(milliseconds=300))

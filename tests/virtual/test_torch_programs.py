@@ -1,0 +1,226 @@
+"""Unmodified programs of torch.distributed on virtual ranks: their launch, times, ends and refusals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import spawnsim
+from spawnsim.errors import Deadlock, MismatchError, RankError, SpawnsimError, UnsupportedError
+
+PROGRAMS = Path(__file__).parent.parent / "programs" / "torch"
+HEAD = """
+import os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+R, N = dist.get_rank(), dist.get_world_size()
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, capfd: Any) -> Any:
+    """Run a text behind HEAD, or a file; return the run and the lines that it has printed, sorted."""
+
+    def run(text: str | Path, ranks: int, *argv: str, head: str = HEAD, **how: Any) -> tuple[Any, list[str]]:
+        file = text
+        if isinstance(text, str):
+            file = tmp_path / "program.py"
+            file.write_text(head + text)
+        capfd.readouterr()
+        before = dict(os.environ)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of what is old
+                found = spawnsim.run(file, ranks=ranks, argv=argv, options={"prefix": False}, **how)
+        finally:
+            assert dict(os.environ) == before
+            assert not dist.is_initialized()
+        return found, sorted(capfd.readouterr().out.splitlines())
+
+    return run
+
+
+def test_ranks_find_what_torchrun_gives(program: Any) -> None:
+    """Variables by the platform's nodes, of each rank its own, and no port is opened."""
+    text = """
+os.environ["OWN"] = str(R)
+dist.barrier()
+assert os.environ["OWN"] == os.environ["RANK"] == str(R)
+names = "LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK WORLD_SIZE".split()
+print(R, *[os.environ[name] for name in names], sys.argv[1:], __name__, torch.distributed.is_torchelastic_launched())
+import socket
+with socket.socket() as s:
+    R or s.bind((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+    dist.barrier()
+"""
+    _, lines = program(text, 12, "--lr", "1", platform="nvlink-ib")
+    assert lines[0] == "0 0 8 0 12 ['--lr', '1'] __main__ True"
+    assert lines[3] == "11 3 4 1 12 ['--lr', '1'] __main__ True"
+
+
+@pytest.mark.parametrize("way", [
+    "dist.init_process_group()", "dist.init_process_group('nccl')", "dist.init_process_group('mpi')",
+    "dist.init_process_group('gloo', init_method='tcp://10.0.0.1:23456', rank=int(os.environ['RANK']), world_size=3)",
+    "dist.init_process_group('gloo', init_method='file:///nowhere/file', rank=int(os.environ['RANK']), world_size=3)",
+    "dist.init_process_group('gloo', rank=2 - int(os.environ['RANK']), world_size=3, "
+    "store=dist.TCPStore('h', again, 3, is_master=os.environ['RANK'] == '2'))",
+])  # fmt: skip
+def test_any_backend_method_and_store_gives_the_virtual_group(way: str, program: Any) -> None:
+    """Also with ranks in another order, and again after the group was destroyed."""
+    text = f"""
+import os, torch, torch.distributed as dist
+for again in range(1, 3):
+    {way}
+    sum, own = torch.tensor([1.0 + dist.get_rank()]), [None] * 3
+    dist.all_reduce(sum)
+    dist.all_gather_object(own, os.environ["RANK"])
+    assert sum.item() == 6.0
+    print(dist.get_rank(), own[dist.get_rank()] == os.environ["RANK"])
+    dist.destroy_process_group()
+"""
+    assert program(text, 3, head="")[1] == [f"{rank} True" for rank in range(3) for _ in range(2)]
+
+
+def test_two_processes_have_one_digest(tmp_path: Path) -> None:
+    """Whatever the hashes of texts; pickled objects hold tensors."""
+    found = set()
+    for seed in ("1", "2"):
+        line = [
+            sys.executable,
+            "-m",
+            "spawnsim",
+            "run",
+            str(PROGRAMS / "messages.py"),
+            "-n",
+            "11",
+            "--seed",
+            "3",
+        ]
+        done = subprocess.run(
+            line,
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            timeout=120,
+        )
+        found.add(done.stdout[done.stdout.index("digest") :].split()[1])
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("collectives", 1), ("collectives", 64), ("optimizers", 5), ("mesh", 6)]
+)
+def test_programs_run_on_other_numbers_of_ranks(name: str, ranks: int, program: Any, tmp_path: Path) -> None:
+    """What they print is held to torchrun's in tests/real; here they only have to come to their end, as one."""
+    _, lines = program(PROGRAMS / f"{name}.py", ranks, *([str(tmp_path)] if name == "mesh" else []))
+    assert len({line.partition(" ")[0] for line in lines if line[:1].isdigit()}) == ranks
+    if name == "mesh":
+        assert sum("loaded True" in line for line in lines) == ranks
+
+
+@pytest.mark.parametrize("step_s", [0.05, 0.002, 0.0001])
+@pytest.mark.parametrize("buckets", [1, 6])
+def test_buckets_overlap_in_virtual_time(step_s: float, buckets: int, program: Any) -> None:
+    """A bucket's all-reduce begins when backward hands it over, and after the one before: the closed form, within 1 %."""
+    _, (line,) = program(PROGRAMS / "overlap.py", 8, str(step_s), "25" if buckets == 1 else "0.2")
+    alone, took = map(float, line.split())
+    one = 6 * step_s + alone
+    assert took == pytest.approx(one if buckets == 1 else max(one, step_s + 6 * alone), rel=0.01)
+
+
+def test_mpi4py_and_torch_share_ranks_and_clock(program: Any) -> None:
+    """One program may speak both."""
+    text = """
+from mpi4py import MPI
+time.sleep(R)
+dist.barrier()
+assert abs(MPI.Wtime() - time.time()) < 1e-3 and MPI.Wtime() >= N - 1
+assert MPI.COMM_WORLD.allreduce(R) == N * (N - 1) // 2
+"""
+    assert program(text, 4)[0].totals["virtual_seconds"] > 3
+
+
+MISMATCHED = {
+    "if R == 2: dist.broadcast(torch.ones(2, 3), 0)\nelse: dist.all_reduce(torch.ones(3))": (
+        MismatchError, r"number 0 on default_pg: rank 2 calls broadcast\(shape=\[2, 3\], dtype=float32, root=0\) at "
+        r"program.py:7 .* rank 0 called all_reduce\(shape=\[3\], op=SUM, dtype=float32\) at program.py:8"),
+    "dist.all_reduce(torch.ones(3 + (R == 1)))": (MismatchError, r"shape=\[4\].*shape=\[3\]"),
+    "dist.barrier()\nif R != 1: dist.all_reduce(torch.ones(3, 4))": (
+        Deadlock, r"rank 0 waits for rank 1, whose program has ended(.|\n)*shape=\[3, 4\].*number 1 on default_pg"),
+    "dist.send(torch.ones(1), (R + 1) % N)\ndist.recv(torch.ones(1), (R - 1) % N)": (Deadlock, r"rank 0 → rank 1"),
+    "if R != 1: dist.new_group([0, 1])": (Deadlock, "waits for rank 1, whose program has ended"),
+    "dist.distributed_c10d._get_default_store().get('nobody')": (Deadlock, r"wait\(/default_pg/0//nobody\) on TCPStore"),
+    "dist.init_process_group('gloo')": (RankError, "rank 0 raised ValueError: trying to initialize the default"),
+    "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)": (UnsupportedError, "starts processes"),
+    "import torch.distributed.rpc as rpc\nrpc.init_rpc('a', rank=R, world_size=N)": (UnsupportedError, "rpc is not"),
+    "dist.all_reduce(torch.ones(1, device='meta'))": (UnsupportedError, "compute with CPU tensors"),
+    "import threading\nt = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1)))\nt.start(); t.join()\n"
+    "dist.barrier()": (UnsupportedError, "a thread that rank . has started"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("text", MISMATCHED)
+def test_mistakes_are_named(text: str, program: Any) -> None:
+    """Group, sequence number, operation, shapes, type and line, or what else is wrong: at once."""
+    error, words = MISMATCHED[text]
+    with pytest.raises(error, match=words) as found:
+        program(text, 3)
+    said = str(found.value) + "".join(getattr(found.value, "__notes__", ()))
+    assert "program.py:" in said
+
+
+def test_time_outs_and_deaths_end_calls_in_the_words_of_gloo(program: Any) -> None:
+    """After their limit in virtual time, which the program has set; they are RuntimeErrors, and it may go on."""
+    text = """
+group = dist.new_group(timeout=timedelta(seconds=5))
+try:
+    if R != 1: dist.all_reduce(torch.ones(3), group=group)
+except RuntimeError as error:
+    print(R, f"{time.time():.0f}", str(error)[:60])
+try:
+    if R != 1: dist.monitored_barrier(timeout=timedelta(seconds=2))
+except RuntimeError as error:
+    print(R, f"{time.time():.0f}", str(error)[:62])
+"""
+    _, lines = program(text, 3)
+    assert lines[0] == "0 5 Timed out waiting 5000ms for recv operation to complete: ran"
+    assert lines[1] == "0 7 [Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms (T"
+    assert len(lines) == 4
+    began = time.monotonic()
+    text = """
+try:
+    while True:
+        time.sleep(1.0)
+        dist.all_reduce(torch.ones(3))
+except RuntimeError as error:
+    print(R, str(error)[:40])
+"""
+    _, lines = program(text, 3, faults="crash:1@2.5s")
+    assert lines == [f"{rank} Connection closed by peer [rank 1]: rank" for rank in (0, 2)]
+    assert time.monotonic() - began < 20
+
+
+def test_a_rank_dies_within_backward(program: Any) -> None:
+    """It unwinds through frames of C++, and the others are told in the same way."""
+    with pytest.raises(RankError, match="Connection closed by peer"):
+        program(PROGRAMS / "overlap.py", 4, "0.5", "0.2", faults="crash:2@4.2s")
+
+
+def test_nothing_is_left_behind(program: Any) -> None:
+    """A run that has failed leaves torch as it was."""
+    before = dist.TCPStore, dist.distributed_c10d._world, torch._C.Future.wait
+    with pytest.raises(SpawnsimError):
+        program("1 / 0", 3)
+    assert (dist.TCPStore, dist.distributed_c10d._world, torch._C.Future.wait) == before
