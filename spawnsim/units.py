@@ -15,6 +15,8 @@ BYTES_PER_SECOND = {f"{unit}/s": factor for unit, factor in BYTES.items()} | {
     "bit/s": 0.125, "kbit/s": 125.0, "Mbit/s": 125e3, "Gbit/s": 125e6, "Tbit/s": 125e9,
 }  # fmt: skip
 
+FLOP_PER_SECOND = {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
+
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-zµ/]*)\s*")
 
 
@@ -50,6 +52,15 @@ def bytes_per_second(text: str | float) -> float:
     3125000000.0
     """
     return _parse(text, BYTES_PER_SECOND, "bandwidth")
+
+
+def flop_per_second(text: str | float) -> float:
+    """Return a rate of floating-point operations.
+
+    >>> flop_per_second("10 TFLOP/s")
+    10000000000000.0
+    """
+    return _parse(text, FLOP_PER_SECOND, "rate of operations")
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, indent: str = "") -> str:

@@ -140,7 +140,7 @@ def parser() -> Parser:
     parser = Parser(
         prog="spawnsim run",
         description="Run a file that defines main(comm) on virtual ranks, or (--backend) on real ones; or an "
-        "unmodified program of mpi4py or torch.distributed on virtual ranks. What is not an option here, and all after --, are its arguments.",
+        "unmodified program of mpi4py or torch.distributed. What is not an option here, and all after --, is its own.",
     )
     add = parser.add_argument
     add("file", type=Path, help="Python file that defines main(comm), or an unmodified program")
@@ -161,7 +161,8 @@ def parser() -> Parser:
         "--compute",
         metavar="S",
         help="seconds of a comm.compute() that states none, such as 0.005 or '5 ms'; of an mpi4py program: what "
-        "computing between two calls costs: none, '5 us', file.py:12=2ms, measured, 'measured*2'",
+        "computing between two calls costs: none, '5 us', file.py:12=2ms, measured, 'measured*2'; of a program of "
+        "torch.distributed also counted:h100, 'counted:10 TFLOP/s, 800 GB/s'",
     )
     add("--seed", type=int, default=0, metavar="K", help="of every random stream; default: 0")
     add(

@@ -1,5 +1,6 @@
-"""torch.distributed on virtual ranks: refused by name, since it would wait for other processes and freeze this one.
+"""torch.distributed on virtual ranks: offered to those in threads (`virtual.torch`), refused to greenlets by name.
 
+There it would wait within frames of C++, which greenlets cannot leave, or for other processes, and freeze this one.
 During a run, three things that all of torch.distributed goes through end in one error: asking for the default
 group, meeting others, and making a store. A group of the process around the run is not seen. Other threads, and
 everything outside virtual ranks, go on as before; after the run torch.distributed is as it was. This module knows
@@ -106,9 +107,10 @@ def _unseen(default: property) -> property:
 def _refusal(task: Task, name: str) -> NotOnVirtualRanks:
     called, line = _called(name)
     error = NotOnVirtualRanks(
-        f"{task.name} called {called} at {task.clock:.6g} s{line}: virtual ranks share one process, which "
-        "torch.distributed would stop for ever. Use the communicator (`comm` in main(comm), MPI.COMM_WORLD in an "
-        "mpi4py program), or real ranks (torchrun … -m spawnsim run FILE --backend torch)"
+        f"{task.name} called {called} at {task.clock:.6g} s{line}: virtual ranks that are greenlets share one thread, "
+        "which torch.distributed would stop for ever. Use the communicator (`comm` in main(comm), MPI.COMM_WORLD in an "
+        "mpi4py program), a program without main(comm) (--carrier threads), or real ranks (torchrun … -m spawnsim run "
+        "FILE --backend torch)"
     )
     error.placed = True  # the message has rank, time and line
     return error

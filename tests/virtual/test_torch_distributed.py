@@ -1,4 +1,4 @@
-"""torch.distributed on virtual ranks: refused by name at once, and left as it was."""
+"""torch.distributed on virtual ranks that are greenlets: refused by name at once, and left as it was."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_a_program_that_imports_torch_by_itself(kind: str, tmp_path: Path) -> No
     whole = "from mpi4py import MPI\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
     file = tmp_path / "program.py"
     file.write_text(native if kind == "native" else whole)
-    line = [sys.executable, "-m", "spawnsim", "run", str(file), "--ranks", "2", "--quiet"]
+    carrier = [] if kind == "native" else ["--carrier", "greenlets"]  # by itself it would get threads
+    line = [sys.executable, "-m", "spawnsim", "run", str(file), "--ranks", "2", "--quiet", *carrier]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1, done.stderr
     assert "rank 0 called torch.distributed.init_process_group at 0 s (program.py:3)" in done.stderr

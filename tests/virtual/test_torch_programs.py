@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 
 import spawnsim
-from spawnsim.errors import Deadlock, MismatchError, RankError, SpawnsimError, UnsupportedError
+from spawnsim.errors import (
+    Deadlock,
+    MismatchError,
+    ParameterError,
+    RankError,
+    SpawnsimError,
+    UnsupportedError,
+)
 
 PROGRAMS = Path(__file__).parent.parent / "programs" / "torch"
 HEAD = """
@@ -132,7 +139,7 @@ def test_programs_run_on_other_numbers_of_ranks(name: str, ranks: int, program: 
 @pytest.mark.parametrize("step_s", [0.05, 0.002, 0.0001])
 @pytest.mark.parametrize("buckets", [1, 6])
 def test_buckets_overlap_in_virtual_time(step_s: float, buckets: int, program: Any) -> None:
-    """A bucket's all-reduce begins when backward hands it over, and after the one before: the closed form, within 1 %."""
+    """A bucket's all-reduce begins when backward hands it over, after the one before: the closed form, within 1 %."""
     _, (line,) = program(PROGRAMS / "overlap.py", 8, str(step_s), "25" if buckets == 1 else "0.2")
     alone, took = map(float, line.split())
     one = 6 * step_s + alone
@@ -151,6 +158,39 @@ assert MPI.COMM_WORLD.allreduce(R) == N * (N - 1) // 2
     assert program(text, 4)[0].totals["virtual_seconds"] > 3
 
 
+def test_counted_computing(program: Any) -> None:
+    """Products of matrices by their operations, all else by its bytes; in backward passes, too."""
+    text = """
+dist.barrier()
+def took(work):
+    began = time.time()
+    work()
+    print(work.__name__, f"{1e6 * (time.time() - began):.3f}")
+a, b = torch.ones(100, 200), torch.ones(200, 300, requires_grad=True)
+def forward(): global c; c = a @ b
+def backward(): torch.autograd.grad(c, b, torch.ones(100, 300))
+def views(): a.view(-1)[5:].t()
+def add(): a.add_(1.0)
+def idle(): dist.barrier()
+for each in (forward, backward, views, add): took(each)
+"""
+    _, lines = program(text, 1, compute="counted:10 GFLOP/s, 100 GB/s")
+    ones_us = 4 * 100 * 300 / 1e5
+    flops_us = 2 * 100 * 200 * 300 / 1e4
+    expected = {
+        "forward": flops_us,
+        "backward": flops_us + ones_us,
+        "views": 0.0,
+        "add": 2 * 4 * 100 * 200 / 1e5,
+    }
+    found = {name: float(number) for name, number in map(str.split, lines)}
+    assert found == pytest.approx(expected, abs=0.01)
+    with pytest.raises(ParameterError, match="counted: and a device"):
+        program(text, 1, compute="counted:abacus")
+    with pytest.raises(ParameterError, match="rate of operations"):
+        program(text, 1, compute="counted:10 TFLOP, 100 GB/s")
+
+
 MISMATCHED = {
     "if R == 2: dist.broadcast(torch.ones(2, 3), 0)\nelse: dist.all_reduce(torch.ones(3))": (
         MismatchError, r"number 0 on default_pg: rank 2 calls broadcast\(shape=\[2, 3\], dtype=float32, root=0\) at "
@@ -160,7 +200,7 @@ MISMATCHED = {
         Deadlock, r"rank 0 waits for rank 1, whose program has ended(.|\n)*shape=\[3, 4\].*number 1 on default_pg"),
     "dist.send(torch.ones(1), (R + 1) % N)\ndist.recv(torch.ones(1), (R - 1) % N)": (Deadlock, r"rank 0 → rank 1"),
     "if R != 1: dist.new_group([0, 1])": (Deadlock, "waits for rank 1, whose program has ended"),
-    "dist.distributed_c10d._get_default_store().get('nobody')": (Deadlock, r"wait\(/default_pg/0//nobody\) on TCPStore"),
+    "dist.distributed_c10d._get_default_store().get('nobody')": (Deadlock, r"wait\(/default_pg/0//nobody\)"),
     "dist.init_process_group('gloo')": (RankError, "rank 0 raised ValueError: trying to initialize the default"),
     "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)": (UnsupportedError, "starts processes"),
     "import torch.distributed.rpc as rpc\nrpc.init_rpc('a', rank=R, world_size=N)": (UnsupportedError, "rpc is not"),

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,17 +32,21 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Cost:
-    """What computing costs: `call_s` before each call; `sites` by "file.py:line"; or `factor` × measured."""
+    """What computing costs: `call_s` before each call; `sites` by "file.py:line"; `factor` × measured; or at a device's
+    rates what torch's operations count: (operations, bytes) a second.
+    """
 
     call_s: float = 0.0
     sites: Mapping[str, float] = field(default_factory=dict)
     factor: float | None = None
+    rates: tuple[float, float] | None = None
 
     @classmethod
     def of(cls, text: Any) -> Cost:
         """Return the cost that a word, a number of seconds, or a mapping of call sites names.
 
-        "none"; "5 us"; "measured"; "measured*2.5"; "jacobi.py:31=2ms,jacobi.py:44=0.5ms".
+        "none"; "5 us"; "measured"; "measured*2.5"; "jacobi.py:31=2ms,jacobi.py:44=0.5ms"; "counted:h100",
+        "counted:h100*0.4", "counted:10 TFLOP/s, 800 GB/s".
         """
         if text is None or text == NONE:
             return cls()
@@ -50,6 +54,8 @@ class Cost:
             return cls(sites={site: units.seconds(seconds) for site, seconds in text.items()})
         if isinstance(text, str) and text.startswith("measured"):
             return cls(factor=_factor(text))
+        if isinstance(text, str) and text.startswith("counted"):
+            return cls(rates=_rates(text))
         if isinstance(text, str) and "=" in text:
             pairs = [part.partition("=") for part in text.split(",")]
             return cls(sites={site.strip(): units.seconds(seconds) for site, _, seconds in pairs})
@@ -61,7 +67,12 @@ class Cost:
     @property
     def free(self) -> bool:
         """Whether computing costs nothing."""
-        return not self.call_s and not self.sites and self.factor is None
+        return not self.call_s and not self.sites and not self.runs
+
+    @property
+    def runs(self) -> bool:
+        """Whether computing itself takes time, so that what comes after a rank's last call counts, too."""
+        return self.factor is not None or self.rates is not None
 
     @property
     def reproducible(self) -> bool:
@@ -80,12 +91,39 @@ def _factor(text: str) -> float:
     return factor
 
 
+# Peak rates by the makers' data sheets, dense, of bfloat16 and of the memory (80 GB SXM versions; L40S: PCIe).
+DEVICES = {
+    "a100": (312e12, 2.039e12), "h100": (989e12, 3.35e12), "h200": (989e12, 4.8e12), "l40s": (362e12, 864e9),
+}  # fmt: skip
+
+
+def _rates(text: str) -> tuple[float, float]:
+    """Return operations and bytes a second."""
+    device, _, share = text.removeprefix("counted").lstrip(":").partition("*")
+    flops, comma, memory = device.partition(",")
+    try:
+        factor = float(share or 1.0)
+        if not comma:
+            found = DEVICES[device.strip().lower()]
+        else:
+            found = units.flop_per_second(flops), units.bytes_per_second(memory)
+    except (KeyError, ValueError) as error:
+        raise ParameterError(
+            f"compute={text!r}: write counted: and a device ({', '.join(DEVICES)}), maybe with the share of its peak "
+            'that is reached (counted:h100*0.4), or its rates ("counted:10 TFLOP/s, 800 GB/s")'
+        ) from error
+    if not min(*found, factor) > 0:
+        raise ParameterError(f"compute={text!r}: rates are above 0")
+    return found[0] * factor, found[1] * factor
+
+
 @dataclass
 class CallMeter:
     """Where one rank stands: inside a call or not, and since when it computes."""
 
     depth: int = 0
     since_s: float = field(default_factory=time.perf_counter)
+    counted_s: float = 0.0  # that its torch operations take, since it was last charged
 
 
 # The real clock, bound before any run: `time.perf_counter` itself tells virtual time while programs run.
@@ -133,9 +171,20 @@ class CallCosts:
         if task is not None:
             self._meters[task.rank] = CallMeter(since_s=_clock())
 
+    def counting(self) -> AbstractContextManager[Any]:
+        """Return what counts the calling rank's torch operations, if they are to be counted."""
+        task = current_task()
+        if self.cost.rates is None or task is None:
+            return nullcontext()
+        from spawnsim.virtual.torch.counting import Counting  # which imports torch
+
+        return Counting(self._meters[task.rank], self.cost.rates)
+
     def _pay(self, meter: CallMeter) -> None:
         cost = self.cost
-        if cost.factor is not None:
+        if cost.rates is not None:
+            seconds, meter.counted_s = meter.counted_s, 0.0
+        elif cost.factor is not None:
             seconds = (_clock() - meter.since_s) * cost.factor
         else:
             seconds = cost.call_s
@@ -155,7 +204,7 @@ class CallCosts:
         world.watchers.append(self.watching)
         reads = MPI.Wtime
         with being_watched():
-            if self.cost.factor is not None:
+            if self.cost.runs:
                 MPI.Wtime = watched("Wtime", reads)
             try:
                 yield

@@ -20,9 +20,12 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, TextIO
 
+import numpy as np
+
 from spawnsim.errors import ParameterError
 from spawnsim.importing import of_a_rank
 from spawnsim.virtual.engine.kernel import Task, current_task
+from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import CLOCKS, Patches, Put
 from spawnsim.virtual.mpi.communicators import held
 from spawnsim.virtual.mpi.module import MPI
@@ -94,12 +97,13 @@ ATTRIBUTES = (
 )  # of sys, one each a rank
 
 
+_environ: Any = os.environ  # whose stub knows nothing of how it keeps them
 _locks: dict[str, Any] = getattr(sys.modules["importlib._bootstrap"], "_module_locks", {})
 
 
 def _set_environ(variables: Any) -> None:
     """Let `os.environ`, which programs may have imported by name, hold other variables."""
-    os.environ._data = variables
+    _environ._data = variables
     if hasattr(os, "environb"):
         os.environb._data = variables  # type: ignore[attr-defined]
 
@@ -121,7 +125,7 @@ class Processes:
     def __init__(self, own: RankModules, attributes: dict[str, Any]) -> None:
         self.own = own
         self._attributes = attributes
-        self._environ = dict(os.environ._data)
+        self._environ = dict(_environ._data)
         self._all: dict[int, Process] = {}
         self._here: Process | None = None
 
@@ -134,7 +138,7 @@ class Processes:
         if rank:
             attributes["stdin"] = io.StringIO()  # as under mpiexec: rank 0 reads what is typed
         main = ModuleType("__main__")
-        own = {os.environ.encodekey(name): os.environ.encodevalue(value) for name, value in variables.items()}
+        own = {_environ.encodekey(name): _environ.encodevalue(value) for name, value in variables.items()}
         self._all[rank] = Process(attributes, {"__main__": main}, environ=self._environ | own)
 
     def enter(self, task: Task) -> None:
@@ -172,7 +176,7 @@ class Processes:
     def in_place(self) -> Iterator[None]:
         """Let ranks come and go while the block runs; then everything is as it was."""
         attributes = {name: getattr(sys, name) for name in ATTRIBUTES}
-        self._before = os.environ._data
+        self._before = _environ._data
         hidden = self.own.hidden() | {"__main__": sys.modules["__main__"]}
         for name in hidden:
             sys.modules.pop(name, None)
@@ -344,6 +348,39 @@ class RawLines(io.RawIOBase):
 
     def close(self) -> None:
         """Stay open."""
+
+
+MASTER = "127.0.0.1", 29500  # torchrun's store: never opened
+
+
+def environment(world: World, rank: int) -> dict[str, str]:
+    """Return the variables that torchrun gives a process, by the platform's nodes.
+
+    Args:
+        world: the virtual cluster; its network says which ranks share a node.
+        rank: the rank's number in the world.
+    """
+    nodes = world.network.place(np.arange(len(world.ranks))).tolist()
+    beside = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+    groups = list(dict.fromkeys(nodes))
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(world.ranks)),
+        "LOCAL_RANK": str(beside.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(beside)),
+        "GROUP_RANK": str(groups.index(nodes[rank])),
+        "GROUP_WORLD_SIZE": str(len(groups)),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(len(world.ranks)),
+        "MASTER_ADDR": MASTER[0],
+        "MASTER_PORT": str(MASTER[1]),
+        "TORCHELASTIC_RESTART_COUNT": str(world.ranks[rank].incarnation),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "spawnsim",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
 
 
 VIRTUAL_TIME = ("all", "sleep", "none")

@@ -26,8 +26,7 @@ from spawnsim.virtual.mpi.functions import OPTIONS
 from spawnsim.virtual.mpi.payload import pickler
 from spawnsim.virtual.scripts.accounting import CallCosts, Cost, ResourceLeaks
 from spawnsim.virtual.scripts.package import Pool, installed_as_mpi4py, serve
-from spawnsim.virtual.torch.launch import environment
-from spawnsim.virtual.scripts.rank_process import Lines, Processes, RankModules, virtual_time
+from spawnsim.virtual.scripts.rank_process import Lines, Processes, RankModules, environment, virtual_time
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,10 @@ class ScriptRun:
     def __init__(self, script: Script, scenario: Scenario, recorder: Recorder, **how: Any) -> None:
         self.script = script
         self.cost = Cost.of(scenario.compute)
+        if self.cost.rates is not None and script.carrier != "threads":
+            raise ParameterError(
+                "compute=counted counts torch's operations of ranks in threads: give --carrier threads"
+            )
         self.code = _compiled(script.path)
         self.cluster = Cluster(
             replace(scenario, compute=0.0),
@@ -145,7 +148,8 @@ class ScriptRun:
             self.processes.enter(task)
         self.call_costs.begin()
         try:
-            self._execute()
+            with self.call_costs.counting():
+                self._execute()
         except SystemExit as leaving:
             self.outcome.statuses[task.rank] = _status(leaving)
         except GreenletExit:
@@ -153,7 +157,7 @@ class ScriptRun:
         except BaseException as error:
             _ask_the_hook(error)
             raise
-        meter = None if self.cost.reproducible else self.call_costs.enter()
+        meter = self.call_costs.enter() if self.cost.runs else None
         if meter is not None:
             self.call_costs.leave(meter)
         self._run_at_exit()

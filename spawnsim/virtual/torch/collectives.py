@@ -110,7 +110,7 @@ def op_name(op: Any) -> str:
     return next(name for name in OPS if op == getattr(ReduceOp, name))
 
 
-_MERGES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+_MERGES: dict[str, Callable[[Any, Any], object]] = {
     "PRODUCT": lambda a, b: b.mul_(a), "MIN": lambda a, b: torch.minimum(a, b, out=b),
     "MAX": lambda a, b: torch.maximum(a, b, out=b), "BAND": lambda a, b: b.bitwise_and_(a),
     "BOR": lambda a, b: b.bitwise_or_(a), "BXOR": lambda a, b: b.bitwise_xor_(a),
@@ -123,7 +123,7 @@ def reduced(parts: list[Bytes], op: Any, dtype: torch.dtype) -> Bytes:
     merge = _MERGES.get(name, lambda a, b: b.add_(a))
 
     def merged(a: Bytes, b: Bytes) -> Bytes:
-        merge(typed(a, dtype), typed(b, dtype))
+        merge(typed(a, dtype), typed(b, dtype))  # type: ignore[no-untyped-call]
         return b
 
     if not parts[0].size:

@@ -10,11 +10,13 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed import ProcessGroup, ReduceOp
+import torch.distributed as dist
+from torch.distributed import ReduceOp
 
 from spawnsim.comm.constants import ANY_SOURCE
 from spawnsim.errors import Timeout, UnsupportedError, UsageError
@@ -37,6 +39,8 @@ from spawnsim.virtual.torch.collectives import (
 )
 from spawnsim.virtual.torch.work import GroupTimeout, VirtualWork, Works
 
+Base: Any = dist.ProcessGroup  # whose stub has other overloads than C++ calls
+
 
 def _seconds(timeout: Any) -> float:
     """Return the seconds of an option; NaN if it is not set."""
@@ -54,7 +58,7 @@ def _same_dtype(tensors: Tensors) -> None:
         )
 
 
-class VirtualProcessGroup(ProcessGroup):  # type: ignore[misc]
+class VirtualProcessGroup(Base):  # type: ignore[misc]
     """A group of virtual ranks, as one of them holds it.
 
     Args:
@@ -337,8 +341,10 @@ class VirtualProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *rest: Any) -> VirtualWork:
         """Send a tensor to each rank, and receive one from each."""
-        return self._alltoall("all_to_all", [raw(tensor) for tensor in inputs], lambda found: _fill(outputs, found), opts,
-                              outputs=list(outputs))  # fmt: skip
+        blocks = [raw(tensor) for tensor in inputs]
+        return self._alltoall(
+            "all_to_all", blocks, lambda found: _fill(outputs, found), opts, outputs=list(outputs)
+        )
 
     def all_to_all_single(
         self, output: Any, input: Any, output_splits: Any = (), input_splits: Any = (), opts: Any = None  # noqa: A002
@@ -352,12 +358,12 @@ class VirtualProcessGroup(ProcessGroup):  # type: ignore[misc]
             if (sizes != expected).any():
                 source = int(np.flatnonzero(sizes != expected)[0])
                 raise UsageError(
-                    f"all_to_all_single: rank {source} has sent {sizes[source]} bytes, and output_split_sizes make room "
-                    f"for {expected[source]}"
+                    f"all_to_all_single: rank {source} has sent {sizes[source]} bytes, and output_split_sizes make "
+                    f"room for {expected[source]}"
                 )
             write(output, np.concatenate(found))
 
-        blocks = [data[first:last] for first, last in zip(cuts[:-1], cuts[1:], strict=True)]
+        blocks = [data[first:last] for first, last in pairwise(cuts)]
         return self._alltoall("all_to_all_single", blocks, collect, opts, outputs=[output])
 
     alltoall_base = all_to_all_single
@@ -409,7 +415,7 @@ class VirtualProcessGroup(ProcessGroup):  # type: ignore[misc]
     # -- point to point --------------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> VirtualWork:
-        """Send a tensor. As over gloo, the send is over when the receiver has come to its receive, whatever the size."""
+        """Send a tensor. As over gloo, it is over when the receiver has come to its receive, whatever the size."""
         (tensor,) = _listed(tensors)
         request = self.comm._isend(raw(tensor), dst, tag, SYNCHRONOUS, operation="send")
         return self._kept(VirtualWork(request, [tensor], self._limit))

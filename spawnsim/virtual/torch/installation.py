@@ -15,9 +15,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
-from torch._C import _distributed_c10d as native
 
 from spawnsim.comm.packing import Pickle
 from spawnsim.errors import UnsupportedError
@@ -27,16 +24,18 @@ from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
 from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.mpi.module import MPI
+from spawnsim.virtual.scripts.rank_process import MASTER
 from spawnsim.virtual.torch import stores
 from spawnsim.virtual.torch.group import VirtualProcessGroup
-from spawnsim.virtual.torch.launch import MASTER
 from spawnsim.virtual.torch.work import following, waiting
 
+c10d: Any = sys.modules["torch.distributed.distributed_c10d"]  # whose stubs know little of its inside
+native: Any = sys.modules["torch._C._distributed_c10d"]
 STATE = "torch.world"
 NATIVE_STORES = {name: getattr(native, name) for name in stores.KINDS}
 
 
-class RankWorld(c10d._World):
+class RankWorld(c10d._World):  # type: ignore[misc]
     """c10d's state of one rank."""
 
     pg_map: Any = None
@@ -169,7 +168,7 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _store(name: str, virtual: type) -> type:
+def _store(name: str, virtual: Any) -> type:
     """Return a class of stores that makes virtual ones for virtual ranks, and torch's own for others."""
     original = NATIVE_STORES[name]
 

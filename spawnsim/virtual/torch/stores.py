@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from spawnsim.errors import Timeout, UsageError
 from spawnsim.virtual.engine.completion import Completion
@@ -103,7 +104,7 @@ def shared_stores(world: World) -> dict[Any, Shared]:
     return found
 
 
-class VirtualStore(dist.Store):  # type: ignore[misc]  # its stub says nothing of subclasses
+class VirtualStore(Store):
     """A store of the calling rank."""
 
     def __init__(self, shared: Shared, timeout: timedelta = DEFAULT) -> None:
@@ -328,7 +329,7 @@ class HashStore(VirtualStore):
         super().__init__(Shared("HashStore()"))
 
 
-class PrefixStore(dist.Store):  # type: ignore[misc]
+class PrefixStore(Store):
     """A part of another store: its keys begin with a prefix."""
 
     def __init__(self, prefix: str, store: Any) -> None:

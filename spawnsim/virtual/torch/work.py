@@ -62,7 +62,8 @@ def open_futures() -> OpenFutures:
 
 
 def settle_all() -> None:
-    """Complete the futures of all open works of the calling rank. C++ must not see one that has failed: raise instead."""
+    """Complete the futures of all open works of the calling rank."""
+    # What has failed is raised, and its future left open: C++ would take the error for the value.
     pending = open_futures()
     while pending.works:
         work = next(iter(pending.works))
@@ -100,7 +101,7 @@ def following(original: Callable[..., Any]) -> Callable[..., Any]:
     return then
 
 
-class VirtualFuture(Future):  # type: ignore[misc, type-arg]
+class VirtualFuture(Future):  # type: ignore[type-arg]
     """The future of a work. Its waits are in virtual time."""
 
     def __init__(self, work: VirtualWork) -> None:
@@ -114,7 +115,7 @@ class VirtualFuture(Future):  # type: ignore[misc, type-arg]
         return super().done()
 
 
-class VirtualWork(Work):  # type: ignore[misc]
+class VirtualWork(Work):
     """One operation of one rank.
 
     Args:
@@ -157,7 +158,7 @@ class VirtualWork(Work):  # type: ignore[misc]
         try:
             with limited(task, max(left_s, 1e-9), explicit=explicit):
                 self._request.wait(self._status)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - what ends the rank, too
             self._leave()
             raise self._failed(error, seconds) from None
         self._over = True
@@ -238,7 +239,7 @@ class VirtualWork(Work):  # type: ignore[misc]
             future.set_result(self._outputs)
 
 
-class Works(Work):  # type: ignore[misc]
+class Works(Work):
     """Several works as one."""
 
     def __init__(self, works: list[Any]) -> None:
@@ -247,11 +248,13 @@ class Works(Work):  # type: ignore[misc]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for all."""
-        return all([work.wait(timeout) for work in self.works])
+        for work in self.works:
+            work.wait(timeout)
+        return True
 
     def is_completed(self) -> bool:
         """Return whether all are over."""
-        return all([work.is_completed() for work in self.works])
+        return all(work.is_completed() for work in self.works)
 
     def result(self) -> list[Any]:
         """Wait for all; return their outputs."""

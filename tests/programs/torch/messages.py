@@ -1,9 +1,8 @@
 """Messages between ranks, stores, and what a process finds: prints what each rank got."""
 
 import os
-from datetime import timedelta
-
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -27,9 +26,7 @@ if SIZE > 1:
         show("from", dist.recv(got, left))
         dist.send(got + 1, right)
     show("ring", got)
-    sent = []
-    for tag in (7, 3):
-        sent.append(dist.isend(torch.full((2,), float(10 * RANK + tag)), right, tag=tag))
+    sent = [dist.isend(torch.full((2,), float(10 * RANK + tag)), right, tag=tag) for tag in (7, 3)]
     for tag in (3, 7):
         got = torch.zeros(2)
         dist.recv(got, left, tag=tag)
