@@ -66,17 +66,22 @@ class _Finder:
     """A finder for `sys.meta_path` that lets one module's loader call back."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self._name, self._then = name, then
+        self._name, self._then, self._asking = name, then, False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec that the other finders find, with a loader that calls back."""
-        if name != self._name:
+        # Two that wait for one module ask each other: whoever is asked meanwhile knows nothing.
+        if name != self._name or self._asking:
             return None
         # Asked of all others in their order, so that hooks of other packages keep working.
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((each for each in found if each is not None), None)
+        self._asking = True
+        try:
+            spec = next((each for each in found if each is not None), None)
+        finally:
+            self._asking = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec, spec.loader, self._then)
         return spec

@@ -49,11 +49,13 @@ def offered(world: World) -> Iterator[None]:
     with ExitStack() as stack:
 
         def loaded() -> None:
+            import_module("torch.distributed")  # as torch itself may not have been told to
             from spawnsim.virtual.torch.installation import installed  # which imports torch
 
             stack.enter_context(installed(world))
 
-        stack.enter_context(after_import("torch.distributed", loaded))
+        # When all of torch is there: torch.distributed is loaded in the middle of it.
+        stack.enter_context(after_import("torch", loaded))
         yield
 
 

@@ -6,6 +6,7 @@ it. A reduction is made once for all ranks, in the tree order of `comm.ops`, in 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +40,28 @@ class TorchCall(Call):
         return f"{self.name}({', '.join(told)})" + (f" at {self.line}" if self.line else "")
 
 
+# DistributedDataParallel alone gathers a few tensors of each rank on each rank when it is made: for those in one piece
+# of memory, the usual ones, every look-up counts.
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+def _in_one_piece(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
 def raw(tensor: torch.Tensor, *, lent: bool = False) -> Bytes:
     """Return the bytes of a tensor: a copy, or if they may be `lent` its own memory where that is in one piece."""
+    if not lent and _in_one_piece(tensor):
+        copy = np.empty(tensor.nbytes, np.uint8)
+        ctypes.memmove(copy.ctypes.data, tensor.data_ptr(), tensor.nbytes)
+        return copy
     _check(tensor)
     with torch.no_grad(), _disable_current_modes():
         whole = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -52,19 +73,18 @@ def raw(tensor: torch.Tensor, *, lent: bool = False) -> Bytes:
 
 def write(tensor: torch.Tensor, data: Bytes) -> None:
     """Put bytes in a tensor, as they are: autograd sees nothing of it, as on real ranks."""
-    _check(tensor)
-    if data.nbytes != tensor.numel() * tensor.element_size():
+    if data.nbytes != tensor.nbytes:
         raise UsageError(
             f"{data.nbytes} bytes have come for a tensor of shape {list(tensor.shape)} and {name_of(tensor)}, which "
-            f"takes {tensor.numel() * tensor.element_size()}"
+            f"takes {tensor.nbytes}"
         )
-    if not data.nbytes:
+    if _in_one_piece(tensor):
+        ctypes.memmove(tensor.data_ptr(), data.ctypes.data, data.nbytes)
         return
-    with torch.no_grad(), _disable_current_modes():
-        target = tensor.detach()
-        if target.is_contiguous() and not target.is_neg() and not target.is_conj():
-            target.reshape(-1).view(torch.uint8).numpy()[...] = data
-        else:
+    _check(tensor)
+    if data.nbytes:
+        with torch.no_grad(), _disable_current_modes():
+            target = tensor.detach()
             target.copy_(typed(data.copy(), target.dtype).view(target.shape))
 
 

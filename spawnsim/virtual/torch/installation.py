@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -235,8 +236,8 @@ def _install(put: Put) -> None:
     put(torch._C.Future, "wait", waiting(torch._C.Future.wait))
     put(torch._C.Future, "then", following(torch._C.Future.then))
     for (name, function), what in REFUSED.items():
-        if name in sys.modules:
-            put(sys.modules[name], function, _refusing(getattr(sys.modules[name], function), what))
+        module = import_module(name)
+        put(module, function, _refusing(getattr(module, function), what))
 
 
 _installed = Patches(_install).in_place
