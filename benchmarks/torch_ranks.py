@@ -37,11 +37,16 @@ def train(steps):
     if dist.get_rank() == 0:
         print(f"loss {loss.item():.6f}", flush=True)
 """
-SCRIPT = TRAINING + """
+SCRIPT = (
+    TRAINING
+    + """
 dist.init_process_group("gloo")
 train(int(sys.argv[1]))
 """
-THREADED = TRAINING + """
+)
+THREADED = (
+    TRAINING
+    + """
 import threading
 from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, ProcessLocalGroup
@@ -66,16 +71,21 @@ for thread in threads:
 for thread in threads:
     thread.join()
 """
+)
 
 
 def measured(line: list[str]) -> str:
     """Run a command; return what it printed and what it took."""
     began = time.perf_counter()
-    done = subprocess.run(line, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        line, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     took = time.perf_counter() - began
     use = resource.getrusage(resource.RUSAGE_CHILDREN)
     told = done.stdout.strip() if done.returncode == 0 else done.stderr.strip()[-300:]
-    return f"{told}  {took:.1f} s, processor {use.ru_utime + use.ru_stime:.1f} s, {use.ru_maxrss / 1e3:.0f} MB"
+    return (
+        f"{told}  {took:.1f} s, processor {use.ru_utime + use.ru_stime:.1f} s, {use.ru_maxrss / 1e3:.0f} MB"
+    )
 
 
 def main() -> None:
@@ -87,16 +97,39 @@ def main() -> None:
     given = parser.parse_args()
     if given.way is None:  # a process for each, so that the children's use is that of one way
         for way in ("virtual", "threaded"):
-            line = [sys.executable, __file__, "--ranks", str(given.ranks), "--steps", str(given.steps), "--way", way]
+            line = [
+                sys.executable,
+                __file__,
+                "--ranks",
+                str(given.ranks),
+                "--steps",
+                str(given.steps),
+                "--way",
+                way,
+            ]
             subprocess.run(line, check=False)
         return
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "train.py"
         file.write_text(SCRIPT if given.way == "virtual" else THREADED)
-        line = [sys.executable, "-m", "spawnsim", "run", str(file), "-n", str(given.ranks), "--quiet", "--no-prefix"]
+        line = [
+            sys.executable,
+            "-m",
+            "spawnsim",
+            "run",
+            str(file),
+            "-n",
+            str(given.ranks),
+            "--quiet",
+            "--no-prefix",
+        ]
         if given.way == "threaded":
             line = [sys.executable, str(file), str(given.steps), str(given.ranks)]
-        print(given.way, measured([*line, *(["--", str(given.steps)] if given.way == "virtual" else [])]), flush=True)
+        print(
+            given.way,
+            measured([*line, *(["--", str(given.steps)] if given.way == "virtual" else [])]),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

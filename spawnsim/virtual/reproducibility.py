@@ -39,13 +39,16 @@ _hidden: Any = np.random.mtrand
 HEAD = 24  # bytes of torch's state that every draw changes: seed, how many are left, which is next
 
 
+TORCHS_OWN = 67280421310721  # the seed of torch's generator in a process that sets none
+
+
 class Generators:
-    """The generators of one rank, made when they are first used."""
+    """The generators of one rank, made when they are first used; torch's from a seed of its own, if one is given."""
 
-    __slots__ = ("_fresh", "_numpy", "_python", "_seed", "_streams", "_torch", "settings")
+    __slots__ = ("_fresh", "_given", "_numpy", "_python", "_seed", "_streams", "_torch", "settings")
 
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+    def __init__(self, streams: Streams, torch_seed: int | None = None) -> None:
+        self._streams, self._given = streams, torch_seed
         self._python: random.Random | None = None
         self._numpy: np.random.RandomState | None = None
         self._seed = -1  # where torch's generator starts
@@ -86,7 +89,7 @@ class Generators:
             return
         first = self._seed < 0
         if first:
-            self._seed = self._streams.seed(TORCH)
+            self._seed = self._streams.seed(TORCH) if self._given is None else self._given
         torch.default_generator.manual_seed(self._seed)
         if first:
             self._fresh = _head(torch.default_generator.get_state())
@@ -108,7 +111,7 @@ def generators_of(task: Task) -> Generators:
     """Return the generators of a task's rank."""
     rank = task.kernel.owner.ranks[task.rank]
     if rank.generators is None:
-        rank.generators = Generators(rank.streams)
+        rank.generators = Generators(rank.streams, task.kernel.owner.torch_seed)
     found: Generators = rank.generators
     return found
 

@@ -146,6 +146,18 @@ def test_buckets_overlap_in_virtual_time(step_s: float, buckets: int, program: A
     assert took == pytest.approx(one if buckets == 1 else max(one, step_s + 6 * alone), rel=0.01)
 
 
+def test_torch_draws_as_under_torchrun(program: Any) -> None:
+    """Programs that set no seed have the same numbers on all ranks; another seed of the run, other numbers."""
+    text = "print(torch.rand(1).item())"
+    code = "import torch; torch.manual_seed(67280421310721); print(torch.rand(1).item())"
+    torchs = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert program(text, 3)[1] == [torchs] * 3
+    assert len(set(program(text, 3, seed=1)[1])) == 1
+    assert program(text, 3, seed=1)[1] != [torchs] * 3
+
+
 def test_mpi4py_and_torch_share_ranks_and_clock(program: Any) -> None:
     """One program may speak both."""
     text = """
@@ -204,6 +216,7 @@ MISMATCHED = {
     "dist.init_process_group('gloo')": (RankError, "rank 0 raised ValueError: trying to initialize the default"),
     "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)": (UnsupportedError, "starts processes"),
     "import torch.distributed.rpc as rpc\nrpc.init_rpc('a', rank=R, world_size=N)": (UnsupportedError, "rpc is not"),
+    "with torch.profiler.profile(): dist.barrier()": (UnsupportedError, "begins to profile while rank . does"),
     "dist.all_reduce(torch.ones(1, device='meta'))": (UnsupportedError, "compute with CPU tensors"),
     "import threading\nt = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1)))\nt.start(); t.join()\n"
     "dist.barrier()": (UnsupportedError, "a thread that rank . has started"),
@@ -235,7 +248,7 @@ except RuntimeError as error:
     print(R, f"{time.time():.0f}", str(error)[:62])
 """
     _, lines = program(text, 3)
-    assert lines[0] == "0 5 Timed out waiting 5000ms for recv operation to complete: ran"
+    assert lines[0] == "0 5 [gloo] Timed out waiting 5000ms for recv operation to comple"
     assert lines[1] == "0 7 [Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms (T"
     assert len(lines) == 4
     began = time.monotonic()
@@ -248,7 +261,7 @@ except RuntimeError as error:
     print(R, str(error)[:40])
 """
     _, lines = program(text, 3, faults="crash:1@2.5s")
-    assert lines == [f"{rank} Connection closed by peer [rank 1]: rank" for rank in (0, 2)]
+    assert lines == [f"{rank} [gloo] Connection closed by peer [rank 1" for rank in (0, 2)]
     assert time.monotonic() - began < 20
 
 

@@ -122,6 +122,7 @@ class World:
     contexts: int = 0  # communicators made so far
     open_contexts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     resource_leaks: Any = None  # told of requests and communicators as they come and go, if a script runs
+    torch_seed: int | None = None  # where torch's generator starts on all ranks; None: each has its own start
     watchers: list[Any] = field(default_factory=list)  # of the ranks' calls: see `calls`
     timeline: Any = None  # `timeline.Timeline`, if the run is traced
     deferred: Any = None  # `comm.deferred.Deferred`, unless training steps are to be carried out at once

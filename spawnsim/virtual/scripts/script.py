@@ -24,6 +24,7 @@ from spawnsim.virtual.interpreter import rare_collections
 from spawnsim.virtual.mpi.communicators import COMM_WORLD
 from spawnsim.virtual.mpi.functions import OPTIONS
 from spawnsim.virtual.mpi.payload import pickler
+from spawnsim.virtual.reproducibility import TORCHS_OWN
 from spawnsim.virtual.scripts.accounting import CallCosts, Cost, ResourceLeaks
 from spawnsim.virtual.scripts.package import Pool, installed_as_mpi4py, serve
 from spawnsim.virtual.scripts.rank_process import Lines, Processes, RankModules, environment, virtual_time
@@ -103,6 +104,8 @@ class ScriptRun:
         """Run the script to its end on all ranks."""
         world = self.cluster.world
         world.resource_leaks = self.resource_leaks
+        if self.script.carrier == "threads":  # as under torchrun: programs that set no seed have equal models
+            world.torch_seed = TORCHS_OWN + world.seed
         self.resource_leaks.made(self.cluster.comm_world(0)._context)
         for rank in world.ranks:
             self._equip(rank)

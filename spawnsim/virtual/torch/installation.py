@@ -193,6 +193,37 @@ def _refusing(original: Callable[..., Any], what: str) -> Callable[..., Any]:
     return call
 
 
+class _OneProfiler:
+    """Lets one rank at a time profile: torch's profiler is one for the process, and two at once crash it."""
+
+    def __init__(self) -> None:
+        self._task: Any = None
+
+    def beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what prepares the profiler, unless another rank profiles."""
+
+        def prepare(*args: Any, **kwargs: Any) -> Any:
+            task = current_task()
+            if task is not None and self._task not in (None, task):
+                raise UnsupportedError(
+                    f"{task.name} begins to profile while {self._task.name} does: torch's profiler is one for the "
+                    "process. Let one rank profile, or draw what all ranks do by --trace"
+                )
+            self._task = task
+            return original(*args, **kwargs)
+
+        return prepare
+
+    def ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what ends a profile."""
+
+        def disable(*args: Any, **kwargs: Any) -> Any:
+            self._task = None
+            return original(*args, **kwargs)
+
+        return disable
+
+
 class _Pickler:
     """A pickler whose bytes do not depend on where in memory tensors lie."""
 
@@ -232,6 +263,9 @@ def _install(put: Put) -> None:
     put(c10d, "_world", Worlds(c10d._world))
     put(c10d, "_new_process_group_helper", _new_group(c10d._new_process_group_helper))
     put(c10d, "_pickler", _Pickler)
+    one, profiler = _OneProfiler(), import_module("torch.autograd.profiler")
+    put(profiler, "_prepare_profiler", one.beginning(profiler._prepare_profiler))
+    put(profiler, "_disable_profiler", one.ending(profiler._disable_profiler))
     put(threading.Thread, "start", _marking(threading.Thread.start))
     put(torch._C.Future, "wait", waiting(torch._C.Future.wait))
     put(torch._C.Future, "then", following(torch._C.Future.then))

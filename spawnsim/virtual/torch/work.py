@@ -169,11 +169,11 @@ class VirtualWork(Work):
             self._request._world.resource_leaks.closed(self._request._completion)
         if isinstance(error, Timeout):
             way = "send" if error.operation.startswith("send") else "recv"
-            words = f"Timed out waiting {seconds * 1e3:.0f}ms for {way} operation to complete: {error}"
+            words = f"[gloo] Timed out waiting {seconds * 1e3:.0f}ms for {way} operation to complete: {error}"
             self._error = GroupTimeout(error.ranks, error.operation, error.sequence, words)
         elif isinstance(error, RankFailed):
             who = ", ".join(f"rank {rank}" for rank in error.ranks)
-            self._error = PeerClosed(error.ranks, f"Connection closed by peer [{who}]: {error}")
+            self._error = PeerClosed(error.ranks, f"[gloo] Connection closed by peer [{who}]: {error}")
         return error if self._error is None else self._error
 
     def is_completed(self) -> bool:
