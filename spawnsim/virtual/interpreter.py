@@ -89,6 +89,7 @@ def watched_collections(collecting: Callable[[bool], None], ours: Callable[[], b
 
     `collecting` is called when it begins (True) and when it is done (False) in a thread that is `ours`.
     """
+
     # All ranks have one collector. It starts wherever an object is made, and runs the finalizers of any rank's garbage
     # there: in another rank, or in the middle of a call of the library. The kernel must know, to refuse their calls.
     def tell(phase: str, _counts: dict[str, int]) -> None:

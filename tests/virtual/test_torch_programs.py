@@ -249,7 +249,7 @@ except RuntimeError as error:
 """
     _, lines = program(text, 3)
     assert lines[0] == "0 5 [gloo] Timed out waiting 5000ms for recv operation to comple"
-    assert lines[1] == "0 7 [Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms (T"
+    assert lines[1] == "0 7 [Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms (["
     assert len(lines) == 4
     began = time.monotonic()
     text = """

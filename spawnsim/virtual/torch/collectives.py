@@ -130,21 +130,20 @@ def op_name(op: Any) -> str:
     return next(name for name in OPS if op == getattr(ReduceOp, name))
 
 
-_MERGES: dict[str, Callable[[Any, Any], object]] = {
-    "PRODUCT": lambda a, b: b.mul_(a), "MIN": lambda a, b: torch.minimum(a, b, out=b),
-    "MAX": lambda a, b: torch.maximum(a, b, out=b), "BAND": lambda a, b: b.bitwise_and_(a),
-    "BOR": lambda a, b: b.bitwise_or_(a), "BXOR": lambda a, b: b.bitwise_xor_(a),
+_MERGES: dict[str, Any] = {
+    "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum, "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor,
 }  # fmt: skip
 
 
 def reduced(parts: list[Bytes], op: Any, dtype: torch.dtype) -> Bytes:
     """Return the combination of all ranks' bytes, in memory of its own."""
     name = op_name(op)
-    merge = _MERGES.get(name, lambda a, b: b.add_(a))
+    merge = _MERGES.get(name, torch.add)
 
-    def merged(a: Bytes, b: Bytes) -> Bytes:
-        merge(typed(a, dtype), typed(b, dtype))  # type: ignore[no-untyped-call]
-        return b
+    def merged(a: Any, b: Any, out: Any) -> Any:
+        merge(typed(a, dtype), typed(b, dtype), out=typed(out, dtype))
+        return out
 
     if not parts[0].size:
         return parts[0].copy()

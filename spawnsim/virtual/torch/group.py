@@ -151,10 +151,10 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     ) -> VirtualWork:  # fmt: skip
         """Begin a collective; `collect(outcome)` fills the outputs when it is over."""
         call.line = place(sys._getframe()).partition(" (in ")[0]  # without torch's own
-        completion, waiting = self.comm._join(call)
-        instance, me = waiting.instance, waiting.me
+        departure = self.comm._join(call)
+        instance, me = departure.instance, departure.me
         deliver = lambda _: collect(instance.outcome(me))  # noqa: E731
-        request = Request.start(self.comm._world, completion, waiting, deliver)
+        request = Request.start(self.comm._world, departure, departure, deliver)
         return self._kept(VirtualWork(request, outputs, self._limit_of(opts), lambda: instance.keep(me)))
 
     def _limit_of(self, opts: Any) -> tuple[float, bool]:
