@@ -161,7 +161,7 @@ def parser() -> Parser:
         "--compute",
         metavar="S",
         help="seconds of a comm.compute() that states none, such as 0.005 or '5 ms'; of an mpi4py program: what "
-        "computing between two calls costs: none, '5 us', file.py:12=2ms, measured, 'measured*2'; torch's: counted:h100",
+        "computing between two calls costs: none, '5 us', file.py:12=2ms, measured, 'measured*2', counted:h100",
     )
     add("--seed", type=int, default=0, metavar="K", help="of every random stream; default: 0")
     add(
