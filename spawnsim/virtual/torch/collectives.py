@@ -88,6 +88,19 @@ def write(tensor: torch.Tensor, data: Bytes) -> None:
             target.copy_(typed(data.copy(), target.dtype).view(target.shape))
 
 
+class Target:
+    """A tensor as a receive fills it."""
+
+    dtype = None  # bytes travel: of another type than the tensor's is for the program to know
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def unpack(self, data: Bytes) -> None:
+        """Put the bytes of a message in the tensor."""
+        write(self._tensor, data)
+
+
 def typed(data: Bytes, dtype: torch.dtype) -> torch.Tensor:
     """Return bytes as a flat tensor of the same memory."""
     return torch.from_numpy(data).view(dtype)

@@ -27,6 +27,7 @@ from spawnsim.virtual.mpi.requests import Request
 from spawnsim.virtual.timeline import watched
 from spawnsim.virtual.torch.collectives import (
     Bytes,
+    Target,
     Tensors,
     TorchCall,
     combination,
@@ -423,8 +424,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     def recv(self, tensors: Any, src: int, tag: int = 0) -> VirtualWork:
         """Receive a tensor."""
         (tensor,) = _listed(tensors)
-        request = self.comm._irecv(src, tag, "recv", lambda payload: write(tensor, payload))
-        request._writes = True  # the tensor is filled once the program learns that the message is there
+        request = self.comm._irecv(src, tag, "recv", Target(tensor))
         return self._kept(VirtualWork(request, [tensor], self._limit))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> VirtualWork:
