@@ -157,7 +157,7 @@ class TrainingStep(_OfModel):
             seat = self._find_seat(deferred, rank, model, optimizer)
             if seat is None:
                 return self._at_once(model, optimizer, batch)
-        if seat.steps:
+        if seat.steps or deferred.owes(rank):
             deferred.settle(rank)
         if seat.steps:  # another rank's, of a model that ranks share
             deferred.carry_out()

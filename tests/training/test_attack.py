@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from spawnsim import Evaluation, TrainingStep
+from spawnsim.comm.deferred import WAITING
+from spawnsim.errors import ParameterError, RankError
 from tests.training.test_steps import accuracy_of, batch, build, loss_of, run, sgd, weights
 
 RANKS = 13
@@ -285,3 +287,48 @@ def test_no_gradients_no_step():
             step(model, optimizer, *batch(comm.rank, 1))
 
     run(main)
+
+
+def test_what_is_recorded_beside_a_loss_counts_as_it_was():
+    """A counter that is changed in place after its row, which waits for the loss."""
+
+    def main(comm):
+        model, seen = build(comm.rank), torch.zeros(())
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(4):
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            comm.record(loss=loss, seen=seen)
+            comm.record(again=seen)
+            seen += 1
+
+    table = run(main, ranks=RANKS)[1].table
+    assert table["seen"][::2].tolist() == table["again"][1::2].tolist() == [0.0, 1.0, 2.0, 3.0] * RANKS
+
+
+@pytest.mark.parametrize("then", ["ends", "steps", "sends", "records"])
+def test_an_error_reaches_its_rank_though_others_had_it_carried_out(then):
+    """The others look while rank 7 is still computing; it learns of its error in whatever it does next."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        float(step(model, optimizer, *batch(comm.rank, 0)))
+        x, y = batch(comm.rank, 1)
+        y[2] = 5 if comm.rank == 7 and then != "records" else 0
+        with comm.compute(0.01):
+            loss = step(model, optimizer, x, y)
+        if comm.rank == 7 and then == "records":
+            comm.record(loss=loss, more=[1, 2])
+        with comm.compute(0.1 if comm.rank == 7 else 0.0):
+            pass
+        if comm.rank != 7:
+            float(loss)
+        elif then == "steps":
+            step(model, optimizer, *batch(7, 2))
+        elif then == "sends":
+            comm.bcast(1, root=7)
+
+    with pytest.raises((RankError, ParameterError), match=r"rank 7 .*out of bounds|record arrays"):
+        run(main, stragglers=None)
+    assert not WAITING
