@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 WAITING: list[Deferred] = []
-"""The runs of this process in which anything is put off: empty almost always, so that a look costs one test."""
+"""The runs of this process in which anything is put off, or an error not raised yet: so a look costs one test."""
 
 
 class Work(Protocol):
@@ -61,7 +61,7 @@ class Deferred:
         self.batched = False
         self.unknown: type = Deferred
         self.attachments: dict[Any, Any] = {}
-        self._held: list[Callable[[], None]] = []
+        self._held: list[tuple[Any, Callable[[], None]]] = []
         self._holders: set[Any] = set()
         self._work: dict[int, list[Work]] = {}
         self._errors: dict[int, Exception] = {}
@@ -69,7 +69,7 @@ class Deferred:
 
     def put_off(self, work: Work) -> None:
         """Add to what its rank has put off."""
-        if not self._work:
+        if self not in WAITING:
             WAITING.append(self)
         self.batched = True
         self._work.setdefault(work.rank, []).append(work)
@@ -89,7 +89,7 @@ class Deferred:
         if rank in self._work:
             self.carry_out()
         if wait and rank in self._errors:
-            raise self._errors.pop(rank)
+            raise self._error(rank)
 
     def look(self, rank: int | None, unknown: Callable[[], bool]) -> None:
         """Have an outcome carried out that somebody looks at: perhaps another rank than the one whose it is.
@@ -106,7 +106,26 @@ class Deferred:
         if unknown():  # while this rank waited, another may have looked
             self.carry_out()
         if rank in self._errors:
-            raise self._errors.pop(rank)
+            raise self._error(rank)
+
+    def owes(self, rank: int) -> bool:
+        """Return whether a rank's work has failed, and it has not been told."""
+        return rank in self._errors
+
+    def _error(self, rank: int) -> Exception:
+        error = self._errors.pop(rank)
+        self._rest()
+        return error
+
+    def _rest(self) -> None:
+        if not self._work and not self._errors and self in WAITING:
+            WAITING.remove(self)
+
+    def close(self) -> None:
+        """Carry out what is left when the run is over; errors of ranks that did not come to their end are theirs."""
+        self.carry_out()
+        self._errors.clear()
+        self._rest()
 
     def holds(self, holder: Any, values: Iterable[Any]) -> bool:
         """Return whether values are to be kept until they are known, or others of their holder are, before them."""
@@ -115,20 +134,27 @@ class Deferred:
     def hold(self, holder: Any, keep: Callable[[], None]) -> None:
         """Call `keep` once all is carried out, in the order of these calls."""
         self._holders.add(holder)
-        self._held.append(keep)
+        self._held.append((holder, keep))
 
     def carry_out(self) -> None:
         """Carry out all that is put off, and keep what was held."""
         if not self._work:
             return
         queues, self._work = [self._work[rank] for rank in sorted(self._work)], {}
-        WAITING.remove(self)
-        with self.apart():
-            self._in_stages(queues)
+        try:
+            with self.apart():
+                self._in_stages(queues)
+        finally:
+            self._rest()
         held, self._held = self._held, []
         self._holders.clear()
-        for keep in held:
-            keep()
+        for holder, keep in held:
+            try:
+                keep()
+            except Exception as error:  # noqa: BLE001 - raised in the rank whose it is
+                self._errors.setdefault(holder, error)
+                if self not in WAITING:
+                    WAITING.append(self)
 
     @staticmethod
     def _in_stages(queues: list[list[Work]]) -> None:

@@ -45,6 +45,7 @@ class Plan:
     Attributes:
         places: of all parameters; those of one group are next to each other, those that are not trained come last.
         width: of a row, padded.
+        counts: how many parameters each group has, those included that are frozen.
         spans: the columns of each group.
     """
 
@@ -63,6 +64,7 @@ class Plan:
             start += p.numel()
         self.trained = [place for place in self.places if place.group >= 0]
         self.fixed = self.places[len(self.trained) :]
+        self.counts = [len(group["params"]) for group in optimizer.param_groups]
         self.used = start
         align = ALIGN_NBYTES // next(model.parameters()).dtype.itemsize
         self.width = -(-start // align) * align
@@ -81,7 +83,7 @@ class Plan:
 
     def key(self) -> Hashable:
         """Return what is equal for equal plans."""
-        return tuple((place.name, place.shape, place.group) for place in self.places)
+        return tuple((place.name, place.shape, place.group) for place in self.places), tuple(self.counts)
 
 
 class Rows:
@@ -116,6 +118,7 @@ class Seat:
 
     Attributes:
         apart: row and parameter, where the parameter has a memory of its own.
+        rank: whose step was put off last.
         steps: how many training steps of it are put off, 0 or 1.
         pending: how much is put off of it in all, evaluations too.
         watched: optimizer state and gradients in the row.
@@ -123,7 +126,7 @@ class Seat:
 
     __slots__ = (
         "__weakref__", "_addresses", "_entries", "_model", "_state", "apart", "arena", "optimizer", "parameters",
-        "pending", "row", "steps", "watched",
+        "pending", "rank", "row", "steps", "watched",
     )  # fmt: skip
 
     def __init__(self, arena: Arena, row: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -133,6 +136,7 @@ class Seat:
         self.parameters = [named[place.name] for place in arena.plan.places]
         self.watched: list[Tensor] = []
         self.steps = self.pending = 0
+        self.rank = -1
         self._take()
 
     def of(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
@@ -147,8 +151,10 @@ class Seat:
 
     @property
     def trains(self) -> bool:
-        """Whether the parameters that require gradients are still those of the plan."""
+        """Whether the parameters that require gradients, and the optimizer's groups, are still those of the plan."""
         count = len(self.arena.plan.trained)
+        if [len(group["params"]) for group in self.optimizer.param_groups] != self.arena.plan.counts:
+            return False
         wanted = [parameter.requires_grad for parameter in self.parameters]
         return all(wanted[:count]) and not any(wanted[count:])
 
@@ -162,10 +168,19 @@ class Seat:
         if self.apart:
             torch._foreach_copy_([p.detach() for _, p in self.apart], [view for view, _ in self.apart])
 
-    def settle_in(self) -> None:
-        """Move into the row what has left it: `parameter.data = ...`, or an optimizer that loaded another state."""
+    def settle_in(self) -> bool:
+        """Move into the row what has left it: `parameter.data = ...`, or an optimizer that loaded another state.
+
+        Returns:
+            Whether it fits there: not what has another shape or dtype now, or is on another device.
+        """
         if not self._holds():
+            like = self.arena.rows["weights"]
+            for place, p in zip(self.arena.plan.places, self.parameters, strict=True):
+                if (p.shape, p.dtype, p.device) != (place.shape, like.dtype, like.device):
+                    return False
             self._take()
+        return True
 
     def _holds(self) -> bool:
         state = self.optimizer.state

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from spawnsim.comm.deferred import Deferred
-from spawnsim.training import watching
+from spawnsim.training import structure, watching
 from spawnsim.training.arena import GRADIENT, STEP, Arena, Seat
 
 Rows = slice | Tensor
@@ -31,8 +31,13 @@ class Objective(nn.Module):
 
     def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
-        # A copy without data, for the parameters of this one are exchanged, call by call.
-        self.model, self.function = copy.deepcopy(model).to("meta"), function
+        # A copy without data, for the parameters of this one are exchanged, call by call. Tied ones stay tied.
+        empty: dict[int, Any] = {
+            id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+            for p in model.parameters()
+        }
+        self.model = copy.deepcopy(model, empty)
+        self.function = structure.frozen(function)
 
     def forward(self, *batch: Any) -> Any:
         return self.function(self.model, *batch)
@@ -287,4 +292,7 @@ def trial(batch: _Batch, call: Callable[..., Any], inputs: Sequence[Any]) -> Non
     trained, fixed = batch.parameters(weights)
     two = [each.unsqueeze(0).expand(2, *each.shape) if isinstance(each, Tensor) else each for each in inputs]
     dims = tuple(0 if isinstance(each, Tensor) else None for each in inputs)
+    before = structure.of_model(batch.objective.model)
     vmap(call, in_dims=(0, 0, *dims))(trained, fixed, *two)
+    if structure.of_model(batch.objective.model) != before:
+        raise structure.Unequal("a forward pass changes its attributes")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from spawnsim.training.optimizers import Rule, rule_of
 from spawnsim.training.watching import Watch
 
 DTYPES = (torch.float32, torch.float64)
+PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
 SPARE = 2  # a row to spare for so many ranks
 MOST_PENDING = 8  # evaluations of one model that may be put off at once
 
@@ -59,22 +61,32 @@ class _OfModel:
             raise ParameterError(f"{function!r}: give a function of a model and a batch")
         self.function = function
         self._deferred: Deferred | None = None
-        self._run: _Run
         self._seat: Seat | None = None
         self._alone: weakref.ref[nn.Module] | None = None  # the last model that steps alone
-        self._ready: dict[Any, Any] = {}  # batches of this seat, by inputs and settings
+        # Batches, by inputs and settings. Of each seat its own: ranks may share this object, and take turns in a look.
+        self._ready: weakref.WeakKeyDictionary[Seat, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
     def _forget(self, deferred: Deferred) -> None:
         if self._deferred is not deferred:
-            self._deferred, self._run = deferred, _Run.of(deferred)
+            self._deferred = deferred
             self._seat = self._alone = None
-            self._ready = {}
+            self._ready = weakref.WeakKeyDictionary()
 
     def _kind(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return what two calls must have in common to be carried out at once."""
         return tuple(
-            (each.shape, each.dtype, each.device) if isinstance(each, Tensor) else each for each in inputs
+            (each.shape, each.dtype, each.device) if isinstance(each, Tensor) else _plain(each)
+            for each in inputs
         )
+
+    def _require_unchanged(self, ready: dict[Any, Any]) -> None:
+        """Refuse a function that refers to other values than at first: what was put off has kept the first."""
+        now = structure.references(self.function)
+        first = ready.setdefault(structure.references, now)
+        if any(a is not b for a, b in zip(first, now, strict=True)):
+            raise _Alone(
+                "its function refers to variables that change: give them as tensors, beside the batch"
+            )
 
     def _explain(self, deferred: Deferred, model: nn.Module, why: Exception) -> None:
         self._alone = weakref.ref(model)
@@ -136,7 +148,7 @@ class TrainingStep(_OfModel):
             Exception: what `loss` raised; on virtual ranks perhaps in a later look or call of this rank.
         """
         found = caller()
-        if found is None or torch.is_autocast_enabled("cpu"):
+        if found is None or torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled():
             return self._at_once(model, optimizer, batch)
         deferred, rank = found
         seat = self._seat
@@ -145,38 +157,40 @@ class TrainingStep(_OfModel):
             seat = self._find_seat(deferred, rank, model, optimizer)
             if seat is None:
                 return self._at_once(model, optimizer, batch)
-        if seat.steps:
+        if seat.steps or deferred.owes(rank):
             deferred.settle(rank)
-        if not seat.pending:
-            if not seat.trains:  # frozen, or thawed: it goes into another arena
-                del self._run.seats[model]
-                self._seat = None
-                return self(model, optimizer, *batch)
-            seat.settle_in()
+        if seat.steps:  # another rank's, of a model that ranks share
+            deferred.carry_out()
+        if not (
+            seat.pending or (seat.trains and seat.settle_in())
+        ):  # frozen, thawed, converted: another arena
+            del _Run.of(deferred).seats[model]
+            self._seat = None
+            return self(model, optimizer, *batch)
         return self._put_off(deferred, rank, seat, batch)
 
     def _put_off(self, deferred: Deferred, rank: int, seat: Seat, inputs: Sequence[Any]) -> Outcome:
         rule, groups = seat.arena.rule, seat.optimizer.param_groups
         settings = tuple(rule.settings(group) for group in groups)
-        key = (self._kind(inputs), settings)
-        ready = self._ready.get(key)
-        if ready is None:
-            try:
-                ready = self._ready[key] = self._open(deferred, seat, key, inputs)
-            except _Alone as why:
-                model = seat.module()
-                deferred.settle(rank)
-                outcome = self._at_once(model, seat.optimizer, inputs)  # or the program's own error
-                self._explain(deferred, model, why)
-                return outcome
-        batch, slots = ready
+        model, ready = seat.module(), self._ready.setdefault(seat, {})
+        try:
+            self._require_unchanged(ready)
+            key = (self._kind(inputs), settings, model.training)
+            if key not in ready:
+                ready[key] = self._open(deferred, seat, key, inputs)
+        except (_Alone, structure.Unequal) as why:
+            deferred.settle(rank)
+            outcome = self._at_once(model, seat.optimizer, inputs)  # or the program's own error
+            self._explain(deferred, model, why)
+            return outcome
+        batch, slots = ready[key]
         for number, slot in slots:
             slot.copy_(inputs[number].detach())
-        watch = self._run.watch
+        watch = _Run.of(deferred).watch
         outs = [watch.result(*result) for result in batch.results]
         work = Put(rank, seat, batch, outs)
         work.lr = tuple(float(group["lr"]) for group in groups)
-        seat.steps = 1
+        seat.steps, seat.rank = 1, rank
         seat.pending += 1
         watch.watch(seat.parameters, seat.watched)
         # lr schedulers warn where the optimizer never made a step.
@@ -191,12 +205,14 @@ class TrainingStep(_OfModel):
     ) -> Seat | None:
         if self._alone is not None and self._alone() is model:
             return None
-        self._ready, self._seat = {}, None
-        seat = self._run.seats.get(model)
+        self._seat = None
+        seat = _Run.of(deferred).seats.get(model)
         if seat is None or not seat.of(model, optimizer):
             try:
                 deferred.settle(rank)
-                seat = self._run.seats[model] = self._arena(deferred, model, optimizer).seat(model, optimizer)
+                seat = _Run.of(deferred).seats[model] = self._arena(deferred, model, optimizer).seat(
+                    model, optimizer
+                )
             except (_Alone, structure.Unequal) as why:
                 self._explain(deferred, model, why)
                 return None
@@ -222,7 +238,7 @@ class TrainingStep(_OfModel):
             states,
             self.gradients,
         )
-        arenas = self._run.arenas.setdefault(key, [])
+        arenas = _Run.of(deferred).arenas.setdefault(key, [])
         for arena in arenas:
             if not arena.full:
                 return arena
@@ -230,11 +246,13 @@ class TrainingStep(_OfModel):
         capacity = deferred.ranks + deferred.ranks // SPARE + 1
         arena = Arena(plan, like, rule, states=states, capacity=capacity, gradients=self.gradients)
         arenas.append(arena)
-        self._run.keys[arena] = (key, len(arenas))
+        _Run.of(deferred).keys[arena] = (key, len(arenas))
         return arena
 
     def _open(self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any]) -> Any:
-        run = self._run
+        run, rule = _Run.of(deferred), seat.arena.rule
+        if any(not set(rule.states(each)) <= set(seat.arena.states) for each in key[1]):
+            raise _Alone("its optimizer keeps state that it did not keep at first")
         whole = ("step", run.keys[seat.arena], _function_key(self.function), self.max_norm, key)
         batch = run.batches.get(whole)
         if batch is None:
@@ -246,11 +264,11 @@ class TrainingStep(_OfModel):
 
     def _try(self, deferred: Deferred, seat: Seat, settings: Any, inputs: Sequence[Any]) -> StepBatch | str:
         """Return a new batch, or why there can be none."""
-        batch = StepBatch(
-            deferred, seat.arena, Objective(seat.module(), self.function), settings=settings,
-            max_norm=self.max_norm,
-        )  # fmt: skip
         try:
+            batch = StepBatch(
+                deferred, seat.arena, Objective(seat.module(), self.function), settings=settings,
+                max_norm=self.max_norm,
+            )  # fmt: skip
             trial(batch, batch._gradient, inputs)
         except Exception as error:  # noqa: BLE001 - the program's own error, if it is one, comes when it steps alone
             return f"{type(error).__name__}: {error}".splitlines()[0]
@@ -316,26 +334,35 @@ class Evaluation(_OfModel):
         found = caller()
         if found is None or torch.is_autocast_enabled("cpu"):
             return self._at_once(model, batch)
+        if torch.is_inference_mode_enabled():  # whose tensors nobody could give their values later
+            with torch.inference_mode(False):
+                return self(model, *batch)
         deferred, rank = found
         seat = self._seat
         if deferred is not self._deferred or seat is None or not seat.of(model, None):
             self._forget(deferred)
-            self._ready = {}
-            seat = self._seat = self._run.seats.get(model)
+            seat = self._seat = _Run.of(deferred).seats.get(model)
             if seat is None:  # it has made no step
                 return self._at_once(model, batch)
         if seat.pending >= MOST_PENDING:
             deferred.settle(rank)
-        if not seat.pending:
-            seat.settle_in()
-        key = (self._kind(batch), model.training)
-        if key not in self._ready:
+        if seat.steps and seat.rank != rank:  # a model that ranks share
+            deferred.carry_out()
+        if not seat.pending and not seat.settle_in():
+            return self._at_once(model, batch)
+        ready = self._ready.setdefault(seat, {})
+        try:
+            self._require_unchanged(ready)
+            key = (self._kind(batch), model.training)
+        except (_Alone, structure.Unequal):
+            return self._at_once(model, batch)
+        if key not in ready:
             deferred.settle(rank)
-            self._ready[key] = self._open(deferred, seat, key, batch)
-        batch_or_why = self._ready[key]
+            ready[key] = self._open(deferred, seat, key, batch)
+        batch_or_why = ready[key]
         if isinstance(batch_or_why, str):
             return self._at_once(model, batch)
-        watch = self._run.watch
+        watch = _Run.of(deferred).watch
         outs = [watch.result(*result) for result in batch_or_why.results]
         work = Put(rank, seat, batch_or_why, outs)
         work.inputs = batch
@@ -345,7 +372,7 @@ class Evaluation(_OfModel):
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     def _open(self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any]) -> EvaluationBatch | str:
-        run = self._run
+        run = _Run.of(deferred)
         try:
             whole = ("evaluation", run.keys[seat.arena], _function_key(self.function), key)
         except _Alone as why:
@@ -359,8 +386,8 @@ class Evaluation(_OfModel):
     def _try(self, deferred: Deferred, seat: Seat, inputs: Sequence[Any]) -> EvaluationBatch | str:
         model = seat.module()
         outcome = self._at_once(model, inputs)
-        batch = EvaluationBatch(deferred, seat.arena, Objective(model, self.function))
         try:
+            batch = EvaluationBatch(deferred, seat.arena, Objective(model, self.function))
             with torch.no_grad():
                 trial(batch, batch.function, inputs)
         except Exception as error:  # noqa: BLE001 - vmap's refusals are of many classes
@@ -373,6 +400,15 @@ class Evaluation(_OfModel):
     def _at_once(self, model: nn.Module, batch: Sequence[Any]) -> Outcome:
         outcome: Outcome = self.function(model, *batch)
         return outcome
+
+
+def _plain(value: Any) -> Any:
+    """Return a key of an input that is no tensor. What may change before a step is carried out has none."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if value is not None and not isinstance(value, PLAIN):
+        raise _Alone(f"an input is a {type(value).__name__}: give tensors one by one, numbers and texts")
+    return type(value), value
 
 
 def _given(gradient: Tensor | None) -> bool:

@@ -55,11 +55,36 @@ def of_function(function: Callable[..., Any]) -> Hashable:
     if isinstance(function, types.MethodType):
         return "method", of_function(function.__func__), of_value(function.__self__)
     if isinstance(function, types.FunctionType):
-        if function.__closure__ is None and function.__defaults__ is None:
+        given = function.__defaults__, function.__kwdefaults__
+        if function.__closure__ is None and given == (None, None):
             return function.__code__, id(function.__globals__)
-        cells = tuple(of_value(cell.cell_contents) for cell in function.__closure__ or ())
-        return function.__code__, id(function.__globals__), cells, of_value(function.__defaults__)
+        cells = tuple(map(of_value, references(function)))
+        return function.__code__, id(function.__globals__), cells, *map(of_value, given)
     return of_value(function)
+
+
+def references(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """Return the present values of the variables around a function to which it refers.
+
+    Raises:
+        Unequal: one of them has no value yet.
+    """
+    try:
+        return tuple(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
+    except ValueError as error:
+        raise Unequal("it refers to a variable that has no value yet") from error
+
+
+def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that refers to the present values for ever: its own variables are one rank's, and change."""
+    if not isinstance(function, types.FunctionType) or not function.__closure__:
+        return function
+    cells = tuple(map(types.CellType, references(function)))
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def of_value(value: Any) -> Hashable:

@@ -28,7 +28,7 @@ METADATA = {
         "is_cuda",
         "is_meta",
     )
-} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.__len__}
+} | {Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.__len__}
 
 
 class Watch:

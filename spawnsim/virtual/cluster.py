@@ -234,7 +234,7 @@ class Cluster:
     def _judge(self) -> None:
         """Count, and tell what is wrong with how the run ended, if anything."""
         if self.world.deferred is not None:
-            self.world.deferred.carry_out()  # of ranks that did not come to their end
+            self.world.deferred.close()  # of ranks that did not come to their end
         clocks = [
             task.clock for task in self.world.kernel.tasks if task.clock < math.inf
         ]  # inf: paused for ever

@@ -166,6 +166,11 @@ class Record:
         deferred, clock = self._world.deferred, self._world.kernel.current.clock
         # A loss that is put off is not looked at to be recorded: its row waits for it, and later rows for that one.
         if WAITING and deferred is not None and deferred.holds(self._rank.id, values.values()):
+            # What is known already counts as it is now: the program may change an array before the row is kept.
+            values = {
+                name: each.item() if _one(each) and type(each) is not deferred.unknown else each
+                for name, each in values.items()
+            }
             deferred.hold(self._rank.id, lambda: self._world.recorder.row(self._rank.id, clock, values))
         else:
             self._world.recorder.row(self._rank.id, clock, values)
@@ -178,6 +183,10 @@ class Record:
             fields: What is known of it, as JSON can hold it.
         """
         self._world.recorder.event(self._rank.id, self._world.kernel.current.clock, kind, fields)
+
+
+def _one(value: Any) -> bool:
+    return hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1
 
 
 class Background:

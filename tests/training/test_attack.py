@@ -1,0 +1,334 @@
+"""Programs that do with models, losses and optimizers what a batch of steps does not expect: batched ends as eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from spawnsim import Evaluation, TrainingStep
+from spawnsim.comm.deferred import WAITING
+from spawnsim.errors import ParameterError, RankError
+from tests.training.test_steps import accuracy_of, batch, build, loss_of, run, sgd, weights
+
+RANKS = 13
+OF_ALL_RANKS = TrainingStep(loss_of)
+
+
+def train(comm, model, optimizer, step, *, between=lambda *_: None, inputs=batch, iterations=6):
+    """Train; return weights and losses, none of which is looked at before."""
+    losses = []
+    for iteration in range(iterations):
+        with comm.compute(0.01):
+            losses.append(step(model, optimizer, *inputs(comm.rank, iteration)))
+        between(iteration, losses[-1])
+    return weights(model), torch.tensor([float(loss) for loss in losses])
+
+
+def keyword_defaults(comm):
+    """Ranks' losses differ in the default of a keyword."""
+
+    def scaled(model, x, y, *, scale=1.0 + comm.rank):
+        return loss_of(model, x, y) * scale
+
+    model = build(comm.rank)
+    return train(comm, model, sgd(model), TrainingStep(scaled))
+
+
+def variable_that_changes(comm):
+    """A weight of the loss that grows, as in annealing."""
+    beta = 0
+
+    def annealed(model, x, y):
+        return loss_of(model, x, y) * (1 + beta)
+
+    def grow(iteration, loss):
+        nonlocal beta
+        beta = iteration
+
+    model = build(comm.rank)
+    return train(comm, model, sgd(model), TrainingStep(annealed), between=grow)
+
+
+def values_equal_but_for_their_type(comm):
+    """True on odd ranks, 1 on others."""
+
+    def doubled(model, x, y, flag):
+        return loss_of(model, x, y) * (2.0 if flag is True else 1.0)
+
+    model = build(comm.rank)
+    flag = True if comm.rank % 2 else 1
+    return train(comm, model, sgd(model), TrainingStep(doubled), inputs=lambda *at: (*batch(*at), flag))
+
+
+def tensors_in_a_tuple(comm):
+    """One buffer for all batches, given as a pair."""
+    x, y = torch.empty(8, 20), torch.empty(8, dtype=torch.int64)
+
+    def filled(rank, iteration):
+        for buffer, values in zip((x, y), batch(rank, iteration), strict=True):
+            buffer.copy_(values)
+        return ((x, y),)
+
+    model = build(comm.rank)
+    step = TrainingStep(lambda model, pair: loss_of(model, *pair))
+    return train(comm, model, sgd(model), step, inputs=filled, between=lambda *_: x.fill_(9.0))
+
+
+def teacher_that_is_an_input(comm):
+    """A mean teacher, which follows the student after each step."""
+    student, teacher = build(comm.rank), build(comm.rank + 100)
+
+    @torch.no_grad()
+    def follow(iteration, loss):
+        for mean, p in zip(teacher.parameters(), student.parameters(), strict=True):
+            mean.mul_(0.5).add_(p, alpha=0.5)
+
+    step = TrainingStep(lambda model, x, teacher: mse_loss(model(x), teacher(x).detach()))
+    found = train(
+        comm, student, sgd(student), step, between=follow, inputs=lambda *at: (batch(*at)[0], teacher)
+    )
+    return found, weights(teacher)
+
+
+def one_step_object_for_all_ranks(comm):
+    """Made where the module is loaded, and used by each rank for two models, with looks that come unevenly."""
+    models = [build(comm.rank), build(comm.rank + 50)]
+    optimizers = [sgd(model) for model in models]
+    for iteration in range(6):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            with comm.compute(0.01):
+                loss = OF_ALL_RANKS(model, optimizer, *batch(comm.rank, iteration))
+            if (iteration + comm.rank) % 4 == 0:
+                float(loss)
+    return [weights(model) for model in models]
+
+
+def momentum_later(comm):
+    """None at first."""
+    model = build(comm.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def begin(iteration, loss):
+        optimizer.param_groups[0]["momentum"] = 0.9 * (iteration > 1)
+
+    return train(comm, model, optimizer, TrainingStep(loss_of), between=begin)
+
+
+def group_added_later(comm):
+    """A frozen layer joins the optimizer, and is thawed two steps later."""
+    model = build(comm.rank)
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+    def thaw(iteration, loss):
+        if iteration == 1:
+            optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.01})
+        model[2].requires_grad_(iteration >= 3)
+
+    return train(comm, model, optimizer, TrainingStep(loss_of), between=thaw)
+
+
+def converted_to_double(comm):
+    """`model.double()` between steps."""
+    model = build(comm.rank)
+
+    def convert(iteration, loss):
+        if iteration == 2:
+            model.double()
+
+    def inputs(rank, iteration):
+        return batch(rank, iteration, torch.float64 if iteration > 2 else torch.float32)
+
+    return train(
+        comm,
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        TrainingStep(loss_of),
+        between=convert,
+        inputs=inputs,
+    )
+
+
+def evaluated_in_inference_mode(comm):
+    """As programs evaluate."""
+    model, evaluate, found = build(comm.rank), Evaluation(accuracy_of), []
+
+    @torch.inference_mode()
+    def look(iteration, loss):
+        found.append(evaluate(model, *batch(99, 0)))
+
+    trained = train(comm, model, sgd(model), TrainingStep(loss_of), between=look)
+    return trained, torch.stack(found)
+
+
+class Tied(nn.Module):
+    """An embedding whose weights are those of the output, too."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner, self.outer = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+        self.inner.weight.data = build(seed, (6, 11))[0].weight.data
+        self.outer.weight = self.inner.weight
+
+    def forward(self, tokens):
+        return self.outer(self.inner(tokens).mean(1))
+
+
+def tied_parameters(comm):
+    """Both uses count for the gradient."""
+    model = Tied(comm.rank)
+
+    def inputs(rank, iteration):
+        return torch.arange(12).view(4, 3) % (7 + rank % 4), torch.tensor([1, 2, 3, (rank + iteration) % 11])
+
+    return train(comm, model, sgd(model), TrainingStep(loss_of), inputs=inputs)
+
+
+class Remembering(nn.Module):
+    """Keeps its last outputs."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner, self.last = build(seed), None
+
+    def forward(self, x):
+        self.last = self.inner(x)
+        return self.last
+
+
+def outputs_kept_in_an_attribute(comm):
+    """The program looks at them, half of the ranks also before their first step."""
+    model, seen = Remembering(comm.rank), []
+    if comm.rank % 2:
+        model(torch.ones(1, 20))
+    found = train(
+        comm,
+        model,
+        sgd(model),
+        TrainingStep(loss_of),
+        between=lambda *_: seen.append(model.last.detach().mean()),
+    )
+    return found, torch.stack(seen)
+
+
+class Moded(nn.Module):
+    """Computes otherwise in training."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = build(seed)
+
+    def forward(self, x):
+        return self.inner(x) * (2.0 if self.training else 1.0)
+
+
+def steps_in_another_mode(comm):
+    """`train()` and `eval()` between steps, each rank by itself."""
+    model = Moded(comm.rank)
+    return train(
+        comm,
+        model,
+        sgd(model),
+        TrainingStep(loss_of),
+        between=lambda iteration, _: model.train(iteration % 2 == comm.rank % 2),
+    )
+
+
+def look_by_vmap(comm):
+    """A parameter that torch wraps for `vmap` without telling its class."""
+    model, seen = build(comm.rank), []
+
+    def look(iteration, loss):
+        seen.append(torch.vmap(lambda row: row * 2)(model[0].weight).detach().clone())
+
+    return train(comm, model, sgd(model), TrainingStep(loss_of), between=look), torch.stack(seen)
+
+
+PROGRAMS = [
+    keyword_defaults, variable_that_changes, values_equal_but_for_their_type, tensors_in_a_tuple,
+    teacher_that_is_an_input, one_step_object_for_all_ranks, momentum_later, group_added_later, converted_to_double,
+    evaluated_in_inference_mode, tied_parameters, outputs_kept_in_an_attribute, steps_in_another_mode, look_by_vmap,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_batched_ends_as_eager(program):
+    """Weights, losses and what was seen, on ranks that straggle."""
+    (batched, one), (eager, other) = (run(program, ranks=RANKS, eager=e) for e in (False, True))
+    torch.testing.assert_close(batched, eager, rtol=1e-4, atol=1e-5)
+    assert one.totals["virtual_seconds"] == other.totals["virtual_seconds"]
+
+
+def test_a_model_that_ranks_share_makes_each_ranks_step():
+    """Gradients that do not depend on the weights, so that the order of the ranks does not count."""
+    model = build()
+    start, optimizer = weights(model), torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def main(comm):
+        step = TrainingStep(lambda model, x: sum(p.sum() for p in model.parameters()) * x)
+        for _ in range(4):
+            with comm.compute(0.01):
+                step(model, optimizer, torch.tensor(1.0))
+
+    run(main, ranks=RANKS)
+    torch.testing.assert_close(weights(model), start - 4 * RANKS * 0.01)
+
+
+def test_no_gradients_no_step():
+    """Under `no_grad` torch refuses to differentiate, in each step and not only in the first."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        step(model, optimizer, *batch(comm.rank, 0))
+        with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
+            step(model, optimizer, *batch(comm.rank, 1))
+
+    run(main)
+
+
+def test_what_is_recorded_beside_a_loss_counts_as_it_was():
+    """A counter that is changed in place after its row, which waits for the loss."""
+
+    def main(comm):
+        model, seen = build(comm.rank), torch.zeros(())
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(4):
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            comm.record(loss=loss, seen=seen)
+            comm.record(again=seen)
+            seen += 1
+
+    table = run(main, ranks=RANKS)[1].table
+    assert table["seen"][::2].tolist() == table["again"][1::2].tolist() == [0.0, 1.0, 2.0, 3.0] * RANKS
+
+
+@pytest.mark.parametrize("then", ["ends", "steps", "sends", "records"])
+def test_an_error_reaches_its_rank_though_others_had_it_carried_out(then):
+    """The others look while rank 7 is still computing; it learns of its error in whatever it does next."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        float(step(model, optimizer, *batch(comm.rank, 0)))
+        x, y = batch(comm.rank, 1)
+        y[2] = 5 if comm.rank == 7 and then != "records" else 0
+        with comm.compute(0.01):
+            loss = step(model, optimizer, x, y)
+        if comm.rank == 7 and then == "records":
+            comm.record(loss=loss, more=[1, 2])
+        with comm.compute(0.1 if comm.rank == 7 else 0.0):
+            pass
+        if comm.rank != 7:
+            float(loss)
+        elif then == "steps":
+            step(model, optimizer, *batch(7, 2))
+        elif then == "sends":
+            comm.bcast(1, root=7)
+
+    with pytest.raises((RankError, ParameterError), match=r"rank 7 .*out of bounds|record arrays"):
+        run(main, stragglers=None)
+    assert not WAITING
