@@ -119,6 +119,7 @@ class Seat:
     Attributes:
         apart: row and parameter, where the parameter has a memory of its own.
         rank: whose step was put off last.
+        settings: of the optimizer's groups, at the last step.
         steps: how many training steps of it are put off, 0 or 1.
         pending: how much is put off of it in all, evaluations too.
         watched: optimizer state and gradients in the row.
@@ -126,7 +127,7 @@ class Seat:
 
     __slots__ = (
         "__weakref__", "_addresses", "_entries", "_model", "_state", "apart", "arena", "optimizer", "parameters",
-        "pending", "rank", "row", "steps", "watched",
+        "pending", "rank", "row", "settings", "steps", "watched",
     )  # fmt: skip
 
     def __init__(self, arena: Arena, row: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -135,6 +136,7 @@ class Seat:
         named = dict(model.named_parameters())
         self.parameters = [named[place.name] for place in arena.plan.places]
         self.watched: list[Tensor] = []
+        self.settings: tuple[Any, ...] = ()
         self.steps = self.pending = 0
         self.rank = -1
         self._take()

@@ -52,12 +52,13 @@ def as_outputs(outcome: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
 class Put:
     """A step or an evaluation that a rank has put off."""
 
-    __slots__ = ("batch", "inputs", "lr", "outs", "rank", "seat", "stage")
+    __slots__ = ("batch", "inputs", "lr", "outs", "rank", "seat", "settings", "stage")
 
     def __init__(self, rank: int, seat: Seat, batch: Any, outs: list[Tensor]) -> None:
         self.rank, self.seat, self.batch, self.outs = rank, seat, batch, outs
         self.stage: int = batch.stage
         self.lr: tuple[float, ...] = ()
+        self.settings: tuple[Any, ...] = ()
         self.inputs: tuple[Any, ...] = ()
 
     def fail(self, error: Exception) -> None:
@@ -146,18 +147,16 @@ class StepBatch(_Batch):
         deferred: the run.
         arena: where the models are.
         objective: the loss.
-        settings: of the optimizer's groups.
         max_norm: of a row's gradient, None: any.
     """
 
     stage = TRAIN
 
     def __init__(
-        self, deferred: Deferred, arena: Arena, objective: Objective, *, settings: Sequence[Any],
-        max_norm: float | None,
-    ) -> None:  # fmt: skip
+        self, deferred: Deferred, arena: Arena, objective: Objective, *, max_norm: float | None
+    ) -> None:
         super().__init__(deferred, arena, objective)
-        self._settings, self._max_norm = settings, max_norm
+        self._max_norm = max_norm
         self._staged: list[Tensor | None] = []  # by input: those of all rows; None: the same for all
         self._fixed_inputs: list[Any] = []
 
@@ -167,6 +166,14 @@ class StepBatch(_Batch):
 
         self._gradient = grad_and_value(outcome, has_aux=True)
         self._vmapped: Any = None
+
+    def carry_out(self, works: Sequence[Put]) -> None:
+        # Momentum and decay are numbers for all rows of an update; a schedule gives ranks in step the same ones.
+        alike: dict[tuple[Any, ...], list[Put]] = {}
+        for work in works:
+            alike.setdefault(work.settings, []).append(work)
+        for each in alike.values():
+            super().carry_out(each)
 
     def open(self, inputs: Sequence[Any]) -> None:
         """Make room for the inputs of all rows; what is no tensor is part of the function."""
@@ -193,7 +200,7 @@ class StepBatch(_Batch):
         ]
         gradient, outputs = self.differentiate(weights, inputs)
         with torch.no_grad():
-            self._update(rows, weights, gradient, [work.lr for work in works])
+            self._update(rows, weights, gradient, works)
         for work in works:
             work.seat.store()
         _tell(works, outputs)
@@ -214,7 +221,7 @@ class StepBatch(_Batch):
         gradients, (_, outputs) = self._gradient(trained, fixed, *own)
         return torch.cat([gradient.flatten() for gradient in gradients.values()]), list(outputs)
 
-    def _update(self, at: Rows, weights: Tensor, gradient: Tensor, lrs: list[tuple[float, ...]]) -> None:
+    def _update(self, at: Rows, weights: Tensor, gradient: Tensor, works: Sequence[Put]) -> None:
         arena, plan = self.arena, self.arena.plan
         if self._max_norm is not None:
             norms = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
@@ -225,15 +232,17 @@ class StepBatch(_Batch):
         state = {name: arena.rows[name][at] for name in arena.states}
         if STEP in arena.rows:
             arena.rows[STEP][at] += 1
-        for group, (span, settings) in enumerate(zip(plan.spans, self._settings, strict=True)):
+        for group, (span, settings) in enumerate(zip(plan.spans, works[0].settings, strict=True)):
             if span.start == span.stop:
                 continue
             own = {name: rows[:, span] for name, rows in state.items()}
             if STEP in arena.rows:
                 first = next(i for i, place in enumerate(plan.trained) if place.group == group)
                 own[STEP] = arena.rows[STEP][at, first : first + 1].to(weights.device)
-            rates = {lr[group] for lr in lrs}
-            rate = rates.pop() if len(rates) == 1 else weights.new_tensor([[lr[group]] for lr in lrs])
+            rates = {work.lr[group] for work in works}
+            rate = (
+                rates.pop() if len(rates) == 1 else weights.new_tensor([[work.lr[group]] for work in works])
+            )
             arena.rule.update(weights[:, span], gradient[:, span], own, rate, settings)
         if not isinstance(at, slice):
             arena.rows["weights"][at] = weights

@@ -175,7 +175,9 @@ class TrainingStep(_OfModel):
         model, ready = seat.module(), self._ready.setdefault(seat, {})
         try:
             self._require_unchanged(ready)
-            key = (self._kind(inputs), settings, model.training)
+            if settings != seat.settings:
+                self._require_state(seat, settings)
+            key = (self._kind(inputs), model.training)
             if key not in ready:
                 ready[key] = self._open(deferred, seat, key, inputs)
         except (_Alone, structure.Unequal) as why:
@@ -189,7 +191,7 @@ class TrainingStep(_OfModel):
         watch = _Run.of(deferred).watch
         outs = [watch.result(*result) for result in batch.results]
         work = Put(rank, seat, batch, outs)
-        work.lr = tuple(float(group["lr"]) for group in groups)
+        work.settings, work.lr = settings, tuple(float(group["lr"]) for group in groups)
         seat.steps, seat.rank = 1, rank
         seat.pending += 1
         watch.watch(seat.parameters, seat.watched)
@@ -249,26 +251,30 @@ class TrainingStep(_OfModel):
         _Run.of(deferred).keys[arena] = (key, len(arenas))
         return arena
 
-    def _open(self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any]) -> Any:
-        run, rule = _Run.of(deferred), seat.arena.rule
-        if any(not set(rule.states(each)) <= set(seat.arena.states) for each in key[1]):
+    @staticmethod
+    def _require_state(seat: Seat, settings: tuple[Any, ...]) -> None:
+        """Take note of new settings, such as a scheduled momentum: there must be rows for the state that they need."""
+        if any(not set(seat.arena.rule.states(each)) <= set(seat.arena.states) for each in settings):
             raise _Alone("its optimizer keeps state that it did not keep at first")
+        seat.settings = settings
+
+    def _open(self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any]) -> Any:
+        run = _Run.of(deferred)
         whole = ("step", run.keys[seat.arena], _function_key(self.function), self.max_norm, key)
         batch = run.batches.get(whole)
         if batch is None:
             with deferred.apart():
-                batch = run.batches[whole] = self._try(deferred, seat, key[1], inputs)
+                batch = run.batches[whole] = self._try(deferred, seat, inputs)
         if isinstance(batch, str):
             raise _Alone(batch)
         return batch, batch.slots(seat.row)
 
-    def _try(self, deferred: Deferred, seat: Seat, settings: Any, inputs: Sequence[Any]) -> StepBatch | str:
+    def _try(self, deferred: Deferred, seat: Seat, inputs: Sequence[Any]) -> StepBatch | str:
         """Return a new batch, or why there can be none."""
         try:
             batch = StepBatch(
-                deferred, seat.arena, Objective(seat.module(), self.function), settings=settings,
-                max_norm=self.max_norm,
-            )  # fmt: skip
+                deferred, seat.arena, Objective(seat.module(), self.function), max_norm=self.max_norm
+            )
             trial(batch, batch._gradient, inputs)
         except Exception as error:  # noqa: BLE001 - the program's own error, if it is one, comes when it steps alone
             return f"{type(error).__name__}: {error}".splitlines()[0]

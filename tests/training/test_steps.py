@@ -357,6 +357,26 @@ def test_learning_rates_and_schedules_are_each_ranks_own(sizes):
     torch.testing.assert_close(batched, eager, rtol=1e-4, atol=1e-5)
 
 
+def test_a_scheduled_momentum_makes_no_new_batches(monkeypatch):
+    """OneCycle moves rate and momentum in each step, on ranks that are not in step: one batch for the whole run."""
+    made = []
+    monkeypatch.setattr(StepBatch, "__init__", _counting(StepBatch.__init__, made))
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+        for iteration in range(15):
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+            scheduler.step()
+        return weights(model)
+
+    batched, eager = (run(main, eager=e)[0] for e in (False, True))
+    assert len(made) == 1
+    torch.testing.assert_close(batched, eager, rtol=1e-4, atol=1e-5)
+
+
 def test_models_that_differ_form_groups(sizes):
     """Three widths and two losses among 12 ranks: no warning, and nobody is computed with another's."""
 
