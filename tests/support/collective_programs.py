@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from support.collective_messages import Performer
@@ -212,11 +213,17 @@ class Run:
                 return
             self.logs[rank].append(self.cluster.world.kernel.current.clock)
 
+    @cached_property
+    def largest(self) -> int:
+        """The bytes of the largest message that is no part of a collective."""
+        return max((nbytes for kind, *_, nbytes in self.program.steps if kind == "message"), default=0)
+
     def _message(self, comm, source, dest, nbytes):
         if comm.rank == source:
             comm.Rsend(_bytes(nbytes), dest)  # leaves at once, however long it is
         elif comm.rank == dest:
-            comm.Recv(_bytes(nbytes), source)
+            # Room for any message: where links deliver some twice, an earlier one may come here again.
+            comm.Recv(_bytes(self.largest), source)
 
     def collective(self, comm, call, number):
         """Take part in a collective by the communicator's own call."""
