@@ -40,7 +40,8 @@ def device_tensor(spec: Any) -> torch.Tensor | None:
     memory = spec[0] if type(spec) in (list, tuple) and spec else spec
     if not isinstance(memory, torch.Tensor) or memory.is_cpu:
         return None
-    if memory.is_meta:
+    # Subclasses may say "meta" and have a memory of their own.
+    if memory.is_meta and type(memory) in (torch.Tensor, torch.nn.Parameter):
         raise PhantomError(NO_DATA)
     return memory
 
