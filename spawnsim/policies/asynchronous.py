@@ -145,9 +145,7 @@ class ClockAveraging:
         for source, message in arrived:
             self.exchanges.handle(source, message, now_s, self.vector)
         self.exchanges.tick(now_s, self.vector)
-        # Sent before it is cleared: the machine adds to this deque in every call.
-        self.endpoint.send_all(self.exchanges.out)
-        self.exchanges.out.clear()
+        self.endpoint.send_queue(self.exchanges.out)
         # Compared with the last look: the endpoint's counts never fall, and each refusal is one event.
         refused = self._refused_count()
         if refused > self._refused:

@@ -283,8 +283,7 @@ class StateDownload:
             self._over = True
         elif self._question is None and self.download.donor is None:
             self._ask(now_s)
-        self.engine.endpoint.send_all(self.download.out)
-        self.download.out.clear()
+        self.engine.endpoint.send_queue(self.download.out)
 
     def _ask(self, now_s: float) -> None:
         """Ask for the donors again; without a time limit one list of donors is enough."""

@@ -430,8 +430,7 @@ class StepQueue:
             self._begin_next(now_s)
 
     def _send(self, step: Step) -> None:
-        self.averager.endpoint.send_all(step.out)
-        step.out.clear()
+        self.averager.endpoint.send_queue(step.out)
 
     def _end(self, step: Step) -> None:
         """Keep what a step leaves behind, and drop what came for its groups."""

@@ -122,6 +122,13 @@ class Endpoint:
         for rank, message in messages:
             self.send(rank, message)
 
+    def send_queue(self, queue: deque[Outgoing]) -> None:
+        """Send what is in a queue, and take it out."""
+        # One by one: on real ranks the program's thread may add another meanwhile, which must neither be lost nor end
+        # the loop.
+        while queue:
+            self.send(*queue.popleft())
+
     def is_sending(self, memory: Bytes) -> bool:
         """Return whether this memory is still being sent, as far as is known since `reap`."""
         return any(memory is other for _, other in self._sends)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.policy_ranks import line, numbers, walk
 
 import spawnsim
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, ExchangeOptions
+from spawnsim.policies.exchange.endpoint import Endpoint
 from spawnsim.policies.exchange.messages import checksum, decode
 from spawnsim.policies.exchange.replacement import Packer
 from spawnsim.policies.state.layout import Layout
@@ -183,3 +185,22 @@ def test_a_model_stays_where_it_lies(device: str, compression: str | None) -> No
     assert {tensor.device.type for tensor in found.models[0].state_dict().values()} == {device}
     (message,) = Packer(2**30).pack({"parameter/w": torch.ones(9, device=device)}, 1, 1)
     assert torch.from_numpy(message).is_pinned() == (device == "cuda")
+
+
+def test_a_queue_may_grow_while_it_is_sent():
+    """Messages that are added in the middle, as by another thread, are sent too, and none twice."""
+
+    class Growing(Endpoint):
+        def __init__(self):
+            self.gone = []
+
+        def send(self, rank, message):
+            self.gone.append((rank, message))
+            if len(self.gone) < 4:
+                queue.append((rank + 1, message))
+            return True
+
+    queue = deque([(0, "a"), (5, "b")])
+    endpoint = Growing()
+    endpoint.send_queue(queue)
+    assert not queue and endpoint.gone == [(0, "a"), (5, "b"), (1, "a"), (6, "b"), (2, "a")]
