@@ -207,13 +207,14 @@ class Timeline:
     def sent(self, call: CallRecord, mailbox: Any, message: Message, task: Task) -> None:
         """Note a message that leaves; it carries from where and when."""
         call.moved("dest", mailbox.rank, message.tag, message.nbytes)
-        message.origin = task.rank, call.number, task.clock  # type: ignore[attr-defined]
+        message.origin = task.rank, call.number, task.clock
 
     def received(self, call: CallRecord, message: Message, rank: int, now_s: float) -> None:
         """Note a message that was received."""
         origin = getattr(message, "origin", None)
         if origin is None:  # a copy that a fault has made, or of a call that is not followed
             return
+        message.origin = None  # noted once, though a blocking receive both accepts it and takes it
         source, out, sent_s = origin
         call.moved("source", source, message.tag, message.nbytes)
         values = {

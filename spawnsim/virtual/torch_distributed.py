@@ -24,7 +24,6 @@ from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
 
 C10D, RENDEZVOUS = "torch.distributed.distributed_c10d", "torch.distributed.rendezvous"
-NATIVE = "torch._C._distributed_c10d"
 STORES = ("TCPStore", "FileStore")
 ASKING = ("_get_default_group", "init_process_group")  # who asks for the default group cannot do without one
 _OWN_FOLDERS = ("torch.distributed", "torch.nn.parallel")
@@ -63,7 +62,10 @@ def _refuse(put: Put) -> None:
     """Replace the ways in. A name that another version of torch lacks is left out."""
     import_module(C10D)  # loaded already; another thread may still be at it, then this waits
     modules = sys.modules
-    world, native = getattr(modules[C10D], "_World", None), modules.get(NATIVE)
+    world, native = (
+        getattr(modules[C10D], "_World", None),
+        getattr(modules["torch._C"], "_distributed_c10d", None),
+    )
     ways: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (world, "default_pg", _unseen),
         (modules.get(RENDEZVOUS), "_rendezvous_helper", partial(_refusing, "rendezvous")),

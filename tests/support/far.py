@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-AWAY = torch.device("meta")
+AWAY = torch.device("meta", 1)  # with a number: what has none is a phantom of spawnsim
 COPIES = {"copy_", "_foreach_copy_", "_to_copy"}
 """What torch does between devices; all else wants its tensors together, as CUDA does."""
 

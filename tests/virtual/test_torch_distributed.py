@@ -16,7 +16,7 @@ from torch.distributed import all_reduce, init_process_group  # taken before any
 
 import spawnsim
 from spawnsim.errors import UnsupportedError
-from spawnsim.virtual.torch_distributed import C10D, NATIVE, RENDEZVOUS, STORES
+from spawnsim.virtual.torch_distributed import C10D, RENDEZVOUS, STORES
 
 CALLS: dict[str, Callable[[], Any]] = {
     "init_process_group": lambda: init_process_group(
@@ -37,7 +37,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 def touched() -> list[Any]:
     """Return all that a run replaces in torch."""
-    stores = [getattr(sys.modules[NATIVE], store).__init__ for store in STORES]
+    stores = [getattr(torch._C._distributed_c10d, store).__init__ for store in STORES]
     return [*stores, sys.modules[C10D]._World.default_pg, sys.modules[RENDEZVOUS]._rendezvous_helper]
 
 

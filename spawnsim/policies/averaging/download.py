@@ -21,7 +21,7 @@ from spawnsim.policies.averaging.interface import Settings
 from spawnsim.policies.averaging.vector import Vector
 from spawnsim.policies.exchange.endpoint import Endpoint, ProgressEngine
 from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
-from spawnsim.policies.state.arithmetic import CPU, META
+from spawnsim.policies.state.arithmetic import CPU, META, without_data
 from spawnsim.policies.state.codecs import (
     NAMED,
     Choices,
@@ -83,7 +83,7 @@ def _codec(plain: Any) -> Codec:
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.is_meta else tensor.detach().cpu().contiguous()
+    return tensor.detach() if without_data(tensor) else tensor.detach().cpu().contiguous()
 
 
 def rebuild(messages: Sequence[Message]) -> Loaded:

@@ -25,7 +25,7 @@ from spawnsim.errors import ParameterError
 from spawnsim.phantoms import PhantomArray
 from spawnsim.policies.averaging.grouping import digest
 from spawnsim.policies.exchange.messages import Bytes
-from spawnsim.policies.state.arithmetic import add, new_memory, phantom_memory, sum_dtype
+from spawnsim.policies.state.arithmetic import add, new_memory, phantom_memory, sum_dtype, without_data
 from spawnsim.policies.state.codecs import Codec, Float16, NoCompression, unpack
 
 Floats = NDArray[np.float64]
@@ -157,7 +157,7 @@ class Vector:
     @property
     def allocate(self) -> Callable[[int], Bytes]:
         """What makes the memory into which others' vectors are received."""
-        return phantom_memory if self.tensors[0].is_meta else new_memory
+        return phantom_memory if without_data(self.tensors[0]) else new_memory
 
     def read(self) -> list[Values]:
         """Return a copy of each segment, shape (count,), in its wide type."""
@@ -165,7 +165,7 @@ class Vector:
             settle()
         copies: list[Values] = []
         for group, segment in zip(self._groups, self.segments, strict=True):
-            if group[0].is_meta:
+            if without_data(group[0]):
                 copies.append(PhantomArray(segment.count, segment.wide))  # type: ignore[arg-type]
                 continue
             flat = np.empty(segment.count, segment.wide)
@@ -181,7 +181,7 @@ class Vector:
         if WAITING:
             settle()
         for group, delta in zip(self._groups, deltas, strict=True):
-            if group[0].is_meta:
+            if without_data(group[0]):
                 continue
             at = 0
             for tensor in group:
@@ -191,7 +191,7 @@ class Vector:
 
     def zeros(self) -> list[Values]:
         """Return zeros of the segments' shapes."""
-        kinds: list[Any] = [PhantomArray if group[0].is_meta else np.zeros for group in self._groups]
+        kinds: list[Any] = [PhantomArray if without_data(group[0]) else np.zeros for group in self._groups]
         return [make(each.count, each.wide) for make, each in zip(kinds, self.segments, strict=True)]
 
     def unpacked(self, part: Part, raw: bool, body: Bytes) -> Values:

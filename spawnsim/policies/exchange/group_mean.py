@@ -33,12 +33,14 @@ from spawnsim.comm import IN_PLACE, MAX, MIN, SUM, Comm
 from spawnsim.errors import MismatchError, ParameterError
 from spawnsim.policies.state.arithmetic import (
     CPU,
+    META,
     all_finite,
     as_memory,
     as_one_view,
     new_buffer,
     sum_dtype,
     surely_finite,
+    without_data,
 )
 from spawnsim.policies.state.layout import Collector, Entry, Layout, StateScope, Tensors, collect
 
@@ -50,7 +52,7 @@ def all_same(comm: Comm, live: Tensors) -> bool:
     tensors = [tensor for tensor in live.values() if tensor.numel()]
     if not tensors:
         return True
-    if tensors[0].is_meta:  # models that train differ, and the first look shows it
+    if without_data(tensors[0]):  # models that train differ, and the first look shows it
         tensors = [torch.tensor([comm.Get_rank()])]
     # Spread over all tensors, the last one too: early layers may be frozen, and so equal where later ones differ.
     few = tensors[:: -(-len(tensors) // FEW)] + tensors[-1:]
@@ -197,7 +199,7 @@ class BufferedMean:
         return healed
 
     def _gather(self) -> None:
-        if self._flat.is_meta:
+        if without_data(self._flat):
             return
         if self._arrays:
             np.concatenate(self._arrays, out=self._memory)
@@ -228,7 +230,7 @@ class BufferedMean:
 
     def store(self) -> None:
         """Replace the live tensors by their mean."""
-        if self._flat.is_meta:
+        if without_data(self._flat):
             return
         if not self._arrays:
             torch._foreach_copy_(self._own, self._views)
@@ -368,10 +370,11 @@ class GroupMean:
         self.layout, self._guard = Layout.of(live), guard
         check_same(comm, self.layout, guard=guard)
         able = comm.capabilities()
-        devices = (*able.devices, "meta")
         # Summing a tensor where it lies saves two passes over its memory, but a group that does not meet to the end
         # leaves it half summed. Where that is survived, the model must be as it was: all goes through a buffer.
-        in_place = not able.survives and all(t.device.type in devices for t in live.values())
+        in_place = not able.survives and all(
+            t.device.type in able.devices or without_data(t) for t in live.values()
+        )
         self._parts: list[BufferedMean | InPlaceMean] = []
         # In order of appearance, which is the same on all ranks: a set would sum dtypes in different orders.
         for wire in dict.fromkeys(_wire_dtype(entry.dtype) for entry in self.layout.entries):
@@ -380,7 +383,7 @@ class GroupMean:
                 entries = self._lift(comm, live, entries)
             if entries:
                 device = live[entries[0].name].device
-                place = device if device.type in devices else CPU
+                place = device if device.type in able.devices or device == META else CPU
                 self._parts.append(BufferedMean(wire, entries, place, guard=guard))
         self.nbytes = sum(part.nbytes for part in self._parts)
 
@@ -427,7 +430,7 @@ def _record_healed(comm: Comm, healed: Healed) -> None:
 def _agree_on_place(comm: Comm, tensors: Sequence[torch.Tensor]) -> tuple[bool, bool]:
     """Return whether on all ranks of the group the tensors lie end to end, and whether in main memory."""
     near = all(
-        tensor.device.type in ("cpu", "meta") for tensor in tensors
+        tensor.device.type == "cpu" or without_data(tensor) for tensor in tensors
     )  # the pieces of data in main memory
     words = np.asarray([as_one_view(tensors) is not None, near], np.int32)
     comm.Allreduce(IN_PLACE, words, MIN)

@@ -20,6 +20,11 @@ from spawnsim.phantoms import PhantomArray
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
+def without_data(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is on the meta device: shape and dtype, and no numbers."""
+    return tensor.device == META
+
+
 def new_buffer(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a new flat buffer; on the CPU by numpy, which takes huge pages where it can."""
     if device.type == "cpu":
@@ -63,7 +68,7 @@ def as_one_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 def surely_finite(tensor: torch.Tensor) -> bool:
     """Return whether a sum says that all is finite; False where the sum itself may have overflowed."""
-    if tensor.is_meta:  # it has no numbers
+    if without_data(tensor):  # it has no numbers
         return True
     total = tensor.sum().item()
     return math.isfinite(total.real) and math.isfinite(total.imag)

@@ -20,7 +20,7 @@ import torch
 
 from spawnsim.errors import UsageError
 from spawnsim.policies.rules.selection import check_choice
-from spawnsim.policies.state.arithmetic import all_finite, new_buffer
+from spawnsim.policies.state.arithmetic import all_finite, new_buffer, without_data
 
 Tensors = dict[str, torch.Tensor]
 ModelAndOptimizer = tuple[torch.nn.Module, torch.optim.Optimizer]
@@ -131,7 +131,7 @@ def assign_optimizer(
 
 def _put(state: dict[str, object], key: str, value: torch.Tensor, parameter: torch.nn.Parameter) -> None:
     old = state.get(key)
-    if value.is_meta and not (isinstance(old, torch.Tensor) and old.is_meta) and not value.dim():
+    if without_data(value) and not (isinstance(old, torch.Tensor) and without_data(old)) and not value.dim():
         return  # a step count, in main memory: there is none to take over
     if isinstance(old, torch.Tensor):
         old.copy_(value)

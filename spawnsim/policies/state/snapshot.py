@@ -21,7 +21,15 @@ import numpy as np
 import torch
 
 from spawnsim.errors import ParameterError, UsageError
-from spawnsim.policies.state.arithmetic import CPU, META, as_tensor, new_buffer, new_memory, phantom_memory
+from spawnsim.policies.state.arithmetic import (
+    CPU,
+    META,
+    as_tensor,
+    new_buffer,
+    new_memory,
+    phantom_memory,
+    without_data,
+)
 from spawnsim.policies.state.codecs import NAMED, Bytes, Codec, Float16, NoCompression, encoded_nbytes, unpack
 from spawnsim.policies.state.layout import ALIGN_NBYTES, Entry, Layout, Tensors, assign
 
@@ -85,7 +93,7 @@ class Compression:
     def _encoded(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         assert self.codec is not None
         flat = tensor.detach().reshape(-1)
-        if flat.is_meta:
+        if without_data(flat):
             body = phantom_memory(encoded_nbytes(self.codec, flat.numel()))
         else:
             body = self.codec.encode(flat.cpu().numpy())
@@ -116,7 +124,7 @@ class Compression:
     def _decoded(self, marks: Sequence[str], tensor: torch.Tensor) -> torch.Tensor:
         dtype, shapes, codec = marks
         shape = tuple(int(size) for size in shapes.split(",") if size)
-        if tensor.is_meta:
+        if without_data(tensor):
             return torch.empty(shape, dtype=getattr(torch, dtype), device=META)
         body, count = tensor.cpu().numpy(), torch.Size(shape).numel()
         wide = WIDE[getattr(torch, dtype)]
@@ -170,8 +178,8 @@ def _within(tensors: Mapping[str, torch.Tensor], limit: float) -> frozenset[str]
 
 def _magnitudes(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
     """Yield each tensor's largest magnitude (NaN if it has one); a device is waited for once."""
-    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
-    yield from ((name, 0.0) for name, tensor in tensors.items() if tensor.is_meta)
+    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel() and not without_data(tensor)}
+    yield from ((name, 0.0) for name, tensor in tensors.items() if without_data(tensor))
     by_device: dict[torch.device, list[str]] = {}
     for name, tensor in filled.items():
         by_device.setdefault(tensor.device, []).append(name)
@@ -207,7 +215,7 @@ def model_device(model: torch.nn.Module) -> torch.device:
 
 def allocator_for(device: torch.device) -> Allocator:
     """Return what makes memory to send from and receive into: pinned for a GPU, else what numpy has (huge pages)."""
-    if device.type == "meta":
+    if device == META:
         return phantom_memory
     if device.type != "cuda":
         return new_memory
@@ -216,7 +224,7 @@ def allocator_for(device: torch.device) -> Allocator:
 
 def lay_out(layout: Layout, memory: torch.Tensor, sources: Tensors, device: torch.device = CPU) -> None:
     """Copy the sources to their places in main memory, shape (nbytes,), uint8; by way of one buffer on the device."""
-    if device.type == "meta":
+    if device == META:
         return
     if device.type == "cpu":
         assign(layout.views(memory), sources)
@@ -234,7 +242,7 @@ def laid_out(layout: Layout, memory: torch.Tensor, device: torch.device = CPU) -
     0-dim ones stay: optimizers want their step counts in main memory.
     """
     views = layout.views(memory)
-    if device.type == "cpu" or memory.is_meta:
+    if device.type == "cpu" or without_data(memory):
         return views
     there = layout.views(memory.to(device))
     return {name: there[name] if view.dim() else view for name, view in views.items()}

@@ -82,9 +82,11 @@ class Message:
 
     # Slots, each set: to read a default of the class takes Python four times as long as to read a slot.
     __slots__ = (
-        "arrival_s", "drain_s", "dtype", "envelope_s", "nbytes", "number", "payload", "queued", "receive", "receive_s",
-        "sender", "sequence", "source", "tag",
+        "arrival_s", "drain_s", "dtype", "envelope_s", "nbytes", "number", "origin", "payload", "queued", "receive",
+        "receive_s", "sender", "sequence", "source", "tag",
     )  # fmt: skip
+    # Rank, call and time of the send: known to the timeline of a traced run alone.
+    origin: tuple[int, int, float] | None
 
     def __init__(self, source: int, tag: int, payload: Any, nbytes: int) -> None:
         self.source, self.tag, self.payload, self.nbytes = source, tag, payload, nbytes

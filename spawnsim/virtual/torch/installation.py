@@ -31,7 +31,7 @@ from spawnsim.virtual.torch.group import VirtualProcessGroup
 from spawnsim.virtual.torch.work import following, waiting
 
 c10d: Any = sys.modules["torch.distributed.distributed_c10d"]  # whose stubs know little of its inside
-native: Any = sys.modules["torch._C._distributed_c10d"]
+native: Any = stores.native
 STATE = "torch.world"
 NATIVE_STORES = {name: getattr(native, name) for name in stores.KINDS}
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from spawnsim.errors import Timeout, UsageError
 from spawnsim.virtual.engine.completion import Completion
@@ -23,6 +23,8 @@ from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.engine.waiting import Unbroken, await_one
 from spawnsim.virtual.engine.world import World
 
+# An attribute, and not imported: it is a module without a file, which may be gone from `sys.modules` after a run.
+native: Any = torch._C._distributed_c10d
 DEFAULT = timedelta(seconds=300)  # c10d's own limit of a store's waits
 UNCHOSEN = {
     DEFAULT,
@@ -104,7 +106,7 @@ def shared_stores(world: World) -> dict[Any, Shared]:
     return found
 
 
-class VirtualStore(Store):
+class VirtualStore(native.Store):  # type: ignore[misc]
     """A store of the calling rank."""
 
     def __init__(self, shared: Shared, timeout: timedelta = DEFAULT) -> None:
@@ -329,7 +331,7 @@ class HashStore(VirtualStore):
         super().__init__(Shared("HashStore()"))
 
 
-class PrefixStore(Store):
+class PrefixStore(native.Store):  # type: ignore[misc]
     """A part of another store: its keys begin with a prefix."""
 
     def __init__(self, prefix: str, store: Any) -> None:

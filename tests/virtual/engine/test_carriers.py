@@ -162,7 +162,7 @@ def test_an_interrupt_ends_the_rank_that_computes():
     assert child.stdout is not None
     assert child.stdout.readline() == "begun\n"
     child.send_signal(signal.SIGINT)
-    assert child.communicate(timeout=20)[0] == "stopped\n"
+    assert child.communicate(timeout=120)[0] == "stopped\n"
     assert child.returncode == 0
 
 
