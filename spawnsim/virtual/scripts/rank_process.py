@@ -81,9 +81,16 @@ class RankModules:
 
     def _hides(self, name: str, module: Any, tops: set[str]) -> bool:
         top = name.partition(".")[0]
-        origin = getattr(getattr(module, "__spec__", None), "origin", None) or ""
-        installed = "site-packages" in origin and top not in self.private
+        origin = _origin(module)
+        # Parts that a library makes in C come from no file (`torch._C._dynamo`): they are where their package is.
+        place = origin or _origin(sys.modules.get(top))
+        installed = "site-packages" in place and top not in self.private
         return top in tops and not installed and not origin.endswith((".so", ".pyd"))
+
+
+def _origin(module: Any) -> str:
+    """Return the file that a module comes from, "" if it is from none."""
+    return getattr(getattr(module, "__spec__", None), "origin", None) or ""
 
 
 ATTRIBUTES = (
