@@ -283,5 +283,7 @@ def test_a_folder_named_as_a_library_hides_no_part_of_it(tmp_path):
     """Parts that torch makes in C come from no file; a folder "torch" beside the program is not where they are from."""
     (tmp_path / "torch").mkdir()
     program = tmp_path / "program.py"
-    program.write_text("from mpi4py import MPI\nimport torch._C._dynamo\nassert MPI.COMM_WORLD.Get_size() == 2\n")
+    program.write_text(
+        "from mpi4py import MPI\nimport torch._C._dynamo\nassert MPI.COMM_WORLD.Get_size() == 2\n"
+    )
     spawnsim.run(program, ranks=2)
