@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(240)
 
-PROGRAMS = Path(__file__).parent.parent / "programs" / "torch"
+PROGRAMS = Path(__file__).parent.parent / "programs" / "torchrun"
 NUMBER = re.compile(r"-?\d+\.\d+")
 
 

@@ -24,7 +24,7 @@ from spawnsim.errors import (
     UnsupportedError,
 )
 
-PROGRAMS = Path(__file__).parent.parent / "programs" / "torch"
+PROGRAMS = Path(__file__).parent.parent / "programs" / "torchrun"
 HEAD = """
 import os, sys, time
 from datetime import timedelta
