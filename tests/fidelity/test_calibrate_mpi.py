@@ -36,9 +36,10 @@ def test_a_real_communicator_is_calibrated_and_a_run_validated(tmp_path: Path) -
     """The file loads, names its software, draws its picture; the prediction has all measures and models."""
     (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
     command = ("calibrate", "--quick", "--out", "here.toml", "--picture", "fit.png")
-    done = _on_two_ranks(*command, folder=tmp_path)
-    if "measure again" in done.stderr:  # others compute here, too: it does as it is told
+    for _ in range(6):
         done = _on_two_ranks(*command, folder=tmp_path)
+        if "measure again" not in done.stderr:  # others compute here, too: it does as it is told
+            break
     assert done.returncode == 0, done.stderr
     platform = load_platform(tmp_path / "here.toml")
     assert dict(platform.fitted)["ranks"] == "2"

@@ -325,9 +325,8 @@ class CollectiveInstance:
         if first.sizes == "edges":
             return self._edges()
         if first.sizes == "each":
-            return np.array(
-                [max(here) if call is None else call.nbytes for call in self.calls], dtype=np.int64
-            )
+            most = max(here)
+            return np.array([most if call is None else call.nbytes for call in self.calls], dtype=np.int64)
         return np.stack(
             [np.broadcast_to(call.nbytes, len(self.calls)) for call in self.calls if call]
         ).astype(np.int64)
