@@ -403,6 +403,12 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         self._warm_up.detach()
         self._averaging = None
 
+    def drain(self) -> None:
+        """End the exchanges that are under way; averaging goes on with the next call. See `SpawnPolicy.drain`."""
+        wanted = self._wanted
+        super().drain()
+        self._wanted = wanted  # else as after `shutdown`, which ends averaging for good
+
     def _warn_if_too_slow(self, comm: Comm) -> None:
         lasted_s = comm.clock.now() - self._began_s
         # One rank alone never averages, so that this is no fault of the interval.
@@ -425,15 +431,19 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         """Return what a checkpoint needs.
 
         Returns:
-            The counters, and whether averaging is wanted.
+            The counters, whether averaging is wanted, and the steps of warm-up that are left.
         """
-        return {**super().state_dict(), "num_averagings": self.num_averagings, "wanted": self._wanted}
+        met = self._before + (self._averaging.counts if self._averaging is not None else Counter())
+        own = {"num_averagings": self.num_averagings, "wanted": self._wanted, "warm_up_left": self._warm_up.left}
+        return {**super().state_dict(), **own, "met": dict(met)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a checkpoint, before the first call of the policy.
+        """Take up a checkpoint, before the first call of the policy or after `drain`.
 
         Args:
             state: what `state_dict` returned.
         """
         super().load_state_dict(state)
-        self._averagings, self._wanted = int(state["num_averagings"]), bool(state["wanted"])
+        self._averagings = self._told = int(state["num_averagings"])
+        self._wanted, self._before = bool(state["wanted"]), Counter(state.get("met", {}))
+        self._warm_up.left = int(state.get("warm_up_left", self._warm_up.left))

@@ -122,8 +122,9 @@ class AverageAllPolicy(SpawnPolicy):
         return {"num_averagings": self.num_averagings, "num_healed": self.num_healed}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "num_averagings": self.num_averagings}
+        return {**super().state_dict(), "num_averagings": self.num_averagings, "num_healed": self.num_healed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.num_averagings = int(state["num_averagings"])
+        self.num_averagings, self.num_healed = int(state["num_averagings"]), int(state.get("num_healed", 0))
+        self._mean = None

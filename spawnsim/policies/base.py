@@ -89,6 +89,7 @@ class SpawnPolicy:
         self._group: Any = None
         self._comm: Comm | None = None
         self._last: tuple[int, Any] | None = None  # iteration and group of the latest call
+        self._draining = False
 
     def __call__(
         self,
@@ -174,19 +175,36 @@ class SpawnPolicy:
         if last is not None:
             self.warn_if_never_due(*last)
 
+    def drain(self) -> None:
+        """End what is under way with other ranks, before a checkpoint: `state_dict()` then says all that there is.
+
+        All ranks of the group do so at the same iteration, and go on: the next call makes anew what the policy had made
+        of its communicator. By default this is `shutdown`, without its warnings, and then `load_state_dict` of the
+        policy's own `state_dict`. So a policy that goes on after a checkpoint, and a new one that takes it up, are in
+        one state. A policy that `shutdown` ends for good overrides it.
+        """
+        # Not saved as it is: what stands in queues, requests and windows of one process has no meaning in another.
+        self._draining = True
+        try:
+            self.shutdown()
+        finally:
+            self._draining = False
+        self._group = self._comm = None
+        self.load_state_dict(self.state_dict())
+
     def state_dict(self) -> dict[str, Any]:
         """Say what a checkpoint needs to go on as if nothing had happened.
 
         Returns:
-            Plain numbers, texts and lists by name.
+            Plain numbers, texts, None, lists and mappings of them, and tensors, by name.
         """
         return {"num_replacements": self.num_replacements}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a checkpoint, before the first call of the policy.
+        """Take up a checkpoint, before the first call of the policy or after `drain`.
 
         Args:
-            state: what `state_dict` returned.
+            state: what `state_dict` returned; tuples may have become lists.
         """
         self.num_replacements = self.idle_info["num_replacements_so_far"] = int(state["num_replacements"])
 
@@ -212,7 +230,7 @@ class SpawnPolicy:
             by: the rank that records it.
         """
         record = getattr(group, "record", None)
-        if record is not None and group.Get_rank() == by:
+        if record is not None and not self._draining and group.Get_rank() == by:
             record.event("warning", text=f"{type(self).__name__}: {sentence}")
 
     def warn_if_never_due(self, last: int, group: Any) -> None:

@@ -109,6 +109,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         self._parameters = {"prefix": prefix, **averager, "compression": _parameters_only(averager.get("compression"))}
         self._control: tuple[StepControl, float, int] | None = None  # step, when it began, bytes sent before
         self._latest: tuple[int, torch.nn.Module, torch.optim.Optimizer] | None = None
+        self._resumed = False  # a checkpoint was taken up, so nothing is to be downloaded
         self.idle_info |= {"group_size": 0, "received": 0.0, "complete": False, "missing": {}}
 
     def act(
@@ -148,8 +149,9 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         )
         averager.policy = self
         self._control = None
-        if self.load_state and whose[0] > 0:
+        if self.load_state and whose[0] > 0 and not self._resumed:
             info["loaded_from_peer"] = self._load(averager, live)
+        self._resumed = False
         return averager
 
     def _rebind(
@@ -232,6 +234,15 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
             self.averager.shutdown()
         self._control = self._latest = None
 
+    def drain(self) -> None:
+        """Wait for the step that is under way, and leave; see `SpawnPolicy.drain`."""
+        averager = self.averager
+        if averager is not None and self._control is not None:
+            with suppress(WorldError):  # the group has lost a rank: its step has ended
+                averager.engine.drive(self._arrived, averager.search_s())
+            self._finish(averager, {})
+        super().drain()
+
     @property
     def stats(self) -> dict[str, float]:
         """Averagings, and what the averager did and met."""
@@ -244,18 +255,20 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         Returns:
             The counters, and the bits of the group key.
         """
-        state = {**super().state_dict(), "num_averagings": self.num_averagings}
-        if self.averager is not None:
-            state |= {"bits": self.averager.bits}
-        return state
+        bits = (
+            self._parameters.get("initial_group_bits") if self.averager is None else self.averager.bits
+        )
+        state = {**super().state_dict(), "num_averagings": self.num_averagings, "num_partial": self.num_partial}
+        return state if bits is None else state | {"bits": bits}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a checkpoint, before the first call of the policy.
+        """Take up a checkpoint, before the first call of the policy or after `drain`.
 
         Args:
             state: what `state_dict` returned.
         """
         super().load_state_dict(state)
-        self.num_averagings = int(state["num_averagings"])
+        self.num_averagings, self.num_partial = int(state["num_averagings"]), int(state.get("num_partial", 0))
+        self.averager, self._resumed = None, True
         if "bits" in state:
             self._parameters["initial_group_bits"] = state["bits"]

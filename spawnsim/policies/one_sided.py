@@ -356,6 +356,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._last_replaced = -math.inf if state["last_replaced"] is None else state["last_replaced"]
+        self.total_iterations = int(state["total_iterations"])
         self._resume = {"age": tuple(state["age"])} if state["age"] else {}
+        self._rounds = ReportRounds(self.average_every)
         if self._age is not None and self._resume:
             self._age.age, self._age.max_age = self._resume["age"]

@@ -199,6 +199,16 @@ class ReplayPolicy(SpawnPolicy):
             self._early[donor, decode(buffer).number] = buffer
         return decode(self._early.pop((donor, round_)))
 
+    def drain(self) -> None:
+        """Refuse: what is under way was given to ranks that take it at later iterations.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "a replay cannot be cut by a checkpoint: take the recorded run's own checkpoint instead"
+        )
+
     def shutdown(self) -> None:
         """Wait until all that was given has been taken; bounded by the communicator's deadline."""
         while self._requests:

@@ -269,3 +269,4 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         super().load_state_dict(state)
         self._resume = {name: state[name] for name in ("settled", "last_trigger", "age") if name in state}
         self._exchange = self._age = None
+        self._reference = (-1, {})

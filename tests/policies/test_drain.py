@@ -1,0 +1,102 @@
+"""`drain`: a policy that goes on after a checkpoint is in the state in which a new one takes the checkpoint up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import spawnsim
+from spawnsim.errors import UsageError
+from spawnsim.policies import (
+    AsyncModelAveragePolicy,
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    DecentralizedAveragingPolicy,
+    OneSidedSelectiveAveragingPolicy,
+    SpawnPolicy,
+    replay,
+)
+
+RANKS, ITERATIONS, CUT = 12, 24, 12
+
+
+def build(comm: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a model above the eager threshold, and an optimizer with state."""
+    model = torch.nn.Linear(40, 30)  # above the eager threshold
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor(comm.rng("init").normal(size=(30, 40))))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+POLICIES: dict[str, Callable[[Any], SpawnPolicy]] = {
+    "all": lambda comm: AverageAllPolicy(4),
+    "selective": lambda comm: AsyncSelectiveAveragingPolicy(None, 3, 0.3, cooldown=0),
+    "selective by age": lambda comm: AsyncSelectiveAveragingPolicy(
+        None, 3, replacement_mode="age", age_range=(4, 7)
+    ),
+    "one-sided": lambda comm: OneSidedSelectiveAveragingPolicy(
+        None, None, 3, replacement_ratio=0.3, replacement_mode="worst_ratio"
+    ),
+    "one-sided by age": lambda comm: OneSidedSelectiveAveragingPolicy(None, None, 3, age_range=(4, 7)),
+    "groups": lambda comm: DecentralizedAveragingPolicy(3, target_group_size=4, load_state=True),
+    "groups beside": lambda comm: DecentralizedAveragingPolicy(3, target_group_size=4, asynchronous=True),
+    "clock": lambda comm: AsyncModelAveragePolicy("all", 20),
+    "pairs": lambda comm: AsyncModelAveragePolicy("random", 20, warmup_steps=15),
+    "background": lambda comm: AsyncModelAveragePolicy("ring", 20, background=True),
+}
+
+
+def trained(comm: Any, make: Callable[[Any], SpawnPolicy], *, anew: bool) -> None:
+    """Train with a drain in the middle; `anew`: another object takes up the state of the first."""
+    model, optimizer = build(comm)
+    policy = make(comm)
+    for iteration in range(ITERATIONS):
+        with comm.compute(0.01):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.01 * (comm.rank + 1))
+            optimizer.step()
+        metric = float(comm.rng("metric").normal())
+        model, optimizer, info = policy(iteration, model, optimizer, local_metric=metric, group=comm)
+        info.pop("missing", None)
+        comm.record(iteration=iteration, weight=next(model.parameters()).sum().item(), **info)
+        if iteration == CUT:
+            policy.drain()
+            comm.Barrier()
+            state = policy.state_dict()
+            if anew:
+                policy = make(comm)
+                policy.load_state_dict(state)
+            assert policy.state_dict() == state
+    comm.record(
+        **{f"end/{name}": value for name, value in policy.state_dict().items() if name == "num_averagings"}
+    )
+    policy.shutdown()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_drained_policy_and_one_that_takes_up_its_state_go_on_alike(name: str) -> None:
+    """To the digest: nothing is left in the old object that its state does not tell."""
+    runs = [
+        spawnsim.run(
+            lambda comm, anew=anew: trained(comm, POLICIES[name], anew=anew),
+            ranks=RANKS,
+            stragglers="lognormal:0.3",
+        )
+        for anew in (False, True)
+    ]
+    assert runs[0].totals["digest"] == runs[1].totals["digest"]
+    acted = runs[0].table["averaged_this_iteration"].astype(bool) | runs[0].table["is_replaced"].astype(bool)
+    after = runs[0].table["iteration"] > CUT
+    assert acted[after].any() and acted[~after].any(), "it acts before the cut and after it"
+    kinds = {event["kind"] for event in runs[0].events}
+    assert not kinds & {"warning", "left_out", "refused_messages"}, "a drain is no end, and loses nothing"
+    assert "loaded_from_peer" not in runs[0].table, "who has its state downloads none"
+
+
+def test_a_replay_refuses_to_be_cut() -> None:
+    """What it has given is taken at later iterations."""
+    with pytest.raises(UsageError, match="replay"):
+        replay([]).drain()
