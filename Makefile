@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help install demo test lint format check check-real check-others check-openmpi bench clean
 
 help:
-	@echo "make demo    five policies against the clock, 1,000 virtual ranks, 4 real ones: figures in demo/"
+	@echo "make demo    five policies against the clock (one seed), 1,000 virtual ranks, 4 real ones: figures in demo/"
 	@echo "make test    lint, types, layering, all tests"
 	@echo "make bench   benchmarks"
 
@@ -29,7 +29,7 @@ $(INSTALLED): pyproject.toml constraints.txt studies/gfn_requirements.txt | $(BI
 install: $(INSTALLED)
 
 demo: $(INSTALLED)
-	$(BIN)/spawnsim study demo --out demo
+	$(BIN)/spawnsim study demo --seeds 1 --out demo
 
 # Half of the work: these start many processes, which often wait. All else runs beside them, on what cores are idle.
 REAL := tests/real tests/testing/test_contract.py

@@ -18,8 +18,8 @@ def study(context: Context) -> None:
         "alpha": [1.0],
         "judge": ["accuracy"],
     }
-    ranks, seeds = (16, 2) if context.quick else (128, 7)
-    grid = context.grid("digits.py", ranks=[ranks], seeds=range(seeds), over=learning, **CLUSTER)
+    ranks, seeds = (16, range(2)) if context.quick else (128, context.seeds(range(7)))
+    grid = context.grid("digits.py", ranks=[ranks], seeds=seeds, over=learning, **CLUSTER)
     results = context.sweep(grid)
     runs = [each.run for each in results]
     for name in ("accuracy", "loss"):

@@ -1,7 +1,8 @@
 """The main job: five policies of exchange against the clock, in two settings; then 1,000 virtual ranks; then real ones.
 
-    spawnsim study demo            (three to four minutes on 2 cores)
-    spawnsim study demo --quick    (fewer ranks, one seed)
+    spawnsim study demo --seeds 1    (what `make demo` runs)
+    spawnsim study demo              (three seeds: the picture and the table of the README)
+    spawnsim study demo --quick      (fewer ranks, one seed)
 
 On a cluster in which one rank in twenty is ten times slower than the others, digits are learnt twice: by ranks
 whose data differ, and by ranks whose learning rates differ. It writes, into runs/demo or the folder given by --out:
@@ -43,7 +44,7 @@ def study(context: Context) -> None:
 
 def virtual(context):
     """All policies in both settings, over seeds; and many ranks: who is replaced, and by whom."""
-    ranks, crowd, seeds = (32, 100, SEEDS[:1]) if context.quick else (64, 1000, SEEDS)
+    ranks, crowd = (32, 100) if context.quick else (64, 1000)
     crowded = cell(
         context, "selective", ranks=crowd, seed=SEEDS[0], world=CLUSTER, **SETTINGS["Learning rates differ"]
     )
@@ -51,7 +52,7 @@ def virtual(context):
         setting: [
             cell(context, policy, ranks=ranks, seed=seed, world=CLUSTER, **how, **MEASURED)
             for policy in POLICIES
-            for seed in seeds
+            for seed in context.seeds(SEEDS)
         ]
         for setting, how in SETTINGS.items()
     }

@@ -21,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.jobs < 0:
         raise ParameterError(f"--jobs {args.jobs}: give the number of runs at once, or 0 for this process")
+    if args.seeds is not None and args.seeds < 1:
+        raise ParameterError(f"--seeds {args.seeds}: give how many seeds to run, at least 1")
     path = find(args.study)
     out = Path("runs") / path.stem if args.out is None else named(args.out)
     if out.exists() and not out.is_dir():
@@ -28,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A study's files would lie among those of a run, and its clean-up could take them.
     require_free(out)
     with stoppable():
-        load(path)(Context(path.stem, path.parent, out, quick=args.quick, jobs=args.jobs, say=_say))
+        given = {"quick": args.quick, "repeats": args.seeds, "jobs": args.jobs, "say": _say}
+        load(path)(Context(path.stem, path.parent, out, **given))
     return 0
 
 
@@ -43,6 +46,7 @@ def _parser() -> Parser:
     parser = Parser(prog="spawnsim study", description="Run a study: a grid of runs, then figures.")
     parser.add_argument("study", metavar="NAME|PATH", help="a file of studies/, by name, or a path to one")
     parser.add_argument("--quick", action="store_true", help="a small version, to see that it works")
+    parser.add_argument("--seeds", type=int, metavar="N", help="how many seeds (default: the study's own)")
     parser.add_argument("--jobs", type=int, default=_jobs(), metavar="N", help=JOBS)
     parser.add_argument("--out", metavar="DIR", help="figures and runs go here (default: runs/NAME)")
     return parser

@@ -40,6 +40,7 @@ class Context:
         home: the folder of the study's file; programs are named relative to it.
         out: the folder for figures and finished runs.
         quick: the user wants a small version, to see that it works.
+        repeats: how many seeds the user wants; None: as many as the study has.
         jobs: how many runs may go on at once.
         say: takes one line of text for the user.
         executor: carries runs out; None means a pool of `jobs` processes, or this process when `jobs` is 0.
@@ -49,6 +50,7 @@ class Context:
     home: Path
     out: Path
     quick: bool = False
+    repeats: int | None = None
     jobs: int = 1
     say: Callable[[str], None] = lambda _: None
     executor: Executor | None = None
@@ -63,6 +65,20 @@ class Context:
             The path in the study's folder.
         """
         return self.home / name
+
+    def seeds(self, own: Sequence[int]) -> list[int]:
+        """Return the seeds to run.
+
+        Args:
+            own: the study's; "--quick" takes the first alone.
+
+        Returns:
+            As many as the user asked for (`--seeds`): the first of the study's, then those that follow its last.
+        """
+        if self.repeats is None:
+            return list(own[:1] if self.quick else own)
+        more = range(own[-1] + 1, own[-1] + 1 + max(self.repeats - len(own), 0))
+        return [*own[: self.repeats], *more]
 
     def grid(
         self, file: str, *, ranks: Sequence[int], seeds: Sequence[int], over: Mapping[str, Sequence[Scalar]],

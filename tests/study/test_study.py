@@ -347,6 +347,17 @@ def test_the_command_runs_a_study_from_a_path(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == "mine True 3 here\n"
 
 
+def test_the_user_says_how_many_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The study's own, or so many: its first ones, and then those after its last."""
+    path = tmp_path / "mine.py"
+    path.write_text("def study(context):\n    context.say(f'{context.seeds((7, 9))}')\n")
+    for asked in ([], ["--quick"], ["--seeds", "1"], ["--quick", "--seeds", "2"], ["--seeds", "4"]):
+        assert commands.main([str(path), *asked, "--out", "here"]) == 0
+    assert capsys.readouterr().out == "[7, 9]\n[7]\n[7]\n[7, 9]\n[7, 9, 10, 11]\n"
+    with pytest.raises(ParameterError, match=r"--seeds 0: give how many seeds to run, at least 1"):
+        commands.main([str(path), "--seeds", "0"])
+
+
 def test_an_unknown_study_is_answered_with_those_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The names are listed; a file without `study` is no study."""
     with pytest.raises(ParameterError, match=r"no study 'nonsense'; studies here: .*demo"):
