@@ -99,7 +99,7 @@ class _Batch:
 
     def __init__(self, deferred: Deferred, arena: Arena, objective: Objective) -> None:
         self.deferred, self.arena, self.objective = deferred, arena, objective
-        self.results: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self.results: list[Tensor] = []  # what results look like
         nbytes = arena.rows["weights"].stride(0) * arena.rows["weights"].element_size()
         self.chunk = min(max(CACHE_NBYTES // nbytes, CHUNK[0]), CHUNK[1])
 

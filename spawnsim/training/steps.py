@@ -81,6 +81,8 @@ class _OfModel:
 
     def _require_unchanged(self, ready: dict[Any, Any]) -> None:
         """Refuse a function that refers to other values than at first: what was put off has kept the first."""
+        if getattr(self.function, "__closure__", None) is None:
+            return
         now = structure.references(self.function)
         first = ready.setdefault(structure.references, now)
         if any(a is not b for a, b in zip(first, now, strict=True)):
@@ -187,9 +189,10 @@ class TrainingStep(_OfModel):
             return outcome
         batch, slots = ready[key]
         for number, slot in slots:
-            slot.copy_(inputs[number].detach())
+            given = inputs[number]
+            slot.copy_(given.detach() if given.requires_grad else given)
         watch = _Run.of(deferred).watch
-        outs = [watch.result(*result) for result in batch.results]
+        outs = [watch.result(each) for each in batch.results]
         work = Put(rank, seat, batch, outs)
         work.settings, work.lr = settings, tuple(float(group["lr"]) for group in groups)
         seat.steps, seat.rank = 1, rank
@@ -282,7 +285,7 @@ class TrainingStep(_OfModel):
         if unused:
             return f"the loss does not depend on {unused}: exclude it from the optimizer"
         loss, more = as_outputs(outcome)
-        batch.results = [(each.shape, each.dtype, each.device) for each in (loss, *more)]
+        batch.results = [torch.empty_like(each.detach()) for each in (loss, *more)]
         batch.open(inputs)
         return batch
 
@@ -369,7 +372,7 @@ class Evaluation(_OfModel):
         if isinstance(batch_or_why, str):
             return self._at_once(model, batch)
         watch = _Run.of(deferred).watch
-        outs = [watch.result(*result) for result in batch_or_why.results]
+        outs = [watch.result(each) for each in batch_or_why.results]
         work = Put(rank, seat, batch_or_why, outs)
         work.inputs = batch
         seat.pending += 1
@@ -399,7 +402,7 @@ class Evaluation(_OfModel):
         except Exception as error:  # noqa: BLE001 - vmap's refusals are of many classes
             return f"{type(error).__name__}: {error}"
         first, more = as_outputs(outcome)
-        batch.results = [(each.shape, each.dtype, each.device) for each in (first, *more)]
+        batch.results = [torch.empty_like(each.detach()) for each in (first, *more)]
         return batch
 
     @torch.no_grad()

@@ -73,9 +73,9 @@ class Watch:
         for tensor in tensors:
             tensor.__class__ = self.tensor
 
-    def result(self, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def result(self, like: Tensor) -> Tensor:
         """Return a tensor that is not known yet."""
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+        tensor = torch.empty_like(like)
         tensor.__class__ = self.tensor
         return tensor
 
