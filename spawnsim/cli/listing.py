@@ -55,8 +55,13 @@ def faults() -> Iterator[Line]:
 
 
 def policies() -> Iterator[Line]:
-    """Yield the policies."""
-    yield from _classes("spawnsim.policies", lambda name: name.endswith("Policy") or "Policympi4py" in name)
+    """Yield the policies, each with its paper."""
+    module = import_module("spawnsim.policies")
+    for name, summary in _classes(
+        "spawnsim.policies", lambda name: name.endswith("Policy") and name != "SpawnPolicy"
+    ):
+        paper = getattr(module, name).paper
+        yield name, f"{summary} [{paper}]" if paper else summary
 
 
 def workloads() -> Iterator[Line]:

@@ -1,8 +1,9 @@
 """Policies: when, who, from whom, how much, and how weights travel between ranks.
 
 Open this folder and see the policies: `average_all` (one collective), `selective` (asynchronous messages), `one_sided`
-(windows), `decentralized` (small groups that find each other), `asynchronous` (exchanges while training goes on) and
-`replay` (a recorded run's decisions). `base` is the call that they share. What they are made of: `rules` (pure
+(windows), `decentralized` (small groups that find each other), `asynchronous` (exchanges while training goes on),
+`outer_optimizer` (FedAvg to DiLoCo), `streaming` (its fragments and late rounds), `edit`, `noloco`, `easgd`, `sparta`,
+and `replay` (a recorded run's decisions). `base` is the call that they share. What they are made of: `rules` (pure
 decisions: neither communicator nor torch), `state` (a model as bytes: no communicator), `exchange` (all that a rank
 tells others), and `averaging` (groups, pairs and trees of ranks that average). Policies know `spawnsim.comm`, torch
 and numpy, and no backend.
@@ -15,17 +16,25 @@ from spawnsim.policies.average_all import AverageAllPolicy
 from spawnsim.policies.averaging import DecentralizedAverager
 from spawnsim.policies.base import SpawnPolicy
 from spawnsim.policies.decentralized import DecentralizedAveragingPolicy
+from spawnsim.policies.easgd import EASGDPolicy
+from spawnsim.policies.edit import EDiTPolicy
 from spawnsim.policies.exchange.coordinator import ExchangeOptions, Wiring
 from spawnsim.policies.exchange.group_mean import Consensus
 from spawnsim.policies.exchange.replacement import Renewal, Replacement
 from spawnsim.policies.exchange.window_set import WindowOptions, Windows
+from spawnsim.policies.noloco import NoLoCoPolicy
 from spawnsim.policies.one_sided import OneSidedSelectiveAveragingPolicy
+from spawnsim.policies.outer_optimizer import OuterOptimizerPolicy
 from spawnsim.policies.replay import ReplayPolicy, replay
 from spawnsim.policies.rules.cadence import Adaptive, Cadence, Deadline, Every, Fixed, When
 from spawnsim.policies.rules.donors import Best, ByMetric, Neighbours, Uniform
+from spawnsim.policies.rules.merging import OutlierFilter
 from spawnsim.policies.rules.selection import Expired, Report, Threshold, WorstRatio
 from spawnsim.policies.selective import AsyncSelectiveAveragingPolicy
+from spawnsim.policies.sparta import SPARTAPolicy
+from spawnsim.policies.state.difference_codecs import DCT, LowBit, TopK
 from spawnsim.policies.state.layout import StateScope, Travels, one_storage
+from spawnsim.policies.streaming import OneRoundLatePolicy, StreamingDiLoCoPolicy
 
 __all__ = [
     "Adaptive",
@@ -36,22 +45,33 @@ __all__ = [
     "ByMetric",
     "Cadence",
     "Consensus",
+    "DCT",
     "Deadline",
     "DecentralizedAverager",
     "DecentralizedAveragingPolicy",
+    "EASGDPolicy",
+    "EDiTPolicy",
     "Every",
     "ExchangeOptions",
     "Expired",
     "Fixed",
+    "LowBit",
     "Neighbours",
+    "NoLoCoPolicy",
+    "OneRoundLatePolicy",
     "OneSidedSelectiveAveragingPolicy",
+    "OuterOptimizerPolicy",
+    "OutlierFilter",
     "Renewal",
     "Replacement",
     "ReplayPolicy",
     "Report",
+    "SPARTAPolicy",
     "SpawnPolicy",
     "StateScope",
+    "StreamingDiLoCoPolicy",
     "Threshold",
+    "TopK",
     "Travels",
     "Uniform",
     "When",

@@ -200,6 +200,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
     """
 
     acts_in_every_call = True
+    paper = "arXiv 2107.01499"
 
     # fmt: off
     def __init__(

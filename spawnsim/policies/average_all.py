@@ -52,6 +52,8 @@ class AverageAllPolicy(SpawnPolicy):
             (Where a job does not survive this, `comm.capabilities().survives`, it ends instead.)
     """
 
+    paper = "arXiv 1805.09767"
+
     def __init__(
         self,
         average_every: int,

@@ -72,6 +72,7 @@ class SpawnPolicy:
     """
 
     acts_in_every_call: ClassVar[bool] = False
+    paper: ClassVar[str] = ""  # where the rule was published, for `spawnsim list policies`
 
     def __init__(
         self,

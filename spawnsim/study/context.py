@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from spawnsim.plots.experiments import read
 from spawnsim.run import Run
-from spawnsim.study import sweeping
+from spawnsim.study import claims, sweeping
 from spawnsim.study.store import Cell, Cost, Scalar, Store, grid
 
 if TYPE_CHECKING:
@@ -146,6 +146,25 @@ class Context:
         paths = save(figure, self.out / stem)
         self.say(f"figure: {paths[0]}")
         return paths
+
+    def claim(self, text: str, *, source: str, checks: Mapping[str, bool], found: str) -> str:
+        """Say what was found of a published claim, and keep it for the table of all (`spawnsim study claims`).
+
+        Args:
+            text: the claim, in one sentence.
+            source: where it was published.
+            checks: what was looked at → whether it is as claimed; the verdict follows.
+            found: the figures, and under which settings.
+
+        Returns:
+            The verdict: "holds", "holds in part" or "does not hold here".
+        """
+        missed = [name for name, held in checks.items() if not held]
+        found = found + (f" (not: {', '.join(missed)})" if missed else "")
+        told = claims.Claim(text, source, claims.verdict(checks), found, self.name)
+        claims.write(self.out, told)
+        self.say(f"{told.verdict}: {text}: {found}")
+        return told.verdict
 
     def save_table(self, rows: Sequence[Mapping[str, object]], stem: str) -> Path:
         """Write rows as JSON into the study's folder.

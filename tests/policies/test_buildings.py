@@ -27,6 +27,16 @@ SYNCHRONOUS = (
     "average-poisoned-momentum-optimizer@three",
     "average-equal@three",
     "neighbours",
+    "outer-diloco",
+    "outer-diloco@three",
+    "outer-sparseloco",
+    "outer-demo",
+    "outer-streaming",
+    "outer-eager",
+    "outer-noloco@three",
+    "outer-easgd",
+    "outer-edit",
+    "outer-sparta",
 )
 JUDGED = ("worst-rising", "worst-falling")
 ASYNCHRONOUS = (

@@ -15,7 +15,18 @@ from spawnsim import (
     DecentralizedAverager,
     DecentralizedAveragingPolicy,
 )
-from spawnsim.policies import OneSidedSelectiveAveragingPolicy, StateScope, WindowOptions
+from spawnsim.policies import (
+    EASGDPolicy,
+    EDiTPolicy,
+    NoLoCoPolicy,
+    OneRoundLatePolicy,
+    OneSidedSelectiveAveragingPolicy,
+    OuterOptimizerPolicy,
+    SPARTAPolicy,
+    StateScope,
+    StreamingDiLoCoPolicy,
+    WindowOptions,
+)
 
 COPY, MEAN = StateScope(optimizer_state="copy"), StateScope(optimizer_state="average")
 POLICIES = {
@@ -47,6 +58,14 @@ POLICIES = {
         compression="uniform8",
         windows=WindowOptions(layout="per_parameter"),
     ),
+    "outer": lambda build: OuterOptimizerPolicy.diloco(2),
+    "outer, sparse": lambda build: OuterOptimizerPolicy.sparseloco(2),
+    "outer, streaming": lambda build: StreamingDiLoCoPolicy(4, fragments=2),
+    "outer, late": lambda build: OneRoundLatePolicy(4, fragments=2),
+    "outer, pairs": lambda build: NoLoCoPolicy(2),
+    "outer, springs": lambda build: EASGDPolicy(2),
+    "outer, blocks": lambda build: EDiTPolicy(2),
+    "outer, few": lambda build: SPARTAPolicy(),
     "groups": lambda build: DecentralizedAveragingPolicy(average_every=3, target_group_size=4),
     "clock": lambda build: AsyncModelAveragePolicy(sync_interval_ms=30),
     "clock, ring": lambda build: AsyncModelAveragePolicy(sync_interval_ms=30, peer_selection_mode="ring"),

@@ -6,6 +6,7 @@ shows two numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -14,8 +15,15 @@ import torch
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
+    EASGDPolicy,
+    EDiTPolicy,
+    NoLoCoPolicy,
+    OneRoundLatePolicy,
     OneSidedSelectiveAveragingPolicy,
+    OuterOptimizerPolicy,
+    SPARTAPolicy,
     SpawnPolicy,
+    StreamingDiLoCoPolicy,
     Windows,
 )
 
@@ -24,9 +32,21 @@ MODES = ("worst_ratio", "threshold", "age")
 FRESH = 2.5  # what a model builder's models are made of
 ENOUGH = 400  # iterations in which a replacement must have happened
 
+OUTER: dict[str, Callable[[], SpawnPolicy]] = {
+    "diloco": lambda: OuterOptimizerPolicy.diloco(2),
+    "sparseloco": lambda: OuterOptimizerPolicy.sparseloco(2),
+    "streaming": lambda: StreamingDiLoCoPolicy(4, fragments=2, fragmenter="greedy"),
+    "late": lambda: OneRoundLatePolicy(2),
+    "noloco": lambda: NoLoCoPolicy(2),
+    "easgd": lambda: EASGDPolicy(2),
+    "edit": lambda: EDiTPolicy(2),
+    "edit by the clock": lambda: EDiTPolicy(every_s=0.005),
+    "sparta": lambda: SPARTAPolicy(2),
+}
 Case = tuple[str, str, str]
 CASES: tuple[Case, ...] = (
     ("average", "mean", "none"),
+    *((name, "outer", "none") for name in OUTER),
     *product(("selective", "flat", "per_parameter"), STRATEGIES, MODES),
 )
 
@@ -52,6 +72,8 @@ def policy_of(case: Case, comm: Any) -> SpawnPolicy:
     name, strategy, mode = case
     if name == "average":
         return AverageAllPolicy(2)
+    if name in OUTER:
+        return OUTER[name]()
     how: dict[str, Any] = {
         "averaging_strategy": strategy,
         "replacement_mode": mode,

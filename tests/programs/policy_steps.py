@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,15 @@ import torch
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
+    EASGDPolicy,
+    EDiTPolicy,
+    NoLoCoPolicy,
+    OneRoundLatePolicy,
     OneSidedSelectiveAveragingPolicy,
+    OuterOptimizerPolicy,
+    SPARTAPolicy,
     SpawnPolicy,
+    StreamingDiLoCoPolicy,
     Travels,
     Windows,
     Wiring,
@@ -51,6 +59,19 @@ def build(comm: Any, large: int = 30_000) -> tuple[Model, torch.optim.Optimizer]
     return model, torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
 
 
+OUTER: dict[str, Callable[[], SpawnPolicy]] = {
+    "diloco": lambda: OuterOptimizerPolicy.diloco(3),
+    "sparseloco": lambda: OuterOptimizerPolicy.sparseloco(3),
+    "demo": lambda: OuterOptimizerPolicy.demo(0.01),
+    "streaming": lambda: StreamingDiLoCoPolicy(6, fragments=2, overlap=2),
+    "eager": lambda: OneRoundLatePolicy.eager(3, compression="float16"),
+    "noloco": lambda: NoLoCoPolicy(3),
+    "easgd": lambda: EASGDPolicy(3),
+    "edit": lambda: EDiTPolicy(3),
+    "sparta": lambda: SPARTAPolicy(3),
+}
+
+
 def policy_for(name: str, comm: Any, events: str) -> SpawnPolicy:
     """Return the policy of a name."""
     builder = lambda: build(comm)  # noqa: E731
@@ -61,6 +82,8 @@ def policy_for(name: str, comm: Any, events: str) -> SpawnPolicy:
         example = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "examples" / "neighbours.py"))
         own: SpawnPolicy = example["NeighbourAveragingPolicy"](3)
         return own
+    if name.startswith("outer-"):
+        return OUTER[name.removeprefix("outer-")]()
     if name.startswith("average"):
         state = "average" if "optimizer" in name else "keep"
         momentum = 0.25 if "momentum" in name else 0.0

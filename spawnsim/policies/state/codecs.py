@@ -2,8 +2,8 @@
 
 A codec is any object with `nbytes_per_value`, `encode(values) -> bytes` and `decode(bytes, count) -> float32 values`.
 Encoding is deterministic, and a vector of equal values comes back exactly (zeros above all: peers that agree send each
-other deltas of zero). Vectors that are not all finite travel as they are: see `pack`. Pure functions of numpy arrays
-and of descriptions of tensors.
+other deltas of zero). Vectors that are not all finite travel as they are: see `pack`. Codecs that leave values
+out are for differences alone: `difference_codecs`. Pure functions of numpy arrays and of descriptions of tensors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NoCompression:
     nbytes_per_value: float = 4.0
 
     def encode(self, values: Floats) -> Bytes:
-        return _bytes(values)
+        return as_bytes(values)
 
     def decode(self, body: Bytes, count: int) -> Float32s:
         return body.view(np.float32)[:count]
@@ -60,7 +60,7 @@ class Float16:
     nbytes_per_value: float = 2.0
 
     def encode(self, values: Floats) -> Bytes:
-        return _bytes(np.clip(values, -65504, 65504).astype(np.float16))
+        return as_bytes(np.clip(values, -65504, 65504).astype(np.float16))
 
     def decode(self, body: Bytes, count: int) -> Float32s:
         return body.view(np.float16)[:count].astype(np.float32)
@@ -76,7 +76,7 @@ class Scaled16Bit:
         mean, std = _moments(values)
         # Equal values have no deviation: a division by 0 would make NaN of vectors that should come back exactly.
         scaled = np.zeros(values.size) if std == 0 else (values.astype(np.float64) - mean) / std
-        return np.concatenate([_bytes(np.asarray([mean, std])), _bytes(scaled.astype(np.float16))])
+        return np.concatenate([as_bytes(np.asarray([mean, std])), as_bytes(scaled.astype(np.float16))])
 
     def decode(self, body: Bytes, count: int) -> Float32s:
         mean, std = body[:16].view(np.float64)
@@ -134,14 +134,12 @@ class Blockwise8Bit:
             raise ParameterError(f"block={self.block!r}: give a whole number of at least 1")
 
     def encode(self, values: Floats) -> Bytes:
-        blocks = -(-values.size // self.block)
-        padded = np.zeros((blocks, self.block))
-        padded.reshape(-1)[: values.size] = values
+        padded = chunked(values, self.block)
         # Padded with zeros, which never are a block's largest magnitude.
         largest = np.abs(padded).max(axis=1)
         scaled = padded * (127 / np.where(largest > 0, largest, 1))[:, None]
         codes = np.rint(scaled).astype(np.int8).reshape(-1)[: values.size]
-        return np.concatenate([_bytes(largest), codes.view(np.uint8)])
+        return np.concatenate([as_bytes(largest), codes.view(np.uint8)])
 
     def decode(self, body: Bytes, count: int) -> Float32s:
         blocks = -(-count // self.block)
@@ -173,12 +171,9 @@ def pack(codec: Codec, values: Floats) -> tuple[bool, Bytes]:
     """Return (raw, bytes): compressed, or as they are where that is not smaller or a value is not finite."""
     # Codecs scale by means and maxima, which one NaN would carry to all values.
     if isinstance(codec, NoCompression) or not np.isfinite(values).all():
-        return True, _bytes(values)
-    if is_phantom(values):
-        packed: Any = PhantomArray(encoded_nbytes(codec, values.size), np.uint8)
-    else:
-        packed = codec.encode(values)
-    return (False, packed) if packed.size < values.nbytes else (True, _bytes(values))
+        return True, as_bytes(values)
+    packed = phantom_bytes(codec, values.size) if is_phantom(values) else codec.encode(values)
+    return (False, packed) if packed.size < values.nbytes else (True, as_bytes(values))
 
 
 def unpack(codec: Codec, body: Bytes, *, raw: bool, dtype: np.dtype[Any], count: int) -> Floats:
@@ -195,6 +190,11 @@ def unpack(codec: Codec, body: Bytes, *, raw: bool, dtype: np.dtype[Any], count:
     return values.astype(dtype, copy=False)
 
 
+def phantom_bytes(codec: Codec, count: int) -> Any:
+    """Return what a codec makes of a vector without data."""
+    return PhantomArray(encoded_nbytes(codec, count), np.uint8)
+
+
 def encoded_nbytes(codec: Any, count: int) -> int:
     """Return how many bytes a codec makes of so many values, whatever they are."""
     return _encoded_nbytes(codec, count)
@@ -205,10 +205,18 @@ def _encoded_nbytes(codec: Any, count: int) -> int:
     return int(codec.encode(np.zeros(count, np.float32)).nbytes)
 
 
-def _bytes(values: NDArray[Any]) -> Bytes:
+def as_bytes(values: NDArray[Any]) -> Bytes:
+    """Return the memory of an array, in its order, as bytes."""
     if is_phantom(values):
         return values.view(np.uint8)
     return np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+
+
+def chunked(values: Floats, chunk: int) -> NDArray[np.float64]:
+    """Return a vector as rows of `chunk` values, filled up with zeros."""
+    rows = np.zeros((-(-values.size // chunk), chunk))
+    rows.reshape(-1)[: values.size] = values
+    return rows
 
 
 def _moments(values: Floats) -> tuple[float, float]:
@@ -223,7 +231,7 @@ def _with_codebook(codes: Bytes, values: Floats) -> Bytes:
     """Return 256 bucket means and a code per value."""
     filled = np.bincount(codes, minlength=256)
     book = np.bincount(codes, weights=values, minlength=256) / np.maximum(filled, 1)
-    return np.concatenate([_bytes(book.astype(np.float32)), codes])
+    return np.concatenate([as_bytes(book.astype(np.float32)), codes])
 
 
 def _from_codebook(body: Bytes, count: int) -> Float32s:

@@ -1,0 +1,159 @@
+"""`EDiTPolicy`: block by block, ranks that have moved far count little; every H steps, or by the clock (A-EDiT).
+
+Source: Cheng et al. 2024, EDiT (arXiv 2412.07210), and its reference implementation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from spawnsim.comm import Comm
+from spawnsim.errors import ParameterError, WorldError
+from spawnsim.policies.base import Info
+from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
+from spawnsim.policies.rules.merging import OutlierFilter, clip_scale, norm_softmax
+from spawnsim.policies.state.layout import assign
+from spawnsim.policies.state.outer import Fragment, OuterSGD
+
+PATIENCE = 10  # intervals for which a rank that has ended waits for the next round of the others
+
+
+class EDiTPolicy(GlobalWeightsPolicy):
+    """EDiT: Θ moves by Σ w_m·Δ_m with w = softmax(−‖Δ_m‖) for each block of the model, outliers left out.
+
+    A block whose norm is an outlier among those of its own rank weighs nothing in that round; where all are outliers,
+    it goes back to Θ. What is merged is clipped in norm; then the outer optimizer, Nesterov's.
+
+    By the clock (A-EDiT) a round is due `every_s` seconds after the last one, whatever a rank's iteration: fast ranks
+    take more steps, nobody waits longer than a step of the slowest. A rank whose training is over goes on with the
+    rounds in `shutdown`, without a part in them, until all have come there; each wait there ends after ten intervals.
+
+    Args:
+        average_every: H, iterations from one round to the next.
+        every_s: seconds of `comm.clock` between rounds, in place of `average_every`; None counts iterations.
+        lr: the outer learning rate.
+        momentum: the outer momentum.
+        clip: the largest norm of a block's merged difference, above 0.
+        outliers: makes what judges the norms of a block; see `rules.merging.OutlierFilter`.
+        how: `compression`, `feedback`, `travels`, `timing` as in `GlobalWeightsPolicy`.
+
+    Raises:
+        ParameterError: an argument is out of range.
+        MismatchError: when a group meets, on every rank, if models or arguments differ.
+        Timeout: if the group does not meet within `comm.clock.deadline`; this rank's model is then unchanged.
+    """
+
+    paper = "arXiv 2412.07210"
+
+    def __init__(
+        self,
+        average_every: int = 10,
+        *,
+        every_s: float | None = None,
+        lr: float = 0.7,
+        momentum: float = 0.8,
+        clip: float = 10.0,
+        outliers: Callable[[], OutlierFilter] = OutlierFilter,
+        **how: Any,
+    ) -> None:
+        super().__init__(average_every, rule=OuterSGD(lr, momentum), fragments=0, **how)
+        if not (clip > 0 and (every_s is None or every_s > 0)):
+            raise ParameterError(f"clip={clip!r}, every_s={every_s!r}: give numbers above 0")
+        self.every_s, self.clip = every_s, clip
+        self.num_outliers = 0
+        self._outliers, self._filters = outliers, list[OutlierFilter]()
+        self._next_s, self._ended = math.inf, False
+
+    def _join(self, comm: Comm, model: torch.nn.Module) -> None:
+        super()._join(comm, model)
+        self._filters = self._filters or [self._outliers() for _ in self._group_of.fragments]
+        self._set_alarm(comm)
+
+    def _set_alarm(self, comm: Comm) -> None:
+        if self.every_s is not None:
+            self._next_s = comm.clock.now() + self.every_s
+
+    def wanted(self, iteration: int) -> bool:
+        if self.every_s is None:
+            return self.due(iteration)
+        comm = self._group_of.comm
+        # Not by iterations: each rank has its own, and the k-th round of one is the k-th of all.
+        return comm is not None and comm.clock.now() >= self._next_s
+
+    def turn(
+        self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
+    ) -> int:
+        group = self._group_of
+        live = group.live(model)
+        broken = [fragment.read_difference(live) for fragment in group.fragments]
+        nbytes = self._merge([self._judged(place, count) for place, count in enumerate(broken)])
+        for fragment in group.fragments:
+            assign(live, fragment.weights.tensors())
+        self.stepped(iteration, info, nbytes)
+        assert group.comm is not None
+        self._set_alarm(group.comm)
+        return sum(broken)
+
+    def _judged(self, place: int, broken: int) -> float:
+        """Return the norm of a block's difference; infinity for one that is to count nothing."""
+        if broken:
+            return math.inf
+        norm = self._group_of.fragments[place].delta.norm()
+        if self._filters[place].is_outlier(norm):
+            self.num_outliers += 1
+            assert self._group_of.comm is not None
+            self._group_of.comm.record.event("outlier", block=place, norm=norm)
+            return math.inf
+        self._filters[place].see(norm)
+        return norm
+
+    def _merge(self, norms: list[float] | None) -> int:
+        """Move the global weights; None: this rank has nothing to give. Return the bytes sent, 0 if all have ended."""
+        group = self._group_of
+        assert group.comm is not None
+        size, rank = group.comm.Get_size(), group.comm.Get_rank()
+        mine = np.array([*(norms or [math.inf] * len(group.fragments)), norms is None], np.float64)
+        rows = np.empty((size, len(mine)))
+        group.comm.Allgather(mine, rows)
+        if rows[:, -1].all():
+            return 0
+        nbytes = mine.nbytes
+        for place, fragment in enumerate(group.fragments):
+            weights = norm_softmax(rows[:, place].tolist())
+            for row in fragment.delta.rows:
+                # The mean over the group divides by its size.
+                row.mul_(float(weights[rank]) * size)
+            mean = group.mean(place, fragment.delta)
+            mean.wait()
+            nbytes += mean.nbytes
+            if weights.any():
+                self._step(fragment)
+        return nbytes
+
+    def _step(self, fragment: Fragment) -> None:
+        scale = clip_scale(fragment.delta.norm(), self.clip)
+        for row in fragment.delta.rows:
+            row.mul_(scale)
+        self.rule.step(fragment.weights.rows, fragment.momentum.rows, fragment.delta.rows)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Outer steps, healed rounds, and blocks of this rank that were outliers."""
+        return {**super().stats, "num_outliers": self.num_outliers}
+
+    def shutdown(self) -> None:
+        """Go on with the others' rounds until all have ended, if rounds are by the clock. May be called twice."""
+        super().shutdown()
+        comm = self._group_of.comm
+        if self.every_s is None or comm is None or self._ended:
+            return
+        self._ended = True
+        with suppress(WorldError), comm.clock.deadline(PATIENCE * self.every_s):
+            while self._merge(None):
+                pass

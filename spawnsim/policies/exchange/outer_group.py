@@ -1,0 +1,225 @@
+"""One rank's place in a group with global weights: how such a group comes together, and its means of differences.
+
+A group meets when a policy is first called with its communicator: at the beginning, after deaths, when ranks join. Who
+has taken the most outer steps (the lowest such rank) gives its whole model, global weights and momentum to all that
+have taken fewer. So ranks begin with one model, a rank that comes later gets everything, and a death in the middle of a
+round leaves no two ranks with different global weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from spawnsim.comm import IN_PLACE, Comm
+from spawnsim.comm.deferred import WAITING, settle
+from spawnsim.errors import MismatchError, ParameterError
+from spawnsim.phantoms import PhantomArray
+from spawnsim.policies.exchange.group_mean import check_same
+from spawnsim.policies.rules.merging import Fragmenter, blocks
+from spawnsim.policies.state.arithmetic import CPU, META, as_memory, new_buffer, new_memory, phantom_memory
+from spawnsim.policies.state.difference_codecs import ErrorFeedback
+from spawnsim.policies.state.layout import Collector, Layout, StateScope, Tensors, assign, digest_of
+from spawnsim.policies.state.outer import FlatFloats, Fragment
+from spawnsim.policies.state.snapshot import device_of, laid_out, lay_out
+
+Split = Callable[[Tensors], list[Tensors]]
+NEVER = -1  # outer steps of a rank that has met no group, and the iteration of its last round
+
+
+class Mean:
+    """The mean over a group of each rank's vectors, in place; on its way until `wait`.
+
+    Uncompressed vectors are summed by one Allreduce per dtype. Encoded ones are gathered, since sums of codes are no
+    codes, decoded and summed in the order of ranks.
+
+    Args:
+        comm: the group.
+        vectors: this rank's, all finite; from `wait` on the mean.
+        feedback: encodes them; None sends them as they are.
+        key: what they are to `feedback`.
+        later: begin, and let the rank go on; else `wait` begins, too, and training stands still.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        vectors: FlatFloats,
+        feedback: ErrorFeedback | None = None,
+        *,
+        key: Any = 0,
+        later: bool = False,
+    ) -> None:
+        self._comm, self._vectors, self._feedback, self._key = comm, vectors, feedback, key
+        self._requests: list[Any] = []
+        self._rooms: list[Any] = []
+        self.nbytes = 0
+        anyone: Any = comm  # Iallgather is MPI's; `Comm` lists what every backend has
+        for number, row in enumerate(vectors.rows):
+            if feedback is None:
+                call = comm.Iallreduce if later else comm.Allreduce
+                request = call(IN_PLACE, as_memory(row))
+                self.nbytes += row.nbytes
+            else:
+                body = feedback.encode((key, number), _array(row))
+                make = phantom_memory if vectors.device == META else new_memory
+                self._rooms.append(make(comm.Get_size() * body.nbytes))
+                call = anyone.Iallgather if later else anyone.Allgather
+                request = call(body, self._rooms[-1])
+                self.nbytes += self._rooms[-1].nbytes
+            self._requests += [request] if later else []
+
+    def wait(self) -> None:
+        """Wait until the mean is there.
+
+        Raises:
+            RankFailed, Revoked, Timeout: the group did not come to its end; the vectors are spoilt.
+        """
+        for request in self._requests:
+            request.Wait()
+        size = self._comm.Get_size()
+        for number, row in enumerate(self._vectors.rows):
+            if self._feedback is not None:
+                self._decode(row, self._rooms[number], size)
+                self._feedback.commit((self._key, number))
+            row.div_(size)
+
+    def _decode(self, row: torch.Tensor, room: Any, size: int) -> None:
+        assert self._feedback is not None
+        row.zero_()
+        if row.device == META:
+            return
+        for body in room.reshape(size, -1):
+            row.add_(torch.from_numpy(self._feedback.codec.decode(body, row.numel())))
+
+
+def _array(row: torch.Tensor) -> Any:
+    if row.device == META:
+        return PhantomArray(row.numel(), str(row.dtype).removeprefix("torch."))
+    return row.numpy()
+
+
+class OuterGroup:
+    """The global weights of one rank's group, in fragments, and how often they have moved.
+
+    Args:
+        split: the tensors of each fragment, of those that travel.
+        travels: which tensors have global weights, of those that are floating-point.
+        settings: a text that must be the same on all ranks.
+        feedback: encodes differences.
+
+    Attributes:
+        comm: the communicator of the group that met last.
+        steps: outer steps of this rank's global weights; `NEVER` before the first meeting.
+        last: the iteration of this rank's last round.
+    """
+
+    def __init__(
+        self, split: Split, travels: StateScope, settings: str, feedback: ErrorFeedback | None = None
+    ) -> None:
+        self._split, self._settings, self.feedback = split, settings, feedback
+        self._collect = Collector(travels)
+        self.comm: Comm | None = None
+        self.fragments: list[Fragment] = []
+        self.steps, self.last = NEVER, NEVER
+
+    def live(self, model: torch.nn.Module) -> Tensors:
+        """Return the model's tensors that have global weights."""
+        if WAITING:
+            settle()
+        found = {name: each for name, each in self._collect(model, None).items() if each.is_floating_point()}
+        if not found:
+            raise ParameterError("the model has no floating-point parameters: there is nothing to average")
+        return found
+
+    def meet(self, comm: Comm, model: torch.nn.Module, *, newcomers_only: bool = False) -> None:
+        """Come together on a communicator: agree on the settings, and bring those up to date who are behind.
+
+        Args:
+            comm: the group; collective.
+            model: of this rank; taken over from the group's donor if this rank is behind.
+            newcomers_only: ranks that have fewer outer steps are behind only if they have none at all.
+
+        Raises:
+            MismatchError: on all ranks, if models or settings differ.
+        """
+        rows = np.empty((comm.Get_size(), 3), np.int64)
+        digest = digest_of(self._settings.encode()) >> 1
+        comm.Allgather(np.array([self.steps, self.last, digest], np.int64), rows)
+        _check_settings(comm, rows[:, 2], self._settings)
+        check_same(comm, Layout.of(Collector(StateScope())(model, None)), guard=False)
+        donor = int(np.argmax(rows[:, 0]))
+        least = int(rows[donor, 0]) if not newcomers_only else min(int(rows[donor, 0]), 0)
+        behind = rows[:, 0] < least if rows[donor, 0] > NEVER else np.ones(len(rows), bool)
+        if behind.any():
+            self._update(comm, model, donor, bool(behind[comm.Get_rank()]), fresh=rows[donor, 0] == NEVER)
+        if behind[comm.Get_rank()]:
+            self.steps, self.last = max(int(rows[donor, 0]), 0), int(rows[donor, 1])
+        self.comm = comm
+
+    def _update(self, comm: Comm, model: torch.nn.Module, donor: int, behind: bool, *, fresh: bool) -> None:
+        """Give the donor's model, global weights and momentum to those that are behind."""
+        everything = Collector(StateScope())(model, None)
+        _broadcast(comm, everything, donor, take=behind)
+        if not self.fragments:
+            self.fragments = [Fragment(part) for part in self._split(self.live(model))]
+        if fresh:
+            return
+        live = self.live(model)
+        for fragment in self.fragments:
+            for vectors in (fragment.weights, fragment.momentum):
+                memory = vectors.memory if behind or comm.Get_rank() == donor else vectors.zeros().memory
+                comm.Bcast(as_memory(memory), donor)
+            if behind:
+                assign(live, fragment.weights.tensors())
+
+    def mean(self, place: int, vectors: FlatFloats, *, later: bool = False) -> Mean:
+        """Begin to take the mean of a fragment's vectors over the group; see `Mean`."""
+        assert self.comm is not None
+        return Mean(self.comm, vectors, self.feedback, key=place, later=later)
+
+    def stepped(self, iteration: int) -> None:
+        """Take note of an outer step of all fragments, or of one."""
+        self.steps, self.last = self.steps + 1, iteration
+
+
+def _broadcast(comm: Comm, live: Tensors, donor: int, *, take: bool) -> None:
+    """Give the donor's tensors to those that take them."""
+    layout, device = Layout.of(live), device_of(live)
+    memory = new_buffer(layout.nbytes, torch.uint8, META if device == META else CPU)
+    lay_out(layout, memory, live, device)
+    comm.Bcast(as_memory(memory), donor)
+    if take:
+        assign(live, laid_out(layout, memory, device))
+
+
+def _check_settings(comm: Comm, digests: Any, settings: str) -> None:
+    if (digests == digests[0]).all():
+        return
+    others = np.flatnonzero(digests != digests[0]).tolist()
+    texts = comm.allgather(settings)
+    raise MismatchError(
+        f"rank {comm.Get_rank()}: the policies of this group differ: {texts[0]} on rank 0, {texts[others[0]]} on ranks "
+        f"{others}; give all ranks the same arguments"
+    )
+
+
+def fragments_of(count: int, fragmenter: Fragmenter, live: Tensors) -> list[Tensors]:
+    """Return the tensors of each of `count` fragments (0: as many as there are blocks), cut by a fragmenter."""
+    names = list(live)
+    # Without what kind of tensor it is: blocks are told apart by a module's name.
+    short = [name.partition("/")[2] for name in names]
+    sizes = [live[name].numel() for name in names]
+    cut = (
+        fragmenter(short, sizes, count)
+        if count > 1
+        else blocks(short)
+        if count == 0
+        else [[*range(len(names))]]
+    )
+    if sorted(place for part in cut for place in part) != [*range(len(names))] or not all(cut):
+        raise ParameterError("fragmenter: put each tensor into exactly one fragment, and leave none empty")
+    return [{names[place]: live[names[place]] for place in part} for part in cut]

@@ -1,0 +1,112 @@
+"""`NoLoCoPolicy`: outer steps in random pairs, with momentum towards each other's weights; no collective at all.
+
+Source: Kolehmainen et al. 2025, NoLoCo (arXiv 2506.10911). Its published code runs heavy ball.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spawnsim.comm import Comm
+from spawnsim.errors import ParameterError
+from spawnsim.policies.base import Info
+from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
+from spawnsim.policies.state.arithmetic import as_memory
+from spawnsim.policies.state.layout import assign
+from spawnsim.policies.state.outer import FlatFloats, Fragment, OuterSGD
+from spawnsim.random import WORLD, generator
+
+
+def partner_of(rank: int, size: int, seed: int, iteration: int) -> int:
+    """Return with whom a rank is paired in an iteration; with itself if the number of ranks is odd and it is left.
+
+    All ranks draw the same permutation and pair its neighbours, so nothing is agreed on by messages.
+
+    >>> pairs = [partner_of(rank, 11, seed=7, iteration=50) for rank in range(11)]
+    >>> all(pairs[pairs[rank]] == rank for rank in range(11)), sum(pairs[rank] == rank for rank in range(11))
+    (True, 1)
+    """
+    order = generator(seed, WORLD, f"pairs {iteration}").permutation(size).tolist()
+    place = order.index(rank)
+    return int(order[place ^ 1] if place ^ 1 < size else rank)
+
+
+class NoLoCoPolicy(GlobalWeightsPolicy):
+    """NoLoCo: each rank keeps slow weights φ of its own, and makes its outer step with one random partner.
+
+    With means over the pair: m ← momentum·m + lr·mean(θ − φ) + pull·(mean(φ) − φ), φ ← φ + m, θ ← φ. A rank waits for
+    its partner alone. Ranks begin with the model of the lowest rank; where their number is odd, one is its own partner.
+
+    Args:
+        average_every: H, iterations from one round to the next.
+        lr: η, the outer learning rate.
+        momentum: μ, from 0 to below 1.
+        pull: γ, how strongly the slow weights of a pair draw near; None: as `lr`.
+        tag: of the messages; two policies at once need two.
+        how: `travels`, `cadence`, `timing` as in `GlobalWeightsPolicy`.
+
+    Raises:
+        ParameterError: an argument is out of range.
+        MismatchError: when a group meets, on every rank, if models or arguments differ.
+        Timeout: if the partner does not come within `comm.clock.deadline`; this rank's model is then unchanged.
+    """
+
+    paper = "arXiv 2506.10911"
+    newcomers_only = True
+
+    def __init__(
+        self,
+        average_every: int = 50,
+        *,
+        lr: float = 0.7,
+        momentum: float = 0.5,
+        pull: float | None = None,
+        tag: int = 7401,
+        **how: Any,
+    ) -> None:
+        if {"compression", "feedback", "fragments", "fragmenter"} & set(how):
+            raise ParameterError("NoLoCoPolicy sends whole models as they are: no compression, no fragments")
+        super().__init__(average_every, rule=OuterSGD(lr, momentum, nesterov=False), **how)
+        self.pull, self.tag = lr if pull is None else float(pull), tag
+        self._theirs: list[FlatFloats] = []
+
+    def _join(self, comm: Comm, model: torch.nn.Module) -> None:
+        super()._join(comm, model)
+        (fragment,) = self._group_of.fragments
+        self._theirs = [fragment.weights.zeros(), fragment.weights.zeros()]
+
+    def turn(
+        self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
+    ) -> int:
+        group = self._group_of
+        assert group.comm is not None
+        comm, live = group.comm, group.live(model)
+        (fragment,) = group.fragments
+        healed = fragment.read_difference(live)
+        rank = comm.Get_rank()
+        partner = partner_of(rank, comm.Get_size(), comm.rng.key[0], iteration)
+        mine = [fragment.delta, fragment.weights]
+        if partner != rank:
+            requests = [comm.Irecv(as_memory(each.memory), partner, self.tag) for each in self._theirs]
+            requests += [comm.Isend(as_memory(each.memory), partner, self.tag) for each in mine]
+            for request in requests:
+                request.Wait()
+        self._move(fragment, self._theirs if partner != rank else mine)
+        assign(live, fragment.weights.tensors())
+        self.stepped(iteration, info, 4 * fragment.nbytes * (partner != rank))
+        info["donors"] = int(partner != rank)
+        return healed
+
+    def _move(self, fragment: Fragment, theirs: list[FlatFloats]) -> None:
+        """Move the slow weights; `theirs` are the partner's difference φ − θ, and its slow weights."""
+        rows = zip(
+            fragment.weights.rows, fragment.momentum.rows, fragment.delta.rows, *(each.rows for each in theirs),
+            strict=True,
+        )  # fmt: skip
+        for slow, momentum, delta, their_delta, their_slow in rows:
+            momentum.mul_(self.rule.momentum)
+            momentum.add_(delta + their_delta, alpha=-self.rule.lr / 2)
+            momentum.add_(their_slow - slow, alpha=self.pull / 2)
+            slow.add_(momentum)

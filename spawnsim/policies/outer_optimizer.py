@@ -1,0 +1,275 @@
+"""`OuterOptimizerPolicy`: an outer optimizer moves global weights by the mean of how far the ranks have moved.
+
+FedAvg, BMUF, SlowMo, DiLoCo and MuLoCo are constants of this rule; SparseLoCo and DeMo those of its compressed form.
+`exchange/outer_group.py` communicates, `state/outer.py` holds the rule.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Self
+
+import torch
+
+from spawnsim.comm import Comm
+from spawnsim.errors import ParameterError
+from spawnsim.policies.base import Info, SpawnPolicy
+from spawnsim.policies.exchange.outer_group import OuterGroup, fragments_of
+from spawnsim.policies.rules.cadence import Cadence, Every
+from spawnsim.policies.rules.merging import Fragmenter, as_fragmenter
+from spawnsim.policies.state.codecs import Codec, NoCompression, as_codec
+from spawnsim.policies.state.difference_codecs import DCT, ErrorFeedback, LowBit, TopK
+from spawnsim.policies.state.layout import (
+    ModelAndOptimizer,
+    StateScope,
+    assign,
+    reset_if_not_finite,
+    reset_optimizer,
+)
+from spawnsim.policies.state.outer import Fragment, OuterSGD
+from spawnsim.policies.state.snapshot import name_of
+
+
+class GlobalWeightsPolicy(SpawnPolicy):
+    """A policy whose ranks go on from global weights: what those policies share. Subclasses implement `turn`.
+
+    Floating-point parameters (and buffers, if `travels` says so) have global weights, complex ones as pairs; all other
+    tensors are each rank's own. In its first call, or in `attach`, every rank takes over the model of the lowest rank.
+
+    Args:
+        average_every: iterations from one round to the next.
+        rule: the outer optimizer.
+        fragments: into how many parts the model is cut, each with a turn of its own in `average_every` iterations;
+            0: one for each block, and all at once.
+        fragmenter: "strided", "sequential", "greedy", or a function: see `rules.merging`.
+        compression: how differences travel: the name of a codec, or a codec; None: uncompressed.
+        feedback: how much of what the codec left out is added to the next difference, from 0 to 1.
+        travels: which tensors have global weights. "reset" forgets the optimizer's state in each round.
+        cadence: when a round is due, in place of `average_every`; the same on all ranks.
+        timing: a dictionary to fill with durations in seconds, by step.
+
+    Raises:
+        ParameterError: an argument is out of range.
+        MismatchError: when a group meets, on every rank, if models or arguments differ.
+        Timeout: if the group does not meet within `comm.clock.deadline`; this rank's model is then unchanged.
+    """
+
+    acts_in_every_call = True
+    newcomers_only = False
+
+    def __init__(
+        self,
+        average_every: int,
+        *,
+        rule: OuterSGD,
+        fragments: int = 1,
+        fragmenter: str | Fragmenter = "strided",
+        compression: str | Codec | None = None,
+        feedback: float = 0.0,
+        travels: StateScope | None = None,
+        cadence: Cadence | None = None,
+        timing: dict[str, list[float]] | None = None,
+    ) -> None:
+        super().__init__(average_every, timing=timing)
+        if fragments != int(fragments) or fragments < 0 or (fragments and self.average_every % fragments):
+            raise ParameterError(
+                f"fragments={fragments!r}: give a whole number that divides average_every={average_every}"
+            )
+        if cadence is not None and fragments > 1:
+            raise ParameterError("cadence: fragments take turns at equal intervals; give average_every alone")
+        self.fragments, self.period = int(fragments), self.average_every // max(int(fragments), 1)
+        self.cadence = cadence if cadence is not None else Every(self.period)
+        self.rule, self.travels = rule, travels or StateScope(frozen=False, buffers=False)
+        if self.travels.with_optimizer:
+            raise ParameterError("optimizer_state: global weights have no optimizer of ranks; reset or keep")
+        cut, codec = as_fragmenter(fragmenter), as_codec(compression)
+        encodes = None if isinstance(codec, NoCompression) else ErrorFeedback(codec, feedback)
+        # The same text on all ranks: no addresses of objects.
+        how = f"{rule}, fragments={fragments} {getattr(cut, '__name__', '')}, {name_of(codec)}, feedback={feedback}"
+        settings = f"{type(self).__name__}(every {average_every}, {how})"
+        self._group_of = OuterGroup(
+            partial(fragments_of, self.fragments, cut), self.travels, settings, encodes
+        )
+        self.num_rounds = self.num_healed = 0
+
+    def attach(self, model: torch.nn.Module, group: Any) -> None:
+        """Begin before training, with the model as it is then; else the first call does it. Collective.
+
+        Args:
+            model: takes over the lowest rank's weights.
+            group: as in the policy's call.
+        """
+        self._join(self._bound(group), model)
+
+    def act(
+        self,
+        iteration: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        metric: float | None,
+        comm: Comm,
+        info: Info,
+    ) -> ModelAndOptimizer:
+        """Meet the group if it is new; take the policy's turn if there is anything to do."""
+        if self._group_of.comm is not comm:
+            self._join(comm, model)
+        if self.wanted(iteration):
+            began_s = comm.clock.now()
+            healed = self.turn(iteration, model, optimizer, info)
+            info["wait_s"] = comm.clock.now() - began_s
+            self.note("average", info["wait_s"])
+            if healed:
+                self._tell_healed(comm, healed, optimizer)
+            if info["averaged_this_iteration"] and self.travels.optimizer_state == "reset":
+                reset_optimizer(optimizer)
+        return model, optimizer
+
+    def _join(self, comm: Comm, model: torch.nn.Module) -> None:
+        self._group_of.meet(comm, model, newcomers_only=self.newcomers_only)
+
+    def wanted(self, iteration: int) -> bool:
+        """Return whether `turn` is to be called: for a round that is due, or other work of a subclass."""
+        return self.due(iteration)
+
+    def due(self, iteration: int) -> bool:
+        """Return whether a round is due; one that the group has been through is not gone through again."""
+        return self.cadence.due(iteration) and iteration > self._group_of.last
+
+    def place_at(self, iteration: int) -> int:
+        """Return which fragment has its turn in an iteration that is due."""
+        return (iteration // self.period - 1) % max(self.fragments, 1)
+
+    def turn(
+        self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
+    ) -> int:
+        """Do what is wanted; fill in `info`, and return how many of this rank's numbers were not finite."""
+        raise NotImplementedError(f"{type(self).__name__}: define turn()")
+
+    def stepped(self, iteration: int, info: Info, nbytes: int) -> None:
+        """Take note of an outer step that is done."""
+        group = self._group_of
+        assert group.comm is not None
+        group.stepped(iteration)
+        self.num_rounds += 1
+        info.update(
+            averaged_this_iteration=True, donors=group.comm.Get_size() - 1, bytes=info["bytes"] + nbytes
+        )
+
+    def _tell_healed(self, comm: Comm, numbers: int, optimizer: torch.optim.Optimizer) -> None:
+        self.num_healed += 1
+        comm.record.event("healed", numbers=numbers, lost=0)
+        reset_if_not_finite(optimizer)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Outer steps so far, and rounds to which this rank brought numbers that were not finite."""
+        return {"num_rounds": self.num_rounds, "num_healed": self.num_healed}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_rounds": self.num_rounds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.num_rounds = int(state["num_rounds"])
+
+
+class OuterOptimizerPolicy(GlobalWeightsPolicy):
+    """FedAvg, BMUF, SlowMo, DiLoCo, MuLoCo, SparseLoCo, DeMo: an outer optimizer on the mean movement of all ranks.
+
+    Every `average_every` iterations: Δ = mean of Θ − θ over the group; the outer optimizer takes Δ for its gradient and
+    moves Θ; every rank goes on from θ = Θ, with its own inner optimizer's state. Class methods give the published
+    constants. A rank that brings a number that is not finite has not moved there, gets the others', records an event
+    "healed", and forgets its optimizer's state if that is not finite either.
+
+    Args:
+        average_every: H, iterations from one outer step to the next. In iteration 0 (or in `attach`) ranks begin
+            together, with the model of the lowest rank.
+        lr: the outer learning rate.
+        momentum: the outer momentum.
+        nesterov: torch.optim.SGD's; else heavy ball.
+        sign: move each weight by lr and the sign of the outer gradient.
+        inner_lr: the outer optimizer sees Δ/γ and steps by lr·γ, γ being the inner optimizer's learning rate of the
+            moment (of its first group), as SlowMo has it. The same as without, while γ stays what it is.
+        how: `compression`, `feedback`, `travels`, `cadence`, `timing` as in `GlobalWeightsPolicy`.
+
+    Raises:
+        ParameterError: an argument is out of range.
+        MismatchError: when a group meets, on every rank, if models or arguments differ.
+        Timeout: if the group does not meet within `comm.clock.deadline`; this rank's model is then unchanged.
+    """
+
+    paper = "arXiv 1602.05629, 1910.00643, 2311.08105, 2505.23725"
+
+    def __init__(
+        self,
+        average_every: int,
+        *,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        sign: bool = False,
+        inner_lr: bool = False,
+        **how: Any,
+    ) -> None:
+        super().__init__(average_every, rule=OuterSGD(lr, momentum, nesterov, sign), **how)
+        self.inner_lr = inner_lr
+
+    def turn(
+        self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
+    ) -> int:
+        live = self._group_of.live(model)
+        (fragment,) = self._group_of.fragments
+        healed = fragment.read_difference(live)
+        mean = self._group_of.mean(0, fragment.delta)
+        mean.wait()
+        self._step(fragment, optimizer)
+        assign(live, fragment.weights.tensors())
+        self.stepped(iteration, info, mean.nbytes)
+        return healed
+
+    def _step(self, fragment: Fragment, optimizer: torch.optim.Optimizer) -> None:
+        scale = float(optimizer.param_groups[0]["lr"]) if self.inner_lr else 1.0
+        self.rule.step(fragment.weights.rows, fragment.momentum.rows, fragment.delta.rows, scale)
+
+    # ------------------------------------------------------------------------------------------ published constants
+    @classmethod
+    def fedavg(cls, average_every: int, **how: Any) -> Self:
+        """Return FedAvg among all ranks (McMahan et al. 2017): Θ ← the mean of θ."""
+        return cls(average_every, **{"lr": 1.0, "momentum": 0.0, "nesterov": False} | how)
+
+    @classmethod
+    def bmuf(cls, average_every: int, **how: Any) -> Self:
+        """Return blockwise model-update filtering (Chen and Huo 2016): heavy ball; they take momentum 1 − 1/ranks."""
+        return cls(average_every, **{"lr": 1.0, "momentum": 0.9, "nesterov": False} | how)
+
+    @classmethod
+    def slowmo(cls, average_every: int = 48, **how: Any) -> Self:
+        """Return SlowMo (Wang et al. 2020): u ← βu + Δ/γ, Θ ← Θ − αγu; lr is α, momentum β."""
+        constants = {"lr": 1.0, "momentum": 0.5, "nesterov": False, "inner_lr": True}
+        return cls(average_every, **constants | how)
+
+    @classmethod
+    def diloco(cls, average_every: int = 500, **how: Any) -> Self:
+        """Return DiLoCo (Douillard et al. 2023); its inner optimizer is AdamW."""
+        return cls(average_every, **{"lr": 0.7, "momentum": 0.9} | how)
+
+    @classmethod
+    def muloco(cls, average_every: int = 30, **how: Any) -> Self:
+        """Return MuLoCo (Thérien et al. 2025); its inner optimizer is Muon, such as torch.optim.Muon."""
+        return cls(average_every, **{"lr": 0.9, "momentum": 0.8} | how)
+
+    @classmethod
+    def sparseloco(cls, average_every: int = 30, **how: Any) -> Self:
+        """Return SparseLoCo (Sarfi et al. 2025): the 64 largest of 4,096 by 2 bits, feedback 0.95, plain outer SGD."""
+        sparse: dict[str, Any] = {"compression": TopK(4096, 64, LowBit(2)), "feedback": 0.95}
+        return cls(average_every, **{"lr": 0.4, "momentum": 0.0, "nesterov": False} | sparse | how)
+
+    @classmethod
+    def demo(cls, lr: float, *, chunk: int = 64, keep: int = 32, decay: float = 0.999, **how: Any) -> Self:
+        """Return DeMo (Peng et al. 2024): in every step the largest cosine coefficients of decaying momentum, signed.
+
+        The inner optimizer is plain SGD, and its learning rate does not matter: m ← decay·m + g, what is sent is
+        subtracted, Θ ← Θ − lr·sign(mean).
+        """
+        constants: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "sign": True, "feedback": decay}
+        return cls(1, lr=lr, compression=DCT(chunk, TopK(chunk, keep)), **constants | how)

@@ -1,0 +1,145 @@
+"""The outer level of training: global weights beside a model, the difference to them, and the step that it makes.
+
+A rank trains θ; Θ are the weights that its group last agreed on. The pseudo-gradient Δ = Θ − θ, averaged over the
+group, is to an outer optimizer what a gradient is to an inner one: Θ is what it moves. Vectors lie in main memory, half
+precision as float32, one flat row per dtype; on the meta device there are none. No communicator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from spawnsim.errors import ParameterError
+from spawnsim.policies.state.arithmetic import CPU, META, all_finite, new_buffer, sum_dtype
+from spawnsim.policies.state.layout import Entry, Layout, Tensors
+from spawnsim.policies.state.snapshot import device_of, laid_out, lay_out
+
+
+class FlatFloats:
+    """Vectors of the shapes of some tensors, at first all 0: `rows` to compute with, `memory` to send.
+
+    Args:
+        layout: names, shapes and dtypes (float32 or float64) of the tensors.
+        device: where the model's tensors lie; the meta device has no vectors, any other main memory.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device = CPU) -> None:
+        self.layout, self.device = layout, device
+        self.memory = new_buffer(layout.nbytes, torch.uint8, META if device == META else CPU).zero_()
+        self.rows: list[torch.Tensor] = list(layout.flat(self.memory).values())
+
+    @classmethod
+    def of(cls, live: Tensors) -> FlatFloats:
+        """Return a copy of floating-point tensors."""
+        entries = [Entry(name, sum_dtype(each.dtype), tuple(each.shape)) for name, each in live.items()]
+        found = cls(Layout(entries), device_of(live))
+        found.read(live)
+        return found
+
+    def zeros(self) -> FlatFloats:
+        """Return vectors of the same shapes, all 0."""
+        return FlatFloats(self.layout, self.device)
+
+    def read(self, live: Tensors) -> None:
+        """Take over the values of the tensors."""
+        lay_out(self.layout, self.memory, live, self.device)
+
+    def tensors(self) -> Tensors:
+        """Return the values by name, where the model's tensors lie; in main memory as views."""
+        return laid_out(self.layout, self.memory, self.device)
+
+    def set_difference(self, weights: FlatFloats) -> int:
+        """Replace these values by `weights` − these; 0 where one is not finite. Return how many are not."""
+        found = 0
+        for row, other in zip(self.rows, weights.rows, strict=True):
+            torch.sub(other, row, out=row)
+            if not all_finite(row):
+                found += int((~torch.isfinite(row)).sum())
+                row.nan_to_num_(0.0, 0.0, 0.0)
+        return found
+
+    def norm(self) -> float:
+        """Return the Euclidean norm of all values, summed in float64; 0 on the meta device."""
+        if self.device == META:
+            return 0.0
+        return math.sqrt(sum(float(row.double().square().sum()) for row in self.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class OuterSGD:
+    """The outer optimizer: torch.optim.SGD's rule on pseudo-gradients, or that of its sign.
+
+    buf ← momentum·buf + Δ/γ, then Θ ← Θ − lr·γ·d, with d = buf (heavy ball) or Δ/γ + momentum·buf (Nesterov); γ is 1
+    unless the caller says otherwise (SlowMo's inner learning rate).
+
+    Args:
+        lr: the outer learning rate, at least 0.
+        momentum: from 0 to below 1.
+        nesterov: look ahead.
+        sign: move each weight by the sign of d alone.
+        clip: the largest magnitude of a number of buf, above 0.
+
+    Raises:
+        ParameterError: an argument is out of range.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    sign: bool = False
+    clip: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (self.lr >= 0 and 0 <= self.momentum < 1 and self.clip > 0):
+            raise ParameterError(
+                f"outer lr={self.lr!r}, momentum={self.momentum!r}, clip={self.clip!r}: "
+                "give lr >= 0, 0 <= momentum < 1, clip > 0"
+            )
+
+    def step(
+        self,
+        weights: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        deltas: Sequence[torch.Tensor],
+        scale: float = 1.0,
+    ) -> None:
+        """Move the weights; momentum buffers, of the same shapes, begin as 0. `scale` is γ. Spoils the deltas."""
+        for weight, buffer, delta in zip(weights, buffers, deltas, strict=True):
+            if scale != 1:
+                delta.div_(scale)
+            buffer.mul_(self.momentum).add_(delta)
+            if self.clip < math.inf:
+                buffer.clamp_(-self.clip, self.clip)
+            towards = delta.add_(buffer, alpha=self.momentum) if self.nesterov else buffer
+            weight.add_(towards.sign() if self.sign else towards, alpha=-self.lr * scale)
+
+
+class Fragment:
+    """Global weights and outer momentum of some of a model's tensors, and a vector to work in.
+
+    Args:
+        live: the tensors, floating-point; their values are the first global weights.
+    """
+
+    def __init__(self, live: Tensors) -> None:
+        self.names = tuple(live)
+        self.weights = FlatFloats.of(live)
+        self.momentum, self.delta = self.weights.zeros(), self.weights.zeros()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of each of the vectors, gaps included."""
+        return self.weights.layout.nbytes
+
+    def part(self, live: Tensors) -> Tensors:
+        """Return this fragment's tensors of a model."""
+        return {name: live[name] for name in self.names}
+
+    def read_difference(self, live: Tensors) -> int:
+        """Set `delta` to Θ − θ; return how many numbers were not finite: they count as not moved."""
+        self.delta.read(self.part(live))
+        return self.delta.set_difference(self.weights)

@@ -1,0 +1,225 @@
+"""Outer steps while training goes on: `StreamingDiLoCoPolicy`, in fragments, and `OneRoundLatePolicy`, a round late.
+
+A fragment's difference is sent at its turn, and its mean is used some iterations later, or at its next turn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from typing import Any, Self
+
+import torch
+
+from spawnsim.comm import Comm
+from spawnsim.errors import ParameterError, WorldError
+from spawnsim.policies.base import Info
+from spawnsim.policies.exchange.outer_group import Mean
+from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
+from spawnsim.policies.state.codecs import Codec
+from spawnsim.policies.state.difference_codecs import LowBit
+from spawnsim.policies.state.layout import Tensors, assign
+from spawnsim.policies.state.outer import FlatFloats, Fragment, OuterSGD
+
+FOUR_BITS = LowBit(4)
+
+
+class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
+    """Streaming DiLoCo: fragments of the model take turns, and what they send is applied `overlap` iterations later.
+
+    Every `average_every`/`fragments` iterations the next fragment's Θ − θ is sent, in 4 bits a number.
+    `overlap` iterations later the outer optimizer moves that fragment's Θ by the mean, and θ ← blend·θ + (1 − blend)·Θ.
+    With one fragment, no overlap, no blend and no compression it is DiLoCo.
+
+    Args:
+        average_every: H, iterations in which each fragment has one turn; a multiple of `fragments`.
+        fragments: P.
+        overlap: τ, iterations from sending to using, less than `average_every`; 0 waits at once.
+        blend: α, the share of its own weights that a rank keeps, from 0 to 1.
+        lr: the outer learning rate.
+        momentum: the outer momentum, Nesterov's.
+        compression: how differences travel; None sends them as they are, by Allreduce.
+        how: `fragmenter`, `feedback`, `travels`, `timing` as in `GlobalWeightsPolicy`.
+
+    Raises:
+        ParameterError: an argument is out of range.
+        MismatchError: when a group meets, on every rank, if models or arguments differ.
+        Timeout: if a mean is not there within `comm.clock.deadline`; this rank's model is then unchanged.
+    """
+
+    paper = "arXiv 2501.18512"
+
+    def __init__(
+        self,
+        average_every: int = 100,
+        *,
+        fragments: int = 4,
+        overlap: int = 1,
+        blend: float = 0.5,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        compression: str | Codec | None = FOUR_BITS,
+        **how: Any,
+    ) -> None:
+        rule = OuterSGD(lr, momentum)
+        super().__init__(average_every, rule=rule, fragments=fragments, compression=compression, **how)
+        if not (overlap == int(overlap) and 0 <= overlap < average_every):
+            raise ParameterError(
+                f"overlap={overlap!r}: give whole iterations, from 0 to less than average_every={average_every}"
+            )
+        if not 0 <= blend <= 1:
+            raise ParameterError(f"blend={blend!r}: give a number from 0 to 1")
+        self.overlap, self.blend = int(overlap), float(blend)
+        self._under_way: deque[tuple[int, int, Mean]] = deque()  # place, iteration in which it was sent, mean
+
+    def _join(self, comm: Comm, model: torch.nn.Module) -> None:
+        self._under_way.clear()  # of a group that has ended: its global weights have not moved
+        super()._join(comm, model)
+
+    def wanted(self, iteration: int) -> bool:
+        return self._arrives(iteration) or self.due(iteration)
+
+    def _arrives(self, iteration: int) -> bool:
+        return bool(self._under_way) and iteration >= self._under_way[0][1] + self.overlap
+
+    def turn(
+        self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
+    ) -> int:
+        live, healed = self._group_of.live(model), 0
+        while self._arrives(iteration):
+            self._apply(live, info)
+        if self.due(iteration):
+            place = self.place_at(iteration)
+            fragment = self._group_of.fragments[place]
+            healed = fragment.read_difference(live)
+            mean = self._group_of.mean(place, fragment.delta, later=self.overlap > 0)
+            info["bytes"] += mean.nbytes
+            self._under_way.append((place, iteration, mean))
+        if not self.overlap:
+            self._apply(live, info)
+        return healed
+
+    def _apply(self, live: Tensors, info: Info) -> None:
+        place, sent_at, mean = self._under_way[0]
+        mean.wait()
+        self._under_way.popleft()
+        fragment = self._group_of.fragments[place]
+        self.rule.step(fragment.weights.rows, fragment.momentum.rows, fragment.delta.rows)
+        assign(live, self._blended(fragment, live))
+        self.stepped(sent_at, info, 0)
+        info["staleness"] = self.overlap
+
+    def _blended(self, fragment: Fragment, live: Tensors) -> Tensors:
+        if not self.blend:
+            return fragment.weights.tensors()
+        fragment.read_difference(live)  # what is not finite here takes the global value
+        for delta, weight in zip(fragment.delta.rows, fragment.weights.rows, strict=True):
+            delta.mul_(-self.blend).add_(weight)
+        return fragment.delta.tensors()
+
+    def shutdown(self) -> None:
+        """Wait for what is under way, which nobody uses any more."""
+        super().shutdown()
+        while self._under_way:
+            with suppress(WorldError):
+                self._under_way.popleft()[2].wait()
+
+
+class OneRoundLatePolicy(GlobalWeightsPolicy):
+    """Eager updates and CO2: the outer step uses the round before, whose mean has a whole round to arrive in.
+
+    At its turn t a fragment's Δ_m^t is sent, and the mean of the Δ^(t−1) is waited for (0 in the first turn). The outer
+    gradient is that mean, or, with `own_fresh`, the mean with this rank's own part replaced by its new one:
+    mean(Δ^(t−1)) + (Δ_m^t − Δ_m^(t−1))/ranks. Then θ ← Θ. With `own_fresh` each rank has global weights of its own.
+
+    Args:
+        average_every: H, iterations from one turn of a fragment to its next.
+        lr: the outer learning rate.
+        momentum: the outer momentum.
+        nesterov: torch.optim.SGD's; else heavy ball.
+        own_fresh: use this rank's own newest difference.
+        penalty: the outer gradient is divided by it, above 0 (CO2's staleness gap penalty, held constant).
+        clip: the largest magnitude of a number of the outer momentum (CO2's outer momentum clipping).
+        how: `fragments`, `fragmenter`, `compression`, `feedback`, `travels`, `timing` as in `GlobalWeightsPolicy`.
+
+    Raises:
+        ParameterError: an argument is out of range.
+        MismatchError: when a group meets, on every rank, if models or arguments differ.
+        Timeout: if a mean is not there within `comm.clock.deadline`; this rank's model is then unchanged.
+    """
+
+    paper = "arXiv 2502.12996, 2401.16265"
+
+    def __init__(
+        self,
+        average_every: int,
+        *,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        own_fresh: bool = True,
+        penalty: float = 1.0,
+        clip: float = float("inf"),
+        **how: Any,
+    ) -> None:
+        super().__init__(average_every, rule=OuterSGD(lr, momentum, nesterov, clip=clip), **how)
+        if not penalty > 0:
+            raise ParameterError(f"penalty={penalty!r}: give a number above 0")
+        self.own_fresh, self.penalty = own_fresh, float(penalty)
+        self._late: dict[
+            int, tuple[Mean, FlatFloats, FlatFloats]
+        ] = {}  # by place: on its way; own part as sent
+
+    @classmethod
+    def eager(cls, average_every: int = 30, **how: Any) -> Self:
+        """Return eager updates (Kale et al. 2025), with Streaming DiLoCo's outer optimizer."""
+        return cls(average_every, **{"lr": 0.7, "momentum": 0.9, "own_fresh": True} | how)
+
+    @classmethod
+    def co2(cls, average_every: int = 48, **how: Any) -> Self:
+        """Return CO2 (Sun et al. 2024)."""
+        return cls(average_every, **{"lr": 1.0, "momentum": 0.5, "nesterov": False, "own_fresh": False} | how)
+
+    def _join(self, comm: Comm, model: torch.nn.Module) -> None:
+        self._late.clear()
+        super()._join(comm, model)
+
+    def turn(
+        self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
+    ) -> int:
+        group, place = self._group_of, self.place_at(iteration)
+        live, fragment = group.live(model), group.fragments[place]
+        late = self._late.get(place)
+        if late is not None:  # before anything is changed: the group may have ended
+            late[0].wait()
+        healed = fragment.read_difference(live)
+        mine, sent = fragment.weights.zeros(), fragment.weights.zeros()
+        mine.memory.copy_(fragment.delta.memory)
+        sent.memory.copy_(fragment.delta.memory)
+        mean = group.mean(place, sent, later=True)
+        self._late[place] = (mean, sent, mine)
+        self._outer_gradient(fragment, late)
+        self.rule.step(fragment.weights.rows, fragment.momentum.rows, fragment.delta.rows)
+        assign(live, fragment.weights.tensors())
+        self.stepped(iteration, info, mean.nbytes)
+        info["staleness"] = 0 if late is None else self.average_every
+        return healed
+
+    def _outer_gradient(self, fragment: Fragment, late: tuple[Mean, FlatFloats, FlatFloats] | None) -> None:
+        """Make of `delta`, this rank's newest difference, what the outer optimizer takes for its gradient."""
+        assert self._group_of.comm is not None
+        size = self._group_of.comm.Get_size()
+        for number, delta in enumerate(fragment.delta.rows):
+            if late is not None:
+                delta.sub_(late[2].rows[number])
+            delta.mul_(self.own_fresh / size)
+            if late is not None:
+                delta.add_(late[1].rows[number])
+            delta.div_(self.penalty)
+
+    def shutdown(self) -> None:
+        """Wait for what is under way, which nobody uses any more."""
+        super().shutdown()
+        while self._late:
+            with suppress(WorldError):
+                self._late.popitem()[1][0].wait()
