@@ -33,6 +33,7 @@ class EDiTPolicy(GlobalWeightsPolicy):
     By the clock (A-EDiT) a round is due `every_s` seconds after the last one, whatever a rank's iteration: fast ranks
     take more steps, nobody waits longer than a step of the slowest. A rank whose training is over goes on with the
     rounds in `shutdown`, without a part in them, until all have come there; each wait there ends after ten intervals.
+    As ranks come to a round in different iterations, the training loop must make no collective calls in between.
 
     Args:
         average_every: H, iterations from one round to the next.
@@ -70,10 +71,11 @@ class EDiTPolicy(GlobalWeightsPolicy):
         self._outliers, self._filters = outliers, list[OutlierFilter]()
         self._next_s, self._ended = math.inf, False
 
-    def _join(self, comm: Comm, model: torch.nn.Module) -> None:
-        super()._join(comm, model)
+    def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
+        fresh = super()._join(comm, model)
         self._filters = self._filters or [self._outliers() for _ in self._group_of.fragments]
         self._set_alarm(comm)
+        return fresh
 
     def _set_alarm(self, comm: Comm) -> None:
         if self.every_s is not None:

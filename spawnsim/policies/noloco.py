@@ -72,10 +72,11 @@ class NoLoCoPolicy(GlobalWeightsPolicy):
         self.pull, self.tag = lr if pull is None else float(pull), tag
         self._theirs: list[FlatFloats] = []
 
-    def _join(self, comm: Comm, model: torch.nn.Module) -> None:
-        super()._join(comm, model)
+    def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
+        fresh = super()._join(comm, model)
         (fragment,) = self._group_of.fragments
         self._theirs = [fragment.weights.zeros(), fragment.weights.zeros()]
+        return fresh
 
     def turn(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info

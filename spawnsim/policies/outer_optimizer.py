@@ -111,8 +111,8 @@ class GlobalWeightsPolicy(SpawnPolicy):
         info: Info,
     ) -> ModelAndOptimizer:
         """Meet the group if it is new; take the policy's turn if there is anything to do."""
-        if self._group_of.comm is not comm:
-            self._join(comm, model)
+        if self._group_of.comm is not comm and self._join(comm, model):
+            return model, optimizer
         if self.wanted(iteration):
             began_s = comm.clock.now()
             healed = self.turn(iteration, model, optimizer, info)
@@ -124,8 +124,8 @@ class GlobalWeightsPolicy(SpawnPolicy):
                 reset_optimizer(optimizer)
         return model, optimizer
 
-    def _join(self, comm: Comm, model: torch.nn.Module) -> None:
-        self._group_of.meet(comm, model, newcomers_only=self.newcomers_only)
+    def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
+        return self._group_of.meet(comm, model, newcomers_only=self.newcomers_only)
 
     def wanted(self, iteration: int) -> bool:
         """Return whether `turn` is to be called: for a round that is due, or other work of a subclass."""

@@ -45,8 +45,8 @@ class SPARTAPolicy(GlobalWeightsPolicy):
         self._mean: GroupMean | None = None
         self._picked: Tensors = {}
 
-    def _join(self, comm: Comm, model: torch.nn.Module) -> None:
-        super()._join(comm, model)
+    def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
+        fresh = super()._join(comm, model)
         weights = self._group_of.fragments[0].weights
         counts = [RandomMask(self.share).kept(row.numel()) for row in weights.rows]
         self._picked = {
@@ -54,6 +54,7 @@ class SPARTAPolicy(GlobalWeightsPolicy):
             for number, (row, count) in enumerate(zip(weights.rows, counts, strict=True))
         }
         self._mean = GroupMean(comm, self._picked)
+        return fresh
 
     def turn(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info

@@ -72,9 +72,9 @@ class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
         self.overlap, self.blend = int(overlap), float(blend)
         self._under_way: deque[tuple[int, int, Mean]] = deque()  # place, iteration in which it was sent, mean
 
-    def _join(self, comm: Comm, model: torch.nn.Module) -> None:
+    def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
         self._under_way.clear()  # of a group that has ended: its global weights have not moved
-        super()._join(comm, model)
+        return super()._join(comm, model)
 
     def wanted(self, iteration: int) -> bool:
         return self._arrives(iteration) or self.due(iteration)
@@ -180,9 +180,9 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
         """Return CO2 (Sun et al. 2024)."""
         return cls(average_every, **{"lr": 1.0, "momentum": 0.5, "nesterov": False, "own_fresh": False} | how)
 
-    def _join(self, comm: Comm, model: torch.nn.Module) -> None:
+    def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
         self._late.clear()
-        super()._join(comm, model)
+        return super()._join(comm, model)
 
     def turn(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info

@@ -40,7 +40,6 @@ OUTER: dict[str, Callable[[], SpawnPolicy]] = {
     "noloco": lambda: NoLoCoPolicy(2),
     "easgd": lambda: EASGDPolicy(2),
     "edit": lambda: EDiTPolicy(2),
-    "edit by the clock": lambda: EDiTPolicy(every_s=0.005),
     "sparta": lambda: SPARTAPolicy(2),
 }
 Case = tuple[str, str, str]

@@ -135,13 +135,16 @@ class OuterGroup:
             raise ParameterError("the model has no floating-point parameters: there is nothing to average")
         return found
 
-    def meet(self, comm: Comm, model: torch.nn.Module, *, newcomers_only: bool = False) -> None:
+    def meet(self, comm: Comm, model: torch.nn.Module, *, newcomers_only: bool = False) -> bool:
         """Come together on a communicator: agree on the settings, and bring those up to date who are behind.
 
         Args:
             comm: the group; collective.
             model: of this rank; taken over from the group's donor if this rank is behind.
             newcomers_only: ranks that have fewer outer steps are behind only if they have none at all.
+
+        Returns:
+            Whether all ranks have just taken over one model: a round would find that nobody has moved.
 
         Raises:
             MismatchError: on all ranks, if models or settings differ.
@@ -158,7 +161,11 @@ class OuterGroup:
             self._update(comm, model, donor, bool(behind[comm.Get_rank()]), fresh=rows[donor, 0] == NEVER)
         if behind[comm.Get_rank()]:
             self.steps, self.last = max(int(rows[donor, 0]), 0), int(rows[donor, 1])
+        if newcomers_only and not behind.all():
+            # Some have been through a round that a death kept from others: all go through it, or one would wait.
+            self.last = int(rows[~behind, 1].min())
         self.comm = comm
+        return bool(behind.all())
 
     def _update(self, comm: Comm, model: torch.nn.Module, donor: int, behind: bool, *, fresh: bool) -> None:
         """Give the donor's model, global weights and momentum to those that are behind."""
