@@ -28,14 +28,14 @@ NETWORKS = {
     "Hockney": lambda rate: Switch(Hockney(LATENCY_S, rate)),
     "LogGP": lambda rate: Switch(LogGP(LATENCY_S, 1e-4, 1e-4, 1 / rate)),
 }
-WANTED = 0.95
+WANTED, RATES = 0.95, (1e7, 1e12)  # bit/s
 
 
 def study(context: Context) -> None:
     """Sweep bandwidths; find where each policy reaches 95 %; draw the curves and state the claim."""
     sizes = ["1 B", "100 B"] if context.quick else [*SIZES]
     networks = ["Hockney"] if context.quick else [*NETWORKS]
-    rates = np.logspace(7.5, 12.5, 11 if context.quick else 21)  # bit/s
+    rates = np.geomspace(*RATES, 11 if context.quick else 21)
     rows, needs = [], {}
     for network in networks:
         for size in sizes:
@@ -62,7 +62,7 @@ def study(context: Context) -> None:
             "streaming at 5 Gbit/s or less": max(streamed) <= 5,
             "data parallel at 100 Gbit/s or more": min(parallel) >= 100,
             "at least 20 times less": min(p / s for p, s in zip(parallel, streamed, strict=True)) >= 20,
-            "less than unstreamed": all(s < w for s, w in zip(streamed, whole, strict=True)),
+            "less than DiLoCo as a whole": all(s < w for s, w in zip(streamed, whole, strict=True)),
         },
         found=f"95 % at {span(streamed)} Gbit/s streamed, {span(whole)} as a whole, {span(parallel)} data parallel "
         f"without overlap ({', '.join(networks)}; {', '.join(sizes)}; H {EVERY}, P {FRAGMENTS}, τ {OVERLAP}, 4 bits, "
@@ -110,7 +110,9 @@ def need(rates, curve):
 
 def span(values):
     """Return the least and the greatest of some numbers as text."""
-    return f"{min(values):.2g} to {max(values):.2g}"
+    more = f"more than {1e-9 * RATES[1]:,.0f}"
+    ends = [more if value == np.inf else f"{value:.3g}" for value in (min(values), max(values))]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def figure(rows, network, sizes):

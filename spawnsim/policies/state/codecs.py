@@ -196,8 +196,9 @@ def phantom_bytes(codec: Codec, count: int) -> Any:
 
 
 def encoded_nbytes(codec: Any, count: int) -> int:
-    """Return how many bytes a codec makes of so many values, whatever they are."""
-    return _encoded_nbytes(codec, count)
+    """Return how many bytes a codec makes of so many values, whatever they are; it may say so itself."""
+    told = getattr(codec, "encoded_nbytes", None)
+    return int(told(count)) if told is not None else _encoded_nbytes(codec, count)
 
 
 @lru_cache(maxsize=4096)

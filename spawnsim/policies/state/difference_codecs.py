@@ -23,6 +23,7 @@ from spawnsim.policies.state.codecs import (
     as_bytes,
     as_codec,
     chunked,
+    encoded_nbytes,
     phantom_bytes,
 )
 from spawnsim.random import WORLD, generator
@@ -67,6 +68,10 @@ class LowBit:
     @property
     def nbytes_per_value(self) -> float:
         return self.bits / 8 + 4 / self.block
+
+    def encoded_nbytes(self, count: int) -> int:
+        """Return the length of `count` values."""
+        return 4 * -(-count // self.block) + -(-count * self.bits // 8)
 
     @property
     def _levels(self) -> NDArray[np.float64]:
@@ -133,6 +138,11 @@ class TopK:
     def nbytes_per_value(self) -> float:
         return self.keep / self.chunk * (self._place_bits / 8 + as_codec(self.values).nbytes_per_value)
 
+    def encoded_nbytes(self, count: int) -> int:
+        """Return the length of `count` values."""
+        kept = -(-count // self.chunk) * self.keep
+        return -(-kept * self._place_bits // 8) + encoded_nbytes(as_codec(self.values), kept)
+
     def encode(self, values: Floats) -> Bytes:
         rows = chunked(values, self.chunk)
         places = np.sort(np.argsort(-np.abs(rows), axis=1, kind="stable")[:, : self.keep], axis=1)
@@ -185,6 +195,10 @@ class DCT:
     def nbytes_per_value(self) -> float:
         return as_codec(self.codec).nbytes_per_value
 
+    def encoded_nbytes(self, count: int) -> int:
+        """Return the length of `count` values."""
+        return encoded_nbytes(as_codec(self.codec), -(-count // self.chunk) * self.chunk)
+
     def encode(self, values: Floats) -> Bytes:
         coefficients = (chunked(values, self.chunk) @ cosines(self.chunk).T).reshape(-1)
         return as_codec(self.codec).encode(coefficients.astype(np.float32))
@@ -228,6 +242,10 @@ class RandomMask:
         """Return the places of this mask in a vector of `count` values, in ascending order."""
         draw = generator(self.seed, WORLD, f"mask {self.number}")
         return np.sort(draw.choice(count, self.kept(count), replace=False))
+
+    def encoded_nbytes(self, count: int) -> int:
+        """Return the length of `count` values."""
+        return 4 * self.kept(count)
 
     def encode(self, values: Floats) -> Bytes:
         return as_bytes(values[self.places(values.size)].astype(np.float32))
