@@ -2,8 +2,8 @@
 
 Open this folder and see the policies: `average_all` (one collective), `selective` (asynchronous messages), `one_sided`
 (windows), `decentralized` (small groups that find each other), `asynchronous` (exchanges while training goes on),
-`outer_optimizer` (FedAvg to DiLoCo), `streaming` (its fragments and late rounds), `edit`, `noloco`, `easgd`, `sparta`,
-and `replay` (a recorded run's decisions). `base` is the call that they share. What they are made of: `rules` (pure
+`outer_optimizer` (FedAvg to DiLoCo), `streaming` (its fragments and late rounds), `decoupled` (by quorum), `edit`,
+`noloco`, `easgd`, `sparta`, and `replay` (a recorded run's decisions). `base` is the call that they share. What they are made of: `rules` (pure
 decisions: neither communicator nor torch), `state` (a model as bytes: no communicator), `exchange` (all that a rank
 tells others), and `averaging` (groups, pairs and trees of ranks that average). Policies know `spawnsim.comm`, torch
 and numpy, and no backend.
@@ -16,6 +16,7 @@ from spawnsim.policies.average_all import AverageAllPolicy
 from spawnsim.policies.averaging import DecentralizedAverager
 from spawnsim.policies.base import SpawnPolicy
 from spawnsim.policies.decentralized import DecentralizedAveragingPolicy
+from spawnsim.policies.decoupled import DecoupledDiLoCoPolicy
 from spawnsim.policies.easgd import EASGDPolicy
 from spawnsim.policies.edit import EDiTPolicy
 from spawnsim.policies.exchange.coordinator import ExchangeOptions, Wiring
@@ -49,6 +50,7 @@ __all__ = [
     "Deadline",
     "DecentralizedAverager",
     "DecentralizedAveragingPolicy",
+    "DecoupledDiLoCoPolicy",
     "EASGDPolicy",
     "EDiTPolicy",
     "Every",

@@ -16,6 +16,7 @@ import spawnsim
 from spawnsim import TrainingStep
 from spawnsim.errors import MismatchError, ParameterError, RankFailed, Revoked, Timeout
 from spawnsim.policies import (
+    DecoupledDiLoCoPolicy,
     EASGDPolicy,
     EDiTPolicy,
     NoLoCoPolicy,
@@ -28,6 +29,7 @@ from spawnsim.policies import (
 )
 from spawnsim.policies.noloco import partner_of
 from spawnsim.policies.state.difference_codecs import LowBit, RandomMask
+from spawnsim.policies.state.outer import FlatFloats, radial_directional_mean
 from spawnsim.random import WORLD, generator
 from spawnsim.virtual.network import Hockney, Switch
 
@@ -393,6 +395,9 @@ def test_demo_sends_cosine_coefficients_and_steps_by_signs() -> None:
         lambda: OneRoundLatePolicy(5, penalty=0),
         lambda: OneRoundLatePolicy(5, clip=0.0),
         lambda: NoLoCoPolicy(5, compression="float16"),
+        lambda: DecoupledDiLoCoPolicy(quorum=0),
+        lambda: DecoupledDiLoCoPolicy(24, fragments=5),
+        lambda: DecoupledDiLoCoPolicy(compression="float16"),
         lambda: EASGDPolicy(5, moving_rate=1.5),
         lambda: EDiTPolicy(5, clip=0),
         lambda: EDiTPolicy(every_s=-1.0),
@@ -433,11 +438,101 @@ def test_a_number_that_is_not_finite_is_the_others() -> None:
     assert [event["numbers"] for event in found.run.events if event["kind"] == "healed"] == [1]
 
 
+# ---------------------------------------------------------------------------------------------------------- decoupled
+def radial(parts: Weights, weights: list[float]) -> Weights:
+    """Return the weighted mean of norms, in the weighted mean direction."""
+    norms, shares = np.linalg.norm(parts, axis=1), np.array(weights)
+    towards = (shares / norms) @ parts
+    return (shares @ norms) / shares.sum() * towards / np.linalg.norm(towards)
+
+
+def test_decoupled_learners_follow_their_recursion() -> None:
+    """All push in the same steps: tensors merged radially, weights tokens²/steps, back in the next step."""
+    tokens = [1.0, 2.0, 3.0, 1.0]
+    theta, buffer = start(), np.zeros(WIDTH)
+    weights = np.tile(theta, (4, 1))
+    tensors = np.split(np.arange(WIDTH), [4, 6, 8])
+    for step in range(1, 14):
+        weights = weights + np.stack([drift(rank, step - 1) for rank in range(4)])
+        if step % 3 == 1 and step > 1:
+            weights = np.tile(theta, (4, 1))
+        if step % 3 == 0:
+            delta = np.zeros(WIDTH)
+            for places in tensors:
+                delta[places] = radial((theta - weights)[:, places], [(3 * each) ** 2 / 3 for each in tokens])
+            buffer = 0.9 * buffer + delta
+            theta = theta - 0.7 * (delta + 0.9 * buffer)
+
+    def policy(comm: Any) -> DecoupledDiLoCoPolicy:
+        return DecoupledDiLoCoPolicy(3, fragments=1, quorum=4, tokens=tokens[comm.Get_rank()])
+
+    found = walk(policy, steps=13)
+    np.testing.assert_allclose(found.last, weights, **CLOSE)
+    assert found.infos[2, 3]["donors"] == 4
+    assert found.infos[2, 3]["staleness"] == 1
+    assert [event["learners"] for event in found.run.events if event["kind"] == "merge"] == [[0, 1, 2, 3]] * 4
+
+
+def test_a_quorum_and_its_grace_window_say_who_is_merged() -> None:
+    """Steps of 10 ms: a rank that is 5 ms late is waited for within a grace of two steps, and not without one."""
+    for grace, learners in ((0.0, [0, 1]), (1.0, [0, 1, 2])):
+        found = walk(
+            lambda _, grace=grace: DecoupledDiLoCoPolicy(4, fragments=1, quorum=2, grace=grace),
+            ranks=3, steps=5, pace=lambda rank: 0.0112 if rank == 2 else 0.01,
+        )  # fmt: skip
+        merges = [event["learners"] for event in found.run.events if event["kind"] == "merge"]
+        assert merges[0] == learners, grace
+
+
+@pytest.mark.parametrize("faults", ["crash:5@0.115s", "crash:0@0.115s; crash:1@0.3s", "pause:0@0.1s+0.2s"])
+def test_nobody_waits_for_a_learner_that_is_gone(faults: str) -> None:
+    """No recovery is called for: the others train and merge on, also without the rank that merged."""
+    found = walk(
+        lambda _: DecoupledDiLoCoPolicy(4, fragments=2, quorum=3),
+        ranks=11,
+        steps=80,
+        faults=faults,
+        deadline_s=5,
+    )
+    gone = {int(each.split(":")[1].split("@")[0]) for each in faults.split(";") if "crash" in each}
+    merges = [event for event in found.run.events if event["kind"] == "merge"]
+    late = [event for event in merges if 0.5 < event["time_s"] < 0.75]  # then ranks begin to leave
+    assert {event["rank"] for event in late} == {min(set(range(11)) - gone)}
+    assert len(late) > 10
+    assert all(not gone & set(event["learners"]) for event in late)
+    assert all(len(found.weights[rank]) == 80 for rank in set(range(11)) - gone)
+    assert all(info["wait_s"] < 5e-3 for info in found.infos.values())
+    assert abs(np.stack([found.weights[rank][-1] for rank in set(range(11)) - gone])).max() < 20
+
+
+def test_the_radial_mean_keeps_its_length_whatever_the_number_of_learners() -> None:
+    """The plain mean of M random directions shrinks by √M; norms are weighted, equal vectors stay, cancelling ones go."""
+    rng = np.random.default_rng(3)
+
+    def flat(values: Weights) -> FlatFloats:
+        return FlatFloats.of({"a": torch.from_numpy(values[:500]), "b": torch.from_numpy(values[500:])})
+
+    for learners in (2, 8, 32):
+        parts = [rng.normal(size=10_500) for _ in range(learners)]
+        merged = radial_directional_mean([flat(part) for part in parts], [1.0] * learners)
+        mean = float(np.mean([np.linalg.norm(part) for part in parts]))
+        assert merged.norm() == pytest.approx(mean, rel=0.01)
+        assert np.linalg.norm(np.mean(parts, axis=0)) == pytest.approx(mean / math.sqrt(learners), rel=0.05)
+        plain = radial_directional_mean([flat(part) for part in parts], [2.0] * learners, lambda name: True)
+        np.testing.assert_allclose(plain.tensors()["b"], np.mean(parts, axis=0)[500:], **CLOSE)
+    one = flat(parts[0])
+    np.testing.assert_allclose(
+        radial_directional_mean([one, one], [1.0, 5.0]).tensors()["b"], parts[0][500:], **CLOSE
+    )
+    assert radial_directional_mean([flat(parts[0]), flat(-parts[0])], [1.0, 1.0]).norm() == 0
+
+
 # ----------------------------------------------------------------------------------------------- deaths and newcomers
 POLICIES: dict[str, Any] = {
     "diloco": lambda: OuterOptimizerPolicy.diloco(3),
     "sparseloco": lambda: OuterOptimizerPolicy.sparseloco(3, compression=TopK(4, 1)),
     "streaming": lambda: StreamingDiLoCoPolicy(6, fragments=2, overlap=2, blend=0.0),
+    "decoupled": lambda: DecoupledDiLoCoPolicy(4, fragments=2),
     "co2": lambda: OneRoundLatePolicy.co2(3),
     "eager": lambda: OneRoundLatePolicy.eager(3),
     "noloco": lambda: NoLoCoPolicy(3),
@@ -488,7 +583,8 @@ def test_deaths_and_newcomers_leave_one_state(name: str, faults: str) -> None:
     spawnsim.run(main, ranks=11, faults=faults, deadline_s=5.0)
     dead = {event for event in (0, 7) if "crash:0" in faults} or ({5} if "restart" not in faults else set())
     assert set(ends) == set(range(11)) - dead
-    assert {size for _, _, size, _ in ends.values()} == {11 - len(dead)}
+    if name != "decoupled":  # which goes on without recovery, unless somebody joins
+        assert {size for _, _, size, _ in ends.values()} == {11 - len(dead)}
     assert min(rounds for _, rounds, _, _ in ends.values()) >= 8
     assert max(largest for *_, largest in ends.values()) < 10
     if name in SAME:
@@ -496,7 +592,7 @@ def test_deaths_and_newcomers_leave_one_state(name: str, faults: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64])
-@pytest.mark.parametrize("name", ["diloco", "streaming", "noloco", "easgd", "edit", "sparta"])
+@pytest.mark.parametrize("name", ["diloco", "streaming", "decoupled", "noloco", "easgd", "edit", "sparta"])
 def test_every_dtype_and_a_large_model(name: str, dtype: torch.dtype) -> None:
     """In groups of a world, above the eager threshold: float tensors move as in float64, whole numbers stay."""
     ends: dict[int, torch.nn.Module] = {}
@@ -521,7 +617,7 @@ def test_every_dtype_and_a_large_model(name: str, dtype: torch.dtype) -> None:
     for rank, model in ends.items():
         values = set(model.weight.detach().to(torch.complex128).tolist())
         assert len(values) == 1
-        assert 4 < abs(values.pop()) < 40, "all ranks move alike, so each ends where its rule takes one rank"
+        assert 4 < abs(values.pop()) < 60, "all ranks move alike, so each ends where its rule takes one rank"
         assert model.weight.dtype == dtype
         assert (
             int(model.count) == 12 + rank % 2

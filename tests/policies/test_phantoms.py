@@ -16,6 +16,7 @@ from spawnsim import (
     DecentralizedAveragingPolicy,
 )
 from spawnsim.policies import (
+    DecoupledDiLoCoPolicy,
     EASGDPolicy,
     EDiTPolicy,
     NoLoCoPolicy,
@@ -62,6 +63,7 @@ POLICIES = {
     "outer, sparse": lambda build: OuterOptimizerPolicy.sparseloco(2),
     "outer, streaming": lambda build: StreamingDiLoCoPolicy(4, fragments=2),
     "outer, late": lambda build: OneRoundLatePolicy(4, fragments=2),
+    "outer, decoupled": lambda build: DecoupledDiLoCoPolicy(2, fragments=2, quorum=6),
     "outer, pairs": lambda build: NoLoCoPolicy(2),
     "outer, springs": lambda build: EASGDPolicy(2),
     "outer, blocks": lambda build: EDiTPolicy(2),

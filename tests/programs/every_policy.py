@@ -15,6 +15,7 @@ import torch
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
+    DecoupledDiLoCoPolicy,
     EASGDPolicy,
     EDiTPolicy,
     NoLoCoPolicy,
@@ -36,6 +37,7 @@ OUTER: dict[str, Callable[[], SpawnPolicy]] = {
     "diloco": lambda: OuterOptimizerPolicy.diloco(2),
     "sparseloco": lambda: OuterOptimizerPolicy.sparseloco(2),
     "streaming": lambda: StreamingDiLoCoPolicy(4, fragments=2, fragmenter="greedy"),
+    "decoupled": lambda: DecoupledDiLoCoPolicy(2, fragments=2),
     "late": lambda: OneRoundLatePolicy(2),
     "noloco": lambda: NoLoCoPolicy(2),
     "easgd": lambda: EASGDPolicy(2),

@@ -8,7 +8,7 @@ precision as float32, one flat row per dtype; on the meta device there are none.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,13 @@ class FlatFloats:
         entries = [Entry(name, sum_dtype(each.dtype), tuple(each.shape)) for name, each in live.items()]
         found = cls(Layout(entries), device_of(live))
         found.read(live)
+        return found
+
+    def over(self, memory: torch.Tensor) -> FlatFloats:
+        """Return vectors of the same shapes over other memory of uint8, as it came from another rank."""
+        found = FlatFloats.__new__(FlatFloats)
+        found.layout, found.device, found.memory = self.layout, self.device, memory
+        found.rows = list(self.layout.flat(memory).values())
         return found
 
     def zeros(self) -> FlatFloats:
@@ -143,3 +150,37 @@ class Fragment:
         """Set `delta` to Θ − θ; return how many numbers were not finite: they count as not moved."""
         self.delta.read(self.part(live))
         return self.delta.set_difference(self.weights)
+
+
+def radial_directional_mean(
+    parts: Sequence[FlatFloats], weights: Sequence[float], plain: Callable[[str], bool] = lambda _: False
+) -> FlatFloats:
+    """Return the mean of vectors, tensor by tensor: the weighted mean of norms, in the weighted mean direction.
+
+    (Σ w‖Δ‖/Σw) · φ(Σ w φ(Δ)), with φ(x) = x/‖x‖: the plain mean of M directions that have nothing in common is shorter
+    by √M, this is not. Where directions cancel out, the mean is 0. Source: Decoupled DiLoCo (arXiv 2604.21428).
+
+    Args:
+        parts: vectors of the same shapes, all finite.
+        weights: of each, at least 0, not all 0.
+        plain: names of tensors that take the plain weighted mean.
+    """
+    found = parts[0].zeros()
+    if found.device == META:
+        return found
+    total = float(sum(weights))
+    views = [part.layout.views(part.memory) for part in parts]
+    for name, mean in found.layout.views(found.memory).items():
+        norms = [float(view[name].double().norm()) for view in views]
+        for view, weight, norm in zip(views, weights, norms, strict=True):
+            scale = weight / total if plain(name) else weight / norm if norm else 0.0
+            mean.add_(view[name], alpha=scale)
+        if plain(name):
+            continue
+        length = float(mean.double().norm())
+        if length <= 8 * torch.finfo(mean.dtype).eps * total:  # what rounding leaves has no direction
+            mean.zero_()
+        else:
+            radius = sum(weight * norm for weight, norm in zip(weights, norms, strict=True)) / total
+            mean.mul_(radius / length)
+    return found

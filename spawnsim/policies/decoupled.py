@@ -1,0 +1,305 @@
+"""`DecoupledDiLoCoPolicy`: learners that wait for nobody, and one rank that merges what has come, fragment by fragment.
+
+Source: Decoupled DiLoCo 2026 (arXiv 2604.21428). No collective call after the first meeting: learners may be slow, stop
+or die, and the others go on. The lowest rank that is there merges, beside its own training; if it dies, the next does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from spawnsim.comm import Comm
+from spawnsim.errors import ParameterError, WorldError
+from spawnsim.policies.base import Info
+from spawnsim.policies.exchange.endpoint import Endpoint, ProgressEngine
+from spawnsim.policies.exchange.messages import Kind, Message
+from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
+from spawnsim.policies.state.arithmetic import META, as_memory, as_tensor, new_memory, phantom_memory
+from spawnsim.policies.state.layout import assign
+from spawnsim.policies.state.outer import FlatFloats, Fragment, OuterSGD, radial_directional_mean
+
+STEPS = 9  # the latest steps, from which a rank knows how long its own take
+
+
+@dataclass(slots=True)
+class Round:
+    """What has come for a fragment since it was merged last: by learner, its weight and its difference."""
+
+    first_s: float = math.inf
+    closes_s: float = math.inf
+    pushes: dict[int, tuple[float, FlatFloats]] = field(default_factory=dict)
+
+
+class Syncer:
+    """Merges the learners' differences into global weights; knows no communicator.
+
+    A round of a fragment closes when `quorum` learners have pushed and a grace window is over, or when all have.
+
+    Args:
+        fragments: global weights and momentum, the syncer's own.
+        rule: the outer optimizer.
+        quorum: learners, at least 1; all where fewer are left.
+        window_s: seconds that a quorum took to come → how long it waits for more.
+        plain: names of tensors whose differences take the plain mean.
+    """
+
+    def __init__(
+        self,
+        fragments: list[Fragment],
+        rule: OuterSGD,
+        *,
+        quorum: int,
+        window_s: Callable[[float], float],
+        plain: Callable[[str], bool],
+    ) -> None:
+        self.fragments, self.rule, self.quorum = fragments, rule, quorum
+        self.window_s, self.plain = window_s, plain
+        self.rounds = [Round() for _ in fragments]
+
+    def push(self, place: int, learner: int, weight: float, delta: FlatFloats, now_s: float) -> None:
+        """Take a learner's difference; a second one before the fragment is merged replaces the first."""
+        self.rounds[place].pushes[learner] = weight, delta
+        self.rounds[place].first_s = min(self.rounds[place].first_s, now_s)
+
+    def merged(self, now_s: float, present: set[int]) -> list[tuple[int, list[int]]]:
+        """Merge what is due; return the fragments, with the learners that had a part in each."""
+        found = []
+        for place, round_ in enumerate(self.rounds):
+            if not round_.pushes or len(round_.pushes) < min(self.quorum, len(present)):
+                continue
+            if round_.closes_s == math.inf:
+                round_.closes_s = now_s + max(self.window_s(now_s - round_.first_s), 0.0)
+            if now_s >= round_.closes_s or present <= set(round_.pushes):
+                found.append((place, sorted(round_.pushes)))
+                self._merge(self.fragments[place], [round_.pushes[rank] for rank in sorted(round_.pushes)])
+                self.rounds[place] = Round()
+        return found
+
+    def _merge(self, fragment: Fragment, pushes: list[tuple[float, FlatFloats]]) -> None:
+        delta = radial_directional_mean(
+            [each for _, each in pushes], [weight for weight, _ in pushes], self.plain
+        )
+        self.rule.step(fragment.weights.rows, fragment.momentum.rows, delta.rows)
+
+    def wake_s(self) -> float:
+        """Return when a round closes next."""
+        return min(round_.closes_s for round_ in self.rounds)
+
+
+class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
+    """Decoupled DiLoCo: fragments are pushed in turn, merged by quorum and grace, and overwritten when they come back.
+
+    Each `average_every`/`fragments` iterations a rank pushes the next fragment's Θ − θ, with weight tokens²/steps, to
+    the lowest rank, and trains on. There a fragment is merged when `quorum` ranks have pushed it and a grace window of
+    grace·(overlap·step − seconds that the quorum took) is over: lengths by the radial, directions by the directional
+    mean. Whoever had a part gets the new Θ, and overwrites its fragment in its next call. Nobody waits for anybody, and
+    the dead are not counted on where deaths are told (virtual ranks, ULFM). For ranks that join, all call `recover()`.
+
+    Args:
+        average_every: H, iterations in which each fragment has one turn; a multiple of `fragments`.
+        fragments: P.
+        quorum: K, ranks that must have pushed a fragment before it is merged.
+        grace: γ, at least 0: how much of the time that is left the window takes.
+        overlap: τ, iterations in which a merge is to be done.
+        tokens: a step's number of tokens on this rank.
+        lr: the outer learning rate. The authors publish none: these are DiLoCo's.
+        momentum: the outer momentum, Nesterov's.
+        plain: name of a tensor → whether its differences take the plain mean; by default embeddings.
+        tag: of the messages; two policies at once need two.
+        how: `fragmenter`, `travels`, `timing` as in `GlobalWeightsPolicy`.
+
+    Raises:
+        ParameterError: an argument is out of range.
+        MismatchError: when a group meets, on every rank, if models or arguments differ.
+    """
+
+    paper = "arXiv 2604.21428"
+    newcomers_only = True
+
+    def __init__(
+        self,
+        average_every: int = 24,
+        *,
+        fragments: int = 24,
+        fragmenter: Any = "greedy",
+        quorum: int = 1,
+        grace: float = 1.0,
+        overlap: int = 2,
+        tokens: float = 1.0,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        plain: Callable[[str], bool] = lambda name: "embed" in name,
+        tag: int = 7411,
+        **how: Any,
+    ) -> None:
+        if {"compression", "feedback", "cadence"} & set(how):
+            raise ParameterError("DecoupledDiLoCoPolicy pushes fragments as they are, at equal intervals")
+        if not (quorum >= 1 and grace >= 0 and overlap >= 0 and tokens > 0):
+            raise ParameterError(
+                f"quorum={quorum!r}, grace={grace!r}, overlap={overlap!r}, tokens={tokens!r}: "
+                "give quorum >= 1, grace >= 0, overlap >= 0, tokens > 0"
+            )
+        super().__init__(
+            average_every, rule=OuterSGD(lr, momentum), fragments=fragments, fragmenter=fragmenter, **how
+        )
+        self.quorum, self.grace, self.overlap, self.tokens = int(quorum), grace, overlap, float(tokens)
+        self.plain, self.tag = plain, tag
+        self._learner: Learner | None = None
+
+    def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
+        self._leave()
+        fresh = super()._join(comm, model)
+        self._learner = Learner(self, comm, self._group_of.fragments)
+        return fresh
+
+    def wanted(self, iteration: int) -> bool:
+        return True  # messages are answered in every call
+
+    def turn(
+        self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
+    ) -> int:
+        learner, group = self._learner, self._group_of
+        assert learner is not None
+        before = learner.nbytes
+        learner.step()
+        healed = 0
+        if learner.inbox or self.due(iteration):
+            live = group.live(model)
+            for place, (body, donors) in sorted(learner.take().items()):
+                fragment = group.fragments[place]
+                fragment.weights.memory.copy_(as_tensor(body))
+                assign(live, fragment.weights.tensors())
+                self.stepped(iteration - 1, info, 0)  # a push may be due in this very call
+                info.update(donors=donors, staleness=iteration - learner.pushed[place])
+            if self.due(iteration):
+                place = self.place_at(iteration)
+                healed = group.fragments[place].read_difference(live)
+                learner.push(place, iteration, self.tokens)
+        info["bytes"] = learner.nbytes - before
+        return healed
+
+    def due(self, iteration: int) -> bool:
+        """Return whether a push is due: nobody waits for it, so one may come twice after a recovery."""
+        return self.cadence.due(iteration)
+
+    def _leave(self) -> None:
+        if self._learner is not None:
+            self._learner.leave()
+            self._learner = None
+
+    def shutdown(self) -> None:
+        """Tell the others that this rank gives and merges no more. Waits for nobody; may be called twice."""
+        super().shutdown()
+        self._leave()
+
+
+class Learner:
+    """One rank's part in a group: pushes, and what comes back; the syncer too, on the lowest rank that is there."""
+
+    def __init__(self, policy: DecoupledDiLoCoPolicy, comm: Comm, fragments: list[Fragment]) -> None:
+        self._policy, self._fragments, self.comm = policy, fragments, comm
+        self.rank, self.present = comm.Get_rank(), set(range(comm.Get_size()))
+        self.endpoint = Endpoint(comm, policy.tag)
+        far = fragments[0].weights.device == META
+        self.endpoint.allocate = phantom_memory if far else new_memory
+        self.engine = ProgressEngine(self.endpoint, self, poll_interval_s=1e-3, death_check_s=0.1)
+        self._unanswered: set[int] = set()  # fragments
+        self.inbox: dict[int, tuple[Any, int]] = {}  # by fragment: new weights; how many learners were merged
+        self.pushed, self._steps_s = dict.fromkeys(range(len(fragments)), 0), [comm.clock.now()]
+        self._syncer: Syncer | None = None
+        self._elect()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes sent and received so far."""
+        return self.endpoint.counts["bytes_sent"] + self.endpoint.counts["bytes_received"]
+
+    def _elect(self) -> None:
+        """Merge from now on, if this is the lowest rank; it begins with the global weights as it knows them."""
+        if self._syncer is None and self.rank == min(self.present):
+            own = [_copy(fragment) for fragment in self._fragments]
+            policy = self._policy
+            self._syncer = Syncer(
+                own, policy.rule, quorum=policy.quorum, window_s=self._window_s, plain=policy.plain
+            )
+            self.engine.run_in_background()
+
+    def _window_s(self, quorum_s: float) -> float:
+        gaps = [after - before for before, after in zip(self._steps_s, self._steps_s[1:], strict=False)]
+        return self._policy.grace * (self._policy.overlap * (median(gaps) if gaps else 0.0) - quorum_s)
+
+    def step(self) -> None:
+        """Take note of a step, and of what has come."""
+        self._steps_s = [*self._steps_s[-STEPS:], self.comm.clock.now()]
+        self.engine.progress()
+
+    def take(self) -> dict[int, tuple[Any, int]]:
+        """Return what has come back, by fragment."""
+        with self.engine.hold():
+            taken, self.inbox = self.inbox, {}
+        self._unanswered -= set(taken)
+        return taken
+
+    def push(self, place: int, iteration: int, tokens: float) -> None:
+        """Send a fragment's difference to the rank that merges; not again while its answer may be on its way."""
+        if place in self._unanswered:  # once: the answer may be lost with the rank that merged
+            self._unanswered.discard(place)
+            return
+        self._unanswered.add(place)
+        steps = max(iteration - self.pushed[place], 1)
+        self.pushed[place] = iteration
+        delta = self._fragments[place].delta.memory
+        body = as_memory(delta.clone()) if delta.device != META else phantom_memory(delta.numel())
+        weight = (tokens * steps) ** 2 / steps
+        message = Message(Kind.PART, 0, iteration, part=place, value=weight, body=body)
+        with self.engine.hold():
+            self.endpoint.send(min(self.present), message)
+        self.engine.progress()
+
+    def advance(self, arrived: list[tuple[int, Message]], now_s: float, dead: set[int]) -> None:
+        """Take what has come, and merge what is due. The engine calls this."""
+        self.present -= dead
+        for source, message in arrived:
+            if message.kind is Kind.LEAVE:
+                self.present.discard(source)
+            elif message.kind is Kind.DOWN and not message.damaged:
+                self.inbox[message.part] = message.body, int(message.value)
+            elif message.kind is Kind.PART and not message.damaged and self._syncer is not None:
+                delta = self._syncer.fragments[message.part].weights.over(as_tensor(message.body))
+                self._syncer.push(message.part, source, message.value, delta, now_s)
+        self._elect()
+        if self._syncer is not None:
+            for place, learners in self._syncer.merged(now_s, self.present):
+                self._answer(place, learners)
+
+    def _answer(self, place: int, learners: list[int]) -> None:
+        assert self._syncer is not None
+        memory = self._syncer.fragments[place].weights.memory
+        for rank in learners:
+            body = as_memory(memory.clone()) if memory.device != META else phantom_memory(memory.numel())
+            self.endpoint.send(rank, Message(Kind.DOWN, 0, part=place, value=len(learners), body=body))
+        self.comm.record.event("merge", fragment=place, learners=learners)
+
+    def wake_s(self) -> float:
+        """Return when `advance` is next needed. The engine calls this."""
+        return math.inf if self._syncer is None else self._syncer.wake_s()
+
+    def leave(self) -> None:
+        """Tell all others, and stop."""
+        # Revoked: the communicator has ended, and all who live know.
+        with suppress(WorldError), self.engine.hold():
+            self.endpoint.send_all(
+                (rank, Message(Kind.LEAVE, 0)) for rank in sorted(self.present - {self.rank})
+            )
+        self.engine.stop(1.0)
+
+
+def _copy(fragment: Fragment) -> Fragment:
+    return Fragment(fragment.weights.tensors())
