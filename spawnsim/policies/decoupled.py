@@ -152,6 +152,9 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
         self.quorum, self.grace, self.overlap, self.tokens = int(quorum), grace, overlap, float(tokens)
         self.plain, self.tag = plain, tag
         self._learner: Learner | None = None
+        self.merged: list[
+            Fragment
+        ] = []  # what this rank has merged, if it was the one, on communicators of before
 
     def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
         self._leave()
@@ -191,8 +194,15 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
 
     def _leave(self) -> None:
         if self._learner is not None:
-            self._learner.leave()
+            self.merged = self._learner.leave()
             self._learner = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "merged": [fragment.state() for fragment in self.merged]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.merged = [Fragment.from_state(each) for each in state["merged"]]
 
     def shutdown(self) -> None:
         """Tell the others that this rank gives and merges no more. Waits for nobody; may be called twice."""
@@ -224,8 +234,8 @@ class Learner:
     def _elect(self) -> None:
         """Merge from now on, if this is the lowest rank; it begins with the global weights as it knows them."""
         if self._syncer is None and self.rank == min(self.present):
-            own = [_copy(fragment) for fragment in self._fragments]
             policy = self._policy
+            own = policy.merged or [fragment.copy() for fragment in self._fragments]
             self._syncer = Syncer(
                 own, policy.rule, quorum=policy.quorum, window_s=self._window_s, plain=policy.plain
             )
@@ -291,15 +301,12 @@ class Learner:
         """Return when `advance` is next needed. The engine calls this."""
         return math.inf if self._syncer is None else self._syncer.wake_s()
 
-    def leave(self) -> None:
-        """Tell all others, and stop."""
+    def leave(self) -> list[Fragment]:
+        """Tell all others, and stop; return what this rank has merged, if it was the one."""
         # Revoked: the communicator has ended, and all who live know.
         with suppress(WorldError), self.engine.hold():
             self.endpoint.send_all(
                 (rank, Message(Kind.LEAVE, 0)) for rank in sorted(self.present - {self.rank})
             )
         self.engine.stop(1.0)
-
-
-def _copy(fragment: Fragment) -> Fragment:
-    return Fragment(fragment.weights.tensors())
+        return [] if self._syncer is None else self._syncer.fragments

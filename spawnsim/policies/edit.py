@@ -149,6 +149,17 @@ class EDiTPolicy(GlobalWeightsPolicy):
         """Outer steps, healed rounds, and blocks of this rank that were outliers."""
         return {**super().stats, "num_outliers": self.num_outliers}
 
+    def state_dict(self) -> dict[str, Any]:
+        seen = [each.state() for each in self._filters]
+        return {**super().state_dict(), "num_outliers": self.num_outliers, "outliers": seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.num_outliers, self._ended = int(state["num_outliers"]), False
+        self._filters = [self._outliers() for _ in state["outliers"]]
+        for each, seen in zip(self._filters, state["outliers"], strict=True):
+            each.load(seen)
+
     def shutdown(self) -> None:
         """Go on with the others' rounds until all have ended, if rounds are by the clock. May be called twice."""
         super().shutdown()

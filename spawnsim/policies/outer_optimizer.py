@@ -166,11 +166,13 @@ class GlobalWeightsPolicy(SpawnPolicy):
         return {"num_rounds": self.num_rounds, "num_healed": self.num_healed}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "num_rounds": self.num_rounds}
+        counts = {"num_rounds": self.num_rounds, "num_healed": self.num_healed}
+        return {**super().state_dict(), **counts, "global": self._group_of.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.num_rounds = int(state["num_rounds"])
+        self.num_rounds, self.num_healed = int(state["num_rounds"]), int(state["num_healed"])
+        self._group_of.load(state["global"])
 
 
 class OuterOptimizerPolicy(GlobalWeightsPolicy):

@@ -506,7 +506,7 @@ def test_nobody_waits_for_a_learner_that_is_gone(faults: str) -> None:
 
 
 def test_the_radial_mean_keeps_its_length_whatever_the_number_of_learners() -> None:
-    """The plain mean of M random directions shrinks by √M; norms are weighted, equal vectors stay, cancelling ones go."""
+    """The plain mean of M random directions shrinks by √M; norms are weighted, equal vectors stay, opposite ones go."""
     rng = np.random.default_rng(3)
 
     def flat(values: Weights) -> FlatFloats:
@@ -647,9 +647,29 @@ def test_training_steps_are_carried_out_before_a_round_looks() -> None:
     assert len(set(ends[True])) == 1
 
 
-def test_checkpoints_keep_counters() -> None:
-    """What a policy counts goes on."""
-    found = walk(lambda _: OuterOptimizerPolicy.diloco(3)).policies[0]
-    again = OuterOptimizerPolicy.diloco(3)
-    again.load_state_dict(found.state_dict())
-    assert again.stats == {"num_rounds": 4, "num_healed": 0}
+@pytest.mark.parametrize("name", POLICIES)
+def test_checkpoints_hold_all_that_there_is(name: str) -> None:
+    """A policy that is drained, and another object that takes up its state, go on alike, to the bit."""
+    ends: dict[tuple[bool, int], Weights] = {}
+
+    def main(comm: Any, anew: bool) -> None:
+        policy, model = POLICIES[name](), model_of(start())
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(40):
+            with comm.compute(0.01):
+                move(model, torch.from_numpy(drift(comm.rank, step)))
+            model, optimizer, _ = policy(step, model, optimizer, None, comm)
+            if step == 19:
+                policy.drain()
+                comm.Barrier()
+                if anew:
+                    state, policy = policy.state_dict(), POLICIES[name]()
+                    policy.load_state_dict(state)
+        policy.shutdown()
+        assert policy.stats["num_rounds"] >= 8
+        ends[anew, comm.rank] = vector(model).numpy()
+
+    for anew in (False, True):
+        spawnsim.run(lambda comm, anew=anew: main(comm, anew), ranks=5)
+    for rank in range(5):
+        np.testing.assert_array_equal(ends[False, rank], ends[True, rank])

@@ -8,7 +8,7 @@ round leaves no two ranks with different global weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -125,6 +125,25 @@ class OuterGroup:
         self.comm: Comm | None = None
         self.fragments: list[Fragment] = []
         self.steps, self.last = NEVER, NEVER
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs: counts, global weights and momentum, and what the codec still owes."""
+        owed = {} if self.feedback is None else self.feedback.errors
+        return {
+            "steps": self.steps,
+            "last": self.last,
+            "fragments": [fragment.state() for fragment in self.fragments],
+            "errors": [[*key, torch.from_numpy(error.copy())] for key, error in owed.items()],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take up a checkpoint; the group meets anew."""
+        self.comm, self.steps, self.last = None, int(state["steps"]), int(state["last"])
+        self.fragments = [Fragment.from_state(each) for each in state["fragments"]]
+        if self.feedback is not None:
+            self.feedback.errors = {
+                (place, number): error.numpy().copy() for place, number, error in state["errors"]
+            }
 
     def live(self, model: torch.nn.Module) -> Tensors:
         """Return the model's tensors that have global weights."""

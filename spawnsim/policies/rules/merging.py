@@ -13,6 +13,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,6 +154,15 @@ class OutlierFilter:
         self.alpha, self.threshold, self.warm_up = alpha, threshold, warm_up
         self.count, self.mean, self.variance = 0, 0.0, 0.0
         self._latest: deque[float] = deque(maxlen=warm_up)
+
+    def state(self) -> list[Any]:
+        """Return what a checkpoint needs."""
+        return [self.count, self.mean, self.variance, [*self._latest]]
+
+    def load(self, state: Sequence[Any]) -> None:
+        """Take up a checkpoint."""
+        self.count, self.mean, self.variance, latest = state
+        self._latest.extend(latest)
 
     def z(self, norm: float) -> float:
         """Return how many standard deviations a norm lies above the mean; 0 while too little is known."""

@@ -8,7 +8,7 @@ precision as float32, one flat row per dtype; on the meta device there are none.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -141,6 +141,24 @@ class Fragment:
     def nbytes(self) -> int:
         """Size of each of the vectors, gaps included."""
         return self.weights.layout.nbytes
+
+    def copy(self) -> Fragment:
+        """Return another fragment with the same weights and momentum."""
+        return Fragment.from_state(self.state())
+
+    def state(self) -> dict[str, Tensors]:
+        """Return weights and momentum by name, copied, for a checkpoint."""
+        both = {"weights": self.weights, "momentum": self.momentum}
+        return {
+            key: {name: each.clone() for name, each in kept.tensors().items()} for key, kept in both.items()
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensors]) -> Fragment:
+        """Return the fragment that had this state."""
+        found = cls(state["weights"])
+        found.momentum.read(state["momentum"])
+        return found
 
     def part(self, live: Tensors) -> Tensors:
         """Return this fragment's tensors of a model."""
