@@ -29,8 +29,8 @@ NETWORKS = {"Hockney": Switch(Hockney(2e-5, 12.5e9)), "LogGP": Switch(LogGP(2e-5
 def study(context: Context) -> None:
     """Measure throughput for rising lags; state the claim."""
     lags = [0.0, 4.0] if context.quick else [0.0, 2.0, 4.0]
-    seeds = range(1, 2) if context.quick else range(1, 6)
-    lasts_s = 160.0 if context.quick else 400.0
+    seeds = context.seeds(range(1, 4))
+    lasts_s = 160.0 if context.quick else 320.0
     rows = []
     for network in NETWORKS:
         for kind in ("random", "consistent"):
