@@ -25,6 +25,8 @@ from spawnsim.policies.state.arithmetic import META, as_memory, as_tensor, new_m
 from spawnsim.policies.state.layout import assign
 from spawnsim.policies.state.outer import FlatFloats, Fragment, OuterSGD, radial_directional_mean
 
+POLL_S = 1e-3  # between two attempts while another task of the rank merges
+LOOK_S = 0.25  # the longest time between two looks for deaths, and at whether to stop
 STEPS = 9  # the latest steps, from which a rank knows how long its own take
 
 
@@ -219,7 +221,9 @@ class Learner:
         self.endpoint = Endpoint(comm, policy.tag)
         far = fragments[0].weights.device == META
         self.endpoint.allocate = phantom_memory if far else new_memory
-        self.engine = ProgressEngine(self.endpoint, self, poll_interval_s=1e-3, death_check_s=0.1)
+        self.engine = ProgressEngine(
+            self.endpoint, self, poll_interval_s=POLL_S, background_wait_s=LOOK_S, death_check_s=LOOK_S
+        )
         self._unanswered: set[int] = set()  # fragments
         self.inbox: dict[int, tuple[Any, int]] = {}  # by fragment: new weights; how many learners were merged
         self.pushed, self._steps_s = dict.fromkeys(range(len(fragments)), 0), [comm.clock.now()]
