@@ -43,6 +43,12 @@ def of_a_rank(name: str) -> None:
     _of_ranks.add(name)
 
 
+def loading() -> bool:
+    """Return whether a module is being imported that all virtual ranks share."""
+    locks = getattr(sys.modules["importlib._bootstrap"], "_module_locks", {})
+    return not _of_ranks.issuperset(locks)
+
+
 def imported_names() -> frozenset[str]:
     """Return the first parts of the names of all modules that were imported since, in whatever way."""
     return frozenset(name.partition(".")[0] for name in {*sys.modules, *_of_ranks} - _before)

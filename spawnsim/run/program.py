@@ -243,13 +243,13 @@ def speaks_torch(path: Path) -> bool:
 
 
 def _names_torch_distributed(node: ast.AST) -> bool:
-    """Return whether a node imports torch.distributed or its wrapper of models, or names it as an attribute."""
+    """Return whether a node imports torch.distributed, its wrapper of models or torchft, or names the first."""
     if isinstance(node, ast.Import):
-        return any(f"{alias.name}.".startswith("torch.distributed.") for alias in node.names)
+        return any(f"{alias.name}.".startswith(("torch.distributed.", "torchft.")) for alias in node.names)
     if isinstance(node, ast.ImportFrom):
         names = {alias.name for alias in node.names}
         return (
-            f"{node.module}.".startswith("torch.distributed.")
+            f"{node.module}.".startswith(("torch.distributed.", "torchft."))
             or (node.module == "torch" and "distributed" in names)
             or ((node.module or "").startswith("torch.nn.parallel") and "DistributedDataParallel" in names)
         )

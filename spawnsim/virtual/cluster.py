@@ -36,6 +36,7 @@ from spawnsim.virtual.mpi.module import MPI  # and all classes that communicator
 from spawnsim.virtual.platform import Platform, load_platform
 from spawnsim.virtual.reproducibility import TorchStates, generators_per_rank, leaks_noticed
 from spawnsim.virtual.services import RankServices
+from spawnsim.virtual.threads import join_all, virtual_threads
 
 if TYPE_CHECKING:
     from spawnsim.virtual.timeline import Timeline
@@ -218,6 +219,7 @@ class Cluster:
         with (
             generators_per_rank(), TorchStates(kernel).in_place(), leaks_noticed(), self._torch_distributed(),
             diagnosis.stalls_noted(kernel, on_note), self._timeline.followed() if self._timeline else nullcontext(),
+            virtual_threads() if self._carrier == "threads" else nullcontext(),
         ):  # fmt: skip
             kernel.run(self._judge)
         if self._error is not None:
@@ -393,6 +395,7 @@ def simulate(
         def program(rank: int) -> None:
             """Run the program of a rank. A restarted one holds a world of which it is no member until it recovers."""
             main(cluster.comm_world(rank))
+            join_all()
             if WAITING:
                 settle()  # what the program has put off and never looked at, with its errors
 

@@ -53,8 +53,14 @@ def offered(world: World) -> Iterator[None]:
 
             stack.enter_context(installed(world))
 
+        def torchft_loaded() -> None:
+            from spawnsim.virtual.torch.installation import torchft_installed
+
+            stack.enter_context(torchft_installed())
+
         # When all of torch is there: torch.distributed is loaded in the middle of it.
         stack.enter_context(after_import("torch", loaded))
+        stack.enter_context(after_import("torchft", torchft_loaded))
         yield
 
 

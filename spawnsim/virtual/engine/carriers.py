@@ -11,6 +11,7 @@ The kernel switches through carriers, and knows no more of them than what `Carri
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import sys
 import threading
@@ -77,7 +78,7 @@ class _Turn:
     """A thread's place in line. It waits until the turn is its own."""
 
     def __init__(self, threads: Threads) -> None:
-        self._threads, self._woken = threads, threading.Lock()
+        self._threads, self._woken = threads, _thread.allocate_lock()
         self._woken.acquire()
 
     def switch(self) -> None:
@@ -118,34 +119,35 @@ class ThreadHub(_Turn):
 
 
 class TaskThread(_Turn):
-    """A thread of one task. It is a daemon: one that ignores its end must not keep the process."""
+    """A thread of one task. The process does not wait for it: one that ignores its end must not keep it."""
 
     def __init__(self, threads: Threads, task: Any, run: Callable[[], None]) -> None:
         super().__init__(threads)
         self.task, self._run, self.dead = task, run, False
-        self.thread: threading.Thread | None = None
+        self.ident: int | None = None  # once it has begun
 
     def __bool__(self) -> bool:
-        return self.thread is not None and not self.dead
+        return self.ident is not None and not self.dead
 
     @property
     def gr_frame(self) -> FrameType | None:
         """Where it stands; None before it has begun."""
-        return None if self.thread is None else sys._current_frames().get(self.thread.ident or 0)
+        return None if self.ident is None else sys._current_frames().get(self.ident)
 
     def wake(self) -> None:
         """Let it go on, or begin."""
-        if self.thread is not None:
+        if self.ident is not None:
             super().wake()
             return
         before = threading.stack_size(STACK_B)
         try:
-            self.thread = threading.Thread(target=self._begin, name=self.task.name, daemon=True)
-            self.thread.start()
+            # Not by `threading.Thread`, which means virtual threads to whoever wakes this one, if that is a rank.
+            self.ident = _thread.start_new_thread(self._begin, ())
         finally:
             threading.stack_size(before)
 
     def _begin(self) -> None:
+        self.ident = _thread.get_ident()
         # Each thread has one greenlet from its start: there the task is looked up, as under greenlets.
         getcurrent().task = self.task
         hub = self._threads.hub
@@ -153,9 +155,16 @@ class TaskThread(_Turn):
             self._run()
         except BaseException as error:  # noqa: BLE001 - as with greenlets, the hub raises it
             hub.raised = error
+        forget_thread()
         self.dead = True
         self._threads.running = hub
         hub.wake()
+
+
+def forget_thread() -> None:
+    """Forget the object that stands for the calling thread in `threading`, if anybody has asked for one."""
+    known: dict[int, Any] = getattr(threading, "_active", {})
+    known.pop(_thread.get_ident(), None)
 
 
 class Threads:
@@ -173,8 +182,8 @@ class Threads:
     def thread(self) -> int:
         """Return the identifier of the thread that runs."""
         running = self.running
-        begun = running.thread if isinstance(running, TaskThread) else None
-        return self._thread if begun is None or begun.ident is None else begun.ident
+        begun = running.ident if isinstance(running, TaskThread) else None
+        return self._thread if begun is None else begun
 
     def ours(self) -> bool:
         """Whether the caller runs in a thread of these carriers."""

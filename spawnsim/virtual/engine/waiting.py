@@ -7,8 +7,9 @@ dooms it; its description is what a deadlock report and a timeout quote.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -132,6 +133,18 @@ class WaitingForAny:
     def sequence(self) -> int:
         """Return -1: the call is no collective."""
         return -1
+
+
+@contextmanager
+def limited(task: Task, seconds: float, *, explicit: bool) -> Iterator[None]:
+    """Let waits of a task end after `seconds`; an explicit limit is an event, another one only says "too late"."""
+    before = task.deadline_s, task.explicit
+    if explicit or not task.explicit:
+        task.deadline_s, task.explicit = min(seconds, before[0]), explicit
+    try:
+        yield
+    finally:
+        task.deadline_s, task.explicit = before
 
 
 def check_alive(world: World, waiting: Any) -> None:

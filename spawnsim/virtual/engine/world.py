@@ -7,6 +7,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -125,6 +126,8 @@ class World:
     torch_seed: int | None = None  # where torch's generator starts on all ranks; None: each has its own start
     watchers: list[Any] = field(default_factory=list)  # of the ranks' calls: see `calls`
     timeline: Any = None  # `timeline.Timeline`, if the run is traced
+    attachments: dict[Any, Any] = field(default_factory=dict)  # objects of other modules that all ranks share
+    around_threads: Callable[[], Any] = nullcontext  # is entered while a thread runs that a rank has started
     deferred: Any = None  # `comm.deferred.Deferred`, unless training steps are to be carried out at once
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from spawnsim import units
 from spawnsim.errors import ParameterError
 from spawnsim.virtual.diagnosis import outside
-from spawnsim.virtual.engine.kernel import current_task
+from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.mpi.communicators import held
@@ -135,7 +135,7 @@ class CallCosts:
 
     def __init__(self, cost: Cost) -> None:
         self.cost = cost
-        self._meters: dict[int, CallMeter] = {}
+        self._meters: dict[Task, CallMeter] = {}  # of a rank's program, and of each thread beside it
         self._unmet = set(cost.sites)
 
     def warnings(self) -> list[str]:
@@ -152,9 +152,9 @@ class CallCosts:
         task = current_task()
         if task is None:
             return None
-        meter = self._meters.get(task.rank)
+        meter = self._meters.get(task)
         if meter is None:
-            meter = self._meters[task.rank] = CallMeter(since_s=_clock())
+            meter = self._meters[task] = CallMeter(since_s=_clock())
         if meter.depth:
             return None
         meter.depth = 1
@@ -169,7 +169,7 @@ class CallCosts:
         """Note that the calling rank begins to compute."""
         task = current_task()
         if task is not None:
-            self._meters[task.rank] = CallMeter(since_s=_clock())
+            self._meters[task] = CallMeter(since_s=_clock())
 
     def counting(self) -> AbstractContextManager[Any]:
         """Return what counts the calling rank's torch operations, if they are to be counted."""
@@ -178,7 +178,7 @@ class CallCosts:
             return nullcontext()
         from spawnsim.virtual.torch.counting import Counting  # which imports torch
 
-        return Counting(self._meters[task.rank], self.cost.rates)
+        return Counting(self._meters[task], self.cost.rates)
 
     def _pay(self, meter: CallMeter) -> None:
         cost = self.cost

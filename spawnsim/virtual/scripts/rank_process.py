@@ -387,6 +387,10 @@ def environment(world: World, rank: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": "spawnsim",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        # As torchft's launcher: each rank is a replica.
+        "REPLICA_GROUP_ID": str(rank),
+        "NUM_REPLICA_GROUPS": str(len(world.ranks)),
+        "TORCHFT_LIGHTHOUSE": "http://lighthouse:29510",
     }
 
 

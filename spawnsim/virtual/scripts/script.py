@@ -28,6 +28,7 @@ from spawnsim.virtual.reproducibility import TORCHS_OWN
 from spawnsim.virtual.scripts.accounting import CallCosts, Cost, ResourceLeaks
 from spawnsim.virtual.scripts.package import Pool, installed_as_mpi4py, serve
 from spawnsim.virtual.scripts.rank_process import Lines, Processes, RankModules, environment, virtual_time
+from spawnsim.virtual.threads import join_all
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class ScriptRun:
     def run(self) -> Totals:
         """Run the script to its end on all ranks."""
         world = self.cluster.world
-        world.resource_leaks = self.resource_leaks
+        world.resource_leaks, world.around_threads = self.resource_leaks, self._around_thread
         if self.script.carrier == "threads":  # as under torchrun: programs that set no seed have equal models
             world.torch_seed = TORCHS_OWN + world.seed
         self.resource_leaks.made(self.cluster.comm_world(0)._context)
@@ -153,6 +154,7 @@ class ScriptRun:
         try:
             with self.call_costs.counting():
                 self._execute()
+            join_all()
         except SystemExit as leaving:
             self.outcome.statuses[task.rank] = _status(leaving)
         except GreenletExit:
@@ -165,6 +167,13 @@ class ScriptRun:
             self.call_costs.leave(meter)
         self._run_at_exit()
         self.outcome.ends_s[task.rank] = task.clock
+
+    @contextmanager
+    def _around_thread(self) -> Iterator[None]:
+        """Charge a thread that a rank has started for its own computing."""
+        self.call_costs.begin()
+        with self.call_costs.counting():
+            yield
 
     def _execute(self) -> None:
         main: Any = sys.modules["__main__"]

@@ -8,7 +8,6 @@ module knows names of torch's internals.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -19,7 +18,6 @@ import torch
 
 from spawnsim.comm.packing import Pickle
 from spawnsim.errors import UnsupportedError
-from spawnsim.virtual.diagnosis import place
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
@@ -62,7 +60,6 @@ class Worlds:
     def _here(self) -> Any:
         task = current_task()
         if task is None:
-            _refuse_threads_of_ranks()
             return vars(self)["_outside"]
         rank = task.kernel.owner.ranks[task.rank]
         incarnation, found = rank.attachments.get(STATE, (-1, None))
@@ -76,35 +73,6 @@ class Worlds:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._here(), name, value)
-
-
-STARTED_BY = "_virtual_rank"  # on a thread: the task that has started it
-
-
-def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Thread.start`, which remembers by which rank a thread was started."""
-
-    @wraps(original)
-    def start(self: Any) -> Any:
-        task = current_task()
-        if task is not None:
-            setattr(self, STARTED_BY, task)
-        return original(self)
-
-    return start
-
-
-def _refuse_threads_of_ranks() -> None:
-    """End the run if the caller is a thread that a rank has started: it has no clock, and its calls no order."""
-    task = getattr(threading.current_thread(), STARTED_BY, None)
-    if task is not None:
-        error = UnsupportedError(
-            f"torch.distributed was called by a thread that {task.name} has started "
-            f"({place(sys._getframe()).partition(' (in ')[0]}): virtual time belongs to a rank's "
-            "own line of execution. Call it there (async_op=True overlaps it with computing)"
-        )
-        task.kernel.fail(error, task)
-        raise error
 
 
 def _caller() -> World | None:
@@ -169,9 +137,8 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _store(name: str, virtual: Any) -> type:
-    """Return a class of stores that makes virtual ones for virtual ranks, and torch's own for others."""
-    original = NATIVE_STORES[name]
+def _on_ranks(original: Any, virtual: Any) -> type:
+    """Return a class of which virtual ranks get a virtual object, and others an original one."""
 
     def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         if current_task() is None:
@@ -179,8 +146,20 @@ def _store(name: str, virtual: Any) -> type:
         return virtual.__new__(cls)
 
     return type(
-        name, (virtual,), {"__new__": __new__, "__doc__": virtual.__doc__, "__module__": virtual.__module__}
+        original.__name__,
+        (virtual,),
+        {"__new__": __new__, "__doc__": virtual.__doc__, "__module__": virtual.__module__},
     )
+
+
+def _replace(put: Put, package: str, kinds: dict[Any, Any]) -> None:
+    """Replace classes, by virtual ones for virtual ranks, wherever modules of a package hold them."""
+    by_id = {id(original): _on_ranks(original, virtual) for original, virtual in kinds.items()}
+    for name, module in list(sys.modules.items()):
+        if module is native or f"{name}.".startswith(f"{package}."):
+            for held, value in list(vars(module).items()):
+                if id(value) in by_id:
+                    put(module, held, by_id[id(value)])
 
 
 def _refusing(original: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -254,12 +233,11 @@ REFUSED = {
 
 
 def _install(put: Put) -> None:
-    kinds = {id(NATIVE_STORES[name]): _store(name, virtual) for name, virtual in stores.KINDS.items()}
-    for name, module in list(sys.modules.items()):
-        if module is native or name.startswith("torch.distributed"):
-            for held, value in list(vars(module).items()):
-                if id(value) in kinds:
-                    put(module, held, kinds[id(value)])
+    _replace(
+        put,
+        "torch.distributed",
+        {NATIVE_STORES[name]: virtual for name, virtual in stores.KINDS.items()},
+    )
     put(c10d, "_world", Worlds(c10d._world))
     put(c10d, "_new_process_group_helper", _new_group(c10d._new_process_group_helper))
     put(c10d, "_pickler", _Pickler)
@@ -268,7 +246,6 @@ def _install(put: Put) -> None:
     one, profiler = _OneProfiler(), import_module("torch.autograd.profiler")
     put(profiler, "_prepare_profiler", one.beginning(profiler._prepare_profiler))
     put(profiler, "_disable_profiler", one.ending(profiler._disable_profiler))
-    put(threading.Thread, "start", _marking(threading.Thread.start))
     put(torch._C.Future, "wait", waiting(torch._C.Future.wait))
     put(torch._C.Future, "then", following(torch._C.Future.then))
     for (name, function), what in REFUSED.items():
@@ -276,7 +253,15 @@ def _install(put: Put) -> None:
         put(module, function, _refusing(getattr(module, function), what))
 
 
-_installed = Patches(_install).in_place
+def _install_torchft(put: Put) -> None:
+    from spawnsim.virtual.torch import torchft
+
+    manager, coordination = sys.modules["torchft.manager"], sys.modules["torchft._torchft"]
+    kinds = {manager.Manager: torchft.Manager, coordination.LighthouseServer: torchft.LighthouseServer}
+    _replace(put, "torchft", kinds)
+
+
+_installed, torchft_installed = Patches(_install).in_place, Patches(_install_torchft).in_place
 
 
 @contextmanager

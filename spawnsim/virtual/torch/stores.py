@@ -8,8 +8,7 @@ alone, as in a process. Waits are in virtual time; their time-outs count as even
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from spawnsim.errors import Timeout, UsageError
 from spawnsim.virtual.engine.completion import Completion
 from spawnsim.virtual.engine.kernel import Task, current_task
-from spawnsim.virtual.engine.waiting import Unbroken, await_one
+from spawnsim.virtual.engine.waiting import Unbroken, await_one, limited
 from spawnsim.virtual.engine.world import World
 
 # An attribute, and not imported: it is a module without a file, which may be gone from `sys.modules` after a run.
@@ -36,18 +35,6 @@ FIRST_PORT = 29501  # that a master is given which asks for any
 
 class StoreTimeout(Timeout, dist.DistStoreError):
     """A wait for keys has met its deadline: spawnsim's `Timeout`, and the exception that c10d raises."""
-
-
-@contextmanager
-def limited(task: Task, seconds: float, *, explicit: bool) -> Iterator[None]:
-    """Let waits of a task end after `seconds`; an explicit limit is an event, another one only says "too late"."""
-    before = task.deadline_s, task.explicit
-    if explicit or not task.explicit:
-        task.deadline_s, task.explicit = min(seconds, before[0]), explicit
-    try:
-        yield
-    finally:
-        task.deadline_s, task.explicit = before
 
 
 @dataclass(eq=False)
@@ -102,7 +89,7 @@ class WaitingForStore(Unbroken):
 
 def shared_stores(world: World) -> dict[Any, Shared]:
     """Return the stores of a world by their address."""
-    found: dict[Any, Shared] = world.ranks[0].attachments.setdefault("torch.stores", {})
+    found: dict[Any, Shared] = world.attachments.setdefault("torch.stores", {})
     return found
 
 

@@ -19,8 +19,8 @@ from torch.futures import Future
 from spawnsim.comm.status import Status
 from spawnsim.errors import RankFailed, Timeout
 from spawnsim.virtual.engine.kernel import current_task
+from spawnsim.virtual.engine.waiting import limited
 from spawnsim.virtual.mpi.requests import Request
-from spawnsim.virtual.torch.stores import limited
 
 OPEN = "torch.futures"  # what of futures a rank has open
 

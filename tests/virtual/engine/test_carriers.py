@@ -64,10 +64,11 @@ def test_a_run_is_the_same_on_both_carriers():
 
 def test_ends_reach_ranks_in_threads():
     """A deadlock, a time-out, an error and an Abort: each is told, and the `finally` blocks of all ranks run."""
-    ended = []
+    ended, before = [], sorted(map(id, threading.enumerate()))
 
     def wait(comm, last):
         try:
+            assert threading.current_thread() in threading.enumerate()
             if comm.rank < RANKS - 1:
                 comm.recv(source=RANKS - 1)
             last(comm)
@@ -89,7 +90,7 @@ def test_ends_reach_ranks_in_threads():
         if error is Deadlock:
             assert "test_carriers.py:" in str(found.value)
     time.sleep(0.1)
-    assert not [each for each in threading.enumerate() if each.name.startswith("rank ")]
+    assert sorted(map(id, threading.enumerate())) == before
 
 
 def test_a_rank_in_a_thread_dies_and_another_that_ignores_its_end_is_left():

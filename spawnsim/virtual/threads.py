@@ -1,0 +1,231 @@
+"""Threads that a rank starts: lines of execution beside its program, in virtual time.
+
+For ranks that are carried by threads themselves. `threading.Thread` then begins a background task of its rank, which
+may communicate, sleep and read the clock like the program. The locks that ranks make are virtual: who waits for one is
+parked. Of locks Python makes its conditions, events, semaphores, queues and thread pools. A thread runs when the
+others of its rank wait or sleep, never amid their computing, so a loop that looks without either never ends.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
+from types import TracebackType
+from typing import Any
+
+from spawnsim.errors import SpawnsimError, Timeout, UnsupportedError
+from spawnsim.importing import loading
+from spawnsim.virtual.engine.carriers import forget_thread
+from spawnsim.virtual.engine.completion import Completion
+from spawnsim.virtual.engine.kernel import Task, current_task, current_world
+from spawnsim.virtual.engine.waiting import Unbroken, await_one, limited
+from spawnsim.virtual.engine.world import World
+from spawnsim.virtual.interpreter import Patches, Put
+from spawnsim.virtual.mpi.communicators import held
+
+STARTED = "threads"  # what of threads a rank has started
+PROCESS = (
+    "a process that a virtual rank starts is outside of the simulation: let the program be one rank's, as under "
+    "torchrun, and give --ranks; a DataLoader needs num_workers=0"
+)
+
+
+class WaitingForLock(Unbroken):
+    """A thread that waits for another of its rank."""
+
+    __slots__ = ("_rank",)
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def describe(self) -> str:
+        """Return what is waited for."""
+        return "a lock, event or queue of threading"
+
+    def peers(self) -> tuple[int, ...]:
+        """Return the rank itself."""
+        return (self._rank,)
+
+    def missing(self, by_s: float = 0.0) -> tuple[int, ...]:
+        """Return (): no other rank is awaited."""
+        return ()
+
+
+class Lock:
+    """`threading.Lock` of a virtual rank. Who releases it hands it to the one that has waited longest."""
+
+    def __init__(self) -> None:
+        self._taken = False
+        self._waiting: deque[Completion] = deque()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take the lock; return whether it was taken."""
+        task = current_task()
+        if not self._taken or not blocking or timeout == 0 or task is None:
+            free, self._taken = not self._taken, True
+            return free
+        world, turn = task.kernel.owner, Completion(task.kernel)
+        self._waiting.append(turn)
+        try:
+            with limited(task, timeout, explicit=True) if timeout > 0 else nullcontext():
+                await_one(world, turn, WaitingForLock(task.rank))
+        except Timeout:
+            if turn.finish_s is not None:
+                return True
+            if timeout <= 0:
+                raise
+            return False
+        finally:
+            if turn.finish_s is None:
+                self._waiting.remove(turn)
+        return True
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if not self._taken:
+            raise RuntimeError("release unlocked lock")
+        task = current_task()
+        if self._waiting and task is not None:
+            self._waiting.popleft().complete(max(task.clock, task.kernel.env.now))
+        else:
+            self._taken = False
+
+    def locked(self) -> bool:
+        """Return whether it is taken."""
+        return self._taken
+
+    def _at_fork_reinit(self) -> None:
+        self._taken = False
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _calling() -> Task | None:
+    """Return the task that runs the caller; None while a module is imported that all ranks share, as outside of ranks.
+
+    What such a module starts is all ranks', and nobody may wait within its import.
+    """
+    task = current_task()
+    return None if task is None or loading() else task
+
+
+def _of_ranks(original: Callable[..., Any], virtual: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes virtual objects for virtual ranks, and Python's for others."""
+
+    @wraps(original, updated=())
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if _calling() is None else virtual(*args, **kwargs)
+
+    return make
+
+
+def _beside(thread: Any) -> Any:
+    """Return the background task that a virtual thread is; None for others."""
+    return vars(thread).get("_virtual_task")
+
+
+def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def start(thread: Any) -> None:
+        task = _calling()
+        if task is None:
+            original(thread)
+            return
+        if _beside(thread) is not None:
+            raise RuntimeError("threads can only be started once")
+        vars(thread)["_virtual_task"] = held("OWN").background(lambda: _run(thread))
+        task.kernel.owner.ranks[task.rank].attachments.setdefault(STARTED, []).append(thread)
+
+    return start
+
+
+def _run(thread: Any) -> None:
+    """Run a thread, as `threading` does."""
+    thread._set_ident()
+    threading._active[thread.ident] = thread  # type: ignore[attr-defined]
+    thread._started.set()
+    world: World = thread._virtual_task._world
+    try:
+        with world.around_threads():
+            thread.run()
+    except SpawnsimError:
+        raise  # what is wrong with the run ends it; all else ends the thread
+    except Exception:  # noqa: BLE001 - printed, as by Python
+        thread._invoke_excepthook(thread)
+    finally:
+        forget_thread()
+        thread._is_stopped = True  # for whoever looks after the run
+        getattr(getattr(thread, "_handle", None), "_set_done", bool)()
+
+
+def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def join(thread: Any, timeout: float | None = None) -> None:
+        beside = _beside(thread)
+        if beside is None or current_task() is None:
+            original(thread, timeout)
+        elif thread is threading.current_thread():
+            raise RuntimeError("cannot join current thread")
+        else:
+            beside.join(timeout)
+
+    return join
+
+
+def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def is_alive(thread: Any) -> Any:
+        beside = _beside(thread)
+        return original(thread) if beside is None else beside.alive
+
+    return is_alive
+
+
+def _no_process(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def start(process: Any) -> None:
+        if current_task() is not None:
+            raise UnsupportedError(PROCESS)
+        original(process)
+
+    return start
+
+
+def _install(put: Put) -> None:
+    thread: Any = threading.Thread
+    for name, change in (("start", _starting), ("join", _joining), ("is_alive", _asking)):
+        put(thread, name, change(getattr(thread, name)))
+    recursive = threading._PyRLock  # type: ignore[attr-defined]
+    for name, made in (("Lock", Lock), ("_allocate_lock", Lock), ("RLock", recursive)):
+        if hasattr(threading, name):
+            put(threading, name, _of_ranks(getattr(threading, name), made))
+    put(queue, "SimpleQueue", _of_ranks(queue.SimpleQueue, queue._PySimpleQueue))  # type: ignore[attr-defined]
+    # Limits of waits are counted by clocks that these modules have taken at their import.
+    for module, name in ((threading, "_time"), (queue, "time")):
+        put(module, name, _of_ranks(getattr(module, name), lambda: current_world().kernel.current.clock))
+    processes: Any = sys.modules.get("multiprocessing.process")
+    if processes is not None:
+        put(processes.BaseProcess, "start", _no_process(processes.BaseProcess.start))
+
+
+virtual_threads = Patches(_install).in_place
+
+
+def join_all() -> None:
+    """Wait at the end of the calling rank's program for its threads that are no daemons, as Python does."""
+    # The workers of a pool that nobody has shut down wait for work for ever: Python wakes them to end them.
+    pools = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", {})
+    for thread in current_world().here().attachments.get(STARTED, ()):
+        if not thread.daemon and thread not in pools:
+            thread.join()

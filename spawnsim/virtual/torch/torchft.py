@@ -1,0 +1,541 @@
+"""torchft without a cluster: the `Manager` of a virtual rank, and the lighthouse that all of them ask.
+
+Each virtual rank is a replica. torchft's own LocalSGD, DiLoCo, DistributedDataParallel and Optimizer work with this
+`Manager` as they are. The lighthouse decides as torchft's does: at once if all members of the last quorum have asked,
+else when all replicas with a fresh heartbeat have, or after `join_timeout` when more than half of them have. It is on
+the node of rank 0, and does not die with it. Requests, weights and reductions travel as messages; a heartbeat costs
+nothing and is never lost, so a replica is given up `heartbeat_timeout` after the last one that it could send.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed import AllreduceOptions, ReduceOp
+
+from spawnsim.comm.packing import Pickle
+from spawnsim.errors import RankFailed, Revoked, Timeout, UnsupportedError, UsageError
+from spawnsim.virtual.engine.kernel import current_task
+from spawnsim.virtual.engine.world import World
+from spawnsim.virtual.mpi.communicators import held
+from spawnsim.virtual.mpi.context import Context
+from spawnsim.virtual.mpi.module import MPI
+from spawnsim.virtual.timeline import watched
+from spawnsim.virtual.torch.group import VirtualProcessGroup
+from spawnsim.virtual.torch.stores import Shared, VirtualStore, WaitingForStore
+from spawnsim.virtual.torch.work import VirtualWork
+
+LIGHTHOUSE = "torchft.lighthouse"
+WEIGHTS = 7301  # the tag under which a replica that recovers gets its state
+MINUTE = timedelta(seconds=60)
+_pickle = Pickle()
+
+
+class QuorumTimeout(Timeout, TimeoutError):
+    """No quorum has come in time: spawnsim's `Timeout`, and the TimeoutError that torchft raises."""
+
+
+@dataclass(eq=False)
+class Replica:
+    """A replica as the lighthouse knows it; `place` is its rank and incarnation."""
+
+    place: tuple[int, int]
+    began_s: float
+    every_s: float  # between two heartbeats
+    ended_s: float = math.inf  # when it died or left
+    asked_s: float | None = None  # since when it waits for a quorum
+    step: int = 0
+    failures: int = 0  # steps in a row that it could not commit
+    quorum: Quorum | None = None  # the last one that it belongs to
+
+    def gone_s(self, timeout_s: float) -> float:
+        """Return when the lighthouse gives it up."""
+        if self.ended_s == math.inf:
+            return math.inf
+        beats = max(math.ceil((self.ended_s - self.began_s) / self.every_s) - 1, 0)
+        return self.began_s + beats * self.every_s + timeout_s
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """Replicas that go on together. Its number is that of the last change of members."""
+
+    number: int
+    members: tuple[tuple[int, int], ...]
+    steps: tuple[int, ...]
+    context: Context
+
+    def sources(self, init_sync: bool) -> dict[int, int]:
+        """Return for each member that needs weights the one that gives them; the first is nobody's debtor at step 0."""
+        newest = max(self.steps)
+        ahead = [each for each, step in enumerate(self.steps) if step == newest]
+        if init_sync and newest == 0:
+            ahead = ahead[:1]
+        behind = [each for each in range(len(self.steps)) if each not in ahead]
+        return {each: ahead[number % len(ahead)] for number, each in enumerate(behind)}
+
+
+@dataclass(eq=False)
+class Lighthouse:
+    """Decides who goes on together. Times in seconds; the defaults are those of `torchft_lighthouse`."""
+
+    world: World
+    min_replicas: int = 1
+    join_s: float = 60.0
+    tick_s: float = 0.1
+    heartbeat_s: float = 5.0
+    shared: Shared = field(default_factory=lambda: Shared("the lighthouse", 0, served=True))
+    replicas: dict[tuple[int, int], Replica] = field(default_factory=dict)
+    members: tuple[tuple[int, int], ...] = ()
+    number: int = 0
+    context: Any = None
+    due_s: float = math.inf  # when it looks again by itself
+
+    def join(self, replica: Replica) -> None:
+        """Take note of a replica, from which heartbeats come now."""
+        self.replicas[replica.place] = replica
+
+    def ask(self, replica: Replica) -> None:
+        """Take note that a replica waits for a quorum, and look whether there is one."""
+        replica.asked_s, replica.quorum = self.world.kernel.current.clock, None
+        self.look()
+
+    def look(self) -> None:
+        """Announce a quorum if there is one, or see when there may be."""
+        now_s = self.world.kernel.env.now
+        healthy = [each for each in self.replicas.values() if self._gone_s(each) > now_s]
+        asking = [each for each in healthy if each.asked_s is not None]
+        if asking and self._enough(asking, healthy, now_s):
+            self._announce(sorted(asking, key=lambda each: each.place))
+            self.shared.changed(now_s)
+        elif asking:
+            ends = [self._gone_s(each) for each in healthy if each.asked_s is None]
+            ends.append(self._joined_s(asking))
+            self._look_at(min((each for each in ends if each > now_s), default=math.inf))
+
+    def _enough(self, asking: list[Replica], healthy: list[Replica], now_s: float) -> bool:
+        here = {each.place for each in asking}
+        if self.members and here.issuperset(self.members):
+            return True
+        if len(asking) < self.min_replicas or 2 * len(asking) <= len(healthy):
+            return False
+        return len(asking) == len(healthy) or now_s >= self._joined_s(asking)
+
+    def _joined_s(self, asking: list[Replica]) -> float:
+        return min(each.asked_s for each in asking if each.asked_s is not None) + self.join_s
+
+    def _gone_s(self, replica: Replica) -> float:
+        rank, incarnation = replica.place
+        found = self.world.ranks[rank]
+        if replica.ended_s == math.inf and found.incarnation != incarnation:
+            replica.ended_s = self.world.kernel.env.now
+        elif replica.ended_s == math.inf:
+            replica.ended_s = min(found.death_s if found.dead else math.inf, found.ended_s)
+        return replica.gone_s(self.heartbeat_s)
+
+    def _look_at(self, time_s: float) -> None:
+        """Look again at the first tick from a time on."""
+        env = self.world.kernel.env
+        time_s = max(math.ceil(time_s / self.tick_s) * self.tick_s if time_s < math.inf else time_s, env.now)
+        if time_s < math.inf and not env.now < self.due_s <= time_s:
+            self.due_s = time_s
+            env.at(time_s, len(self.world.ranks), self.look)
+
+    def _announce(self, asking: list[Replica]) -> None:
+        places = tuple(each.place for each in asking)
+        if places != self.members or any(each.failures for each in asking):
+            self.number, self.members = self.number + 1, places
+            again = {rank: incarnation for rank, incarnation in places if incarnation}
+            self.context = Context(self.world, (tuple(rank for rank, _ in places),), incarnations=again)
+            self.context.name, self.context.lasting, self.context.queue = f"quorum {self.number}", True, {}
+            facts = {
+                "number": self.number,
+                "replicas": len(places),
+                "step": max(each.step for each in asking),
+            }
+            self.world.recorder.event(places[0][0], self.world.kernel.env.now, "quorum", facts)
+        quorum = Quorum(self.number, places, tuple(each.step for each in asking), self.context)
+        for each in asking:
+            each.asked_s, each.quorum = None, quorum
+            self.world.ranks[each.place[0]].outside = False
+
+    def note_ends(self) -> None:
+        """Take note of deaths before those ranks begin again."""
+        for each in self.replicas.values():
+            self._gone_s(each)
+        self.look()
+
+
+def lighthouse() -> Lighthouse:
+    """Return the lighthouse of the calling rank's world."""
+    task = current_task()
+    assert task is not None
+    world: World = task.kernel.owner
+    found: Lighthouse | None = world.attachments.get(LIGHTHOUSE)
+    if found is None:
+        found = world.attachments[LIGHTHOUSE] = Lighthouse(world)
+        world.on_death.append(found.note_ends)
+    return found
+
+
+class LighthouseServer:
+    """Sets the lighthouse's rules, as a program that serves its own does. Times in milliseconds."""
+
+    def __init__(
+        self, bind: str = "", min_replicas: int = 1, join_timeout_ms: int | None = None,
+        quorum_tick_ms: int | None = None, heartbeat_timeout_ms: int | None = None,
+    ) -> None:  # fmt: skip
+        found = lighthouse()
+        found.min_replicas = min_replicas
+        found.join_s = (100 if join_timeout_ms is None else join_timeout_ms) / 1e3
+        found.tick_s = (100 if quorum_tick_ms is None else quorum_tick_ms) / 1e3
+        found.heartbeat_s = (5000 if heartbeat_timeout_ms is None else heartbeat_timeout_ms) / 1e3
+
+    def address(self) -> str:
+        """Return an address; nothing listens there."""
+        return "http://lighthouse:29510"
+
+    def shutdown(self) -> None:
+        """Do nothing: it ends with the run."""
+
+
+class ManagedWork(VirtualWork):
+    """A reduction of a `Manager`: what fails is reported to it and not raised, and a mean is divided at the end."""
+
+    def __init__(self, manager: Manager, work: VirtualWork, divisor: int) -> None:
+        super().__init__(work._request, work._outputs, work._limit, work._leave)
+        self._manager, self._divisor = manager, divisor
+
+    def _finish(self, timeout: timedelta | None) -> None:
+        try:
+            super()._finish(timeout)
+        except (RankFailed, Revoked, Timeout) as error:
+            self._manager.report_error(error)
+            self._error, self._over = None, True
+        else:
+            if self._divisor != 1:
+                with torch.no_grad():
+                    for tensor in self._outputs:
+                        tensor.div_(self._divisor)
+
+
+class NoWork(torch.distributed.Work):
+    """What is over before it began: the tensor stays as it is."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._future: Any = torch.futures.Future()
+        self._future.set_result(tensor)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return at once."""
+        return True
+
+    def get_future(self) -> Any:
+        """Return a future that is done."""
+        return self._future
+
+
+class Manager:
+    """torchft's `Manager`, for a replica that is a virtual rank. Its arguments are upstream's; addresses are ignored.
+
+    Args:
+        pg: ignored; the quorum's own group reduces.
+        load_state_dict: takes a replica's state when it recovers.
+        state_dict: returns it.
+        min_replica_size: how many must take part for a step to be committed.
+        use_async_quorum: find the quorum beside the forward pass.
+        timeout: of reductions and of weights on their way.
+        quorum_timeout: of the wait for a quorum.
+        world_size_mode: DYNAMIC, or FIXED_WITH_SPARES: replicas beyond `min_replica_size` bring zeros.
+        heartbeat_interval: between two heartbeats.
+        init_sync: whether all take the first replica's weights at step 0.
+        max_retries: steps in a row that may fail; None: any number.
+        others: upstream's other arguments.
+
+    Raises:
+        UnsupportedError: a replica of several ranks was asked for.
+    """
+
+    def __init__(
+        self, pg: Any = None, load_state_dict: Callable[[Any], None] | None = None,
+        state_dict: Callable[[], Any] | None = None, min_replica_size: int = 1, use_async_quorum: bool = True,
+        timeout: timedelta = MINUTE, quorum_timeout: timedelta = MINUTE, connect_timeout: timedelta = MINUTE,
+        rank: int | None = None, world_size: int | None = None, world_size_mode: Any = None, *,
+        heartbeat_interval: timedelta = timedelta(milliseconds=100), init_sync: bool = True,
+        max_retries: int | None = None, **others: Any,
+    ) -> None:  # fmt: skip
+        if world_size is not None and world_size > 1:
+            raise UnsupportedError(
+                f"a replica of {world_size} ranks: on virtual ranks a torchft.Manager is one rank's, without world_size"
+            )
+        task = current_task()
+        assert task is not None
+        self._world: World = task.kernel.owner
+        me = self._world.ranks[task.rank]
+        self._replica = Replica((me.id, me.incarnation), task.clock, heartbeat_interval.total_seconds())
+        self._timeout, self._quorum_timeout, self._max_retries = timeout, quorum_timeout, max_retries
+        self._use_async_quorum, self._init_sync, self._min_replica_size = (
+            use_async_quorum,
+            init_sync,
+            min_replica_size,
+        )
+        self._fixed = getattr(world_size_mode, "name", "DYNAMIC") == "FIXED_WITH_SPARES"
+        self._loads: dict[str, Callable[[Any], None]] = {}
+        self._saves: dict[str, Callable[[], Any]] = {}
+        if load_state_dict and state_dict:
+            self.register_state_dict_fn("default", load_state_dict, state_dict)
+        self._lighthouse = lighthouse()
+        self._store = VirtualStore(self._lighthouse.shared)
+        self._store._do(lambda: self._lighthouse.join(self._replica))
+        self._step = self._committed = 0
+        self._quorum: Quorum | None = None
+        self._group: Any = None
+        self._part: tuple[int | None, int] = (
+            None,
+            0,
+        )  # this replica's number among those that take part, and theirs
+        self._errored: BaseException | None = None
+        self._crashed: BaseException | None = None  # the quorum, beside the program
+        self._beside: Any = None
+        self._healing, self._state = False, None
+        self._sends: list[VirtualWork] = []
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None:
+        """Add a part to the state that a replica recovers."""
+        if key in self._loads:
+            raise UsageError(f"register_state_dict_fn: there is a state named {key!r} already")
+        self._loads[key], self._saves[key] = load_state_dict, state_dict
+
+    def set_state_dict_fns(
+        self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None:
+        """Add the only part."""
+        self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
+
+    def allow_state_dict_read(self) -> None:
+        """Do nothing: a state is read when the rank is in a call, never amid a step of its optimizer."""
+
+    disallow_state_dict_read = allow_state_dict_read
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the count of steps, and of batches of all replicas."""
+        return {"step": self._step, "batches_committed": self._committed}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Set what `state_dict` returns."""
+        self._step, self._committed = state_dict["step"], state_dict["batches_committed"]
+
+    def current_step(self) -> int:
+        """Return the number of steps committed."""
+        return self._step
+
+    def batches_committed(self) -> int:
+        """Return the number of batches committed by all replicas."""
+        return self._committed
+
+    # -- the quorum --------------------------------------------------------------------------------------------
+
+    def start_quorum(
+        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
+    ) -> None:
+        """Find out who takes part in the next step, and recover from another replica if this one is behind."""
+        if shrink_only:
+            raise UnsupportedError("start_quorum(shrink_only=True) is not offered on virtual ranks")
+        self._join()
+        self._errored, self._healing = None, False
+        limit = timeout or self._quorum_timeout
+        if self._use_async_quorum:
+            self._beside = held("OWN").background(lambda: self._guarded(limit, allow_heal))
+            return
+        self._meet(limit, allow_heal)
+        if self._healing:
+            self._apply()
+            self._healing = False
+
+    def wait_quorum(self) -> None:
+        """Wait for the quorum."""
+        self._join()
+        if self._quorum is None:
+            raise UsageError("a torchft.Manager was used before start_quorum")
+
+    def _join(self) -> None:
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            beside.join()
+        crashed, self._crashed = self._crashed, None
+        if crashed is not None:
+            raise crashed
+
+    def _guarded(self, limit: timedelta, allow_heal: bool) -> None:
+        try:
+            self._meet(limit, allow_heal)
+        except Exception as error:  # noqa: BLE001 - raised where the program waits for the quorum
+            self._crashed = error
+
+    def _meet(self, limit: timedelta, allow_heal: bool) -> None:
+        replica, found = self._replica, self._lighthouse
+        replica.step = self._step
+        self._store._do(lambda: found.ask(replica))
+        what = f"start_quorum at step {self._step} of the lighthouse"
+        waiting = WaitingForStore(self._world, what)
+        try:
+            self._store._await(lambda: replica.quorum is not None, waiting, limit)
+        except Timeout as error:
+            replica.asked_s = None
+            asked = sum(each.asked_s is not None for each in found.replicas.values()) + 1
+            text = (
+                f"no quorum: {asked} replicas have asked, at least {found.min_replicas} are wanted ({error})"
+            )
+            raise QuorumTimeout(error.ranks, error.operation, error.sequence, text) from None
+        self._store._travel()
+        assert replica.quorum is not None
+        self._enter(replica.quorum, allow_heal)
+
+    def _enter(self, quorum: Quorum, allow_heal: bool) -> None:
+        place = quorum.members.index(self._replica.place)
+        if self._group is None or self._group.comm._context is not quorum.context:
+            comm = MPI.Intracomm.enter(quorum.context, self._replica.place[0], quorum.context.name)
+            comm._own = held("OWN")
+            names = quorum.context.name, "torchft"
+            self._group = VirtualProcessGroup(comm, names, (self._timeout, True), self._store, backend="gloo")
+        self._quorum = quorum
+        newest = [each for each, step in enumerate(quorum.steps) if step == max(quorum.steps)]
+        everyone = list(range(len(quorum.steps)))
+        part = newest if self._use_async_quorum or not allow_heal else everyone
+        self._part = (part.index(place) if place in part else None), len(part)
+        if self._fixed:
+            number, count = self._part
+            spare = number is not None and number >= self._min_replica_size
+            self._part = None if spare else number, min(count, self._min_replica_size)
+        if allow_heal:
+            self._exchange(quorum.sources(self._init_sync), place, max(quorum.steps))
+
+    def _exchange(self, sources: dict[int, int], place: int, newest: int) -> None:
+        """Send this replica's state to those that it is to heal, or receive one."""
+        try:
+            for other in [each for each, source in sources.items() if source == place]:
+                user = {key: save() for key, save in self._saves.items()}
+                self._send({"user": user, "torchft": self.state_dict()}, other)
+            if place in sources:
+                self._healing = True
+                self._state = self._receive(sources[place])
+                self.load_state_dict(self._state["torchft"])
+                self._step = newest
+                found = {"step": newest, "source": self._group.comm._peers[sources[place]]}
+                held("OWN").record.event("heal", **found)
+        except (RankFailed, Revoked, Timeout) as error:
+            self.report_error(error)
+
+    def _send(self, state: Any, other: int) -> None:
+        data = torch.frombuffer(bytearray(_pickle.dumps(state)), dtype=torch.uint8)
+        self._sends += [
+            self._group.send([torch.tensor([len(data)])], other, WEIGHTS),
+            self._group.send([data], other, WEIGHTS),
+        ]
+
+    def _receive(self, source: int) -> Any:
+        size = torch.zeros(1, dtype=torch.int64)
+        self._group.recv([size], source, WEIGHTS).wait()
+        data = torch.zeros(int(size), dtype=torch.uint8)
+        self._group.recv([data], source, WEIGHTS).wait()
+        return _pickle.loads(data.numpy().tobytes())
+
+    def _apply(self) -> None:
+        """Give the program the state that has come."""
+        state, self._state = self._state, None
+        if state is None:  # it has not, and the error is known
+            return
+        if not self._loads:
+            raise UsageError("a replica is to recover, and no state_dict functions are registered")
+        for key, load in self._loads.items():
+            load(state["user"][key])
+
+    # -- a step ------------------------------------------------------------------------------------------------
+
+    def allreduce(
+        self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG
+    ) -> Any:
+        """Reduce a tensor over the quorum; without Triton, as here, upstream does not quantize either."""
+        if self._errored is not None:
+            return NoWork(tensor)
+        self.wait_quorum()
+        if not self.is_participating():
+            tensor.zero_()
+        mean = reduce_op == ReduceOp.AVG
+        if mean and not torch.is_floating_point(tensor):
+            raise ValueError("average reduce op is only supported for floating point tensors")
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp.SUM if mean else reduce_op
+        try:
+            work = self._group.allreduce([tensor], options)
+        except (RankFailed, Revoked) as error:
+            self.report_error(error)
+            return NoWork(tensor)
+        return ManagedWork(self, work, self.num_participants() if mean else 1)
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """Return whether the step counts: nothing has failed, and enough replicas took part."""
+        self.wait_quorum()
+        for send in self._sends:
+            try:
+                send.wait()
+            except (RankFailed, Revoked, Timeout):
+                continue  # whom it was for is gone, and asks again if it comes back
+        self._sends.clear()
+        if self._healing:
+            self._apply()
+        commit = self._errored is None and self.num_participants() >= self._min_replica_size
+        if commit:
+            self._step, self._replica.failures = self._step + 1, 0
+            self._committed += self.num_participants()
+            return True
+        self._replica.failures += 1
+        if self._max_retries is not None and self._replica.failures > self._max_retries:
+            raise RuntimeError(
+                f"should_commit failed {self._replica.failures} times consecutively, exceeding "
+                f"max_retries={self._max_retries}"
+            )
+        return False
+
+    def report_error(self, error: BaseException) -> None:
+        """Let the step not be committed."""
+        self._errored = error
+
+    def errored(self) -> Any:
+        """Return None, or what holds the step's error as `original_exception`."""
+        return None if self._errored is None else SimpleNamespace(original_exception=self._errored)
+
+    def participating_rank(self) -> int | None:
+        """Return this replica's number among those that take part; None: it does not."""
+        self._join()
+        return self._part[0]
+
+    def num_participants(self) -> int:
+        """Return how many replicas take part."""
+        self._join()
+        return self._part[1]
+
+    def is_participating(self) -> bool:
+        """Return whether this replica does."""
+        return self._part[0] is not None and not self._healing
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Send no heartbeat from now on."""
+        task = current_task()
+        self._replica.ended_s = self._world.kernel.env.now if task is None else task.clock
+
+
+# Also charged for the computing before, and shown in a trace.
+for _name in ("start_quorum", "should_commit"):
+    setattr(Manager, _name, watched(_name, vars(Manager)[_name]))
