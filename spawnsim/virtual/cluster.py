@@ -130,7 +130,8 @@ class Cluster:
         self._services[rank] = RankServices(
             self.world, self.world.ranks[rank], self._services[rank].compute.sampler
         )
-        make_comm_self(self.world.ranks[rank], self._services[rank], Context(self.world, ((rank,),)))
+        alone = Context(self.world, ((rank,),), lasting=True)
+        make_comm_self(self.world.ranks[rank], self._services[rank], alone)
 
     def comm_world(self, rank: int) -> Intracomm:
         """Return COMM_WORLD as one rank holds it."""

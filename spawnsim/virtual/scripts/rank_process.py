@@ -387,6 +387,9 @@ def environment(world: World, rank: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": "spawnsim",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        # As MPICH's launcher, which programs ask that start torch.distributed under mpiexec.
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": str(len(world.ranks)),
         # As torchft's launcher: each rank is a replica.
         "REPLICA_GROUP_ID": str(rank),
         "NUM_REPLICA_GROUPS": str(len(world.ranks)),

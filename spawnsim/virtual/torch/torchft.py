@@ -29,7 +29,7 @@ from spawnsim.virtual.mpi.module import MPI
 from spawnsim.virtual.timeline import watched
 from spawnsim.virtual.torch.group import VirtualProcessGroup
 from spawnsim.virtual.torch.stores import Shared, VirtualStore, WaitingForStore
-from spawnsim.virtual.torch.work import VirtualWork
+from spawnsim.virtual.torch.work import VirtualFuture, VirtualWork
 
 LIGHTHOUSE = "torchft.lighthouse"
 WEIGHTS = 7301  # the tag under which a replica that recovers gets its state
@@ -165,6 +165,11 @@ class Lighthouse:
             each.asked_s, each.quorum = None, quorum
             self.world.ranks[each.place[0]].outside = False
 
+    def count(self) -> tuple[int, int]:
+        """Return how many replicas wait for a quorum, and how many have a fresh heartbeat."""
+        healthy = [each for each in self.replicas.values() if self._gone_s(each) > self.world.kernel.env.now]
+        return sum(each.asked_s is not None for each in healthy), len(healthy)
+
     def note_ends(self) -> None:
         """Take note of deaths before those ranks begin again."""
         for each in self.replicas.values():
@@ -205,8 +210,16 @@ class LighthouseServer:
         """Do nothing: it ends with the run."""
 
 
+class ManagedFuture(VirtualFuture):
+    """The future of what a `Manager` reduces: of the tensor itself."""
+
+    _fut = property(lambda self: self)  # which torchft's DistributedDataParallel hands to the reducer
+
+
 class ManagedWork(VirtualWork):
     """A reduction of a `Manager`: what fails is reported to it and not raised, and a mean is divided at the end."""
+
+    _new_future = ManagedFuture
 
     def __init__(self, manager: Manager, work: VirtualWork, divisor: int) -> None:
         super().__init__(work._request, work._outputs, work._limit, work._leave)
@@ -224,13 +237,16 @@ class ManagedWork(VirtualWork):
                     for tensor in self._outputs:
                         tensor.div_(self._divisor)
 
+    def _complete(self, future: VirtualFuture) -> None:
+        future.set_result(self._outputs[0])
+
 
 class NoWork(torch.distributed.Work):
     """What is over before it began: the tensor stays as it is."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
-        self._future: Any = torch.futures.Future()
+        self._future: Any = ManagedFuture(self)
         self._future.set_result(tensor)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -393,9 +409,10 @@ class Manager:
             self._store._await(lambda: replica.quorum is not None, waiting, limit)
         except Timeout as error:
             replica.asked_s = None
-            asked = sum(each.asked_s is not None for each in found.replicas.values()) + 1
+            asked, known = found.count()
             text = (
-                f"no quorum: {asked} replicas have asked, at least {found.min_replicas} are wanted ({error})"
+                f"no quorum: {asked + 1} of {known} replicas with heartbeats have asked for one, more than half and "
+                f"at least {found.min_replicas} must ({error})"
             )
             raise QuorumTimeout(error.ranks, error.operation, error.sequence, text) from None
         self._store._travel()

@@ -137,6 +137,8 @@ class VirtualWork(Work):
         self._error: BaseException | None = None
         self._over = False
 
+    _new_future = VirtualFuture
+
     # -- waiting -----------------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -145,6 +147,7 @@ class VirtualWork(Work):
             raise self._error
         if not self._over:
             self._finish(timeout)
+            self._pass_on()
         return True
 
     def _finish(self, timeout: timedelta | None) -> None:
@@ -212,7 +215,7 @@ class VirtualWork(Work):
     def get_future(self) -> VirtualFuture:
         """Return the future of the outputs."""
         if self._future is None:
-            self._future = VirtualFuture(self)
+            self._future = self._new_future(self)
             if self._over or self._error is not None:
                 self._complete(self._future)
             else:
@@ -229,7 +232,11 @@ class VirtualWork(Work):
         except Exception:
             if self._error is None:
                 raise
-        if open_futures().remove(self) and self._future is not None:
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Complete the future, if it is open; what follows it is called."""
+        if self._future is not None and open_futures().remove(self):
             self._complete(self._future)
 
     def _complete(self, future: VirtualFuture) -> None:
