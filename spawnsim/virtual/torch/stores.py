@@ -70,12 +70,14 @@ class WaitingForStore(Unbroken):
 
     __slots__ = ("_absent", "_what", "_world")
 
-    def __init__(self, world: World, what: str, absent: Callable[[], Sequence[int]] | None = None) -> None:
+    def __init__(
+        self, world: World, what: str | Callable[[], str], absent: Callable[[], Sequence[int]] | None = None
+    ) -> None:  # fmt: skip
         self._world, self._what, self._absent = world, what, absent
 
     def describe(self) -> str:
         """Return what is waited for."""
-        return self._what
+        return self._what if isinstance(self._what, str) else self._what()
 
     def peers(self) -> Sequence[int]:
         """Return the world ranks any of which could end the wait."""
@@ -147,7 +149,8 @@ class VirtualStore(native.Store):  # type: ignore[misc]
     def _await_keys(self, keys: Sequence[str], timeout: timedelta | None) -> None:
         values, limit = self.shared.values, self._timeout if timeout is None else timeout
         names = ", ".join(f"/{key}" for key in keys)
-        waiting = WaitingForStore(self._world, f"wait({names}) on {self.shared.label}")
+        absent = lambda: ", ".join(f"/{key}" for key in keys if key not in values)  # noqa: E731
+        waiting = WaitingForStore(self._world, lambda: f"wait({absent()}) on {self.shared.label}")
         try:
             self._await(lambda: all(key in values for key in keys), waiting, limit)
         except Timeout as error:

@@ -53,7 +53,7 @@ def train(name, hook=None, state=None, **how):
         optimizer.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        sys.stdout.write(f"{rank} {name} {step} {total.item():.4f}\n")
+        sys.stdout.write(f"{rank} {name} {step} {loss.item():.8f} {total.item():.4f}\n")
     weights = sum(each.double().sum().item() for each in model.parameters())
     sys.stdout.write(f"{rank} {name} weights {weights:.3f}\n")
 
