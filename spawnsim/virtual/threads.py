@@ -144,7 +144,7 @@ def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         if _beside(thread) is not None:
             raise RuntimeError("threads can only be started once")
-        vars(thread)["_virtual_task"] = held("OWN").background(lambda: _run(thread))
+        vars(thread)["_virtual_task"] = held("COMM_WORLD")._own.background(lambda: _run(thread))
         task.kernel.owner.ranks[task.rank].attachments.setdefault(STARTED, []).append(thread)
 
     return start

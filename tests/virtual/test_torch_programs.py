@@ -218,12 +218,13 @@ MISMATCHED = {
     "import torch.distributed.rpc as rpc\nrpc.init_rpc('a', rank=R, world_size=N)": (UnsupportedError, "rpc is not"),
     "with torch.profiler.profile(): dist.barrier()": (UnsupportedError, "begins to profile while rank . does"),
     "dist.all_reduce(torch.ones(1, device='meta'))": (UnsupportedError, "compute with CPU tensors"),
-    "import threading\nt = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1)))\nt.start(); t.join()\n"
-    "dist.barrier()": (UnsupportedError, "a thread that rank . has started"),
+    "import multiprocessing\nmultiprocessing.get_context('spawn').Process(target=print).start()": (
+        UnsupportedError, "a process that a virtual rank starts is outside"),
+    "from torch.utils.data import DataLoader\nnext(iter(DataLoader([1, 2], num_workers=1)))": (
+        UnsupportedError, "a DataLoader needs num_workers=0"),
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("text", MISMATCHED)
 def test_mistakes_are_named(text: str, program: Any) -> None:
     """Group, sequence number, operation, shapes, type and line, or what else is wrong: at once."""
@@ -279,11 +280,20 @@ def test_nothing_is_left_behind(program: Any) -> None:
     assert (dist.TCPStore, dist.distributed_c10d._world, torch._C.Future.wait) == before
 
 
-def test_a_folder_named_as_a_library_hides_no_part_of_it(tmp_path):
-    """Parts that torch makes in C come from no file; a folder "torch" beside the program is not where they are from."""
-    (tmp_path / "torch").mkdir()
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_folder_named_as_a_library_hides_no_part_of_it(loaded: bool, tmp_path: Path) -> None:
+    """A folder "torch" beside the program is where nothing of torch is from, be that loaded already or not."""
+    for name in ("torch", "numpy", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes" / "first.py").write_text("RANK = []\n")
     program = tmp_path / "program.py"
     program.write_text(
-        "from mpi4py import MPI\nimport torch._C._dynamo\nassert MPI.COMM_WORLD.Get_size() == 2\n"
+        "from mpi4py import MPI\nimport torch._C._dynamo\nimport numpy.linalg, torch.nn\nimport notes.first\n"
+        "notes.first.RANK.append(MPI.COMM_WORLD.Get_rank())\nMPI.COMM_WORLD.Barrier()\n"
+        "assert len(notes.first.RANK) == 1 and MPI.COMM_WORLD.Get_size() == 2\n"
     )
-    spawnsim.run(program, ranks=2)
+    if loaded:
+        spawnsim.run(program, ranks=2)
+    else:
+        line = [sys.executable, "-m", "spawnsim", "run", str(program), "--ranks", "2", "--quiet"]
+        subprocess.run(line, check=True, timeout=120)

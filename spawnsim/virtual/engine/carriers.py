@@ -150,6 +150,9 @@ class TaskThread(_Turn):
         self.ident = _thread.get_ident()
         # Each thread has one greenlet from its start: there the task is looked up, as under greenlets.
         getcurrent().task = self.task
+        # For `threading.current_thread`. Threads inherit from it that they are daemons, which those of a program are not.
+        here: Any = threading._DummyThread()  # type: ignore[attr-defined]
+        here._daemonic, here.name = False, self.task.name
         hub = self._threads.hub
         try:
             self._run()
@@ -162,7 +165,7 @@ class TaskThread(_Turn):
 
 
 def forget_thread() -> None:
-    """Forget the object that stands for the calling thread in `threading`, if anybody has asked for one."""
+    """Forget the object that stands for the calling thread in `threading`."""
     known: dict[int, Any] = getattr(threading, "_active", {})
     known.pop(_thread.get_ident(), None)
 

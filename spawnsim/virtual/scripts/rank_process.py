@@ -57,8 +57,11 @@ class RankModules:
         if path is None:
             path = None if top in self.private else self._own(sys.path)
         spec = PathFinder.find_spec(name, path, target)
-        # A module in C exists once a process, whatever its spec: most refuse to be loaded twice.
+        # A module in C exists once a process, whatever its spec: most refuse to be loaded twice. A folder that is no
+        # package, such as one for notes on torch, hides none: Python takes it only where it finds nothing else.
         if spec is None or isinstance(spec.loader, ExtensionFileLoader):
+            return None
+        if path is not None and not rest and not spec.has_location and _is_package(name):
             return None
         self.names.add(name)
         of_a_rank(name)
@@ -73,8 +76,10 @@ class RankModules:
 
     def hidden(self) -> dict[str, ModuleType]:
         """Return the modules loaded already that would stand in the way of ranks' modules."""
-        tops = {
-            entry.stem for entry in Path(self.folder).iterdir() if entry.is_dir() or entry.suffix == ".py"
+        beside = list(Path(self.folder).iterdir())
+        tops = {entry.stem for entry in beside if entry.suffix == ".py" or (entry / "__init__.py").exists()}
+        tops |= {
+            entry.name for entry in beside if entry.is_dir() and not _origin(sys.modules.get(entry.name))
         }
         tops = (tops | self.private) - SHARED_PACKAGES - set(sys.stdlib_module_names)
         return {name: module for name, module in sys.modules.items() if self._hides(name, module, tops)}
@@ -86,6 +91,12 @@ class RankModules:
         place = origin or _origin(sys.modules.get(top))
         installed = "site-packages" in place and top not in self.private
         return top in tops and not installed and not origin.endswith((".so", ".pyd"))
+
+
+def _is_package(name: str) -> bool:
+    """Return whether a name on `sys.path` is a module's or a package's, and not only a folder's."""
+    spec = PathFinder.find_spec(name)
+    return spec is not None and spec.has_location
 
 
 def _origin(module: Any) -> str:

@@ -372,7 +372,7 @@ class Manager:
         self._errored, self._healing = None, False
         limit = timeout or self._quorum_timeout
         if self._use_async_quorum:
-            self._beside = held("OWN").background(lambda: self._guarded(limit, allow_heal))
+            self._beside = held("COMM_WORLD")._own.background(lambda: self._guarded(limit, allow_heal))
             return
         self._meet(limit, allow_heal)
         if self._healing:
@@ -423,7 +423,7 @@ class Manager:
         place = quorum.members.index(self._replica.place)
         if self._group is None or self._group.comm._context is not quorum.context:
             comm = MPI.Intracomm.enter(quorum.context, self._replica.place[0], quorum.context.name)
-            comm._own = held("OWN")
+            comm._own = held("COMM_WORLD")._own
             names = quorum.context.name, "torchft"
             self._group = VirtualProcessGroup(comm, names, (self._timeout, True), self._store, backend="gloo")
         self._quorum = quorum
@@ -450,7 +450,7 @@ class Manager:
                 self.load_state_dict(self._state["torchft"])
                 self._step = newest
                 found = {"step": newest, "source": self._group.comm._peers[sources[place]]}
-                held("OWN").record.event("heal", **found)
+                held("COMM_WORLD")._own.record.event("heal", **found)
         except (RankFailed, Revoked, Timeout) as error:
             self.report_error(error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import subprocess
@@ -168,14 +169,16 @@ def test_an_interrupt_ends_the_rank_that_computes():
 
 
 def test_a_task_is_found_in_its_thread_alone():
-    """Other threads are no rank."""
-    found = []
+    """A thread that a rank starts by `threading` is a task of that rank; one of another kind is no rank."""
+    found, over = [], threading.Event()
 
     def main(comm):
-        beside = threading.Thread(target=lambda: found.append(current_task()))
+        _thread.start_new_thread(lambda: (found.append(current_task()), over.set()), ())
+        over.wait(60)
+        beside = threading.Thread(target=lambda: found.append(current_task().name))
         beside.start()
         beside.join()
-        found.append(current_task().rank)
+        found.append(current_task().name)
 
     run(main, 1, carrier="threads")
-    assert found == [None, 0]
+    assert found == [None, "rank 0 (background)", "rank 0"]
