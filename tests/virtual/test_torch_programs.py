@@ -98,7 +98,8 @@ for again in range(1, 3):
     assert program(text, 3, head="")[1] == [f"{rank} True" for rank in range(3) for _ in range(2)]
 
 
-def test_two_processes_have_one_digest(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [("messages", "11"), ("ddp", "3")])
+def test_two_processes_have_one_digest(name: str, ranks: str) -> None:
     """Whatever the hashes of texts; pickled objects hold tensors."""
     found = set()
     for seed in ("1", "2"):
@@ -107,9 +108,9 @@ def test_two_processes_have_one_digest(tmp_path: Path) -> None:
             "-m",
             "spawnsim",
             "run",
-            str(PROGRAMS / "messages.py"),
+            str(PROGRAMS / f"{name}.py"),
             "-n",
-            "11",
+            ranks,
             "--seed",
             "3",
         ]
@@ -168,6 +169,37 @@ assert abs(MPI.Wtime() - time.time()) < 1e-3 and MPI.Wtime() >= N - 1
 assert MPI.COMM_WORLD.allreduce(R) == N * (N - 1) // 2
 """
     assert program(text, 4)[0].totals["virtual_seconds"] > 3
+
+
+def test_reductions_that_gloo_lacks(program: Any) -> None:
+    """AVG and PREMUL_SUM, of one tensor, of several at once and scattered, against sums of our own; also of integers."""
+    text = """
+half = dist._make_nccl_premul_sum(0.5)
+def mine(rank, dtype=torch.float32):
+    return (torch.arange(3 * N) * (rank + 1) % 7).to(dtype)
+total = sum(mine(rank, torch.float64) for rank in range(N))
+for op, expected in ((dist.ReduceOp.AVG, total / N), (half, total / 2)):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        one, two = mine(R, dtype), mine(R, dtype)[:5].clone()
+        dist.all_reduce(one, op)
+        assert torch.allclose(one.double(), expected, rtol=1e-6 if dtype != torch.bfloat16 else 0.05), (op, dtype, one)
+        one = mine(R, dtype)
+        dist.all_reduce_coalesced([one, two], op)
+        assert torch.allclose(one.double(), expected, rtol=1e-6 if dtype != torch.bfloat16 else 0.05)
+        assert torch.equal(two, one[:5])
+        part = torch.empty(3, dtype=dtype)
+        dist.reduce_scatter_tensor(part, mine(R, dtype), op)
+        assert torch.equal(part, one[3 * R:3 * R + 3])
+        root = mine(R, dtype)
+        dist.reduce(root, 2, op)
+        assert R != 2 or torch.equal(root, one)
+whole = torch.tensor([R - 5, 3, -3])
+dist.all_reduce(whole, dist.ReduceOp.AVG)
+assert whole.tolist() == [int((N - 1) / 2 - 5), 3, -3]
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+assert ddp._get_ddp_logging_data()["backend_name"] == dist.get_backend() == "gloo"
+"""
+    program(text, 11)
 
 
 def test_counted_computing(program: Any) -> None:

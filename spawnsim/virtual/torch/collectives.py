@@ -7,6 +7,7 @@ it. A reduction is made once for all ranks, in the tree order of `comm.ops`, in 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -170,6 +171,20 @@ def reduced(parts: list[Bytes], op: Any, dtype: torch.dtype) -> Bytes:
                 len(parts), rounding_mode=None if whole.is_floating_point() or whole.is_complex() else "trunc"
             )
     return found
+
+
+def sum_sparse(parts: Sequence[Bytes], like: torch.Tensor) -> torch.Tensor:
+    """Return the sum of sparse tensors of one shape, each given as the bytes of its indices and values."""
+    one = like.coalesce()
+    row = one.values().element_size() * math.prod(one.values().shape[1:])
+    total = torch.sparse_coo_tensor(size=like.shape, dtype=like.dtype)
+    for part in parts:
+        count = len(part) // (8 * one.sparse_dim() + row)
+        cut = 8 * one.sparse_dim() * count
+        indices = typed(part[:cut].copy(), torch.int64).view(one.sparse_dim(), count)
+        values = typed(part[cut:].copy(), like.dtype).view(count, *one.values().shape[1:])
+        total = total + torch.sparse_coo_tensor(indices, values, like.shape)
+    return total.coalesce()
 
 
 def combination(op: Any, dtypes: Sequence[torch.dtype]) -> Callable[[CollectiveInstance, int], list[Bytes]]:

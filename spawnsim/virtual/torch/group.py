@@ -32,14 +32,17 @@ from spawnsim.virtual.torch.collectives import (
     TorchCall,
     combination,
     described,
+    name_of,
     nbytes_of,
     op_name,
     raw,
     scattered,
+    sum_sparse,
     write,
 )
 from spawnsim.virtual.torch.work import GroupTimeout, VirtualWork, Works
 
+VIRTUAL = "virtual"
 Base: Any = dist.ProcessGroup  # whose stub has other overloads than C++ calls
 
 
@@ -96,7 +99,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
 
     def getBackendName(self) -> str:
         """Return what C++ is told: of "gloo" and "nccl" it expects its own classes."""
-        return "virtual"
+        return VIRTUAL
 
     group_name = pg_name = property(lambda self: self._name)
     group_desc = property(lambda self: self._desc)
@@ -185,7 +188,26 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         """Combine several tensors on all ranks, in one operation."""
         return self._allreduce("all_reduce_coalesced", tensors, _op(opts), opts)
 
+    def _allreduce_sparse(self, tensor: torch.Tensor, op: Any, opts: Any) -> VirtualWork:
+        """Add up sparse tensors, as gloo does: all get all others' elements, and add them in the order of ranks."""
+        if op_name(op) not in ("SUM", "AVG"):
+            raise UnsupportedError(f"all_reduce({op_name(op)}) of sparse tensors: add them up, or make them dense")
+        mine = tensor.coalesce()
+        data = np.concatenate([raw(mine.indices()), raw(mine.values())])
+        call = TorchCall(
+            "all_reduce", "allgather", data, len(data), sizes="each", shapes=f"{list(tensor.shape)} sparse",
+            agree=(("op", op_name(op)), ("dtype", name_of(tensor)), ("shape", tuple(tensor.shape))), outcome=_everything,
+        )  # fmt: skip
+
+        def collect(found: list[Bytes]) -> None:
+            total = sum_sparse(found, tensor)
+            tensor.copy_(total / len(found) if op_name(op) == "AVG" else total)
+
+        return self._run(call, collect, opts, outputs=[tensor])
+
     def _allreduce(self, name: str, tensors: Tensors, op: Any, opts: Any) -> VirtualWork:
+        if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
+            return self._allreduce_sparse(tensors[0], op, opts)
         shapes, agree = described(tensors)
         call = TorchCall(
             name, "allreduce", nbytes=nbytes_of(tensors), agree=(("op", op_name(op)), *agree), shapes=shapes

@@ -25,7 +25,7 @@ from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.mpi.module import MPI
 from spawnsim.virtual.scripts.rank_process import MASTER
 from spawnsim.virtual.torch import stores
-from spawnsim.virtual.torch.group import VirtualProcessGroup
+from spawnsim.virtual.torch.group import VIRTUAL, VirtualProcessGroup
 from spawnsim.virtual.torch.work import following, waiting
 
 c10d: Any = sys.modules["torch.distributed.distributed_c10d"]  # whose stubs know little of its inside
@@ -172,6 +172,19 @@ def _refusing(original: Callable[..., Any], what: str) -> Callable[..., Any]:
     return call
 
 
+def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what tells how DistributedDataParallel is set up: with the backend's name that was asked for."""
+
+    @wraps(original)
+    def told(self: Any) -> dict[str, Any]:
+        found = original(self)
+        if found.get("backend_name") == VIRTUAL:
+            found["backend_name"] = self.process_group.name()
+        return found  # type: ignore[no-any-return]
+
+    return told
+
+
 class _OneProfiler:
     """Lets one rank at a time profile: torch's profiler is one for the process, and two at once crash it."""
 
@@ -246,6 +259,8 @@ def _install(put: Put) -> None:
     one, profiler = _OneProfiler(), import_module("torch.autograd.profiler")
     put(profiler, "_prepare_profiler", one.beginning(profiler._prepare_profiler))
     put(profiler, "_disable_profiler", one.ending(profiler._disable_profiler))
+    parallel = torch.nn.parallel.DistributedDataParallel
+    put(parallel, "_get_ddp_logging_data", _naming(parallel._get_ddp_logging_data))
     put(torch._C.Future, "wait", waiting(torch._C.Future.wait))
     put(torch._C.Future, "then", following(torch._C.Future.then))
     for (name, function), what in REFUSED.items():

@@ -1,6 +1,7 @@
 """Join with uneven inputs, ZeroRedundancyOptimizer, the averagers of models and PostLocalSGDOptimizer."""
 
 import sys
+from collections import OrderedDict
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,6 +61,14 @@ def main():
     for _ in range(5):
         step(model, local, data)
         show("local", model)
+    if dist.get_world_size() % 4 == 0:
+        model, data = made()
+        levels = HierarchicalModelAverager(OrderedDict({2: 2, 4: dist.get_world_size()}), warmup_steps=1)
+        own, plain = torch.optim.SGD(model.module.parameters(), lr=0.05), model.module
+        for _ in range(6):
+            step(plain, own, data)
+            levels.average_parameters(plain.parameters())
+            show("levels", plain)
     dist.destroy_process_group()
 
 
