@@ -195,6 +195,7 @@ def _run_unmodified(
     `run.what["notes"]` and `run.what["warnings"]` hold what the user should know, a sentence each.
     """
     from spawnsim.record import manifest
+    from spawnsim.virtual.platform import load_platform
     from spawnsim.virtual.scripts import Cost, run_program
 
     if not options.get("carrier"):
@@ -211,7 +212,7 @@ def _run_unmodified(
     # it.
     what |= {"notes": [NO_COST] if scenario.compute in (None, "none") else [], "warnings": []}
     if keeping.out is not None:
-        Cost.of(scenario.compute)
+        Cost.of(scenario.compute, load_platform(scenario.platform).device)
         _require_possible(
             replace(scenario, compute=0.0)
         )  # there it is a cost of calls, which is checked above

@@ -176,7 +176,9 @@ print(R, state[f"of {R}"].sum().item())
 
 def test_mistakes_in_threads_end_the_run(program: Any) -> None:
     """A collective that meets another one, and locks that nobody gives back."""
-    thread = "t = threading.Thread(target=lambda: dist.all_reduce(torch.ones(3 + (R == 1))))\nt.start(); t.join()"
+    thread = (
+        "t = threading.Thread(target=lambda: dist.all_reduce(torch.ones(3 + (R == 1))))\nt.start(); t.join()"
+    )
     with pytest.raises(MismatchError, match=r"shape=\[4\]"):
         program(thread, 3)
     with pytest.raises(Deadlock, match="a lock, event or queue of threading"):

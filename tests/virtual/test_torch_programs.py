@@ -23,6 +23,8 @@ from spawnsim.errors import (
     SpawnsimError,
     UnsupportedError,
 )
+from spawnsim.virtual.platform import load_platform
+from spawnsim.virtual.platform.files import to_toml
 
 PROGRAMS = Path(__file__).parent.parent / "programs" / "torchrun"
 HEAD = """
@@ -202,7 +204,7 @@ assert ddp._get_ddp_logging_data()["backend_name"] == dist.get_backend() == "glo
     program(text, 11)
 
 
-def test_counted_computing(program: Any) -> None:
+def test_counted_computing(program: Any, tmp_path: Path) -> None:
     """Products of matrices by their operations, all else by its bytes; in backward passes, too."""
     text = """
 dist.barrier()
@@ -229,6 +231,19 @@ for each in (forward, backward, views, add): took(each)
     }
     found = {name: float(number) for name, number in map(str.split, lines)}
     assert found == pytest.approx(expected, abs=0.01)
+    place = tmp_path / "own.toml"
+    network = '[network]\ntopology = "switch"\n[network.link]\nlatency = "1 us"\nbandwidth = "1 GB/s"\n'
+    place.write_text(network + '[device]\noperations = "10 GFLOP/s"\nmemory = "100 GB/s"\n')
+    assert program(text, 1, platform=str(place), compute="counted")[1] == lines
+    slow = program(text, 1, platform=str(place), compute="counted*0.5")[1]
+    assert {name: float(number) / 2 for name, number in map(str.split, slow)} == pytest.approx(
+        expected, abs=0.01
+    )
+    again = load_platform(place)
+    place.write_text(to_toml(again))
+    assert load_platform(place).device == again.device == (1e10, 1e11)
+    with pytest.raises(ParameterError, match="counted: and a device"):
+        program(text, 1, compute="counted")
     with pytest.raises(ParameterError, match="counted: and a device"):
         program(text, 1, compute="counted:abacus")
     with pytest.raises(ParameterError, match="counted: and a device"):

@@ -80,15 +80,16 @@ def program(tmp_path: Path, capfd: Any) -> Any:
     return run
 
 
-FAULTS = "crash:7@0.75s; restart:7@3s; crash:0@1.05s; restart:0@8s; crash:3,10@1.3s; crash:9@7s; restart:9@7.2s"
+FAULTS = (
+    "crash:7@0.75s; restart:7@3s; crash:0@1.05s; restart:0@8s; crash:3,10@1.3s; crash:9@7s; restart:9@7.2s"
+)
 
 
 @pytest.mark.parametrize(
-    ("way", "replicas", "steps"), [("diloco", 64, 6), ("local", 64, 6), ("streaming", 12, 14), ("ddp", 12, 20)]
+    ("way", "replicas", "steps"),
+    [("diloco", 64, 6), ("local", 64, 6), ("streaming", 12, 14), ("ddp", 12, 20)],
 )
-def test_replicas_train_while_some_die_and_return(
-    way: str, replicas: int, steps: int, program: Any
-) -> None:
+def test_replicas_train_while_some_die_and_return(way: str, replicas: int, steps: int, program: Any) -> None:
     """All who live to the end have the same weights; the dead are given up after their last heartbeats."""
     found, lines = program(TRAINING, replicas, way, str(steps), faults=FAULTS)
     assert len(lines) == replicas - 2
@@ -97,7 +98,9 @@ def test_replicas_train_while_some_die_and_return(
     sizes = [event["replicas"] for event in quorums]
     assert (sizes[0], sizes[-1]) == (replicas, replicas - 2)
     assert min(sizes) < replicas - 2
-    assert 5.6 < quorums[1]["time_s"] < 6.5  # heartbeats of 100 ms, the first dead one's last at 0.7 s, and 5 s
+    assert (
+        5.6 < quorums[1]["time_s"] < 6.5
+    )  # heartbeats of 100 ms, the first dead one's last at 0.7 s, and 5 s
     healed = {event["rank"] for event in found.events if event["kind"] == "heal" and event["step"]}
     assert {0, 7, 9} <= healed
 
@@ -163,5 +166,7 @@ for step in range(9):
     manager.should_commit()
     if R: sys.exit()
 """
-    with pytest.raises(RankError, match="should_commit failed 2 times consecutively, exceeding max_retries=1"):
+    with pytest.raises(
+        RankError, match="should_commit failed 2 times consecutively, exceeding max_retries=1"
+    ):
         program(alone, 2)

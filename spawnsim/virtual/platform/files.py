@@ -20,6 +20,10 @@
     step = "10 ms"                     # of a comm.compute() that states nothing
     stragglers = "lognormal:0.1"       # unless the run names its own
 
+    [device]                           # what `--compute counted` divides by
+    operations = "362 TFLOP/s"         # of floating-point numbers
+    memory = "864 GB/s"
+
 A key that is not known here is an error, which names the file and the line.
 """
 
@@ -34,7 +38,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from spawnsim import random
+from spawnsim import random, units
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.options import nearest
 from spawnsim.virtual.collectives import Selection
@@ -73,6 +77,7 @@ class Platform:
             by a thread of its own, "hardware" at once by the NIC.
         collectives: which algorithms run.
         description: one sentence.
+        device: floating-point operations and bytes a second, where a run counts torch's operations.
         fitted: what it was measured on, as (name, value) pairs; empty if it was not measured.
     """
 
@@ -84,6 +89,7 @@ class Platform:
     collectives: Selection = field(default_factory=Selection)
     description: str = ""
     fitted: tuple[tuple[str, str], ...] = ()
+    device: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if self.progress not in PROGRESS:
@@ -312,11 +318,19 @@ def read_platform(top: Section, name: str) -> Platform:
         collectives=_selection(top.section("collectives")),
         description=top.string("description", ""),
         fitted=_facts(top.section("fitted")),
+        device=_device(top.section("device")) if top.has("device") else None,
     )
+    top.asked.add("device")
     compute.asked.add("step")
     compute.close()
     top.close()
     return platform
+
+
+def _device(section: Section) -> tuple[float, float]:
+    found = section.above("operations", units.flop_per_second), section.bytes_per_second("memory")
+    section.close()
+    return found
 
 
 def _selection(section: Section) -> Selection:
@@ -359,6 +373,14 @@ def to_toml(platform: Platform, comments: Iterable[str] = ()) -> str:
     lines += [] if platform.step is None else [f"step = {_text(_seconds(_step_s(platform)))}"]
     if platform.stragglers:
         lines.append(f"stragglers = {_text('+'.join(map(str, platform.stragglers)))}")
+    if platform.device:
+        operations, memory = platform.device
+        lines += [
+            "",
+            "[device]",
+            f'operations = "{operations / 1e9:.12g} GFLOP/s"',
+            f'memory = "{memory / 1e9:.12g} GB/s"',
+        ]
     if platform.fitted:
         lines += ["", "[fitted]", *(f"{key} = {_text(value)}" for key, value in platform.fitted)]
     return "\n".join(lines) + "\n"

@@ -111,6 +111,10 @@ class Section:
             key, lambda value: _above(units.bytes_per_second(_with_unit(value, "10 Gbit/s"))), default
         )
 
+    def above(self, key: str, read: Callable[[Any], float]) -> float:
+        """Return a number above 0, as `read` returns it."""
+        return self.get(key, lambda value: _above(read(value)))
+
     def nbytes(self, key: str, default: int | None = None) -> int:
         """Return a size of at least 0 bytes, written with its unit."""
         return self.get(key, lambda value: int(_least(units.nbytes(_with_unit(value, "64 KiB")), 0)), default)

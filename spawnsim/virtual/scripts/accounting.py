@@ -42,11 +42,11 @@ class Cost:
     rates: tuple[float, float] | None = None
 
     @classmethod
-    def of(cls, text: Any) -> Cost:
+    def of(cls, text: Any, device: tuple[float, float] | None = None) -> Cost:
         """Return the cost that a word, a number of seconds, or a mapping of call sites names.
 
         "none"; "5 us"; "measured"; "measured*2.5"; "jacobi.py:31=2ms,jacobi.py:44=0.5ms"; "counted:h100",
-        "counted:h100*0.4", "counted:10 TFLOP/s, 800 GB/s".
+        "counted:h100*0.4", "counted:10 TFLOP/s, 800 GB/s"; "counted": at the rates of the platform's `device`.
         """
         if text is None or text == NONE:
             return cls()
@@ -55,7 +55,7 @@ class Cost:
         if isinstance(text, str) and text.startswith("measured"):
             return cls(factor=_factor(text))
         if isinstance(text, str) and text.startswith("counted"):
-            return cls(rates=_rates(text))
+            return cls(rates=_rates(text, device))
         if isinstance(text, str) and "=" in text:
             pairs = [part.partition("=") for part in text.split(",")]
             return cls(sites={site.strip(): units.seconds(seconds) for site, _, seconds in pairs})
@@ -97,20 +97,23 @@ DEVICES = {
 }  # fmt: skip
 
 
-def _rates(text: str) -> tuple[float, float]:
-    """Return operations and bytes a second."""
+def _rates(text: str, own: tuple[float, float] | None) -> tuple[float, float]:
+    """Return operations and bytes a second; `own` are those of the platform, if it has any."""
     device, _, share = text.removeprefix("counted").lstrip(":").partition("*")
     flops, comma, memory = device.partition(",")
     try:
         factor = float(share or 1.0)
-        if not comma:
+        if own and not device.strip():
+            found = own
+        elif not comma:
             found = DEVICES[device.strip().lower()]
         else:
             found = units.flop_per_second(flops), units.bytes_per_second(memory)
     except (KeyError, ValueError) as error:
         raise ParameterError(
             f"compute={text!r}: write counted: and a device ({', '.join(DEVICES)}), maybe with the share of its peak "
-            'that is reached (counted:h100*0.4), or its rates ("counted:10 TFLOP/s, 800 GB/s")'
+            'that is reached (counted:h100*0.4), or its rates ("counted:10 TFLOP/s, 800 GB/s"), or give the platform a '
+            "[device] and write counted"
         ) from error
     if not min(*found, factor) > 0:
         raise ParameterError(f"compute={text!r}: rates are above 0")

@@ -24,6 +24,7 @@ from spawnsim.virtual.interpreter import rare_collections
 from spawnsim.virtual.mpi.communicators import COMM_WORLD
 from spawnsim.virtual.mpi.functions import OPTIONS
 from spawnsim.virtual.mpi.payload import pickler
+from spawnsim.virtual.platform import load_platform
 from spawnsim.virtual.reproducibility import TORCHS_OWN
 from spawnsim.virtual.scripts.accounting import CallCosts, Cost, ResourceLeaks
 from spawnsim.virtual.scripts.package import Pool, installed_as_mpi4py, serve
@@ -68,7 +69,7 @@ class ScriptRun:
 
     def __init__(self, script: Script, scenario: Scenario, recorder: Recorder, **how: Any) -> None:
         self.script = script
-        self.cost = Cost.of(scenario.compute)
+        self.cost = Cost.of(scenario.compute, load_platform(scenario.platform).device)
         if self.cost.rates is not None and script.carrier != "threads":
             raise ParameterError(
                 "compute=counted counts torch's operations of ranks in threads: give --carrier threads"

@@ -191,7 +191,9 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     def _allreduce_sparse(self, tensor: torch.Tensor, op: Any, opts: Any) -> VirtualWork:
         """Add up sparse tensors, as gloo does: all get all others' elements, and add them in the order of ranks."""
         if op_name(op) not in ("SUM", "AVG"):
-            raise UnsupportedError(f"all_reduce({op_name(op)}) of sparse tensors: add them up, or make them dense")
+            raise UnsupportedError(
+                f"all_reduce({op_name(op)}) of sparse tensors: add them up, or make them dense"
+            )
         mine = tensor.coalesce()
         data = np.concatenate([raw(mine.indices()), raw(mine.values())])
         call = TorchCall(
