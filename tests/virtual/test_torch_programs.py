@@ -174,7 +174,7 @@ assert MPI.COMM_WORLD.allreduce(R) == N * (N - 1) // 2
 
 
 def test_reductions_that_gloo_lacks(program: Any) -> None:
-    """AVG and PREMUL_SUM, of one tensor, of several at once and scattered, against sums of our own; also of integers."""
+    """AVG and PREMUL_SUM, of one tensor, of several at once and scattered, against sums of our own; of integers."""
     text = """
 half = dist._make_nccl_premul_sum(0.5)
 def mine(rank, dtype=torch.float32):

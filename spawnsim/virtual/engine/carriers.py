@@ -150,8 +150,8 @@ class TaskThread(_Turn):
         self.ident = _thread.get_ident()
         # Each thread has one greenlet from its start: there the task is looked up, as under greenlets.
         getcurrent().task = self.task
-        # For `threading.current_thread`. Threads inherit from it that they are daemons, which those of a program are not.
-        here: Any = threading._DummyThread()  # type: ignore[attr-defined]
+        # For `threading.current_thread`. Threads inherit from it whether they are daemons: those of a program are not.
+        here: Any = threading._DummyThread()
         here._daemonic, here.name = False, self.task.name
         hub = self._threads.hub
         try:

@@ -177,7 +177,7 @@ def sum_sparse(parts: Sequence[Bytes], like: torch.Tensor) -> torch.Tensor:
     """Return the sum of sparse tensors of one shape, each given as the bytes of its indices and values."""
     one = like.coalesce()
     row = one.values().element_size() * math.prod(one.values().shape[1:])
-    total = torch.sparse_coo_tensor(size=like.shape, dtype=like.dtype)
+    total = torch.zeros_like(like)
     for part in parts:
         count = len(part) // (8 * one.sparse_dim() + row)
         cut = 8 * one.sparse_dim() * count

@@ -198,7 +198,8 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         data = np.concatenate([raw(mine.indices()), raw(mine.values())])
         call = TorchCall(
             "all_reduce", "allgather", data, len(data), sizes="each", shapes=f"{list(tensor.shape)} sparse",
-            agree=(("op", op_name(op)), ("dtype", name_of(tensor)), ("shape", tuple(tensor.shape))), outcome=_everything,
+            agree=(("op", op_name(op)), ("dtype", name_of(tensor)), ("shape", tuple(tensor.shape))),
+            outcome=_everything,
         )  # fmt: skip
 
         def collect(found: list[Bytes]) -> None:

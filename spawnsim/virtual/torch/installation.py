@@ -269,10 +269,10 @@ def _install(put: Put) -> None:
 
 
 def _install_torchft(put: Put) -> None:
-    from spawnsim.virtual.torch import torchft
+    from spawnsim.virtual.torch import lighthouse, torchft
 
     manager, coordination = sys.modules["torchft.manager"], sys.modules["torchft._torchft"]
-    kinds = {manager.Manager: torchft.Manager, coordination.LighthouseServer: torchft.LighthouseServer}
+    kinds = {manager.Manager: torchft.Manager, coordination.LighthouseServer: lighthouse.LighthouseServer}
     _replace(put, "torchft", kinds)
 
 

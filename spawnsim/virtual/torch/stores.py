@@ -149,8 +149,12 @@ class VirtualStore(native.Store):  # type: ignore[misc]
     def _await_keys(self, keys: Sequence[str], timeout: timedelta | None) -> None:
         values, limit = self.shared.values, self._timeout if timeout is None else timeout
         names = ", ".join(f"/{key}" for key in keys)
-        absent = lambda: ", ".join(f"/{key}" for key in keys if key not in values)  # noqa: E731
-        waiting = WaitingForStore(self._world, lambda: f"wait({absent()}) on {self.shared.label}")
+
+        def described() -> str:
+            absent = ", ".join(f"/{key}" for key in keys if key not in values)
+            return f"wait({absent}) on {self.shared.label}"
+
+        waiting = WaitingForStore(self._world, described)
         try:
             self._await(lambda: all(key in values for key in keys), waiting, limit)
         except Timeout as error:

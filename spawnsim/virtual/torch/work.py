@@ -104,7 +104,7 @@ def following(original: Callable[..., Any]) -> Callable[..., Any]:
 class VirtualFuture(Future):  # type: ignore[type-arg]
     """The future of a work. Its waits are in virtual time."""
 
-    def __init__(self, work: VirtualWork) -> None:
+    def __init__(self, work: Any) -> None:
         super().__init__()
         self._work = work
 
