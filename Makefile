@@ -22,7 +22,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): pyproject.toml constraints.txt studies/gfn_requirements.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,mpi,demo,report]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,mpi,demo,report,torchft]"
 	$(BIN)/python -m pip install --quiet --no-deps -r studies/gfn_requirements.txt
 	@touch $@
 

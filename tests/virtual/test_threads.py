@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import spawnsim
 from spawnsim.errors import Deadlock, MismatchError
 
 HEAD = """
@@ -20,17 +20,9 @@ R, N = dist.get_rank(), dist.get_world_size()
 
 
 @pytest.fixture
-def program(tmp_path: Path, capfd: Any) -> Any:
+def program(torch_program: Any) -> Any:
     """Run a text behind HEAD; return the run and its lines, sorted."""
-
-    def run(text: str, ranks: int, *argv: str, **how: Any) -> tuple[Any, list[str]]:
-        file = tmp_path / "program.py"
-        file.write_text(HEAD + text)
-        capfd.readouterr()
-        found = spawnsim.run(file, ranks=ranks, argv=argv, options={"prefix": False}, **how)
-        return found, sorted(capfd.readouterr().out.splitlines())
-
-    return run
+    return partial(torch_program, HEAD)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

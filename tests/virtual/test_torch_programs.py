@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +37,9 @@ R, N = dist.get_rank(), dist.get_world_size()
 
 
 @pytest.fixture
-def program(tmp_path: Path, capfd: Any) -> Any:
+def program(torch_program: Any) -> Any:
     """Run a text behind HEAD, or a file; return the run and the lines that it has printed, sorted."""
-
-    def run(text: str | Path, ranks: int, *argv: str, head: str = HEAD, **how: Any) -> tuple[Any, list[str]]:
-        file = text
-        if isinstance(text, str):
-            file = tmp_path / "program.py"
-            file.write_text(head + text)
-        capfd.readouterr()
-        before = dict(os.environ)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns of what is old
-                found = spawnsim.run(file, ranks=ranks, argv=argv, options={"prefix": False}, **how)
-        finally:
-            assert dict(os.environ) == before
-            assert not dist.is_initialized()
-        return found, sorted(capfd.readouterr().out.splitlines())
-
-    return run
+    return partial(torch_program, HEAD)
 
 
 def test_ranks_find_what_torchrun_gives(program: Any) -> None:
@@ -84,7 +67,7 @@ with socket.socket() as s:
     "dist.init_process_group('gloo', rank=2 - int(os.environ['RANK']), world_size=3, "
     "store=dist.TCPStore('h', again, 3, is_master=os.environ['RANK'] == '2'))",
 ])  # fmt: skip
-def test_any_backend_method_and_store_gives_the_virtual_group(way: str, program: Any) -> None:
+def test_any_backend_method_and_store_gives_the_virtual_group(way: str, torch_program: Any) -> None:
     """Also with ranks in another order, and again after the group was destroyed."""
     text = f"""
 import os, torch, torch.distributed as dist
@@ -97,7 +80,7 @@ for again in range(1, 3):
     print(dist.get_rank(), own[dist.get_rank()] == os.environ["RANK"])
     dist.destroy_process_group()
 """
-    assert program(text, 3, head="")[1] == [f"{rank} True" for rank in range(3) for _ in range(2)]
+    assert torch_program("", text, 3)[1] == [f"{rank} True" for rank in range(3) for _ in range(2)]
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("messages", "11"), ("ddp", "3")])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 
-import spawnsim
 from spawnsim.errors import RankError, Timeout, UnsupportedError
 
 HEAD = """
@@ -67,17 +66,9 @@ print("end", manager.current_step(), sum(each.double().abs().sum().item() for ea
 
 
 @pytest.fixture
-def program(tmp_path: Path, capfd: Any) -> Any:
+def program(torch_program: Any) -> Any:
     """Run a text behind HEAD; return the run and its lines, sorted."""
-
-    def run(text: str, ranks: int, *argv: str, **how: Any) -> tuple[Any, list[str]]:
-        file = tmp_path / "program.py"
-        file.write_text(HEAD + text)
-        capfd.readouterr()
-        found = spawnsim.run(file, ranks=ranks, argv=argv, options={"prefix": False}, **how)
-        return found, sorted(capfd.readouterr().out.splitlines())
-
-    return run
+    return partial(torch_program, HEAD)
 
 
 FAULTS = (
