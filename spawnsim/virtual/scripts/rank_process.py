@@ -201,6 +201,8 @@ class Processes:
         sys.meta_path.insert(0, self.own)
         register, unregister = atexit.register, atexit.unregister
         atexit.register, atexit.unregister = self._registering(register), self._unregistering(unregister)
+        for name, value in self._common().items():  # libraries in C see one environment for all
+            os.putenv(name, value)
         try:
             yield
         finally:
@@ -213,6 +215,11 @@ class Processes:
                 setattr(sys, name, value)
             self._restore_environ()
             sys.modules.update(hidden)
+
+    def _common(self) -> dict[Any, Any]:
+        """Return the variables that all ranks begin with alike."""
+        environs = [process.environ.items() for process in self._all.values()]
+        return dict(set(environs[0]).intersection(*environs) - set(self._environ.items())) if environs else {}
 
     def _restore_environ(self) -> None:
         """Put back `os.environ`, also what programs in C see of it: each rank's changes went there."""

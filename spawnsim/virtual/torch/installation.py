@@ -7,6 +7,7 @@ module knows names of torch's internals.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -180,6 +181,11 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
         found = original(self)
         if found.get("backend_name") == VIRTUAL:
             found["backend_name"] = self.process_group.name()
+            if found["backend_name"] == "gloo":  # what torch adds by that name
+                names = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
+                found |= {name.lower(): os.environ.get(name, "N/A") for name in names} | {
+                    "gloo_num_threads": 2
+                }
         return found  # type: ignore[no-any-return]
 
     return told
