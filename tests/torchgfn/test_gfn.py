@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,24 @@ def test_torchgfn_trains_on_virtual_ranks(policy: str) -> None:
     assert found.table["averaged_this_iteration"].any()
     assert (found.totals["replacements"] > 0) == (policy != "average")
     assert [event["together"] > 0 for event in found.events if event["kind"] == "modes"] == [True]
+
+
+def test_torchgfns_own_toolkit_starts_torch_distributed(tmp_path: Path, capfd: Any) -> None:
+    """`initialize_distributed_compute("gloo")` of the package, as it is, finds all virtual ranks; its averages are right."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from gfn.utils.distributed import average_models, gather_distributed_data, initialize_distributed_compute\n"
+        "found = initialize_distributed_compute('gloo', num_remote_buffers=0, num_agent_groups=1)\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "torch.nn.init.constant_(model.weight, float(dist.get_rank()))\n"
+        "average_models(model, found.train_global_group)\n"
+        "print('mean', found.world_size, model.weight[0, 0].item())\n"
+    )
+    spawnsim.run(program, ranks=11, options={"prefix": False})
+    assert [line for line in capfd.readouterr().out.splitlines() if line.startswith("mean")] == [
+        "mean 11 5.0"
+    ] * 11
 
 
 @pytest.mark.mpi
