@@ -47,7 +47,7 @@ def test_torchgfn_trains_on_virtual_ranks(policy: str) -> None:
 
 
 def test_torchgfns_own_toolkit_starts_torch_distributed(tmp_path: Path, capfd: Any) -> None:
-    """`initialize_distributed_compute("gloo")` of the package, as it is, finds all virtual ranks; its averages are right."""
+    """`initialize_distributed_compute("gloo")` of the package, as it is, finds all virtual ranks."""
     program = tmp_path / "program.py"
     program.write_text(
         "import torch, torch.distributed as dist\n"
