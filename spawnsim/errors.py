@@ -100,6 +100,17 @@ class StudyError(SpawnsimError):
     """Some runs of a study failed; those that did not are kept."""
 
 
+class CheckFailed(SpawnsimError):
+    """What must hold at all times did not: `comm.check` of a program, or an invariant of a policy. `what` names it."""
+
+    def __init__(self, what: str, message: str) -> None:
+        self.what = what
+        super().__init__(what, message)
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
 class RankError(SpawnsimError):
     """A rank's program raised. The original exception is the `__cause__`; `rank` and `time_s` say where."""
 

@@ -31,6 +31,7 @@ class Scenario:
             folder, or an object; for an unmodified program what lies between two calls, see `run_program`.
         eager: whether each `spawnsim.TrainingStep` is carried out at once and alone, not with those of other ranks.
         deadline_s: virtual seconds that one call may wait before it ends in `Timeout`; `math.inf`: without limit.
+        ties: in which order ranks act at one and the same time: "fifo" (by their numbers), "reverse", "random:SEED".
 
     Raises:
         ParameterError: a number out of its range, or more ranks than this machine's memory can hold.
@@ -44,6 +45,7 @@ class Scenario:
     compute: Any = None
     deadline_s: float = DEADLINE_S
     eager: bool = False
+    ties: str = "fifo"
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("seed", 0)):

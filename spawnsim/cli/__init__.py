@@ -123,6 +123,9 @@ COMMANDS = {
     "run": ("spawnsim.cli.run:main", "run a file on virtual ranks, or on real ones"),
     "columnar": ("spawnsim.cli.columnar:main", "time a policy on up to millions of ranks, as rows of arrays"),
     "study": ("spawnsim.cli.study:main", "run a study: a grid of runs, and its figures"),
+    "fuzz": ("spawnsim.cli.fuzz:main", "run a file under many seeds, faults and orders of events, and say what breaks"),
+    "verify": ("spawnsim.cli.replay:verify", "run a folder's run again, and name the first event that differs"),
+    "replay": ("spawnsim.cli.replay:replay", "run a folder's run again up to a time or condition, and look around"),
     "plot": ("spawnsim.cli.results:plot", "draw figures of runs"),
     "report": ("spawnsim.cli.results:report", "write one HTML page about runs"),
     "trace": ("spawnsim.cli.results:trace", "write a run's timeline for Perfetto or chrome://tracing"),
@@ -135,7 +138,7 @@ COMMANDS = {
 EXIT_CODES = f"""\
 exit codes:
   0    all went well
-  1    the program raised on a rank; sys.exit(N) or Abort(N) gives N
+  1    the program raised on a rank; sys.exit(N) or Abort(N) gives N; of fuzz and verify: something was found
   {UsageError.exit_status}    a parameter or file is not usable
   {Deadlock.exit_status}  the program's ranks wait for each other (deadlock, livelock)
   {WorldError.exit_status}  a call met its deadline, or a rank failed
@@ -159,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
     """Run this process's command line; does not return."""
-    if {"run", "study"} & set(sys.argv[1:2]) and "--backend" not in sys.argv:
+    if {"run", "study", "fuzz", "verify", "replay"} & set(sys.argv[1:2]) and "--backend" not in sys.argv:
         # Before any library is loaded: they read the variables once.
         use_one_thread()
         _fix_hashing()

@@ -69,6 +69,7 @@ def main(argv: Sequence[str]) -> int:
             progress=options.progress or (sys.stderr.isatty() and not options.quiet),
             trace=options.trace,
             eager=options.eager,
+            ties=options.ties or "fifo",
             parameters=parameters(options.set),
             argv=script_arguments,
             options=program_options(options),
@@ -191,6 +192,10 @@ def parser() -> Parser:
         action="store_true",
         help="carry out each TrainingStep of virtual ranks at once, as real ones do",
     )
+    add(
+        "--ties", metavar="ORDER",
+        help="in which order virtual ranks act at one and the same time: fifo (by number; default), reverse, random:SEED",
+    )  # fmt: skip
     add("--overwrite", action="store_true", help="the run that the folder holds may be lost")
     add("--json", action="store_true", help="print the totals as one JSON object, and nothing else")
     add("--quiet", action="store_true", help="no progress bar, no totals")
@@ -223,7 +228,7 @@ def _add_program_options(parser: Parser) -> None:
     )  # fmt: skip
 
 
-VIRTUAL_ONLY = ("platform", "straggler", "faults", "compute")
+VIRTUAL_ONLY = ("platform", "straggler", "faults", "compute", "ties")
 TURN_S = 0.5  # how long ranks other than 0 leave it to rank 0 to speak
 
 

@@ -66,6 +66,17 @@ class Comm(Protocol):
             ParameterError: neither `seconds` nor the run says how long the block takes.
         """
 
+    def check(self, condition: Any, message: str = "") -> None:
+        """Say what must hold whenever this line is reached: `spawnsim fuzz` and tests look for what breaks it.
+
+        A virtual run ends with `CheckFailed`, which the program cannot catch. On real ranks a warning is recorded, and
+        the job goes on.
+
+        Args:
+            condition: true if all is well; any object with a truth value.
+            message: what is wrong if it is false.
+        """
+
     def background(self, fn: Callable[[], Any]) -> Task:
         """Start work beside the rank's main program: a thread on real ranks, a co-located task on virtual ranks.
 

@@ -5,7 +5,7 @@ Transport: one Allreduce per wire dtype (`exchange/group_mean.py`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -53,6 +53,7 @@ class AverageAllPolicy(SpawnPolicy):
     """
 
     paper = "arXiv 1805.09767"
+    promises: ClassVar[tuple[str, ...]] = ("mean", "range")
 
     def __init__(
         self,

@@ -57,6 +57,9 @@ class SpawnPolicy:
     Call it once per iteration, after `optimizer.step()`, and rebind what it returns: a replaced rank may get a new
     model and a new optimizer. `with policy:` shuts it down at the end.
 
+    `promises` says what `spawnsim fuzz` holds each call to: "mean", that an averaging keeps the mean of the group's models;
+    "range", that no number of a model becomes larger than that number ever was on any rank, as in every convex mixture.
+
     A policy of your own implements `act`; docs/policies.md shows one. `acts_in_every_call` says whether `act` is called
     in each call, for a policy that serves others between its own turns, or only where the cadence is due. What every
     `info` of the policy holds stands in `idle_info`, to which a constructor adds keys of its own. A subclass may also
@@ -73,6 +76,7 @@ class SpawnPolicy:
 
     acts_in_every_call: ClassVar[bool] = False
     paper: ClassVar[str] = ""  # where the rule was published, for `spawnsim list policies`
+    promises: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,

@@ -89,6 +89,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
     """
 
     acts_in_every_call = True
+    promises = ("range",)
 
     # fmt: off
     def __init__(

@@ -87,6 +87,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
 
     most_donors: ClassVar[int | None] = MOST_DONORS
     acts_in_every_call = True
+    promises = ("range",)
 
     # fmt: off
     def __init__(

@@ -100,6 +100,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     most_donors: ClassVar[int | None] = MOST_DONORS
     acts_in_every_call = True  # others may ask this rank for its model at any time
+    promises = ("range",)
 
     # fmt: off
     def __init__(

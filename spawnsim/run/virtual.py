@@ -49,6 +49,7 @@ def run(
     whole: bool = False,
     trace: bool = False,
     eager: bool = False,
+    ties: str = "fifo",
 ) -> Run:
     """Run `main(comm, **parameters)` on virtual ranks and return what they recorded.
 
@@ -77,6 +78,8 @@ def run(
         overwrite: whether a run that `out` holds may be lost.
         whole: run the file whole on every rank, as an unmodified program, whatever it defines.
         eager: carry out each `TrainingStep` at once and alone, not with those of other ranks.
+        ties: in which order ranks act at one and the same time: "fifo" (by their numbers), "reverse", "random:SEED". What
+            is right under one of them alone is a race.
         trace: keep all calls and messages in `out`, for `spawnsim trace`; results and digest are the same.
 
     Returns:
@@ -96,6 +99,7 @@ def run(
         compute,
         DEADLINE_S if deadline_s is None else deadline_s,
         eager,
+        ties,
     )
     if trace and out is None:
         raise ParameterError("trace: where to? Give the run folder that keeps it (--out DIR)")
@@ -153,6 +157,48 @@ def _require_possible(scenario: Scenario) -> None:
     parts(scenario)
 
 
+def carry_out(
+    task: Program | Path,
+    scenario: Scenario,
+    recorder: Any,
+    *,
+    argv: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    **hooks: Any,
+) -> Any:
+    """Carry out a program with `main(comm)`, or the file of an unmodified one, and keep nothing but what is recorded.
+
+    Args:
+        task: the program.
+        scenario: its circumstances.
+        recorder: gets rows and events.
+        argv: arguments of an unmodified program.
+        options: how an unmodified program is run: see `spawnsim.virtual.scripts.Script`.
+        hooks: `prepare`, `trace`, `on_error` and the other hooks of `spawnsim.virtual.simulate`.
+
+    Returns:
+        The simulator's `Totals`.
+
+    Raises:
+        SpawnsimError: what ended the run.
+    """
+    from spawnsim.virtual.scripts import run_program
+
+    with one_thread(), _abort_as_error():
+        if isinstance(task, Path):
+            how = _carrier(task, dict(options or {}))
+            return run_program(task, argv, scenario, recorder=recorder, **how, **hooks)
+        return _simulate(task, scenario, recorder=recorder, **hooks)
+
+
+def _carrier(path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of an unmodified program with what carries its ranks: threads, if it speaks to torch's."""
+    if not options.get("carrier"):
+        options = {name: value for name, value in options.items() if name != "carrier"}
+        options |= {"carrier": "threads"} if speaks_torch(path) else {}
+    return options
+
+
 def _simulate(main: Main, scenario: Scenario, **hooks: Any) -> Any:
     from spawnsim.virtual import simulate
 
@@ -198,9 +244,7 @@ def _run_unmodified(
     from spawnsim.virtual.platform import load_platform
     from spawnsim.virtual.scripts import Cost, run_program
 
-    if not options.get("carrier"):
-        options = {name: value for name, value in options.items() if name != "carrier"}
-        options |= {"carrier": "threads"} if speaks_torch(path) else {}
+    options = _carrier(path, dict(options))
     # Checked before the folder is begun: `private` of a package that is not there was accepted, and did nothing.
     _require_installed(path, options.get("private", ()))
     # Names of modules that are imported from here on are kept: those computed at run time are in no program's text.

@@ -150,8 +150,8 @@ STOPPING_S = 5.0  # for which a run that is told to stop may go on writing what 
 
 
 @contextmanager
-def pool(jobs: int) -> Iterator[Executor]:
-    """Give a pool of fresh processes, one per run, of one thread each: a run's peak memory is its own.
+def pool(jobs: int, *, fresh: bool = True) -> Iterator[Executor]:
+    """Give a pool of processes of one thread each: fresh ones, one per run, so that a run's peak memory is its own.
 
     They are forked from one that has loaded what runs need, which takes longer than a short run, and begun nothing.
 
@@ -159,6 +159,7 @@ def pool(jobs: int) -> Iterator[Executor]:
 
     Args:
         jobs: how many runs may go on at once, at least 1.
+        fresh: whether each run gets a process of its own; without, `jobs` processes carry out all of them.
 
     Returns:
         A context manager that gives the executor.
@@ -172,7 +173,9 @@ def pool(jobs: int) -> Iterator[Executor]:
     with one_thread():  # libraries ask when they are loaded, which is before a run begins
         # One task a process: peak memory would be that of the largest run so far, and leftovers of one run could
         # change the next.
-        executor = ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1, initializer=prepare)
+        executor = ProcessPoolExecutor(
+            jobs, mp_context=context, max_tasks_per_child=1 if fresh else None, initializer=prepare
+        )
         try:
             yield executor
         # KeyboardInterrupt is no Exception, and is the common case.

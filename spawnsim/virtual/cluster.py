@@ -23,6 +23,7 @@ from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.compute import ComputeModel
 from spawnsim.virtual.diagnosis import LivelockWatchdog
 from spawnsim.virtual.digest import RankDigest
+from spawnsim.virtual.engine.event_queue import tie_order
 from spawnsim.virtual.engine.kernel import Kernel, NoTask, Program, Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import Rank, Recorder, World
@@ -47,6 +48,7 @@ Main = Callable[[Intracomm], Any]
 Progress = Callable[[float, int, int], None]
 OnError = Callable[[BaseException], None]
 OnNote = Callable[[str], None]
+Prepare = Callable[[World], None]  # is given a world that is built, before its ranks begin
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ def parts(scenario: Scenario) -> tuple[Platform, FaultPlan, ComputeModel]:
     """Return the platform, the plan of faults and the compute model of a scenario, each checked; nothing runs."""
     platform = load_platform(scenario.platform)
     platform.check(scenario.ranks)
+    tie_order(scenario.ties)
     plan = FaultPlan.parse(scenario.faults, seed=scenario.seed)
     plan.check(scenario.ranks)
     return platform, plan, platform.compute_model(scenario.compute, scenario.stragglers)
@@ -90,7 +93,7 @@ class Cluster:
     ) -> None:
         platform, plan, model = parts(scenario)
         self._carrier = carrier
-        kernel = Kernel(scenario.deadline_s, carrier)
+        kernel = Kernel(scenario.deadline_s, carrier, ties=scenario.ties)
         ranks = [
             Rank(rank, kernel, RankDigest(rank), Streams(scenario.seed, rank), death_s=plan.death_s(rank))
             for rank in range(scenario.ranks)
@@ -369,6 +372,7 @@ def simulate(
     on_error: OnError = lambda error: None,
     on_note: OnNote | None = None,
     trace: Recorder | None = None,
+    prepare: Prepare | None = None,
     carrier: str = "greenlets",
 ) -> Totals:
     """Run `main(comm)` on every rank of a virtual cluster.
@@ -381,6 +385,7 @@ def simulate(
         on_error: is told what ended the run, before the ranks are ended.
         on_note: is given a sentence when a rank computes for long.
         trace: gets the timeline: see `spawnsim.virtual.timeline`.
+        prepare: is given the world before its ranks begin, to follow or to stop them.
         carrier: "greenlets", or "threads" for programs that wait inside frames of C++.
 
     Returns:
@@ -392,6 +397,8 @@ def simulate(
     """
     with rare_collections(scenario.ranks):
         cluster = Cluster(scenario, recorder, progress, trace, carrier=carrier)
+        if prepare is not None:
+            prepare(cluster.world)
 
         def program(rank: int) -> None:
             """Run the program of a rank. A restarted one holds a world of which it is no member until it recovers."""

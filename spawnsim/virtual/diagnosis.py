@@ -30,6 +30,7 @@ from spawnsim.virtual.engine.event_queue import ScheduledCall
 from spawnsim.virtual.engine.kernel import Kernel, Task
 
 PACKAGE = str(Path(__file__).parent.parent) + os.sep  # where spawnsim's own files lie
+SIMULATOR = str(Path(__file__).parent) + os.sep
 STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 INSTALLED = ("site-packages", "dist-packages")  # the interpreter's, a user's, and Debian's, wherever they lie
 SHOWN = 24  # rows of the table
@@ -46,7 +47,7 @@ def deadlock(tasks: Sequence[Task], ended: Sequence[int]) -> Deadlock:
         reason = _dead_end(tasks, ended)
     return Deadlock(
         f"deadlock: {len(tasks)} of {len(tasks) + len(ended)} ranks wait and nothing can end it; {reason}\n"
-        + _standing(tasks, ring)
+        + standing(tasks, ring)
     )
 
 
@@ -54,11 +55,11 @@ def livelock(tasks: Sequence[Task], polls: int, since_s: float) -> Livelock:
     """Return the error of a run in which every task left polls or waits, and nothing can happen any more."""
     return Livelock(
         f"livelock: {polls:,} polls in a row found nothing, since {since_s:.6g} s; nobody does anything else, and "
-        "nothing is on its way: the program polls for something that nobody will do\n" + _standing(tasks)
+        "nothing is on its way: the program polls for something that nobody will do\n" + standing(tasks)
     )
 
 
-def _standing(tasks: Sequence[Task], first: Collection[int] = ()) -> str:
+def standing(tasks: Sequence[Task], first: Collection[int] = ()) -> str:
     """Return a table of where tasks stand, those of the ranks `first` on top."""
     shown = sorted(tasks, key=lambda task: (task.rank not in first, task.rank))[:SHOWN]
     rows = [(task.name, f"{task.clock:.6g} s", _call(task), where(task)) for task in shown]
@@ -154,6 +155,18 @@ def outside(frame: FrameType | None) -> tuple[FrameType | None, str]:
         )  # `timeline` wraps calls in it
         frame = frame.f_back
     return frame, call
+
+
+def calling(frame: FrameType | None) -> str:
+    """Return the name of the virtual MPI's call that the caller's rank makes; "" where an event happens by itself."""
+    name = ""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(SIMULATOR):
+            name = frame.f_code.co_name
+        elif name:
+            break  # the outermost one: who called it is no part of the simulator
+        frame = frame.f_back
+    return name if name[:1].isalpha() and name not in ("run", "simulate", "run_program") else ""
 
 
 # Whether a loop of polls will end cannot be known of a program in general, so each limit is one that a program which

@@ -6,13 +6,15 @@ They belong to the rank, not to a communicator: all communicators of a rank shar
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from spawnsim.comm.deferred import WAITING
-from spawnsim.errors import ParameterError, Timeout
+from spawnsim.errors import CheckFailed, ParameterError, Timeout
 from spawnsim.random import Streams
+from spawnsim.virtual import diagnosis
 from spawnsim.virtual.compute import Sampler
 from spawnsim.virtual.digest import COMPUTE, SLEEP, nanoseconds
 from spawnsim.virtual.engine.completion import Completion
@@ -278,3 +280,11 @@ class RankServices:
     def background(self, program: Callable[[], Any]) -> Background:
         """Run `program` beside the rank's own."""
         return Background(self._world, self._rank, program)
+
+    def check(self, condition: Any, message: str = "") -> None:
+        """End the run with `CheckFailed` unless a condition holds; the program cannot catch it."""
+        if not condition:
+            kernel = self._world.kernel
+            task, line = kernel.current, diagnosis.place(sys._getframe(1))
+            told = f"{message or 'a check failed'} ({task.name} at {task.clock:.6g} s, {line})"
+            kernel.stop(CheckFailed("check", told))

@@ -199,6 +199,16 @@ class RankComm:
         """
         return self.runtime.services.background(fn)
 
+    def check(self, condition: Any, message: str = "") -> None:
+        """Record a warning unless a condition holds: a real job goes on, where a virtual run ends.
+
+        Args:
+            condition: what must hold.
+            message: what is wrong if it does not.
+        """
+        if not condition:
+            self.record.event("warning", text=message or "a check failed")
+
     def poll(self) -> None:
         """Let requests make progress now; every operation and the end of every compute block do it anyhow."""
         self.runtime.poll()

@@ -1,4 +1,8 @@
-"""SimPy's environment as a queue of events at absolute times, ordered by time, then rank, then sequence."""
+"""SimPy's environment as a queue of events at absolute times, ordered by time, then rank, then sequence.
+
+The order of ranks at one time is the simulator's choice, not MPI's: `tie_order` gives others, under which a program
+must be right as well.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,38 @@ from typing import Any
 
 import simpy
 
-from spawnsim.errors import InternalError
+from spawnsim.errors import InternalError, ParameterError
 
 # The order of what happens at one time: each stands in the place of a rank. One-sided accesses that have waited for
 # that time at their target, and messages on their way to a NIC, come first; then all arrivals, so that a probe sees
 # what arrives at that very time; then the ranks; then decisions among all that ranks have done (which of several
 # rendezvous starts); then deadlines, so that what arrives at that very time is in time. Of rank r: DECIDING + r, LATE +
 # r. The distances leave room for a trillion ranks between two kinds.
-WAITED, UNDER_WAY, ARRIVING, DECIDING, LATE = -(3 << 40), -(2 << 40), -(1 << 40), 1 << 40, 2 << 40
+_ROOM = 1 << 40
+WAITED, UNDER_WAY, ARRIVING, DECIDING, LATE = -3 * _ROOM, -2 * _ROOM, -_ROOM, _ROOM, 2 * _ROOM
+
+TIES = "fifo, reverse or random:SEED"
+Place = Callable[[int, float], int]
+"""The place, among all that happens at a time, of what stands in the place of a rank; it stays among its own kind."""
+
+
+def tie_order(text: str) -> Place | None:
+    """Return where ranks stand at one time: "fifo" (by their numbers: None), "reverse", or "random:SEED".
+
+    Raises:
+        ParameterError: it is none of these.
+    """
+    order, _, seed = text.partition(":")
+    if text == "fifo":
+        return None
+    if text == "reverse":
+        return lambda rank, _time_s: (rank // _ROOM + 1) * _ROOM - 1 - rank % _ROOM
+    if order == "random" and seed.isdigit():
+        # Hashes of numbers are the same in every process. What one rank does at one time keeps its order: the key is
+        # the rank and the time, and not the event.
+        key = int(seed)
+        return lambda rank, time_s: rank // _ROOM * _ROOM + hash((key, rank, time_s)) % _ROOM
+    raise ParameterError(f"ties={text!r}: write {TIES}")
 
 
 class ScheduledCall:
@@ -40,10 +68,12 @@ class EventQueue(simpy.Environment):
     Attributes:
         scheduled: Called, the number of events in the heap.
         happening: Whether an event is happening: on the stack of whichever task has left, which must not be parked.
+        place: Where ranks stand at one time; None: by their numbers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ties: str = "fifo") -> None:
         super().__init__()
+        self.place = tie_order(ties)
         self.scheduled: Callable[[], int] = self._queue.__len__
         self.happening = False
 
@@ -57,6 +87,8 @@ class EventQueue(simpy.Environment):
         """Schedule a call that is not scheduled now."""
         if time_s < self._now:
             raise InternalError(f"an event at {time_s!r} s was asked for when the clock read {self._now!r} s")
+        if self.place is not None:
+            rank = self.place(rank, time_s)
         heappush(self._queue, (time_s, rank, next(self._eid), scheduled_call))  # type: ignore[misc]
 
     def step(self) -> None:
@@ -76,6 +108,8 @@ class EventQueue(simpy.Environment):
         """Set the clock forward if nothing is scheduled before (time, rank); say whether it was done."""
         if self._queue:
             first = self._queue[0]
+            if self.place is not None:
+                rank = self.place(rank, time_s)
             if first[0] < time_s or (first[0] == time_s and first[1] <= rank):
                 return False
         if time_s > self._now:

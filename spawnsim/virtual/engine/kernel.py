@@ -187,8 +187,10 @@ def current_world() -> Any:
 class Kernel:
     """Runs tasks: first all that are ready, then the next event of SimPy's heap."""
 
-    def __init__(self, deadline_s: float = math.inf, carrier: str = "greenlets") -> None:
-        self.env = EventQueue()
+    def __init__(
+        self, deadline_s: float = math.inf, carrier: str = "greenlets", *, ties: str = "fifo"
+    ) -> None:
+        self.env = EventQueue(ties)
         self._carriers = CARRIERS[carrier]()
         self._timers: list[tuple[float, int, int, Task]] = []  # a heap of default ones: when, rank, number
         self._timers_set = 0  # so far

@@ -169,7 +169,7 @@ class Mailbox:
     def _admit(self, message: Message) -> None:
         """Let a message, the last of its source, be matched: by an event if timed, else at once."""
         if self._flying is not None:
-            heappush(self._flying, (message.envelope_s, message.source, message.number, message))
+            heappush(self._flying, (*self._order(message), message))
             self._set_alarm()
         elif not self._open or not self._hand_over(message):
             self._queue(message)
@@ -257,7 +257,7 @@ class Mailbox:
         self._queue(message)
         self.unexpected[message.source] = deque(sorted(self.unexpected[message.source], key=_number))
         if self._flying is not None:
-            self._arrived = deque(sorted((*self._trimmed(), message), key=_order))
+            self._arrived = deque(sorted((*self._trimmed(), message), key=self._order))
         if self.watchers:
             self._wake_watchers()
 
@@ -277,13 +277,13 @@ class Mailbox:
             self._catch_up()
             return
         now_s, self._flying = self.kernel.env.now, []
-        for source, queue in self.unexpected.items():
+        for queue in self.unexpected.values():
             while queue and queue[-1].envelope_s > now_s:
                 message = queue.pop()
                 message.queued = False
-                heappush(self._flying, (message.envelope_s, source, message.number, message))
+                heappush(self._flying, (*self._order(message), message))
         here = [message for queue in self.unexpected.values() for message in queue]
-        self._arrived.extend(sorted(here, key=_order))
+        self._arrived.extend(sorted(here, key=self._order))
         self._set_alarm()
 
     def _set_alarm(self) -> None:
@@ -307,8 +307,8 @@ class Mailbox:
                 arrived = self._arrived
                 arrived.append(message)
                 # Without latency a message of a lower rank may be sent at this very time, after a higher one's came.
-                if len(arrived) > 1 and _order(arrived[-2]) > _order(message):
-                    self._arrived = deque(sorted(arrived, key=_order))
+                if len(arrived) > 1 and self._order(arrived[-2]) > self._order(message):
+                    self._arrived = deque(sorted(arrived, key=self._order))
 
     def _trimmed(self) -> deque[Message]:
         """Return what has arrived, without those at its head that were taken."""
@@ -317,6 +317,12 @@ class Mailbox:
             arrived.popleft()
         return arrived
 
+    def _order(self, message: Message) -> tuple[float, int, int]:
+        """Return what messages are sorted by: arrival, and at one time the places of their senders."""
+        place, envelope_s = self.kernel.env.place, message.envelope_s
+        source = message.source if place is None else place(message.source, envelope_s)
+        return envelope_s, source, message.number
+
 
 def _first(queue: Iterable[Message], tag: int) -> Message | None:
     """Return the first message in a queue that fits a tag and is still there."""
@@ -324,10 +330,6 @@ def _first(queue: Iterable[Message], tag: int) -> Message | None:
         if (tag == message.tag or tag == ANY_TAG) and message.queued:
             return message
     return None
-
-
-def _order(message: Message) -> tuple[float, int, int]:
-    return message.envelope_s, message.source, message.number
 
 
 def undelivered(mailbox: Mailbox) -> Iterator[Message]:

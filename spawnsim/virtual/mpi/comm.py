@@ -94,6 +94,11 @@ class Comm(PointToPoint, Collectives):
         return self._own.background  # type: ignore[no-any-return]
 
     @property
+    def check(self) -> Callable[..., None]:
+        """`comm.check(condition, message)` ends the run with `CheckFailed` unless the condition holds."""
+        return self._own.check  # type: ignore[no-any-return]
+
+    @property
     def Win(self) -> Any:
         """The class of windows on virtual ranks: `comm.Win.Allocate(nbytes, comm=comm)`."""
         return KINDS["Win"]

@@ -17,7 +17,7 @@ from greenlet import GreenletExit
 
 from spawnsim.errors import Deadlock, ParameterError, RankError
 from spawnsim.scenario import Scenario
-from spawnsim.virtual.cluster import Cluster, OnError, OnNote, Progress, Totals
+from spawnsim.virtual.cluster import Cluster, OnError, OnNote, Prepare, Progress, Totals
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import Rank, Recorder
 from spawnsim.virtual.interpreter import rare_collections
@@ -89,6 +89,7 @@ class ScriptRun:
         )
         self.on_error: OnError = how.get("on_error") or (lambda error: None)
         self.on_note: OnNote | None = how.get("on_note")
+        self.prepare: Prepare | None = how.get("prepare")
         self.out = Lines(sys.stdout, _rank, script.prefix, _heard, told=self._printed)
         self.err = Lines(sys.stderr, _rank, script.prefix, _heard)
         own = RankModules(script.path.resolve().parent, script.private)
@@ -109,6 +110,8 @@ class ScriptRun:
         if self.script.carrier == "threads":  # as under torchrun: programs that set no seed have equal models
             world.torch_seed = TORCHS_OWN + world.seed
         self.resource_leaks.made(self.cluster.comm_world(0)._context)
+        if self.prepare is not None:
+            self.prepare(world)
         for rank in world.ranks:
             self._equip(rank)
             self.cluster.start(rank.id, self._program)
@@ -266,6 +269,7 @@ def run_program(
     on_error: OnError | None = None,
     on_note: OnNote | None = None,
     trace: Recorder | None = None,
+    prepare: Prepare | None = None,
     **options: Any,
 ) -> Totals:
     """Run an unmodified mpi4py program on every rank of a virtual cluster.
@@ -282,6 +286,7 @@ def run_program(
         on_error: is given what ended the run, before the ranks' programs are ended.
         on_note: is given a sentence when a rank computes for long.
         trace: gets the timeline: see `spawnsim.virtual.timeline`.
+        prepare: is given the world before its ranks begin.
         options: see `Script`.
 
     Returns:
@@ -301,6 +306,7 @@ def run_program(
             on_error=on_error,
             on_note=on_note,
             trace=trace,
+            prepare=prepare,
         )
         totals = run.run()
     if warn is not None:

@@ -1,0 +1,343 @@
+"""Many cases of one program, in processes side by side that stay warm; what broke, and what has struck.
+
+A process imports once, and loads the program anew for each case, since programs keep state in their modules.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spawnsim.errors import CheckFailed, Deadlock, RankError, SpawnsimError, StorageError, Timeout, WorldError
+from spawnsim.fuzzing.cases import Case, Space
+from spawnsim.fuzzing.checks import Watch
+from spawnsim.fuzzing.shrinking import shrunk
+from spawnsim.record import manifest
+from spawnsim.run import Run
+from spawnsim.run.process_setup import one_thread
+from spawnsim.run.program import MODULE, is_unmodified, program
+from spawnsim.run.result import totals_of
+from spawnsim.run.virtual import carry_out
+from spawnsim.study.sweeping import pool
+
+LIMIT_S = 60.0  # on the wall, for one case
+PORTION = 8  # cases that a process is given at once
+SHRINKING = 200  # cases at most that are tried to make a failing one smaller
+DIFFERENT = 8  # failures of different kinds after which a campaign ends
+
+
+class Overdue(BaseException):
+    """A case takes too long on the wall."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What broke, in which case.
+
+    Attributes:
+        what: the invariant, or the kind of error.
+        place: the line of the program, as far as one is known.
+        message: the whole message, with the table of ranks if there is one.
+        case: the case.
+    """
+
+    what: str
+    place: str
+    message: str
+    case: Case
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What failures that are the same have in common."""
+        return self.what, self.place
+
+
+@dataclass(frozen=True)
+class Target:
+    """The program under test: a file, or a function of a communicator.
+
+    Attributes:
+        program: the file's path, or the function.
+        whole: run a file whole on every rank, whatever it defines.
+    """
+
+    program: Path | Callable[..., Any]
+    whole: bool = False
+
+    @property
+    def name(self) -> str:
+        """The file as it was given, or the function's name."""
+        return str(self.program) if isinstance(self.program, Path) else self.program.__name__
+
+    def load(self, parameters: Mapping[str, Any]) -> tuple[Any, Callable[[Run], Any] | None]:
+        """Return the program as it is before any run, and the function `check(run)` that its file may define."""
+        if not isinstance(self.program, Path):
+            return program(self.program, parameters), None
+        if self.whole or is_unmodified(self.program):
+            return self.program, None
+        own = {str(path.resolve()) for path in manifest.own_files(self.program).values()}
+        for name, module in list(sys.modules.items()):
+            if getattr(module, "__file__", None) in own:
+                del sys.modules[name]
+        task = program(self.program, parameters)
+        return task, getattr(sys.modules[MODULE], "check", None)
+
+
+@dataclass
+class Found:
+    """What a campaign has found, or a part of one.
+
+    Attributes:
+        runs: how many cases were carried out.
+        ended: those that faults have ended as MPI's rules allow (a rank died and the program does not survive that).
+        drawn: for each kind of fault, the cases in which it was planned.
+        fired: for each kind and call, how often it has struck.
+        failures: the first of each kind of failure, as found.
+        counts: how often each kind of failure came.
+        small: the same failures in their smallest case.
+        seconds: on the wall.
+    """
+
+    runs: int = 0
+    ended: int = 0
+    drawn: Counter[str] = field(default_factory=Counter)
+    fired: Counter[tuple[str, str]] = field(default_factory=Counter)
+    failures: dict[tuple[str, str], Failure] = field(default_factory=dict)
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    small: dict[tuple[str, str], Failure] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def add(self, other: Found) -> None:
+        """Take up what another part has found."""
+        self.runs, self.ended = self.runs + other.runs, self.ended + other.ended
+        self.drawn, self.fired, self.counts = (
+            self.drawn + other.drawn, self.fired + other.fired, self.counts + other.counts
+        )  # fmt: skip
+        for key, failure in other.failures.items():
+            known = self.failures.get(key)
+            if known is None or failure.case.seed < known.case.seed:
+                self.failures[key] = failure
+
+    def kinds(self) -> Counter[str]:
+        """Return how often each kind of fault has struck."""
+        kinds: Counter[str] = Counter()
+        for (kind, _), times in self.fired.items():
+            kinds[kind] += times
+        return kinds
+
+
+# ------------------------------------------------------------------------------------------------------- one case
+
+
+def attempt(target: Target, case: Case) -> tuple[Failure | None, Watch, bool]:
+    """Carry out one case; return what broke, what was watched, and whether faults have ended the run."""
+    watch, error, check = Watch(case), None, None
+    try:
+        task, check = target.load(case.parameters)
+        with watch.in_place(), _overdue(LIMIT_S):
+            carry_out(
+                task, case.scenario(watch.plan), watch, prepare=watch.prepare, argv=case.world.get("argv", ())
+            )
+        if watch.broken_at_end() is None and check is not None:
+            _user_check(check, watch)
+    except KeyboardInterrupt:
+        raise
+    except (Exception, Overdue) as raised:  # noqa: BLE001 - whatever it is, it is judged
+        error = raised
+    if error is None:
+        broken = watch.broken_at_end()
+        return (None if broken is None else Failure(broken[0], "", ": ".join(broken), case)), watch, False
+    if _explained(error, case, watch):
+        return None, watch, True
+    return _failure(error, case), watch, False
+
+
+def _user_check(check: Callable[[Run], Any], watch: Watch) -> None:
+    """Call the function `check(run)` of a program's file."""
+    case, table, events = watch.case, watch.table(), watch.events()
+    run = Run(asdict(case), table, events, totals_of(table, events, {"ranks": case.ranks}))
+    if check(run) is False:
+        raise CheckFailed("check(run)", "check(run) returned False")
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return what a rank's program raised, or the error as it is."""
+    return error.__cause__ if isinstance(error, RankError) and error.__cause__ is not None else error
+
+
+def _explained(error: BaseException, case: Case, watch: Watch) -> bool:
+    """Whether a program may end like this under these faults: one that promises nothing may, if MPI would let it."""
+    cause = _cause(error)
+    if case.survive or not watch.plan.faults:
+        return False
+    if isinstance(cause, Deadlock):
+        return watch.lost
+    return isinstance(cause, WorldError) and not isinstance(cause, StorageError)
+
+
+def _failure(error: BaseException, case: Case) -> Failure:
+    cause = _cause(error)
+    what = cause.what if isinstance(cause, CheckFailed) else type(cause).__name__
+    message = "\n".join([str(error) or what, *getattr(error, "__notes__", ())])
+    if not isinstance(error, (SpawnsimError, Overdue)):
+        message = f"{what}: {message}"
+    if not isinstance(cause, (SpawnsimError, Overdue)):
+        trace = traceback.extract_tb(cause.__traceback__)
+        message += "".join(f"\n  {frame.filename}:{frame.lineno}: {frame.line}" for frame in trace[-2:])
+    # Waits are named by a table of lines, of which each case has others.
+    stuck = isinstance(cause, (Deadlock, Timeout, Overdue))
+    place = None if stuck else re.search(r"[\w.-]+\.py:\d+", message)
+    return Failure(what, place[0] if place else "", message, case)
+
+
+@contextmanager
+def _overdue(limit_s: float) -> Iterator[None]:
+    """Raise `Overdue` in the block after so many seconds, and again, where a signal can be taken."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: object) -> None:
+        raise Overdue(f"still running after {limit_s:g} s on the wall: an endless loop without a call?")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, limit_s, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Rehearsals:
+    """How long the calm case of a target takes, for each number of ranks; each is carried out once in a process."""
+
+    def __init__(self, target: Target, space: Space) -> None:
+        self._target, self._space = target, space
+        self._known: dict[int, tuple[float, float]] = {}
+
+    def __call__(self, ranks: int) -> tuple[float, float]:
+        """Return how long the calm case takes, and its longest time without progress."""
+        if ranks not in self._known:
+            _, watch, _ = attempt(self._target, self._space.calm(ranks))
+            clocks = [0.0] if watch.world is None else [task.clock for task in watch.world.kernel.tasks]
+            gap_s = watch.longest_gap_s() if watch.world is not None else 0.0
+            self._known[ranks] = max(clocks), gap_s
+        return self._known[ranks]
+
+
+# ------------------------------------------------------------------------------------------------------ many cases
+
+_rehearsed: dict[tuple[str, str], Rehearsals] = {}  # a fact about this process
+
+
+def portion(target: Target, space: Space, seeds: Sequence[int]) -> Found:
+    """Carry out the cases of some seeds.
+
+    Args:
+        target: the program.
+        space: what its cases are drawn from.
+        seeds: of which cases.
+
+    Returns:
+        What was found.
+    """
+    found = Found()
+    key = target.name, repr(space)
+    lasts_s = _rehearsed.setdefault(key, Rehearsals(target, space))
+    linecache.checkcache()
+    with one_thread():
+        for seed in seeds:
+            case = space.case(seed, lasts_s)
+            failure, watch, ended = attempt(target, case)
+            found.runs, found.ended = found.runs + 1, found.ended + ended
+            found.drawn.update({fault.kind for fault in case.plan.faults})
+            found.fired.update(watch.fired())
+            if failure is not None:
+                found.counts[failure.key] += 1
+                found.failures.setdefault(failure.key, failure)
+    return found
+
+
+def reduce(target: Target, failure: Failure) -> Failure:
+    """Return the same failure in the smallest case that is found; see `shrinking`."""
+
+    def fails(case: Case) -> Failure | None:
+        found = attempt(target, case)[0]
+        return found if found is not None and found.what == failure.what else None
+
+    with one_thread():
+        return shrunk(failure, fails, SHRINKING)
+
+
+Told = Callable[[Found], None]
+
+
+def campaign(
+    target: Target,
+    space: Space,
+    seeds: Sequence[int],
+    *,
+    jobs: int = 0,
+    shrink: bool = True,
+    told: Told = lambda found: None,
+    seconds: float = float("inf"),
+) -> Found:
+    """Carry out many cases of a program, and make those small that fail.
+
+    Args:
+        target: the program.
+        space: what its cases are drawn from.
+        seeds: one case each.
+        jobs: processes that go on side by side; 0: in this one.
+        shrink: whether failures are made smaller.
+        told: is given what was found so far, now and then.
+        seconds: on the wall, after which nothing more begins.
+
+    Returns:
+        What was found.
+
+    Raises:
+        SpawnsimError: the program cannot be loaded, or fails where nothing happens and it is alone.
+    """
+    target.load(space.parameters)  # what is wrong with the file itself is told once
+    found, began_s = Found(), time.monotonic()
+    portions = [list(seeds[at : at + PORTION]) for at in range(0, len(seeds), PORTION)]
+    over: Callable[[], bool] = lambda: (
+        time.monotonic() - began_s > seconds or len(found.failures) >= DIFFERENT
+    )
+    if jobs <= 0:
+        for part in portions:
+            if not over():
+                found.add(portion(target, space, part))
+                told(found)
+        small = [reduce(target, failure) for failure in found.failures.values()] if shrink else []
+    else:
+        with pool(jobs, fresh=False) as executor:
+            waiting: set[Future[Found]] = set()
+            while portions or waiting:
+                while portions and len(waiting) < 2 * jobs and not over():
+                    waiting.add(executor.submit(portion, target, space, portions.pop(0)))
+                if not waiting:
+                    break
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for each in done:
+                    found.add(each.result())
+                told(found)
+            tasks = [executor.submit(reduce, target, each) for each in found.failures.values()] if shrink else []
+            small = [task.result() for task in tasks]
+    found.small = dict(zip(found.failures, small, strict=False))
+    found.seconds = time.monotonic() - began_s
+    return found

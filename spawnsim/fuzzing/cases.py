@@ -1,0 +1,229 @@
+"""What a fuzzer draws: a case is one run of a program, a space is what cases are drawn from.
+
+A case is a function of the space and its seed. It is all text and numbers, so it can be written as options of
+`spawnsim fuzz`, which carry out the same run again, and made smaller part by part.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from spawnsim.errors import ParameterError
+from spawnsim.options import arguments_of, nearest
+from spawnsim.random import WORLD, generator
+from spawnsim.scenario import Scenario
+from spawnsim.virtual.engine.event_queue import tie_order
+from spawnsim.virtual.faults import FaultPlan, Swarm
+from spawnsim.virtual.faults.events import KINDS, LinkFault, Partition
+
+DEADLINE_S = 2.0  # of a call: short, so that a wait for the dead does not outlast the run
+# Those that MPI's rules allow. Messages that are lost, doubled or damaged MPI rules out, and most programs rely on that:
+# they are drawn where they are asked for.
+DEFAULT_FAULTS = "crash; pause; slow; down; delay; partition"
+JITTERS_S = (1e-5, 1e-4, 1e-3, 1e-2)  # of every message in a case with delays
+QUIET = 0.4  # of the time that a program takes: where the faults of a case end that is to show progress afterwards
+RANDOM = "*"  # in the place of a fault's ranks, links and times: drawn anew in each case
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run: all that it depends on beside the program.
+
+    Attributes:
+        seed: of every random stream of the run, and of the chances of its faults.
+        ranks: how many.
+        faults: the fault plan as text, "" for none.
+        ties: the order of ranks at one time.
+        straggler: as for `spawnsim run`, or None.
+        parameters: keyword arguments of `main`.
+        world: further circumstances, the same in all cases: platform, compute, deadline_s, argv.
+        alive_s: virtual seconds after the last fault within which each rank must have made progress; inf: not asked.
+        survive: whether the program promises to go on when ranks die or calls meet their deadlines.
+    """
+
+    seed: int
+    ranks: int
+    faults: str = ""
+    ties: str = "fifo"
+    straggler: str | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    world: Mapping[str, Any] = field(default_factory=dict)
+    alive_s: float = math.inf
+    survive: bool = False
+
+    @property
+    def plan(self) -> FaultPlan:
+        """The fault plan."""
+        return FaultPlan.parse(self.faults, seed=self.seed)
+
+    def scenario(self, faults: Any = None) -> Scenario:
+        """Return the circumstances of the run, with another object in place of the fault plan if one is given."""
+        world = {name: value for name, value in self.world.items() if name != "argv"}
+        return Scenario(
+            self.ranks, faults=self.faults if faults is None else faults, seed=self.seed, ties=self.ties,
+            stragglers=self.straggler, **({"deadline_s": DEADLINE_S} | world),
+        )  # fmt: skip
+
+    def options(self) -> list[str]:
+        """Return the options of `spawnsim fuzz` that carry out this case, and no other."""
+        told = ["--runs", "1", "--seed", str(self.seed), "--ranks", str(self.ranks)]
+        told += ["--faults", self.faults or "none", "--ties", self.ties]
+        told += ["--straggler", self.straggler or "none", *arguments_of(self.parameters)]
+        names = {"platform": "--platform", "compute": "--compute", "deadline_s": "--deadline"}
+        told += [part for name, word in names.items() if name in self.world for part in (word, str(self.world[name]))]
+        told += ["--alive", "none" if math.isinf(self.alive_s) else repr(self.alive_s)]
+        told += ["--survive"] if self.survive else []
+        argv = self.world.get("argv", ())
+        return [*told, "--no-shrink", *(["--", *argv] if argv else [])]
+
+    def command(self, file: str) -> str:
+        """Return one line for a shell that carries out this case of a file."""
+        return shlex.join(["spawnsim", "fuzz", file, *self.options()])
+
+    def quiet_s(self) -> float:
+        """Return when the last fault is over; faults that last for ever are over when they begin."""
+        ends = [0.0]
+        for fault in self.plan.faults:
+            at_s, for_s = fault.at_s, getattr(fault, "for_s", 0.0)  # type: ignore[attr-defined]
+            ends.append(at_s if math.isinf(for_s) else at_s + for_s)
+        return max(ends)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What the cases of a program are drawn from. A dimension with one value is fixed.
+
+    Attributes:
+        ranks: numbers of ranks.
+        faults: what may happen, separated by ";": kinds ("crash", or "crash:*@*"), and faults as in a fault plan, which
+            happen in every case. "" or "none": nothing.
+        ties: orders of simultaneous events; "random" draws a seed for each case.
+        stragglers: as for `spawnsim run`; None: none.
+        parameters: keyword arguments of `main`.
+        world: further circumstances, the same in all cases.
+        alive_s: as in `Case`; None: in half of the cases, ten times as long as ranks take between two steps without any
+            fault, and two deadlines.
+        survive: as in `Case`.
+
+    Raises:
+        ParameterError: no such kind of fault or order of ties, or no number of ranks.
+    """
+
+    ranks: Sequence[int] = tuple(range(2, 9))
+    faults: str = DEFAULT_FAULTS
+    ties: Sequence[str] = ("fifo", "reverse", "random")
+    stragglers: Sequence[str | None] = (None, "lognormal:0.3")
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    world: Mapping[str, Any] = field(default_factory=dict)
+    alive_s: float | None = None
+    survive: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.ranks or min(self.ranks) < 1:
+            raise ParameterError(f"ranks={list(self.ranks)}: give numbers of at least 1")
+        _ = self.kinds  # raises if there is no such kind
+        for ties in self.ties:
+            tie_order(ties if ties != "random" else "random:0")
+        plan = FaultPlan.parse("; ".join(self.fixed))  # raises if it is no plan
+        for fault in plan.faults:
+            if any(rank >= max(self.ranks) for rank in fault.ranks):
+                raise fault.refuse(f"no case has more than {max(self.ranks)} ranks")
+
+    @cached_property
+    def _parts(self) -> list[str]:
+        parts = [part.strip() for part in self.faults.split(";")]
+        return [part for part in parts if part and part != "none"]
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of fault that are drawn."""
+        found = [part.partition(":")[0] for part in self._parts if ":" not in part or part.endswith(f"@{RANDOM}")]
+        unknown = [kind for kind in found if kind not in KINDS]
+        if unknown:
+            hint = nearest(unknown[0], KINDS) or f"kinds: {', '.join(KINDS)}"
+            raise ParameterError(f"no kind of fault {unknown[0]!r}; {hint}")
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def fixed(self) -> tuple[str, ...]:
+        """The faults that happen in every case."""
+        return tuple(part for part in self._parts if ":" in part and not part.endswith(f"@{RANDOM}"))
+
+    def calm(self, ranks: int) -> Case:
+        """Return the case in which nothing happens: how long it takes says when faults can strike."""
+        return Case(seed=0, ranks=ranks, parameters=self.parameters, world=self.world, survive=self.survive)
+
+    def case(self, seed: int, lasts_s: Callable[[int], tuple[float, float]]) -> Case:
+        """Return the case of a seed.
+
+        Args:
+            seed: its seed.
+            lasts_s: tells of a number of ranks how long the calm case takes, and the longest that a rank then goes
+                without a step, in virtual seconds.
+
+        Returns:
+            The case.
+        """
+        draw = generator(seed, WORLD, "fuzzing.case")
+        ranks = int(draw.choice(self.ranks))
+        ties = self.ties[int(draw.integers(len(self.ties)))]
+        ties = f"random:{seed}" if ties == "random" else ties
+        straggler = self.stragglers[int(draw.integers(len(self.stragglers)))]
+        drawn = self.kinds or self.alive_s is None
+        whole_s, step_s = lasts_s(ranks) if drawn else (0.0, 0.0)
+        alive_s = self.alive_s
+        if alive_s is None:
+            alive_s = self._alive_s(step_s) if draw.random() < 0.5 else math.inf
+        quiet = math.isfinite(alive_s)
+        faults = "; ".join([*self.fixed, *self._drawn(ranks, whole_s * (QUIET if quiet else 1.0), seed, draw)])
+        return Case(
+            seed=seed, ranks=ranks, faults=faults, ties=ties, straggler=straggler, parameters=self.parameters,
+            world=self.world, alive_s=alive_s, survive=self.survive,
+        )  # fmt: skip
+
+    def _alive_s(self, step_s: float) -> float:
+        # A call that meets its deadline because of a fault ends that much after it, and so may `recover`.
+        return float(f"{10 * step_s + 2 * min(float(self.world.get('deadline_s', DEADLINE_S)), DEADLINE_S):.3g}")
+
+    def _drawn(self, ranks: int, horizon_s: float, seed: int, draw: np.random.Generator) -> list[str]:
+        """Return the faults of one case, as texts."""
+        kinds = [kind for kind in self.kinds if ranks > 1 or not issubclass(KINDS[kind], (LinkFault, Partition))]
+        found = []
+        if "delay" in kinds and draw.random() < 0.4:  # the network as a whole
+            jitter_s = JITTERS_S[int(draw.integers(len(JITTERS_S)))]
+            found.append(f"delay:*>*@0s+{horizon_s:.3g}s,0s,{jitter_s:g}s")
+        if kinds and draw.random() < 0.85 and horizon_s > 0:
+            # In units that make short times short to write: programs of a few milliseconds have faults, too.
+            scale = 10.0 ** -math.floor(math.log10(horizon_s))
+            most = int(draw.integers(1, 3))
+            plan = Swarm(ranks, horizon_s * scale, kinds, most).plan(seed)
+            found += [_scaled(part, scale) for part in str(plan).split("; ") if part]
+        return found
+
+
+def _scaled(fault: str, scale: float) -> str:
+    """Return a fault with its window, drawn in other units of time, in seconds."""
+    plan = FaultPlan.parse(fault.strip()) if not fault.startswith("restart") else None
+    if plan is None:  # alone it would be no plan
+        head, _, at = fault.partition("@")
+        return f"{head}@{_short(float(at.rstrip('s')) / scale)}s"
+    parts = []
+    for each in plan.faults:
+        values: dict[str, Any] = {"at_s": _short(each.at_s / scale)}  # type: ignore[attr-defined]
+        for name in ("for_s", "delay_s", "spread_s"):
+            if math.isfinite(getattr(each, name, math.inf)):
+                values[name] = _short(getattr(each, name) / scale)
+        parts.append(replace(each, **values))
+    return str(FaultPlan(tuple(parts)))
+
+
+def _short(seconds: float) -> float:
+    """Return a time in few digits."""
+    return float(f"{seconds:.4g}")

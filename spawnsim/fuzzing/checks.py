@@ -1,0 +1,333 @@
+"""What must hold in every run, whatever the seed, the faults and the order of events; and which faults have struck.
+
+After each call of a policy: its model is of the same shape, finite, and shares no memory with another rank's; the
+clock has not gone back, and the call has not taken longer than deadlines and faults explain; what the policy promises
+(`SpawnPolicy.promises`). At the end: no message of a run without faults was left unreceived, and where faults end,
+each rank has made progress soon after. That nobody is stuck, the simulator itself says.
+
+A broken invariant ends the run at once, in a way that the program cannot catch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from spawnsim.errors import CheckFailed
+from spawnsim.fuzzing.cases import Case
+from spawnsim.record import Recorder
+from spawnsim.virtual import diagnosis
+from spawnsim.virtual.engine.kernel import Task, current_task
+from spawnsim.virtual.engine.matching import undelivered
+from spawnsim.virtual.engine.world import World
+from spawnsim.virtual.faults import DELIVERED, FaultPlan, Pause, SlowDown, Verdict
+from spawnsim.virtual.interpreter import Patches, Put
+
+ROUNDING = 64  # units in the last place by which sums may differ
+COMPRESSED = 2e-3  # relative: of weights that travelled as float16
+WAITS = 10  # deadlines that one call of a policy may take: it is made of several calls
+DAMAGE = "corrupt"  # a kind of fault after which numbers may be anything
+
+
+@dataclass(frozen=True)
+class WatchedPlan(FaultPlan):
+    """A fault plan that notes which of its faults have struck, and in which calls."""
+
+    fired: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False)
+
+    def message(self, source: int, dest: int, sent_s: float, *sequence: int) -> Verdict:
+        """Return what becomes of a message, as the plan does."""
+        verdict = super().message(source, dest, sent_s, *sequence)
+        if verdict != DELIVERED:
+            for number, fault in self.links:
+                if fault.covers(source, dest, sent_s):
+                    chance = self.chance(number, source, dest, *sequence)
+                    if fault.verdict(sent_s, chance) != DELIVERED:
+                        self.fired[fault.kind, diagnosis.calling(sys._getframe(1))] += 1
+        return verdict
+
+    def place(self, call: str) -> None:
+        """Say in which call those faults have struck that were noted without one: its event comes after them."""
+        for kind, known in list(self.fired):
+            if not known and call:
+                self.fired[kind, call] += self.fired.pop((kind, known))
+
+    def stretch(self, rank: int, start_s: float, duration_s: float) -> float:
+        """Return when work ends, as the plan does."""
+        end_s = super().stretch(rank, start_s, duration_s)
+        if end_s > start_s + duration_s:
+            for fault in self.faults:
+                if isinstance(fault, (Pause, SlowDown)) and fault.rank == rank:
+                    if fault.at_s < end_s and start_s < fault.at_s + fault.for_s:
+                        self.fired[fault.kind, "compute"] += 1
+        return end_s
+
+    def awake_s(self, rank: int, time_s: float) -> float:
+        """Return when a rank is awake, as the plan does."""
+        awake_s = super().awake_s(rank, time_s)
+        if awake_s > time_s:
+            self.fired[Pause.kind, diagnosis.calling(sys._getframe(1))] += 1
+        return awake_s
+
+
+class Watch(Recorder):
+    """Follows one run: records it, holds its policies to what must be true, and notes what has struck."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.plan = WatchedPlan(case.plan.faults, case.seed)
+        self.world: World | None = None
+        self.progress_s: defaultdict[int, list[float]] = defaultdict(list)  # by rank: when it got on
+        self.struck: Counter[tuple[str, str]] = Counter()  # crashes and restarts, with where
+        self.lost = False  # whether a message was lost for good
+        self._policies = False  # whether any was called: then their averages are the progress, and else rows
+        self._inside: dict[Task, float] = {}
+        self._clocks: dict[Task, float] = {}
+        self._models: dict[int, tuple[Any, set[int]]] = {}  # of each rank: what it holds, and where
+        self._largest: dict[str, float] = {}
+        self._spoiled = any(fault.kind == DAMAGE for fault in self.plan.faults)
+        self._sums: defaultdict[Any, dict[int, tuple[Any, Any]]] = defaultdict(dict)
+        self._limit_s = _limit_s(case)
+
+    # -- what is recorded --------------------------------------------------------------------------------------
+
+    def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
+        """Keep one row."""
+        super().row(rank, time_s, values)
+        if not self._policies:
+            self.progress_s[rank].append(time_s)
+
+    def event(self, rank: int, time_s: float, kind: str, fields: Mapping[str, Any]) -> None:
+        """Keep one event."""
+        super().event(rank, time_s, kind, fields)
+        if kind in ("crash", "restart"):
+            self.struck[kind, self._where(rank)] += 1
+        elif kind == "replacement":
+            for each in (rank, *fields.get("donors", ())):
+                self.progress_s[each].append(time_s)
+        elif kind == "link":
+            self.lost = self.lost or "lost" in str(fields.get("what", ""))
+            self.plan.place(str(fields.get("call", "")))
+
+    def _where(self, rank: int) -> str:
+        """Return the call in which a rank dies."""
+        tasks = self.world.ranks[rank].tasks if self.world is not None else []
+        wait = tasks[0].wait if tasks else None
+        return "between calls" if wait is None else wait.describe().partition("(")[0].partition(" ")[0]
+
+    # -- policies ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Follow all policies while the block runs."""
+        with Patches(self._wrap).in_place():
+            yield
+
+    def prepare(self, world: World) -> None:
+        """Take note of the world that is about to run."""
+        self.world = world
+
+    def _wrap(self, put: Put) -> None:
+        base = sys.modules.get("spawnsim.policies.base")  # a program without policies need not load torch
+        waiting: list[Any] = [base.SpawnPolicy] if base is not None else []
+        while waiting:
+            policy = waiting.pop()
+            waiting += policy.__subclasses__()
+            if "__call__" in vars(policy):
+                put(policy, "__call__", self._watched(vars(policy)["__call__"]))
+
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def watched(policy: Any, *args: Any, **kwargs: Any) -> Any:
+            task = current_task()
+            # A policy whose call is made of another's is looked at once, from outside.
+            if task is None or task in self._inside or self.world is None or task.beside:
+                return call(policy, *args, **kwargs)
+            return self._called(task, policy, functools.partial(call, policy, *args, **kwargs))
+
+        return watched
+
+    def _called(self, task: Task, policy: Any, call: functools.partial[Any]) -> Any:
+        """Make a policy's call, and hold it to what must be true of it."""
+        given = dict(zip(("iteration", "model", "optimizer", "local_metric", "group"), call.args[1:], strict=False))
+        given |= call.keywords
+        if not hasattr(given.get("model"), "named_parameters"):
+            return call()
+        self._policies = True
+        before = _numbers(given["model"])
+        self._spoiled = self._spoiled or not _finite(before)
+        self._enlarge(before)
+        key = self._enter(task, policy, given, before)
+        self._inside[task] = began_s = task.clock
+        self._hold(
+            began_s >= self._clocks.get(task, 0.0), "monotone clocks", f"the clock went back to {began_s:.6g} s"
+        )
+        try:
+            model, optimizer, info = call()
+        finally:
+            del self._inside[task]
+            self._clocks[task] = task.clock
+        took_s = task.clock - began_s
+        self._hold(
+            took_s <= self._limit_s, "bounded waits",
+            f"{type(policy).__name__} took {took_s:.6g} virtual s; deadlines and faults explain {self._limit_s:.6g} s",
+        )  # fmt: skip
+        averaged = bool(info.get("averaged_this_iteration") or info.get("is_replaced"))
+        if averaged:
+            self.progress_s[task.rank].append(task.clock)
+        self._look(task, policy, model, before)
+        if key is not None and averaged:
+            self._leave(task, policy, key, _numbers(model))
+        return model, optimizer, info
+
+    def _look(self, task: Task, policy: Any, model: Any, before: dict[str, Any]) -> None:
+        """Hold the model that a policy returns to what must be true of it."""
+        name, after = type(policy).__name__, _numbers(model)
+        shapes = {key: tuple(each.shape) for key, each in before.items()}
+        now = {key: tuple(each.shape) for key, each in after.items()}
+        self._hold(shapes == now, "same shapes", f"{name} returned a model of other tensors: {now}, not {shapes}")
+        self._no_aliasing(task.rank, name, model)
+        if self._spoiled:
+            return
+        self._hold(_finite(after), "finite parameters", f"{name} returned parameters that are not finite")
+        if "range" in policy.promises:
+            for key, each in after.items():
+                most = self._largest[key]
+                largest = _largest(each)
+                self._hold(
+                    largest <= most * (1 + COMPRESSED), "range of parameters",
+                    f"{name}: {key} has {largest:.6g}, and no rank ever had more than {most:.6g}: no mixture of models",
+                )  # fmt: skip
+        self._enlarge(after)
+
+    def _enlarge(self, numbers: dict[str, Any]) -> None:
+        for key, each in numbers.items():
+            self._largest[key] = max(self._largest.get(key, 0.0), _largest(each))
+
+    def _no_aliasing(self, rank: int, name: str, model: Any) -> None:
+        """No memory of a rank's model is another's; models that ranks have let go of do not count."""
+        tensors = (*model.parameters(), *model.buffers())
+        held = [each.untyped_storage() for each in tensors if each.numel()]
+        own = {each.data_ptr() for each in held}
+        for other, (_, theirs) in self._models.items():
+            shared = other != rank and not own.isdisjoint(theirs)
+            self._hold(not shared, "no aliasing", f"{name}: the models of ranks {rank} and {other} share memory")
+        self._models[rank] = held, own  # held, so that no other rank is given the same memory meanwhile
+
+    def _enter(self, task: Task, policy: Any, given: dict[str, Any], before: dict[str, Any]) -> Any:
+        """Note what a rank brings to an average whose mean must be kept; return what names the average."""
+        group = given.get("group")
+        if "mean" not in policy.promises or self._spoiled or not hasattr(group, "_context"):
+            return None
+        key = type(policy).__name__, group._context.number, given.get("iteration"), group.Get_size()
+        self._sums[key][task.rank] = before, None
+        return key
+
+    def _leave(self, task: Task, policy: Any, key: Any, after: dict[str, Any]) -> None:
+        met = self._sums[key]
+        met[task.rank] = met[task.rank][0], after
+        if self._spoiled or len(met) != key[3] or any(each is None for _, each in met.values()):
+            return
+        del self._sums[key]
+        for name, tensor in after.items():
+            brought = sum(before[name].double() for before, _ in met.values())
+            taken = sum(each[name].double() for _, each in met.values())
+            slack = ROUNDING * _ulp(tensor) * max(_largest(each[0][name]) for each in met.values()) * len(met)
+            off = _largest(taken - brought)
+            self._hold(
+                off <= slack, "mean preserved",
+                f"{type(policy).__name__}: the sum of {name} over {len(met)} ranks changed by {off:.6g} in an average",
+            )  # fmt: skip
+
+    def _hold(self, promise: bool, what: str, otherwise: str) -> None:
+        """End the run unless a promise was kept."""
+        if not promise and self.world is not None:
+            kernel = self.world.kernel
+            task = kernel.current
+            place = diagnosis.place(sys._getframe(1))
+            kernel.stop(CheckFailed(what, f"{what}: {otherwise} ({task.name} at {task.clock:.6g} s, {place})"))
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def broken_at_end(self) -> tuple[str, str] | None:
+        """Return the invariant that a run has broken which ended well, and how; None if there is none."""
+        assert self.world is not None
+        if not self.plan.faults:
+            left = [
+                (context.name, message.source, mailbox.rank, message.tag)
+                for context in self.world.open_contexts
+                for mailbox in context.mailboxes.values()
+                for message in undelivered(mailbox)
+            ]
+            if left and not self._policies:
+                name, source, dest, tag = min(left, key=str)
+                return "no lost message", (
+                    f"{len(left)} messages were never received, such as one from rank {source} to rank {dest} "
+                    f"with tag {tag} on {name}"
+                )
+        return self._behind()
+
+    def _behind(self) -> tuple[str, str] | None:
+        """Return who has made no progress in the time after the last fault in which it should have."""
+        assert self.world is not None
+        quiet_s = self.case.quiet_s()
+        until_s = quiet_s + self.case.alive_s
+        behind = [
+            rank.id
+            for rank in self.world.ranks
+            if not rank.dead and not rank.outside and not rank.evicted and rank.ended_s > until_s
+            and not any(quiet_s <= time_s <= until_s for time_s in self.progress_s[rank.id])
+        ]  # fmt: skip
+        if not behind or not math.isfinite(until_s):
+            return None
+        return "progress after faults", (
+            f"ranks {behind} made no progress from {quiet_s:.6g} s, when the last fault was over, to {until_s:.6g} s"
+        )
+
+    def longest_gap_s(self) -> float:
+        """Return the longest time that any rank has gone without progress; the whole run if one has made none."""
+        assert self.world is not None
+        longest = 0.0
+        for rank in self.world.ranks:
+            end_s = rank.ended_s if math.isfinite(rank.ended_s) else 0.0
+            times_s = [0.0, *sorted(self.progress_s[rank.id])]
+            gap_s = max((after - before for before, after in zip(times_s, times_s[1:], strict=False)), default=end_s)
+            longest = max(longest, gap_s)
+        return longest
+
+    def fired(self) -> Counter[tuple[str, str]]:
+        """Return how often each kind of fault has struck, by kind and call."""
+        return self.struck + self.plan.fired
+
+
+def _limit_s(case: Case) -> float:
+    """Return how long one call of a policy may take: some deadlines, and the time in which faults last."""
+    lasting = [getattr(fault, "for_s", 0.0) for fault in case.plan.faults]
+    late = [getattr(fault, "delay_s", 0.0) + getattr(fault, "spread_s", 0.0) for fault in case.plan.faults]
+    return WAITS * (case.scenario().deadline_s + sum(late)) + sum(lasting) + case.quiet_s()
+
+
+def _numbers(model: Any) -> dict[str, Any]:
+    """Return copies of a model's floating-point parameters, by name."""
+    return {
+        name: each.detach().clone() for name, each in model.named_parameters() if each.is_floating_point()
+    }
+
+
+def _finite(numbers: Mapping[str, Any]) -> bool:
+    return all(bool(each.isfinite().all()) for each in numbers.values())
+
+
+def _largest(tensor: Any) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _ulp(tensor: Any) -> float:
+    return float(sys.modules["torch"].finfo(tensor.dtype).eps)

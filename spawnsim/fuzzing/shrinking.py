@@ -1,0 +1,151 @@
+"""A failing case made small: fewer ranks, fewer iterations, fewer faults, then simpler times, ties and stragglers.
+
+Greedy: a change is kept if the same thing still breaks. Nothing random: the same failure has the same smallest case.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from spawnsim.errors import ParameterError
+from spawnsim.fuzzing.cases import Case
+from spawnsim.virtual.faults import Fault, FaultPlan
+
+if TYPE_CHECKING:
+    from spawnsim.fuzzing.campaign import Failure
+
+ITERATIONS = "iterations"  # the parameter of `main` that is made smaller
+OTHER_SEEDS = 4  # that are tried for each number of ranks: its draws are other ones anyhow
+
+
+def shrunk(failure: Failure, fails: Callable[[Case], Failure | None], budget: int) -> Failure:
+    """Return the failure in the smallest case that is found.
+
+    Args:
+        failure: as it was found.
+        fails: carries out a case; the same failure in it, or None.
+        budget: cases at most that are tried.
+
+    Returns:
+        The same failure, maybe in a smaller case.
+    """
+    best, tried, improved = failure, {failure.case.command("")}, True
+    while improved and budget > 0:
+        improved = False
+        for change in (_ranks, _faults, _iterations, _simpler, _times):
+            for case in change(best.case):
+                text = case.command("")
+                if text in tried or not _possible(case):
+                    continue
+                tried.add(text)
+                budget -= 1
+                found = fails(case) if budget >= 0 else None
+                if found is not None:
+                    best, improved = found, True
+                    break  # from the best one on, once more
+    return best
+
+
+def _possible(case: Case) -> bool:
+    try:
+        case.plan.check(case.ranks)
+    except ParameterError:
+        return False
+    return True
+
+
+def _ranks(case: Case) -> Iterator[Case]:
+    """Yield the case with fewer ranks, the fewest first; faults of ranks that are gone go to others, or away."""
+    for ranks in range(1, case.ranks):
+        for faults in dict.fromkeys((_moved(case, ranks), _within(case, ranks))):
+            for seed in (case.seed, *range(OTHER_SEEDS)):
+                yield replace(case, ranks=ranks, faults=faults, seed=seed)
+
+
+def _within(case: Case, ranks: int) -> str:
+    return _text(fault for fault in case.plan.faults if all(rank < ranks for rank in fault.ranks))
+
+
+def _moved(case: Case, ranks: int) -> str:
+    """Return the plan with the numbers of ranks that are gone taken modulo those that are left."""
+    moved: list[Fault] = []
+    for fault in case.plan.faults:
+        values: dict[str, Any] = {}
+        for part in fields(fault):
+            value = getattr(fault, part.name)
+            if part.name in ("rank", "source", "dest") and value is not None:
+                values[part.name] = value % ranks
+            elif part.name == "members":
+                values[part.name] = tuple({member % ranks for member in value})
+        try:
+            moved.append(replace(fault, **values))
+        except ParameterError:
+            continue  # a link of a rank with itself
+    return _text(moved) if _plan(moved) else _within(case, ranks)
+
+
+def _plan(faults: list[Fault]) -> bool:
+    try:
+        FaultPlan(tuple(faults))
+    except ParameterError:
+        return False
+    return True
+
+
+def _text(faults: Any) -> str:
+    try:
+        return str(FaultPlan(tuple(faults)))
+    except ParameterError:
+        return ""
+
+
+def _faults(case: Case) -> Iterator[Case]:
+    """Yield the case without any fault, with half of them, and without each."""
+    faults = case.plan.faults
+    half = len(faults) // 2
+    subsets = [(), faults[:half], faults[half:]] if len(faults) > 1 else [()]
+    subsets += [(*faults[:at], *faults[at + 1 :]) for at in range(len(faults))]
+    for subset in subsets:
+        if _plan(list(subset)) and len(subset) < len(faults):
+            yield replace(case, faults=_text(subset))
+
+
+def _iterations(case: Case) -> Iterator[Case]:
+    """Yield the case with fewer iterations, the fewest first."""
+    now = case.parameters.get(ITERATIONS)
+    if isinstance(now, int):
+        for fewer in dict.fromkeys((1, 2, 3, 4, 5, 7, 10, now // 2, 3 * now // 4, now - 1)):
+            if 0 < fewer < now:
+                yield replace(case, parameters={**case.parameters, ITERATIONS: fewer})
+
+
+def _simpler(case: Case) -> Iterator[Case]:
+    """Yield the case with the usual order of events, with ranks that are equally fast, with the first seeds."""
+    if case.straggler is not None:
+        yield replace(case, straggler=None)
+    if case.ties != "fifo":
+        yield replace(case, ties="fifo")
+        yield replace(case, ties="reverse") if case.ties != "reverse" else case
+    for seed in range(min(case.seed, 3)):
+        yield replace(case, seed=seed)
+
+
+def _times(case: Case) -> Iterator[Case]:
+    """Yield the case with one fault's times halved, or rounded to fewer digits."""
+    for at, fault in enumerate(case.plan.faults):
+        for part in fields(fault):
+            value = getattr(fault, part.name)
+            if not part.name.endswith("_s") or not math.isfinite(value) or not value:
+                continue
+            for smaller in (0.0, value / 2, float(f"{value:.1g}"), float(f"{value:.2g}")):
+                if smaller < value:
+                    try:
+                        changed = replace(fault, **{part.name: smaller})
+                    except ParameterError:
+                        continue
+                    others = (*case.plan.faults[:at], changed, *case.plan.faults[at + 1 :])
+                    if _plan(list(others)):
+                        yield replace(case, faults=_text(others))
