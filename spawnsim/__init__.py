@@ -5,7 +5,7 @@ Names are loaded on first use: `import spawnsim` brings neither torch nor MPI no
 The layers, top to bottom (imports point down only; `lint-imports` holds it):
 
     cli
-    study · report · fidelity
+    study · report · fidelity · fuzzing · rerun
     plots · testing · run
     record
     bagua · torchgfn
@@ -27,6 +27,7 @@ from spawnsim.run import Run, run
 
 if TYPE_CHECKING:  # the same names, where editors and type checkers look for them
     from spawnsim.comm import Comm
+    from spawnsim.fuzzing.pytest_plugin import virtual
     from spawnsim.phantoms import PhantomArray
     from spawnsim.policies import (
         AsyncModelAveragePolicy,
@@ -77,11 +78,13 @@ _HOME = {
 __all__ = [
     "AsyncModelAveragePolicy", "AsyncSelectiveAveragingPolicy", "AverageAllPolicy", "Comm", "DecentralizedAverager",
     "DecentralizedAveragingPolicy", "Evaluation", "PhantomArray", "Run", "SpawnPolicy", "Table", "TrainingStep",
-    "__version__", "run",
+    "__version__", "run", "virtual",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
+    if name == "virtual":  # a package that can be called
+        return import_module("spawnsim.virtual")
     if name not in _HOME:
         raise AttributeError(f"module 'spawnsim' has no attribute {name!r}; it has: {', '.join(__all__)}")
     value = getattr(import_module(_HOME[name]), name)
@@ -90,4 +93,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_HOME, "virtual"})

@@ -123,9 +123,18 @@ COMMANDS = {
     "run": ("spawnsim.cli.run:main", "run a file on virtual ranks, or on real ones"),
     "columnar": ("spawnsim.cli.columnar:main", "time a policy on up to millions of ranks, as rows of arrays"),
     "study": ("spawnsim.cli.study:main", "run a study: a grid of runs, and its figures"),
-    "fuzz": ("spawnsim.cli.fuzz:main", "run a file under many seeds, faults and orders of events, and say what breaks"),
-    "verify": ("spawnsim.cli.replay:verify", "run a folder's run again, and name the first event that differs"),
-    "replay": ("spawnsim.cli.replay:replay", "run a folder's run again up to a time or condition, and look around"),
+    "fuzz": (
+        "spawnsim.cli.fuzz:main",
+        "run a file under many seeds, faults and orders of events, and say what breaks",
+    ),
+    "verify": (
+        "spawnsim.cli.replay:verify",
+        "run a folder's run again, and name the first event that differs",
+    ),
+    "replay": (
+        "spawnsim.cli.replay:replay",
+        "run a folder's run again up to a time or condition, and look around",
+    ),
     "plot": ("spawnsim.cli.results:plot", "draw figures of runs"),
     "report": ("spawnsim.cli.results:report", "write one HTML page about runs"),
     "trace": ("spawnsim.cli.results:trace", "write a run's timeline for Perfetto or chrome://tracing"),

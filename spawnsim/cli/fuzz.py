@@ -60,7 +60,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _space(options: Any, argv: Sequence[str], *, unmodified: bool) -> Space:
     """Return what the options say is to be drawn."""
-    world = {name: getattr(options, name) for name in ("platform", "compute") if getattr(options, name) is not None}
+    world = {
+        name: getattr(options, name) for name in ("platform", "compute") if getattr(options, name) is not None
+    }
     if options.deadline is not None:
         world["deadline_s"] = seconds(options.deadline)
     elif unmodified:  # written for an MPI that knows no deadlines
@@ -120,7 +122,11 @@ def _failure(found: Found, key: tuple[str, str], file: str) -> str:
     failure, small = found.failures[key], found.small.get(key)
     best = small or failure
     where = f" at {best.place}" if best.place else ""
-    lines = [f"{best.what}{where}: {found.counts[key]:,} of {found.runs:,} cases", best.message]
+    lines = [
+        f"{best.what}{where}: {found.counts[key]:,} of {found.runs:,} cases",
+        best.message,
+        *filter(None, [best.table]),
+    ]
     if small is not None and small.case != failure.case:
         lines += [f"replay: {small.case.command(file)}", f"as found: {failure.case.command(file)}"]
     else:
@@ -174,36 +180,70 @@ class _Bar:
 def _parser() -> Parser:
     parser = Parser(
         prog="spawnsim fuzz",
-        description="Run a file under many seeds, fault plans, delays and orders of simultaneous events; say what breaks, "
-        "in the smallest case, with the command that replays it. An unmodified program's arguments come after --.",
+        description="Run a file under many seeds, fault plans, delays and orders of simultaneous events; say "
+        "what breaks, in the smallest case, with the command that replays it. An unmodified program's arguments come after --.",
     )
     add = parser.add_argument
     add("file", type=Path, help="Python file that defines main(comm), or an unmodified program")
     add("--runs", type=int, default=RUNS, metavar="N", help="cases (default: %(default)s)")
-    add("--seed", type=int, default=0, metavar="K", help="of the first case; the next has the next one (default: 0)")
-    add("-n", "--ranks", default="2-8", metavar="LIST", help="numbers of ranks to draw from: 8, 2-8, 4,8,64 (default: 2-8)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="K",
+        help="of the first case; the next has the next one (default: 0)",
+    )
+    add(
+        "-n",
+        "--ranks",
+        default="2-8",
+        metavar="LIST",
+        help="numbers of ranks to draw from: 8, 2-8, 4,8,64 (default: 2-8)",
+    )
     add(
         "--faults", metavar="F",
         help="kinds of fault to draw, and faults of every case, separated by ';': 'crash; pause', 'crash:3@2s', 'none' "
         f"(default: '{DEFAULT_FAULTS}')",
     )  # fmt: skip
-    add("--ties", metavar="LIST", help="orders of simultaneous events: fifo, reverse, random, random:SEED (default: all)")
-    add("--straggler", "--stragglers", metavar="LIST", help="separated by ';' (default: 'none;lognormal:0.3')")
+    add(
+        "--ties",
+        metavar="LIST",
+        help="orders of simultaneous events: fifo, reverse, random, random:SEED (default: all)",
+    )
+    add(
+        "--straggler", "--stragglers", metavar="LIST", help="separated by ';' (default: 'none;lognormal:0.3')"
+    )
     add("--platform", metavar="P", help="virtual network: a name or a TOML file")
     add("--compute", metavar="S", help="as for `spawnsim run`")
-    add("--deadline", metavar="S", help=f"seconds that one call may wait (default: {DEADLINE_S:g}; unmodified: no limit)")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a keyword argument of main; repeatable")
+    add(
+        "--deadline",
+        metavar="S",
+        help=f"seconds that one call may wait (default: {DEADLINE_S:g}; unmodified: no limit)",
+    )
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a keyword argument of main; repeatable",
+    )
     add(
         "--alive", metavar="S",
-        help="virtual seconds after the last fault within which each rank must get on; none: not asked (default: some, in "
-        "half of the cases)",
+        help="virtual seconds after the last fault within which each rank must get on; none: not asked (default: some, "
+        "in half of the cases)",
     )  # fmt: skip
     add(
         "--survive", action="store_true",
         help="the program promises to go on when ranks die and calls meet deadlines: ending in them is a failure, too",
     )  # fmt: skip
     add("--whole", action="store_true", help="run the file whole on every rank, as an unmodified program")
-    add("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one per core; 0: this one)")
+    add(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes (default: one per core; 0: this one)",
+    )
     add("--seconds", metavar="S", help="begin no further case after so long")
     add("--no-shrink", action="store_true", help="do not look for smaller cases of what fails")
     add("--json", action="store_true", help="print one JSON object")

@@ -194,7 +194,7 @@ def parser() -> Parser:
     )
     add(
         "--ties", metavar="ORDER",
-        help="in which order virtual ranks act at one and the same time: fifo (by number; default), reverse, random:SEED",
+        help="the order of virtual ranks at one and the same time: fifo (by number; default), reverse, random:SEED",
     )  # fmt: skip
     add("--overwrite", action="store_true", help="the run that the folder holds may be lost")
     add("--json", action="store_true", help="print the totals as one JSON object, and nothing else")

@@ -20,7 +20,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spawnsim.errors import CheckFailed, Deadlock, RankError, SpawnsimError, StorageError, Timeout, WorldError
+from spawnsim.errors import (
+    CheckFailed,
+    Deadlock,
+    Livelock,
+    MismatchError,
+    RankError,
+    SpawnsimError,
+    StorageError,
+    Timeout,
+    TruncationError,
+    WorldError,
+)
 from spawnsim.fuzzing.cases import Case, Space
 from spawnsim.fuzzing.checks import Watch
 from spawnsim.fuzzing.shrinking import shrunk
@@ -31,6 +42,7 @@ from spawnsim.run.program import MODULE, is_unmodified, program
 from spawnsim.run.result import totals_of
 from spawnsim.run.virtual import carry_out
 from spawnsim.study.sweeping import pool
+from spawnsim.virtual import diagnosis
 
 LIMIT_S = 60.0  # on the wall, for one case
 PORTION = 8  # cases that a process is given at once
@@ -49,14 +61,16 @@ class Failure:
     Attributes:
         what: the invariant, or the kind of error.
         place: the line of the program, as far as one is known.
-        message: the whole message, with the table of ranks if there is one.
+        message: the whole message.
         case: the case.
+        table: where all ranks stood that had not ended, where the message does not say it.
     """
 
     what: str
     place: str
     message: str
     case: Case
+    table: str = ""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -71,10 +85,13 @@ class Target:
     Attributes:
         program: the file's path, or the function.
         whole: run a file whole on every rank, whatever it defines.
+        check: is given each run that has ended well; False, or an exception, says that it is wrong. None: the function
+            `check(run)` that a file with a `main(comm)` may define.
     """
 
     program: Path | Callable[..., Any]
     whole: bool = False
+    check: Callable[[Run], Any] | None = None
 
     @property
     def name(self) -> str:
@@ -84,15 +101,15 @@ class Target:
     def load(self, parameters: Mapping[str, Any]) -> tuple[Any, Callable[[Run], Any] | None]:
         """Return the program as it is before any run, and the function `check(run)` that its file may define."""
         if not isinstance(self.program, Path):
-            return program(self.program, parameters), None
+            return program(self.program, parameters), self.check
         if self.whole or is_unmodified(self.program):
-            return self.program, None
+            return self.program, self.check
         own = {str(path.resolve()) for path in manifest.own_files(self.program).values()}
         for name, module in list(sys.modules.items()):
             if getattr(module, "__file__", None) in own:
                 del sys.modules[name]
         task = program(self.program, parameters)
-        return task, getattr(sys.modules[MODULE], "check", None)
+        return task, self.check or getattr(sys.modules[MODULE], "check", None)
 
 
 @dataclass
@@ -148,8 +165,9 @@ def attempt(target: Target, case: Case) -> tuple[Failure | None, Watch, bool]:
         task, check = target.load(case.parameters)
         with watch.in_place(), _overdue(LIMIT_S):
             carry_out(
-                task, case.scenario(watch.plan), watch, prepare=watch.prepare, argv=case.world.get("argv", ())
-            )
+                task, case.scenario(watch.plan), watch, prepare=watch.prepare, on_error=watch.failed,
+                argv=case.world.get("argv", ()),
+            )  # fmt: skip
         if watch.broken_at_end() is None and check is not None:
             _user_check(check, watch)
     except KeyboardInterrupt:
@@ -161,7 +179,7 @@ def attempt(target: Target, case: Case) -> tuple[Failure | None, Watch, bool]:
         return (None if broken is None else Failure(broken[0], "", ": ".join(broken), case)), watch, False
     if _explained(error, case, watch):
         return None, watch, True
-    return _failure(error, case), watch, False
+    return _failure(error, case, watch.table_of_ranks), watch, False
 
 
 def _user_check(check: Callable[[Run], Any], watch: Watch) -> None:
@@ -184,22 +202,29 @@ def _explained(error: BaseException, case: Case, watch: Watch) -> bool:
         return False
     if isinstance(cause, Deadlock):
         return watch.lost
+    if isinstance(cause, (MismatchError, TruncationError)):  # what ranks told each other was damaged
+        return watch.spoiled
     return isinstance(cause, WorldError) and not isinstance(cause, StorageError)
 
 
-def _failure(error: BaseException, case: Case) -> Failure:
+def _failure(error: BaseException, case: Case, table: str) -> Failure:
     cause = _cause(error)
     what = cause.what if isinstance(cause, CheckFailed) else type(cause).__name__
     message = "\n".join([str(error) or what, *getattr(error, "__notes__", ())])
     if not isinstance(error, (SpawnsimError, Overdue)):
         message = f"{what}: {message}"
     if not isinstance(cause, (SpawnsimError, Overdue)):
-        trace = traceback.extract_tb(cause.__traceback__)
+        trace = [
+            each
+            for each in traceback.extract_tb(cause.__traceback__)
+            if not diagnosis.is_installed(each.filename)
+        ]
         message += "".join(f"\n  {frame.filename}:{frame.lineno}: {frame.line}" for frame in trace[-2:])
     # Waits are named by a table of lines, of which each case has others.
     stuck = isinstance(cause, (Deadlock, Timeout, Overdue))
     place = None if stuck else re.search(r"[\w.-]+\.py:\d+", message)
-    return Failure(what, place[0] if place else "", message, case)
+    table = "" if isinstance(cause, (Deadlock, Livelock)) else table
+    return Failure(what, place[0] if place else "", message, case, table)
 
 
 @contextmanager
@@ -294,6 +319,7 @@ def campaign(
     shrink: bool = True,
     told: Told = lambda found: None,
     seconds: float = float("inf"),
+    most: int = DIFFERENT,
 ) -> Found:
     """Carry out many cases of a program, and make those small that fail.
 
@@ -305,6 +331,7 @@ def campaign(
         shrink: whether failures are made smaller.
         told: is given what was found so far, now and then.
         seconds: on the wall, after which nothing more begins.
+        most: failures of different kinds after which nothing more begins.
 
     Returns:
         What was found.
@@ -315,9 +342,10 @@ def campaign(
     target.load(space.parameters)  # what is wrong with the file itself is told once
     found, began_s = Found(), time.monotonic()
     portions = [list(seeds[at : at + PORTION]) for at in range(0, len(seeds), PORTION)]
-    over: Callable[[], bool] = lambda: (
-        time.monotonic() - began_s > seconds or len(found.failures) >= DIFFERENT
-    )
+
+    def over() -> bool:
+        return time.monotonic() - began_s > seconds or len(found.failures) >= most
+
     if jobs <= 0:
         for part in portions:
             if not over():
@@ -336,7 +364,9 @@ def campaign(
                 for each in done:
                     found.add(each.result())
                 told(found)
-            tasks = [executor.submit(reduce, target, each) for each in found.failures.values()] if shrink else []
+            tasks = (
+                [executor.submit(reduce, target, each) for each in found.failures.values()] if shrink else []
+            )
             small = [task.result() for task in tasks]
     found.small = dict(zip(found.failures, small, strict=False))
     found.seconds = time.monotonic() - began_s

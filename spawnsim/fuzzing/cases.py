@@ -6,10 +6,11 @@ A case is a function of the space and its seed. It is all text and numbers, so i
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,8 +25,8 @@ from spawnsim.virtual.faults import FaultPlan, Swarm
 from spawnsim.virtual.faults.events import KINDS, LinkFault, Partition
 
 DEADLINE_S = 2.0  # of a call: short, so that a wait for the dead does not outlast the run
-# Those that MPI's rules allow. Messages that are lost, doubled or damaged MPI rules out, and most programs rely on that:
-# they are drawn where they are asked for.
+# Those that MPI's rules allow. Messages that are lost, doubled or damaged MPI rules out, and most programs rely on
+# that: they are drawn where they are asked for.
 DEFAULT_FAULTS = "crash; pause; slow; down; delay; partition"
 JITTERS_S = (1e-5, 1e-4, 1e-3, 1e-2)  # of every message in a case with delays
 QUIET = 0.4  # of the time that a program takes: where the faults of a case end that is to show progress afterwards
@@ -77,7 +78,12 @@ class Case:
         told += ["--faults", self.faults or "none", "--ties", self.ties]
         told += ["--straggler", self.straggler or "none", *arguments_of(self.parameters)]
         names = {"platform": "--platform", "compute": "--compute", "deadline_s": "--deadline"}
-        told += [part for name, word in names.items() if name in self.world for part in (word, str(self.world[name]))]
+        told += [
+            part
+            for name, word in names.items()
+            if name in self.world
+            for part in (word, str(self.world[name]))
+        ]
         told += ["--alive", "none" if math.isinf(self.alive_s) else repr(self.alive_s)]
         told += ["--survive"] if self.survive else []
         argv = self.world.get("argv", ())
@@ -87,6 +93,22 @@ class Case:
         """Return one line for a shell that carries out this case of a file."""
         return shlex.join(["spawnsim", "fuzz", file, *self.options()])
 
+    def to_json(self) -> str:
+        """Return the case as text that `from_json` reads back."""
+        told = {part.name: getattr(self, part.name) for part in fields(self)}
+        told = {name: value for name, value in told.items() if value != _DEFAULTS.get(name)}
+        return json.dumps(told | ({"alive_s": None} if math.isinf(self.alive_s) else {}))
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        """Return the case that `to_json` has written; `ParameterError` for other texts."""
+        try:
+            values = json.loads(text)
+            values["alive_s"] = math.inf if values.get("alive_s") is None else float(values["alive_s"])
+            return cls(**values)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ParameterError(f"no case: {text!r} ({error}); copy it from a failure") from error
+
     def quiet_s(self) -> float:
         """Return when the last fault is over; faults that last for ever are over when they begin."""
         ends = [0.0]
@@ -94,6 +116,16 @@ class Case:
             at_s, for_s = fault.at_s, getattr(fault, "for_s", 0.0)  # type: ignore[attr-defined]
             ends.append(at_s if math.isinf(for_s) else at_s + for_s)
         return max(ends)
+
+
+_DEFAULTS: dict[str, Any] = {
+    "faults": "",
+    "ties": "fifo",
+    "straggler": None,
+    "parameters": {},
+    "world": {},
+    "survive": False,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +176,9 @@ class Space:
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of fault that are drawn."""
-        found = [part.partition(":")[0] for part in self._parts if ":" not in part or part.endswith(f"@{RANDOM}")]
+        found = [
+            part.partition(":")[0] for part in self._parts if ":" not in part or part.endswith(f"@{RANDOM}")
+        ]
         unknown = [kind for kind in found if kind not in KINDS]
         if unknown:
             hint = nearest(unknown[0], KINDS) or f"kinds: {', '.join(KINDS)}"
@@ -182,7 +216,9 @@ class Space:
         if alive_s is None:
             alive_s = self._alive_s(step_s) if draw.random() < 0.5 else math.inf
         quiet = math.isfinite(alive_s)
-        faults = "; ".join([*self.fixed, *self._drawn(ranks, whole_s * (QUIET if quiet else 1.0), seed, draw)])
+        faults = "; ".join(
+            [*self.fixed, *self._drawn(ranks, whole_s * (QUIET if quiet else 1.0), seed, draw)]
+        )
         return Case(
             seed=seed, ranks=ranks, faults=faults, ties=ties, straggler=straggler, parameters=self.parameters,
             world=self.world, alive_s=alive_s, survive=self.survive,
@@ -190,11 +226,15 @@ class Space:
 
     def _alive_s(self, step_s: float) -> float:
         # A call that meets its deadline because of a fault ends that much after it, and so may `recover`.
-        return float(f"{10 * step_s + 2 * min(float(self.world.get('deadline_s', DEADLINE_S)), DEADLINE_S):.3g}")
+        return float(
+            f"{10 * step_s + 2 * min(float(self.world.get('deadline_s', DEADLINE_S)), DEADLINE_S):.3g}"
+        )
 
     def _drawn(self, ranks: int, horizon_s: float, seed: int, draw: np.random.Generator) -> list[str]:
         """Return the faults of one case, as texts."""
-        kinds = [kind for kind in self.kinds if ranks > 1 or not issubclass(KINDS[kind], (LinkFault, Partition))]
+        kinds = [
+            kind for kind in self.kinds if ranks > 1 or not issubclass(KINDS[kind], (LinkFault, Partition))
+        ]
         found = []
         if "delay" in kinds and draw.random() < 0.4:  # the network as a whole
             jitter_s = JITTERS_S[int(draw.integers(len(JITTERS_S)))]

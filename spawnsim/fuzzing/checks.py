@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from spawnsim.errors import CheckFailed
@@ -49,7 +50,7 @@ class WatchedPlan(FaultPlan):
                 if fault.covers(source, dest, sent_s):
                     chance = self.chance(number, source, dest, *sequence)
                     if fault.verdict(sent_s, chance) != DELIVERED:
-                        self.fired[fault.kind, diagnosis.calling(sys._getframe(1))] += 1
+                        self.fired[fault.kind, _call()] += 1
         return verdict
 
     def place(self, call: str) -> None:
@@ -63,17 +64,25 @@ class WatchedPlan(FaultPlan):
         end_s = super().stretch(rank, start_s, duration_s)
         if end_s > start_s + duration_s:
             for fault in self.faults:
-                if isinstance(fault, (Pause, SlowDown)) and fault.rank == rank:
-                    if fault.at_s < end_s and start_s < fault.at_s + fault.for_s:
-                        self.fired[fault.kind, "compute"] += 1
+                ours = isinstance(fault, (Pause, SlowDown)) and fault.rank == rank
+                if ours and fault.at_s < end_s and start_s < fault.at_s + fault.for_s:  # type: ignore[attr-defined]
+                    self.fired[fault.kind, "compute"] += 1
         return end_s
 
     def awake_s(self, rank: int, time_s: float) -> float:
         """Return when a rank is awake, as the plan does."""
         awake_s = super().awake_s(rank, time_s)
         if awake_s > time_s:
-            self.fired[Pause.kind, diagnosis.calling(sys._getframe(1))] += 1
+            self.fired[Pause.kind, _call()] += 1
         return awake_s
+
+
+def _call() -> str:
+    """Return the call that the running rank makes; "" while an event happens, on whichever rank's stack that is."""
+    task = current_task()
+    if task is None or task.kernel.env.happening:
+        return ""
+    return diagnosis.calling(sys._getframe(2))
 
 
 class Watch(Recorder):
@@ -87,12 +96,15 @@ class Watch(Recorder):
         self.progress_s: defaultdict[int, list[float]] = defaultdict(list)  # by rank: when it got on
         self.struck: Counter[tuple[str, str]] = Counter()  # crashes and restarts, with where
         self.lost = False  # whether a message was lost for good
+        self.spoiled = any(
+            fault.kind == DAMAGE for fault in self.plan.faults
+        )  # whether numbers may be anything
+        self.table_of_ranks = ""  # where they stood when the run failed
         self._policies = False  # whether any was called: then their averages are the progress, and else rows
         self._inside: dict[Task, float] = {}
         self._clocks: dict[Task, float] = {}
         self._models: dict[int, tuple[Any, set[int]]] = {}  # of each rank: what it holds, and where
         self._largest: dict[str, float] = {}
-        self._spoiled = any(fault.kind == DAMAGE for fault in self.plan.faults)
         self._sums: defaultdict[Any, dict[int, tuple[Any, Any]]] = defaultdict(dict)
         self._limit_s = _limit_s(case)
 
@@ -134,6 +146,12 @@ class Watch(Recorder):
         """Take note of the world that is about to run."""
         self.world = world
 
+    def failed(self, _error: BaseException) -> None:
+        """Take note of where all ranks stand when the run fails."""
+        if self.world is not None:
+            alive = [task for task in self.world.kernel.tasks if task.alive]
+            self.table_of_ranks = diagnosis.standing(alive) if alive else ""
+
     def _wrap(self, put: Put) -> None:
         base = sys.modules.get("spawnsim.policies.base")  # a program without policies need not load torch
         waiting: list[Any] = [base.SpawnPolicy] if base is not None else []
@@ -156,18 +174,22 @@ class Watch(Recorder):
 
     def _called(self, task: Task, policy: Any, call: functools.partial[Any]) -> Any:
         """Make a policy's call, and hold it to what must be true of it."""
-        given = dict(zip(("iteration", "model", "optimizer", "local_metric", "group"), call.args[1:], strict=False))
+        given = dict(
+            zip(("iteration", "model", "optimizer", "local_metric", "group"), call.args[1:], strict=False)
+        )
         given |= call.keywords
         if not hasattr(given.get("model"), "named_parameters"):
             return call()
         self._policies = True
         before = _numbers(given["model"])
-        self._spoiled = self._spoiled or not _finite(before)
+        self.spoiled = self.spoiled or not _finite(before)
         self._enlarge(before)
         key = self._enter(task, policy, given, before)
         self._inside[task] = began_s = task.clock
         self._hold(
-            began_s >= self._clocks.get(task, 0.0), "monotone clocks", f"the clock went back to {began_s:.6g} s"
+            began_s >= self._clocks.get(task, 0.0),
+            "monotone clocks",
+            f"the clock went back to {began_s:.6g} s",
         )
         try:
             model, optimizer, info = call()
@@ -192,9 +214,11 @@ class Watch(Recorder):
         name, after = type(policy).__name__, _numbers(model)
         shapes = {key: tuple(each.shape) for key, each in before.items()}
         now = {key: tuple(each.shape) for key, each in after.items()}
-        self._hold(shapes == now, "same shapes", f"{name} returned a model of other tensors: {now}, not {shapes}")
+        self._hold(
+            shapes == now, "same shapes", f"{name} returned a model of other tensors: {now}, not {shapes}"
+        )
         self._no_aliasing(task.rank, name, model)
-        if self._spoiled:
+        if self.spoiled:
             return
         self._hold(_finite(after), "finite parameters", f"{name} returned parameters that are not finite")
         if "range" in policy.promises:
@@ -218,13 +242,15 @@ class Watch(Recorder):
         own = {each.data_ptr() for each in held}
         for other, (_, theirs) in self._models.items():
             shared = other != rank and not own.isdisjoint(theirs)
-            self._hold(not shared, "no aliasing", f"{name}: the models of ranks {rank} and {other} share memory")
+            self._hold(
+                not shared, "no aliasing", f"{name}: the models of ranks {rank} and {other} share memory"
+            )
         self._models[rank] = held, own  # held, so that no other rank is given the same memory meanwhile
 
     def _enter(self, task: Task, policy: Any, given: dict[str, Any], before: dict[str, Any]) -> Any:
         """Note what a rank brings to an average whose mean must be kept; return what names the average."""
-        group = given.get("group")
-        if "mean" not in policy.promises or self._spoiled or not hasattr(group, "_context"):
+        group: Any = given.get("group")
+        if "mean" not in policy.promises or self.spoiled or not hasattr(group, "_context"):
             return None
         key = type(policy).__name__, group._context.number, given.get("iteration"), group.Get_size()
         self._sums[key][task.rank] = before, None
@@ -233,7 +259,7 @@ class Watch(Recorder):
     def _leave(self, task: Task, policy: Any, key: Any, after: dict[str, Any]) -> None:
         met = self._sums[key]
         met[task.rank] = met[task.rank][0], after
-        if self._spoiled or len(met) != key[3] or any(each is None for _, each in met.values()):
+        if self.spoiled or len(met) != key[3] or any(each is None for _, each in met.values()):
             return
         del self._sums[key]
         for name, tensor in after.items():
@@ -252,7 +278,9 @@ class Watch(Recorder):
             kernel = self.world.kernel
             task = kernel.current
             place = diagnosis.place(sys._getframe(1))
-            kernel.stop(CheckFailed(what, f"{what}: {otherwise} ({task.name} at {task.clock:.6g} s, {place})"))
+            kernel.stop(
+                CheckFailed(what, f"{what}: {otherwise} ({task.name} at {task.clock:.6g} s, {place})")
+            )
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -298,7 +326,7 @@ class Watch(Recorder):
         for rank in self.world.ranks:
             end_s = rank.ended_s if math.isfinite(rank.ended_s) else 0.0
             times_s = [0.0, *sorted(self.progress_s[rank.id])]
-            gap_s = max((after - before for before, after in zip(times_s, times_s[1:], strict=False)), default=end_s)
+            gap_s = max((after - before for before, after in pairwise(times_s)), default=end_s)
             longest = max(longest, gap_s)
         return longest
 

@@ -57,8 +57,8 @@ class SpawnPolicy:
     Call it once per iteration, after `optimizer.step()`, and rebind what it returns: a replaced rank may get a new
     model and a new optimizer. `with policy:` shuts it down at the end.
 
-    `promises` says what `spawnsim fuzz` holds each call to: "mean", that an averaging keeps the mean of the group's models;
-    "range", that no number of a model becomes larger than that number ever was on any rank, as in every convex mixture.
+    `promises` says what `spawnsim fuzz` holds each call to: "mean", that an averaging keeps the mean of the group's
+    models; "range", that no number of a tensor becomes larger than the largest that it ever had on any rank.
 
     A policy of your own implements `act`; docs/policies.md shows one. `acts_in_every_call` says whether `act` is called
     in each call, for a policy that serves others between its own turns, or only where the cadence is due. What every

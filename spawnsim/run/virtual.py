@@ -78,8 +78,8 @@ def run(
         overwrite: whether a run that `out` holds may be lost.
         whole: run the file whole on every rank, as an unmodified program, whatever it defines.
         eager: carry out each `TrainingStep` at once and alone, not with those of other ranks.
-        ties: in which order ranks act at one and the same time: "fifo" (by their numbers), "reverse", "random:SEED". What
-            is right under one of them alone is a race.
+        ties: in which order ranks act at one and the same time: "fifo" (by their numbers), "reverse", "random:SEED".
+            What is right under one of them alone is a race.
         trace: keep all calls and messages in `out`, for `spawnsim trace`; results and digest are the same.
 
     Returns:

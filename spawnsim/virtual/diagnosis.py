@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from traceback import walk_stack
-from types import FrameType
+from types import CodeType, FrameType
 
 from spawnsim.errors import Deadlock, Livelock, SpawnsimError
 from spawnsim.units import text_table
@@ -59,10 +59,10 @@ def livelock(tasks: Sequence[Task], polls: int, since_s: float) -> Livelock:
     )
 
 
-def standing(tasks: Sequence[Task], first: Collection[int] = ()) -> str:
-    """Return a table of where tasks stand, those of the ranks `first` on top."""
+def standing(tasks: Sequence[Task], first: Collection[int] = (), below: FrameType | None = None) -> str:
+    """Return a table of where tasks stand, those of the ranks `first` on top; of the one that runs, from `below` on."""
     shown = sorted(tasks, key=lambda task: (task.rank not in first, task.rank))[:SHOWN]
-    rows = [(task.name, f"{task.clock:.6g} s", _call(task), where(task)) for task in shown]
+    rows = [(task.name, f"{task.clock:.6g} s", _call(task, below), where(task, below)) for task in shown]
     more = f"\n  … and {len(tasks) - SHOWN} more" if len(tasks) > SHOWN else ""
     return text_table(("rank", "since", "call", "at"), rows, left=4, indent="  ") + more
 
@@ -102,9 +102,9 @@ def cycle(tasks: Sequence[Task]) -> list[int]:
     return []
 
 
-def where(task: Task) -> str:
+def where(task: Task, below: FrameType | None = None) -> str:
     """Return the line of the program at which a task stands."""
-    return place(_frames(task)[0]) or "?"
+    return place(_frames(task, below)[0]) or "?"
 
 
 def is_installed(file: str) -> bool:
@@ -134,16 +134,15 @@ def line(stack: Sequence[tuple[str, int]]) -> str:
     return f"{named[0]} (in {named[1]})" if len({*named}) == 2 else "".join(named[:1])
 
 
-def _call(task: Task) -> str:
+def _call(task: Task, below: FrameType | None) -> str:
     """Return the call in which a task waits, or the name of the one that it makes now."""
-    return task.wait.describe() if task.wait is not None else _frames(task)[1]
+    return task.wait.describe() if task.wait is not None else _frames(task, below)[1]
 
 
-def _frames(task: Task) -> tuple[FrameType | None, str]:
+def _frames(task: Task, below: FrameType | None = None) -> tuple[FrameType | None, str]:
     """Return a task's innermost frame that is not spawnsim's own, and the name of the function that it calls."""
-    return outside(
-        task.carrier.gr_frame or sys._getframe()
-    )  # it has no frame while it runs: then it asks itself
+    # A task has no frame while it runs: then it asks itself.
+    return outside(task.carrier.gr_frame or below or sys._getframe())
 
 
 def outside(frame: FrameType | None) -> tuple[FrameType | None, str]:
@@ -151,10 +150,16 @@ def outside(frame: FrameType | None) -> tuple[FrameType | None, str]:
     call = ""
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
         call = (
-            frame.f_code.co_name if frame.f_code.co_name != "watching" else call
+            _name(frame.f_code) if frame.f_code.co_name != "watching" else call
         )  # `timeline` wraps calls in it
         frame = frame.f_back
     return frame, call
+
+
+def _name(code: CodeType) -> str:
+    """Return the name of a function; of one that an operator calls, the class: "compute" for `with comm.compute()`."""
+    owner, _, name = code.co_qualname.rpartition(".")
+    return owner.rpartition(".")[2].lower() if name.startswith("__") and owner else name
 
 
 def calling(frame: FrameType | None) -> str:
@@ -162,7 +167,7 @@ def calling(frame: FrameType | None) -> str:
     name = ""
     while frame is not None:
         if frame.f_code.co_filename.startswith(SIMULATOR):
-            name = frame.f_code.co_name
+            name = _name(frame.f_code)
         elif name:
             break  # the outermost one: who called it is no part of the simulator
         frame = frame.f_back

@@ -5,7 +5,7 @@ import numpy as np
 
 def main(comm, iterations=20, fixed=False):
     value, due_s = np.full(3, float(comm.Get_rank())), 0.05
-    for iteration in range(iterations):
+    for _ in range(iterations):
         with comm.compute(0.01):
             pass
         late = comm.clock.now() >= due_s

@@ -1,4 +1,4 @@
-"""A rank that is ahead of its left neighbour waits until that one is a step ahead of it: all of them, and it is a cycle."""
+"""Who is ahead of its left neighbour waits until that one is a step ahead: all do, and it is a cycle."""
 
 
 def main(comm, iterations=20, fixed=False):

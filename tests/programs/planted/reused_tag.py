@@ -1,4 +1,4 @@
-"""Rank 0 collects what all have sent, twice in each round, under one tag: a quick rank's second stands for a slow one's first."""
+"""Rank 0 collects twice in a round under one tag: a quick rank's second stands for a slow one's first."""
 
 import numpy as np
 
@@ -14,5 +14,7 @@ def main(comm, iterations=20, fixed=False):
                 comm.send((rank, phase), 0, tag=tag)
             else:
                 got = [comm.recv(tag=tag) for _ in range(size - 1)]
-                comm.check(all(each[1] == phase for each in got), f"a message of phase {1 - phase} in phase {phase}")
+                comm.check(
+                    all(each[1] == phase for each in got), f"a message of phase {1 - phase} in phase {phase}"
+                )
         comm.Allreduce(np.ones(1), np.empty(1))

@@ -26,6 +26,9 @@ def main(comm, iterations=20, fixed=False):
     counter = np.zeros(1, np.int64)
     window.Get(counter, 0)
     window.Flush(0)
-    comm.check(counter[0] == iterations * comm.Get_size(), f"{counter[0]} of {iterations * comm.Get_size()} were counted")
+    comm.check(
+        counter[0] == iterations * comm.Get_size(),
+        f"{counter[0]} of {iterations * comm.Get_size()} were counted",
+    )
     window.Unlock_all()
     window.Free()

@@ -19,4 +19,7 @@ def main(comm, iterations=20, fixed=False):
             comm.Send(kept, worst, tag=iteration)
         if rank == worst and best != worst:
             comm.Recv(weights, best, tag=iteration)
-            comm.check(np.isclose(weights.sum(), metrics[best]), "the donor's weights are not those it was chosen for")
+            comm.check(
+                np.isclose(weights.sum(), metrics[best]),
+                "the donor's weights are not those it was chosen for",
+            )

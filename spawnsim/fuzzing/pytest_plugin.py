@@ -1,0 +1,158 @@
+"""pytest: a test that runs on virtual ranks, under many seeds, faults and orders of events.
+
+    @spawnsim.virtual(ranks=64, seeds=20, faults="crash; delay")
+    def test_everybody_has_the_mean(comm):
+        ...
+
+The body is what each rank runs, as `main(comm)`. Of a file (`@spawnsim.virtual("train.py", ...)`) the test gets each
+run that has ended well, to look at what was recorded. Nothing heavy is imported before such a test is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SEED, CASE = "--spawnsim-seed", "--spawnsim-case"
+SEEDS = 20
+
+
+def pytest_addoption(parser: Any) -> None:
+    """Add the options that replay a failure."""
+    group = parser.getgroup("spawnsim")
+    group.addoption(
+        SEED, type=int, metavar="K", help="carry out the case of this seed alone, in tests on virtual ranks"
+    )
+    group.addoption(CASE, metavar="JSON", help="carry out this case alone, as a failure shows it")
+
+
+def virtual(
+    program: str | Path | None = None,
+    *,
+    ranks: int | Sequence[int],
+    seeds: int = SEEDS,
+    faults: str = "none",
+    ties: Sequence[str] = ("fifo", "reverse", "random"),
+    stragglers: Sequence[str | None] = (None, "lognormal:0.3"),
+    parameters: Mapping[str, Any] | None = None,
+    survive: bool = False,
+    alive_s: float = math.inf,
+    shrink: bool = True,
+    **world: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Run a test on virtual ranks, once for each of several seeds.
+
+    Args:
+        program: a file to run, relative to the test's own; the test is then given each run that has ended well.
+            None: the test is what each rank runs; it is given the communicator first, then its fixtures.
+        ranks: how many, or several numbers to draw from.
+        seeds: how many cases.
+        faults: kinds to draw from, and faults that happen in each case: see `spawnsim.fuzzing.Space`.
+        ties: orders of simultaneous events to draw from.
+        stragglers: of which one is drawn.
+        parameters: keyword arguments of the program; `iterations` is made smaller where a case fails.
+        survive: ending in `RankFailed`, `Revoked` or `Timeout` is a failure too, whatever the faults.
+        alive_s: virtual seconds after the last fault within which each rank must get on.
+        shrink: whether a failing case is made smaller.
+        world: further circumstances: platform, compute, deadline_s, argv.
+
+    Returns:
+        What makes a test of a function.
+
+    Raises:
+        ParameterError: an argument has no meaning.
+    """
+    from spawnsim.fuzzing.cases import Space
+
+    space = Space(
+        ranks=[ranks] if isinstance(ranks, int) else list(ranks), faults=faults, ties=tuple(ties),
+        stragglers=tuple(stragglers), parameters=dict(parameters or {}), world=world, survive=survive, alive_s=alive_s,
+    )  # fmt: skip
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
+        names = list(inspect.signature(test).parameters.values())
+
+        @functools.wraps(test)
+        def wrapper(*args: Any, request: Any, **fixtures: Any) -> None:
+            given = set(parameters or ())
+            target = _target(
+                program, test, args, {name: v for name, v in fixtures.items() if name not in given}
+            )
+            _hold(target, space, seeds, request, shrink=shrink)
+
+        first = 1 if names and names[0].name == "self" else 0
+        kept = [each for at, each in enumerate(names) if at != first and each.name not in (parameters or ())]
+        request = inspect.Parameter("request", inspect.Parameter.KEYWORD_ONLY)
+        if not any(each.name == "request" for each in kept):
+            kept = [*(each.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in kept), request]
+        wrapper.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate
+
+
+def _target(
+    program: str | Path | None, test: Callable[..., Any], args: Sequence[Any], fixtures: Mapping[str, Any]
+) -> Any:
+    """Return what is run: the test's body on each rank, or a file whose runs the test looks at."""
+    from spawnsim.fuzzing.campaign import Target
+
+    if program is not None:
+        path = Path(inspect.getfile(test)).parent / program
+        return Target(path, check=lambda run: test(*args, run, **fixtures))
+
+    def main(comm: Any, **parameters: Any) -> None:
+        test(*args, comm, **fixtures, **parameters)
+
+    main.__name__ = test.__name__
+    return Target(main)
+
+
+def _hold(target: Any, space: Any, seeds: int, request: Any, *, shrink: bool) -> None:
+    """Carry out the cases of a test, and fail it with what breaks first."""
+    import pytest
+
+    from spawnsim.fuzzing.campaign import attempt, campaign
+    from spawnsim.fuzzing.cases import Case
+    from spawnsim.run.process_setup import one_thread
+
+    one, exact = request.config.getoption(SEED, None), request.config.getoption(CASE, None)
+    node = shlex.quote(request.node.nodeid)
+    if exact is not None:
+        with one_thread():
+            failure = attempt(target, Case.from_json(exact))[0]
+        if failure is not None:
+            pytest.fail(_told(failure), pytrace=False)
+        return
+    chosen = range(seeds) if one is None else range(one, one + 1)
+    found = campaign(target, space, chosen, jobs=0, shrink=shrink, most=1)
+    if not found.failures:
+        return
+    key, failure = next(iter(found.failures.items()))
+    small = found.small.get(key, failure)
+    case = shlex.quote(small.case.to_json())
+    pytest.fail(
+        f"{_told(small)}\n\n"
+        f"replay:       pytest {node} {CASE} {case}\n"
+        f"as found:     pytest {node} {SEED} {failure.case.seed}",
+        pytrace=False,
+    )
+
+
+def _told(failure: Any) -> str:
+    """Return what broke, in which case, and where the ranks stood."""
+    case = failure.case
+    facts = [
+        f"{case.ranks} ranks", f"seed {case.seed}", f"ties {case.ties}", f"faults {case.faults or 'none'}",
+        *([f"straggler {case.straggler}"] if case.straggler else []),
+        *(f"{name}={value!r}" for name, value in case.parameters.items()),
+    ]  # fmt: skip
+    message = (
+        failure.message if failure.message.startswith(failure.what) else f"{failure.what}: {failure.message}"
+    )
+    return "\n".join(filter(None, [message, ", ".join(facts), failure.table]))

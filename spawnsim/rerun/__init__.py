@@ -1,0 +1,9 @@
+"""A recorded run on virtual ranks, run again from its folder: to compare it, or to stop in the middle and look around.
+
+`again` makes a folder's run anew, `divergence` compares two of them event by event, `debugger` stops one.
+"""
+
+from spawnsim.rerun.again import Again
+from spawnsim.rerun.divergence import Verdict, verify
+
+__all__ = ["Again", "Verdict", "verify"]

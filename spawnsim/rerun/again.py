@@ -1,0 +1,147 @@
+"""A run folder's run on virtual ranks, made anew: its own program, parameters, circumstances and seed.
+
+The program is the copy that the folder keeps, so what was edited since changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from spawnsim.errors import ParameterError, SpawnsimError
+from spawnsim.record import Recorder
+from spawnsim.record.manifest import INPUTS
+from spawnsim.run import Run
+from spawnsim.run.program import program
+from spawnsim.run.result import FINISHED, totals_of
+from spawnsim.run.virtual import carry_out
+from spawnsim.run.writer import outcome_of
+from spawnsim.scenario import Scenario
+from spawnsim.virtual.engine.world import World
+from spawnsim.virtual.faults import KINDS, FaultPlan
+
+TEXTS = ("platform", "stragglers", "compute")  # circumstances that are texts, or objects of Python's
+
+
+@dataclass(frozen=True)
+class Again:
+    """What is needed to run a folder's run again.
+
+    Attributes:
+        folder: the run folder.
+        recorded: the run as it was.
+        file: the program.
+        scenario: its circumstances.
+    """
+
+    folder: Path
+    recorded: Run
+    file: Path
+    scenario: Scenario
+
+    @classmethod
+    def of(cls, folder: Path, file: Path | None = None) -> Again:
+        """Return what a folder says of its run.
+
+        Args:
+            folder: the run folder.
+            file: the program, in place of the copy that the folder keeps.
+
+        Returns:
+            What is needed to run it again.
+
+        Raises:
+            ParameterError: the folder holds no run on virtual ranks, or no program.
+        """
+        recorded = Run.load(folder)
+        what = recorded.what
+        if recorded.is_real:
+            raise ParameterError(f"{folder}: a run on real ranks does not repeat; virtual ones do")
+        if not what.get("file"):
+            raise ParameterError(f"{folder}: its program was a function, not a file: call spawnsim.run again")
+        kept = file or folder / INPUTS / "program" / str(what["file"])
+        if not kept.is_file():
+            raise ParameterError(f"{folder} keeps no copy of {what['file']}: name the program with --file")
+        return cls(folder, recorded, kept, _scenario(folder, what))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the program was run whole, without a `main(comm)`."""
+        return self.recorded.what.get("main") is None
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The keyword arguments of `main`."""
+        return {} if self.is_whole else dict(self.recorded.what["parameters"])
+
+    def run(
+        self,
+        recorder: Recorder,
+        *,
+        prepare: Callable[[World], None] | None = None,
+        faults: FaultPlan | None = None,
+    ) -> Run:
+        """Run it again; a run that ends in an error is returned like others, with its outcome.
+
+        Args:
+            recorder: gets rows and events.
+            prepare: is given the world before its ranks begin.
+            faults: a plan in place of the recorded one.
+
+        Returns:
+            The run, in memory.
+        """
+        given = self.recorded.what.get("parameters", {})
+        options = {name: value for name, value in given.items() if name != "argv"} if self.is_whole else {}
+        argv = given.get("argv", ()) if self.is_whole else ()
+        scenario = self.scenario
+        if faults is not None:
+            scenario = Scenario(**(vars(scenario) | {"faults": faults}))
+        outcome, counted = FINISHED, None
+        try:
+            task = self.file if self.is_whole else program(self.file, self.parameters)
+            counted = carry_out(task, scenario, recorder, argv=argv, options=options, prepare=prepare)
+        except SpawnsimError as error:
+            outcome, counted = outcome_of(error), getattr(error, "totals", None)
+        table, events = recorder.table(), recorder.events()
+        facts = {"ranks": scenario.ranks} | (asdict(counted) if counted is not None else {})
+        totals = totals_of(table, events, facts)
+        leaks = {"leaks": list(facts.get("leaks", ()))}
+        return Run(dict(self.recorded.what) | leaks, table, events, totals, outcome)
+
+
+def _scenario(folder: Path, what: Mapping[str, Any]) -> Scenario:
+    values = {name: what.get(name) for name in TEXTS}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            raise ParameterError(
+                f"{folder}: {name} was an object of Python's, which a folder cannot give back: call spawnsim.run again"
+            )
+        kept = folder / INPUTS / name / Path(str(value)).name
+        values[name] = str(kept) if isinstance(value, str) and kept.is_file() else value
+    deadline_s = what.get("deadline_s")
+    return Scenario(
+        int(what["ranks"]), faults=_plan(folder, what.get("faults")), seed=int(what["seed"]),
+        deadline_s=math.inf if deadline_s is None else float(deadline_s), eager=bool(what.get("eager", False)),
+        ties=str(what.get("ties", "fifo")), **values,
+    )  # fmt: skip
+
+
+def _plan(folder: Path, value: Any) -> Any:
+    """Return the fault plan of run.json: its text, the file that the folder keeps, or an object with its faults."""
+    if isinstance(value, Mapping):
+        kinds = {kind.__name__: kind for kind in KINDS.values()}
+        faults = []
+        for each in value.get("faults", ()):
+            fields: dict[str, Any] = {name: v for name, v in each.items() if name != "type"}
+            if fields.get("for_s", 0.0) is None:  # JSON has no infinity
+                fields["for_s"] = math.inf
+            if "members" in fields:
+                fields["members"] = tuple(fields["members"])
+            faults.append(kinds[each["type"]](**fields))
+        return FaultPlan(tuple(faults), int(value.get("seed", 0)))
+    kept = folder / INPUTS / "faults" / Path(str(value)).name
+    return str(kept) if isinstance(value, str) and kept.is_file() else value
