@@ -107,7 +107,7 @@ def report(found: Found, file: str) -> str:
     unproved = [kind for kind in sorted(found.drawn) if not kinds[kind]]
     if unproved:
         parts.append(f"never struck, so nothing is known about it: {', '.join(unproved)}")
-    pairs = [f"{kind} × {call} {times:,}" for (kind, call), times in found.fired.most_common(PAIRS)]
+    pairs = [f"{kind} × {call or 'an event'} {times:,}" for (kind, call), times in found.fired.most_common(PAIRS)]
     if pairs:
         parts.append(f"fault × call: {', '.join(pairs)}" + " …" * (len(found.fired) > PAIRS))
     rate = f", {found.runs / found.seconds * 60:,.0f} a minute" if found.seconds > 1 else ""
@@ -181,7 +181,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="spawnsim fuzz",
         description="Run a file under many seeds, fault plans, delays and orders of simultaneous events; say "
-        "what breaks, in the smallest case, with the command that replays it. An unmodified program's arguments come after --.",
+        "what breaks, in the smallest case, with the command that replays it. An unmodified program's arguments come "
+        "after --.",
     )
     add = parser.add_argument
     add("file", type=Path, help="Python file that defines main(comm), or an unmodified program")

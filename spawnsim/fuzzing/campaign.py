@@ -6,6 +6,7 @@ A process imports once, and loads the program anew for each case, since programs
 from __future__ import annotations
 
 import linecache
+import os
 import re
 import signal
 import sys
@@ -15,8 +16,9 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +104,25 @@ class Target:
         """Return the program as it is before any run, and the function `check(run)` that its file may define."""
         if not isinstance(self.program, Path):
             return program(self.program, parameters), self.check
-        if self.whole or is_unmodified(self.program):
+        if self.whole or _unmodified(self.program):
             return self.program, self.check
-        own = {str(path.resolve()) for path in manifest.own_files(self.program).values()}
-        for name, module in list(sys.modules.items()):
-            if getattr(module, "__file__", None) in own:
-                del sys.modules[name]
+        own = _own_modules(self.program)
+        if len(own) > 1:  # it imports others of its folder
+            for name, module in list(sys.modules.items()):
+                if getattr(module, "__file__", None) in own:
+                    del sys.modules[name]
         task = program(self.program, parameters)
         return task, self.check or getattr(sys.modules[MODULE], "check", None)
+
+
+# Read once in a process: to parse a file for each case would take a quarter of the time of a small one.
+_unmodified = cache(is_unmodified)
+
+
+@cache
+def _own_modules(path: Path) -> frozenset[str]:
+    """Return the files of a program and of all modules of its folder that it imports."""
+    return frozenset(str(each.resolve()) for each in manifest.own_files(path).values())
 
 
 @dataclass
@@ -228,6 +241,13 @@ def _failure(error: BaseException, case: Case, table: str) -> Failure:
 
 
 @contextmanager
+def _silent() -> Iterator[None]:
+    """Drop what programs print while the block runs: of many cases it would only hide what broke."""
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+@contextmanager
 def _overdue(limit_s: float) -> Iterator[None]:
     """Raise `Overdue` in the block after so many seconds, and again, where a signal can be taken."""
     if threading.current_thread() is not threading.main_thread():
@@ -283,7 +303,7 @@ def portion(target: Target, space: Space, seeds: Sequence[int]) -> Found:
     key = target.name, repr(space)
     lasts_s = _rehearsed.setdefault(key, Rehearsals(target, space))
     linecache.checkcache()
-    with one_thread():
+    with one_thread(), _silent() if len(seeds) > 1 else nullcontext():
         for seed in seeds:
             case = space.case(seed, lasts_s)
             failure, watch, ended = attempt(target, case)
@@ -303,7 +323,7 @@ def reduce(target: Target, failure: Failure) -> Failure:
         found = attempt(target, case)[0]
         return found if found is not None and found.what == failure.what else None
 
-    with one_thread():
+    with one_thread(), _silent():
         return shrunk(failure, fails, SHRINKING)
 
 
