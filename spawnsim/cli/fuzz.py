@@ -107,7 +107,9 @@ def report(found: Found, file: str) -> str:
     unproved = [kind for kind in sorted(found.drawn) if not kinds[kind]]
     if unproved:
         parts.append(f"never struck, so nothing is known about it: {', '.join(unproved)}")
-    pairs = [f"{kind} × {call or 'an event'} {times:,}" for (kind, call), times in found.fired.most_common(PAIRS)]
+    pairs = [
+        f"{kind} × {call or 'an event'} {times:,}" for (kind, call), times in found.fired.most_common(PAIRS)
+    ]
     if pairs:
         parts.append(f"fault × call: {', '.join(pairs)}" + " …" * (len(found.fired) > PAIRS))
     rate = f", {found.runs / found.seconds * 60:,.0f} a minute" if found.seconds > 1 else ""

@@ -243,7 +243,11 @@ def _failure(error: BaseException, case: Case, table: str) -> Failure:
 @contextmanager
 def _silent() -> Iterator[None]:
     """Drop what programs print while the block runs: of many cases it would only hide what broke."""
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
         yield
 
 

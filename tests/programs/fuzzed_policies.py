@@ -22,7 +22,9 @@ def main(comm, policy="average_all", iterations=12):
             worst = iteration // 2 % group.Get_size() == group.Get_rank()
             metric = -1.0 - rank if worst else rank + 3.0
             model, optimizer, info = chosen(iteration, model, optimizer, metric, group)
-            comm.record(iteration=iteration, weight=float(model.logZ), averaged=info["averaged_this_iteration"])
+            comm.record(
+                iteration=iteration, weight=float(model.logZ), averaged=info["averaged_this_iteration"]
+            )
             iteration, again = iteration + 1, 0
         except (RankFailed, Revoked, Timeout):
             again += 1

@@ -1,0 +1,103 @@
+"""The pytest plugin, as another project meets it: a test on virtual ranks, its failure, and its replay."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PLUGIN = "spawnsim.fuzzing.pytest_plugin"
+
+TESTS = """
+import numpy as np
+import pytest
+import spawnsim
+
+
+@spawnsim.virtual(ranks=[2, 12], seeds=6, faults="crash:*@*; delay")
+def test_right(comm, tmp_path):
+    assert tmp_path.is_dir()
+    total = np.empty(1)
+    with comm.compute(0.01):
+        pass
+    comm.Allreduce(np.ones(1), total)
+    assert total[0] == comm.size
+
+
+class TestGroup:
+    @pytest.mark.parametrize("tag", [0, 1])
+    @spawnsim.virtual(ranks=range(3, 9), seeds=20, parameters={"iterations": 20})
+    def test_order(self, comm, tag, iterations):
+        for iteration in range(iterations):
+            with comm.compute(0.01):
+                pass
+            if comm.rank:
+                comm.send(comm.rank, 0, tag=2 * iteration + tag)
+            else:
+                got = [comm.recv(tag=2 * iteration + tag) for _ in range(comm.size - 1)]
+                assert got == sorted(got) or tag == 0
+
+
+@spawnsim.virtual("train.py", ranks=3, seeds=4)
+def test_of_a_file(run):
+    assert run.table["loss"].max() < 9
+
+
+@spawnsim.virtual("script.py", ranks=3, seeds=2, faults="crash:1@0s", survive=True)
+def test_of_an_unmodified_program(run):
+    pass
+"""
+TRAIN = "def main(comm):\n    comm.record(loss=comm.rank + 8.0)\n"
+SCRIPT = "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\nprint('done')\n"
+
+
+def pytest_in(folder: Path, *arguments: str) -> str:
+    """Run pytest as another project would; return what it prints."""
+    line = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", "-q", *arguments]
+    done = subprocess.run(
+        line, cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+def test_failures_show_what_broke_and_how_to_replay_it(tmp_path):
+    """What is right passes; of what fails: message, case, replay lines; these fail in the same way."""
+    (tmp_path / "test_them.py").write_text(TESTS)
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    text = pytest_in(tmp_path)
+    assert "3 failed, 2 passed" in text
+    assert re.search(
+        r"AssertionError: rank 0 raised AssertionError: assert \[.* at [\d.]+ s \(test_them\.py:\d+\)", text
+    )
+    assert "3 ranks, seed" in text
+    assert "assert np.float64(10.0) < 9" in text
+    assert "rank 1 failed" in text or "rank 1 has failed" in text
+    replays = [
+        shlex.split(line.partition(":")[2])
+        for line in text.splitlines()
+        if line.startswith(("replay:", "as found:"))
+    ]
+    assert all(each[0] == "pytest" for each in replays)
+    assert [each[2] for each in replays[:2]] == ["--spawnsim-case", "--spawnsim-seed"]
+    small, found = (pytest_in(tmp_path, *each[1:]) for each in replays[:2])
+    assert "1 failed" in small
+    assert "1 failed" in found
+    first = next(line for line in text.splitlines() if line.startswith("AssertionError: rank 0"))
+    assert first in small
+
+
+def test_the_plugin_is_shipped_and_light():
+    """Installed, pytest finds it by itself; in projects that do not use it, it imports nothing heavy."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
+    assert declared == {PLUGIN: PLUGIN}
+    heavy = "('torch', 'mpi4py.MPI', 'matplotlib', 'simpy', 'greenlet', 'numpy')"
+    code = f"import sys, {PLUGIN}; print([n for n in {heavy} if n in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"

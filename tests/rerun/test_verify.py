@@ -1,0 +1,79 @@
+"""`spawnsim verify`: a run that repeats, and six that do not, each for a reason that is found."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import spawnsim
+from spawnsim.cli.replay import verify
+from spawnsim.errors import ParameterError
+from spawnsim.rerun import Again
+from spawnsim.virtual.faults import Crash, FaultPlan, Partition, Pause
+
+PROGRAMS = Path(__file__).parent.parent / "programs"
+LEAKS = {  # the reason that is named, and the rank that differs first; None: any
+    "wall_clock": ("the wall clock was read", None),
+    "entropy": ("the system's entropy was read by rank 1", 1),
+    "set_order": ("the order of a set", 1),
+    "threads": ("a thread was started by rank 1", 1),
+    "generators": (r"made without a seed when the file was loaded.*generators\.py:5", None),
+    "addresses": (r"addresses \(id\(\)", 1),
+}
+
+
+def line_of(program: Path, text: str) -> int:
+    """Return the number of the line that holds a text."""
+    return next(at for at, line in enumerate(program.read_text().splitlines(), 1) if text in line)
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_a_leak_is_located_and_explained(name, tmp_path, capsys):
+    """The first event that differs: its rank, its time, its call, its line; and the likely reason."""
+    program, (reason, rank) = PROGRAMS / "leaking" / f"{name}.py", LEAKS[name]
+    spawnsim.run(program, ranks=3, out=tmp_path / "run")
+    assert verify([str(tmp_path / "run"), "--json"]) == 1
+    verdict = json.loads(capsys.readouterr().out)
+    assert re.search(reason, verdict["hint"])
+    assert rank in (None, verdict["rank"])
+    assert 0.03 <= verdict["time_s"] < 0.031  # the third iteration
+    assert verdict["call"] in ("allreduce", "allgather", "bcast")
+    assert verdict["line"] == f"{name}.py:{line_of(program, 'comm.' + verdict['call'])}"
+
+
+def test_a_run_that_repeats(tmp_path, capsys):
+    """With faults, stragglers, a platform, parameters and an order of ties, all from the folder."""
+    spawnsim.run(
+        PROGRAMS / "planted" / "off_by_one_age.py", ranks=12, out=tmp_path / "run", faults="slow:11@0.02s+0.1s,3",
+        stragglers="lognormal:0.3", platform="ethernet-10g", ties="random:5", seed=3, parameters={"fixed": True},
+    )  # fmt: skip
+    assert verify([str(tmp_path / "run")]) == 0
+    assert "the same digest three times" in capsys.readouterr().out
+
+
+def test_the_program_of_the_folder_is_run_not_what_became_of_it(tmp_path):
+    """An edit since changes nothing, unless the file is named."""
+    program = tmp_path / "train.py"
+    program.write_text("def main(comm):\n    comm.record(loss=1.5)\n")
+    spawnsim.run(program, ranks=2, out=tmp_path / "run")
+    program.write_text("def main(comm):\n    comm.record(loss=2.5)\n")
+    assert verify([str(tmp_path / "run")]) == 0
+    assert verify([str(tmp_path / "run"), "--file", str(program)]) == 1
+
+
+def test_a_plan_that_was_an_object_comes_back(tmp_path):
+    """With faults that last for ever, and members."""
+    plan = FaultPlan((Crash(2, 0.5), Pause(1, 0.1, 0.2), Partition((0, 3), 9.0, float("inf"))), seed=4)
+    program = PROGRAMS / "planted" / "world_size.py"
+    spawnsim.run(program, ranks=4, out=tmp_path / "run", faults=plan, parameters={"fixed": True})
+    assert Again.of(tmp_path / "run").scenario.faults == plan
+
+
+def test_what_cannot_be_run_again_is_refused(tmp_path):
+    """A function has no file; a folder without a run is none."""
+    spawnsim.run(lambda comm: None, ranks=2, out=tmp_path / "run")
+    with pytest.raises(ParameterError, match="its program was a function"):
+        verify([str(tmp_path / "run")])
+    with pytest.raises(ParameterError):
+        verify([str(tmp_path)])
