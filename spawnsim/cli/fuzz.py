@@ -203,6 +203,14 @@ def _parser() -> Parser:
         metavar="LIST",
         help="numbers of ranks to draw from: 8, 2-8, 4,8,64 (default: 2-8)",
     )
+    _add_dimensions(parser)
+    _add_campaign(parser)
+    return parser
+
+
+def _add_dimensions(parser: Parser) -> None:
+    """Add what cases are drawn from, beside ranks and seeds."""
+    add = parser.add_argument
     add(
         "--faults", metavar="F",
         help="kinds of fault to draw, and faults of every case, separated by ';': 'crash; pause', 'crash:3@2s', 'none' "
@@ -240,6 +248,11 @@ def _parser() -> Parser:
         help="the program promises to go on when ranks die and calls meet deadlines: ending in them is a failure, too",
     )  # fmt: skip
     add("--whole", action="store_true", help="run the file whole on every rank, as an unmodified program")
+
+
+def _add_campaign(parser: Parser) -> None:
+    """Add how cases are carried out, and what is said of them."""
+    add = parser.add_argument
     add(
         "--jobs",
         type=int,
@@ -252,4 +265,3 @@ def _parser() -> Parser:
     add("--json", action="store_true", help="print one JSON object")
     add("--progress", action="store_true", help="a progress bar also where there is no terminal")
     add("--quiet", action="store_true", help="no progress bar")
-    return parser

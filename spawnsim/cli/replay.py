@@ -54,6 +54,8 @@ def replay(argv: Sequence[str]) -> int:
     recorder = Replay(stop, changes, sys.stdin if prompts else None, sys.stdout, main)
     with stoppable():
         found = again.run(recorder, prepare=recorder.prepare, faults=faults)
+    if recorder.error is not None:
+        raise recorder.error
     if recorder.left:
         return 0
     if prompts and not recorder.stops:

@@ -183,6 +183,7 @@ def parser() -> Parser:
         "and calls comm.recover(); virtual ranks always do",
     )
     add("--out", metavar="DIR", help="run folder to write: run.json, metrics.npz, events.jsonl")
+    add("--overwrite", action="store_true", help="the run that the folder holds may be lost")
     add(
         "--trace", action="store_true",
         help="keep all calls and messages of virtual ranks in the run folder, for `spawnsim trace DIR`",
@@ -196,11 +197,16 @@ def parser() -> Parser:
         "--ties", metavar="ORDER",
         help="the order of virtual ranks at one and the same time: fifo (by number; default), reverse, random:SEED",
     )  # fmt: skip
-    add("--overwrite", action="store_true", help="the run that the folder holds may be lost")
+    _add_saying(parser)
+    return parser
+
+
+def _add_saying(parser: Parser) -> None:
+    """Add what is said of a run on the terminal."""
+    add = parser.add_argument
     add("--json", action="store_true", help="print the totals as one JSON object, and nothing else")
     add("--quiet", action="store_true", help="no progress bar, no totals")
     add("--progress", action="store_true", help="a progress bar (of rank 0) also where there is no terminal")
-    return parser
 
 
 def _add_program_options(parser: Parser) -> None:

@@ -60,8 +60,10 @@ class Again:
         what = recorded.what
         if recorded.is_real:
             raise ParameterError(f"{folder}: a run on real ranks does not repeat; virtual ones do")
-        if not what.get("file"):
-            raise ParameterError(f"{folder}: its program was a function, not a file: call spawnsim.run again")
+        if not what.get("file") or what.get("main") not in (None, "main"):
+            raise ParameterError(
+                f"{folder}: its program was a function, not a file with main(comm): call spawnsim.run again"
+            )
         kept = file or folder / INPUTS / "program" / str(what["file"])
         if not kept.is_file():
             raise ParameterError(f"{folder} keeps no copy of {what['file']}: name the program with --file")

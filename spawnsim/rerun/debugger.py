@@ -11,7 +11,8 @@ import ctypes
 import math
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, TextIO
@@ -100,6 +101,7 @@ class Replay(Recorder):
     main: CodeType | None = None  # of the program, in whose frames parameters live
     stops: int = 0
     left: bool = False  # whether the user has ended it
+    error: SpawnsimError | None = None  # what is wrong with what the user has asked for
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -127,17 +129,31 @@ class Replay(Recorder):
         row = {"rank": rank, "time_s": time_s, **{name: _plain(value) for name, value in values.items()}}
         self.last.setdefault(rank, []).append(row)
         del self.last[rank][: -SHOWN * 10]
-        if self.stop.met(row):
+        met = False
+        with self._kept():
+            met = self.stop.met(row)
+        if met:
             self.stopped(f"rank {rank} at {time_s:.6g} s: {self.stop.condition}", rank)
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Keep an error of the user's, and end the run: raised in a rank it would be the program's."""
+        assert self.world is not None
+        try:
+            yield
+        except SpawnsimError as error:
+            self.error, self.stop, self.stdin = error, Stop(), None
+            self.world.kernel.fail(error, self.world.kernel.tasks[0])
 
     def stopped(self, why: str, rank: int = 0) -> None:
         """Apply what is to be changed, once, and prompt."""
         assert self.world is not None
         changes, self.changes = self.changes, ()
-        for change in changes:
-            for task in self.world.kernel.tasks:
-                if task.alive and not task.beside:
-                    self.change(task, change)
+        for task in self.world.kernel.tasks:
+            if task.alive and not task.beside:
+                for change in changes:
+                    with self._kept():
+                        self.change(task, change)
         self.stops += 1
         if self.stdin is not None and not self._busy:
             self._busy = True  # what is printed there may compute, and record
