@@ -182,8 +182,6 @@ def parser() -> Parser:
         help="of --backend mpi: the job goes on when ranks die, if its program catches RankFailed, Revoked and Timeout "
         "and calls comm.recover(); virtual ranks always do",
     )
-    add("--out", metavar="DIR", help="run folder to write: run.json, metrics.npz, events.jsonl")
-    add("--overwrite", action="store_true", help="the run that the folder holds may be lost")
     add(
         "--trace", action="store_true",
         help="keep all calls and messages of virtual ranks in the run folder, for `spawnsim trace DIR`",
@@ -197,13 +195,15 @@ def parser() -> Parser:
         "--ties", metavar="ORDER",
         help="the order of virtual ranks at one and the same time: fifo (by number; default), reverse, random:SEED",
     )  # fmt: skip
-    _add_saying(parser)
+    _add_results(parser)
     return parser
 
 
-def _add_saying(parser: Parser) -> None:
-    """Add what is said of a run on the terminal."""
+def _add_results(parser: Parser) -> None:
+    """Add where a run is kept, and what is said of it on the terminal."""
     add = parser.add_argument
+    add("--out", metavar="DIR", help="run folder to write: run.json, metrics.npz, events.jsonl")
+    add("--overwrite", action="store_true", help="the run that the folder holds may be lost")
     add("--json", action="store_true", help="print the totals as one JSON object, and nothing else")
     add("--quiet", action="store_true", help="no progress bar, no totals")
     add("--progress", action="store_true", help="a progress bar (of rank 0) also where there is no terminal")

@@ -76,7 +76,7 @@ def test_failures_show_what_broke_and_how_to_replay_it(tmp_path):
         text,
     )
     assert "3 ranks, seed" in text
-    assert "assert np.float64(10.0) < 9" in text
+    assert "assert np.float64(9.0) < 9" in text
     assert "rank 1 failed" in text or "rank 1 has failed" in text
     replays = [
         shlex.split(line.partition(":")[2])
