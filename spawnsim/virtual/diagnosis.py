@@ -34,6 +34,7 @@ SIMULATOR = str(Path(__file__).parent) + os.sep
 STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 INSTALLED = ("site-packages", "dist-packages")  # the interpreter's, a user's, and Debian's, wherever they lie
 SHOWN = 24  # rows of the table
+WRAPPER = "watching"  # the function in which `timeline` wraps calls
 
 
 def deadlock(tasks: Sequence[Task], ended: Sequence[int]) -> Deadlock:
@@ -149,9 +150,7 @@ def outside(frame: FrameType | None) -> tuple[FrameType | None, str]:
     """Return the innermost frame from this one on that is not spawnsim's own, and the function that it calls."""
     call = ""
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        call = (
-            _name(frame.f_code) if frame.f_code.co_name != "watching" else call
-        )  # `timeline` wraps calls in it
+        call = _name(frame.f_code) if frame.f_code.co_name != WRAPPER else call
         frame = frame.f_back
     return frame, call
 
@@ -167,7 +166,7 @@ def calling(frame: FrameType | None) -> str:
     name = ""
     while frame is not None:
         if frame.f_code.co_filename.startswith(SIMULATOR):
-            name = _name(frame.f_code)
+            name = _name(frame.f_code) if frame.f_code.co_name != WRAPPER else name
         elif name:
             break  # the outermost one: who called it is no part of the simulator
         frame = frame.f_back
