@@ -313,7 +313,8 @@ class Watch(Recorder):
             if not rank.dead and not rank.outside and not rank.evicted and rank.ended_s > until_s
             and not any(quiet_s <= time_s <= until_s for time_s in self.progress_s[rank.id])
         ]  # fmt: skip
-        if not behind or not math.isfinite(until_s):
+        living = sum(not rank.dead for rank in self.world.ranks)
+        if not behind or not math.isfinite(until_s) or not self.plan.faults or living == 1:
             return None
         return "progress after faults", (
             f"ranks {behind} made no progress from {quiet_s:.6g} s, when the last fault was over, to {until_s:.6g} s"
