@@ -121,9 +121,6 @@ class Watch(Recorder):
         super().event(rank, time_s, kind, fields)
         if kind in ("crash", "restart"):
             self.struck[kind, self._where(rank)] += 1
-        elif kind == "replacement":
-            for each in (rank, *fields.get("donors", ())):
-                self.progress_s[each].append(time_s)
         elif kind == "link":
             self.lost = self.lost or "lost" in str(fields.get("what", ""))
             self.plan.place(str(fields.get("call", "")))
@@ -202,7 +199,8 @@ class Watch(Recorder):
             f"{type(policy).__name__} took {took_s:.6g} virtual s; deadlines and faults explain {self._limit_s:.6g} s",
         )  # fmt: skip
         averaged = bool(info.get("averaged_this_iteration") or info.get("is_replaced"))
-        if averaged:
+        # A policy that replaces may find nobody to replace for long: with it a finished call is progress.
+        if averaged or "progress" not in policy.promises:
             self.progress_s[task.rank].append(task.clock)
         self._look(task, policy, model, before)
         if key is not None and averaged:

@@ -201,6 +201,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
 
     acts_in_every_call = True
     paper = "arXiv 2107.01499"
+    promises = ("progress",)
 
     # fmt: off
     def __init__(

@@ -58,7 +58,8 @@ class SpawnPolicy:
     model and a new optimizer. `with policy:` shuts it down at the end.
 
     `promises` says what `spawnsim fuzz` holds each call to: "mean", that an averaging keeps the mean of the group's
-    models; "range", that no number of a tensor becomes larger than the largest that it ever had on any rank.
+    models; "range", that no number of a tensor becomes larger than the largest that it ever had on any rank;
+    "progress", that every rank averages again and again.
 
     A policy of your own implements `act`; docs/policies.md shows one. `acts_in_every_call` says whether `act` is called
     in each call, for a policy that serves others between its own turns, or only where the cadence is due. What every

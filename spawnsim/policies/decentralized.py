@@ -89,7 +89,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
     """
 
     acts_in_every_call = True
-    promises = ("range",)
+    promises = ("range", "progress")
 
     # fmt: off
     def __init__(

@@ -23,9 +23,7 @@ def main(comm, policy="average_all", iterations=12, hurried=False):
             # Each is the worst in its turn; a rank that is behind meets another's turn: either may be worse.
             metric = -1.0 - iteration * (rank + 1) * 0.618 % 1 if worst else rank + 3.0
             model, optimizer, info = chosen(iteration, model, optimizer, metric, group)
-            comm.record(
-                iteration=iteration, weight=model.logZ, averaged=info["averaged_this_iteration"]
-            )
+            comm.record(iteration=iteration, weight=model.logZ, averaged=info["averaged_this_iteration"])
             iteration, again = iteration + 1, 0
         except (RankFailed, Revoked, Timeout):
             again += 1
