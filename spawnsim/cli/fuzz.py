@@ -140,7 +140,10 @@ def document(found: Found, file: Path) -> dict[str, Any]:
     """Return what a campaign has found, as JSON can hold it."""
 
     def told(failure: Failure) -> dict[str, Any]:
-        return asdict(failure) | {"replay": failure.case.command(str(file))}
+        return asdict(failure) | {
+            "case": json.loads(failure.case.to_json()),
+            "replay": failure.case.command(str(file)),
+        }
 
     return {
         "runs": found.runs, "seconds": found.seconds, "ended": found.ended, "drawn": dict(found.drawn),

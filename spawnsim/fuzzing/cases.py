@@ -30,6 +30,7 @@ DEADLINE_S = 2.0  # of a call: short, so that a wait for the dead does not outla
 DEFAULT_FAULTS = "crash; pause; slow; down; delay; partition"
 JITTERS_S = (1e-5, 1e-4, 1e-3, 1e-2)  # of every message in a case with delays
 QUIET = 0.4  # of the time that a program takes: where the faults of a case end that is to show progress afterwards
+UNSAID: tuple[Any, ...] = ("", "fifo", None, {}, False)  # values that a case has where nothing else is said
 RANDOM = "*"  # in the place of a fault's ranks, links and times: drawn anew in each case
 
 
@@ -94,18 +95,20 @@ class Case:
         return shlex.join(["spawnsim", "fuzz", file, *self.options()])
 
     def to_json(self) -> str:
-        """Return the case as text that `from_json` reads back."""
-        told = {part.name: getattr(self, part.name) for part in fields(self)}
-        told = {name: value for name, value in told.items() if value != _DEFAULTS.get(name)}
-        return json.dumps(told | ({"alive_s": None} if math.isinf(self.alive_s) else {}))
+        """Return the case as text that `from_json` reads back, without its world, which may hold objects."""
+        told = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "world"}
+        told["alive_s"] = None if math.isinf(self.alive_s) else self.alive_s  # JSON has no infinity
+        return json.dumps({n: v for n, v in told.items() if v not in UNSAID or type(v) in (int, float)})
 
     @classmethod
-    def from_json(cls, text: str) -> Case:
+    def from_json(cls, text: str, world: Mapping[str, Any] | None = None) -> Case:
         """Return the case that `to_json` has written; `ParameterError` for other texts."""
         try:
             values = json.loads(text)
-            values["alive_s"] = math.inf if values.get("alive_s") is None else float(values["alive_s"])
-            return cls(**values)
+            alive_s = values.pop("alive_s", None)
+            return cls(
+                alive_s=math.inf if alive_s is None else float(alive_s), world=dict(world or {}), **values
+            )
         except (ValueError, TypeError, AttributeError) as error:
             raise ParameterError(f"no case: {text!r} ({error}); copy it from a failure") from error
 
@@ -116,16 +119,6 @@ class Case:
             at_s, for_s = fault.at_s, getattr(fault, "for_s", 0.0)  # type: ignore[attr-defined]
             ends.append(at_s if math.isinf(for_s) else at_s + for_s)
         return max(ends)
-
-
-_DEFAULTS: dict[str, Any] = {
-    "faults": "",
-    "ties": "fifo",
-    "straggler": None,
-    "parameters": {},
-    "world": {},
-    "survive": False,
-}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,7 @@ def _hold(target: Any, space: Any, seeds: int, request: Any, *, shrink: bool) ->
     node = shlex.quote(request.node.nodeid)
     if exact is not None:
         with one_thread():
-            failure = attempt(target, Case.from_json(exact))[0]
+            failure = attempt(target, Case.from_json(exact, space.world))[0]
         if failure is not None:
             pytest.fail(_told(failure), pytrace=False)
         return
