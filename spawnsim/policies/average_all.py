@@ -53,7 +53,6 @@ class AverageAllPolicy(SpawnPolicy):
     """
 
     paper = "arXiv 1805.09767"
-    promises: ClassVar[tuple[str, ...]] = ("mean", "range")
     promises: ClassVar[tuple[str, ...]] = ("mean", "range", "progress")
 
     def __init__(
