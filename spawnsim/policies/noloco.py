@@ -92,8 +92,10 @@ class NoLoCoPolicy(GlobalWeightsPolicy):
         if partner != rank:
             requests = [comm.Irecv(as_memory(each.memory), partner, self.tag) for each in self._theirs]
             requests += [comm.Isend(as_memory(each.memory), partner, self.tag) for each in mine]
-            for request in requests:
-                request.Wait()
+            # An explicit deadline: a message that is lost for good ends in `Timeout`, and is no deadlock.
+            with comm.clock.deadline(comm.clock.limit_s()):
+                for request in requests:
+                    request.Wait()
         self._move(fragment, self._theirs if partner != rank else mine)
         assign(live, fragment.weights.tensors())
         self.stepped(iteration, info, 4 * fragment.nbytes * (partner != rank))

@@ -13,10 +13,11 @@ import spawnsim
 from spawnsim import SpawnPolicy
 from spawnsim.cli.fuzz import main as fuzz
 from spawnsim.cli.fuzz import numbers
-from spawnsim.errors import CheckFailed, ParameterError, SpawnsimError
+from spawnsim.errors import CheckFailed, ParameterError, SpawnsimError, Timeout
 from spawnsim.fuzzing import campaign as campaigns
 from spawnsim.fuzzing.campaign import Target, attempt, campaign, portion, reduce
 from spawnsim.fuzzing.cases import Case, Space
+from spawnsim.policies import NoLoCoPolicy
 from spawnsim.virtual.faults import KINDS
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
@@ -71,6 +72,30 @@ def test_built_in_policies_survive(policy):
     )  # fmt: skip
     found = portion(Target(PROGRAMS / "fuzzed_policies.py"), space, range(8))
     assert found.failures == {}
+
+
+def test_a_pair_that_loses_a_message_recovers():
+    """What a campaign has found: a policy's wait for a message that was lost was a deadlock, and no `Timeout`."""
+
+    def main(comm):
+        model = torch.nn.Linear(4, 3)
+        optimizer, policy = torch.optim.SGD(model.parameters(), lr=0.1), NoLoCoPolicy(2)
+        group, iteration = comm, 0
+        while iteration < 3:
+            try:
+                with group.compute(0.01):
+                    pass
+                policy(iteration, model, optimizer, group=group)
+                iteration += 1
+            except Timeout:
+                found = group.recover(iteration)
+                group, iteration = found.comm, found.step
+
+    failure, watch, _ = attempt(
+        Target(main), Case(seed=0, ranks=2, faults="drop:*>0@0.013s+0.02s", survive=True)
+    )
+    assert failure is None
+    assert watch.fired()["drop", "Isend"]
 
 
 def exchange(comm, iterations=10):
