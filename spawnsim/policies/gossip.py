@@ -1,0 +1,241 @@
+"""`GossipPolicy`: each rank averages with its neighbours on a graph, fixed or changing from round to round.
+
+Who and how much is a graph of `rules/graphs.py`, how it travels is `exchange/neighbours.py`. A call comes after the
+optimizer's step, so ranks adapt first and combine then: x_i ← Σ_j W_ij (x_j − γ g_j).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from spawnsim.comm import IN_PLACE, MAX, Comm
+from spawnsim.errors import ParameterError
+from spawnsim.policies.base import Info, SpawnPolicy
+from spawnsim.policies.exchange.group_mean import GroupMean, check_same
+from spawnsim.policies.exchange.neighbours import NeighbourRounds
+from spawnsim.policies.rules.cadence import Cadence
+from spawnsim.policies.rules.graphs import Graph, Mixing, mixing, ring
+from spawnsim.policies.state.arithmetic import as_tensor, blend, sum_dtype, without_data
+from spawnsim.policies.state.codecs import Bytes
+from spawnsim.policies.state.layout import (
+    Collector,
+    Entry,
+    Layout,
+    ModelAndOptimizer,
+    StateScope,
+    Tensors,
+    assign,
+)
+from spawnsim.policies.state.snapshot import allocator_for, device_of, laid_out, lay_out
+
+WEIGHT = "weight"  # what a rank's push-sum weight is called in a message
+
+
+class GossipPolicy(SpawnPolicy):
+    """Averaging with neighbours on a graph: D-PSGD, SGP and overlap SGP (push-sum), Gossip-PGA, by constants.
+
+    A rank waits for its neighbours of the round alone, and no rank is special. Parameters and buffers of any dtype;
+    equal models stay equal to the bit (without push-sum).
+
+    | | arguments | source |
+    |---|---|---|
+    | D-PSGD | `graph=ring` | Lian et al. 2017 |
+    | SGP | `graph=one_peer_exponential, push_sum=True` | Assran et al. 2019 |
+    | overlap SGP | the same, `delay=1` | Assran et al. 2019 |
+    | Gossip-PGA | `global_every=H` | Chen et al. 2021 |
+    | finite-time consensus | `graph=BaseGraph(k)` | Takezawa et al. 2023 |
+
+    Args:
+        average_every: iterations from one round to the next.
+        graph: of `spawnsim.policies.graphs`, or any function of (ranks, round, seed) that returns a `Mixing`.
+        push_sum: carry a weight w with the numbers, x_i ← Σ_j p_ij x_j, w_i ← Σ_j p_ij w_j, and train on x/w: right
+            also where columns alone sum to 1, and with `delay`.
+        delay: rounds after which what was sent is taken in, so that messages travel while ranks compute; needs
+            push_sum.
+        global_every: each so many rounds the mean of all ranks is taken instead; None: never. Not with push_sum.
+        travels: which parts of the state are averaged; optimizers keep theirs.
+        cadence: when, in place of `average_every`.
+        timing: a dictionary to fill with durations in seconds, by step.
+        tag: of the messages; two policies at once need two.
+
+    Raises:
+        ParameterError: an argument is out of range; in a round, on every rank: the graph's weights do not sum to 1.
+        MismatchError: in the first round, on every rank, if the models of the group differ in name, dtype or shape.
+        Timeout: if a neighbour does not come within `comm.clock.deadline`; this rank's model is then unchanged.
+    """
+
+    def __init__(
+        self,
+        average_every: int = 1,
+        *,
+        graph: Graph = ring,
+        push_sum: bool = False,
+        delay: int = 0,
+        global_every: int | None = None,
+        travels: StateScope | None = None,
+        cadence: Cadence | None = None,
+        timing: dict[str, list[float]] | None = None,
+        tag: int = 7401,
+    ) -> None:
+        super().__init__(average_every, cadence=cadence, timing=timing)
+        self.graph, self.push_sum, self.delay, self.tag = graph, bool(push_sum), int(delay), tag
+        self.global_every, self.travels = global_every, travels or StateScope()
+        if self.travels.optimizer_state != "keep":
+            raise ParameterError("optimizer_state: this policy leaves optimizers alone; give 'keep'")
+        if delay < 0 or (delay and not push_sum):
+            raise ParameterError(
+                f"delay={delay!r}, push_sum={push_sum!r}: a delay of rounds > 0 needs push_sum"
+            )
+        if global_every is not None and (global_every < 1 or push_sum):
+            raise ParameterError(
+                f"global_every={global_every!r}: give rounds of at least 1, without push_sum"
+            )
+        self.num_averagings = 0
+        self._collect = Collector(self.travels)
+        self._met: Comm | None = None  # the communicator for which the following hold
+        self._rounds: NeighbourRounds
+        self._mean: GroupMean | None = None
+        self._sum = PushSum()
+
+    def act(
+        self,
+        iteration: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        metric: float | None,
+        comm: Comm,
+        info: Info,
+    ) -> ModelAndOptimizer:
+        began_s, live = comm.clock.now(), self._collect(model, None)
+        if self._met is not comm:
+            self._meet(comm, live)
+        if (
+            self._mean is not None
+            and self.global_every
+            and (self.num_averagings + 1) % self.global_every == 0
+        ):
+            if comm.Get_size() > 1:
+                self._mean(comm, live)
+            donors, nbytes = comm.Get_size() - 1, self._mean.nbytes
+        else:
+            donors, nbytes = self._gossip(comm, live)
+        self.num_averagings += 1
+        wait_s = comm.clock.now() - began_s
+        self.note("average", wait_s)
+        info.update(averaged_this_iteration=donors > 0, donors=donors, bytes=nbytes, wait_s=wait_s)
+        return model, optimizer
+
+    def _meet(self, comm: Comm, live: Tensors) -> None:
+        """Begin on a group; collective. What was under way on another one is lost, and push-sum begins anew."""
+        self._layout = self._sum.layout(live) if self.push_sum else Layout.of(live)
+        if self.global_every is not None:
+            self._mean = GroupMean(comm, live)
+        else:
+            check_same(comm, Layout.of(live), guard=False)
+        # Graphs that change with the round: all must be in the same one, those too that have just joined.
+        rounds = np.asarray([self.num_averagings])
+        comm.Allreduce(IN_PLACE, rounds, MAX)
+        self.num_averagings = int(rounds[0])
+        allocate = allocator_for(device_of(live))
+        self._rounds = NeighbourRounds(comm, self.tag, nbytes=self._layout.nbytes, allocate=allocate)
+        self._sum.begin()
+        self._met = comm
+
+    def _gossip(self, comm: Comm, live: Tensors) -> tuple[int, int]:
+        """Take part in a round; return the number of donors, and bytes sent and received."""
+        rank, device = comm.Get_rank(), device_of(live)
+        weights = self._weights(comm, self.num_averagings)
+        to, sources = (
+            [other for other, _ in each] for each in (weights.outgoing(rank), weights.incoming(rank))
+        )
+        # A call that timed out has sent already: its round is finished first, with the weights as they are now.
+        sent = self._sum.taken(live) if self.push_sum else live
+        if self._rounds.under_way <= self.delay:
+            self._rounds.begin(
+                lambda memory: lay_out(self._layout, as_tensor(memory), sent, device), to, sources
+            )
+        found: list[tuple[int, Bytes]] = []
+        if self._rounds.under_way > self.delay:
+            found = self._rounds.finish()
+            weights = self._weights(comm, self.num_averagings - self.delay)
+        given = {rank: laid_out(self._layout, as_tensor(memory), device) for rank, memory in found}
+        shares = dict(weights.incoming(rank))
+        if self.push_sum:
+            own = self._weights(comm, self.num_averagings).own(rank)
+            self._sum.mix(live, own, [(shares[other], tensors) for other, tensors in given.items()])
+        else:
+            # Written last, so that a round which was not completed leaves the model as it was. `blend` starts from the
+            # first tensor and adds weighted differences: equal models stay equal to the bit.
+            row = [weights.own(rank), *(shares[other] for other in given)]
+            mixed = {
+                name: blend([own, *(each[name] for each in given.values())], row)
+                for name, own in live.items()
+            }
+            assign(live, mixed)
+        return len(given), (len(to) + len(sources)) * self._layout.nbytes
+
+    def _weights(self, comm: Comm, round_: int) -> Mixing:
+        return mixing(self.graph, comm.Get_size(), round_, comm.rng.key[0], rows=not self.push_sum)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Rounds so far, and this rank's push-sum weight (1 without)."""
+        return {"num_averagings": self.num_averagings, "push_sum_weight": self._sum.weight}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_averagings": self.num_averagings}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.num_averagings = int(state["num_averagings"])
+
+
+class PushSum:
+    """One rank's numerators x and weight w: the model holds z = x/w, on which gradients are taken.
+
+    The optimizer changes z by a step, which counts for x as it is: x ← x + (z − z_written) (Assran et al. 2019).
+    """
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self._numerators: Tensors = {}
+        self._written: Tensors = {}
+
+    def layout(self, live: Tensors) -> Layout:
+        """Return what travels: the numerators in the type in which they are summed, and the weight."""
+        entries = [Entry(name, sum_dtype(t.dtype), tuple(t.shape)) for name, t in live.items()]
+        return Layout([*entries, Entry(WEIGHT, torch.float64, ())])
+
+    def begin(self) -> None:
+        """Begin with a weight of 1."""
+        self.weight, self._numerators, self._written = 1.0, {}, {}
+
+    def taken(self, live: Tensors) -> Tensors:
+        """Return what is sent, the numerators with the steps that were taken since, and the weight."""
+        for name, tensor in live.items():
+            wide = tensor.to(sum_dtype(tensor.dtype), copy=True)
+            if name in self._written:  # steps since the last round
+                self._numerators[name] += wide - self._written[name]
+            else:
+                self._numerators[name] = wide
+            self._written[name] = tensor.to(wide.dtype, copy=True)
+        return {**self._numerators, WEIGHT: torch.tensor(self.weight, dtype=torch.float64)}
+
+    def mix(self, live: Tensors, own: float, given: list[tuple[float, Tensors]]) -> None:
+        """Take the share that is kept and the shares that have arrived, and write z = x/w to the live tensors."""
+        if all(without_data(tensor) for tensor in live.values()):
+            return
+        self.weight = own * self.weight + sum(share * float(each[WEIGHT]) for share, each in given)
+        values: Tensors = {}
+        for name, numerator in self._numerators.items():
+            numerator *= own
+            for share, each in given:
+                numerator += share * each[name]
+            value = numerator / self.weight
+            target = live[name]
+            values[name] = value if target.is_floating_point() else value.round()
+        assign(live, values)
+        self._written = {name: live[name].to(value.dtype, copy=True) for name, value in values.items()}

@@ -1,0 +1,396 @@
+"""Who averages with whom in a round, and how much: mixing matrices of graphs, fixed or changing from round to round.
+
+A graph is a function of (ranks, round, seed) that returns a `Mixing`: x_i ← Σ_j W_ij x_j. All ranks compute the same
+one, each from these three numbers alone, so nothing about it is ever sent. W is doubly stochastic (rows and columns sum
+to 1): rows make a weighted mean of it, columns keep the mean of all ranks. `mixing` holds a graph to that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spawnsim.errors import ParameterError
+from spawnsim.random import WORLD, generator
+
+Ranks = NDArray[np.int64]
+Weights = NDArray[np.float64]
+Weighted = tuple[tuple[int, float], ...]  # ranks and their weights, by rank
+TOLERANCE = 1e-12
+
+
+@dataclass(frozen=True, eq=False)
+class Mixing:
+    """A sparse matrix W of one round: `weights[e]` is W at row `receivers[e]` and column `senders[e]`.
+
+    Args:
+        size: number of ranks n.
+        receivers: rows, int64 (edges,); each pair at most once, a rank's own weight among them.
+        senders: columns, int64 (edges,).
+        weights: float64 (edges,).
+    """
+
+    size: int
+    receivers: Ranks
+    senders: Ranks
+    weights: Weights
+
+    def __call__(self, values: Weights) -> Weights:
+        """Return W·values.
+
+        Args:
+            values: one number of each rank, float64 (n,).
+
+        Returns:
+            float64 (n,).
+        """
+        return _sums(self.receivers, self.weights * values[self.senders], self.size)
+
+    def matrix(self) -> Weights:
+        """Return W in full, float64 (n, n)."""
+        full = np.zeros((self.size, self.size))
+        full[self.receivers, self.senders] = self.weights
+        return full
+
+    def incoming(self, rank: int) -> Weighted:
+        """Return the ranks that a rank receives from and their weights, its own left out."""
+        return self._rows[rank]
+
+    def outgoing(self, rank: int) -> Weighted:
+        """Return the ranks that receive from a rank and the weights that they give it, its own left out."""
+        return self._columns[rank]
+
+    def own(self, rank: int) -> float:
+        """Return the weight of a rank's own value."""
+        return float(self._diagonal[rank])
+
+    @cached_property
+    def _diagonal(self) -> Weights:
+        own = self.receivers == self.senders
+        return _sums(self.receivers[own], self.weights[own], self.size)
+
+    @cached_property
+    def _rows(self) -> list[Weighted]:
+        return _by_rank(self.size, self.receivers, self.senders, self.weights)
+
+    @cached_property
+    def _columns(self) -> list[Weighted]:
+        return _by_rank(self.size, self.senders, self.receivers, self.weights)
+
+
+def _sums(places: Ranks, values: Weights, size: int) -> Weights:
+    return np.bincount(places, values, size).astype(np.float64, copy=False)
+
+
+def _by_rank(size: int, key: Ranks, others: Ranks, weights: Weights) -> list[Weighted]:
+    found: list[list[tuple[int, float]]] = [[] for _ in range(size)]
+    order = np.lexsort((others, key))
+    for rank, other, weight in zip(*(each[order].tolist() for each in (key, others, weights)), strict=True):
+        if rank != other:
+            found[rank].append((other, weight))
+    return [tuple(each) for each in found]
+
+
+class Graph(Protocol):
+    """Says who averages with whom; a function will do."""
+
+    def __call__(self, size: int, round_: int, seed: int, /) -> Mixing:
+        """Return the weights of one round.
+
+        Args:
+            size: number of ranks, at least 1.
+            round_: from 0.
+            seed: of the run, for graphs that are drawn.
+
+        Returns:
+            The same on every rank.
+        """
+
+
+def mixing(graph: Graph, size: int, round_: int, seed: int = 0, *, rows: bool = True) -> Mixing:
+    """Return a graph's weights of one round, held to what the rules of averaging rely on.
+
+    Args:
+        graph: the graph.
+        size: number of ranks.
+        round_: from 0.
+        seed: of the run.
+        rows: whether rows sum to 1, too. Push-sum does without: columns that sum to 1 keep the mean.
+
+    Returns:
+        The weights: not negative, all columns (and rows) summing to 1 within 1e-12.
+
+    Raises:
+        ParameterError: the graph names a rank that is not there, or W is not doubly (column) stochastic.
+    """
+    known: Any = graph  # functions and frozen dataclasses: they can be kept
+    return _checked(known, size, round_, seed, rows)
+
+
+# Virtual ranks of one process ask for the same round, one after the other.
+@lru_cache(maxsize=64)
+def _checked(graph: Any, size: int, round_: int, seed: int, rows: bool) -> Mixing:
+    found: Mixing = graph(size, round_, seed)
+    named = getattr(graph, "__name__", repr(graph))
+    ends = np.concatenate([found.receivers, found.senders])
+    if found.size != size or not ((ends >= 0) & (ends < size)).all():
+        raise ParameterError(f"graph {named} of {size} ranks has an edge to a rank that is not there")
+    for what, key in (("column", found.senders), ("row", found.receivers))[: 1 + rows]:
+        sums = np.bincount(key, found.weights, size)
+        off = int(np.abs(sums - 1).argmax())
+        if abs(sums[off] - 1) > TOLERANCE or (found.weights < 0).any():
+            wanted = "doubly" if rows else "column"
+            raise ParameterError(
+                f"graph {named} of {size} ranks is not {wanted} stochastic in round {round_}: {what} {off} sums to "
+                f"{sums[off]:.6g}; give weights >= 0 whose columns{' and rows' * rows} sum to 1"
+            )
+    return found
+
+
+def metropolis(neighbours: Sequence[Iterable[int]]) -> Mixing:
+    """Return weights for any undirected graph: 1/(1 + the larger degree) for each edge, the rest for oneself.
+
+    Args:
+        neighbours: of each rank; each edge is named by both of its ends.
+
+    Returns:
+        The weights: symmetric, so doubly stochastic (Xiao, Boyd 2004).
+
+    Raises:
+        ParameterError: an edge is named by one of its ends alone, or leads from a rank to itself.
+
+    >>> metropolis([[1], [0, 2], [1]]).matrix().round(3).tolist()
+    [[0.667, 0.333, 0.0], [0.333, 0.333, 0.333], [0.0, 0.333, 0.667]]
+    """
+    near = [set(each) for each in neighbours]
+    edges = [(rank, other) for rank, others in enumerate(near) for other in sorted(others)]
+    for rank, other in edges:
+        if not (0 <= other < len(near)) or other == rank or rank not in near[other]:
+            raise ParameterError(
+                f"rank {rank} has neighbour {other}: give edges between two ranks, both ways"
+            )
+    weights = [1 / (1 + max(len(near[rank]), len(near[other]))) for rank, other in edges]
+    return _with_own(len(near), edges, weights)
+
+
+def _with_own(size: int, edges: Sequence[tuple[int, int]], weights: Sequence[float]) -> Mixing:
+    """Return a mixing of (receiver, sender) edges, with what is left to 1 as each rank's own weight."""
+    rows, columns = np.asarray(edges, np.int64).reshape(-1, 2).T
+    given, everyone = np.asarray(weights, np.float64), np.arange(size)
+    own = 1 - np.bincount(rows, given, size)
+    return Mixing(
+        size,
+        np.concatenate([rows, everyone]),
+        np.concatenate([columns, everyone]),
+        np.concatenate([given, own]),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- graphs
+def ring(size: int, round_: int = 0, seed: int = 0) -> Mixing:
+    """Each rank with the one before it and the one after it: 1/3 each, 1/2 of two ranks.
+
+    >>> ring(4).matrix()[0].round(3).tolist()
+    [0.333, 0.333, 0.0, 0.333]
+    """
+    return metropolis([{(rank - 1) % size, (rank + 1) % size} - {rank} for rank in range(size)])
+
+
+def torus(size: int, round_: int = 0, seed: int = 0) -> Mixing:
+    """Each rank with four neighbours on a grid that is closed on itself, as square as the number of ranks allows."""
+    rows = next(each for each in range(math.isqrt(size), 0, -1) if size % each == 0)
+    columns = size // rows
+    near = []
+    for rank in range(size):
+        row, column = divmod(rank, columns)
+        vertical = {(row + step) % rows * columns + column for step in (-1, 1)}
+        horizontal = {row * columns + (column + step) % columns for step in (-1, 1)}
+        near.append((vertical | horizontal) - {rank})
+    return metropolis(near)
+
+
+def complete(size: int, round_: int = 0, seed: int = 0) -> Mixing:
+    """Everybody with everybody: the mean, in one round."""
+    return _circulant(size, list(range(1, size)))
+
+
+def exponential(size: int, round_: int = 0, seed: int = 0) -> Mixing:
+    """Each rank receives from those 1, 2, 4, … before it, all with the same weight (Ying et al. 2021)."""
+    return _circulant(size, [2**power for power in range((size - 1).bit_length())])
+
+
+def one_peer_exponential(size: int, round_: int = 0, seed: int = 0) -> Mixing:
+    """Half of one's own, half of the rank 1, 2, 4, … before it in turn: the mean after log2 n rounds of n = 2^k ranks.
+
+    Source: Assran et al. 2019 (SGP), Ying et al. 2021.
+    """
+    return _circulant(size, [2 ** (round_ % (size - 1).bit_length())] if size > 1 else [])
+
+
+def _circulant(size: int, steps: Sequence[int]) -> Mixing:
+    share = 1 / (1 + len(steps))
+    edges = [(rank, (rank - step) % size) for step in steps for rank in range(size)]
+    return _with_own(size, edges, [share] * len(edges))
+
+
+def random_pairs(size: int, round_: int, seed: int) -> Mixing:
+    """Pairs drawn anew in each round, half and half; of an odd number of ranks one stays alone."""
+    order = generator(seed, WORLD, f"random pairs {round_}").permutation(size)
+    pairs = order[: size // 2 * 2].reshape(-1, 2)
+    edges = np.concatenate([pairs, pairs[:, ::-1]])
+    return _with_own(size, edges.tolist(), [0.5] * len(edges))
+
+
+@dataclass(frozen=True, slots=True)
+class BaseGraph(Graph):
+    """The Base-(k+1) graph: at most k neighbours a round, and after finitely many the exact mean, for any n ranks.
+
+    The rounds repeat. With k = 1 each rank exchanges with one other a round, as in `one_peer_exponential`, whose mean
+    is exact for powers of two alone. Source: Takezawa et al. 2023, algorithms 1 to 3 (arXiv 2305.11420).
+
+    Args:
+        degree: k, at least 1.
+
+    Raises:
+        ParameterError: `degree` is out of range.
+
+    >>> [len(BaseGraph(1).rounds(ranks)) for ranks in (2, 5, 6, 8)]
+    [1, 5, 4, 3]
+    """
+
+    degree: int = 1
+
+    def __post_init__(self) -> None:
+        if self.degree < 1:
+            raise ParameterError(f"degree={self.degree!r}: give a whole number of at least 1")
+
+    def __call__(self, size: int, round_: int, seed: int = 0) -> Mixing:
+        rounds = self.rounds(size)
+        return rounds[round_ % len(rounds)]
+
+    def rounds(self, size: int) -> list[Mixing]:
+        """Return the rounds after which all have the mean.
+
+        Args:
+            size: number of ranks.
+
+        Returns:
+            At least one round.
+        """
+        return _base_rounds(size, self.degree + 1)
+
+
+Exchanges = list[tuple[Ranks, Ranks, Weights]]  # (rows, columns, weights) of one round, without what stays
+
+
+@lru_cache(maxsize=16)
+def _base_rounds(size: int, base: int) -> list[Mixing]:
+    """Return the shorter of two: the simple graph over all ranks, and one over equal parts that are then joined."""
+    everyone = np.arange(size)
+    simple = _simple_rounds(everyone, base)
+    parts = smooth = _smooth_part(size, base)
+    if 1 < smooth < size:
+        rows = everyone.reshape(parts, size // parts)
+        within = [_together(each) for each in zip(*(_simple_rounds(row, base) for row in rows), strict=True)]
+        across = [_together(each) for each in zip(*(_cube_rounds(row, base) for row in rows.T), strict=True)]
+        if len(within) + len(across) <= len(simple):
+            simple = within + across
+    return [_stochastic(size, each) for each in simple or [[]]]
+
+
+def _together(parts: Iterable[Exchanges]) -> Exchanges:
+    return [each for part in parts for each in part]
+
+
+def _stochastic(size: int, exchanges: Exchanges) -> Mixing:
+    """Return the mixing of the exchanges of one round."""
+    if not exchanges:
+        return _with_own(size, [], [])
+    rows, columns, weights = (np.concatenate(each) for each in zip(*exchanges, strict=True))
+    return _with_own(size, np.stack([rows, columns], 1), weights)  # type: ignore[arg-type]
+
+
+def _factors(number: int, base: int) -> list[int]:
+    """Return factors of at most `base`, largest first where they are found; empty if there are none for all of it."""
+    found = []
+    for factor in range(base, 1, -1):
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+    return found[::-1] if number == 1 else []
+
+
+def _smooth_part(number: int, base: int) -> int:
+    """Return the largest divisor all of whose prime factors are at most `base`."""
+    rest = number
+    for factor in range(2, base + 1):
+        while rest % factor == 0:
+            rest //= factor
+    return number // rest
+
+
+def _cube_rounds(ranks: Ranks, base: int) -> list[Exchanges]:
+    """Return the rounds of a hyper-hypercube: ranks as digits to mixed bases, the mean over one digit in each round."""
+    rounds, stride, places = [], 1, np.arange(len(ranks))
+    for factor in _factors(len(ranks), base):
+        digit = places // stride % factor
+        first = places - digit * stride
+        others = [first + (digit + step) % factor * stride for step in range(1, factor)]
+        rounds.append([(ranks, ranks[other], np.full(len(ranks), 1 / factor)) for other in others])
+        stride *= factor
+    return rounds
+
+
+def _simple_rounds(ranks: Ranks, base: int) -> list[Exchanges]:
+    """Return the rounds of the simple Base-(k+1) graph.
+
+    n is written to the base k + 1, and the ranks are cut into a set for each digit a_l, of a_l·(k+1)^p_l ranks. First
+    each set takes its mean. Then, set by set, each rank of the later sets exchanges with one rank of each of the a_l
+    parts, so that every part holds the mean of all in sum; and each part takes its mean.
+    """
+    size = len(ranks)
+    if size == 1 or _factors(size, base):
+        return _cube_rounds(ranks, base)
+    sets: list[Ranks] = []  # (parts, ranks of a part)
+    begin, power = 0, base ** int(math.log(size, base) + 1e-9)
+    while begin < size:
+        parts = (size - begin) // power
+        if parts:
+            sets.append(ranks[begin : begin + parts * power].reshape(parts, power))
+            begin += parts * power
+        power //= base
+    first = [_cube_rounds(each.reshape(-1), base) for each in sets]
+    rounds = [_together(each[time % len(each)] for each in first if each) for time in range(len(first[0]))]
+    inner = [[_cube_rounds(part, base) for part in each] for each in sets]
+    for time in range(1 + len(inner[0][0])):
+        exchanges = _hand_over(sets[time:], base) if time < len(sets) - 1 else []
+        for place, each in enumerate(inner[:time]):
+            done = time - 1 - place
+            exchanges += _together(part[done] for part in each if done < len(part))
+        rounds.append(exchanges)
+    return rounds
+
+
+def _hand_over(sets: Sequence[Ranks], base: int) -> Exchanges:
+    """Return the round in which the first set exchanges with all ranks of the later ones."""
+    giving, later = sets[0], np.concatenate([each.reshape(-1) for each in sets[1:]])
+    share = giving.size / (giving.size + len(later)) / len(giving)
+    weights = np.full(len(later), share)
+    exchanges: Exchanges = []
+    for part in giving:
+        exchanges += [(later, part[: len(later)], weights), (part[: len(later)], later, weights)]
+    # The rest of the first set would be idle: it mixes in groups, which training gains from and the mean does not need.
+    idle = giving[:, len(later) :].reshape(-1)
+    for begin in range(0, len(idle) - 1, base):
+        group = idle[begin : begin + base]
+        exchanges += [
+            (group, np.roll(group, step), np.full(len(group), 1 / len(group)))
+            for step in range(1, len(group))
+        ]
+    return exchanges
