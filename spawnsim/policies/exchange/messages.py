@@ -45,6 +45,14 @@ Averaging among ranks that find each other (`averaging`):
 | UP | child → parent | mean and weight (`value`) of a branch |
 | DOWN | parent → child | mean and weight of all |
 | HANDOVER | coordinator → others | who averages: coordinate from now on |
+
+A server (`server`); `part` is the tier, 0 between workers and their server, 1 between servers and the global one:
+
+| kind | from → to | carries |
+|---|---|---|
+| PUSH | worker → server | the change since version `number`; `value`: its steps a second |
+| PULL | server → worker | weights of version `number`; `value`: steps a second of the fastest; `settled`: staleness |
+| LEAVE | worker → server | nothing: this worker has ended |
 """
 
 from __future__ import annotations
@@ -107,6 +115,8 @@ class Kind(IntEnum):
     UP = 23
     DOWN = 24
     HANDOVER = 25
+    PUSH = 26
+    PULL = 27
 
 
 _KINDS: dict[int, Kind] = {kind.value: kind for kind in Kind}

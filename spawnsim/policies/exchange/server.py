@@ -1,0 +1,353 @@
+"""A server of weights: it takes changes as they arrive, and answers with its weights.
+
+`Server` is one server's books and knows no communicator; `ServerNode` is all that one rank is in this, a worker, a
+server, the server of servers, or several of them, behind one endpoint. A rank that serves does so in the background:
+its own training, if it does any, must not keep the others waiting. What a change does to the weights is a rule of
+`rules/staleness.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from spawnsim.comm import Comm
+from spawnsim.errors import ParameterError, RankFailed, Timeout
+from spawnsim.policies.exchange.endpoint import Endpoint, ProgressEngine
+from spawnsim.policies.exchange.group_mean import check_same
+from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
+from spawnsim.policies.rules.staleness import ServerOptimizer, ServerRule, StalenessWeight, constant
+from spawnsim.policies.state.arithmetic import all_finite, as_tensor, sum_dtype
+from spawnsim.policies.state.codecs import Bytes
+from spawnsim.policies.state.layout import Entry, Layout, Tensors
+from spawnsim.policies.state.snapshot import allocator_for, device_of, laid_out, lay_out
+
+POLL_S = 1e-4  # between two looks of a worker whose own rank serves in the background
+BACKGROUND_WAIT_S = 0.25
+DEATH_CHECK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How a server takes changes.
+
+    Args:
+        rule: what it does with one.
+        staleness: how much one counts, by its staleness.
+        scale: how much all count.
+        grace_s: seconds from the first change that is not answered yet to the answer of all that came meanwhile:
+            workers that end nearly together begin from the same weights.
+    """
+
+    rule: ServerRule
+    staleness: StalenessWeight = constant
+    scale: float = 1.0
+    grace_s: float = 0.0
+
+
+class Form:
+    """How weights and changes travel: as the tensors are, but changes of whole numbers in float64."""
+
+    def __init__(self, live: Tensors) -> None:
+        changes = (
+            Entry(name, t.dtype if t.is_floating_point() else torch.float64, tuple(t.shape))
+            for name, t in live.items()
+        )
+        self.weights, self.changes, self.device = Layout.of(live), Layout(changes), device_of(live)
+        self.allocate = allocator_for(self.device)
+
+    def pack(self, layout: Layout, tensors: Tensors) -> Bytes:
+        """Return the tensors as the body of a message."""
+        body: Bytes = self.allocate(layout.nbytes)
+        lay_out(layout, as_tensor(body), tensors, self.device)
+        return body
+
+    def unpack(self, layout: Layout, message: Message) -> Tensors:
+        """Return the tensors in a message's body."""
+        return laid_out(layout, as_tensor(message.body), self.device)
+
+
+def difference(now: Tensors, then: Tensors) -> Tensors:
+    """Return then − now in the types in which tensors are summed, 0 where they are equal (infinities of a mask)."""
+    found: Tensors = {}
+    for name, tensor in now.items():
+        wide = sum_dtype(tensor.dtype)
+        found[name] = torch.where(tensor == then[name], 0, then[name].to(wide) - tensor.to(wide))
+    return found
+
+
+class Server:
+    """One server's weights, and who waits for them.
+
+    Args:
+        options: how it takes changes.
+        weights: what it begins with; copied.
+        form: how weights and changes travel.
+        tier: 0 for workers' changes, 1 for servers'.
+    """
+
+    def __init__(self, options: ServerOptions, weights: Tensors, form: Form, *, tier: int = 0) -> None:
+        self.options, self.form, self.tier = options, form, tier
+        self._dtypes = {name: tensor.dtype for name, tensor in weights.items()}
+        wide = [tensor.to(sum_dtype(tensor.dtype), copy=True) for tensor in weights.values()]
+        self.optimizer = ServerOptimizer(options.rule, wide)
+        self.version = self.refused = 0
+        self.fastest = 0.0
+        self._waiting: list[tuple[int, int]] = []  # (worker, staleness of what it brought)
+        self._first_s = math.inf
+
+    @property
+    def weights(self) -> Tensors:
+        """The weights as they are now, in the types of the model."""
+        pairs = zip(self._dtypes.items(), self.optimizer.weights, strict=True)
+        return {
+            name: (wide if dtype.is_floating_point else wide.round()).to(dtype)
+            for (name, dtype), wide in pairs
+        }
+
+    def take(self, source: int, message: Message, now_s: float) -> tuple[int, float] | None:
+        """Take a change, and note who waits for an answer.
+
+        Returns staleness and weight of the change; None if it is refused, for it is damaged or not finite. Who brought
+        it is answered all the same, which heals a worker that has diverged.
+        """
+        self._first_s = min(self._first_s, now_s)
+        self.fastest = max(self.fastest, message.value)
+        staleness = self.version - message.number
+        self._waiting.append((source, staleness))
+        given = {} if message.damaged else self.form.unpack(self.form.changes, message)
+        if not given or not all(all_finite(tensor) for tensor in given.values()):
+            self.refused += 1
+            return None
+        weight = self.options.scale * self.options.staleness(staleness)
+        changes = [given[name].to(sum_dtype(dtype)) for name, dtype in self._dtypes.items()]
+        self.optimizer.take(changes, weight)
+        self.version += 1
+        return staleness, weight
+
+    def merge(self, weights: Tensors, share: float) -> None:
+        """Move the weights by a share of the way to others: θ ← (1 − a)θ + aΘ."""
+        pairs = zip(self._dtypes, self.optimizer.weights, strict=True)
+        self.optimizer.weights = [own + share * (weights[name].to(own.dtype) - own) for name, own in pairs]
+
+    def due_s(self) -> float:
+        """Return when those that wait are answered."""
+        return self._first_s + self.options.grace_s
+
+    def answers(self) -> list[tuple[int, Message]]:
+        """Return an answer to each that waits."""
+        waiting, self._waiting, self._first_s = self._waiting, [], math.inf
+        body = self.form.pack(self.form.weights, self.weights)
+        return [
+            (
+                rank,
+                Message(Kind.PULL, self.version, part=self.tier, value=self.fastest, settled=old, body=body),
+            )
+            for rank, old in waiting
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A tier of servers above the workers': one in each region, and a global one for these (HALoS).
+
+    Args:
+        regions: the region of each rank, as a function of the number of ranks; a region's first rank serves it.
+        options: of the global server.
+        every: changes that a region's server takes before it sends its own.
+        merge: a in θ ← (1 − a)θ + aΘ, when the global server has answered.
+    """
+
+    regions: Callable[[int], Sequence[int]]
+    options: ServerOptions = field(
+        default_factory=lambda: ServerOptions(ServerRule(0.3, 0.5, 2, delayed=True))
+    )
+    every: int = 32
+    merge: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not (self.every >= 1 and 0 < self.merge <= 1):
+            raise ParameterError(
+                f"every={self.every!r}, merge={self.merge!r}: give every >= 1, merge above 0 to 1"
+            )
+
+    def homes(self, size: int) -> list[int]:
+        """Return the rank that serves each rank."""
+        regions = list(self.regions(size))
+        if len(regions) != size:
+            raise ParameterError(f"regions({size}): {len(regions)} regions; give one for each rank")
+        return [regions.index(region) for region in regions]
+
+
+class ServerNode:
+    """What one rank is among servers and workers. Making it is collective: all begin with the weights of the top.
+
+    Args:
+        comm: the communicator.
+        tag: of all messages.
+        top: the rank of the (global) server.
+        options: of the server that workers talk to.
+        tier: regions' servers between workers and the top, if there are any.
+        kept: the server of an earlier communicator, which goes on where this rank is still the top.
+    """
+
+    def __init__(
+        self, comm: Comm, tag: int, live: Tensors, *, top: int, options: ServerOptions, tier: Tier | None,
+        kept: Server | None,
+    ) -> None:  # fmt: skip
+        rank, size = comm.Get_rank(), comm.Get_size()
+        self.comm, self.top, self.tier = comm, top, tier
+        self.form = Form(live)
+        check_same(comm, self.form.weights, guard=False)
+        homes = tier.homes(size) if tier is not None else [top] * size
+        self.home, self.working = homes[rank], True
+        begun = self._begun(live, kept)
+        # A server that goes on has a version; regions' servers begin with a new one.
+        version = np.asarray([kept.version if kept is not None else 0])
+        comm.Bcast(version, top)
+        self.version = 0 if tier is not None else int(version[0])  # of what workers begin with
+        self.servers: dict[int, Server] = {}  # by tier
+        self._members: dict[int, set[int]] = {}
+        if rank == self.home:
+            self.servers[0] = Server(options, begun, self.form)
+            self._members[0] = {other for other in range(size) if homes[other] == rank}
+        if tier is not None and rank == top:
+            self.servers[1] = Server(tier.options, begun, self.form, tier=1)
+            self._members[1] = set(homes)
+        self.reached = self.servers.get(int(tier is not None))  # the server at the top, if this rank is it
+        if self.reached is not None and kept is not None:
+            self.reached.optimizer = kept.optimizer
+        if self.reached is not None:
+            self.reached.version = int(version[0])
+        self._base, self._merged = (
+            begun,
+            (0, int(version[0])),
+        )  # of a region's server: weights and versions when it merged last
+        self._lifting = False
+        self._pulled: Message | None = None
+        self._out: deque[Outgoing] = deque()
+        self._heard_s = comm.clock.now()
+        self.endpoint = Endpoint(comm, tag)
+        self.endpoint.allocate = self.form.allocate
+        self.engine = ProgressEngine(
+            self.endpoint, self, poll_interval_s=POLL_S, background_wait_s=BACKGROUND_WAIT_S,
+            death_check_s=DEATH_CHECK_S,
+        )  # fmt: skip
+        if self.servers:
+            self.engine.run_in_background()
+
+    def _begun(self, live: Tensors, kept: Server | None) -> Tensors:
+        """Return the weights of the rank at the top; collective."""
+        layout = self.form.weights
+        own = kept.weights if kept is not None and self.comm.Get_rank() == self.top else live
+        body = self.form.pack(layout, own)
+        self.comm.Bcast(body, self.top)
+        return {
+            name: tensor.clone()
+            for name, tensor in laid_out(layout, as_tensor(body), self.form.device).items()
+        }
+
+    @property
+    def begun(self) -> Tensors:
+        """The weights that all begin with."""
+        return self._base
+
+    # ---------------------------------------------------------------------------------------------- for the engine
+    def advance(self, arrived: list[tuple[int, Message]], now_s: float, dead: set[int]) -> None:
+        """Take what has arrived, answer those whose time has come, send what is to be sent. The engine calls this."""
+        for members in self._members.values():
+            members -= dead
+        for source, message in arrived:
+            self._heard_s = now_s
+            if message.kind is Kind.PUSH:
+                self._take(source, message, now_s)
+            elif message.kind is Kind.PULL and message.part == 0:
+                self._pulled = message
+            elif message.kind is Kind.PULL:
+                self._merge(message)
+            elif message.kind is Kind.LEAVE:
+                self._members[message.part].discard(source)
+        for server in self.servers.values():
+            if now_s >= server.due_s():
+                self._out += server.answers()
+        self.endpoint.send_queue(self._out)
+
+    def wake_s(self) -> float:
+        """Return when `advance` is next needed. The engine calls this."""
+        return min((server.due_s() for server in self.servers.values()), default=math.inf)
+
+    def _take(self, source: int, message: Message, now_s: float) -> None:
+        server = self.servers[message.part]
+        taken = server.take(source, message, now_s)
+        world = self.comm.Get_group().members
+        if taken is None:
+            self.comm.record.event("refused_update", worker=world[source], tier=message.part)
+            return
+        self.comm.record.event(
+            "server_update", worker=world[source], tier=message.part, staleness=taken[0], weight=taken[1],
+            version=server.version,
+        )  # fmt: skip
+        if message.part == 0 and self.tier is not None:
+            self._lift(server, self.tier.every)
+
+    def _lift(self, server: Server, every: int) -> None:
+        """Send what a region's server has changed to the global one, if it is time; one at a time is under way."""
+        if self._lifting or server.version < self._merged[0] + every:
+            return
+        self._lifting = True
+        body = self.form.pack(self.form.changes, difference(server.weights, self._base))
+        self._out.append((self.top, Message(Kind.PUSH, self._merged[1], part=1, body=body)))
+
+    def _merge(self, message: Message) -> None:
+        """Merge the global weights into those of a region's server."""
+        assert self.tier is not None
+        server = self.servers[0]
+        if not message.damaged:
+            server.merge(self.form.unpack(self.form.weights, message), self.tier.merge)
+        self._base, self._merged, self._lifting = server.weights, (server.version, message.number), False
+
+    # ---------------------------------------------------------------------------------------------- for the worker
+    def exchange(
+        self, change: Tensors, version: int, speed: float, patience_s: float
+    ) -> tuple[Tensors, Message]:
+        """Send a worker's change and wait for weights; return these, and the message that they came in."""
+        body = self.form.pack(self.form.changes, change)
+        self._pulled = None
+        self._out.append((self.home, Message(Kind.PUSH, version, value=speed, body=body)))
+        self.engine.drive(self._answered, patience_s)
+        pulled = self._last_answer()
+        if pulled is None or pulled.damaged:
+            if self.home in self.endpoint.failed:
+                raise RankFailed((self.home,))
+            raise Timeout((self.home,), "the server's answer")
+        return self.form.unpack(self.form.weights, pulled), pulled
+
+    def _last_answer(self) -> Message | None:
+        return self._pulled
+
+    def _answered(self) -> bool:
+        return self._pulled is not None or self.home in self.endpoint.failed
+
+    def leave(self, patience_s: float) -> None:
+        """End: tell the server, and serve until all others have left, died, or been silent for `patience_s`."""
+        if self.working:
+            self._out.append((self.home, Message(Kind.LEAVE, 0)))
+        for tier in sorted(self.servers):
+            if not (self.working or tier):  # it is no worker of its own
+                self._members[0].discard(self.comm.Get_rank())
+            self._heard_s = self.comm.clock.now()
+            while self._members[tier] and (left_s := self._heard_s + patience_s - self.comm.clock.now()) > 0:
+                self.engine.drive(partial(self._is_alone, tier), left_s)
+            if tier == 0 and self.tier is not None:
+                self._out.append((self.top, Message(Kind.LEAVE, 0, part=1)))
+        self.engine.progress()
+        self.engine.stop(patience_s)
+
+    def _is_alone(self, tier: int) -> bool:
+        return not self._members[tier]

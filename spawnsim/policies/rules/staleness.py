@@ -1,0 +1,150 @@
+"""What a server does with a change of weights that arrives late: how much it counts, and when momentum acts.
+
+A change Δ (a pseudo-gradient: the weights that a worker began from minus those that it has now) arrives at a server
+that has taken s others since: s is its staleness. Rules work on anything that has arithmetic: arrays, tensors, numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spawnsim.errors import ParameterError
+
+StalenessWeight = Callable[[int], float]
+
+
+def constant(staleness: int) -> float:
+    """Weigh all changes alike."""
+    return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Polynomial:
+    """(1 + s)^-power: FedAsync's, and with a power of 1/2 FedBuff's.
+
+    Args:
+        power: at least 0.
+
+    Raises:
+        ParameterError: `power` is negative.
+
+    >>> [round(Polynomial()(staleness), 3) for staleness in (0, 1, 3)]
+    [1.0, 0.707, 0.5]
+    """
+
+    power: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.power >= 0:
+            raise ParameterError(f"power={self.power!r}: give a number of at least 0")
+
+    def __call__(self, staleness: int) -> float:
+        return float((1 + staleness) ** -self.power)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRule:
+    """How a server steps: Θ ← Θ − lr·(…), at every arrival or at every `size`-th.
+
+    With `delayed`, delayed Nesterov (Liu et al. 2024, arXiv 2401.09135): every arrival moves Θ by its Δ/N at once, and
+    momentum, which is harmful on stale changes, is renewed and applied at every N-th alone:
+    m ← μm + mean Δ and Θ ← Θ − lr((1 − cN + c)μm + Δ/N) there, else Θ ← Θ − lr(cμm + Δ/N).
+    Without, the mean of N arrivals is a gradient for torch's SGD: buf ← μ·buf + mean and Θ ← Θ − lr(mean + μ·buf) with
+    `nesterov`, else Θ ← Θ − lr·buf. N = 1 is the asynchronous server as it is; N > 1 is FedBuff (Nguyen et al. 2022).
+
+    Args:
+        lr: outer learning rate, above 0.
+        momentum: μ, from 0 to 1.
+        size: N, arrivals from one momentum step to the next, at least 1.
+        delayed: delayed Nesterov.
+        activation: c, the share of momentum between renewals, from 0 to 1/N; of `delayed` alone.
+        nesterov: look ahead; without `delayed`.
+
+    Raises:
+        ParameterError: an argument is out of range.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    size: int = 1
+    delayed: bool = False
+    activation: float = 0.0
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.lr > 0 and 0 <= self.momentum < 1 and self.size >= 1):
+            raise ParameterError(
+                f"lr={self.lr!r}, momentum={self.momentum!r}, size={self.size!r}: give lr > 0, "
+                "momentum from 0 to below 1, size >= 1"
+            )
+        if self.activation and not (self.delayed and 0 <= self.activation <= 1 / self.size):
+            raise ParameterError(
+                f"activation={self.activation!r}: give a number from 0 to 1/size, with delayed=True"
+            )
+
+
+class ServerOptimizer:
+    """A server's weights Θ and what its rule needs besides.
+
+    Args:
+        rule: how it steps.
+        weights: Θ, arrays or tensors of any shapes, which are not changed in place.
+    """
+
+    def __init__(self, rule: ServerRule, weights: Sequence[Any]) -> None:
+        self.rule, self.weights = rule, list(weights)
+        self.momenta: list[Any] = []
+        self.sums: list[Any] = []
+        self.arrivals = 0
+
+    def take(self, changes: Sequence[Any], weight: float = 1.0) -> None:
+        """Take one arrival.
+
+        Args:
+            changes: Δ, shaped as the weights.
+            weight: of this arrival.
+        """
+        if (
+            not self.arrivals
+        ):  # zeros of the changes, which are finite: a mask of infinities has weights that are not
+            self.momenta, self.sums = ([0 * each for each in changes] for _ in range(2))
+        self.arrivals += 1
+        fires = self.arrivals % self.rule.size == 0
+        for place, change in enumerate(changes):
+            self._take(place, weight * change, fires)
+
+    def _take(self, place: int, change: Any, fires: bool) -> None:
+        rule = self.rule
+        size, beta, step = rule.size, rule.momentum, 0
+        total = self.sums[place] + change
+        if fires:
+            mean, total = total / size, 0 * total
+            self.momenta[place] = beta * self.momenta[place] + mean
+            step = mean + beta * self.momenta[place] if rule.nesterov else self.momenta[place]
+        self.sums[place] = total
+        if rule.delayed:
+            share = 1 - rule.activation * (size - 1) if fires else rule.activation
+            step = share * beta * self.momenta[place] + change / size
+        self.weights[place] = self.weights[place] - rule.lr * step
+
+
+def local_steps(steps: int, speed: float, fastest: float, *, least: int = 5) -> int:
+    """Return how many local steps a worker takes so that all workers arrive equally often (DyLU).
+
+    Args:
+        steps: of the fastest worker.
+        speed: of this worker, in steps a second; 0 if it is not known yet.
+        fastest: of the fastest worker.
+        least: the fewest steps.
+
+    Returns:
+        max(⌊steps·speed/fastest⌋, least), at most `steps`.
+
+    >>> [local_steps(20, 1 / seconds, 1 / 0.58) for seconds in (0.58, 0.75, 1.51, 3.33)]
+    [20, 15, 7, 5]
+    """
+    if not (speed > 0 and fastest > 0):
+        return steps
+    return min(max(int(steps * speed / fastest + 1e-9), least), steps)

@@ -1,0 +1,212 @@
+"""`AsyncServerPolicy`: workers train alone, and exchange with a server when they have done their steps.
+
+The server's books and messages are `exchange/server.py`, its rules `rules/staleness.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from spawnsim.comm import Comm
+from spawnsim.errors import ParameterError, WorldError
+from spawnsim.policies.base import Info, SpawnPolicy
+from spawnsim.policies.exchange.server import Server, ServerNode, ServerOptions, Tier, difference
+from spawnsim.policies.rules.staleness import ServerRule, local_steps
+from spawnsim.policies.state.layout import (
+    Collector,
+    ModelAndOptimizer,
+    StateScope,
+    Tensors,
+    assign,
+    reset_optimizer,
+)
+
+
+class AsyncServerPolicy(SpawnPolicy):
+    """Asynchronous local SGD: after some steps a worker sends what it changed, and goes on from the server's weights.
+
+    The server takes each change as it arrives, however late: Δ = Θ_start − θ, a pseudo-gradient. It runs beside the
+    training of one rank, in the background, or alone on a rank that calls `serve` in place of training.
+
+    | | arguments | source |
+    |---|---|---|
+    | asynchronous DiLoCo, as it is | `ServerOptions(ServerRule(0.7, 0.9))` | Liu et al. 2024 |
+    | FedAsync | `ServerOptions(ServerRule(0.6, 0), Polynomial())` | Xie et al. 2019 |
+    | FedBuff | `ServerOptions(ServerRule(1, 0, size=K), Polynomial())` | Nguyen et al. 2022 |
+    | delayed Nesterov, DyLU | `ServerOptions(ServerRule(0.7, 0.9, N, delayed=True)), dylu=True` | Liu et al. 2024 |
+    | HALoS | `HALOS, steps=8, dylu=True, tier=Tier(regions)` | Kim et al. 2025 |
+
+    When the server's rank dies, workers' next exchange raises `RankFailed`; after `comm.recover()` rank `server` of
+    the new communicator serves, and begins with its own weights. Other ranks' deaths disturb nobody. Who joins begins
+    with the server's weights, as all do. A change that is not finite is refused, and its worker gets the server's
+    weights.
+
+    Args:
+        options: how the server takes changes: rule, staleness, scale, grace.
+        steps: H, local steps between exchanges, of the fastest worker.
+        dylu: fewer steps for slower workers, so that all arrive equally often.
+        least_steps: the fewest with `dylu`.
+        server: the rank that serves (the global one, with a tier).
+        tier: servers of regions between workers and the global one.
+        travels: which parts of the state are exchanged; the optimizer's is kept, or reset in each exchange.
+        patience_s: seconds after which a server that does not answer is given up, and a server ends that hears nothing.
+        timing: a dictionary to fill with durations in seconds, by step.
+        tag: of the messages; two policies at once need two.
+
+    `info` says besides the usual: "local_steps" until the next exchange. Events: "server_update" for each change that
+    was taken (worker, tier, staleness, weight, version), "refused_update".
+
+    Raises:
+        ParameterError: an argument is out of range.
+        MismatchError: in the first call, on every rank, if the models of the group differ in name, dtype or shape.
+        RankFailed: the server has died.
+        Timeout: it has not answered within `patience_s`; this rank's model is then unchanged.
+    """
+
+    acts_in_every_call = True
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        *,
+        steps: int = 20,
+        dylu: bool = False,
+        least_steps: int = 5,
+        server: int = 0,
+        tier: Tier | None = None,
+        travels: StateScope | None = None,
+        patience_s: float = 60.0,
+        timing: dict[str, list[float]] | None = None,
+        tag: int = 7501,
+    ) -> None:
+        super().__init__(steps, timing=timing)
+        self.options, self.tier, self.dylu, self.tag = options, tier, bool(dylu), tag
+        self.least_steps, self.server, self.patience_s = least_steps, server, patience_s
+        self.travels = travels or StateScope()
+        if self.travels.optimizer_state not in ("keep", "reset"):
+            raise ParameterError("optimizer_state: an exchange with a server keeps or resets it")
+        if not (patience_s > 0 and math.isfinite(patience_s)) or least_steps < 1 or server < 0:
+            raise ParameterError(
+                f"patience_s={patience_s!r}, least_steps={least_steps!r}, server={server!r}: give a finite time above "
+                "0, at least 1 step, a rank of at least 0"
+            )
+        self.num_averagings = 0
+        self._collect = Collector(self.travels)
+        self._node: ServerNode | None = None
+        self._kept: Server | None = None
+        self._reference: Tensors = {}
+        self._version = self._done = 0
+        self._began_s = 0.0
+        self._wanted = self.average_every
+        self.idle_info["local_steps"] = self._wanted
+
+    def act(
+        self,
+        iteration: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        metric: float | None,
+        comm: Comm,
+        info: Info,
+    ) -> ModelAndOptimizer:
+        live, node = self._collect(model, None), self._node
+        if node is None or node.comm is not comm:
+            self._begin(self._join(comm, live), live)
+            return model, optimizer
+        self._done += 1
+        if self._done >= self._wanted:
+            self._exchange(node, live, info)
+            if self.travels.optimizer_state == "reset":
+                reset_optimizer(optimizer)
+        return model, optimizer
+
+    def _join(self, comm: Comm, live: Tensors) -> ServerNode:
+        """Begin on a communicator, the first one or that of the survivors; collective."""
+        if self.server >= comm.Get_size():
+            raise ParameterError(f"server={self.server}: the group has {comm.Get_size()} ranks")
+        if self._node is not None:
+            self._node.engine.stop()
+        node = self._node = ServerNode(
+            comm, self.tag, live, top=self.server, options=self.options, tier=self.tier, kept=self._kept
+        )
+        self._kept = node.reached
+        return node
+
+    def _begin(self, node: ServerNode, live: Tensors) -> None:
+        """Train from the weights that all begin with."""
+        assign(live, node.begun)
+        self._reference = {name: tensor.clone() for name, tensor in live.items()}
+        self._version = node.version
+        self._done, self._began_s = 0, node.comm.clock.now()
+
+    def _exchange(self, node: ServerNode, live: Tensors, info: Info) -> None:
+        began_s = node.comm.clock.now()
+        speed = self._done / (began_s - self._began_s) if began_s > self._began_s else 0.0
+        change = difference(live, self._reference)
+        weights, answer = node.exchange(change, self._version, speed, self.patience_s)
+        assign(live, weights)
+        self._reference = {name: tensor.clone() for name, tensor in live.items()}
+        self._version, self._began_s = answer.number, node.comm.clock.now()
+        self._done, self.num_averagings = 0, self.num_averagings + 1
+        if self.dylu:
+            self._wanted = local_steps(self.average_every, speed, answer.value, least=self.least_steps)
+            self.idle_info["local_steps"] = self._wanted
+        wait_s = self._began_s - began_s
+        self.note("exchange", wait_s)
+        info.update(
+            averaged_this_iteration=True, donors=1, staleness=max(answer.settled, 0), wait_s=wait_s,
+            bytes=node.form.weights.nbytes + node.form.changes.nbytes, local_steps=self._wanted,
+        )  # fmt: skip
+
+    def serve(self, model: torch.nn.Module, group: Any) -> None:
+        """Serve on a rank that does not train, until all workers have left; in place of the policy's calls.
+
+        Args:
+            model: the server's rank's, as the others'; gets the server's weights at the end.
+            group: as in the policy's call.
+
+        Raises:
+            ParameterError: this rank is no server's.
+        """
+        comm, live = self._bound(group), self._collect(model, None)
+        node = self._join(comm, live)
+        if not node.servers:
+            raise ParameterError(f"rank {comm.Get_rank()} is no server's: server={self.server}")
+        node.working = False
+        node.leave(self.patience_s)
+        assign(live, node.servers[max(node.servers)].weights)
+        self._node = None
+
+    def shutdown(self) -> None:
+        """Leave; on a server's rank when all others have left. Waits with a bound; may be called twice."""
+        super().shutdown()
+        node, self._node = self._node, None
+        if node is not None:
+            with suppress(WorldError):
+                node.leave(self.patience_s)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Exchanges of this rank, and changes that its servers took and refused."""
+        servers = list(self._node.servers.values()) if self._node is not None else []
+        return {
+            "num_averagings": self.num_averagings,
+            "updates": sum(server.version for server in servers),
+            "refused": sum(server.refused for server in servers),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_averagings": self.num_averagings, "wanted": self._wanted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.num_averagings, self._wanted = int(state["num_averagings"]), int(state["wanted"])
+
+
+HALOS = ServerOptions(
+    ServerRule(3.2, 0.9, 16, delayed=True)
+)  # of the regions' servers, as its authors' example has them
