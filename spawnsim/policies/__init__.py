@@ -22,25 +22,33 @@ from spawnsim.policies.edit import EDiTPolicy
 from spawnsim.policies.exchange.coordinator import ExchangeOptions, Wiring
 from spawnsim.policies.exchange.group_mean import Consensus
 from spawnsim.policies.exchange.replacement import Renewal, Replacement
+from spawnsim.policies.exchange.server import ServerOptions, Tier
 from spawnsim.policies.exchange.window_set import WindowOptions, Windows
+from spawnsim.policies.gossip import GossipPolicy
 from spawnsim.policies.noloco import NoLoCoPolicy
 from spawnsim.policies.one_sided import OneSidedSelectiveAveragingPolicy
 from spawnsim.policies.outer_optimizer import OuterOptimizerPolicy
+from spawnsim.policies.population import Perturb, PopulationBasedTrainingPolicy, greedy_soup, uniform_soup
 from spawnsim.policies.replay import ReplayPolicy, replay
+from spawnsim.policies.rules import graphs
 from spawnsim.policies.rules.cadence import Adaptive, Cadence, Deadline, Every, Fixed, When
-from spawnsim.policies.rules.donors import Best, ByMetric, Neighbours, Uniform
+from spawnsim.policies.rules.donors import Best, ByMetric, Neighbours, OneOfBest, Uniform
 from spawnsim.policies.rules.merging import OutlierFilter
 from spawnsim.policies.rules.selection import Expired, Report, Threshold, WorstRatio
+from spawnsim.policies.rules.staleness import Polynomial, ServerRule, constant
 from spawnsim.policies.selective import AsyncSelectiveAveragingPolicy
+from spawnsim.policies.server import HALOS, AsyncServerPolicy
 from spawnsim.policies.sparta import SPARTAPolicy
 from spawnsim.policies.state.difference_codecs import DCT, LowBit, TopK
 from spawnsim.policies.state.layout import StateScope, Travels, one_storage
 from spawnsim.policies.streaming import OneRoundLatePolicy, StreamingDiLoCoPolicy
 
 __all__ = [
+    "HALOS",
     "Adaptive",
     "AsyncModelAveragePolicy",
     "AsyncSelectiveAveragingPolicy",
+    "AsyncServerPolicy",
     "AverageAllPolicy",
     "Best",
     "ByMetric",
@@ -58,22 +66,30 @@ __all__ = [
     "Expired",
     "Fixed",
     "LowBit",
+    "GossipPolicy",
     "Neighbours",
     "NoLoCoPolicy",
     "OneRoundLatePolicy",
     "OneSidedSelectiveAveragingPolicy",
     "OuterOptimizerPolicy",
     "OutlierFilter",
+    "OneOfBest",
+    "Perturb",
+    "Polynomial",
+    "PopulationBasedTrainingPolicy",
     "Renewal",
     "Replacement",
     "ReplayPolicy",
     "Report",
     "SPARTAPolicy",
+    "ServerOptions",
+    "ServerRule",
     "SpawnPolicy",
     "StateScope",
     "StreamingDiLoCoPolicy",
     "Threshold",
     "TopK",
+    "Tier",
     "Travels",
     "Uniform",
     "When",
@@ -81,6 +97,10 @@ __all__ = [
     "Windows",
     "Wiring",
     "WorstRatio",
+    "constant",
+    "graphs",
+    "greedy_soup",
     "one_storage",
     "replay",
+    "uniform_soup",
 ]

@@ -182,6 +182,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
             neighbour. "shift_one": pairs of the lower and the upper half, shifted by one each time. "random": pairs
             at random.
         sync_interval_ms: milliseconds between averagings.
+        share: how far to go towards the mean, above 0 to 1 (a population that stays diverse: 0.01, PAPA).
         warmup_steps: steps with gradients averaged over the whole group (call `attach` before training so that the
             first step's are as well; else the first call averages the weights: the same for SGD and momentum).
         background: make progress beside the training loop, which then holds `weights()` while it changes the model.
@@ -207,7 +208,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
     def __init__(
         self, peer_selection_mode: str = "all", sync_interval_ms: float = 500, warmup_steps: int = 0, *,
         background: bool = False, patience_s: float = 5.0, travels: Travels | None = None, tag: int = 7201,
-        timing: dict[str, list[float]] | None = None,
+        share: float = 1.0, timing: dict[str, list[float]] | None = None,
     ) -> None:
         # fmt: on
         super().__init__(timing=timing)
@@ -215,12 +216,14 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         for name, value in (("sync_interval_ms", sync_interval_ms), ("patience_s", patience_s)):
             if not (value > 0 and math.isfinite(value)):
                 raise ParameterError(f"{name}={value!r}: give a finite number above 0")
+        if not 0 < share <= 1:
+            raise ParameterError(f"share={share!r}: give a number above 0, at most 1")
         if int(warmup_steps) != warmup_steps or warmup_steps < 0:
             raise ParameterError(f"warmup_steps={warmup_steps!r}: give a whole number of at least 0")
         self.travels = travels if travels is not None else Travels()
         if self.travels.optimizer_state != "keep":
             raise ParameterError("optimizer_state: averaging by the clock keeps each rank's own; give 'keep'")
-        self.warmup_steps, self.tag = int(warmup_steps), tag
+        self.warmup_steps, self.tag, self.share = int(warmup_steps), tag, float(share)
         self._warm_up, self._started = WarmUp(self.warmup_steps, self.travels), False
         self.pace = Pace(sync_interval_ms / 1000, patience_s)
         self._averagings = 0  # on communicators of before
@@ -282,9 +285,9 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         # A copy: the pace learns step times, and those of one communicator's ranks say nothing of the next one's.
         pace = replace(self.pace)
         exchanges = (
-            TreeAverage(ranks, pace)
+            TreeAverage(ranks, pace, share=self.share)
             if self.mode == "all"
-            else PairwiseGossip(self.mode, ranks, pace, comm.rng("peers"))
+            else PairwiseGossip(self.mode, ranks, pace, comm.rng("peers"), share=self.share)
         )
         averaging = ClockAveraging(comm, self.tag, exchanges, self._vector_of(model), self._weights)
         self._averaging, self._started = averaging, False

@@ -129,8 +129,11 @@ class _Pending(NamedTuple):
 class PairwiseGossip:
     """One rank's exchanges in the modes ring, shift_one and random."""
 
-    def __init__(self, mode: Mode, ranks: tuple[int, int], pace: Pace, rng: np.random.Generator) -> None:
+    def __init__(
+        self, mode: Mode, ranks: tuple[int, int], pace: Pace, rng: np.random.Generator, *, share: float = 1.0
+    ) -> None:
         self.mode, (self.rank, self.size), self.pace = mode, ranks, pace
+        self._gain = share * GAIN[mode]
         self.out: deque[Outgoing] = deque()
         self.counts: Counter[str] = Counter()
         self.rounds = 0
@@ -187,7 +190,7 @@ class PairwiseGossip:
         sent = vector.read()
         number = int(self._rng.integers(1, 2**62))
         self._asked = _Pending(peer, number, sent, now_s + self.pace.patience_s)
-        self.out.append((peer, Message(Kind.SWAP, number, value=GAIN[self.mode], body=as_body(sent))))
+        self.out.append((peer, Message(Kind.SWAP, number, value=self._gain, body=as_body(sent))))
 
     def _leave_out(self, peer: int, now_s: float) -> None:
         doubled = 2 ** min(self._silences[peer], DOUBLINGS)
@@ -220,7 +223,7 @@ class PairwiseGossip:
             self.counts["declined"] += 1
             self._leave_out(source, now_s)
             return False
-        return self._approach(vector, message.body, asked.sent, GAIN[self.mode])
+        return self._approach(vector, message.body, asked.sent, self._gain)
 
     def _swap(self, source: int, message: Message, vector: Vector) -> bool:
         # Read before they change: the answer holds the weights as they were, or the sum over both would not be

@@ -12,7 +12,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from spawnsim.policies.averaging.gossip import Pace, as_body, from_body, tree
+from spawnsim.policies.averaging.gossip import Pace, as_body, from_body, scaled, tree
 from spawnsim.policies.averaging.leadership import Leadership, Roster, epoch_of, first_of, is_no_round
 from spawnsim.policies.averaging.vector import Values, Vector, average, difference
 from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
@@ -77,9 +77,10 @@ class TreeRound:
         # A branch that gave nothing does not get the mean: its members' deltas would lack their own part.
         return ((child, message) for child in self.children if child in self._means)
 
-    def apply(self, mean: Mean, vector: Vector) -> None:
-        """Move the weights by as much as the mean is away from what was sent."""
-        vector.add([difference(there, here) for there, here in zip(mean[0], self.sent, strict=True)])
+    def apply(self, mean: Mean, vector: Vector, share: float) -> None:
+        """Move the weights by as much as the mean is away from what was sent, or a share of that."""
+        deltas = [difference(there, here) for there, here in zip(mean[0], self.sent, strict=True)]
+        vector.add(deltas if share == 1 else scaled(deltas, share, vector))
 
 
 def _height(count: int, place: int) -> int:
@@ -101,8 +102,8 @@ LEAVES, STANDS_BY, AVERAGES = -1, 0, 1  # what a rank says of itself
 class TreeAverage:
     """One rank's part in the mode "all"; on the coordinator, the coordinator's as well."""
 
-    def __init__(self, ranks: tuple[int, int], pace: Pace) -> None:
-        (self.rank, self.size), self.pace = ranks, pace
+    def __init__(self, ranks: tuple[int, int], pace: Pace, *, share: float = 1.0) -> None:
+        (self.rank, self.size), self.pace, self._share = ranks, pace, share
         self.out: deque[Outgoing] = deque()
         self.counts: Counter[str] = Counter()
         self.rounds = 0  # the last one that is over here
@@ -316,7 +317,7 @@ class TreeAverage:
             # A mean of this rank alone would come back as it was sent.
             return False
         self.out.extend(here.falling(mean))
-        here.apply(mean, vector)
+        here.apply(mean, vector, self._share)
         self.counts["exchanges"] += 1
         return True
 

@@ -255,6 +255,28 @@ class Best(DonorRule):
 
 
 @dataclass(frozen=True, slots=True)
+class OneOfBest(DonorRule):
+    """One of the `count` best candidates, all of these equally likely: PBT's truncation selection.
+
+    Args:
+        count: as for `Uniform`.
+        mode: "max" if higher metrics are better, else "min".
+
+    Raises:
+        ParameterError: an argument is out of range.
+    """
+
+    count: Count = 0.25
+    mode: Mode = "max"
+
+    def __post_init__(self) -> None:
+        Best(self.count, self.mode)
+
+    def __call__(self, rank: int, candidates: Sequence[Report], rng: np.random.Generator) -> list[int]:
+        return [int(rng.choice(Best(self.count, self.mode)(rank, candidates, rng)))]
+
+
+@dataclass(frozen=True, slots=True)
 class ByMetric(DonorRule):
     """`count` candidates drawn without repetition, the better the likelier (softmax of the standardised metric).
 

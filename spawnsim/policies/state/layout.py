@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from spawnsim.errors import UsageError
+from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies.rules.selection import check_choice
 from spawnsim.policies.state.arithmetic import all_finite, new_buffer, without_data
 
@@ -39,17 +39,24 @@ class StateScope:
         buffers: also what a state_dict holds besides parameters (BatchNorm statistics).
         optimizer_state: "keep" the rank's own, "reset" it, "copy" the heaviest donor's, or "average" it like the
             parameters.
+        settings: names of settings of the optimizer's parameter groups, such as "lr", that are taken over from the
+            heaviest donor along with "copy".
 
     Raises:
-        ParameterError: `optimizer_state` is none of these.
+        ParameterError: `optimizer_state` is none of these, or `settings` without "copy".
     """
 
     frozen: bool = True
     buffers: bool = True
     optimizer_state: OptimizerState = "keep"
+    settings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerState))
+        if self.settings and self.optimizer_state != "copy":
+            raise ParameterError(
+                f"settings={self.settings!r} are taken over with optimizer_state='copy' alone"
+            )
 
     @property
     def with_optimizer(self) -> bool:
@@ -71,7 +78,13 @@ def collect(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, tra
         tensors.update((f"buffer/{name}", buffer.detach()) for name, buffer in _persistent_buffers(model))
     if travels.with_optimizer and optimizer is not None:
         tensors.update(_optimizer_tensors(model, optimizer))
+        for number, group in enumerate(optimizer.param_groups):
+            for key in travels.settings:
+                tensors[f"{_SETTING}{number}/{key}"] = torch.tensor(float(group[key]), dtype=torch.float64)
     return tensors
+
+
+_SETTING = "optimizer/group "  # of a parameter group; no parameter has a blank in its name
 
 
 def as_real(tensors: Tensors) -> Tensors:
@@ -123,13 +136,20 @@ def assign_optimizer(
     """Give the optimizer the state named in `values`, making entries that it has not got yet."""
     parameters = dict(_named(model, optimizer))
     for full, value in values.items():
+        if full.startswith(_SETTING):
+            number, _, key = full.removeprefix(_SETTING).partition("/")
+            if int(number) < len(optimizer.param_groups):
+                _put(optimizer.param_groups[int(number)], key, value)
+            continue
         kind, _, rest = full.partition("/")
         name, _, key = rest.rpartition("/")
         if kind == "optimizer" and name in parameters:
             _put(optimizer.state[parameters[name]], key, value, parameters[name])
 
 
-def _put(state: dict[str, object], key: str, value: torch.Tensor, parameter: torch.nn.Parameter) -> None:
+def _put(
+    state: dict[str, object], key: str, value: torch.Tensor, parameter: torch.nn.Parameter | None = None
+) -> None:
     old = state.get(key)
     if without_data(value) and not (isinstance(old, torch.Tensor) and without_data(old)) and not value.dim():
         return  # a step count, in main memory: there is none to take over
@@ -137,7 +157,7 @@ def _put(state: dict[str, object], key: str, value: torch.Tensor, parameter: tor
         old.copy_(value)
     elif isinstance(old, (int, float)):
         state[key] = type(old)(value.item())
-    else:  # a scalar such as Adam's step stays on the CPU
+    elif parameter is not None:  # a scalar such as Adam's step stays on the CPU
         state[key] = value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
 
 
