@@ -50,7 +50,7 @@ class GossipPolicy(SpawnPolicy):
 
     Args:
         average_every: iterations from one round to the next.
-        graph: of `spawnsim.policies.graphs`, or any function of (ranks, round, seed) that returns a `Mixing`.
+        graph: of `policies.graphs`, or any function of (ranks, round, seed) that returns a `Mixing`.
         push_sum: carry a weight w with the numbers, x_i ← Σ_j p_ij x_j, w_i ← Σ_j p_ij w_j, and train on x/w: right
             also where columns alone sum to 1, and with `delay`.
         delay: rounds after which what was sent is taken in, so that messages travel while ranks compute; needs

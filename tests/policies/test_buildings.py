@@ -37,6 +37,11 @@ SYNCHRONOUS = (
     "outer-easgd",
     "outer-edit",
     "outer-sparta",
+    "gossip-ring",
+    "gossip-base@three",
+    "gossip-pairs-global",
+    "gossip-push-sum",
+    "gossip-push-sum-delay",
 )
 JUDGED = ("worst-rising", "worst-falling")
 ASYNCHRONOUS = (

@@ -16,17 +16,25 @@ from spawnsim import (
     DecentralizedAveragingPolicy,
 )
 from spawnsim.policies import (
+    HALOS,
+    AsyncServerPolicy,
     DecoupledDiLoCoPolicy,
     EASGDPolicy,
     EDiTPolicy,
+    GossipPolicy,
     NoLoCoPolicy,
     OneRoundLatePolicy,
     OneSidedSelectiveAveragingPolicy,
     OuterOptimizerPolicy,
+    PopulationBasedTrainingPolicy,
+    ServerOptions,
+    ServerRule,
     SPARTAPolicy,
     StateScope,
     StreamingDiLoCoPolicy,
+    Tier,
     WindowOptions,
+    graphs,
 )
 
 COPY, MEAN = StateScope(optimizer_state="copy"), StateScope(optimizer_state="average")
@@ -69,6 +77,13 @@ POLICIES = {
     "outer, blocks": lambda build: EDiTPolicy(2),
     "outer, few": lambda build: SPARTAPolicy(),
     "groups": lambda build: DecentralizedAveragingPolicy(average_every=3, target_group_size=4),
+    "gossip": lambda build: GossipPolicy(graph=graphs.BaseGraph(1), global_every=3),
+    "push-sum": lambda build: GossipPolicy(graph=graphs.exponential, push_sum=True, delay=1),
+    "server": lambda build: AsyncServerPolicy(ServerOptions(ServerRule(0.7, 0.9, 3, delayed=True)), steps=2),
+    "server, tiers": lambda build: AsyncServerPolicy(
+        HALOS, steps=1, dylu=True, tier=Tier(lambda size: [rank * 3 // size for rank in range(size)], every=2)
+    ),
+    "population, Adam": lambda build: PopulationBasedTrainingPolicy(3),
     "clock": lambda build: AsyncModelAveragePolicy(sync_interval_ms=30),
     "clock, ring": lambda build: AsyncModelAveragePolicy(sync_interval_ms=30, peer_selection_mode="ring"),
 }

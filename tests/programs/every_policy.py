@@ -14,18 +14,24 @@ import torch
 
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
+    AsyncServerPolicy,
     AverageAllPolicy,
     DecoupledDiLoCoPolicy,
     EASGDPolicy,
     EDiTPolicy,
+    GossipPolicy,
     NoLoCoPolicy,
     OneRoundLatePolicy,
     OneSidedSelectiveAveragingPolicy,
     OuterOptimizerPolicy,
+    PopulationBasedTrainingPolicy,
+    ServerOptions,
+    ServerRule,
     SPARTAPolicy,
     SpawnPolicy,
     StreamingDiLoCoPolicy,
     Windows,
+    graphs,
 )
 
 STRATEGIES = ("mean", "weighted_mean", "best_only", "reset_weights")
@@ -48,6 +54,10 @@ Case = tuple[str, str, str]
 CASES: tuple[Case, ...] = (
     ("average", "mean", "none"),
     *((name, "outer", "none") for name in OUTER),
+    ("gossip", "mean", "none"),
+    ("push_sum", "mean", "none"),
+    ("server", "mean", "none"),
+    ("population", "best_only", "worst_ratio"),
     *product(("selective", "flat", "per_parameter"), STRATEGIES, MODES),
 )
 
@@ -75,6 +85,14 @@ def policy_of(case: Case, comm: Any) -> SpawnPolicy:
         return AverageAllPolicy(2)
     if name in OUTER:
         return OUTER[name]()
+    if name == "gossip":
+        return GossipPolicy(2, graph=graphs.BaseGraph(1))
+    if name == "push_sum":
+        return GossipPolicy(2, graph=graphs.one_peer_exponential, push_sum=True, delay=1)
+    if name == "server":
+        return AsyncServerPolicy(ServerOptions(ServerRule(0.5, 0.0)), steps=2, patience_s=10)
+    if name == "population":
+        return PopulationBasedTrainingPolicy(2)
     how: dict[str, Any] = {
         "averaging_strategy": strategy,
         "replacement_mode": mode,

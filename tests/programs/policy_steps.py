@@ -17,6 +17,7 @@ from spawnsim.policies import (
     AverageAllPolicy,
     EASGDPolicy,
     EDiTPolicy,
+    GossipPolicy,
     NoLoCoPolicy,
     OneRoundLatePolicy,
     OneSidedSelectiveAveragingPolicy,
@@ -27,6 +28,7 @@ from spawnsim.policies import (
     Travels,
     Windows,
     Wiring,
+    graphs,
     replay,
 )
 
@@ -84,6 +86,14 @@ def policy_for(name: str, comm: Any, events: str) -> SpawnPolicy:
         return own
     if name.startswith("outer-"):
         return OUTER[name.removeprefix("outer-")]()
+    if name.startswith("gossip"):
+        graph = {"ring": graphs.ring, "base": graphs.BaseGraph(1), "pairs": graphs.random_pairs}.get(
+            name.split("-")[1]
+        )
+        return GossipPolicy(
+            3, graph=graph or graphs.one_peer_exponential, push_sum="push-sum" in name, delay=int("delay" in name),
+            global_every=2 if "global" in name else None,
+        )  # fmt: skip
     if name.startswith("average"):
         state = "average" if "optimizer" in name else "keep"
         momentum = 0.25 if "momentum" in name else 0.0

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from support.random_calls import CALLS, SHARED, Given
-from support.random_policies import CHECKED, POLICIES, WHOLE, Draw, Mixed
+from support.random_policies import CHECKED, ON_GRAPHS_AND_SERVERS, POLICIES, WHOLE, Draw, Mixed
 
 import spawnsim
 from spawnsim.errors import RankError, RankFailed, Revoked, Timeout, WorldError
@@ -165,7 +165,7 @@ class Training(Program):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         hurried = math.isfinite(self.until_s)
         draw = Draw(*self.choices, 1, hurried=hurried, damaged=self.damaged, mortal=self.mortal)
-        policy = POLICIES[self.policy](draw)
+        policy = (POLICIES | ON_GRAPHS_AND_SERVERS)[self.policy](draw)
         begun_again, known = comm.clock.now() > 0.0, comm
 
         def step(group: Any, number: int) -> None:
@@ -393,9 +393,16 @@ def liveness(seed: int) -> Case:
     return case
 
 
+def graphs(seed: int) -> Case:
+    """Averaging on graphs, and servers, in programs that recover; ranks begin again, and join."""
+    draw = Draw(7, seed)
+    kinds = ("restart", *RANK_FAULTS, *draw.one(LINK_FAULTS, ()))
+    return _case(draw, kinds, draw.one(*ON_GRAPHS_AND_SERVERS))
+
+
 KINDS: dict[str, Callable[[int], Case]] = {
     "recovering": recovering, "restarting": restarting, "unattended": unattended, "collectives": collectives,
-    "stages": stages, "liveness": liveness,
+    "stages": stages, "liveness": liveness, "graphs": graphs,
 }  # fmt: skip
 
 

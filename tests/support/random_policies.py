@@ -11,11 +11,17 @@ import torch
 from spawnsim.policies import (
     AsyncModelAveragePolicy,
     AsyncSelectiveAveragingPolicy,
+    AsyncServerPolicy,
     AverageAllPolicy,
     DecentralizedAveragingPolicy,
+    GossipPolicy,
     OneSidedSelectiveAveragingPolicy,
+    ServerOptions,
+    ServerRule,
+    Tier,
     Windows,
     Wiring,
+    graphs,
 )
 from spawnsim.policies.averaging import Everyone, Exponential, Grid, Pairs
 
@@ -89,6 +95,31 @@ POLICIES: dict[str, Callable[[Draw], Any]] = {
     "average_all": lambda draw: AverageAllPolicy(draw.one(1, 2, 5), momentum=draw.one(0.0, 0.0, 0.5)),
     "selective": _selective, "one_sided": _one_sided, "groups": _groups, "by_clock": _by_clock,
     "warm_up": lambda draw: _by_clock(draw, 3),
+}  # fmt: skip
+
+
+def _gossip(draw: Draw) -> Any:
+    graph = draw.one(graphs.ring, graphs.torus, graphs.exponential, graphs.random_pairs, graphs.BaseGraph(1))
+    return GossipPolicy(draw.one(1, 2), graph=graph, global_every=draw.one(None, 4))
+
+
+def _push_sum(draw: Draw) -> Any:
+    graph = draw.one(graphs.one_peer_exponential, graphs.exponential)
+    return GossipPolicy(draw.one(1, 2), graph=graph, push_sum=True, delay=draw.one(0, 1, 2))
+
+
+def _server(draw: Draw) -> Any:
+    rule = draw.one(ServerRule(0.5, 0), ServerRule(0.5, 0.5, 2), ServerRule(0.5, 0.9, 3, delayed=True))
+    tier = draw.one(None, None, Tier(lambda size: [rank * 2 // size for rank in range(size)], every=3))
+    options = ServerOptions(rule, grace_s=draw.one(0.0, 0.005))
+    return AsyncServerPolicy(
+        options, steps=draw.one(1, 3), dylu=draw.one(False, True), tier=tier, patience_s=0.5
+    )
+
+
+# Apart, so that a seed's run of the others stays what it is.
+ON_GRAPHS_AND_SERVERS: dict[str, Callable[[Draw], Any]] = {
+    "gossip": _gossip, "push_sum": _push_sum, "server": _server,
 }  # fmt: skip
 CHECKED = ("selective", "one_sided", "groups", "by_clock")  # damaged weights are refused
 WHOLE = ("selective", "one_sided")  # each replaced rank takes all of its model from the same donors

@@ -99,7 +99,8 @@ class Server:
         self.optimizer = ServerOptimizer(options.rule, wide)
         self.version = self.refused = 0
         self.fastest = 0.0
-        self._waiting: list[tuple[int, int]] = []  # (worker, staleness of what it brought)
+        self._waiting: list[tuple[int, int, int]] = []  # (worker, its request, staleness of what it brought)
+        self._latest: dict[int, int] = {}  # request of each worker
         self._first_s = math.inf
 
     @property
@@ -111,6 +112,12 @@ class Server:
             for (name, dtype), wide in pairs
         }
 
+    def is_new(self, source: int, message: Message) -> bool:
+        """Return whether a change has not come before: a message may come twice."""
+        new = message.iteration > self._latest.get(source, 0)
+        self._latest[source] = max(self._latest.get(source, 0), message.iteration)
+        return new
+
     def take(self, source: int, message: Message, now_s: float) -> tuple[int, float] | None:
         """Take a change, and note who waits for an answer.
 
@@ -120,7 +127,7 @@ class Server:
         self._first_s = min(self._first_s, now_s)
         self.fastest = max(self.fastest, message.value)
         staleness = self.version - message.number
-        self._waiting.append((source, staleness))
+        self._waiting.append((source, message.iteration, staleness))
         given = {} if message.damaged else self.form.unpack(self.form.changes, message)
         if not given or not all(all_finite(tensor) for tensor in given.values()):
             self.refused += 1
@@ -147,9 +154,11 @@ class Server:
         return [
             (
                 rank,
-                Message(Kind.PULL, self.version, part=self.tier, value=self.fastest, settled=old, body=body),
+                Message(
+                    Kind.PULL, self.version, request, self.tier, value=self.fastest, settled=old, body=body
+                ),
             )
-            for rank, old in waiting
+            for rank, request, old in waiting
         ]
 
 
@@ -231,6 +240,7 @@ class ServerNode:
         )  # of a region's server: weights and versions when it merged last
         self._lifting = False
         self._pulled: Message | None = None
+        self._requests = [0, 0]  # of the worker, and of the region's server
         self._out: deque[Outgoing] = deque()
         self._heard_s = comm.clock.now()
         self.endpoint = Endpoint(comm, tag)
@@ -265,12 +275,13 @@ class ServerNode:
             members -= dead
         for source, message in arrived:
             self._heard_s = now_s
-            if message.kind is Kind.PUSH:
+            if message.kind is Kind.PUSH and self.servers[message.part].is_new(source, message):
                 self._take(source, message, now_s)
-            elif message.kind is Kind.PULL and message.part == 0:
-                self._pulled = message
-            elif message.kind is Kind.PULL:
-                self._merge(message)
+            elif message.kind is Kind.PULL and message.iteration == self._requests[message.part]:
+                if message.part:
+                    self._merge(message)
+                else:
+                    self._pulled = message
             elif message.kind is Kind.LEAVE:
                 self._members[message.part].discard(source)
         for server in self.servers.values():
@@ -302,7 +313,8 @@ class ServerNode:
             return
         self._lifting = True
         body = self.form.pack(self.form.changes, difference(server.weights, self._base))
-        self._out.append((self.top, Message(Kind.PUSH, self._merged[1], part=1, body=body)))
+        self._requests[1] += 1
+        self._out.append((self.top, Message(Kind.PUSH, self._merged[1], self._requests[1], 1, body=body)))
 
     def _merge(self, message: Message) -> None:
         """Merge the global weights into those of a region's server."""
@@ -319,7 +331,8 @@ class ServerNode:
         """Send a worker's change and wait for weights; return these, and the message that they came in."""
         body = self.form.pack(self.form.changes, change)
         self._pulled = None
-        self._out.append((self.home, Message(Kind.PUSH, version, value=speed, body=body)))
+        self._requests[0] += 1
+        self._out.append((self.home, Message(Kind.PUSH, version, self._requests[0], value=speed, body=body)))
         self.engine.drive(self._answered, patience_s)
         pulled = self._last_answer()
         if pulled is None or pulled.damaged:

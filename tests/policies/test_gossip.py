@@ -1,0 +1,246 @@
+"""`GossipPolicy` held to recursions written out in numpy, in float64; dtypes, groups, deaths, newcomers, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.policy_ranks import line, numbers, walk
+
+import spawnsim
+from spawnsim.errors import MismatchError, ParameterError, RankFailed, Revoked, Timeout
+from spawnsim.policies import AsyncModelAveragePolicy, GossipPolicy, StateScope, graphs
+from spawnsim.policies.rules.graphs import BaseGraph, Mixing
+
+LR, RANKS, STEPS = 0.1, 11, 9
+WANTED = np.random.default_rng(5).normal(size=(RANKS, 3))  # the minimum of each rank's loss
+
+
+def train(policy: Any, ranks: int = RANKS, steps: int = STEPS, **how: Any) -> np.ndarray[Any, Any]:
+    """Let each rank take gradient steps towards its own minimum; return all models, (ranks, 3)."""
+    found: dict[int, Any] = {}
+
+    def main(comm: Any) -> None:
+        chosen, rank = policy(), comm.rank
+        model = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.constant_(model.weight, float(rank))
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        for iteration in range(steps):
+            with comm.compute(0.01 * (1 + rank % 3)):
+                optimizer.zero_grad()
+                ((model.weight - torch.from_numpy(WANTED[rank])) ** 2).sum().mul(0.5).backward()
+                optimizer.step()
+            model, optimizer, _ = chosen(iteration, model, optimizer, group=comm)
+        chosen.shutdown()
+        found[rank] = model.weight.detach().numpy()[0]
+
+    spawnsim.run(main, ranks=ranks, seed=7, **how)
+    return np.stack([found[rank] for rank in range(ranks)])
+
+
+def irregular(size: int, round_: int, seed: int) -> Mixing:
+    """A directed ring in which every third rank also sends to rank 0: columns sum to 1, rows do not."""
+    full = np.zeros((size, size))
+    for rank in range(size):
+        to = [rank, (rank + 1) % size, *([0] if rank % 3 == 2 and (rank + 1) % size else [])]
+        for other in to:
+            full[other, rank] += 1 / len(to)
+    receivers, senders = np.nonzero(full)
+    return Mixing(size, receivers, senders, full[receivers, senders])
+
+
+def test_d_psgd_is_its_recursion() -> None:
+    """x_i ← Σ_j W_ij (x_j − γ g_j), on a ring, a torus, and graphs that change in each round."""
+    for graph in (graphs.ring, graphs.torus, graphs.exponential, graphs.random_pairs, BaseGraph(2)):
+        expected = np.repeat(np.arange(float(RANKS))[:, None], 3, 1)
+        for round_ in range(STEPS):
+            expected = graph(RANKS, round_, 7).matrix() @ (expected - LR * (expected - WANTED))
+        found = train(lambda graph=graph: GossipPolicy(graph=graph))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("graph", [graphs.one_peer_exponential, irregular])
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_push_sum_is_its_recursion(graph: Any, delay: int) -> None:
+    """SGP, and overlap SGP: what was sent in round t comes in at t + delay; the mean of x over Σw stays the mean."""
+    x, w = np.repeat(np.arange(float(RANKS))[:, None], 3, 1), np.ones(RANKS)
+    z, sent = x.copy(), []
+    for round_ in range(STEPS):
+        x = x - LR * (z - WANTED)
+        sent.append((graph(RANKS, round_, 7).matrix(), x.copy(), w.copy()))
+        own = np.diag(sent[-1][0])
+        x, w = own[:, None] * x, own * w
+        if round_ >= delay:
+            full, gone, weights = sent[round_ - delay]
+            full = full - np.diag(np.diag(full))
+            x, w = x + full @ gone, w + full @ weights
+        z = x / w[:, None]
+    found = train(lambda: GossipPolicy(graph=graph, push_sum=True, delay=delay))
+    np.testing.assert_allclose(found, z, rtol=0, atol=1e-12)
+
+
+def test_gossip_pga_takes_the_global_mean_each_so_many_rounds() -> None:
+    """Rounds 4 and 8 are global means, the others gossip."""
+    expected = np.repeat(np.arange(float(RANKS))[:, None], 3, 1)
+    for round_ in range(STEPS):
+        expected = expected - LR * (expected - WANTED)
+        if (round_ + 1) % 4 == 0:
+            expected[:] = expected.mean(0)
+        else:
+            expected = graphs.ring(RANKS).matrix() @ expected
+    np.testing.assert_allclose(train(lambda: GossipPolicy(global_every=4)), expected, rtol=0, atol=1e-12)
+
+
+def test_a_base_graph_of_13_ends_in_the_mean_and_stays_there() -> None:
+    """Models above the eager threshold; bytes, donors and waits are told."""
+    rounds = len(BaseGraph(1).rounds(13))
+    found = walk(lambda _: GossipPolicy(graph=BaseGraph(1)), ranks=13, steps=rounds + 2)
+    for model in found.models.values():
+        assert max(abs(number - 6) for number in numbers(model)) < 1e-6
+    told = [found.infos[3, step] for step in range(rounds)]
+    assert {info["donors"] for info in told} <= {0, 1}
+    assert all(info["bytes"] >= 2 * info["donors"] * 120_000 for info in told)
+
+
+def test_equal_models_stay_equal_to_the_bit_in_every_dtype() -> None:
+    """Half precision, whole numbers, complex numbers; other than with push-sum, where a rounding is due."""
+
+    def start(_: int) -> Any:
+        model = torch.nn.Linear(7, 3)
+        torch.nn.init.constant_(model.weight, 0.7)
+        torch.nn.init.constant_(model.bias, 0.7)
+        model.register_parameter("coarse", torch.nn.Parameter(torch.full((5,), 0.7, dtype=torch.bfloat16)))
+        model.register_parameter("turn", torch.nn.Parameter(torch.full((5,), 0.7 + 0.3j)))
+        model.register_buffer("seen", torch.tensor(12345678901))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    before = start(0)[0].state_dict()
+    found = walk(lambda _: GossipPolicy(graph=graphs.random_pairs), ranks=10, steps=3, start=start)
+    for model in found.models.values():
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    found = walk(lambda _: GossipPolicy(push_sum=True), ranks=10, steps=3, start=start)
+    for model in found.models.values():
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(tensor, before[name])
+
+
+def test_groups_within_the_world_average_among_themselves() -> None:
+    """Two halves of 12 ranks, each in its own communicator, and ranks that are numbered backwards."""
+    found = walk(
+        lambda _: GossipPolicy(graph=BaseGraph(1)), ranks=12, steps=8,
+        group=lambda comm: comm.Split(comm.rank % 2, -comm.rank),
+    )  # fmt: skip
+    for rank, model in found.models.items():
+        assert numbers(model) == {5.0 + rank % 2}
+
+
+@pytest.mark.parametrize("how", [{}, {"push_sum": True, "delay": 1}, {"global_every": 3}])
+def test_deaths_and_newcomers(how: dict[str, Any]) -> None:
+    """Two of ten die, in training and at their neighbours' wait; one comes back. All end in one mean of theirs."""
+    ends: dict[int, set[float]] = {}
+
+    def main(comm: Any) -> None:
+        rank, group, iteration = comm.rank, comm, 0
+        policy, (model, optimizer) = GossipPolicy(graph=graphs.exponential, **how), line(float(rank))
+        newcomer, known = comm.clock.now() > 0, comm
+        while iteration < 40:
+            try:
+                if group is not known:
+                    lacking = group.allgather(newcomer)
+                    if any(lacking):
+                        model.load_state_dict(group.bcast(model.state_dict(), lacking.index(False)))
+                    known, newcomer = group, False
+                with comm.compute(0.01):
+                    pass
+                model, optimizer, _ = policy(iteration, model, optimizer, group=group)
+                iteration += 1
+            except (RankFailed, Revoked, Timeout):
+                found = group.recover(iteration)
+                group, iteration = found.comm, found.step
+        policy.shutdown()
+        ends[rank] = {round(number, 3) for number in numbers(model) - {float(rank)}} or numbers(model)
+
+    run = spawnsim.run(main, ranks=10, seed=3, faults="crash:3@0.055s;crash:7@0.1003s;restart:7@0.2s")
+    assert set(ends) == set(range(10)) - {3}
+    flat = [number for each in ends.values() for number in each]
+    assert max(flat) - min(flat) < 0.02
+    assert 2 < flat[0] < 7
+    assert [event["rank"] for event in run.events if event["kind"] == "crash"] == [3, 7]
+
+
+def test_a_neighbour_that_does_not_come_leaves_the_model_as_it_is() -> None:
+    """A time-out, and the round that was missed is finished by the next call."""
+    told: dict[int, Any] = {}
+
+    def main(comm: Any) -> None:
+        policy, (model, optimizer) = GossipPolicy(), line(float(comm.rank))
+        policy(0, model, optimizer, group=comm)
+        before = numbers(model)
+        if comm.rank == 4:
+            comm.clock.sleep(1.0)
+        if comm.rank in (3, 5):
+            with pytest.raises(Timeout), comm.clock.deadline(0.5):
+                policy(1, model, optimizer, group=comm)
+            told[comm.rank] = numbers(model) == before
+        policy(1, model, optimizer, group=comm)
+        policy(2, model, optimizer, group=comm)
+
+    spawnsim.run(main, ranks=10)
+    assert told == {3: True, 5: True}
+
+
+def test_a_checkpoint_goes_on_in_the_same_round() -> None:
+    """Of a graph that changes: 5 rounds, then 4 by new policies, are 9 rounds; also if one rank's is lost."""
+    whole = train(lambda: GossipPolicy(graph=graphs.random_pairs), steps=9)
+    found: dict[int, Any] = {}
+
+    def main(comm: Any) -> None:
+        model = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.constant_(model.weight, float(comm.rank))
+        optimizer, policy = (
+            torch.optim.SGD(model.parameters(), lr=LR),
+            GossipPolicy(graph=graphs.random_pairs),
+        )
+        for iteration in range(9):
+            if iteration == 5:
+                state = policy.state_dict()
+                policy = GossipPolicy(graph=graphs.random_pairs)
+                if comm.rank != 2:
+                    policy.load_state_dict(state)
+            optimizer.zero_grad()
+            ((model.weight - torch.from_numpy(WANTED[comm.rank])) ** 2).sum().mul(0.5).backward()
+            optimizer.step()
+            policy(iteration, model, optimizer, group=comm)
+        found[comm.rank] = model.weight.detach().numpy()[0]
+
+    spawnsim.run(main, ranks=RANKS, seed=7)
+    np.testing.assert_array_equal(np.stack([found[rank] for rank in range(RANKS)]), whole)
+
+
+def test_bad_parameters_and_models_are_refused() -> None:
+    """What cannot be: a delay or a plain mean with the wrong weights, optimizers that travel, models that differ."""
+    for bad in ({"delay": 1}, {"delay": -1, "push_sum": True}, {"global_every": 0}, {"global_every": 2, "push_sum": True},
+                {"travels": StateScope(optimizer_state="average")}):  # fmt: skip
+        with pytest.raises(ParameterError):
+            GossipPolicy(**bad)
+    with pytest.raises(ParameterError, match="not doubly stochastic"):
+        walk(lambda _: GossipPolicy(graph=irregular), ranks=12, steps=2)
+    with pytest.raises(MismatchError, match="models of this group differ"):
+        walk(lambda _: GossipPolicy(), ranks=10, steps=2, start=lambda rank: line(0.0, width=9 + rank // 9))
+
+
+def test_averaging_in_pairs_after_each_step_is_ad_psgd() -> None:
+    """By the clock at once: pairs at random, nobody waits, a straggler holds up none, and the mean is kept."""
+    found = walk(
+        lambda _: AsyncModelAveragePolicy("random", sync_interval_ms=1e-3), ranks=12, steps=60,
+        start=lambda rank: line(float(rank), width=50, dtype=torch.float64),
+        pace=lambda rank: 0.1 if rank == 0 else 0.01,
+    )  # fmt: skip
+    ends = [model.logZ.item() for model in found.models.values()]
+    assert sum(ends) / 12 == pytest.approx(5.5, abs=1e-9)
+    assert max(ends) - min(ends) < 1
+    table = found.run.table
+    assert table["time_s"][(table["rank"] > 0) & (table["iteration"] == 59)].max() < 0.65
+    assert table["time_s"][(table["rank"] == 0) & (table["iteration"] == 59)] == pytest.approx(6.0, rel=0.01)
