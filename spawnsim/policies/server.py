@@ -124,14 +124,21 @@ class AsyncServerPolicy(SpawnPolicy):
                 reset_optimizer(optimizer)
         return model, optimizer
 
-    def _join(self, comm: Comm, live: Tensors) -> ServerNode:
+    def _join(self, comm: Comm, live: Tensors, *, working: bool = True) -> ServerNode:
         """Begin on a communicator, the first one or that of the survivors; collective."""
         if self.server >= comm.Get_size():
             raise ParameterError(f"server={self.server}: the group has {comm.Get_size()} ranks")
         if self._node is not None:
             self._node.engine.stop()
         node = self._node = ServerNode(
-            comm, self.tag, live, top=self.server, options=self.options, tier=self.tier, kept=self._kept
+            comm,
+            self.tag,
+            live,
+            top=self.server,
+            options=self.options,
+            tier=self.tier,
+            kept=self._kept,
+            working=working,
         )
         self._kept = node.reached
         return node
@@ -173,10 +180,9 @@ class AsyncServerPolicy(SpawnPolicy):
             ParameterError: this rank is no server's.
         """
         comm, live = self._bound(group), self._collect(model, None)
-        node = self._join(comm, live)
+        node = self._join(comm, live, working=False)
         if not node.servers:
             raise ParameterError(f"rank {comm.Get_rank()} is no server's: server={self.server}")
-        node.working = False
         node.leave(self.patience_s)
         assign(live, node.servers[max(node.servers)].weights)
         self._node = None

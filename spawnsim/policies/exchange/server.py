@@ -204,18 +204,20 @@ class ServerNode:
         options: of the server that workers talk to.
         tier: regions' servers between workers and the top, if there are any.
         kept: the server of an earlier communicator, which goes on where this rank is still the top.
+        working: whether this rank trains as well.
     """
 
     def __init__(
         self, comm: Comm, tag: int, live: Tensors, *, top: int, options: ServerOptions, tier: Tier | None,
         kept: Server | None,
+        working: bool = True,
     ) -> None:  # fmt: skip
         rank, size = comm.Get_rank(), comm.Get_size()
         self.comm, self.top, self.tier = comm, top, tier
         self.form = Form(live)
         check_same(comm, self.form.weights, guard=False)
         homes = tier.homes(size) if tier is not None else [top] * size
-        self.home, self.working = homes[rank], True
+        self.home, self.working = homes[rank], working
         begun = self._begun(live, kept)
         # A server that goes on has a version; regions' servers begin with a new one.
         version = np.asarray([kept.version if kept is not None else 0])
@@ -249,7 +251,7 @@ class ServerNode:
             self.endpoint, self, poll_interval_s=POLL_S, background_wait_s=BACKGROUND_WAIT_S,
             death_check_s=DEATH_CHECK_S,
         )  # fmt: skip
-        if self.servers:
+        if self.servers and working:
             self.engine.run_in_background()
 
     def _begun(self, live: Tensors, kept: Server | None) -> Tensors:
@@ -349,6 +351,7 @@ class ServerNode:
 
     def leave(self, patience_s: float) -> None:
         """End: tell the server, and serve until all others have left, died, or been silent for `patience_s`."""
+        self.engine.stop(patience_s)  # this rank has nothing else to do now: it waits for messages itself
         if self.working:
             self._out.append((self.home, Message(Kind.LEAVE, 0)))
         for tier in sorted(self.servers):
@@ -360,7 +363,6 @@ class ServerNode:
             if tier == 0 and self.tier is not None:
                 self._out.append((self.top, Message(Kind.LEAVE, 0, part=1)))
         self.engine.progress()
-        self.engine.stop(patience_s)
 
     def _is_alone(self, tier: int) -> bool:
         return not self._members[tier]
