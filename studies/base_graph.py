@@ -35,14 +35,16 @@ def study(context: Context) -> None:
             longest = max(longest, len(rounds) - (2 * math.log(size, degree + 1) + 2))
         live = max(spread(graph, ranks) for ranks in LIVE)
         rows.append({"degree": degree, "error": worst, "beyond": longest, "busiest": busiest, "live": live})
-        context.say(f"k = {degree}: off by {worst:.1e} at most, {live:.1e} on live ranks, {busiest} neighbours at most")
+        context.say(
+            f"k = {degree}: off by {worst:.1e} at most, {live:.1e} on live ranks, {busiest} neighbours at most"
+        )
     context.save_table(rows, "errors")
     one_peer = np.arange(25.0)
     for round_ in range(25):
         one_peer = graphs.mixing(graphs.one_peer_exponential, 25, round_)(one_peer)
     context.claim(
-        "The Base-(k+1) graph reaches the exact mean after finitely many rounds with at most k neighbours, for any number "
-        "of ranks; one-peer exponential graphs do so for powers of two alone",
+        "The Base-(k+1) graph reaches the exact mean after finitely many rounds with at most k neighbours, for any "
+        "number of ranks; one-peer exponential graphs do so for powers of two alone",
         source="arXiv 2305.11420, theorem 1",
         checks={
             "exact": max(row["error"] for row in rows) < 1e-12 and max(row["live"] for row in rows) < 1e-12,
@@ -50,9 +52,9 @@ def study(context: Context) -> None:
             "within 2 log n + 2 rounds": max(row["beyond"] for row in rows) < 1e-9,
             "the one-peer graph is not": float(np.ptp(one_peer)) > 1e-9,
         },
-        found=f"every number of ranks from 2 to {sizes[-1]:,}, k from 1 to 4: off by {max(r['error'] for r in rows):.0e} at "
-        f"most; 25 and 100 live ranks by {max(r['live'] for r in rows):.0e}; one-peer exponential on 25 ranks after 25 "
-        f"rounds by {np.ptp(one_peer):.0e}",
+        found=f"every number of ranks from 2 to {sizes[-1]:,}, k from 1 to 4: off by "
+        f"{max(row['error'] for row in rows):.0e} at most; 25 and 100 live ranks by "
+        f"{max(row['live'] for row in rows):.0e}; one-peer exponential on 25 ranks after 25 rounds by {np.ptp(one_peer):.0e}",
     )
 
 

@@ -1,4 +1,4 @@
-"""Rounds of averaging until all agree, when ranks fail for single rounds: five ways to average, against a published table.
+"""Rounds of averaging until all agree when ranks fail for single rounds: five ways, against a published table.
 
     spawnsim study moshpit_failures [--quick]
 
@@ -18,8 +18,8 @@ from spawnsim.study import Context
 
 SIDE, LIMIT, TARGET = 32, 50, 1e-9
 WAYS = ("all-reduce", "gossip", "SGP", "random groups", "Moshpit")
-# (ranks, p) -> rounds by WAYS, means of 10 seeds: the output of plot_results.ipynb in yandex-research/moshpit-sgd, 78fb4da.
-# It has no rows of 1,024 ranks, which are computed here all the same.
+# (ranks, p) -> rounds by WAYS, means of 10 seeds: the output of plot_results.ipynb in
+# yandex-research/moshpit-sgd, 78fb4da. It has no rows of 1,024 ranks, which are computed here all the same.
 PUBLISHED = {
     (512, 0.0): (1.0, 50.0, 47.6, 6.1, 8.2), (512, 0.001): (1.6, 50.0, 47.6, 6.3, 8.5),
     (512, 0.005): (10.9, 50.0, 47.8, 6.3, 8.8), (512, 0.01): (41.7, 50.0, 47.8, 6.6, 8.8),
@@ -52,12 +52,15 @@ def study(context: Context) -> None:
                 ]
             rows.append(row)
             told = ", ".join(f"{way} {here:.1f}" for way, here in zip(WAYS, mean, strict=True))
-            context.say(f"{ranks:5} ranks, p {chance:<5g}: {told}" + (f" (published {published})" if published else ""))
+            context.say(
+                f"{ranks:5} ranks, p {chance:<5g}: {told}"
+                + (f" (published {published})" if published else "")
+            )
     context.save_table(rows, "rounds")
     cells = 5 * len(PUBLISHED)
     context.claim(
-        "Moshpit's averaging agrees to 1e-9 in 5 to 9 rounds whatever fails, as random groups do, where SGP needs 43 to "
-        "48, and all-reduce and gossip mostly do not in 50 (its table of failures)",
+        "Moshpit's averaging agrees to 1e-9 in 5 to 9 rounds whatever fails, as random groups do, where SGP needs 43 "
+        "to 48, and all-reduce and gossip mostly do not in 50 (its table of failures)",
         source="arXiv 2103.03239; averaging_experiments/plot_results.ipynb",
         checks={
             "each of the 60 published means within its interval": not off,
@@ -65,9 +68,9 @@ def study(context: Context) -> None:
                 row["rounds"][4] < row["rounds"][2] <= row["rounds"][1] for row in rows if row["p"] >= 0.005
             ),
         },
-        found=f"{cells - len(off)} of {cells} means of 512, 768 and 900 ranks within their 99 % intervals, {len(seeds)} "
-        f"seeds; 1,024 ranks and p = 0.01: Moshpit {rows[-1]['rounds'][4]:.1f}, SGP {rows[-1]['rounds'][2]:.1f}"
-        + (f"; outside: {'; '.join(off[:4])}" if off else ""),
+        found=f"{cells - len(off)} of {cells} means of 512, 768 and 900 ranks within their 99 % intervals, "
+        f"{len(seeds)} seeds; 1,024 ranks and p = 0.01: Moshpit {rows[-1]['rounds'][4]:.1f}, "
+        f"SGP {rows[-1]['rounds'][2]:.1f}" + (f"; outside: {'; '.join(off[:4])}" if off else ""),
     )
 
 

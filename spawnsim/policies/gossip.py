@@ -18,7 +18,7 @@ from spawnsim.policies.exchange.group_mean import GroupMean, check_same
 from spawnsim.policies.exchange.neighbours import NeighbourRounds
 from spawnsim.policies.rules.cadence import Cadence
 from spawnsim.policies.rules.graphs import Graph, Mixing, mixing, ring
-from spawnsim.policies.state.arithmetic import as_tensor, blend, sum_dtype, without_data
+from spawnsim.policies.state.arithmetic import CPU, as_tensor, blend, sum_dtype, without_data
 from spawnsim.policies.state.codecs import Bytes
 from spawnsim.policies.state.layout import (
     Collector,
@@ -96,6 +96,8 @@ class GossipPolicy(SpawnPolicy):
         self.num_averagings = 0
         self._collect = Collector(self.travels)
         self._met: Comm | None = None  # the communicator for which the following hold
+        self._resumed = False  # push-sum goes on from a checkpoint
+        self._device = CPU
         self._rounds: NeighbourRounds
         self._mean: GroupMean | None = None
         self._sum = PushSum()
@@ -139,14 +141,16 @@ class GossipPolicy(SpawnPolicy):
         rounds = np.asarray([self.num_averagings])
         comm.Allreduce(IN_PLACE, rounds, MAX)
         self.num_averagings = int(rounds[0])
-        allocate = allocator_for(device_of(live))
+        self._device = device_of(live)
+        allocate = allocator_for(self._device)
         self._rounds = NeighbourRounds(comm, self.tag, nbytes=self._layout.nbytes, allocate=allocate)
-        self._sum.begin()
-        self._met = comm
+        if not self._resumed:
+            self._sum.begin()
+        self._met, self._resumed = comm, False
 
     def _gossip(self, comm: Comm, live: Tensors) -> tuple[int, int]:
         """Take part in a round; return the number of donors, and bytes sent and received."""
-        rank, device = comm.Get_rank(), device_of(live)
+        rank, device = comm.Get_rank(), self._device
         weights = self._weights(comm, self.num_averagings)
         to, sources = (
             [other for other, _ in each] for each in (weights.outgoing(rank), weights.incoming(rank))
@@ -186,11 +190,22 @@ class GossipPolicy(SpawnPolicy):
         return {"num_averagings": self.num_averagings, "push_sum_weight": self._sum.weight}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "num_averagings": self.num_averagings}
+        return {**super().state_dict(), "num_averagings": self.num_averagings, "push_sum": self._sum.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.num_averagings = int(state["num_averagings"])
+        self._sum.load(state["push_sum"])
+        self._met, self._resumed = None, True
+
+    def drain(self) -> None:
+        """Take in what is under way, before a checkpoint. See `SpawnPolicy.drain`."""
+        while self._met is not None and self._rounds.under_way:
+            first = self.num_averagings - self._rounds.under_way
+            weights = dict(self._weights(self._met, first).incoming(self._met.Get_rank()))
+            for rank, memory in self._rounds.finish():
+                self._sum.add(weights[rank], laid_out(self._layout, as_tensor(memory), self._device))
+        super().drain()
 
 
 class PushSum:
@@ -203,6 +218,22 @@ class PushSum:
         self.weight = 1.0
         self._numerators: Tensors = {}
         self._written: Tensors = {}
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs; its tensors are never changed in place."""
+        return {"weight": self.weight, "numerators": {**self._numerators}, "written": {**self._written}}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take up a checkpoint."""
+        self.weight = float(state["weight"])
+        self._numerators, self._written = dict(state["numerators"]), dict(state["written"])
+
+    def add(self, share: float, given: Tensors) -> None:
+        """Take in a share of what another rank has sent."""
+        if without_data(given[WEIGHT]):
+            return
+        self.weight += share * float(given[WEIGHT])
+        self._numerators = {name: own + share * given[name] for name, own in self._numerators.items()}
 
     def layout(self, live: Tensors) -> Layout:
         """Return what travels: the numerators in the type in which they are summed, and the weight."""
@@ -218,7 +249,7 @@ class PushSum:
         for name, tensor in live.items():
             wide = tensor.to(sum_dtype(tensor.dtype), copy=True)
             if name in self._written:  # steps since the last round
-                self._numerators[name] += wide - self._written[name]
+                self._numerators[name] = self._numerators[name] + (wide - self._written[name])
             else:
                 self._numerators[name] = wide
             self._written[name] = tensor.to(wide.dtype, copy=True)
@@ -228,12 +259,12 @@ class PushSum:
         """Take the share that is kept and the shares that have arrived, and write z = x/w to the live tensors."""
         if all(without_data(tensor) for tensor in live.values()):
             return
-        self.weight = own * self.weight + sum(share * float(each[WEIGHT]) for share, each in given)
+        self.weight *= own
+        self._numerators = {name: own * numerator for name, numerator in self._numerators.items()}
+        for share, each in given:
+            self.add(share, each)
         values: Tensors = {}
         for name, numerator in self._numerators.items():
-            numerator *= own
-            for share, each in given:
-                numerator += share * each[name]
             value = numerator / self.weight
             target = live[name]
             values[name] = value if target.is_floating_point() else value.round()

@@ -72,8 +72,8 @@ class PopulationBasedTrainingPolicy(AsyncSelectiveAveragingPolicy):
 
     No rank waits for another, as in `AsyncSelectiveAveragingPolicy`, which this is with other rules. A metric that is
     not finite counts as the worst, and a donor whose weights are not finite is left out, so that NaN does not spread.
-    Who took over from whom is in the events "replacement", and the settings that a rank went on with in "explored";
-    `spawnsim.plots.descent` draws who descends from whom. Source: Jaderberg et al. 2017; defaults of Ray Tune.
+    Who took over from whom is in the events "replacement" (`spawnsim plot` draws them, `replay` takes them again), and
+    the settings that a rank went on with in "explored". Source: Jaderberg et al. 2017; defaults of Ray Tune.
 
     Args:
         average_every: iterations from one decision to the next.

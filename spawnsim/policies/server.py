@@ -14,7 +14,7 @@ import torch
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError, WorldError
 from spawnsim.policies.base import Info, SpawnPolicy
-from spawnsim.policies.exchange.server import Server, ServerNode, ServerOptions, Tier, difference
+from spawnsim.policies.exchange.server import ServerNode, ServerOptions, Tier, difference
 from spawnsim.policies.rules.staleness import ServerRule, local_steps
 from spawnsim.policies.state.layout import (
     Collector,
@@ -97,7 +97,8 @@ class AsyncServerPolicy(SpawnPolicy):
         self.num_averagings = 0
         self._collect = Collector(self.travels)
         self._node: ServerNode | None = None
-        self._kept: Server | None = None
+        self._states: dict[int, dict[str, Any]] = {}  # of this rank's servers
+        self._resume: dict[str, Any] = {}  # of this rank's round, after a drain or from a checkpoint
         self._reference: Tensors = {}
         self._version = self._done = 0
         self._began_s = 0.0
@@ -115,8 +116,11 @@ class AsyncServerPolicy(SpawnPolicy):
     ) -> ModelAndOptimizer:
         live, node = self._collect(model, None), self._node
         if node is None or node.comm is not comm:
-            self._begin(self._join(comm, live), live)
-            return model, optimizer
+            node = self._join(comm, live)
+            self._begin(node, live)
+            if not self._resume:
+                return model, optimizer
+            self._resume = {}
         self._done += 1
         if self._done >= self._wanted:
             self._exchange(node, live, info)
@@ -128,8 +132,10 @@ class AsyncServerPolicy(SpawnPolicy):
         """Begin on a communicator, the first one or that of the survivors; collective."""
         if self.server >= comm.Get_size():
             raise ParameterError(f"server={self.server}: the group has {comm.Get_size()} ranks")
-        if self._node is not None:
+        if self._node is not None:  # ranks are lost: what regions' servers hold is relative to those
             self._node.engine.stop()
+            top = int(self.tier is not None)
+            self._states = {tier: state for tier, state in self._node.states().items() if tier == top}
         node = self._node = ServerNode(
             comm,
             self.tag,
@@ -137,18 +143,21 @@ class AsyncServerPolicy(SpawnPolicy):
             top=self.server,
             options=self.options,
             tier=self.tier,
-            kept=self._kept,
+            kept=self._states,
             working=working,
         )
-        self._kept = node.reached
         return node
 
     def _begin(self, node: ServerNode, live: Tensors) -> None:
-        """Train from the weights that all begin with."""
+        """Train from the weights that all begin with, or go on with the round that was under way."""
+        now_s, resume = node.comm.clock.now(), self._resume
+        if resume:
+            self._reference, self._version = resume["reference"], int(resume["version"])
+            self._done, self._began_s = int(resume["done"]), now_s - float(resume["spent_s"])
+            return
         assign(live, node.begun)
         self._reference = {name: tensor.clone() for name, tensor in live.items()}
-        self._version = node.version
-        self._done, self._began_s = 0, node.comm.clock.now()
+        self._version, self._done, self._began_s = node.version, 0, now_s
 
     def _exchange(self, node: ServerNode, live: Tensors, info: Info) -> None:
         began_s = node.comm.clock.now()
@@ -192,8 +201,13 @@ class AsyncServerPolicy(SpawnPolicy):
         super().shutdown()
         node, self._node = self._node, None
         if node is not None:
+            spent_s = node.comm.clock.now() - self._began_s
+            self._resume = {
+                "reference": self._reference, "version": self._version, "done": self._done, "spent_s": spent_s,
+            }  # fmt: skip
             with suppress(WorldError):
                 node.leave(self.patience_s)
+            self._states = node.states()
 
     @property
     def stats(self) -> dict[str, float]:
@@ -206,11 +220,20 @@ class AsyncServerPolicy(SpawnPolicy):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "num_averagings": self.num_averagings, "wanted": self._wanted}
+        # After `drain`: the round that is under way on this rank, and its servers with their momentum.
+        own = {"num_averagings": self.num_averagings, "wanted": self._wanted, "round": self._resume}
+        return {
+            **super().state_dict(),
+            **own,
+            "servers": {str(tier): each for tier, each in self._states.items()},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.num_averagings, self._wanted = int(state["num_averagings"]), int(state["wanted"])
+        self.idle_info["local_steps"] = self._wanted
+        self._resume = state["round"]
+        self._states = {int(tier): each for tier, each in state["servers"].items()}
 
 
 HALOS = ServerOptions(

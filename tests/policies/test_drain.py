@@ -13,10 +13,17 @@ from spawnsim.errors import UsageError
 from spawnsim.policies import (
     AsyncModelAveragePolicy,
     AsyncSelectiveAveragingPolicy,
+    AsyncServerPolicy,
     AverageAllPolicy,
     DecentralizedAveragingPolicy,
+    GossipPolicy,
     OneSidedSelectiveAveragingPolicy,
+    PopulationBasedTrainingPolicy,
+    ServerOptions,
+    ServerRule,
     SpawnPolicy,
+    Tier,
+    graphs,
     replay,
 )
 
@@ -41,6 +48,17 @@ POLICIES: dict[str, Callable[[Any], SpawnPolicy]] = {
         None, None, 3, replacement_ratio=0.3, replacement_mode="worst_ratio"
     ),
     "one-sided by age": lambda comm: OneSidedSelectiveAveragingPolicy(None, None, 3, age_range=(4, 7)),
+    "gossip": lambda comm: GossipPolicy(3, graph=graphs.random_pairs, global_every=3),
+    "push-sum": lambda comm: GossipPolicy(1, graph=graphs.exponential, push_sum=True, delay=2),
+    "server": lambda comm: AsyncServerPolicy(
+        ServerOptions(ServerRule(0.7, 0.9, 3, delayed=True)), steps=5, dylu=True
+    ),
+    "tiers": lambda comm: AsyncServerPolicy(
+        ServerOptions(ServerRule(0.7, 0.9)),
+        steps=2,
+        tier=Tier(lambda size: [rank % 2 for rank in range(size)], every=5),
+    ),
+    "population": lambda comm: PopulationBasedTrainingPolicy(3),
     "groups": lambda comm: DecentralizedAveragingPolicy(3, target_group_size=4, load_state=True),
     "groups beside": lambda comm: DecentralizedAveragingPolicy(3, target_group_size=4, asynchronous=True),
     "clock": lambda comm: AsyncModelAveragePolicy("all", 20),

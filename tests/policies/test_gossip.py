@@ -1,4 +1,4 @@
-"""`GossipPolicy` held to recursions written out in numpy, in float64; dtypes, groups, deaths, newcomers, checkpoints."""
+"""`GossipPolicy` held to recursions written out in numpy; dtypes, groups, deaths, newcomers, checkpoints."""
 
 from __future__ import annotations
 
@@ -221,8 +221,8 @@ def test_a_checkpoint_goes_on_in_the_same_round() -> None:
 
 def test_bad_parameters_and_models_are_refused() -> None:
     """What cannot be: a delay or a plain mean with the wrong weights, optimizers that travel, models that differ."""
-    for bad in ({"delay": 1}, {"delay": -1, "push_sum": True}, {"global_every": 0}, {"global_every": 2, "push_sum": True},
-                {"travels": StateScope(optimizer_state="average")}):  # fmt: skip
+    for bad in ({"delay": 1}, {"delay": -1, "push_sum": True}, {"global_every": 0},
+                {"global_every": 2, "push_sum": True}, {"travels": StateScope(optimizer_state="average")}):  # fmt: skip
         with pytest.raises(ParameterError):
             GossipPolicy(**bad)
     with pytest.raises(ParameterError, match="not doubly stochastic"):

@@ -155,7 +155,7 @@ def test_populations_outlive_deaths_and_take_in_newcomers() -> None:
 
 
 def test_papa_is_a_percent_of_the_way_to_the_mean() -> None:
-    """w ← .99 w + .01 w̄ each ten steps; without waiting, the same share of what the clock's averages give."""
+    """PAPA: w ← .99 w + .01 w̄ each ten steps; without waiting, the same share of what the clock's averages give."""
     found = walk(lambda _: AverageAllPolicy(10, momentum=0.99), ranks=12, steps=31,
                  start=lambda rank: line(float(rank), 5, torch.float64))  # fmt: skip
     for rank, model in found.models.items():
@@ -173,7 +173,7 @@ def test_papa_is_a_percent_of_the_way_to_the_mean() -> None:
 
 
 def test_soups() -> None:
-    """Uniform: the mean. Greedy: the best, then those that make it no worse; NaN is never in; all ranks get the same."""
+    """Uniform: the mean. Greedy: the best, then those that do it no harm; NaN is never in; all get the same."""
     found: dict[int, Any] = {}
 
     def goodness(model: Any) -> Any:

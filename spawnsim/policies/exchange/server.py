@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from spawnsim.policies.exchange.endpoint import Endpoint, ProgressEngine
 from spawnsim.policies.exchange.group_mean import check_same
 from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
 from spawnsim.policies.rules.staleness import ServerOptimizer, ServerRule, StalenessWeight, constant
-from spawnsim.policies.state.arithmetic import all_finite, as_tensor, sum_dtype
+from spawnsim.policies.state.arithmetic import META, all_finite, as_tensor, sum_dtype, without_data
 from spawnsim.policies.state.codecs import Bytes
 from spawnsim.policies.state.layout import Entry, Layout, Tensors
 from spawnsim.policies.state.snapshot import allocator_for, device_of, laid_out, lay_out
@@ -78,8 +79,15 @@ def difference(now: Tensors, then: Tensors) -> Tensors:
     found: Tensors = {}
     for name, tensor in now.items():
         wide = sum_dtype(tensor.dtype)
+        if without_data(tensor):  # torch takes long to find the shape of a result
+            found[name] = torch.empty_like(tensor, dtype=wide)
+            continue
         found[name] = torch.where(tensor == then[name], 0, then[name].to(wide) - tensor.to(wide))
     return found
+
+
+def _rounded(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (wide if dtype.is_floating_point else wide.round()).to(dtype)
 
 
 class Server:
@@ -107,10 +115,20 @@ class Server:
     def weights(self) -> Tensors:
         """The weights as they are now, in the types of the model."""
         pairs = zip(self._dtypes.items(), self.optimizer.weights, strict=True)
-        return {
-            name: (wide if dtype.is_floating_point else wide.round()).to(dtype)
-            for (name, dtype), wide in pairs
-        }
+        return {name: _rounded(wide, dtype) for (name, dtype), wide in pairs}
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs; its tensors are never changed in place."""
+        optimizer = self.optimizer
+        held = {"weights": [*optimizer.weights], "momenta": [*optimizer.momenta], "sums": [*optimizer.sums]}
+        return {**held, "arrivals": optimizer.arrivals, "version": self.version, "fastest": self.fastest}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take up a checkpoint."""
+        optimizer = self.optimizer
+        optimizer.weights, optimizer.momenta = list(state["weights"]), list(state["momenta"])
+        optimizer.sums, optimizer.arrivals = list(state["sums"]), int(state["arrivals"])
+        self.version, self.fastest = int(state["version"]), float(state["fastest"])
 
     def is_new(self, source: int, message: Message) -> bool:
         """Return whether a change has not come before: a message may come twice."""
@@ -133,13 +151,16 @@ class Server:
             self.refused += 1
             return None
         weight = self.options.scale * self.options.staleness(staleness)
-        changes = [given[name].to(sum_dtype(dtype)) for name, dtype in self._dtypes.items()]
-        self.optimizer.take(changes, weight)
+        if self.form.device != META:
+            changes = [given[name].to(sum_dtype(dtype)) for name, dtype in self._dtypes.items()]
+            self.optimizer.take(changes, weight)
         self.version += 1
         return staleness, weight
 
     def merge(self, weights: Tensors, share: float) -> None:
         """Move the weights by a share of the way to others: θ ← (1 − a)θ + aΘ."""
+        if self.form.device == META:
+            return
         pairs = zip(self._dtypes, self.optimizer.weights, strict=True)
         self.optimizer.weights = [own + share * (weights[name].to(own.dtype) - own) for name, own in pairs]
 
@@ -203,13 +224,13 @@ class ServerNode:
         top: the rank of the (global) server.
         options: of the server that workers talk to.
         tier: regions' servers between workers and the top, if there are any.
-        kept: the server of an earlier communicator, which goes on where this rank is still the top.
+        kept: states of this rank's servers by tier, to go on from: the top's own after a recovery, all after a drain.
         working: whether this rank trains as well.
     """
 
     def __init__(
         self, comm: Comm, tag: int, live: Tensors, *, top: int, options: ServerOptions, tier: Tier | None,
-        kept: Server | None,
+        kept: Mapping[int, Mapping[str, Any]],
         working: bool = True,
     ) -> None:  # fmt: skip
         rank, size = comm.Get_rank(), comm.Get_size()
@@ -218,9 +239,9 @@ class ServerNode:
         check_same(comm, self.form.weights, guard=False)
         homes = tier.homes(size) if tier is not None else [top] * size
         self.home, self.working = homes[rank], working
-        begun = self._begun(live, kept)
+        begun = self._begun(live, kept.get(int(tier is not None)))
         # A server that goes on has a version; regions' servers begin with a new one.
-        version = np.asarray([kept.version if kept is not None else 0])
+        version = np.asarray([kept.get(int(tier is not None), {}).get("version", 0)])
         comm.Bcast(version, top)
         self.version = 0 if tier is not None else int(version[0])  # of what workers begin with
         self.servers: dict[int, Server] = {}  # by tier
@@ -231,16 +252,16 @@ class ServerNode:
         if tier is not None and rank == top:
             self.servers[1] = Server(tier.options, begun, self.form, tier=1)
             self._members[1] = set(homes)
-        self.reached = self.servers.get(int(tier is not None))  # the server at the top, if this rank is it
-        if self.reached is not None and kept is not None:
-            self.reached.optimizer = kept.optimizer
-        if self.reached is not None:
-            self.reached.version = int(version[0])
+        for place, server in self.servers.items():
+            if place in kept:
+                server.load(kept[place])
         self._base, self._merged = (
             begun,
             (0, int(version[0])),
         )  # of a region's server: weights and versions when it merged last
-        self._lifting = False
+        if "base" in kept.get(0, {}):
+            self._base, self._merged = kept[0]["base"], tuple(kept[0]["merged"])
+        self._begun_with, self._lifting = begun, False
         self._pulled: Message | None = None
         self._requests = [0, 0]  # of the worker, and of the region's server
         self._out: deque[Outgoing] = deque()
@@ -254,10 +275,15 @@ class ServerNode:
         if self.servers and working:
             self.engine.run_in_background()
 
-    def _begun(self, live: Tensors, kept: Server | None) -> Tensors:
+    def _begun(self, live: Tensors, kept: Mapping[str, Any] | None) -> Tensors:
         """Return the weights of the rank at the top; collective."""
         layout = self.form.weights
-        own = kept.weights if kept is not None and self.comm.Get_rank() == self.top else live
+        own = live
+        if kept is not None and self.comm.Get_rank() == self.top:
+            own = {
+                name: _rounded(wide, live[name].dtype)
+                for name, wide in zip(live, kept["weights"], strict=True)
+            }
         body = self.form.pack(layout, own)
         self.comm.Bcast(body, self.top)
         return {
@@ -265,10 +291,17 @@ class ServerNode:
             for name, tensor in laid_out(layout, as_tensor(body), self.form.device).items()
         }
 
+    def states(self) -> dict[int, dict[str, Any]]:
+        """Return the states of this rank's servers by tier, for a checkpoint or another communicator."""
+        found = {tier: server.state() for tier, server in self.servers.items()}
+        if 0 in found and self.tier is not None:
+            found[0] |= {"base": self._base, "merged": list(self._merged)}
+        return found
+
     @property
     def begun(self) -> Tensors:
         """The weights that all begin with."""
-        return self._base
+        return self._begun_with
 
     # ---------------------------------------------------------------------------------------------- for the engine
     def advance(self, arrived: list[tuple[int, Message]], now_s: float, dead: set[int]) -> None:
