@@ -54,7 +54,8 @@ def study(context: Context) -> None:
         },
         found=f"every number of ranks from 2 to {sizes[-1]:,}, k from 1 to 4: off by "
         f"{max(row['error'] for row in rows):.0e} at most; 25 and 100 live ranks by "
-        f"{max(row['live'] for row in rows):.0e}; one-peer exponential on 25 ranks after 25 rounds by {np.ptp(one_peer):.0e}",
+        f"{max(row['live'] for row in rows):.0e}; one-peer exponential on 25 ranks "
+        f"after 25 rounds by {np.ptp(one_peer):.0e}",
     )
 
 
