@@ -67,6 +67,8 @@ class GossipPolicy(SpawnPolicy):
         Timeout: if a neighbour does not come within `comm.clock.deadline`; this rank's model is then unchanged.
     """
 
+    paper = "arXiv 1705.09056, 1811.10792, 2105.09080"
+
     def __init__(
         self,
         average_every: int = 1,

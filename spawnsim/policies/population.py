@@ -90,6 +90,8 @@ class PopulationBasedTrainingPolicy(AsyncSelectiveAveragingPolicy):
         ParameterError: an argument is out of range.
     """
 
+    paper = "arXiv 1711.09846"
+
     def __init__(
         self,
         average_every: int,
