@@ -121,6 +121,7 @@ def _is_ours(filename: str) -> bool:
 
 COMMANDS = {
     "run": ("spawnsim.cli.run:main", "run a file on virtual ranks, or on real ones"),
+    "resume": ("spawnsim.cli.run:resume", "go on with a run from its newest checkpoint"),
     "columnar": ("spawnsim.cli.columnar:main", "time a policy on up to millions of ranks, as rows of arrays"),
     "study": ("spawnsim.cli.study:main", "run a study: a grid of runs, and its figures"),
     "fuzz": (

@@ -48,10 +48,12 @@ def stragglers() -> Iterator[Line]:
 def faults() -> Iterator[Line]:
     """Yield the forms that `--faults` takes, joined by ";"."""
     from spawnsim.virtual.faults import KINDS
-    from spawnsim.virtual.faults.plan import form
+    from spawnsim.virtual.faults.failures import Failures
+    from spawnsim.virtual.faults.plan import MTBF_FORM, form
 
     for kind in KINDS.values():
         yield form(kind), _summary(kind)
+    yield MTBF_FORM, _summary(Failures)
 
 
 def policies() -> Iterator[Line]:

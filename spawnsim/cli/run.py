@@ -63,6 +63,9 @@ def main(argv: Sequence[str]) -> int:
             seed=options.seed,
             out=options.out,
             overwrite=options.overwrite,
+            resume=options.resume,
+            record_every=options.record_every,
+            record_ranks=options.record_ranks,
             whole=options.whole,
             compute=options.compute,
             deadline_s=options.deadline,
@@ -176,6 +179,7 @@ def parser() -> Parser:
         help="a keyword argument of main; repeatable",
     )  # fmt: skip
     _add_program_options(parser)
+    _add_recording_options(parser)
     add(
         "--survive",
         action="store_true",
@@ -187,10 +191,9 @@ def parser() -> Parser:
         help="keep all calls and messages of virtual ranks in the run folder, for `spawnsim trace DIR`",
     )  # fmt: skip
     add(
-        "--eager",
-        action="store_true",
+        "--eager", action="store_true",
         help="carry out each TrainingStep of virtual ranks at once, as real ones do",
-    )
+    )  # fmt: skip
     add(
         "--ties", metavar="ORDER",
         help="the order of virtual ranks at one and the same time: fifo (by number; default), reverse, random:SEED",
@@ -207,6 +210,21 @@ def _add_results(parser: Parser) -> None:
     add("--json", action="store_true", help="print the totals as one JSON object, and nothing else")
     add("--quiet", action="store_true", help="no progress bar, no totals")
     add("--progress", action="store_true", help="a progress bar (of rank 0) also where there is no terminal")
+
+
+def _add_recording_options(parser: Parser) -> None:
+    group = parser.add_argument_group("long runs")
+    group.add_argument(
+        "--resume", action="store_true",
+        help="go on from the newest checkpoint that --out DIR holds (comm.checkpoint); without one begin",
+    )  # fmt: skip
+    group.add_argument(
+        "--record-every", type=int, default=1, metavar="N",
+        help="keep the rows of every Nth iteration alone; default: of all. Events are all kept",
+    )  # fmt: skip
+    group.add_argument(
+        "--record-ranks", metavar="R", help="keep the rows of these ranks alone, such as 0-9,100"
+    )
 
 
 def _add_program_options(parser: Parser) -> None:
@@ -271,13 +289,15 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
 
     require_main(options.file)  # else each rank would say so
     if options.out is not None:
-        require_free(options.out, overwrite=options.overwrite)
+        require_free(options.out, overwrite=options.overwrite or options.resume)
     arguments = [
         "--backend", options.backend, "--seed", str(options.seed), "--deadline", str(options.deadline),
         *arguments_of(parameters), *(["--json"] if options.json else []), *(["--quiet"] if options.quiet else []),
         *(["--progress"] if _wants_bar(options) else []),
         *(["--out", str(options.out)] if options.out is not None else []),
-        *(["--overwrite"] if options.overwrite else []),
+        *(["--overwrite"] if options.overwrite else []), *(["--resume"] if options.resume else []),
+        "--record-every", str(options.record_every),
+        *(["--record-ranks", options.record_ranks] if options.record_ranks is not None else []),
     ]  # fmt: skip
     ended = start(options.file, options.ranks, arguments, survive=options.survive)
     kept = ""
@@ -314,10 +334,12 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
             if BACKENDS[options.backend].launcher == "mpiexec":
                 require_fit(here)
             if options.out is not None:  # each rank looks before any of them has begun to write
-                require_free(options.out, overwrite=options.overwrite)
+                require_free(options.out, overwrite=options.overwrite or options.resume)
             job = Job(
                 program(options.file, parameters), options.backend, out=options.out or scratch_folder(os.environ),
                 seed=options.seed, deadline_s=options.deadline, progress=_wants_bar(options),
+                keep=options.out is not None, resume=options.resume,
+                record_every=options.record_every, record_ranks=options.record_ranks,
             )  # fmt: skip
             result = run_rank(job)
         except (
@@ -350,6 +372,66 @@ def _never_began(error: Exception, here: LaunchContext) -> int:
         if first is None:
             end_job(status, os.environ)
     return status
+
+
+def resume(argv: Sequence[str]) -> int:
+    """Run the subcommand `spawnsim resume`: the run of a folder again, from its newest checkpoint on."""
+    from spawnsim import checkpoints
+    from spawnsim.options import arguments_of
+    from spawnsim.record.folder import read_manifest
+    from spawnsim.record.manifest import INPUTS
+
+    parser = Parser(
+        prog="spawnsim resume",
+        description="Go on with a run from its newest checkpoint (comm.checkpoint): the program, its parameters and "
+        "its circumstances are those of the folder, unless they are given here, as options of `spawnsim run`. "
+        "The program that the folder keeps is executed: resume no folder that you do not trust.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run folder; the run goes on in it")
+    parser.add_argument(
+        "--program", type=Path, metavar="FILE", help="the program; default: the one kept in RUN"
+    )
+    options, given = parser.parse_known_args(list(argv))
+    what = read_manifest(options.run)["what"]
+    found = checkpoints.newest(options.run)
+    file = options.program or options.run / INPUTS / "program" / Path(str(what.get("file"))).name
+    if not file.is_file():
+        raise ParameterError(f"{options.run} keeps no program: give it, with --program FILE")
+    print(f"spawnsim: {options.run} goes on at iteration {found.iteration}", file=sys.stderr)
+    own = [part for name, flag in _CIRCUMSTANCES for part in _circumstance(options.run, what, (name, flag))]
+    given_by = what.get("parameters")
+    set_ = (
+        {name: each for name, each in given_by.items() if each is not None}
+        if isinstance(given_by, dict)
+        else {}
+    )
+    own += ["--eager"] * bool(what.get("eager")) + arguments_of(set_)
+    backend = str(what.get("backend", "virtual"))
+    return main([str(file), "--backend", backend, *own, "--out", str(options.run), "--resume", *given])
+
+
+_CIRCUMSTANCES = (
+    ("ranks", "--ranks"), ("seed", "--seed"), ("deadline_s", "--deadline"), ("platform", "--platform"),
+    ("stragglers", "--straggler"), ("faults", "--faults"), ("compute", "--compute"),
+    ("ties", "--ties"), ("record_every", "--record-every"), ("record_ranks", "--record-ranks"),
+)  # fmt: skip
+
+
+def _circumstance(folder: Path, what: Mapping[str, Any], names: tuple[str, str]) -> list[str]:
+    """Return the option that gives a circumstance again; a file is the one that the folder keeps."""
+    from spawnsim.record.manifest import INPUTS
+
+    name, flag = names
+    value = what.get(name)
+    if value is None:
+        return []
+    if isinstance(value, (dict, list)):
+        raise ParameterError(
+            f"{folder}: its {name} was an object of Python. Give {flag}, or go on in Python: "
+            "spawnsim.run(..., out=DIR, resume=True)"
+        )
+    kept = folder / INPUTS / name / Path(str(value)).name
+    return [flag, str(kept if kept.is_file() else value)]
 
 
 def write_whole_lines(*streams: Any) -> None:

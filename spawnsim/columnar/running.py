@@ -100,7 +100,7 @@ class _Circumstances:
     def parts(self) -> tuple[Platform, FaultPlan, ComputeModel]:
         platform = load_platform(self.platform)
         platform.check(self.ranks)
-        plan = FaultPlan.parse(self.faults, seed=self.seed)
+        plan = FaultPlan.parse(self.faults, seed=self.seed, ranks=self.ranks, network=platform.network)
         plan.check(self.ranks)
         other = [fault.kind for fault in plan.faults if not isinstance(fault, (Crash, Pause, SlowDown))]
         if other:

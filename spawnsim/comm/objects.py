@@ -11,9 +11,61 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from spawnsim.checkpoints import Saved
 from spawnsim.comm.constants import LOCK_EXCLUSIVE
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.comm.status import Status
+
+
+@runtime_checkable
+class Checkpointing(Protocol):
+    """What a communicator has to save a run and to go on from there."""
+
+    def checkpoint(
+        self,
+        *,
+        iteration: int,
+        model: Any = None,
+        optimizer: Any = None,
+        policy: Any = None,
+        extra: Any = None,
+    ) -> None:
+        """Save this rank's part of a checkpoint in the run folder; collective, at the end of an iteration.
+
+        The policy is drained first. Random streams (`comm.rng`, and the global generators of Python, numpy and torch)
+        and clocks are saved with it. On real ranks the files are written while training goes on.
+
+        Args:
+            iteration: the one to go on with, at least 0.
+            model: what has a `state_dict()`, or a mapping.
+            optimizer: likewise.
+            policy: likewise.
+            extra: numbers, texts, None, tensors, arrays, and lists and mappings of these.
+
+        Raises:
+            ParameterError: something that is to be saved is none of these, or there is no run folder (real ranks).
+            UsageError: a large message is under way that has not been received.
+            StorageError: a file cannot be written.
+        """
+
+    def restore(self, *, model: Any = None, optimizer: Any = None, policy: Any = None) -> Saved | None:
+        """Return what was saved, if there is anything: in a resumed run (collective), or to a rank that is restarted.
+
+        A program calls it once, before its loop, when it has made what it saves, and goes on with `iteration`.
+        Streams, generators and clock then stand where they stood. A rank that the checkpoint does not hold, since more
+        ranks run than before, gets the state of rank (its own modulo those that were saved), with streams of its own.
+
+        Args:
+            model: is given the saved state (`load_state_dict`); None: left to the program.
+            optimizer: likewise.
+            policy: likewise.
+
+        Returns:
+            What was saved; None in a run that begins.
+
+        Raises:
+            ParameterError: the checkpoint is damaged, or does not fit.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

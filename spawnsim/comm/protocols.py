@@ -14,7 +14,7 @@ from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import Info
 from spawnsim.comm.objects import Capabilities as Capabilities
-from spawnsim.comm.objects import Clock, Message, Recorder, Request, Task, Windows
+from spawnsim.comm.objects import Checkpointing, Clock, Message, Recorder, Request, Task, Windows
 from spawnsim.comm.objects import Recovery as Recovery
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.comm.status import Status
@@ -22,7 +22,7 @@ from spawnsim.random import Streams
 
 
 @runtime_checkable
-class Comm(Protocol):
+class Comm(Checkpointing, Protocol):
     """A communicator: mpi4py's names for all that MPI has, and spawnsim's five members.
 
     Buffers are what mpi4py takes: a numpy array or torch tensor, `[array, count, datatype]`, bytes. Objects are

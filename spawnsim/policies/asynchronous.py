@@ -410,9 +410,12 @@ class AsyncModelAveragePolicy(SpawnPolicy):
 
     def drain(self) -> None:
         """End the exchanges that are under way; averaging goes on with the next call. See `SpawnPolicy.drain`."""
-        wanted = self._wanted
+        wanted, averaging = self._wanted, self._averaging
         super().drain()
         self._wanted = wanted  # else as after `shutdown`, which ends averaging for good
+        if averaging is not None:
+            averaging.comm.Barrier()  # all have left, and send no more
+            averaging.endpoint.empty(averaging.exchanges.pace.patience_s)
 
     def _warn_if_too_slow(self, comm: Comm) -> None:
         lasted_s = comm.clock.now() - self._began_s

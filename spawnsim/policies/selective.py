@@ -7,6 +7,7 @@ It puts a cadence, rules (selection, donors, mixing), a replacement and an excha
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -180,6 +181,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             compression=Compression(self.compression),
         )  # fmt: skip
         exchange.inbox.settled = resume.get("settled", -1)
+        exchange.call_s = resume.get("call_s", math.inf)
         if exchange.coordinator is not None:
             exchange.coordinator.last_trigger = resume.get("last_trigger", -self._cooldown)
         if self.replacement_mode == "age" and self._age is None:
@@ -255,7 +257,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     def _progress(self, exchange: Exchange | None) -> dict[str, Any]:
         if exchange is None:
             return dict(self._resume)
-        state: dict[str, Any] = {"settled": exchange.inbox.settled}
+        state: dict[str, Any] = {"settled": exchange.inbox.settled, "call_s": exchange.call_s}
         if exchange.coordinator is not None:
             state["last_trigger"] = exchange.coordinator.last_trigger
         if self._age is not None:
@@ -268,6 +270,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._resume = {name: state[name] for name in ("settled", "last_trigger", "age") if name in state}
+        names = ("settled", "last_trigger", "age", "call_s")
+        self._resume = {name: state[name] for name in names if name in state}
         self._exchange = self._age = None
         self._reference = (-1, {})

@@ -6,8 +6,9 @@ imports this one. Recording changes no clock and draws no random number.
 
 from spawnsim.record.folder import read_events, read_manifest, read_table, write
 from spawnsim.record.journal import Journal, merge
-from spawnsim.record.recorder import Event, Recorder, Sink, Table
+from spawnsim.record.recorder import Event, Recorder, Sink, Table, Thinned, ranks_named
 
 __all__ = [
-    "Event", "Journal", "Recorder", "Sink", "Table", "merge", "read_events", "read_manifest", "read_table", "write",
+    "Event", "Journal", "Recorder", "Sink", "Table", "Thinned", "merge", "ranks_named", "read_events", "read_manifest",
+    "read_table", "write",
 ]  # fmt: skip

@@ -18,15 +18,16 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
+from spawnsim import checkpoints
 from spawnsim.columns import MOST_RANKS, read_columns, require_ranks
 from spawnsim.errors import ParameterError
 from spawnsim.record import journal
 from spawnsim.record.manifest import INPUTS, Files, keep
-from spawnsim.record.recorder import OWN, Event, Table, document
+from spawnsim.record.recorder import OWN, Event, Recorder, Table, document
 
 MANIFEST, METRICS, EVENTS = "run.json", "metrics.npz", "events.jsonl"
 TRACE = "trace.gz"  # the timeline of a run that was traced: its journal, packed
-HELD = (MANIFEST, METRICS, EVENTS, TRACE, journal.FOLDER)
+HELD = (MANIFEST, METRICS, EVENTS, TRACE, journal.FOLDER, checkpoints.FOLDER)
 RUNNING = "running"
 LONGEST_S = 1e12  # thirty thousand years: no clock gets there
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip archive can hold
@@ -90,9 +91,32 @@ def begin(folder: Path, what: Mapping[str, Any], inputs: Files | None = None) ->
     for name in (METRICS, EVENTS, TRACE):
         (folder / name).unlink(missing_ok=True)
     journal.discard(folder)
+    checkpoints.discard(folder)
     shutil.rmtree(folder / INPUTS, ignore_errors=True)
     keep(folder, inputs or {})
     write_manifest(folder, {"what": what, "totals": {}, "outcome": RUNNING})
+
+
+def begin_again(
+    folder: Path, what: Mapping[str, Any], inputs: Files, *, before: tuple[Table, Sequence[Event]]
+) -> None:
+    """Open a run folder for a run that goes on from a checkpoint: it holds `before`, rows and events, and what follows.
+
+    Killed at any time, it leaves the rows of before.
+    """
+    recorder = Recorder()
+    recorder.precede(*before)
+    journal.begin_after(folder, recorder)
+    # "running" only now: until then the old rows are read of the files that held them.
+    write_manifest(folder, {"what": what, "totals": {}, "outcome": RUNNING})
+    for name in (METRICS, EVENTS, TRACE):
+        (folder / name).unlink(missing_ok=True)
+    # Not removed first: the program that runs may be the one that is kept there.
+    keep(folder, {name: path for name, path in inputs.items() if not _is_kept(folder, name, path)})
+
+
+def _is_kept(folder: Path, name: str, path: Path) -> bool:
+    return path.resolve() == (folder / INPUTS / name).resolve()
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:

@@ -24,7 +24,8 @@ from typing import Any, BinaryIO, NamedTuple
 from spawnsim.errors import StorageError
 from spawnsim.record.recorder import Portion, Recorder
 
-FOLDER, OLD = "shards", ".shards"
+FOLDER, OLD, NEW = "shards", ".shards", ".shards-new"
+BEFORE = "ranks-before"  # what a run that is resumed had recorded until its checkpoint
 TOGETHER = "ranks"  # the shard of a process that runs all ranks
 TRACE = "trace"  # that of the timeline of a run that is traced
 FLUSH_S = 0.5  # a killed rank loses at most this much
@@ -198,10 +199,10 @@ def merge(folder: Path) -> Merged:
     """Return all that the shards of a run folder hold."""
     recorder, counted = Recorder(), {}
     # Sorted: the order of replay decides the order of columns and of texts, and must not be the file system's.
-    for path in sorted((folder / FOLDER).glob("rank*")):
+    for path in sorted((folder / FOLDER).glob("rank*"), key=lambda path: (path.name != BEFORE, path.name)):
         with path.open("rb") as file:
             found = replay(file, recorder)
-        if path.name != TOGETHER:
+        if path.name not in (TOGETHER, BEFORE):
             counted[int(path.stem.removeprefix("rank-"))] = found
     return Merged(recorder, counted)
 
@@ -212,6 +213,17 @@ def merge_frames(parts: list[list[bytes]]) -> Merged:
     return Merged(
         recorder, {rank: replay(io.BytesIO(b"".join(frames)), recorder) for rank, frames in enumerate(parts)}
     )
+
+
+def begin_after(folder: Path, before: Recorder) -> None:
+    """Put a journal of what was recorded before in place of all shards."""
+    fresh = folder / NEW
+    shutil.rmtree(fresh, ignore_errors=True)
+    with storing(fresh):
+        fresh.mkdir()
+        (fresh / BEFORE).write_bytes(packed(before.drain(), {}))
+    discard(folder)
+    fresh.rename(folder / FOLDER)
 
 
 def has_shards(folder: Path) -> bool:

@@ -12,14 +12,16 @@ import dataclasses
 import hashlib
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spawnsim.columns import MOST_RANKS
 from spawnsim.errors import ParameterError
 
 Scalar = float | int | bool | str | None
@@ -209,6 +211,83 @@ class Sink(Protocol):
         """Keep one event. Fields are whatever JSON can hold, and arrays."""
 
 
+@runtime_checkable
+class Flushed(Protocol):
+    """A sink that writes later than it keeps."""
+
+    def flush(self) -> None:
+        """Write what is pending."""
+
+
+class Thinned:
+    """A sink that passes on some rows, and all events, of those ranks that are to be recorded.
+
+    Args:
+        sink: where they go.
+        every: of a rank's rows, those whose `iteration` is a multiple of it; of rows without one, each so-many-th.
+        ranks: whose rows are kept; None: of all.
+        after_s: by rank, the time from which on its rows and events are kept: before it, a run that is resumed does
+            once more what it has recorded already.
+
+    Raises:
+        ParameterError: `every` is not a whole number of at least 1.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        every: int = 1,
+        ranks: Collection[int] | None = None,
+        *,
+        after_s: Mapping[int, float] | None = None,
+    ) -> None:
+        if type(every) is not int or every < 1:
+            raise ParameterError(f"record_every={every!r}: give a whole number of at least 1")
+        self._sink, self._every, self._ranks = sink, every, ranks
+        self._rows: Counter[int] = Counter()  # by rank, of rows without an iteration
+        self._after_s = after_s or {}
+
+    def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
+        """Keep a row, or not."""
+        if (self._ranks is not None and rank not in self._ranks) or time_s < self._after_s.get(rank, 0.0):
+            return
+        number = values.get("iteration")
+        if type(number) is not int:
+            number, self._rows[rank] = self._rows[rank], self._rows[rank] + 1
+        if number % self._every == 0:
+            self._sink.row(rank, time_s, values)
+
+    def flush(self) -> None:
+        """Let what was recorded reach the disk, if it is to."""
+        if isinstance(self._sink, Flushed):
+            self._sink.flush()
+
+    def event(self, rank: int, time_s: float, kind: str, fields: Mapping[str, Any]) -> None:
+        """Keep an event."""
+        if time_s >= self._after_s.get(rank, 0.0):
+            self._sink.event(rank, time_s, kind, fields)
+
+
+def ranks_named(text: str | Collection[int] | None) -> frozenset[int] | None:
+    """Return the ranks that a text such as "0-9,100" names; None: all.
+
+    Raises:
+        ParameterError: it names none.
+    """
+    if not isinstance(text, str):
+        return None if text is None else frozenset(text)
+    found: set[int] = set()
+    try:
+        for word in text.split(","):
+            first, _, last = word.partition("-")
+            if not 0 <= int(first) <= int(last or first) < MOST_RANKS:
+                raise ValueError(word)
+            found |= set(range(int(first), int(last or first) + 1))
+    except ValueError:
+        raise ParameterError(f"record_ranks={text!r}: name ranks, such as 0-9,100") from None
+    return frozenset(found)
+
+
 class Block:
     """All rows of one shape. Each is (rank, order, time_s, values...), packed without gaps. None takes no space.
 
@@ -319,6 +398,25 @@ class Recorder:
         words, events = list(islice(self._words, self._given, None)), self._events
         self._given, self._events = len(self._words), []
         return Portion(blocks, words, events)
+
+    def precede(self, table: Table, events: Sequence[Event]) -> None:
+        """Keep the rows and events of what came before this run: they come before all rows of theirs ranks."""
+        # Numbered from below 0, so that they precede whatever another recorder numbers from 0.
+        kinds: dict[str, type] = {"f": float, "i": int, "u": int, "b": bool, "U": str}
+        names = [name for name in table if name not in OWN]
+        block = self._block(tuple(names), tuple(kinds[table[name].dtype.kind] for name in names))
+        rows = np.empty(table.rows, block.dtype)
+        rows["\0rank"], rows["\0time_s"] = table["rank"], table["time_s"]
+        rows["\0order"] = np.arange(-table.rows, 0)
+        for name in names:
+            if name in block.words:
+                texts, which = np.unique(table[name], return_inverse=True)
+                own = [self._words.setdefault(text, len(self._words)) for text in texts.tolist()]
+                rows[name] = np.array(own, np.int32)[which]
+            else:
+                rows[name] = table[name]
+        block.data += rows.tobytes()
+        self._events += events
 
     def absorb(self, portion: Portion, words: Sequence[str]) -> None:
         """Keep what another recorder gave away; `words` are all its texts so far."""

@@ -19,7 +19,7 @@ from spawnsim.errors import ParameterError, WorldError
 from spawnsim.run.program import Program
 from spawnsim.run.progress_bar import Steps
 from spawnsim.run.result import FINISHED, Run, results_digest, totals_of, warned
-from spawnsim.run.writer import add_late, describe
+from spawnsim.run.writer import add_late, begin_folder, describe
 
 if TYPE_CHECKING:
     from spawnsim.record import Journal
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What one real run is. The same on all its ranks. `progress`: rank 0 shows a bar."""
+    """What one real run is. The same on all its ranks. `progress`: rank 0 shows a bar. `keep`: `out` outlives the job,
+    and takes its checkpoints. `resume`: go on from the newest that is there.
+    """
 
     task: Program
     backend: str
@@ -36,6 +38,10 @@ class Job:
     seed: int = 0
     deadline_s: float = 30.0
     progress: bool = False
+    keep: bool = True
+    resume: bool = False
+    record_every: int = 1
+    record_ranks: str | None = None
 
 
 def run_rank(job: Job) -> Run | None:
@@ -45,14 +51,16 @@ def run_rank(job: Job) -> Run | None:
     """
     from spawnsim.random import seeded
     from spawnsim.real.launch.processes import BEGUN, register_stage
-    from spawnsim.record import Journal
+    from spawnsim.record import Journal, Thinned, ranks_named
 
     # The library is loaded here and not above: mpi4py calls MPI_Init at import, and a launcher imports this module.
     backend = BACKENDS[job.backend].load()
     # The journal exists before the communicator, which is given it as its recorder, and gets its file only once all
     # ranks have met: until then it keeps in memory, and a job that never begins leaves no folder behind.
     journal = Journal()
-    comm = backend.world(recorder=journal, seed=job.seed, deadline_s=job.deadline_s)
+    thin = (job.record_every, ranks_named(job.record_ranks))
+    sink = journal if thin == (1, None) else Thinned(journal, *thin)
+    comm = backend.world(recorder=sink, seed=job.seed, deadline_s=job.deadline_s)
     with backend.guarded(comm), seeded(comm.rng):
         shards = Shards(job, comm, journal)
         # Before the program begins: a peer may fail at the first call, and rows of this rank would be lost with the
@@ -62,6 +70,7 @@ def run_rank(job: Job) -> Run | None:
         register_stage(BEGUN, comm.rank, os.environ)
         with Steps(journal, job.task.parameters.get("iterations"), shown=job.progress and comm.rank == 0):
             job.task(comm)
+            comm.runtime.checkpoints.finish()
             # Within the block, since open requests may still fail: that must end as a failure of the program does.
             comm.runtime.settle()
         return shards.finish()
@@ -71,20 +80,26 @@ class Shards:
     """The run folder of a real job, seen from one of its ranks."""
 
     def __init__(self, job: Job, comm: Any, journal: Journal) -> None:
-        from spawnsim.record import folder
+        from spawnsim import checkpoints
+        from spawnsim.real.runtime.checkpoints import Checkpoints
         from spawnsim.record import journal as shards
 
         self._out, self._comm, self._journal = job.out, comm, journal
         circumstances = {"ranks": comm.Get_size(), "seed": job.seed, "deadline_s": job.deadline_s}
         self.what, self._inputs = describe(job.task, circumstances, backend=job.backend)
         journal.counted = self._counted
+        self._ranks = comm.Get_size()
         if job.out is not None:
+            resumed = job.resume and bool(checkpoints.whole(job.out))
             comm.Barrier()  # all have seen that the folder is free
             # One rank begins the folder, as beginning it removes shards; the barrier after it keeps the others from
             # opening theirs before that.
             if comm.Get_rank() == 0:
-                folder.begin(job.out, self.what, self._inputs)
+                before = begin_folder(job.out, self.what, self._inputs, resume=job.resume)
+                self._ranks = max(self._ranks, len(before))
             comm.Barrier()
+            if job.keep:
+                comm.runtime.checkpoints = Checkpoints(job.out, resumed=resumed)
             journal.open(shards.shard(job.out, comm.Get_rank()))
         comm.runtime.counters.clear()  # the program's alone counts
         journal.flush()  # from now on the shard says which process this rank is
@@ -132,7 +147,7 @@ class Shards:
             collect(self._out, what=self.what, counted=self._known(), outcome=summary)
 
     def _known(self) -> dict[str, Any]:
-        return {"ranks": self._comm.Get_size(), "wall_seconds": time.perf_counter() - self._began_s}
+        return {"ranks": self._ranks, "wall_seconds": time.perf_counter() - self._began_s}
 
     def _counted(self) -> dict[str, Any]:
         return {**self._comm.runtime.totals(), "process": os.getpid()}

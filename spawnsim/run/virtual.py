@@ -8,7 +8,7 @@ mpi4py program: it runs whole on every rank. Of the simulator two functions are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -50,6 +50,9 @@ def run(
     trace: bool = False,
     eager: bool = False,
     ties: str = "fifo",
+    resume: bool = False,
+    record_every: int = 1,
+    record_ranks: str | Collection[int] | None = None,
 ) -> Run:
     """Run `main(comm, **parameters)` on virtual ranks and return what they recorded.
 
@@ -80,6 +83,9 @@ def run(
         eager: carry out each `TrainingStep` at once and alone, not with those of other ranks.
         ties: in which order ranks act at one and the same time: "fifo" (by their numbers), "reverse", "random:SEED".
             What is right under one of them alone is a race.
+        resume: go on from the newest checkpoint (`comm.checkpoint`) that `out` holds; without one the run begins anew.
+        record_every: keep rows of every so-many-th iteration alone; events are all kept.
+        record_ranks: whose rows to keep, such as "0-9,100"; None: those of all ranks.
         trace: keep all calls and messages in `out`, for `spawnsim trace`; results and digest are the same.
 
     Returns:
@@ -90,6 +96,8 @@ def run(
         RankError: `main` raised on a rank; `__cause__` is its exception.
         SpawnsimError: another way in which a run can end, such as `Deadlock`.
     """
+    from spawnsim.record import Recorder, Thinned, ranks_named
+
     scenario = Scenario(
         ranks,
         platform,
@@ -103,9 +111,13 @@ def run(
     )
     if trace and out is None:
         raise ParameterError("trace: where to? Give the run folder that keeps it (--out DIR)")
+    if resume and out is None:
+        raise ParameterError("resume: which run? Give the run folder that holds its checkpoints (--out DIR)")
     # Before anything is loaded or begun: a refused run must leave the folder as it was.
-    place = None if out is None else _checked_place(out, overwrite)
-    keeping = _Keeping(place, progress, on_error, on_note, trace)
+    place = None if out is None else _checked_place(out, overwrite or resume)
+    thin = (record_every, ranks_named(record_ranks))
+    Thinned(Recorder(), *thin)  # refuses what cannot be
+    keeping = _Keeping(place, progress, on_error, on_note, trace, resume, thin)
     if isinstance(main, (str, Path)) and (whole or is_unmodified(Path(main))):
         if deadline_s is None:  # such a program was written for an MPI that knows no deadlines
             scenario = replace(scenario, deadline_s=math.inf)
@@ -130,22 +142,37 @@ class _Keeping:
     on_error: OnError | None
     on_note: OnNote | None
     trace: bool
+    resume: bool
+    thin: tuple[int, frozenset[int] | None]
+
+    def described(self) -> dict[str, Any]:
+        """Return what run.json says of it: which rows are left out."""
+        every, ranks = self.thin
+        return ({} if every == 1 else {"record_every": every}) | (
+            {} if ranks is None else {"record_ranks": ",".join(map(str, sorted(ranks)))}
+        )
+
+    def writer(self, what: Mapping[str, Any], inputs: Any) -> RunWriter:
+        """Return what writes the run folder."""
+        return RunWriter(
+            what, self.out, self.on_error, inputs, trace=self.trace, resume=self.resume, thin=self.thin
+        )
 
 
 def _run_main(task: Program, scenario: Scenario, keeping: _Keeping) -> Run:
     # Described first, so that the digests are those of the files that the run begins with, whatever is edited
     # meanwhile.
-    what, inputs = describe(task, scenario.described(), backend="virtual")
+    what, inputs = describe(task, scenario.described() | keeping.described(), backend="virtual")
     # The simulator checks its parts too, but only after the folder was begun: a typing error must not replace a run.
     if keeping.out is not None:
         _require_possible(scenario)
-    writer = RunWriter(what, keeping.out, keeping.on_error, inputs, trace=keeping.trace)
+    writer = keeping.writer(what, inputs)
     iterations = task.parameters.get("iterations")
     # The bar is the inner block: its thread reads the recorder, so it must have ended before the writer closes it.
     with writer, listener(keeping.progress, writer.recorder, scenario.ranks, iterations) as told:
         writer.counted = _simulate(
-            task, scenario, recorder=writer.recorder, progress=told, on_error=writer.tell, on_note=keeping.on_note,
-            trace=writer.trace,
+            task, scenario, recorder=writer.sink, progress=told, on_error=writer.tell, on_note=keeping.on_note,
+            trace=writer.trace, saving=writer.saving,
         )  # fmt: skip
     return writer.run
 
@@ -251,7 +278,7 @@ def _run_unmodified(
     notice_imports()
     named: dict[str, Any] = {"file": path.name, "main": None, "file_digest": manifest.file_digest(path)}
     named |= {"parameters": {"argv": list(argv), **options}, "backend": "virtual"}
-    what, inputs = describe_named(named, path, scenario.described())
+    what, inputs = describe_named(named, path, scenario.described() | keeping.described())
     # One list that the run appends to while it lasts: the simulator is given it as `warn`, and `what` is saved with
     # it.
     what |= {"notes": [NO_COST] if scenario.compute in (None, "none") else [], "warnings": []}
@@ -260,10 +287,10 @@ def _run_unmodified(
         _require_possible(
             replace(scenario, compute=0.0)
         )  # there it is a cost of calls, which is checked above
-    writer = RunWriter(what, keeping.out, keeping.on_error, inputs, trace=keeping.trace)
+    writer = keeping.writer(what, inputs)
     with writer, listener(keeping.progress, writer.recorder, scenario.ranks) as told, _abort_as_error():
         writer.counted = run_program(
-            path, argv, scenario, recorder=writer.recorder, progress=told, warn=what["warnings"],
+            path, argv, scenario, recorder=writer.sink, progress=told, warn=what["warnings"],
             on_error=writer.tell, on_note=keeping.on_note, trace=writer.trace, **options,
         )  # fmt: skip
     return writer.run

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spawnsim.errors import SpawnsimError, StorageError
+from spawnsim.errors import ParameterError, SpawnsimError, StorageError
 from spawnsim.run import process_setup
 from spawnsim.run.program import Program
 from spawnsim.run.result import FINISHED, Run, totals_of, warned
@@ -62,24 +62,46 @@ class RunWriter:
         inputs: Files | None = None,
         *,
         trace: bool = False,
+        resume: bool = False,
+        thin: tuple[int, Any] = (1, None),
     ) -> None:
-        from spawnsim.record import Journal, Recorder, folder, journal
+        from spawnsim.record import Journal, Recorder, journal
 
         self.what, self.out, self._inputs = dict(what), out, inputs or {}
         self.recorder: Recorder | Journal = Recorder()
+        # What the ranks are given: the recorder, or what passes a part on to it.
+        self._thin, self._after_s = thin, dict[int, float]()
         self.trace: Journal | None = None  # what keeps the timeline
         self._on_error = on_error
         self.counted: Any = None  # a dataclass, once the simulator has counted
         self._run: Run | None = None
+        self.saving: Any = self._saving(out, resume)
         if out is not None:
             # The folder says "running" before the first row, so a run that is killed at once is told from a folder of
             # no run.
-            folder.begin(out, what, inputs)
+            self._after_s = begin_folder(out, self.what, self._inputs, resume=resume)
             # Not written at each event: all ranks are one process here, so half a second is lost with it and no order
             # among ranks is.
             self.recorder = Journal(journal.shard(out), prompt=False)
             if trace:
                 self.trace = Journal(out / journal.FOLDER / journal.TRACE, prompt=False)
+
+    @staticmethod
+    def _saving(out: Path | None, resume: bool) -> Any:
+        """Return where the simulator puts checkpoints, and whether it begins with one."""
+        from spawnsim import checkpoints
+        from spawnsim.virtual.cluster import Saving
+
+        return Saving(out, resume and out is not None and bool(checkpoints.whole(out)))
+
+    @property
+    def sink(self) -> Any:
+        """What the ranks record to: the recorder, or what passes some rows on to it."""
+        from spawnsim.record import Thinned
+
+        if self._thin == (1, None) and not self._after_s:
+            return self.recorder
+        return Thinned(self.recorder, *self._thin, after_s=self._after_s)
 
     @property
     def run(self) -> Run:
@@ -162,6 +184,58 @@ class RunWriter:
         # Other exceptions keep their own text: the note is part of what the command line prints for these two alone.
         if isinstance(error, (SpawnsimError, KeyboardInterrupt)):
             error.add_note(note)
+
+
+def begin_folder(out: Path, what: dict[str, Any], inputs: Files, *, resume: bool) -> dict[int, float]:
+    """Open a run folder, for a run that goes on from the newest checkpoint there if `resume`.
+
+    Returns:
+        By rank, until when the folder holds rows already.
+
+    Raises:
+        ParameterError: the checkpoint is damaged, or was made with another seed.
+    """
+    import numpy as np
+
+    from spawnsim import checkpoints
+    from spawnsim.record import folder
+    from spawnsim.record.recorder import Table
+
+    if not (resume and checkpoints.whole(out)):
+        folder.begin(out, what, inputs)
+        return {}
+    found = checkpoints.newest(out)
+    clocks_s = checkpoints.clocks_s(found)
+    try:
+        old = Run.load(out)
+    except ParameterError:
+        if not (out / folder.MANIFEST).exists():
+            raise
+        old = Run(
+            folder.read_manifest(out)["what"],
+            Table({"rank": np.empty(0, np.int32), "time_s": np.empty(0)}),
+            [],
+            {},
+        )
+    if old.what.get("seed") != what["seed"]:
+        raise ParameterError(
+            f"{out}: the run has seed {old.what.get('seed')}, and cannot go on with {what['seed']}"
+        )
+    most: int = 1 + max((*clocks_s, *old.table["rank"].tolist(), *(event["rank"] for event in old.events)))
+    until_s = np.zeros(most)
+    until_s[list(clocks_s)] = list(clocks_s.values())
+    table = old.table.where(old.table["time_s"] < until_s[old.table["rank"]])
+    events = [event for event in old.events if event["time_s"] < until_s[event["rank"]]]
+    what["made"] = what["made"] | {"resumed_at": [*_resumed_at(old.what), found.iteration]}
+    folder.begin_again(out, what, inputs, before=(table, events))
+    checkpoints.discard(out, after=found.iteration)
+    return dict(enumerate(until_s.tolist()))
+
+
+def _resumed_at(what: Mapping[str, Any]) -> list[int]:
+    made = what.get("made")
+    told = made.get("resumed_at") if isinstance(made, Mapping) else None
+    return told if isinstance(told, list) else []
 
 
 def reproducible(what: Mapping[str, Any], leaks: Sequence[str]) -> dict[str, Any]:

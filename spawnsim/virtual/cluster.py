@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from spawnsim.errors import Livelock, RankError, RankFailed, SpawnsimError, Usag
 from spawnsim.random import Streams
 from spawnsim.scenario import Scenario
 from spawnsim.virtual import diagnosis, interpreter, torch_distributed
+from spawnsim.virtual.checkpoints import Checkpoints
 from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.compute import ComputeModel
 from spawnsim.virtual.diagnosis import LivelockWatchdog
@@ -27,7 +29,7 @@ from spawnsim.virtual.engine.event_queue import tie_order
 from spawnsim.virtual.engine.kernel import Kernel, NoTask, Program, Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import Rank, Recorder, World
-from spawnsim.virtual.faults import FaultPlan
+from spawnsim.virtual.faults import FaultPlan, Pause, Skew, SlowDown
 from spawnsim.virtual.faults.injection import Crashes, FaultyLinks
 from spawnsim.virtual.interpreter import rare_collections
 from spawnsim.virtual.mpi.comm import ProgramAbort
@@ -69,12 +71,25 @@ class Totals:
     mistakes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Saving:
+    """Where the checkpoints of a run go (None: nowhere), and whether it begins with the newest that is there."""
+
+    folder: Path | None = None
+    resume: bool = False
+
+
+NOT_SAVED = Saving()
+
+
 def parts(scenario: Scenario) -> tuple[Platform, FaultPlan, ComputeModel]:
     """Return the platform, the plan of faults and the compute model of a scenario, each checked; nothing runs."""
     platform = load_platform(scenario.platform)
     platform.check(scenario.ranks)
     tie_order(scenario.ties)
-    plan = FaultPlan.parse(scenario.faults, seed=scenario.seed)
+    plan = FaultPlan.parse(
+        scenario.faults, seed=scenario.seed, ranks=scenario.ranks, network=platform.network
+    )
     plan.check(scenario.ranks)
     return platform, plan, platform.compute_model(scenario.compute, scenario.stragglers)
 
@@ -90,6 +105,7 @@ class Cluster:
         trace: Recorder | None = None,
         *,
         carrier: str = "greenlets",
+        saving: Saving = NOT_SAVED,
     ) -> None:
         platform, plan, model = parts(scenario)
         self._carrier = carrier
@@ -108,11 +124,17 @@ class Cluster:
             self.world.deferred = Deferred(scenario.ranks, self._others_come, self._warn, self._apart)
         for disturbed in plan.disturbed:
             ranks[disturbed].awake = partial(plan.awake_s, disturbed)
+        self._untold: list[Pause | SlowDown | Skew] = []
+        for fault in plan.of_machines:
+            self._announce(fault)
         for rank in ranks:
             rank.observers = self.world.observers_of(rank.id)
         if plan.paused:
             kernel.on_wake = self._on_wake
-        self.crashes = Crashes(self.world, self.renew)
+        self.crashes = self.world.crashes = Crashes(self.world, self.renew)
+        self.world.checkpoints = Checkpoints(
+            saving.folder, saving.resume, again=plan.restarts, flush=getattr(recorder, "flush", int)
+        )
         kernel.owner, kernel.on_end = self.world, self._ended
         LivelockWatchdog(kernel, self._under_way, self._livelock)
         self._whole = Context(self.world, (tuple(range(scenario.ranks)),))
@@ -125,6 +147,24 @@ class Cluster:
         self._timeline = _timeline(self.world, trace)
         self._counted: Totals | None = None
         self._error: BaseException | None = None
+
+    def _announce(self, fault: Pause | SlowDown | Skew) -> None:
+        """Record a fault of a rank's machine when it begins, if the rank still runs then."""
+        rank = self.world.ranks[fault.rank]
+        if isinstance(fault, Skew):
+            rank.skews = (*rank.skews, fault)
+
+        self._untold.append(fault)
+        self.world.kernel.env.at(fault.at_s, rank.id, lambda: self._tell(fault))
+
+    def _tell(self, fault: Pause | SlowDown | Skew) -> None:
+        """Record that a fault has begun, unless the rank had ended before, in whatever way."""
+        rank = self.world.ranks[fault.rank]
+        if fault in self._untold:
+            self._untold.remove(fault)
+            if min(rank.ended_s, rank.death_s if rank.dead else math.inf) >= fault.at_s:
+                fields = {name: value for name, value in vars(fault).items() if name not in ("rank", "at_s")}
+                self.world.recorder.event(rank.id, fault.at_s, fault.kind, fields)
 
     # -- building --------------------------------------------------------------------------------------------
 
@@ -241,6 +281,9 @@ class Cluster:
         """Count, and tell what is wrong with how the run ended, if anything."""
         if self.world.deferred is not None:
             self.world.deferred.close()  # of ranks that did not come to their end
+        for fault in [*self._untold]:  # ranks that ran ahead have ended before these were due
+            if fault.at_s <= max((task.clock for task in self.world.ranks[fault.rank].tasks), default=0.0):
+                self._tell(fault)
         clocks = [
             task.clock for task in self.world.kernel.tasks if task.clock < math.inf
         ]  # inf: paused for ever
@@ -374,6 +417,7 @@ def simulate(
     trace: Recorder | None = None,
     prepare: Prepare | None = None,
     carrier: str = "greenlets",
+    saving: Saving = NOT_SAVED,
 ) -> Totals:
     """Run `main(comm)` on every rank of a virtual cluster.
 
@@ -387,6 +431,7 @@ def simulate(
         trace: gets the timeline: see `spawnsim.virtual.timeline`.
         prepare: is given the world before its ranks begin, to follow or to stop them.
         carrier: "greenlets", or "threads" for programs that wait inside frames of C++.
+        saving: where checkpoints go, and whether to begin with the newest.
 
     Returns:
         The totals.
@@ -396,7 +441,7 @@ def simulate(
             the exception's `totals` say how far it came.
     """
     with rare_collections(scenario.ranks):
-        cluster = Cluster(scenario, recorder, progress, trace, carrier=carrier)
+        cluster = Cluster(scenario, recorder, progress, trace, carrier=carrier, saving=saving)
         if prepare is not None:
             prepare(cluster.world)
 

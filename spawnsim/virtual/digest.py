@@ -117,6 +117,17 @@ class RankDigest:
         """Add the contents of a payload: see `checksum`."""
         self.contents = checksum(payload, self.contents)
 
+    def cut(self) -> str:
+        """Begin a new hash with the value of the one so far, and return that: a hash itself cannot be kept."""
+        value = self._hash.digest()
+        self._hash = hashlib.blake2b(value, digest_size=16)
+        return value.hex()
+
+    def resume(self, value: bytes, count: int, contents: int) -> None:
+        """Go on as after the `cut` that returned `value`, as bytes."""
+        self._hash = hashlib.blake2b(value, digest_size=16)
+        self.count, self.contents = count, contents
+
     def value(self) -> bytes:
         """Return the 16-byte digest of all events and contents so far."""
         # The contents enter at the end and not with each event: they are covered where they are, which may be later.

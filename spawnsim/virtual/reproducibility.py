@@ -12,7 +12,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_stack
@@ -75,6 +75,26 @@ class Generators:
         return int.from_bytes(self._streams("program.entropy").bytes(-(-bits // 8)), "little") & (
             (1 << bits) - 1
         )
+
+    def state(self) -> dict[str, Any]:
+        """Return where the generators stand, of the rank that runs: None for those that were never used."""
+        if "torch" in sys.modules:
+            self.suspend(sys.modules["torch"])
+        return {
+            "python": None if self._python is None else self._python.getstate(),
+            "numpy": None if self._numpy is None else self._numpy.get_state(),
+            "torch": self._torch,
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Put the generators, of the rank that runs, where they stood."""
+        if state["python"] is not None:
+            self.python.setstate(state["python"])
+        if state["numpy"] is not None:
+            self.numpy.set_state(state["numpy"])
+        if state["torch"] is not None:
+            self._torch = state["torch"]
+            self.resume(sys.modules["torch"])
 
     def suspend(self, torch: Any) -> None:
         """Keep torch's state, if this rank has changed it: another rank comes to run."""

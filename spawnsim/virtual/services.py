@@ -42,7 +42,7 @@ class Clock:
         if self._rank.observers:
             kernel.observe()
         kernel.current.timed = True
-        return kernel.current.clock
+        return self._rank.shown_s(kernel.current.clock)
 
     def sleep(self, seconds: float) -> None:
         """Let time pass in which the rank answers one-sided accesses of others, unlike in `compute`.
@@ -124,6 +124,15 @@ class Compute:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None:
             self.spend(self._stated_s)
+
+    def sampler_counts(self) -> tuple[int, int]:
+        """Return how many durations were drawn, and how many of these the program did not state."""
+        return self.sampler.__self__.counts if hasattr(self.sampler, "__self__") else (0, 0)
+
+    def sample_on(self, taken: int, unstated: int) -> None:
+        """Draw on from where `sampler_counts` said."""
+        if hasattr(self.sampler, "__self__"):
+            self.sampler.__self__.skip(taken, unstated)
 
     def spend(self, stated_s: float | None, *, call_cost: bool = False) -> None:
         """Let the time of one block pass. A `call_cost` is not progress: polls that pay it are still fruitless."""

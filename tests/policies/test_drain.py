@@ -16,12 +16,15 @@ from spawnsim.policies import (
     AsyncServerPolicy,
     AverageAllPolicy,
     DecentralizedAveragingPolicy,
+    DecoupledDiLoCoPolicy,
     GossipPolicy,
     OneSidedSelectiveAveragingPolicy,
+    OuterOptimizerPolicy,
     PopulationBasedTrainingPolicy,
     ServerOptions,
     ServerRule,
     SpawnPolicy,
+    StreamingDiLoCoPolicy,
     Tier,
     graphs,
     replay,
@@ -63,6 +66,9 @@ POLICIES: dict[str, Callable[[Any], SpawnPolicy]] = {
     "groups beside": lambda comm: DecentralizedAveragingPolicy(3, target_group_size=4, asynchronous=True),
     "clock": lambda comm: AsyncModelAveragePolicy("all", 20),
     "pairs": lambda comm: AsyncModelAveragePolicy("random", 20, warmup_steps=15),
+    "diloco": lambda comm: OuterOptimizerPolicy.diloco(4),
+    "decoupled": lambda comm: DecoupledDiLoCoPolicy(4, fragments=2),
+    "streaming": lambda comm: StreamingDiLoCoPolicy(4, fragments=2, fragmenter="greedy"),
     "background": lambda comm: AsyncModelAveragePolicy("ring", 20, background=True),
 }
 
@@ -87,7 +93,7 @@ def trained(comm: Any, make: Callable[[Any], SpawnPolicy], *, anew: bool) -> Non
             if anew:
                 policy = make(comm)
                 policy.load_state_dict(state)
-            assert policy.state_dict() == state
+            assert str(policy.state_dict()) == str(state)
     comm.record(
         **{f"end/{name}": value for name, value in policy.state_dict().items() if name == "num_averagings"}
     )

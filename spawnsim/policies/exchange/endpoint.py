@@ -174,6 +174,16 @@ class Endpoint:
                 arrived.append((source, message))
         return arrived
 
+    def empty(self, patience_s: float) -> None:
+        """Receive and drop what others have sent before they left, and who sent it waits for; `patience_s` at most."""
+        clock = self.comm.clock
+        end_s = clock.now() + patience_s
+        quiet_s = clock.now() + PAUSE_S
+        while (now_s := clock.now()) < end_s and (now_s < quiet_s or self._receives):
+            if self.poll():
+                quiet_s = now_s + PAUSE_S
+            clock.sleep(LEAST_WAIT_S)
+
     def from_self(self) -> list[tuple[int, Message]]:
         """Return what this rank has sent to itself."""
         return [(self.rank, self._to_self.popleft()) for _ in range(len(self._to_self))]

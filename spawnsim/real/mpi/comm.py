@@ -30,6 +30,7 @@ from spawnsim.real.mpi.recovery import capabilities, prepare, recover
 from spawnsim.real.mpi.runtime import MPIRuntime, abort
 from spawnsim.real.mpi.translation import ulfm
 from spawnsim.real.mpi.windows import Windows
+from spawnsim.real.runtime.checkpoints import checkpoint, restore
 from spawnsim.real.runtime.namespace import KINDS
 from spawnsim.real.runtime.namespace import namespace as names
 from spawnsim.real.runtime.rank import close, guarded
@@ -51,6 +52,9 @@ class MPIComm(PointToPoint, Collectives):
         self.Win = Windows(self)
         raw.Set_attr(_keyval(), self)
         self._open_matching()  # last, since the watchdog's thread may revoke it from now on
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+    checkpoint, restore = checkpoint, restore
 
     # ----------------------------------------------------------------------------------------------- recovery
     def capabilities(self) -> Capabilities:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from spawnsim.errors import SpawnsimError
 from spawnsim.real.runtime.abort import AbortProtocol, stoppable
+from spawnsim.real.runtime.checkpoints import Checkpoints
 from spawnsim.real.runtime.requests import RequestRegistry, wait_until
 from spawnsim.real.runtime.services import Counters, Options, RankServices, Task
 from spawnsim.real.runtime.watchdog import Channel
@@ -41,6 +42,7 @@ class RankRuntime:
         self.watchdog = self.abort.watchdog
         self.watchdog.note = self._note
         self.give_up: Callable[[set[int]], object] | None = None
+        self.checkpoints = Checkpoints()  # nowhere, unless the run has a folder
         self._settled = self._finalized = False
         self._leftovers = 0
         services.on_error = self.abort.fail

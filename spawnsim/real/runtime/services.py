@@ -80,6 +80,10 @@ class Clock:
         """Begin at zero now."""
         self._zero = time.perf_counter()
 
+    def set_forward(self, seconds: float) -> None:
+        """Go on from a time, where it is later than now: a run that is resumed has begun before."""
+        self._zero -= max(seconds - self.now(), 0.0)
+
     def now(self) -> float:
         """Return the seconds since the start of the run."""
         return time.perf_counter() - self._zero

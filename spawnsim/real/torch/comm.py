@@ -26,6 +26,7 @@ from spawnsim.comm.protocols import Capabilities
 from spawnsim.errors import UnsupportedError, UsageError
 from spawnsim.real.launch.launchers import detect_launcher
 from spawnsim.real.runtime.abort import refuse_recovery
+from spawnsim.real.runtime.checkpoints import checkpoint, restore
 from spawnsim.real.runtime.namespace import namespace as names
 from spawnsim.real.runtime.rank import close, guarded
 from spawnsim.real.runtime.services import Options, RankServices, Recorder
@@ -80,6 +81,9 @@ class TorchComm(PointToPoint, NativeCollectives):
         self._named = "MPI_COMM_WORLD" if label == "world" else label
         self._active = runtime.watchdog.active
         self.Win = Windows(self)
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+    checkpoint, restore = checkpoint, restore
 
     # ----------------------------------------------------------------------------------------------- recovery
     def capabilities(self) -> Capabilities:

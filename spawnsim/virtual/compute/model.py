@@ -140,6 +140,7 @@ def _columns(path: Path) -> tuple[NDArray[np.int64], FloatArray]:
     return columns["rank"].astype(np.int64), columns["compute_s"].astype(np.float64)
 
 
+MOST_BLOCKS = 10**8  # of a rank: what a checkpoint may claim
 Sampler = Callable[[float | None, float], float]
 """`sampler(stated_s, now_s) -> seconds`: the duration of a rank's next block; `stated_s` None means none stated."""
 
@@ -185,7 +186,8 @@ class ComputeModel:
     def open(self, seed: int, rank: int) -> Sampler:
         """Return the sampler of one rank, at the start of all its streams."""
         key = StreamKey(seed, rank, "compute.base")
-        return Durations(self.base, key, tuple(self._open_stragglers(seed, rank))).take
+        clocked = [straggler.follows_clock for straggler, _ in self.causes()]
+        return Durations(self.base, key, tuple(self._open_stragglers(seed, rank)), clocked.count(True)).take
 
     def causes(self) -> Iterator[tuple[Straggler, str]]:
         """Yield each straggler, in the order in which they stretch a block, with the purpose of its random streams."""
@@ -205,14 +207,36 @@ class ComputeModel:
 class Durations:
     """The durations of one rank's blocks, in order."""
 
-    __slots__ = ("_own", "_rank", "_replays", "_stretches")
+    __slots__ = ("_by_clock", "_own", "_rank", "_replays", "_stretches", "counts")
 
-    def __init__(self, base: Base | None, key: StreamKey, stretches: tuple[Stretch, ...]) -> None:
+    def __init__(
+        self, base: Base | None, key: StreamKey, stretches: tuple[Stretch, ...], by_clock: int = 0
+    ) -> None:
         self._rank, self._stretches, self._replays = key.rank, stretches, isinstance(base, Trace)
         self._own = base.open(key) if base is not None else None
+        self._by_clock = (
+            by_clock  # so many stretches, the last ones, depend on the clock and not on the block's number
+        )
+        self.counts = (0, 0)  # blocks, and those whose duration came from the base
+
+    def skip(self, taken: int, from_base: int) -> None:
+        """Go on after so many blocks, of which so many took their duration from the base."""
+        blocks, own = self.counts
+        if not (blocks <= taken <= MOST_BLOCKS and own <= from_base <= taken):
+            raise ParameterError(
+                f"rank {self._rank} has computed {blocks} blocks, and cannot go on after {taken}"
+            )
+        for _ in range(taken - blocks):
+            for stretch in self._stretches[: len(self._stretches) - self._by_clock]:
+                stretch(0.0, 0.0)
+        for _ in range(from_base - own):
+            self._next()
+        self.counts = taken, from_base
 
     def take(self, stated_s: float | None, now_s: float) -> float:
         """Return the duration of the next block, which begins at `now_s`."""
+        blocks, own = self.counts
+        self.counts = blocks + 1, own + (stated_s is None or self._replays)
         if stated_s is None or self._replays:
             duration_s = self._next()
         elif 0.0 <= stated_s < math.inf:

@@ -61,6 +61,7 @@ class Rank:
     compute_s: float = 0.0
     tasks: list[Task] = field(default_factory=list)
     awake: Callable[[float], float] | None = None  # if the fault plan pauses it: when it next is awake
+    skews: Sequence[Any] = ()  # faults of its clock
     outside: bool = False  # it was restarted, and has not joined the others yet
     evicted: bool = False  # the others have recovered without it: whatever it calls ends in Revoked
     late: Counter[int] | None = None  # see `dropped`
@@ -83,6 +84,13 @@ class Rank:
         if self.late is None:
             self.late = Counter()
         return self.late
+
+    def shown_s(self, time_s: float) -> float:
+        """Return what the rank's own clock shows at a time: another where the fault plan skews it."""
+        if not self.skews:
+            return time_s
+        wrong_s: float = sum(fault.error_s(time_s) for fault in self.skews)
+        return max(time_s + wrong_s, 0.0)
 
     def compute_from(self, begin_s: float, end_s: float) -> None:
         """Keep a computing interval while others may ask for it; forget those that are past."""
@@ -128,6 +136,8 @@ class World:
     timeline: Any = None  # `timeline.Timeline`, if the run is traced
     attachments: dict[Any, Any] = field(default_factory=dict)  # objects of other modules that all ranks share
     around_threads: Callable[[], Any] = nullcontext  # is entered while a thread runs that a rank has started
+    checkpoints: Any = None  # `checkpoints.Checkpoints`
+    crashes: Any = None  # `faults.injection.Crashes`
     deferred: Any = None  # `comm.deferred.Deferred`, unless training steps are to be carried out at once
 
     def __post_init__(self) -> None:

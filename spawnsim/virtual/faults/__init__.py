@@ -7,6 +7,7 @@ Only the data are exported: what goes wrong, where and when.
 from spawnsim.virtual.faults.events import (
     DELIVERED,
     KINDS,
+    Clog,
     Corrupt,
     Crash,
     Delay,
@@ -17,15 +18,18 @@ from spawnsim.virtual.faults.events import (
     LinkFault,
     Partition,
     Pause,
+    Reorder,
     Restart,
+    Skew,
     SlowDown,
     Verdict,
 )
+from spawnsim.virtual.faults.failures import Failures
 from spawnsim.virtual.faults.plan import FaultPlan
 from spawnsim.virtual.faults.swarm import Swarm
 
 __all__ = [
     "FaultPlan", "Swarm", "Fault", "LinkFault", "Verdict", "DELIVERED", "KINDS",
-    "Crash", "Restart", "Pause", "SlowDown",
-    "LinkDown", "Drop", "Duplicate", "Corrupt", "Delay", "Partition",
+    "Crash", "Restart", "Pause", "SlowDown", "Skew", "Failures",
+    "LinkDown", "Drop", "Duplicate", "Corrupt", "Delay", "Partition", "Clog", "Reorder",
 ]  # fmt: skip

@@ -27,6 +27,8 @@ class Verdict(NamedTuple):
     """How often it is delivered; 1 is normal."""
     corrupt: bool = False
     """Whether its payload is damaged on the way."""
+    nan: bool = False
+    """Whether the damage is a number that is none, instead of a flipped bit."""
     resent: int = 0
     """How often it was sent again before it came through; only on a reliable connection."""
 
@@ -37,12 +39,14 @@ class Verdict(NamedTuple):
             self.delay_s + other.delay_s,
             self.copies * other.copies,
             self.corrupt or other.corrupt,
+            self.nan or other.nan,
         )
 
     def describe(self) -> str:
         """Return what happens to the message, such as "delayed+doubled"; nothing if it is simply delivered."""
         struck = {
-            "lost": self.lost, "resent": self.resent, "corrupt": self.corrupt,
+            "lost": self.lost, "resent": self.resent, "corrupt": self.corrupt and not self.nan,
+            "nan": self.corrupt and self.nan,
             "delayed": self.delay_s > 0.0 and not self.resent, "doubled": self.copies > 1,
         }  # fmt: skip
         return "+".join(name for name, is_so in struck.items() if is_so)
@@ -146,6 +150,33 @@ class SlowDown(Fault):
 
 
 @dataclass(frozen=True)
+class Skew(Fault):
+    """The rank's clock shows `offset_s` seconds more from `at_s` on, and gains `drift` seconds a second.
+
+    It is what the rank reads that is wrong (`comm.clock.now()`, `MPI.Wtime()`, never below 0): its computing, its waits
+    and the times of its rows are as they are. After `for_s` seconds the clock is right again.
+    """
+
+    rank: int
+    at_s: float
+    for_s: float
+    offset_s: float
+    drift: float = 0.0
+    kind: ClassVar[str] = "skew"
+
+    def __post_init__(self) -> None:
+        self.check_window(self.at_s, self.for_s)
+        if not (math.isfinite(self.offset_s) and math.isfinite(self.drift)):
+            raise self.refuse("offset_s and drift must be finite")
+
+    def error_s(self, time_s: float) -> float:
+        """Return by how much the clock is ahead at a time."""
+        if not self.at_s <= time_s < self.at_s + self.for_s:
+            return 0.0
+        return self.offset_s + self.drift * (time_s - self.at_s)
+
+
+@dataclass(frozen=True)
 class LinkFault(Fault):
     """A fault of what goes from `source` to `dest` (None: any rank), sent from `at_s` for `for_s` seconds."""
 
@@ -233,12 +264,21 @@ class Duplicate(Likely):
 
 @dataclass(frozen=True)
 class Corrupt(Likely):
-    """The payload of messages is damaged on the way."""
+    """The payload of messages is damaged on the way.
 
+    `damage`: "bit" flips one; "nan" sets 8 bytes to 0xFF: NaN in each type of floating point numbers, -1 in integers.
+    """
+
+    damage: str = "bit"
     kind: ClassVar[str] = "corrupt"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.damage not in ("bit", "nan"):
+            raise self.refuse("damage must be bit or nan")
+
     def hit(self) -> Verdict:
-        return Verdict(corrupt=True)
+        return Verdict(corrupt=True, nan=self.damage == "nan")
 
 
 @dataclass(frozen=True)
@@ -256,6 +296,28 @@ class Delay(LinkFault):
 
     def verdict(self, sent_s: float, chance: float) -> Verdict:
         return Verdict(delay_s=self.delay_s + self.spread_s * chance)
+
+
+@dataclass(frozen=True)
+class Reorder(LinkFault):
+    """Each message takes up to `spread_s` longer, drawn by itself with a probability, so others come before it.
+
+    Messages of one sender on one communicator stay in order all the same, as MPI promises.
+    """
+
+    spread_s: float
+    probability: float = 1.0
+    kind: ClassVar[str] = "reorder"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 < self.spread_s < math.inf or not 0.0 < self.probability <= 1.0:
+            raise self.refuse("spread_s must be a finite time above 0 s, probability lie in (0, 1]")
+
+    def verdict(self, sent_s: float, chance: float) -> Verdict:
+        if chance >= self.probability:
+            return DELIVERED
+        return Verdict(delay_s=self.spread_s * chance / self.probability)
 
 
 @dataclass(frozen=True)
@@ -294,6 +356,23 @@ class Partition(Fault):
         return LOST if math.isinf(wait_s) else Verdict(delay_s=wait_s)
 
 
+@dataclass(frozen=True)
+class Clog(Partition):
+    """What goes to `members` and what comes from them waits from `at_s` for `for_s` seconds, and then comes at once."""
+
+    kind: ClassVar[str] = "clog"
+
+    def covers(self, source: int, dest: int, sent_s: float) -> bool:
+        """Whether a message sent at `sent_s` meets this fault."""
+        ours = source != dest and (source in self.members or dest in self.members)
+        return ours and self.at_s <= sent_s < self.at_s + self.for_s
+
+    def touches(self, source: Ints, dest: Ints) -> Bools:
+        """Return which of many links it clogs, whenever they are used."""
+        found: Bools = np.isin(source, self.members) | np.isin(dest, self.members)
+        return found
+
+
 KINDS: dict[str, type[Fault]] = {
     fault.kind: fault
     for fault in (
@@ -307,6 +386,9 @@ KINDS: dict[str, type[Fault]] = {
         Corrupt,
         Delay,
         Partition,
+        Clog,
+        Reorder,
+        Skew,
     )
 }
 """All faults by the names that texts and JSON use."""

@@ -37,28 +37,29 @@ from spawnsim.virtual.faults import Verdict
 MIDDLE = 0.5  # of a payload: which byte is damaged where nothing else decides
 
 
-def damaged(payload: Any, place: float = MIDDLE) -> Any:
+def damaged(payload: Any, place: float = MIDDLE, *, nan: bool = False) -> Any:
     """Return a payload with the highest bit of one byte flipped; of a list or mapping, in one of its members.
 
     Args:
         payload: An array, bytes, or a list or mapping of them. Anything else comes back as it is.
         place: Which byte: from 0, the first, up to but not including 1.
+        nan: Set the 8 bytes around it (of a multiple of 8 on) to 0xFF instead: NaN, in any type of floats.
     """
     if isinstance(payload, np.ndarray):
-        return _flipped_array(payload, place)
+        return _flipped_array(payload, place, nan=nan)
     if isinstance(payload, (bytes, bytearray)):
-        return _flipped(np.frombuffer(bytearray(payload), np.uint8), place).tobytes()
+        return _flipped(np.frombuffer(bytearray(payload), np.uint8), place, nan=nan).tobytes()
     if isinstance(payload, (list, dict)) and payload:
         keys = list(payload) if isinstance(payload, dict) else range(len(payload))
         share = place * len(keys)
-        return with_damaged_member(payload, keys[int(share)], share % 1.0)
+        return with_damaged_member(payload, keys[int(share)], share % 1.0, nan=nan)
     return payload
 
 
-def with_damaged_member(payload: Any, key: Any, place: float) -> Any:
+def with_damaged_member(payload: Any, key: Any, place: float, *, nan: bool = False) -> Any:
     """Return a copy of a list or mapping in which one member is damaged."""
     copy = payload.copy()
-    copy[key] = damaged(copy[key], place)
+    copy[key] = damaged(copy[key], place, nan=nan)
     return copy
 
 
@@ -72,14 +73,17 @@ def can_be_damaged(payload: Any) -> bool:
     return isinstance(payload, (bytes, bytearray)) and len(payload) > 0
 
 
-def _flipped_array(array: Any, place: float) -> Any:
+def _flipped_array(array: Any, place: float, *, nan: bool) -> Any:
     copy = np.ascontiguousarray(array).copy()
-    _flipped(copy.reshape(-1).view(np.uint8), place)
+    _flipped(copy.reshape(-1).view(np.uint8), place, nan=nan)
     return copy
 
 
-def _flipped(raw: Any, place: float) -> Any:
-    if raw.size:
+def _flipped(raw: Any, place: float, *, nan: bool) -> Any:
+    if raw.size and nan:
+        first = int(raw.size * place) & ~7
+        raw[first : first + 8] = 0xFF
+    elif raw.size:
         raw[int(raw.size * place)] ^= 0x80
     return raw
 
@@ -133,7 +137,7 @@ class FaultyLinks:
 
     def _deliver(self, source: int, mailbox: Mailbox, message: Message, verdict: Verdict) -> None:
         if verdict.corrupt:
-            message.payload = damaged(message.payload)
+            message.payload = damaged(message.payload, nan=verdict.nan)
         # Copies of an eager message alone: the data of a rendezvous answer one clear-to-send, which is sent once.
         message.envelope_s += verdict.delay_s
         if message.arrival_s is not None:
@@ -143,6 +147,18 @@ class FaultyLinks:
             set_out(self._world, each, mailbox, source)
 
     # -- all else --------------------------------------------------------------------------------------------
+
+    def sent_by(self, source: int) -> list[list[list[int]]]:
+        """Return how many messages a rank has sent to each other, and tokens: they number the draws."""
+        return [
+            [[dest, number] for (sender, dest), number in sorted(each.items()) if sender == source]
+            for each in (self._sent, self._tokens)
+        ]
+
+    def go_on(self, source: int, counts: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Number a rank's messages on from what `sent_by` has returned."""
+        for each, kept in zip((self._sent, self._tokens), counts, strict=True):
+            each.update({(source, int(dest)): int(number) - each[source, int(dest)] for dest, number in kept})
 
     def judge(self, source: int, dest: int, sent_s: float, *key: int) -> Verdict:
         """Return what becomes of data on the reliable connection of two world ranks, sent at `sent_s`."""
@@ -158,7 +174,7 @@ class FaultyLinks:
     def note(self, verdict: Verdict, source: int, dest: int, sent_s: float) -> None:
         """Note a fault in the sender's digest."""
         late_ns = -1 if verdict.lost else nanoseconds(verdict.delay_s)
-        marks = verdict.copies + (verdict.corrupt << 8)
+        marks = verdict.copies + (verdict.corrupt << 8) + ((verdict.corrupt and verdict.nan) << 9)
         self._world.ranks[source].digest.note((sent_s, LINK_FAULT, dest, late_ns, marks))
 
 
@@ -245,12 +261,15 @@ class CollectiveFaults:
         """Return the members' calls as member `me` receives them; None if nothing that it receives is damaged."""
         found = () if self._struck is None else self._struck.damage.get(self._relative(me), ())
         heard: list[Any] | None = None
+        strikes = () if self._struck is None else self._struck.strikes
+        nans = {(each.source, each.dest, each.number) for each in strikes if each.verdict.nan}
         for damage in sorted(found):
             owner, member, place = self._place(damage)
             heard = list(calls) if heard is None else heard
             call = heard[owner]
             if call is not None:
-                heard[owner] = replace(call, part=_damaged_part(call.part, member, place))
+                nan = damage[:3] in nans
+                heard[owner] = replace(call, part=_damaged_part(call.part, member, place, nan=nan))
         return heard
 
     def _place(self, damage: Damage) -> tuple[int, Any, float]:
@@ -283,10 +302,10 @@ class CollectiveFaults:
         return self._members[self._member(relative)]
 
 
-def _damaged_part(part: Any, member: Any, place: float) -> Any:
+def _damaged_part(part: Any, member: Any, place: float, *, nan: bool) -> Any:
     if member is not None and isinstance(part, (list, dict)):
-        return with_damaged_member(part, member, place)
-    return damaged(part, place)
+        return with_damaged_member(part, member, place, nan=nan)
+    return damaged(part, place, nan=nan)
 
 
 DETECTION_S = 0.01  # from a rank's death until the others know (measured with ULFM on one node)
@@ -307,9 +326,18 @@ class Crashes:
         if world.plan is not None:
             self._programs[rank.id] = program
         rank.tasks = [world.kernel.spawn(rank.id, program, clock=clock_s)]
+        self._await_death(rank)
+
+    def _await_death(self, rank: Rank) -> None:
         if rank.death_s < math.inf:
             death_s = rank.death_s
-            world.kernel.env.at(death_s, rank.id, lambda: self._expire(rank, death_s))
+            self._world.kernel.env.at(death_s, rank.id, lambda: self._expire(rank, death_s))
+
+    def skip(self, rank: Rank, time_s: float) -> None:
+        """Let a rank live at a time to which it is about to go on: deaths of before then are past."""
+        if rank.death_s < time_s:
+            rank.death_s = self._world.plan.death_s(rank.id, time_s)
+            self._await_death(rank)
 
     def ended(self, task: Task) -> None:
         """Take note that a task of a rank has ended; it may have reached the rank's death by itself."""

@@ -4,8 +4,12 @@
     down:0>1@2s+1s              drop:*>3@0s+5s,0.1         delay:2<>*@1s+2s,5ms,1ms
     duplicate:0>1@0s,0.5        corrupt:0>1@0s,0.01        partition:0-3,8@5s+2s
 
-KIND:WHERE@START[+LENGTH][,PARAMETERS], joined by ";". WHERE is ranks ("3", "0-3,8") or a link ("0>1", "2<>*" for both
-ways, "*" for any rank). Without LENGTH a fault lasts for ever.
+    clog:node2@1s+1s            reorder:*>0@0s,20ms        skew:4@1s,0.5s,1e-3       corrupt:0>1@0s,0.01,nan
+    mtbf:node*@0s+100s,50s,2s   (Poisson; mean time between failures and to repair; then spares, time to swap)
+
+KIND:WHERE@START[+LENGTH][,PARAMETERS], joined by ";". WHERE is ranks ("3", "0-3,8", "*"), parts of the platform
+("node2", "rack0", "region1", "job") or a link ("0>1", "2<>*" for both ways, "*" for any rank). Without LENGTH a fault
+lasts for ever. Files: JSON, TOML ([[faults]] with the same names), and CSV of a recorded trace (rank,down_s,up_s).
 
 Each answer of a plan is a function of rank, time and message number alone: the order of the questions, and with it the
 order in which ranks happen to run, changes nothing.
@@ -17,13 +21,14 @@ import hashlib
 import json
 import math
 import re
+import tomllib
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,13 +44,18 @@ from spawnsim.virtual.faults.events import (
     Partition,
     Pause,
     Restart,
+    Skew,
     SlowDown,
     Verdict,
 )
+from spawnsim.virtual.faults.failures import Failures, machines, recorded
 from spawnsim.virtual.network.cost import Floats, Ints
 
 _PART = re.compile(r"(?P<kind>[a-z]+):(?P<where>[^@]+)@(?P<at>[^+,]+)(\+(?P<length>[^,]+))?(,(?P<rest>.*))?")
 _WHERE = ("rank", "members", "source", "dest", "at_s", "for_s")
+MTBF = "mtbf"  # of machines: stands for many crashes and restarts
+MTBF_FORM = "mtbf:RANKS@START+LENGTH,MTBF[,REPAIR][,SPARES][,SWAP]"
+MOST_NBYTES = 1 << 26  # of a file
 FORM = "KIND:WHERE@START[+LENGTH][,PARAMETERS], such as crash:17@3.5s, pause:3@1s+6s or drop:*>3@0s+5s,0.1"
 
 
@@ -68,23 +78,51 @@ def form(kind: type[Fault]) -> str:
     )
 
 
-def from_text(words: str) -> tuple[Fault, ...]:
+class Setting(NamedTuple):
+    """The run that a plan is for: what "*", "node2" and the like mean there, and the seed of what is drawn."""
+
+    ranks: int | None = None
+    network: Any = None
+    seed: int = 0
+
+
+def from_text(words: str, setting: Setting = Setting()) -> tuple[Fault, ...]:  # noqa: B008  immutable
     """Return the faults that a text names."""
     parts = [part.strip() for part in words.split(";")]
-    return tuple(fault for part in parts if part for fault in _faults(part))
+    return tuple(fault for part in parts if part for fault in _faults(part, setting))
 
 
-def _faults(part: str) -> Iterator[Fault]:
+def _faults(part: str, setting: Setting) -> Iterator[Fault]:
     match = _PART.fullmatch(part)
     if match is None:
         raise ParameterError(f"fault {part!r}: write {FORM}")
+    if match["kind"] == MTBF:
+        yield from _failures(part, match, setting)
+        return
     kind = KINDS.get(match["kind"])
     if kind is None:
         raise ParameterError(f"fault {part!r}: no kind {match['kind']!r}. Kinds: {', '.join(KINDS)}")
     try:
         values = _values(kind, match)
-        for where in _places(kind, match["where"].strip()):
+        for where in _places(kind, match["where"].strip(), setting):
             yield kind(**where, **values)
+    except (TypeError, ValueError) as error:
+        raise ParameterError(f"fault {part!r}: {error}") from error
+
+
+def _failures(part: str, match: re.Match[str], setting: Setting) -> tuple[Fault, ...]:
+    """Return the failures of machines that a text describes."""
+    try:
+        if not match["length"] or not match["rest"]:
+            raise ParameterError(f"write {MTBF_FORM}")
+        words = [word.strip() for word in match["rest"].split(",")]
+        readers: tuple[Callable[[str], float], ...] = (units.seconds, units.seconds, int, units.seconds)
+        if len(words) > len(readers):
+            raise ParameterError(f"write {MTBF_FORM}")
+        given: list[Any] = [read(word) for read, word in zip(readers, words, strict=False)]
+        at_s, for_s = units.seconds(match["at"]), units.seconds(match["length"])
+        drawn = Failures(at_s, for_s, *given)
+        return drawn.faults(machines(match["where"], setting.ranks, setting.network), setting.seed)
     except (TypeError, ValueError) as error:
         raise ParameterError(f"fault {part!r}: {error}") from error
 
@@ -102,14 +140,21 @@ def _values(kind: type[Fault], match: re.Match[str]) -> dict[str, Any]:
     if not len(required) <= len(given) <= len(own):
         raise ParameterError(f"a {kind.kind} takes {', '.join(own) or 'no parameters'}; {len(given)} given")
     for name, word in zip(own, given, strict=False):
-        values[name] = units.seconds(word) if name.endswith("_s") else float(word)
+        values[name] = units.seconds(word) if name.endswith("_s") else word if name in _WORDS else float(word)
     return values
 
 
-def _places(kind: type[Fault], where: str) -> Iterator[dict[str, Any]]:
+_WORDS = ("damage",)  # parameters that are texts
+
+
+def _places(kind: type[Fault], where: str, setting: Setting) -> Iterator[dict[str, Any]]:
     if not issubclass(kind, LinkFault):
-        ranks = tuple(_ranks(where))
-        yield from [{"members": ranks}] if kind is Partition else [{"rank": rank} for rank in ranks]
+        chosen = machines(where, setting.ranks, setting.network)
+        ranks = tuple(rank for machine in chosen for rank in machine)
+        if issubclass(kind, Partition):
+            yield {"members": ranks}
+        else:
+            yield from ({"rank": rank} for rank in ranks)
         return
     source, arrow, dest = re.fullmatch(r"([^<>]*?)\s*(<>|>|)\s*([^<>]*)", where).groups()  # type: ignore[union-attr]
     if not arrow:
@@ -120,12 +165,6 @@ def _places(kind: type[Fault], where: str) -> Iterator[dict[str, Any]]:
         yield {"source": ends[1], "dest": ends[0]}
 
 
-def _ranks(where: str) -> Iterator[int]:
-    for word in where.split(","):
-        first, _, last = word.partition("-")
-        yield from range(int(first), int(last or first) + 1)
-
-
 def to_text(faults: Iterable[Fault]) -> str:
     """Return the text that `from_text` reads back."""
     return "; ".join(map(_fault_text, faults))
@@ -134,7 +173,11 @@ def to_text(faults: Iterable[Fault]) -> str:
 def _fault_text(fault: Fault) -> str:
     values = {part.name: getattr(fault, part.name) for part in fields(type(fault))}
     length = "" if math.isinf(values.get("for_s", math.inf)) else f"+{values['for_s']:.12g}s"
-    own = [f"{value:.12g}{'s' * name.endswith('_s')}" for name, value in values.items() if name not in _WHERE]
+    own = [
+        value if name in _WORDS else f"{value:.12g}{'s' * name.endswith('_s')}"
+        for name, value in values.items()
+        if name not in _WHERE
+    ]
     return f"{fault.kind}:{_place_text(fault, values)}@{values['at_s']:.12g}s{length}{''.join(f',{w}' for w in own)}"
 
 
@@ -157,21 +200,38 @@ def _document(fault: Fault) -> dict[str, Any]:
 
 
 def read(path: Path) -> str:
-    """Return the text of a JSON file."""
+    """Return the text of a file."""
     try:
+        if path.stat().st_size > MOST_NBYTES:
+            raise ParameterError(f"fault plan {path}: it is longer than {MOST_NBYTES:,} bytes")
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(f"fault plan {path}: {error}") from error
 
 
-def from_json(words: str) -> tuple[tuple[Fault, ...], int | None]:
+def from_json(words: str, setting: Setting = Setting()) -> tuple[tuple[Fault, ...], int | None]:  # noqa: B008
     """Return the faults and the seed (None: not given) of a plan in JSON: an object, or the list of its faults."""
     try:
         document = json.loads(words)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ParameterError(f"fault plan: no valid JSON: {error}") from error
+    return _of_document(document, setting)
+
+
+def from_toml(words: str, setting: Setting = Setting()) -> tuple[tuple[Fault, ...], int | None]:  # noqa: B008
+    """Return the same of a plan in TOML: `seed`, and a table [[faults]] each."""
+    try:
+        document = tomllib.loads(words)
+    except (ValueError, RecursionError) as error:
+        raise ParameterError(f"fault plan: no valid TOML: {error}") from error
+    return _of_document(document, setting)
+
+
+def _of_document(document: Any, setting: Setting) -> tuple[tuple[Fault, ...], int | None]:
     if isinstance(document, list):
         document = {"faults": document}
+    if not isinstance(document, dict):
+        document = {}
     seed, entries = document.get("seed"), document.get("faults")
     unknown = set(document) - {"seed", "faults"}
     if (
@@ -182,34 +242,56 @@ def from_json(words: str) -> tuple[tuple[Fault, ...], int | None]:
         raise ParameterError(
             'fault plan: write {"seed": 0, "faults": [...]} with an integer seed of at least 0'
         )
-    return tuple(_entry(number, entry) for number, entry in enumerate(entries)), seed
+    if seed is not None:
+        setting = setting._replace(seed=seed)
+    return tuple(
+        fault for number, entry in enumerate(entries) for fault in _entry(number, entry, setting)
+    ), seed
 
 
-def _entry(number: int, entry: Any) -> Fault:
-    if not isinstance(entry, dict) or entry.get("kind") not in KINDS:
-        raise ParameterError(f'fault {number} is {entry!r}: write {{"kind": one of {", ".join(KINDS)}, ...}}')
-    kind = KINDS[entry["kind"]]
-    values = {name: value for name, value in entry.items() if name != "kind"}
+def _entry(number: int, entry: Any, setting: Setting) -> Iterator[Fault]:
+    known = (*KINDS, MTBF)
+    if not isinstance(entry, dict) or entry.get("kind") not in known:
+        shown = repr(entry)[:80]
+        raise ParameterError(f'fault {number} is {shown}: write {{"kind": one of {", ".join(known)}, ...}}')
+    what = f"fault {number} ({entry['kind']})"
+    values = {name: value for name, value in entry.items() if name not in ("kind", "where")}
     for name, value in values.items():
-        values[name] = _value(f"fault {number} ({kind.kind}): {name}", name, value)
+        values[name] = _value(f"{what}: {name}", name, value)
+    where = entry.get("where")
+    if where is not None and not isinstance(where, str):
+        _refuse(f"{what}: where", where)
     try:
-        return kind(**values)
+        if entry["kind"] == MTBF:
+            chosen = machines(where or "*", setting.ranks, setting.network)
+            yield from Failures(**values).faults(chosen, setting.seed)
+            return
+        kind = KINDS[entry["kind"]]
+        for place in [{}] if where is None else _places(kind, where, setting):
+            yield kind(**place, **values)
+    except ParameterError:
+        raise
+    except ValueError as error:
+        raise ParameterError(f"{what}: {error}") from error
     except TypeError:
-        names = ", ".join(part.name for part in fields(kind))
-        raise ParameterError(f"fault {number} ({kind.kind}) has {', '.join(values)}: give {names}") from None
+        named: Any = Failures if entry["kind"] == MTBF else KINDS[entry["kind"]]
+        names = ", ".join(part.name for part in fields(named))
+        raise ParameterError(f"{what} has {', '.join(values)}: give {names}") from None
 
 
 def _value(what: str, name: str, value: Any) -> Any:
     """Return a JSON value as its field wants it."""
     if value is None:
         return math.inf if name == "for_s" else None
+    if name in _WORDS and isinstance(value, str):
+        return value
     if name == "members":
         return (
             tuple(_value(what, "rank", rank) for rank in value)
             if isinstance(value, list)
             else _refuse(what, value)
         )
-    integer = name in ("rank", "source", "dest")
+    integer = name in ("rank", "source", "dest", "spares")
     if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)):
         _refuse(what, value)
     return value
@@ -238,32 +320,43 @@ class FaultPlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "faults", tuple(self.faults))
-        for rank in {fault.rank for fault in self.faults if isinstance(fault, (Crash, Restart))}:
-            self._check_turns(rank)
+        for rank, turns in self._lives.items():
+            for turn, fault in enumerate(turns):
+                if isinstance(fault, Restart) != bool(turn % 2):
+                    state = "dead" if turn % 2 else "alive"
+                    raise fault.refuse(
+                        f"rank {rank} is {state} at {fault.at_s:g} s; crashes and restarts take turns"
+                    )
 
-    def _check_turns(self, rank: int) -> None:
-        """Crashes and restarts of a rank must take turns."""
-        turns = [fault for fault in self.faults if isinstance(fault, (Crash, Restart)) and fault.rank == rank]
-        turns.sort(key=lambda fault: fault.at_s)
-        for turn, fault in enumerate(turns):
-            if isinstance(fault, Restart) != bool(turn % 2):
-                state = "dead" if turn % 2 else "alive"
-                raise fault.refuse(
-                    f"rank {rank} is {state} at {fault.at_s:g} s; crashes and restarts take turns"
-                )
+    @cached_property
+    def _lives(self) -> dict[int, list[Crash | Restart]]:
+        """The crashes and restarts of each rank, by time."""
+        lives: defaultdict[int, list[Crash | Restart]] = defaultdict(list)
+        for fault in self.faults:
+            if isinstance(fault, (Crash, Restart)):
+                lives[fault.rank].append(fault)
+        return {rank: sorted(turns, key=lambda fault: fault.at_s) for rank, turns in lives.items()}
 
     @classmethod
-    def parse(cls, source: str | FaultPlan | None, *, seed: int = 0) -> FaultPlan:
-        """Return the plan that a text names: "crash:17@3.5s; pause:3@1s+6s", JSON, or the path of a JSON file."""
+    def parse(
+        cls, source: str | FaultPlan | None, *, seed: int = 0, ranks: int | None = None, network: Any = None
+    ) -> FaultPlan:
+        """Return the plan that a text names: "crash:17@3.5s; pause:3@1s+6s", JSON, or a file (.json, .toml, .csv).
+
+        `ranks` and `network` of the run say what "*", "node2" and the like mean.
+        """
         if isinstance(source, FaultPlan):
             return source
-        words = (source or "").strip()
-        if words.endswith(".json"):
+        words, setting = (source or "").strip(), Setting(ranks, network, seed)
+        if words.endswith(".csv"):
+            return cls(recorded(read(Path(words)), words), seed)
+        toml = words.endswith(".toml")
+        if toml or words.endswith(".json"):
             words = read(Path(words))
-        if words.startswith(("{", "[")):
-            faults, own_seed = from_json(words)
+        if toml or words.startswith(("{", "[")):
+            faults, own_seed = (from_toml if toml else from_json)(words, setting)
             return cls(faults, seed if own_seed is None else own_seed)
-        return cls(from_text(words), seed)
+        return cls(from_text(words, setting), seed)
 
     def to_json(self) -> str:
         """Return the plan as JSON that `parse` reads back."""
@@ -281,7 +374,7 @@ class FaultPlan:
             beyond = [rank for rank in fault.ranks if rank >= ranks]
             if beyond:
                 raise fault.refuse(f"the run has ranks 0 to {ranks - 1}, and no rank {beyond[0]}")
-            if isinstance(fault, Partition) and len(fault.members) == ranks:
+            if type(fault) is Partition and len(fault.members) == ranks:
                 raise fault.refuse(
                     f"all {ranks} ranks are on one side, so no rank is cut off: leave some out of members"
                 )
@@ -297,11 +390,8 @@ class FaultPlan:
         return min(self._times(Restart, rank, after_s), default=math.inf)
 
     def _times(self, kind: type[Crash | Restart], rank: int, after_s: float) -> list[float]:
-        return [
-            fault.at_s
-            for fault in self.faults
-            if isinstance(fault, kind) and fault.rank == rank and fault.at_s >= after_s
-        ]
+        turns = self._lives.get(rank, ())
+        return [fault.at_s for fault in turns if isinstance(fault, kind) and fault.at_s >= after_s]
 
     @cached_property
     def disturbed(self) -> frozenset[int]:
@@ -351,6 +441,16 @@ class FaultPlan:
     def mortal(self) -> bool:
         """Whether any rank crashes."""
         return any(isinstance(fault, Crash) for fault in self.faults)
+
+    @cached_property
+    def of_machines(self) -> tuple[Pause | SlowDown | Skew, ...]:
+        """The faults that change what a rank's machine does, and end nothing."""
+        return tuple(fault for fault in self.faults if isinstance(fault, (Pause, SlowDown, Skew)))
+
+    @cached_property
+    def restarts(self) -> bool:
+        """Whether any rank begins again."""
+        return any(isinstance(fault, Restart) for fault in self.faults)
 
     @cached_property
     def paused(self) -> frozenset[int]:

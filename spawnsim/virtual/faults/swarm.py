@@ -15,6 +15,7 @@ from spawnsim import random
 from spawnsim.errors import ParameterError
 from spawnsim.virtual.faults.events import (
     KINDS,
+    Clog,
     Corrupt,
     Crash,
     Delay,
@@ -24,7 +25,9 @@ from spawnsim.virtual.faults.events import (
     LinkDown,
     Partition,
     Pause,
+    Reorder,
     Restart,
+    Skew,
     SlowDown,
 )
 from spawnsim.virtual.faults.plan import FaultPlan
@@ -129,4 +132,9 @@ _DRAWS: dict[str, Callable[[Swarm, np.random.Generator], Fault]] = {
         *swarm.link(stream), *swarm.window(stream), 0.01 * _tenths(stream), 0.1 * _tenths(stream)
     ),
     "partition": _partition,
+    "clog": lambda swarm, stream: Clog((swarm.rank(stream),), *swarm.window(stream)),
+    "reorder": lambda swarm, stream: Reorder(
+        *swarm.link(stream), *swarm.window(stream), 0.1 * _tenths(stream)
+    ),
+    "skew": lambda swarm, stream: Skew(swarm.rank(stream), *swarm.window(stream), _tenths(stream) - 0.5),
 }

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
+from spawnsim.checkpoints import Saved
 from spawnsim.comm.calls import refusing
 from spawnsim.comm.constants import (
     COMM_TYPE_HW_GUIDED,
@@ -33,6 +34,7 @@ from spawnsim.comm.failures import ERR_ARG, ERR_COMM, ERR_GROUP, ERR_LASTCODE, C
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import INFO_NULL, Info, Named, integer
 from spawnsim.comm.protocols import Capabilities, Recovery
+from spawnsim.virtual import checkpoints
 from spawnsim.virtual.mpi import fault_tolerance
 from spawnsim.virtual.mpi.collectives import Collectives
 from spawnsim.virtual.mpi.context import KINDS, NOWHERE, Context, Member
@@ -361,6 +363,27 @@ class Comm(PointToPoint, Collectives):
     def is_topo(self) -> bool:
         """Whether the communicator has a shape."""
         return self.Get_topology() != UNDEFINED
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def checkpoint(
+        self,
+        *,
+        iteration: int,
+        model: Any = None,
+        optimizer: Any = None,
+        policy: Any = None,
+        extra: Any = None,
+    ) -> None:
+        """Keep what all members are at the end of an iteration; collective. See `Comm.checkpoint` of the protocol."""
+        self._need()
+        states = {"model": model, "optimizer": optimizer, "extra": extra}
+        checkpoints.checkpoint(self, iteration, policy=policy, **states)
+
+    def restore(self, *, model: Any = None, optimizer: Any = None, policy: Any = None) -> Saved | None:
+        """Return what was saved, None if nothing was. See `Comm.restore` of the protocol."""
+        self._exist()
+        return checkpoints.restore(self, model=model, optimizer=optimizer, policy=policy)
 
     # -- going on without the dead -----------------------------------------------------------------------------
 

@@ -121,7 +121,7 @@ def Wtime() -> float:
         rank.advance_to(task, task.clock + (TICK_S if looks < PATIENCE else SPIN_S))
     rank.attachments[LOOKS] = task.clock, looks
     task.timed = True
-    return task.clock
+    return rank.shown_s(task.clock)
 
 
 def Wtick() -> float:

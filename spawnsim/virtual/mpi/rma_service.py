@@ -315,7 +315,8 @@ class WindowState:
         verdict: Verdict = links.judge(source, dest, now_s, *key)
         payload = access.data if kind == REQUEST else access.answer
         if verdict.corrupt and can_be_damaged(payload):
-            payload = damaged(payload, self.world.plan.chance(*key, source, dest))
+            place = self.world.plan.chance(*key, source, dest)
+            payload = damaged(payload, place, nan=verdict.nan)
         else:
             verdict = verdict._replace(corrupt=False)
         if kind == REQUEST:

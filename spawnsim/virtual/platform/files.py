@@ -16,6 +16,10 @@
     library = "mpich"                  # whose thresholds choose the algorithm; or "openmpi"
     allreduce = "ring"                 # a fixed choice
 
+    [storage]
+    latency = "1 ms"                   # of writing or reading a checkpoint
+    bandwidth = "1 GB/s"               # of each rank
+
     [compute]
     step = "10 ms"                     # of a comm.compute() that states nothing
     stragglers = "lognormal:0.1"       # unless the run names its own
@@ -30,6 +34,7 @@ A key that is not known here is an error, which names the file and the line.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -65,6 +70,22 @@ PROGRESS: tuple[Progress, ...] = ("poll", "async", "hardware")
 
 
 @dataclass(frozen=True)
+class Storage:
+    """What a checkpoint costs: each rank writes and reads its own at `bandwidth_Bps`, after `latency_s` seconds."""
+
+    latency_s: float = 1e-3
+    bandwidth_Bps: float = 1e9  # noqa: N815  a unit
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.latency_s < math.inf or not self.bandwidth_Bps > 0.0:
+            raise ParameterError(f"{self}: give a latency of at least 0 s, and a bandwidth above 0 B/s")
+
+    def seconds(self, nbytes: int) -> float:
+        """Return how long it takes to write or read so many bytes."""
+        return self.latency_s + nbytes / self.bandwidth_Bps
+
+
+@dataclass(frozen=True)
 class Platform:
     """A cluster as virtual ranks see it.
 
@@ -76,6 +97,7 @@ class Platform:
         progress: when a rank that computes answers one-sided accesses: "poll" when it next enters MPI, "async" at once
             by a thread of its own, "hardware" at once by the NIC.
         collectives: which algorithms run.
+        storage: what a checkpoint costs.
         description: one sentence.
         device: floating-point operations and bytes a second, where a run counts torch's operations.
         fitted: what it was measured on, as (name, value) pairs; empty if it was not measured.
@@ -87,6 +109,7 @@ class Platform:
     stragglers: tuple[Straggler, ...] = ()
     progress: Progress = "poll"
     collectives: Selection = field(default_factory=Selection)
+    storage: Storage = field(default_factory=Storage)
     description: str = ""
     fitted: tuple[tuple[str, str], ...] = ()
     device: tuple[float, float] | None = None
@@ -316,6 +339,7 @@ def read_platform(top: Section, name: str) -> Platform:
         stragglers=compute.get("stragglers", parse_stragglers, ()),
         progress=next(known for known in PROGRESS if known == progress),
         collectives=_selection(top.section("collectives")),
+        storage=_storage(top.section("storage")),
         description=top.string("description", ""),
         fitted=_facts(top.section("fitted")),
         device=_device(top.section("device")) if top.has("device") else None,
@@ -331,6 +355,16 @@ def _device(section: Section) -> tuple[float, float]:
     found = section.above("operations", units.flop_per_second), section.bytes_per_second("memory")
     section.close()
     return found
+
+
+def _storage(section: Section) -> Storage:
+    usual = Storage()
+    latency_s = section.seconds("latency", usual.latency_s)
+    given = section.has("bandwidth")
+    bandwidth = section.bytes_per_second("bandwidth") if given else usual.bandwidth_Bps
+    section.asked.add("bandwidth")
+    section.close()
+    return section.build(Storage, latency_s=latency_s, bandwidth_Bps=bandwidth)
 
 
 def _selection(section: Section) -> Selection:
@@ -369,6 +403,9 @@ def to_toml(platform: Platform, comments: Iterable[str] = ()) -> str:
     ]
     lines += [f"library = {_text(platform.collectives.library)}"]
     lines += [f"{operation} = {_text(algorithm)}" for operation, algorithm in platform.collectives.fixed]
+    if platform.storage != Storage():
+        lines += ["", "[storage]", f"latency = {_text(_seconds(platform.storage.latency_s))}"]
+        lines += [f"bandwidth = {_text(_speed(platform.storage.bandwidth_Bps))}"]
     lines += ["", "[compute]"]
     lines += [] if platform.step is None else [f"step = {_text(_seconds(_step_s(platform)))}"]
     if platform.stragglers:

@@ -51,6 +51,9 @@ class PlacedError(ParameterError):
     """An error that says already where in the file it is."""
 
 
+LONGEST = 1000  # characters of an error: a damaged file may hold a value of any length
+
+
 @dataclass(frozen=True, eq=False)
 class Section:
     """One table of a TOML file. Each value is asked for by its kind; keys that were not asked for are errors."""
@@ -74,14 +77,20 @@ class Section:
         """Return the top of TOML text."""
         try:
             return cls(file, text, tomllib.loads(text))
-        except tomllib.TOMLDecodeError as error:
+        except (
+            tomllib.TOMLDecodeError,
+            RecursionError,
+            ValueError,
+        ) as error:  # ValueError: numbers of 5,000 digits
             raise ParameterError(f"{file}: not valid TOML: {error}") from error
 
     def error(self, key: str | None, message: str) -> ParameterError:
         """Return the error that says what is wrong with a key, or (None) with the whole table."""
         path = self.path if key is None else (*self.path, key)
         name = ".".join(map(str, path)) or "top of the file"
-        return PlacedError(f"{self.file}, line {line_of(self.text, path)}: {name}: {message}")
+        told = f"{name}: {message}"
+        shown = told if len(told) <= LONGEST else told[:LONGEST] + "…"
+        return PlacedError(f"{self.file}, line {line_of(self.text, path)}: {shown}")
 
     def get(self, key: str, read: Callable[[Any], T], default: T | None = None) -> T:
         """Return `read(value)`; a missing key is the default, or an error if there is none."""

@@ -29,7 +29,8 @@ from spawnsim.virtual.faults import (
 
 TEXT = (
     "crash:17@3.5s; restart:17@9s; pause:3@1s+6s; slow:4@1s+10s,3; down:0>1@2s+1s; drop:*>3@0s+5s,0.1; "
-    "delay:2>*@1s+2s,0.005s,0.001s; duplicate:0>1@0s,0.5; corrupt:0>1@0s,0.01; partition:0,1,2,3,8@5s+2s"
+    "delay:2>*@1s+2s,0.005s,0.001s; duplicate:0>1@0s,0.5; corrupt:0>1@0s,0.01; partition:0,1,2,3,8@5s+2s; "
+    "clog:3,4@1s+2s; reorder:*>3@0s+5s,0.02s,0.5; skew:2@1s,0.5s,0.001; corrupt:1>0@0s,0.01,nan"
 )
 
 

@@ -1,0 +1,138 @@
+"""Every policy under failures of nodes: who finishes, and what share of the work counts in the end (goodput).
+
+    python benchmarks/failures.py --ranks 1000 --failures 2000 --out failures.png
+
+Nodes of 8 ranks fail at random (Poisson) and come back a second later. A rank that comes back reads its last
+checkpoint, joins the others by `recover()`, and takes part again. Goodput: iterations that ranks have finished, each
+counted once however often it was done, times the length of a step, against the time of all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import spawnsim
+from spawnsim.errors import RankFailed, Revoked, Timeout
+from spawnsim.policies import (
+    AsyncModelAveragePolicy,
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    DecentralizedAveragingPolicy,
+    ExchangeOptions,
+    OneSidedSelectiveAveragingPolicy,
+    SpawnPolicy,
+    WindowOptions,
+)
+from spawnsim.virtual.faults import Crash, Failures, FaultPlan
+
+STEP_S, NODE = 0.05, 8
+POLICIES: dict[str, Callable[[], SpawnPolicy]] = {
+    "average all": lambda: AverageAllPolicy(10),
+    "selective": lambda: AsyncSelectiveAveragingPolicy(
+        None, 10, 0.1, wiring=ExchangeOptions(shutdown_timeout_s=1.0)
+    ),
+    "one-sided": lambda: OneSidedSelectiveAveragingPolicy(
+        None, None, 10, replacement_mode="worst_ratio", windows=WindowOptions(shutdown_timeout_s=1.0)
+    ),
+    "groups": lambda: DecentralizedAveragingPolicy(10, target_group_size=8),
+    "by clock": lambda: AsyncModelAveragePolicy("random", 500),
+}
+
+
+def train(comm: Any, policy: str, iterations: int, every: int) -> None:
+    """Train with whoever is there."""
+    model = torch.nn.Linear(10, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    acting, group = POLICIES[policy](), comm
+    saved = comm.restore(model=model, optimizer=optimizer, policy=acting)
+    iteration = 0 if saved is None else saved.iteration
+    alone = comm.Is_revoked()  # it has begun again, and must join the others first
+    while True:
+        try:
+            if alone:
+                found = group.recover(iteration)
+                group, iteration, alone = found.comm, found.step, False
+            if iteration == iterations:
+                group.Barrier()  # nobody leaves while another may need it to recover
+                return
+            with comm.compute(STEP_S):
+                pass
+            metric = float(comm.rng("metric").normal())
+            model, optimizer, _ = acting(iteration, model, optimizer, local_metric=metric, group=group)
+            comm.record(iteration=iteration, size=group.size)
+            iteration += 1
+            if every and iteration % every == 0:
+                group.checkpoint(iteration=iteration, model=model, optimizer=optimizer, policy=acting)
+        except (RankFailed, Revoked, Timeout):
+            alone = True
+
+
+def finished(run: Any) -> int:
+    """Return how many iterations ranks have finished, each counted once."""
+    table = run.table
+    return len(np.unique(table["rank"].astype(np.int64) * 10**7 + table["iteration"].astype(np.int64)))
+
+
+def plan(ranks: int, failures: int, length_s: float) -> FaultPlan:
+    """Return failures of nodes in a time, about so many of ranks."""
+    nodes = [tuple(range(first, min(first + NODE, ranks))) for first in range(0, ranks, NODE)]
+    drawn = Failures(0.0, length_s, mtbf_s=len(nodes) * length_s / (failures / NODE), repair_s=1.0)
+    return FaultPlan(drawn.faults(nodes, seed=1), seed=1)
+
+
+def main() -> None:
+    """Run all policies, print a table, and draw it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=1000)
+    parser.add_argument("--failures", type=int, default=2000, help="of ranks, about")
+    parser.add_argument("--iterations", type=int, default=2000)
+    parser.add_argument("--checkpoint-every", type=int, default=100)
+    parser.add_argument("--policy", action="append", choices=POLICIES)
+    parser.add_argument("--out", help="figure of the goodput")
+    options = parser.parse_args()
+    faults = plan(options.ranks, options.failures, options.iterations * STEP_S)
+    deaths = sum(isinstance(fault, Crash) for fault in faults.faults)
+    print(f"{options.ranks} ranks, {deaths} failures, {options.iterations} iterations of {STEP_S} s")
+    print(f"{'policy':14} {'goodput':>8} {'virtual s':>10} {'failed':>7} {'processor s':>12}")
+    shares = {}
+    for policy in options.policy or POLICIES:
+        parameters = {"policy": policy, "iterations": options.iterations, "every": options.checkpoint_every}
+        began_s = time.process_time()
+        run = spawnsim.run(train, ranks=options.ranks, faults=faults, parameters=parameters)
+        crashes = sum(event["kind"] == "crash" for event in run.events)
+        ideal = options.ranks * run.totals["virtual_seconds"] / STEP_S
+        shares[policy] = finished(run) / ideal
+        print(
+            f"{policy:14} {shares[policy]:8.3f} {run.totals['virtual_seconds']:10.1f} {crashes:7} "
+            f"{time.process_time() - began_s:12.1f}",
+            flush=True,
+        )
+    if options.out:
+        draw(shares, options)
+
+
+def draw(shares: dict[str, float], options: argparse.Namespace) -> None:
+    """Draw the goodput of each policy."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 2.6), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh(list(shares), list(shares.values()), color="#0072B2")
+    axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.set(
+        xlim=(0, 1.1), xlabel="goodput", title=f"{options.ranks:,} ranks, about {options.failures:,} failures"
+    )
+    axes.invert_yaxis()
+    figure.savefig(options.out, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

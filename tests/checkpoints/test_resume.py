@@ -1,0 +1,199 @@
+"""A run that is killed and resumed is the run that was not: its digest, rows, events and totals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spawnsim
+from spawnsim import checkpoints
+from spawnsim.errors import ParameterError, UsageError
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "resumable.py"
+RANKS = 12
+POLICIES = (
+    "all", "selective", "age", "one-sided", "one-sided age", "groups", "groups beside", "clock", "pairs", "background",
+    "diloco", "decoupled",
+)  # fmt: skip
+OWN = ("wall_seconds",)
+
+
+def run(
+    out: Path, *, resume: bool = False, ranks: int = RANKS, faults: str | None = None, **parameters: Any
+) -> Any:
+    """Run the program on virtual ranks."""
+    return spawnsim.run(
+        PROGRAM, ranks=ranks, stragglers="lognormal:0.3+markov:50ms,20ms,3", seed=7, out=out, resume=resume,
+        faults=faults, parameters=parameters,
+    )  # fmt: skip
+
+
+def cut(whole: Path, part: Path, iteration: int) -> None:
+    """Copy a run folder as it would be if the run had ended after the checkpoint of an iteration."""
+    shutil.copytree(whole, part)
+    checkpoints.discard(part, after=iteration)
+
+
+def same(one: Any, other: Any) -> None:
+    """Both runs are equal to the bit."""
+    assert set(one.table) == set(other.table)
+    for name in one.table:
+        np.testing.assert_array_equal(one.table[name], other.table[name], err_msg=name)
+    assert one.events == other.events
+    totals = [
+        {name: value for name, value in each.totals.items() if name not in OWN} for each in (one, other)
+    ]
+    assert totals[0] == totals[1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(policy: str, tmp_path: Path) -> None:
+    """With every policy, stragglers, streams of all kinds, and messages on their way at the cut."""
+    whole = run(tmp_path / "whole", policy=policy)
+    cut(tmp_path / "whole", tmp_path / "part", 12)
+    same(whole, run(tmp_path / "part", resume=True, policy=policy))
+    acted = whole.table["averaged_this_iteration"].astype(bool) | whole.table["is_replaced"].astype(bool)
+    assert acted[whole.table["iteration"] > 12].any() and acted[whole.table["iteration"] < 12].any()
+
+
+def test_steps_that_are_carried_out_together_resume_to_the_bit(tmp_path: Path) -> None:
+    """Also where models are computed in one call."""
+    whole = run(tmp_path / "whole", policy="selective", eager=False)
+    assert str(whole.totals["digest"]).startswith("batched-")
+    cut(tmp_path / "whole", tmp_path / "part", 12)
+    same(whole, run(tmp_path / "part", resume=True, policy="selective", eager=False))
+
+
+def test_faults_of_links_strike_a_resumed_run_alike(tmp_path: Path) -> None:
+    """Draws go on where they were."""
+    faults = "drop:*>*@0.05s+1s,0.1; delay:*>3@0s,5ms,5ms; duplicate:*>*@0.1s+1s,0.3; slow:4@0.1s+0.1s,3; skew:2@0s,1s"
+    whole = run(tmp_path / "whole", policy="selective", faults=faults, greets=False)
+    cut(tmp_path / "whole", tmp_path / "part", 12)
+    same(whole, run(tmp_path / "part", resume=True, policy="selective", faults=faults, greets=False))
+
+
+def test_a_killed_process_leaves_rows_and_goes_on_by_one_command(tmp_path: Path) -> None:
+    """SIGKILL amid an iteration; `spawnsim resume`, twice."""
+    whole = run(tmp_path / "whole", policy="selective", die="")
+    flag, out = tmp_path / "died", tmp_path / "killed"
+    command = [
+        sys.executable, "-m", "spawnsim", "run", str(PROGRAM), "--ranks", str(RANKS), "--seed", "7", "--out", str(out),
+        "--straggler", "lognormal:0.3+markov:50ms,20ms,3", "--set", "policy='selective'", "--set", f"die={str(flag)!r}",
+    ]  # fmt: skip
+    killed = subprocess.run(command, env=os.environ, capture_output=True, check=False)
+    assert killed.returncode == -9
+    left = spawnsim.Run.load(out)
+    assert left.outcome == "running"
+    resumed = subprocess.run(
+        [sys.executable, "-m", "spawnsim", "resume", str(out), "--json"],
+        env=os.environ, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout)["digest"] == whole.totals["digest"]
+    found = spawnsim.Run.load(out)
+    same(whole, found)
+    assert found.what["made"]["resumed_at"] == [12]
+    # A second time: what was resumed can be resumed.
+    checkpoints.discard(out, after=12)
+    same(whole, run(out, resume=True, policy="selective", die=str(flag)))
+
+
+def test_more_and_fewer_ranks_take_over_by_the_stated_rule(tmp_path: Path) -> None:
+    """A rank of which nothing was saved begins as its number modulo those saved."""
+    run(tmp_path / "whole", policy="all", iterations=12, greets=False)
+    for ranks in (5, 30):
+        part = tmp_path / f"{ranks}"
+        cut(tmp_path / "whole", part, 6)
+        found = run(part, resume=True, ranks=ranks, policy="all", iterations=12, greets=False)
+        first = found.table.where(found.table["iteration"] == 6)
+        assert sorted(first["rank"]) == list(range(ranks))
+        if ranks > RANKS:  # all have other data from here on, and the totals of their donors
+            whole = found.table.where(found.table["iteration"] == 5)
+            for rank in range(RANKS, ranks):
+                donor = whole["total"][whole["rank"] == rank % RANKS][0]
+                assert donor < first["total"][first["rank"] == rank][0] < donor + 3
+        assert len(set(first["loss"].tolist())) == ranks
+
+
+def test_what_cannot_be_saved_or_resumed_is_said(tmp_path: Path) -> None:
+    """In one error, before anything is lost."""
+
+    def saves(comm: Any, **states: Any) -> None:
+        comm.checkpoint(**states)
+
+    for states, words in (
+        ({"iteration": -1}, "whole number"),
+        ({"iteration": 1, "extra": object()}, "object"),
+        ({"iteration": 1, "extra": 1j}, "complex"),
+    ):
+        with pytest.raises(ParameterError, match=words):
+            spawnsim.run(lambda comm, states=states: saves(comm, **states), ranks=2)
+
+    def cuts_through(comm: Any) -> None:
+        request = comm.Isend(np.ones(100_000), (comm.rank + 1) % comm.size)
+        comm.checkpoint(iteration=1)
+        request.Wait()
+
+    with pytest.raises(UsageError, match="receive it before"):
+        spawnsim.run(cuts_through, ranks=3)
+    with pytest.raises(ParameterError, match="--out"):
+        spawnsim.run(saves, ranks=2, resume=True)
+    run(tmp_path / "a", policy="all", iterations=7)
+    with pytest.raises(ParameterError, match="seed"):
+        spawnsim.run(PROGRAM, ranks=RANKS, seed=8, out=tmp_path / "a", resume=True)
+    assert spawnsim.Run.load(tmp_path / "a").table.rows == 7 * RANKS, "a refused run touches nothing"
+
+
+def test_a_checkpoint_costs_what_the_platform_says(tmp_path: Path) -> None:
+    """Latency, and bytes by bandwidth."""
+    platform = tmp_path / "slow.toml"
+    text = '[network]\ntopology = "switch"\n[network.link]\nlatency = "1 us"\nbandwidth = "10 Gbit/s"\n'
+    ends = []
+    for storage in ("", '[storage]\nlatency = "2 s"\nbandwidth = "1 MB/s"\n'):
+        platform.write_text(text + storage)
+
+        def saves(comm: Any) -> None:
+            comm.checkpoint(iteration=1, extra=np.ones(250_000))
+
+        ends.append(spawnsim.run(saves, ranks=3, platform=str(platform)).totals["virtual_seconds"])
+    assert ends[0] == pytest.approx(1e-3 + 2e6 / 1e9, rel=0.05)
+    assert ends[1] == pytest.approx(2 + 2.0, rel=0.01)
+
+
+def test_a_restarted_rank_goes_on_from_its_own_checkpoint() -> None:
+    """Also without a run folder: the latest is kept in memory."""
+
+    def main(comm: Any) -> None:
+        from spawnsim.errors import RankFailed, Revoked, Timeout
+
+        saved = comm.restore()
+        group, iteration, value = comm, 0, np.zeros(4)
+        if saved is not None:
+            iteration, value = saved.iteration, saved.extra
+            comm.record.event("restored", iteration=iteration, value=value[0])
+            found = comm.recover(iteration)
+            group, iteration = found.comm, found.step
+        while iteration < 30:
+            try:
+                with comm.compute(0.01):
+                    value = value + 1
+                group.Barrier()
+                iteration += 1
+                if iteration == 10:
+                    group.checkpoint(iteration=iteration, extra=value)
+            except (RankFailed, Revoked, Timeout):
+                found = group.recover(iteration)
+                group, iteration = found.comm, found.step
+
+    found = spawnsim.run(main, ranks=4, faults="crash:2@0.15s; restart:2@0.2s")
+    restored = [event for event in found.events if event["kind"] == "restored"]
+    assert [(event["rank"], event["iteration"], event["value"]) for event in restored] == [(2, 10, 10.0)]
+    assert sum(event["kind"] == "checkpoint" for event in found.events) == 4

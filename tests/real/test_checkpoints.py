@@ -1,0 +1,75 @@
+"""Real ranks that are killed go on from their checkpoint, on as many ranks, fewer or more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import spawnsim
+from spawnsim import checkpoints
+
+PROGRAM = """
+import os, signal, time
+from pathlib import Path
+import numpy as np
+
+def main(comm, iterations=30, die=""):
+    saved = comm.restore()
+    value = saved.extra if saved else np.full(100_000, float(comm.rank))
+    for iteration in range(saved.iteration if saved else 0, iterations):
+        if die and iteration == 25 and comm.rank == 1 and not Path(die).exists():
+            Path(die).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        with comm.compute():
+            value = value + comm.rng("step").random()
+        mean = np.empty_like(value)
+        comm.Allreduce(value, mean)
+        value = 0.5 * value + 0.5 * mean / comm.size
+        comm.record(iteration=iteration, value=value[0], donor=saved.donor if saved else -1)
+        if (iteration + 1) % 10 == 0:
+            comm.checkpoint(iteration=iteration + 1, extra=value)
+            if iteration == 19:
+                comm.runtime.checkpoints.finish()  # the test kills soon after it
+                comm.Barrier()
+"""
+
+
+def spawn(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of spawnsim."""
+    return subprocess.run(
+        [sys.executable, "-m", "spawnsim", *words],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def test_a_killed_job_resumes_to_the_bit_and_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """The rows of before, those of after, one clock; and a rank more takes the state of its donor."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    own = (str(tmp_path / "program.py"), "--backend", "mpi", "-n", "3", "--seed", "5")
+    whole, out = tmp_path / "whole", tmp_path / "killed"
+    assert spawn("run", *own, "--out", str(whole)).returncode == 0
+    killed = spawn("run", *own, "--out", str(out), "--set", f"die={str(tmp_path / 'died')!r}")
+    assert killed.returncode == 137, killed.stderr
+    assert checkpoints.newest(out).iteration == 20
+    resumed = spawn("resume", str(out), "--quiet")
+    assert resumed.returncode == 0, resumed.stderr
+    expected, found = spawnsim.Run.load(whole).table, spawnsim.Run.load(out).table
+    for name in ("rank", "iteration", "value"):
+        np.testing.assert_array_equal(expected[name], found[name], err_msg=name)
+    assert all((np.diff(found.of_rank(rank)["time_s"]) > 0).all() for rank in range(3)), "one clock"
+    more = spawn("resume", str(out), "-n", "4", "--set", "iterations=32", "--quiet")
+    assert more.returncode == 0, more.stderr
+    run = spawnsim.Run.load(out)
+    late = run.table.where(run.table["iteration"] >= 30)
+    assert sorted(zip(late["rank"].tolist(), late["donor"].tolist(), strict=True)) == [
+        (0, 0), (0, 0), (1, 1), (1, 1), (2, 2), (2, 2), (3, 0), (3, 0),
+    ]  # fmt: skip
+    assert run.what["made"]["resumed_at"] == [20, 30] and run.table.rows == 98
