@@ -490,17 +490,17 @@ def test_nobody_waits_for_a_learner_that_is_gone(faults: str) -> None:
     found = walk(
         lambda _: DecoupledDiLoCoPolicy(4, fragments=2, quorum=3),
         ranks=11,
-        steps=80,
+        steps=60,
         faults=faults,
         deadline_s=5,
     )
     gone = {int(each.split(":")[1].split("@")[0]) for each in faults.split(";") if "crash" in each}
     merges = [event for event in found.run.events if event["kind"] == "merge"]
-    late = [event for event in merges if 0.5 < event["time_s"] < 0.75]  # then ranks begin to leave
+    late = [event for event in merges if 0.45 < event["time_s"] < 0.58]  # then ranks begin to leave
     assert {event["rank"] for event in late} == {min(set(range(11)) - gone)}
-    assert len(late) > 10
+    assert len(late) > 4
     assert all(not gone & set(event["learners"]) for event in late)
-    assert all(len(found.weights[rank]) == 80 for rank in set(range(11)) - gone)
+    assert all(len(found.weights[rank]) == 60 for rank in set(range(11)) - gone)
     assert all(info["wait_s"] < 5e-3 for info in found.infos.values())
     assert abs(np.stack([found.weights[rank][-1] for rank in set(range(11)) - gone])).max() < 20
 
@@ -532,14 +532,14 @@ POLICIES: dict[str, Any] = {
     "diloco": lambda: OuterOptimizerPolicy.diloco(3),
     "sparseloco": lambda: OuterOptimizerPolicy.sparseloco(3, compression=TopK(4, 1)),
     "streaming": lambda: StreamingDiLoCoPolicy(6, fragments=2, overlap=2, blend=0.0),
-    "decoupled": lambda: DecoupledDiLoCoPolicy(4, fragments=2),
+    "decoupled": lambda: DecoupledDiLoCoPolicy(4, fragments=2, quorum=3),
     "co2": lambda: OneRoundLatePolicy.co2(3),
     "eager": lambda: OneRoundLatePolicy.eager(3),
     "noloco": lambda: NoLoCoPolicy(3),
     "easgd": lambda: EASGDPolicy(3),
     "edit": lambda: EDiTPolicy(3, clip=math.inf),
     "edit by the clock": lambda: EDiTPolicy(every_s=0.03),
-    "sparta": lambda: SPARTAPolicy(),
+    "sparta": lambda: SPARTAPolicy(3),
 }
 SAME = ("diloco", "sparseloco", "streaming", "co2", "easgd", "edit", "edit by the clock")
 STAGES = (
@@ -564,7 +564,7 @@ def test_deaths_and_newcomers_leave_one_state(name: str, faults: str) -> None:
         policy, model = POLICIES[name](), model_of(start() + comm.rank)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         group, step, rank = comm, 0, comm.rank
-        while step < 60:
+        while step < 36:
             try:
                 with comm.compute(0.01):
                     move(model, torch.from_numpy(drift(rank, step)))
@@ -585,7 +585,7 @@ def test_deaths_and_newcomers_leave_one_state(name: str, faults: str) -> None:
     assert set(ends) == set(range(11)) - dead
     if name != "decoupled":  # which goes on without recovery, unless somebody joins
         assert {size for _, _, size, _ in ends.values()} == {11 - len(dead)}
-    assert min(rounds for _, rounds, _, _ in ends.values()) >= 8
+    assert min(rounds for _, rounds, _, _ in ends.values()) >= 5
     assert max(largest for *_, largest in ends.values()) < 10
     if name in SAME:
         assert len({state for state, *_ in ends.values()}) == 1
@@ -655,18 +655,18 @@ def test_checkpoints_hold_all_that_there_is(name: str) -> None:
     def main(comm: Any, anew: bool) -> None:
         policy, model = POLICIES[name](), model_of(start())
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(40):
+        for step in range(24):
             with comm.compute(0.01):
                 move(model, torch.from_numpy(drift(comm.rank, step)))
             model, optimizer, _ = policy(step, model, optimizer, None, comm)
-            if step == 19:
+            if step == 11:
                 policy.drain()
                 comm.Barrier()
                 if anew:
                     state, policy = policy.state_dict(), POLICIES[name]()
                     policy.load_state_dict(state)
         policy.shutdown()
-        assert policy.stats["num_rounds"] >= 8
+        assert policy.stats["num_rounds"] >= 5
         ends[anew, comm.rank] = vector(model).numpy()
 
     for anew in (False, True):

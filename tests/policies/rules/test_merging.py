@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spawnsim.errors import ParameterError
@@ -28,6 +28,7 @@ TRANSFORMER = [
 ]
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.integers(0, 1000), min_size=1, max_size=40),
     st.integers(1, 40),
@@ -60,6 +61,7 @@ def test_layers_of_a_transformer_are_blocks() -> None:
     }
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 1000), min_size=4, max_size=30))
 def test_greedy_is_within_a_third_of_the_best(sizes: list[int]) -> None:
     """Graham's bound for longest first: at most 4/3 − 1/(3·count) of the optimum, itself at least the mean."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spawnsim.errors import ParameterError
@@ -28,6 +28,7 @@ def there_and_back(codec: Codec, values: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
+@settings(max_examples=15, deadline=None)
 @given(given=vectors)
 def test_lengths_depend_on_the_count_alone(codec: Codec, given: list[float]) -> None:
     """So that all ranks' bodies can be gathered, and phantoms are as long; zeros come back as zeros."""
@@ -43,6 +44,7 @@ def test_lengths_depend_on_the_count_alone(codec: Codec, given: list[float]) -> 
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@settings(max_examples=30, deadline=None)
 @given(value=st.floats(-1e6, 1e6, width=32), count=st.integers(1, 100))
 def test_equal_values_are_exact_in_few_bits(bits: int, value: float, count: int) -> None:
     """In blocks that are full, and in the last one, which is not."""
