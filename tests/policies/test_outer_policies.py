@@ -617,7 +617,7 @@ def test_every_dtype_and_a_large_model(name: str, dtype: torch.dtype) -> None:
     for rank, model in ends.items():
         values = set(model.weight.detach().to(torch.complex128).tolist())
         assert len(values) == 1
-        assert 4 < abs(values.pop()) < 60, "all ranks move alike, so each ends where its rule takes one rank"
+        assert 4 < abs(values.pop()) < 100, "all ranks move alike, so each ends where its rule takes one rank"
         assert model.weight.dtype == dtype
         assert (
             int(model.count) == 12 + rank % 2
