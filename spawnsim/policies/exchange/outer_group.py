@@ -31,7 +31,7 @@ NEVER = -1  # outer steps of a rank that has met no group, and the iteration of 
 
 
 class Mean:
-    """The mean over a group of each rank's vectors, in place; on its way until `wait`.
+    """The mean over a group of each rank's vectors, in place from `wait` on.
 
     Uncompressed vectors are summed by one Allreduce per dtype. Encoded ones are gathered, since sums of codes are no
     codes, decoded and summed in the order of ranks.
@@ -41,7 +41,7 @@ class Mean:
         vectors: this rank's, all finite; from `wait` on the mean.
         feedback: encodes them; None sends them as they are.
         key: what they are to `feedback`.
-        later: begin, and let the rank go on; else `wait` begins, too, and training stands still.
+        later: begin, and let the rank go on; else the group is waited for at once.
     """
 
     def __init__(
