@@ -60,7 +60,7 @@ def study(context: Context) -> None:
         source="arXiv 2501.18512, Fig. 4",
         checks={
             "streaming at 5 Gbit/s or less": max(streamed) <= 5,
-            "data parallel at 100 to 300 Gbit/s": 100 <= min(parallel) and max(parallel) <= 300,
+            "data parallel at 100 to 300 Gbit/s": min(parallel) >= 100 and max(parallel) <= 300,
             "at least 20 times less": min(p / s for p, s in zip(parallel, streamed, strict=True)) >= 20,
             "less than DiLoCo as a whole": all(s < w for s, w in zip(streamed, whole, strict=True)),
         },
