@@ -88,6 +88,8 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
     are in all of them.
     """
 
+    paper = "arXiv 2103.03239"
+
     acts_in_every_call = True
     promises = ("range", "progress")
 

@@ -85,6 +85,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         The rest is as in `AsyncSelectiveAveragingPolicy`.
     """
 
+    paper = "torchgfn"
+
     most_donors: ClassVar[int | None] = MOST_DONORS
     acts_in_every_call = True
     promises = ("range",)

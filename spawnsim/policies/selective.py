@@ -99,6 +99,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             with an event "left_out" and a warning; if none is left, the rank goes on with its own weights.
     """
 
+    paper = "torchgfn"
+
     most_donors: ClassVar[int | None] = MOST_DONORS
     acts_in_every_call = True  # others may ask this rank for its model at any time
     promises = ("range",)
