@@ -10,8 +10,17 @@ import torch
 from support.policy_ranks import line, numbers, walk
 
 import spawnsim
+from spawnsim import TrainingStep
 from spawnsim.errors import MismatchError, ParameterError, RankFailed, Revoked, Timeout
-from spawnsim.policies import AsyncModelAveragePolicy, GossipPolicy, StateScope, graphs
+from spawnsim.policies import (
+    AsyncModelAveragePolicy,
+    AsyncServerPolicy,
+    GossipPolicy,
+    ServerOptions,
+    ServerRule,
+    StateScope,
+    graphs,
+)
 from spawnsim.policies.rules.graphs import BaseGraph, Mixing
 
 LR, RANKS, STEPS = 0.1, 11, 9
@@ -244,3 +253,36 @@ def test_averaging_in_pairs_after_each_step_is_ad_psgd() -> None:
     table = found.run.table
     assert table["time_s"][(table["rank"] > 0) & (table["iteration"] == 59)].max() < 0.65
     assert table["time_s"][(table["rank"] == 0) & (table["iteration"] == 59)] == pytest.approx(6.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GossipPolicy(graph=BaseGraph(1)),
+        lambda: GossipPolicy(graph=graphs.exponential, push_sum=True, delay=1),
+        lambda: AsyncServerPolicy(ServerOptions(ServerRule(0.1, 0.0)), steps=3),
+    ],
+)
+def test_steps_that_are_put_off_are_carried_out_before_weights_are_read(make: Any) -> None:
+    """Live models under `TrainingStep`, without a metric that would look at them: as eager steps give."""
+
+    def loss_of(model: Any, x: Any) -> Any:
+        return (model(x) ** 2).mean()
+
+    def main(comm: Any) -> None:
+        model = torch.nn.Linear(8, 1)
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor(comm.rng("init").normal(size=(1, 8))))
+        optimizer, step, policy = torch.optim.SGD(model.parameters(), lr=0.05), TrainingStep(loss_of), make()
+        for iteration in range(12):
+            with comm.compute(0.01):
+                step(model, optimizer, torch.tensor(comm.rng("data").normal(size=(4, 8))).float())
+            policy(iteration, model, optimizer, group=comm)
+        policy.shutdown()
+        comm.record(weight=model.weight.detach().sum().item())
+
+    eager, batched = (
+        spawnsim.run(main, ranks=10, eager=how, stragglers="lognormal:0.2").table["weight"]
+        for how in (True, False)
+    )
+    np.testing.assert_allclose(batched, eager, rtol=1e-4, atol=1e-5)
