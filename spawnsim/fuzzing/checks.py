@@ -27,7 +27,7 @@ from spawnsim.virtual import diagnosis
 from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import World
-from spawnsim.virtual.faults import DELIVERED, FaultPlan, Pause, SlowDown, Verdict
+from spawnsim.virtual.faults import DELIVERED, FaultPlan, Pause, Skew, SlowDown, Verdict
 from spawnsim.virtual.interpreter import Patches, Put
 
 ROUNDING = 64  # units in the last place by which sums may differ
@@ -75,6 +75,21 @@ class WatchedPlan(FaultPlan):
         if awake_s > time_s:
             self.fired[Pause.kind, _call()] += 1
         return awake_s
+
+
+@dataclass(frozen=True)
+class WatchedSkew:
+    """A fault of a rank's clock that notes when the clock has shown a wrong time."""
+
+    fault: Skew
+    struck: Counter[tuple[str, str]]
+
+    def error_s(self, time_s: float) -> float:
+        """Return by how much the clock is wrong at a time, as the fault does."""
+        wrong_s = self.fault.error_s(time_s)
+        if wrong_s:
+            self.struck[Skew.kind, "now"] += 1
+        return wrong_s
 
 
 def _call() -> str:
@@ -142,6 +157,8 @@ class Watch(Recorder):
     def prepare(self, world: World) -> None:
         """Take note of the world that is about to run."""
         self.world = world
+        for rank in world.ranks:
+            rank.skews = [WatchedSkew(fault, self.struck) for fault in rank.skews]
 
     def failed(self, _error: BaseException) -> None:
         """Take note of where all ranks stand when the run fails."""

@@ -106,6 +106,7 @@ def exchange(comm, iterations=10):
         with comm.compute(0.01):
             pass
         total = np.empty(3)
+        comm.record(shown_s=comm.clock.now())
         comm.Allreduce(np.ones(3), total)
         comm.isend(np.ones(3), (comm.rank + 1) % comm.size, tag=iteration)
         if comm.iprobe(tag=iteration):
