@@ -16,10 +16,10 @@ virtual ranks. The fit has four numbers:
   rates of the points it does not matter.
 * `step_s`, the median compute step.
 
-Not fitted, as all points have one size and one H: the latency, taken as 50 us (6 messages of a ring: 0.1 % at most), and the
-headers of a packet of 9,001 bytes. (With packets of 1,500 bytes they would cost 4.6 %, and the exchange at 1 Gbit/s
-took 1.8 % more than the bare bytes.) What a first exchange costs beyond later ones is not in the points, which had it
-among their warm-up steps; with H of 32 and above it is not, so utilisation there may be lower than predicted.
+Not fitted, as all points have one size and one H: the latency, taken as 50 us (6 messages of a ring: 0.1 % at most),
+and the headers of a packet of 9,001 bytes. (With packets of 1,500 bytes they would cost 4.6 %, and the exchange at
+1 Gbit/s took 1.8 % more than the bare bytes.) What a first exchange costs beyond later ones is not in the points, which
+had it among their warm-up steps; with H of 32 and above it is not there, so utilisation may be lower than predicted.
 """
 
 import csv

@@ -141,6 +141,7 @@ COMMANDS = {
     "trace": ("spawnsim.cli.results:trace", "write a run's timeline for Perfetto or chrome://tracing"),
     "calibrate": ("spawnsim.cli.fidelity:calibrate", "measure this cluster, and write a platform file"),
     "validate": ("spawnsim.cli.fidelity:validate", "predict a real run, and compare"),
+    "advise": ("spawnsim.cli.advise:main", "rank policies and cadences on a cluster, in timing alone"),
     "list": ("spawnsim.cli.listing:main", "list platforms, policies, workloads, studies"),
     "doctor": ("spawnsim.cli.doctor:main", "say what this machine can run, and what to change"),
 }

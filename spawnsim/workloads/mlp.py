@@ -43,3 +43,16 @@ class MLP(nn.Module):
         for layer in hidden:
             x = linear(x, layer.weight, layer.bias).relu()
         return linear(x, last.weight, last.bias)
+
+
+def without_data(numbers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model that holds no memory, for timing alone, and an optimizer of it.
+
+    Args:
+        numbers: float32 parameters, at least 1.
+
+    Returns:
+        A linear layer on torch's meta device, and plain SGD.
+    """
+    model = nn.Linear(numbers, 1, bias=False, device="meta")
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)

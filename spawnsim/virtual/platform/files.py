@@ -434,7 +434,8 @@ def _step_s(platform: Platform) -> float:
 
 def _network_lines(network: Network) -> Iterator[str]:
     yield "[network]"
-    yield f"topology = {_text('nodes' if isinstance(network, Nodes) else 'switch')}"
+    written = {Nodes: "nodes", Regions: "regions"}.get(type(network), "switch")
+    yield f"topology = {_text(written)}"
     yield f"call_overhead = {_text(_seconds(network.call_overhead_s))}"
     yield f"eager = {_text(f'{network.eager_bytes} B')}"
     if network.contention != "serial":
@@ -449,8 +450,25 @@ def _network_lines(network: Network) -> Iterator[str]:
             yield f"nodes = {network.nodes}"
         yield from _link_lines("network.intra", network.intra)
         yield from _link_lines("network.inter", network.inter)
+    elif isinstance(network, Regions):
+        yield from _region_lines(network)
     else:
         raise UnsupportedError(f"a {type(network).__name__} network cannot be written to a platform file yet")
+
+
+def _region_lines(network: Regions) -> Iterator[str]:
+    joins = [[link for link in row if isinstance(link, Hockney)] for row in network.joins]
+    if sum(map(len, joins)) < len(network.links()):
+        raise UnsupportedError("regions are written to a platform file with Hockney links alone")
+    yield f"members = {list(network.members)}"
+    tables = {
+        "latency": [[_seconds(link.latency_s) for link in row] for row in joins],
+        "bandwidth": [[_speed(link.bandwidth_Bps) for link in row] for row in joins],
+    }
+    for key, rows in tables.items():
+        yield f"{key} = ["
+        yield from (f"    [{', '.join(map(_text, row))}]," for row in rows)
+        yield "]"
 
 
 def _link_lines(table: str, link: Link) -> Iterator[str]:

@@ -1,0 +1,179 @@
+"""`spawnsim advise`: which policy, and how often, on a cluster: a ranking by goodput, in timing alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from spawnsim import units
+from spawnsim.errors import ParameterError
+from spawnsim.fidelity.advising import POLICIES, Advice, Case, Choice, Failures, advise, report
+from spawnsim.options import Parser
+from spawnsim.run.process_setup import stoppable
+from spawnsim.virtual.compute import Fixed, parse_stragglers
+from spawnsim.virtual.faults import rates
+from spawnsim.virtual.platform import load_platform
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the subcommand."""
+    options = parser().parse_args(argv)
+    platform = load_platform(options.platform)
+    model_nbytes = units.nbytes(options.model)
+    step = units.seconds(options.step) if options.step else _step(platform.step)
+    stragglers = platform.stragglers if options.straggler is None else parse_stragglers(options.straggler)
+    failures = _failures(options.failures, options.ranks_per_node)
+    costs = {"detection_s": units.seconds(options.detection), "restart_s": units.seconds(options.restart)}
+    case = Case(
+        platform,
+        options.ranks,
+        model_nbytes,
+        step,
+        stragglers=tuple(stragglers),
+        failures=dataclasses.replace(failures, **costs),
+        rounds=options.rounds,
+    )
+    choices = [
+        Choice(policy, every, ratio)
+        for policy in options.policy or ["average"]
+        for every in _numbers("--every", options.every, int)
+        for ratio in _numbers("--compression", options.compression, float)
+    ]
+    if options.seeds < 1:
+        raise ParameterError(f"--seeds {options.seeds}: give at least 1")
+    with stoppable():
+        found = advise(case, choices, seeds=range(options.seeds), target=options.target)
+    sys.stdout.write((json.dumps(document(found)) if options.json else report(found)) + "\n")
+    if options.picture:
+        draw(found, case, options.picture)
+    return 0
+
+
+def _step(step: object) -> float:
+    if not isinstance(step, Fixed):
+        raise ParameterError("this platform states no compute step: give --step, such as 300ms")
+    return step.duration_s
+
+
+def _failures(text: str | None, per_node: int) -> Failures:
+    """Return the failures of a preset's name, or of one rank's mean time between failures."""
+    if text is None:
+        return Failures()
+    if text not in rates.FAILURES:
+        try:
+            return Failures(units.seconds(text))
+        except ParameterError as error:
+            raise ParameterError(
+                f"--failures {text}: give {', '.join(rates.FAILURES)}, or the mean time between failures of one rank, "
+                "such as 50000h"
+            ) from error
+    known = rates.FAILURES[text]
+    return Failures(known.rank_mtbf_s(per_node), known.job_mtbf_s)
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        return list(dict.fromkeys(kind(word) for word in text.split(",")))
+    except ValueError as error:
+        raise ParameterError(
+            f"{option} {text!r}: give numbers with commas between, such as 1,8,32"
+        ) from error
+
+
+def document(found: Advice) -> dict[str, object]:
+    """Return the advice as JSON can hold it.
+
+    Args:
+        found: what `advise` found.
+
+    Returns:
+        `ranking` (a mapping per choice, best first), `break_even`, `changes`, and how it was made.
+    """
+    rows = [dataclasses.asdict(row) for row in found.rows]
+    changes = {
+        name: [[str(now), str(before)] for now, before in found.changes(name)] for name in found.rows[0].worse
+    }
+    return {
+        "ranking": [row.pop("choice") | row for row in rows],
+        "break_even": found.break_even,
+        "target": found.target,
+        "changes": changes,
+        "network_models": found.models,
+        "seeds": found.seeds,
+    }
+
+
+def draw(found: Advice, case: Case, picture: Path) -> None:
+    """Draw goodput against cadence, a line for each policy."""
+    from spawnsim.plots import fidelity, style
+
+    curves: dict[str, list[tuple[int, float, float, float]]] = {}
+    for row in found.rows:
+        ratio = f", {row.choice.ratio:g} x smaller" * (row.choice.ratio != 1)
+        curves.setdefault(row.choice.policy + ratio, []).append(
+            (row.choice.every, row.goodput, row.low, row.high)
+        )
+    size = f"{case.model_nbytes / 1e6:,.0f} MB · steps of {1e3 * case.step_s:g} ms"
+    caption = f"{case.ranks} ranks · {case.platform.name} · {size} · bars: seeds and network models"
+    style.save_as(fidelity.advice_figure(curves, found.target, caption), picture)
+
+
+def parser() -> Parser:
+    """Return the options of `spawnsim advise`.
+
+    Returns:
+        The parser.
+    """
+    parser = Parser(
+        prog="spawnsim advise",
+        description="Rank policies and cadences on a cluster by goodput, in timing alone. docs/clusters.md says what "
+        "is simulated, and what is not.",
+    )
+    add = parser.add_argument
+    add("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks")
+    add("--platform", metavar="NAME|FILE", help="default: as of `spawnsim run`")
+    add("--model", required=True, metavar="BYTES", help="one model, such as '123 MB'")
+    add("--step", metavar="TIME", help="of a compute step, such as 300ms; default: the platform's")
+    add("--policy", action="append", choices=POLICIES, help="again for more; default: average")
+    add("--every", default="1,8,32,128", metavar="LIST", help="steps between exchanges; default: 1,8,32,128")
+    add(
+        "--compression",
+        default="1",
+        metavar="LIST",
+        help="how many times smaller what travels is; default: 1",
+    )
+    add(
+        "--straggler",
+        metavar="KIND",
+        help=f"such as {rates.PERSISTENT} (persistent, realistic); default: the platform's",
+    )
+    add(
+        "--failures",
+        metavar="NAME|TIME",
+        help=f"{', '.join(rates.FAILURES)}, or one rank's mean time between failures",
+    )
+    add(
+        "--ranks-per-node",
+        type=int,
+        default=8,
+        metavar="N",
+        help="that fail together, for a name; default: 8",
+    )
+    add("--detection", default="30s", metavar="TIME", help="until a death is noticed; default: 30s")
+    add("--restart", default="5min", metavar="TIME", help="until a rank is back; default: 5min")
+    add("--seeds", type=int, default=3, metavar="N", help="default: 3")
+    add("--rounds", type=int, default=6, metavar="N", help="exchanges simulated for each choice; default: 6")
+    add(
+        "--target",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="of time computing, for break-even; default: 0.9",
+    )
+    add("--picture", type=Path, metavar="FILE", help="draw goodput against cadence: .png, .pdf or .svg")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
