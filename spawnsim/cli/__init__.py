@@ -142,6 +142,7 @@ COMMANDS = {
     "calibrate": ("spawnsim.cli.fidelity:calibrate", "measure this cluster, and write a platform file"),
     "validate": ("spawnsim.cli.fidelity:validate", "predict a real run, and compare"),
     "advise": ("spawnsim.cli.advise:main", "rank policies and cadences on a cluster, in timing alone"),
+    "import": ("spawnsim.cli.inputs:main", "read what clusters write: nccl-tests, iperf3, sacct, traces"),
     "list": ("spawnsim.cli.listing:main", "list platforms, policies, workloads, studies"),
     "doctor": ("spawnsim.cli.doctor:main", "say what this machine can run, and what to change"),
 }

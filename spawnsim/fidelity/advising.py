@@ -272,9 +272,14 @@ def _break_even(case: Case, rows: Sequence[Row], policy: str, target: float) -> 
     every = np.array([each for each, _ in own], dtype=np.float64)
     # What is not computing in a round, in steps: utilisation = H / (H + waits).
     waits = every * (1.0 / np.array([used for _, used in own]) - 1.0)
+    # Beyond the simulated cadences: an exchange takes the same time, but the slowest rank's delay grows with the round.
+    slope = 0.0
+    if case.stragglers:
+        slope = max((waits[-1] - waits[-2]) / (every[-1] - every[-2]), 0.0) if len(own) > 1 else math.inf
 
     def reaches(cadence: int) -> bool:
         wait = float(np.interp(cadence, every, waits))
+        wait += slope * (cadence - every[-1]) if cadence > every[-1] else 0.0
         return cadence >= target * (cadence + wait)
 
     if reaches(1):
@@ -283,7 +288,7 @@ def _break_even(case: Case, rows: Sequence[Row], policy: str, target: float) -> 
     while not reaches(high):
         low, high = high, 2 * high
         if high > 1_000_000:
-            return None  # waiting grows with the cadence: slow ranks, which no cadence mends
+            return None
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if reaches(middle) else (middle, high)
@@ -497,7 +502,7 @@ def _sentences(advice: Advice) -> Iterator[str]:
     for group in _groups(advice.rows):
         yield f"cannot be told apart: {', '.join(map(str, group))}"
     for policy, even in advice.break_even.items():
-        what = f"every {even} steps or less often" if even else "at no cadence: ranks wait for slow ones"
+        what = f"every {even} steps or less often" if even else "at no cadence: ranks wait for the slow ones"
         yield f"{policy}: computes {advice.target:.0%} of the time {what}"
     for name in WORSE:
         for now, before in advice.changes(name)[:3]:

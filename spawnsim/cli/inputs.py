@@ -1,0 +1,92 @@
+"""`spawnsim import`: what clusters write, as platforms, compute times and fault plans that other commands take."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from spawnsim.errors import ParameterError
+from spawnsim.fidelity import inputs
+from spawnsim.options import Parser
+from spawnsim.virtual.compute import Trace
+from spawnsim.virtual.platform import Platform, to_toml
+
+KINDS = {
+    "nccl": "report of all_reduce_perf -J: a platform file",
+    "iperf3": "report of iperf3 -J: a platform file",
+    "wan": "CSV of milliseconds/Gbit/s between regions: a platform file",
+    "kineto": "PyTorch profiler traces, one a rank: a folder for --compute",
+    "sacct": "table of sacct -P -D: a fault plan for --faults",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read, write, and say what was written and how it is used."""
+    options = parser().parse_args(argv)
+    paths: list[Path] = options.files
+    if options.kind != "kineto" and len(paths) != 1:
+        raise ParameterError(f"import {options.kind}: give one file, not {len(paths)}")
+    out: Path = options.out
+    if options.kind == "kineto":
+        use = write_times(inputs.read_kineto(paths), out)
+    elif options.kind == "sacct":
+        plan = inputs.read_sacct(paths[0], options.job, ranks_per_node=options.ranks_per_node)
+        if out.suffix != ".json":
+            raise ParameterError(f"--out {out}: a fault plan is a .json file")
+        out.write_text(plan.to_json(), encoding="utf-8")
+        use = f"--faults {out} ({len(plan.faults)} faults)"
+    else:
+        out.write_text(to_toml(_platform(options.kind, paths[0], options.members)), encoding="utf-8")
+        use = f"--platform {out}"
+    sys.stdout.write(f"written: {out}; use it as {use}\n")
+    return 0
+
+
+def _platform(kind: str, path: Path, members: str) -> Platform:
+    if kind == "wan":
+        try:
+            counts = [int(word) for word in members.split(",")]
+        except ValueError:
+            raise ParameterError(f"--members {members!r}: give whole numbers, such as 8 or 4,4,8") from None
+        return inputs.read_wan(path, counts if len(counts) > 1 else counts[0])
+    return inputs.read_nccl(path) if kind == "nccl" else inputs.read_iperf3(path)
+
+
+def write_times(trace: Trace, out: Path) -> str:
+    """Write compute times as the columns of a run.
+
+    Args:
+        trace: a row for each rank.
+        out: the folder.
+
+    Returns:
+        The option that reads them.
+    """
+    rows = [np.asarray(row, dtype=np.float64) for row in trace.rows]
+    out.mkdir(parents=True, exist_ok=True)
+    ranks = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    np.savez(out / "metrics.npz", rank=ranks, compute_s=np.concatenate(rows))
+    return f"--compute {out},cycle ({len(rows)} ranks, {len(ranks)} steps)"
+
+
+def parser() -> Parser:
+    """Return the options of `spawnsim import`.
+
+    Returns:
+        The parser.
+    """
+    kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
+    parser = Parser(
+        prog="spawnsim import", description=f"Read what a cluster wrote. {kinds}. See docs/clusters.md."
+    )
+    add = parser.add_argument
+    add("kind", choices=KINDS, help="what the file is")
+    add("files", nargs="+", type=Path, metavar="FILE", help="kineto: one for each rank; else one")
+    add("--out", type=Path, required=True, metavar="PATH", help="a .toml or .json file; kineto: a folder")
+    add("--members", default="1", metavar="LIST", help="wan: ranks in each region; default: 1")
+    add("--job", metavar="ID", help="sacct: which job; default: the only one")
+    add("--ranks-per-node", type=int, default=8, metavar="N", help="sacct; default: 8")
+    return parser

@@ -1,0 +1,406 @@
+"""What clusters write, read: nccl-tests and iperf3 to platforms, traces to compute times, sacct to faults, WAN tables.
+
+Every error names the file and the field. Nothing is run, and nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spawnsim.errors import ParameterError
+from spawnsim.virtual.collectives import Selection
+from spawnsim.virtual.compute import Trace
+from spawnsim.virtual.faults import Crash, Fault, FaultPlan, Restart
+from spawnsim.virtual.network import Hockney, Regions, Switch
+from spawnsim.virtual.platform import Platform
+
+Intervals = list[tuple[float, float]]
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParameterError(f"{path}: cannot be read ({error})") from error
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(_text(path))
+    except ValueError as error:
+        if isinstance(error, ParameterError):
+            raise
+        raise ParameterError(f"{path}: not valid JSON ({error})") from error
+
+
+def _field(path: Path, document: Any, *keys: str | int) -> Any:
+    """Return a value deep in a document, or say where the way to it ends."""
+    at = ""
+    for key in keys:
+        at += f"[{key}]" if isinstance(key, int) else f".{key}" if at else key
+        try:
+            document = document[key]
+        except (KeyError, IndexError, TypeError):
+            raise ParameterError(f"{path}: {at} is missing") from None
+    return document
+
+
+def _above_zero(path: Path, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ParameterError(f"{path}: {name} is {value!r}, not a number above 0")
+    return float(value)
+
+
+def _rows(path: Path, names: Sequence[str], delimiter: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield each row of a table with its line number; the columns named must be there."""
+    reader = csv.DictReader(_text(path).splitlines(), delimiter=delimiter)
+    missing = [name for name in names if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ParameterError(f"{path}: no column {missing[0]!r}; it needs {', '.join(names)}")
+    for row in reader:
+        for name in names:
+            if row[name] is None:
+                raise ParameterError(f"{path}, line {reader.line_num}: {name} is missing")
+        yield reader.line_num, row
+
+
+# ---------------------------------------------------------------------------------------------------------- platforms
+def read_nccl(path: Path) -> Platform:
+    """Return the platform of an nccl-tests report of `all_reduce_perf -J FILE`.
+
+    A ring of P ranks takes 2(P - 1)·α + 2(P - 1)/P · n/B for n bytes (Thakur, Rabenseifner and Gropp 2005), which is
+    fitted to the times by least squares of relative errors. So one link stands for all: NVLink and network are not told
+    apart, and neither are NCCL's other algorithms.
+
+    Args:
+        path: the report, with two sizes at least.
+
+    Returns:
+        A switch of Hockney links whose all-reduce is a ring; `fitted` says how far off the largest error is.
+
+    Raises:
+        ParameterError: the file cannot be read, a field is missing or no number, or no link explains the times.
+    """
+    document = _json(path)
+    ranks = _ranks_of(path, document)
+    results = _field(path, document, "results")
+    points: list[tuple[float, float]] = []
+    for place in range(len(results) if isinstance(results, list) else 0):
+        nbytes = _field(path, results, place, "size")
+        body = "out_of_place" if results[place].get("out_of_place") else "in_place"
+        time_us = _field(path, document, "results", place, body, "time")
+        if nbytes:
+            points.append(
+                (
+                    _above_zero(path, f"results[{place}].size", nbytes),
+                    1e-6 * _above_zero(path, f"results[{place}].{body}.time", time_us),
+                )
+            )
+    if len({nbytes for nbytes, _ in points}) < 2:
+        raise ParameterError(f"{path}: results has fewer than two sizes: run with -b 8 -e 1G -f 2")
+    sizes, times = map(np.array, zip(*points, strict=True))
+    columns = np.stack([np.full(len(points), 2.0 * (ranks - 1)), 2.0 * (ranks - 1) / ranks * sizes]) / times
+    latency_s, per_byte_s = (
+        float(each) for each in np.linalg.lstsq(columns.T, np.ones(len(points)), rcond=None)[0]
+    )
+    if per_byte_s <= 0:
+        raise ParameterError(
+            f"{path}: results: times do not grow with sizes: larger sizes are needed (-e 1G)"
+        )
+    latency_s = max(latency_s, 0.0)
+    worst = float(np.max(np.abs(np.array([latency_s, per_byte_s]) @ columns - 1.0)))
+    return Platform(
+        path.stem,
+        Switch(Hockney(latency_s, 1.0 / per_byte_s)),
+        collectives=Selection(fixed=(("allreduce", "ring"),)),
+        description=f"nccl-tests of all_reduce on {ranks} ranks, as a ring",
+        fitted=(("ranks", str(ranks)), ("largest_error", f"{worst:.0%} of {len(points)} times")),
+    )
+
+
+def _ranks_of(path: Path, document: Any) -> int:
+    """Return the ranks of a report: one device is told of each process alone, whatever it drives."""
+    config = _field(path, document, "config")
+    devices = (
+        _field(path, document, "config", "devices")
+        if "devices" in config
+        else _field(path, document, "devices")
+    )
+    per_process = [_above_zero(path, f"config.{key}", config.get(key, 1)) for key in ("nthreads", "ngpus")]
+    ranks = len(devices) * round(math.prod(per_process))
+    if ranks < 2:
+        raise ParameterError(f"{path}: devices: {ranks} rank; an all-reduce of at least 2 is needed")
+    return ranks
+
+
+def read_iperf3(path: Path) -> Platform:
+    """Return the platform of an iperf3 report (`iperf3 -c HOST -J`): goodput, and half of the mean round trip.
+
+    Args:
+        path: the report of the client, over TCP.
+
+    Returns:
+        A switch of Hockney links. Under load the round trip holds what queues: measured with `-b` below the link's rate
+        it is shorter.
+
+    Raises:
+        ParameterError: the file cannot be read, the test failed, or a field is missing or no number.
+    """
+    document = _json(path)
+    if isinstance(document, dict) and document.get("error"):
+        raise ParameterError(f"{path}: error: the test failed: {document['error']}")
+    rate = _field(path, document, "end", "sum_received", "bits_per_second")
+    bandwidth = _above_zero(path, "end.sum_received.bits_per_second", rate) / 8
+    streams = _field(path, document, "end", "streams")
+    if not streams:
+        raise ParameterError(f"{path}: end.streams[0] is missing")
+    trips = [
+        _above_zero(
+            path,
+            f"end.streams[{at}].sender.mean_rtt",
+            _field(path, document, "end", "streams", at, "sender", "mean_rtt"),
+        )
+        for at in range(len(streams))
+    ]
+    return Platform(
+        path.stem,
+        Switch(Hockney(0.5e-6 * float(np.mean(trips)), bandwidth)),
+        description=f"iperf3, {len(streams)} streams: goodput as received, half of the mean round trip",
+        fitted=(("round_trips", ", ".join(f"{trip:g} us" for trip in trips)),),
+    )
+
+
+_CELL = re.compile(r"\s*([\d.eE+-]+)\s*/\s*([\d.eE+-]+)\s*")
+
+
+def read_wan(path: Path, members: int | Sequence[int] = 1) -> Platform:
+    """Return the regions of a CSV: a column `region`, then one for each region, cells "ms/Gbit/s" as "67/0.79".
+
+    A cell may be empty where its mirror is not. Milliseconds are one way.
+
+    Args:
+        path: the table.
+        members: ranks in each region, or one number for all.
+
+    Returns:
+        The platform.
+
+    Raises:
+        ParameterError: the file cannot be read; a row, column or pair is missing, or no such pair of numbers.
+    """
+    rows = {row["region"].strip(): (line, row) for line, row in _rows(path, ["region"], ",")}
+    pairs: dict[tuple[str, str], tuple[float, float]] = {}
+    for source, (line, row) in rows.items():
+        for dest in rows:
+            if dest not in row:
+                raise ParameterError(f"{path}: no column {dest!r}: each region needs a row and a column")
+            words = row[dest] or ""
+            if not words.strip():
+                continue
+            match = _CELL.fullmatch(words)
+            try:
+                latency, rate = (float(word) for word in match.groups())  # type: ignore[union-attr]
+            except (AttributeError, ValueError):
+                raise ParameterError(
+                    f"{path}, line {line}: {dest} is {words!r}; write milliseconds and Gbit/s, such as 67/0.79"
+                ) from None
+            if not 0 <= latency < math.inf or not 0 < rate < math.inf:
+                raise ParameterError(
+                    f"{path}, line {line}: {dest} is {words!r}; give 0 ms or more, and Gbit/s above 0"
+                )
+            pairs[source, dest] = latency / 1e3, rate * 1e9 / 8
+    if not rows:
+        raise ParameterError(f"{path}: region: no rows")
+
+    def link(source: str, dest: str) -> Hockney:
+        found = pairs.get((source, dest)) or pairs.get((dest, source))
+        if found is None:
+            raise ParameterError(f"{path}, line {rows[source][0]}: {dest} is empty, and so is its mirror")
+        return Hockney(*found)
+
+    each = (members,) * len(rows) if isinstance(members, int) else tuple(members)
+    joins = tuple(tuple(link(source, dest) for dest in rows) for source in rows)
+    return Platform(path.stem, Regions(each, joins), description=f"regions {', '.join(rows)}")
+
+
+# ------------------------------------------------------------------------------------------------------ compute times
+_COMMUNICATION = re.compile(
+    r"nccl|gloo|all_?reduce|all_?gather|reduce_?scatter|broadcast|c10d", re.IGNORECASE
+)
+_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def read_kineto(paths: Sequence[Path]) -> Trace:
+    """Return compute times of ranks from traces of the PyTorch profiler, one file a rank.
+
+    Of each step (`ProfilerStep#N`; the program calls `profiler.step()`): its length, less the time in which it
+    communicates and no other kernel runs. Without kernels of a GPU all calls that communicate count.
+
+    Args:
+        paths: files as `export_chrome_trace` writes them; `distributedInfo.rank` says whose each is, else their order.
+
+    Returns:
+        A row of durations (s) for each rank.
+
+    Raises:
+        ParameterError: a file cannot be read, has no steps, or two are of one rank or one is missing.
+    """
+    rows: dict[int, list[float]] = {}
+    for place, path in enumerate(paths):
+        document = _json(path)
+        events = _field(path, document, "traceEvents")
+        info = document.get("distributedInfo") or {}
+        rank = info.get("rank", place)
+        if not isinstance(rank, int) or rank in rows:
+            raise ParameterError(
+                f"{path}: distributedInfo.rank is {rank!r}, which is no rank, or another file's"
+            )
+        rows[rank] = _steps_s(
+            path, [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
+        )
+    if sorted(rows) != list(range(len(rows))) or not rows:
+        missing = next(rank for rank in range(len(rows) + 1) if rank not in rows)
+        raise ParameterError(
+            f"{paths[0] if paths else 'no file'}: distributedInfo.rank: no file is of rank {missing}"
+        )
+    return Trace([rows[rank] for rank in range(len(rows))], source=", ".join(map(str, paths)))
+
+
+def _steps_s(path: Path, events: Sequence[Mapping[str, Any]]) -> list[float]:
+    spans = {id(event): _span(path, place, event) for place, event in enumerate(events)}
+    steps = sorted(
+        {
+            spans[id(e)]
+            for e in events
+            if str(e.get("name")).startswith("ProfilerStep#") and e.get("cat") != "gpu_user_annotation"
+        }
+    )
+    if not steps:
+        raise ParameterError(
+            f"{path}: traceEvents: no ProfilerStep: call profiler.step() after each training step"
+        )
+    on_gpu = [event for event in events if event.get("cat") in _KERNELS]
+    talks = [bool(_COMMUNICATION.search(str(event.get("name")))) for event in on_gpu or events]
+    sorted_out = list(zip(on_gpu or events, talks, strict=True))
+    waits = _union([spans[id(event)] for event, talk in sorted_out if talk])
+    # Calls of a CPU's trace lie within one another: only kernels run beside communication.
+    works = _union([spans[id(event)] for event, talk in sorted_out if not talk]) if on_gpu else []
+    return [
+        1e-6 * (end - begin - _covered(waits, begin, end) + _both(waits, works, begin, end))
+        for begin, end in steps
+    ]
+
+
+def _span(path: Path, place: int, event: Mapping[str, Any]) -> tuple[float, float]:
+    begin, length = event.get("ts"), event.get("dur", 0)
+    if not isinstance(begin, (int, float)) or not isinstance(length, (int, float)) or length < 0:
+        raise ParameterError(
+            f"{path}: traceEvents: ts, dur of complete event {place} are {begin!r}, {length!r}"
+        )
+    return float(begin), float(begin + length)
+
+
+def _union(spans: Sequence[tuple[float, float]]) -> Intervals:
+    found: Intervals = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _covered(spans: Intervals, begin: float, end: float) -> float:
+    return sum(max(min(last, end) - max(first, begin), 0.0) for first, last in spans)
+
+
+def _both(spans: Intervals, others: Intervals, begin: float, end: float) -> float:
+    cut = [(max(first, begin), min(last, end)) for first, last in spans]
+    return sum(_covered(others, first, last) for first, last in cut if last > first)
+
+
+# ------------------------------------------------------------------------------------------------------------- faults
+_SACCT = ("JobID", "State", "Start", "End", "NodeList", "FailedNode")
+_NODES = re.compile(r"([^,\[]+)(?:\[([^\]]+)\])?,?")
+
+
+def read_sacct(path: Path, job: str | None = None, *, ranks_per_node: int = 8) -> FaultPlan:
+    """Return the node failures of one job, from `sacct -P -D --format=JobID,State,Start,End,NodeList,FailedNode`.
+
+    A row of state NODE_FAIL ends one run of the job: the ranks of its failed node crash at its end, and start again
+    when the next row of the job (it was requeued) does. Times count from the first start, queues included. Nodes hold
+    ranks in the order of the row's NodeList.
+
+    Args:
+        path: the table; steps of jobs (123.batch) are passed over.
+        job: which job; None: the only one.
+        ranks_per_node: on each node.
+
+    Returns:
+        The plan, without faults if no node failed.
+
+    Raises:
+        ParameterError: the file cannot be read, lacks a column, has several jobs or none, or a field makes no sense.
+    """
+    rows = [(line, row) for line, row in _rows(path, _SACCT, "|") if "." not in row["JobID"]]
+    jobs = list(dict.fromkeys(row["JobID"] for _, row in rows))
+    if job is None and len(jobs) != 1:
+        raise ParameterError(f"{path}: JobID: {len(jobs)} jobs ({', '.join(jobs[:5])}): say which")
+    runs = [
+        (line, row) for line, row in rows if row["JobID"] == (job or jobs[0]) and row["Start"] != "Unknown"
+    ]
+    if not runs:
+        raise ParameterError(f"{path}: JobID: no run of job {job} has started")
+    starts = [_time(path, line, "Start", row["Start"]) for line, row in runs]
+    faults: list[Fault] = []
+    for place, (line, row) in enumerate(runs):
+        if not row["State"].startswith("NODE_FAIL"):
+            continue
+        at_s = (_time(path, line, "End", row["End"]) - starts[0]).total_seconds()
+        nodes = _expanded(path, line, row)
+        if row["FailedNode"] not in nodes:
+            raise ParameterError(
+                f"{path}, line {line}: FailedNode is {row['FailedNode']!r}, none of the job's nodes"
+            )
+        first = nodes.index(row["FailedNode"]) * ranks_per_node
+        for rank in range(first, first + ranks_per_node):
+            faults.append(Crash(rank, at_s))
+            if place + 1 < len(runs):
+                faults.append(Restart(rank, (starts[place + 1] - starts[0]).total_seconds()))
+    return FaultPlan(tuple(faults))
+
+
+def _time(path: Path, line: int, name: str, words: str) -> datetime:
+    try:
+        return datetime.fromisoformat(words)
+    except ValueError:
+        raise ParameterError(
+            f"{path}, line {line}: {name} is {words!r}, not a time such as 2026-01-31T09:30:00"
+        ) from None
+
+
+def _expanded(path: Path, line: int, row: Mapping[str, str]) -> list[str]:
+    """Return the names that Slurm writes short: "gpu[01-03,07],login" is gpu01, gpu02, gpu03, gpu07, login."""
+    names = []
+    for stem, numbers in _NODES.findall(row["NodeList"]):
+        for part in numbers.split(",") if numbers else [""]:
+            first, _, last = part.partition("-")
+            if not part:
+                names.append(stem)
+            elif first.isdigit() and (last or first).isdigit():
+                names += [f"{stem}{at:0{len(first)}}" for at in range(int(first), int(last or first) + 1)]
+            else:
+                raise ParameterError(
+                    f"{path}, line {line}: NodeList is {row['NodeList']!r}: {part!r} is no range"
+                )
+    return names

@@ -1,0 +1,230 @@
+"""Advice: goodputs follow closed forms, the measured clusters rank as they should, ties and bad input are named."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spawnsim import columnar
+from spawnsim.cli import main
+from spawnsim.errors import ParameterError
+from spawnsim.fidelity.advising import (
+    Case,
+    Choice,
+    Failures,
+    Row,
+    Sample,
+    advise,
+    other_costs,
+    report,
+    simulate,
+)
+from spawnsim.policies import AverageAllPolicy
+from spawnsim.virtual.collectives import Selection
+from spawnsim.virtual.compute import Lognormal, Slow, Speed, parse_stragglers
+from spawnsim.virtual.faults import rates
+from spawnsim.virtual.network import Hockney, LogGP, Nodes, Switch
+from spawnsim.virtual.platform import Platform, load_platform
+
+STUDIES = Path(__file__).parents[2] / "studies"
+RING = Selection(fixed=(("allreduce", "ring"),))
+SLOW_LINK = Platform("slow", Switch(Hockney(1e-6, 1e8)), collectives=RING)
+CASE = Case(SLOW_LINK, 12, 100_000_000, 0.1)
+
+
+def test_averaging_follows_its_closed_form() -> None:
+    """Of twelve ranks by a ring: bytes over bandwidth, and the failures' share."""
+    exchange_s = 2 * 11 / 12 * 1e8 / 1e8
+    for every in (1, 10, 100):
+        found = simulate(CASE, Choice("average", every), 0)
+        assert found.exchange_s == pytest.approx(exchange_s, rel=0.01)
+        assert found.utilisation == pytest.approx(every * 0.1 / (every * 0.1 + exchange_s), rel=0.01)
+        assert found.goodput == pytest.approx(found.utilisation)
+        assert found.nbytes == pytest.approx(2 * 11 / 12 * 1e8 / every, rel=0.01)
+    assert simulate(CASE, Choice("average", 10, 4.0), 0).exchange_s == pytest.approx(exchange_s / 4, rel=0.01)
+    failing = replace(CASE, failures=Failures(mtbf_s=1e5, detection_s=20.0, restart_s=50.0))
+    round_s = 1.0 + exchange_s
+    expected = 1.0 / round_s / (1 + (round_s / 2 + 50 + 12 * 20) / 1e5)
+    assert simulate(failing, Choice("average", 10), 0).goodput == pytest.approx(expected, rel=0.01)
+
+
+def test_failures_agree_with_ranks_that_die() -> None:
+    """Standing still while deaths are noticed, on 64 ranks that die at random: the closed form within a tenth."""
+    mtbf_s, detection_s, iterations = 4_000.0, 5.0, 5_000
+    ends: list[float] = []
+    dead: list[int] = []
+
+    def note(told: columnar.Round) -> None:
+        ends[:] = [float(told.left_s.max())]
+        dead.extend(told.died.tolist())
+
+    columnar.run(
+        AverageAllPolicy(10),
+        ranks=64,
+        iterations=iterations,
+        model_nbytes=4,
+        platform=Platform("fast", Switch(Hockney(1e-9, 1e12))),
+        compute=0.1,
+        mtbf_s=mtbf_s,
+        detection_s=detection_s,
+        sample=0,
+        on_round=note,
+    )
+    assert len(dead) > 1
+    lost_s = ends[0] - (iterations - 9) * 0.1
+    assert lost_s == pytest.approx(len(dead) * detection_s, rel=0.1)
+    # By the closed form: so much of each rank's time, for as many deaths as there were.
+    alone = Failures(mtbf_s=64 * ends[0] / len(dead), detection_s=detection_s, restart_s=0.0)
+    share = alone.share(64, 0.0, in_step=True)
+    assert share == pytest.approx(1.0 - lost_s / ends[0], rel=0.01)
+
+
+def test_the_measured_clusters_rank_by_cadence(tmp_path: Path) -> None:
+    """At every link of the measured cluster the rarest exchange computes most; when 90 % are reached is told."""
+    spec = importlib.util.spec_from_file_location("diloco_measured", STUDIES / "diloco_measured.py")
+    assert spec is not None
+    assert spec.loader is not None
+    measured: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(measured)
+    fitted = measured.fit(measured.read_points(STUDIES / "data" / "diloco_measured.csv")[0])
+    for link, rate in measured.LINKS_BPS.items():
+        case = Case(fitted.platform(link, rate), 4, measured.NBYTES, fitted.step_s)
+        found = advise(case, [Choice("average", every) for every in (8, 1, 128, 32)])
+        assert [row.choice.every for row in found.rows] == [128, 32, 8, 1]
+        assert not any(row.alike for row in found.rows)
+        exchange_s = fitted.wire_s(rate) + fitted.overhead_s + 6 * 50e-6
+        assert found.break_even["average"] == pytest.approx(9 * exchange_s / fitted.step_s, rel=0.01, abs=1)
+        assert found.rows[0].worse["half the bandwidth"] < found.rows[0].goodput
+        assert found.rows[0].worse["failures x 2"] == found.rows[0].goodput
+
+
+def test_stragglers_make_intervals_and_ties() -> None:
+    """Compression that a fast link does not need cannot be told apart from none; slow ranks leave no break-even."""
+    case = replace(
+        CASE, platform=replace(SLOW_LINK, network=Switch(Hockney(1e-6, 1e12))), stragglers=(Speed(0.1),)
+    )
+    choices = [Choice("average", 10), Choice("average", 10, 4.0), Choice("average", 100)]
+    found = advise(case, choices, seeds=range(4))
+    assert found.rows[0].low < found.rows[0].goodput < found.rows[0].high
+    assert [row.alike for row in found.rows] == [(2, 3), (1, 3), (1, 2)]
+    assert found.models == ("as given", "other costs")
+    assert found.seeds == 4
+    assert found.break_even == {"average": None}
+    text = report(found)
+    assert "cannot be told apart: 1, 2, 3" in text
+    assert "at no cadence" in text
+    worse = found.rows[0].worse
+    assert (
+        worse["stragglers x 2"] < found.rows[0].goodput == pytest.approx(worse["half the bandwidth"], rel=0.1)
+    )
+
+
+def test_a_ranking_that_turns_is_told() -> None:
+    """A pair that changes places under a worse setting is named; one within the error is not."""
+
+    def row(every: int, goodput: float, worse: float) -> Row:
+        return Row(
+            Choice("average", every), goodput, goodput, goodput, 0.5, 0.1, 1.0, (), {"failures x 2": worse}
+        )
+
+    found = advise(CASE, [Choice("average", 1)])
+    turned = replace(found, rows=(row(8, 0.9, 0.5), row(1, 0.8, 0.7), row(2, 0.7, 0.502)))
+    pairs = turned.changes("failures x 2")
+    assert pairs == [(Choice("average", 1), Choice("average", 8))]
+    assert turned.ranking("failures x 2") == [1, 2, 0]
+    assert turned.ranking() == [0, 1, 2]
+
+
+def test_ranks_that_need_not_wait_do_not(tmp_path: Path) -> None:
+    """Selective replacement computes more than averaging on a slow link; columns beyond 128 ranks."""
+    case = replace(CASE, model_nbytes=10_000_000)
+    waits, none = simulate(case, Choice("average", 5), 0), simulate(case, Choice("selective", 5), 0)
+    assert none.utilisation > 0.85 > waits.utilisation
+    many = replace(case, ranks=200, model_nbytes=1_000_000)
+    assert 0 < simulate(many, Choice("selective", 5), 0).utilisation <= 1
+    with pytest.raises(ParameterError, match="at most 128 ranks"):
+        simulate(many, Choice("groups", 5), 0)
+
+
+def test_the_other_model_has_the_same_wire() -> None:
+    """Hockney and LogGP turn into each other; a message takes as long, through every kind of link."""
+    network = Nodes(Hockney(3e-6, 1e10), LogGP(L=1e-5, o=2e-6, g=1e-6, G=1e-9), ranks_per_node=4)
+    found = other_costs(network)
+    assert isinstance(found, Nodes)
+    assert isinstance(found.intra, LogGP)
+    assert isinstance(found.inter, Hockney)
+    assert (found.inter.latency_s, found.inter.bandwidth_Bps) == pytest.approx((1.4e-5, 1e9))
+    cost = found.cost(0, 1, 1 << 20)
+    assert cost.flight_s + cost.receive_s == pytest.approx(3e-6 + (1 << 20) / 1e10, rel=0.01)
+    assert other_costs(load_platform("wan-volunteers").network) is None
+    assert other_costs(load_platform("wan-aws").network) is not None
+
+
+def test_published_rates() -> None:
+    """Rates give the published times between failures; plans take whole nodes, and draw as often as they should."""
+    hours = 3600.0
+    rsc = rates.FAILURES["rsc-1"]
+    assert rsc.node_mtbf_s / 128 == pytest.approx(28.8 * hours, rel=0.01)
+    assert 1 / (128 / rsc.node_mtbf_s + 1 / rsc.job_mtbf_s) == pytest.approx(7.9 * hours, rel=0.01)
+    llama = rates.FAILURES["llama3"]
+    assert llama.node_mtbf_s / 2048 == pytest.approx(3.1 * hours, rel=0.01)
+    assert llama.rank_mtbf_s(8) / 16384 == pytest.approx(50_700 * hours / 16384, rel=0.03)
+    plan = llama.plan(2048 * 8 - 3, horizon_s=54 * 86400, seed=3)
+    nodes = {fault.rank // 8 for fault in plan.faults}
+    assert len(nodes) == pytest.approx(2048 * -math.expm1(-54 * 86400 / llama.node_mtbf_s), rel=0.1)
+    assert len(plan.faults) in (8 * len(nodes), 8 * len(nodes) - 3)
+    assert llama.plan(800, horizon_s=1e6, seed=3).faults == tuple(
+        f for f in llama.plan(1600, horizon_s=1e6, seed=3).faults if f.rank < 800
+    )
+    with pytest.raises(ParameterError, match="at least 1"):
+        rsc.rank_mtbf_s(0)
+    with pytest.raises(ParameterError, match="above 0"):
+        rsc.plan(8, horizon_s=math.inf)
+    (speed,) = parse_stragglers(rates.PERSISTENT)
+    assert isinstance(speed, Speed)
+    drawn = np.random.default_rng(1).lognormal(-0.5 * speed.sigma**2, speed.sigma, (2000, 128)).max(axis=1)
+    assert 1 - 1 / drawn.mean() == pytest.approx(0.104, abs=0.01)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table, JSON and a picture; names of rates; each wrong option is named."""
+    words = "advise -n 12 --platform gigabit --model 10MB --step 20ms --every 1,4 --failures rsc-1 --seeds 2 --rounds 2"
+    picture = tmp_path / "advice.png"
+    assert main([*words.split(), "--straggler", "speed:0.04", "--picture", str(picture)]) == 0
+    assert "average, every 4" in capsys.readouterr().out
+    assert picture.stat().st_size > 10_000
+    assert main([*words.split(), "--json", "--compression", "1,4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranking"][0]["every"] == 4
+    assert len(found["ranking"]) == 4
+    for wrong, said in (
+        (["--every", "1,x"], "--every '1,x'"),
+        (["--every", "0"], "every 1 or more"),
+        (["--failures", "rsc-3"], "rsc-1, rsc-2, llama3"),
+        (["--target", "1.5"], "a share between 0 and 1"),
+        (["--seeds", "0"], "--seeds 0"),
+        (["--rounds", "1"], "2 rounds"),
+        (["--policy", "none"], "average"),
+        (["--detection=-5s"], "at least 0 s"),
+        (["-n", "1"], "at least 2 ranks"),
+    ):
+        assert main([*words.split(), *wrong]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_worse_stragglers_are_worse() -> None:
+    """Every straggler that a run can have is turned into one that spreads further."""
+    from spawnsim.fidelity.advising import WORSE
+
+    kinds = parse_stragglers("lognormal:0.3+slow:0.02,5+gamma:0.2+pareto:3+bimodal:0.1,2+exponential:0.5")
+    worse = WORSE["stragglers x 2"](replace(CASE, stragglers=tuple(kinds))).stragglers
+    assert worse[:2] == (Lognormal(0.6), Slow(0.02, 9.0))
+    assert all(now != before for now, before in zip(worse, kinds, strict=True))
+    assert Sample(1.0, 1.0, 0.0, 0.0).goodput == 1.0
