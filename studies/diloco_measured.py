@@ -31,6 +31,7 @@ import torch
 
 from spawnsim import AverageAllPolicy, PhantomArray
 from spawnsim.comm import IN_PLACE
+from spawnsim.policies import OuterOptimizerPolicy
 from spawnsim.policies.rules.cadence import Every
 from spawnsim.study import Cell
 from spawnsim.virtual.collectives import Selection
@@ -48,6 +49,11 @@ LINKS_BPS = {"50m": 50e6 / 8, "200m": 200e6 / 8, "1g": 1e9 / 8, "5g": 5e9 / 8}
 UNSHAPED_BPS = 9.53e9 / 8 / GOODPUT  # goodput between two nodes of one AWS placement group
 H = (1, 8, 32, 128)
 QUICK_H = (8,)
+POLICIES = {
+    "ddp": lambda h: None,
+    "localsgd": lambda h: AverageAllPolicy(h, cadence=Every(h)),
+    "diloco": OuterOptimizerPolicy.diloco,
+}
 REPEATS = {"ddp": 1, "localsgd": 1, "diloco": 3}
 
 
@@ -55,7 +61,9 @@ def main(comm, algorithm="diloco", h=8, steps=150):
     """Train so many steps; record what each computed, and waited in an exchange."""
     model = torch.nn.Linear(PARAMETERS, 1, bias=False, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    policy = None if algorithm == "ddp" else AverageAllPolicy(h, cadence=Every(h))
+    policy = POLICIES[algorithm](h)
+    if algorithm == "diloco":
+        policy.attach(model, comm)  # ranks begin with one model, before what is measured
     gradients = PhantomArray(PARAMETERS, "float32")
     for step in range(steps):
         with comm.compute() as block:

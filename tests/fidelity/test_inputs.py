@@ -83,7 +83,9 @@ def test_iperf3(tmp_path: Path) -> None:
     platform = inputs.read_iperf3(_written(tmp_path, _iperf()))
     assert isinstance(platform.network, Switch)
     assert isinstance(platform.network.link, Hockney)
-    assert (platform.network.link.latency_s, platform.network.link.bandwidth_Bps) == pytest.approx((2e-4, 1.175e9))
+    assert (platform.network.link.latency_s, platform.network.link.bandwidth_Bps) == pytest.approx(
+        (2e-4, 1.175e9)
+    )
 
 
 def _growing_quicker(document: Any) -> None:
