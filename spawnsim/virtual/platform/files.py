@@ -500,9 +500,15 @@ def _text(value: str) -> str:
     return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML basic string
 
 
+def _exact(value: float, texts: Sequence[str], read: Callable[[str], float]) -> str:
+    """Return the first text that is read back to the bit, as "33.5 ms" is and "33500 us" is not; else the first."""
+    return next((text for text in texts if read(text) == value), texts[0])
+
+
 def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.9g} us"
+    return _exact(seconds, [f"{seconds * 1e6:.9g} us", f"{seconds * 1e3:.9g} ms"], units.seconds)
 
 
 def _speed(bytes_per_second: float) -> str:
-    return f"{bytes_per_second * 1e-6:.9g} MB/s"
+    texts = [f"{bytes_per_second * 1e-6:.9g} MB/s", f"{bytes_per_second * 8e-9:.9g} Gbit/s"]
+    return _exact(bytes_per_second, texts, units.bytes_per_second)
