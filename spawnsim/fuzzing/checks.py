@@ -109,7 +109,7 @@ class Watch(Recorder):
         self.plan = WatchedPlan(case.plan.faults, case.seed)
         self.world: World | None = None
         self.progress_s: defaultdict[int, list[float]] = defaultdict(list)  # by rank: when it got on
-        self.struck: Counter[tuple[str, str]] = Counter()  # crashes and restarts, with where
+        self.struck: Counter[tuple[str, str]] = Counter()  # crashes, restarts and skewed clocks, with where
         self.lost = False  # whether a message was lost for good
         self.spoiled = any(
             fault.kind == DAMAGE for fault in self.plan.faults
@@ -134,7 +134,7 @@ class Watch(Recorder):
     def event(self, rank: int, time_s: float, kind: str, fields: Mapping[str, Any]) -> None:
         """Keep one event."""
         super().event(rank, time_s, kind, fields)
-        if kind in ("crash", "restart"):
+        if kind in ("crash", "restart", "skew"):
             self.struck[kind, self._where(rank)] += 1
         elif kind == "link":
             self.lost = self.lost or "lost" in str(fields.get("what", ""))
