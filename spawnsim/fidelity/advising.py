@@ -224,17 +224,18 @@ def advise(
     if not case.stragglers and all(choice.policy == "average" for choice in choices):
         seeds = seeds[:1]  # nothing is drawn
     cases = [replace(case, platform=replace(case.platform, network=network)) for network in networks.values()]
-    rows = [
-        _row(case, choice, [simulate(each, choice, seed) for each in cases for seed in seeds])
-        for choice in choices
-    ]
     settings = {name: make(case) for name, make in WORSE.items()}
-    for row in rows:
-        row.worse.update(
-            (name, row.goodput if same else simulate(setting, row.choice, seeds[0]).goodput)
-            for name, setting in settings.items()
-            for same in [setting == case]
-        )
+    rows = []
+    for choice in choices:
+        samples = [simulate(each, choice, seed) for each in cases for seed in seeds]
+        row = _row(choice, samples)
+        for name, setting in settings.items():
+            # Against the run of the same seed and network: the median is of all of them.
+            less = (
+                1.0 if setting == case else simulate(setting, choice, seeds[0]).goodput / samples[0].goodput
+            )
+            row.worse[name] = row.goodput * less
+        rows.append(row)
     rows.sort(key=lambda row: (-row.goodput, row.choice.every, row.choice.policy))
     rows = [replace(row, alike=_alike(rows, place)) for place, row in enumerate(rows)]
     even = {
@@ -243,7 +244,7 @@ def advise(
     return Advice(tuple(rows), even, target, tuple(networks), len(seeds))
 
 
-def _row(case: Case, choice: Choice, samples: Sequence[Sample]) -> Row:
+def _row(choice: Choice, samples: Sequence[Sample]) -> Row:
     goodputs = [sample.goodput for sample in samples]
     middle = {
         name: median(getattr(each, name) for each in samples)
