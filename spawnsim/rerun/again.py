@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim.errors import ParameterError, SpawnsimError
-from spawnsim.record import Recorder
+from spawnsim.record import Recorder, Thinned, ranks_named
 from spawnsim.record.manifest import INPUTS
 from spawnsim.run import Run
 from spawnsim.run.program import program
@@ -85,6 +85,7 @@ class Again:
         *,
         prepare: Callable[[World], None] | None = None,
         faults: FaultPlan | None = None,
+        thinned: bool = False,
     ) -> Run:
         """Run it again; a run that ends in an error is returned like others, with its outcome.
 
@@ -92,11 +93,15 @@ class Again:
             recorder: gets rows and events.
             prepare: is given the world before its ranks begin.
             faults: a plan in place of the recorded one.
+            thinned: keep those rows alone that the recorded run has kept (`record_every`, `record_ranks`).
 
         Returns:
             The run, in memory.
         """
-        given = self.recorded.what.get("parameters", {})
+        what = self.recorded.what
+        which = int(what.get("record_every", 1)), ranks_named(what.get("record_ranks"))
+        kept = Thinned(recorder, *which) if thinned else recorder
+        given = what.get("parameters", {})
         options = {name: value for name, value in given.items() if name != "argv"} if self.is_whole else {}
         argv = given.get("argv", ()) if self.is_whole else ()
         scenario = self.scenario
@@ -105,14 +110,14 @@ class Again:
         outcome, counted = FINISHED, None
         try:
             task = self.file if self.is_whole else program(self.file, self.parameters)
-            counted = carry_out(task, scenario, recorder, argv=argv, options=options, prepare=prepare)
+            counted = carry_out(task, scenario, kept, argv=argv, options=options, prepare=prepare)
         except SpawnsimError as error:
             outcome, counted = outcome_of(error), getattr(error, "totals", None)
         table, events = recorder.table(), recorder.events()
         facts = {"ranks": scenario.ranks} | (asdict(counted) if counted is not None else {})
         totals = totals_of(table, events, facts)
         leaks = {"leaks": list(facts.get("leaks", ()))}
-        return Run(dict(self.recorded.what) | leaks, table, events, totals, outcome)
+        return Run(dict(what) | leaks, table, events, totals, outcome)
 
 
 def _scenario(folder: Path, what: Mapping[str, Any]) -> Scenario:

@@ -317,7 +317,7 @@ def main(folder: str, file: str, out: str) -> None:
     if not again.is_whole:
         with unseeded(leaks):
             program(again.file, again.parameters)
-    run = again.run(recorder, prepare=recorder.prepare)
+    run = again.run(recorder, prepare=recorder.prepare, thinned=True)
     table = run.table
     names = [name for name in table if name not in ("rank", "time_s")]
     rows = [

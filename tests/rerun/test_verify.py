@@ -52,6 +52,21 @@ def test_a_run_that_repeats(tmp_path, capsys):
     assert "the same digest three times" in capsys.readouterr().out
 
 
+def test_a_run_that_kept_some_rows_repeats(tmp_path):
+    """Rows that were left out are no difference; one that is not repeated still is."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import time\n\ndef main(comm, leak=False):\n    for iteration in range(9):\n"
+        "        comm.record(iteration=iteration, value=time.time() if leak else 0.5)\n"
+    )
+    some = {"ranks": 11, "record_every": 4, "record_ranks": "0-2,10"}
+    run = spawnsim.run(program, out=tmp_path / "run", **some)
+    assert run.table.rows == 4 * 3
+    assert verify([str(tmp_path / "run")]) == 0
+    spawnsim.run(program, out=tmp_path / "leaking", parameters={"leak": True}, **some)
+    assert verify([str(tmp_path / "leaking")]) == 1
+
+
 def test_the_program_of_the_folder_is_run_not_what_became_of_it(tmp_path):
     """An edit since changes nothing, unless the file is named."""
     program = tmp_path / "train.py"
