@@ -281,6 +281,7 @@ except RuntimeError as error:
     _, lines = program(text, 3)
     assert lines[0] == "0 5 [gloo] Timed out waiting 5000ms for recv operation to comple"
     assert lines[1] == "0 7 [Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms (["
+    assert lines[3] == "2 7 Rank 2 successfully reached monitoredBarrier, but received err"
     assert len(lines) == 4
     began = time.monotonic()
     text = """
@@ -294,6 +295,22 @@ except RuntimeError as error:
     _, lines = program(text, 3, faults="crash:1@2.5s")
     assert lines == [f"{rank} [gloo] Connection closed by peer [rank 1" for rank in (0, 2)]
     assert time.monotonic() - began < 20
+
+
+def test_a_monitored_barrier_without_time_ends_at_once(program: Any) -> None:
+    """As over gloo, where 0 is a limit for this call alone."""
+    text = """
+group = dist.new_group()
+try:
+    if R == 0: group.monitored_barrier(timedelta(0), wait_all_ranks=True)
+except RuntimeError as error:
+    print(f"{time.time():.2f}", str(error)[:106])
+"""
+    _, lines = program(text, 3)
+    words = (
+        "Ranks 1, 2 failed to pass monitoredBarrier in 0 ms; Rank 0 timed out in monitoredBarrier after 0 ms"
+    )
+    assert lines == [f"0.00 [Rank 0]: {words[:96]}"]
 
 
 def test_a_rank_dies_within_backward(program: Any) -> None:

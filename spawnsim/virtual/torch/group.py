@@ -427,15 +427,24 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         return self._run(TorchCall("barrier", "barrier"), lambda _: None, opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have come; who has not come in time is named."""
-        work = self._run(TorchCall("monitored_barrier", "barrier"), lambda _: None, timeout)
+        """Wait until all ranks have come; rank 0 names who has not come in time, the others refer to it."""
+        rank, at_once = self.rank(), timeout == timedelta(0)  # here, unlike elsewhere, 0 is a limit, too
+        limit = timedelta.resolution if at_once else timeout
+        work = self._run(TorchCall("monitored_barrier", "barrier"), lambda _: None, limit)
         try:
             work.wait()
         except Timeout as error:
             shown = error.ranks if wait_all_ranks else error.ranks[:1]
-            whom = ", ".join(map(str, shown))
-            limit_ms = self._limit_of(timeout)[0] * 1e3
-            words = f"[Rank {self.rank()}]: Rank {whom} failed to pass monitoredBarrier in {limit_ms:.0f} ms"
+            whom = f"Rank{'s' if len(shown) > 1 else ''} {', '.join(map(str, shown))}"
+            limit_ms = 0.0 if at_once else self._limit_of(timeout)[0] * 1e3
+            words = f"[Rank {rank}]: {whom} failed to pass monitoredBarrier in {limit_ms:.0f} ms"
+            if rank != 0:
+                words = (
+                    f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                    "send/recv from rank 0. Please check rank 0 logs for faulty rank."
+                )
+            elif at_once:
+                words += f"; Rank {rank} timed out in monitoredBarrier after 0 ms"
             raise GroupTimeout(error.ranks, error.operation, error.sequence, f"{words} ({error})") from None
 
     # -- point to point --------------------------------------------------------------------------------------------
