@@ -6,6 +6,7 @@
 Without a name the bodies are listed. They want `pip install expecttest`. Two things differ from PyTorch's own run,
 on virtual ranks as on gloo's: ranks wait for each other at a store, where theirs write files named after their
 processes; and collectives are called without the profiler that theirs have around each (`--profiled` puts it back).
+`test_barrier_timeout_global` fails under torchrun, and passes in three processes that are started without it.
 """
 
 from __future__ import annotations
