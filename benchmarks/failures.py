@@ -40,7 +40,10 @@ POLICIES: dict[str, Callable[[], SpawnPolicy]] = {
     "one-sided": lambda: OneSidedSelectiveAveragingPolicy(
         None, None, 10, replacement_mode="worst_ratio", windows=WindowOptions(shutdown_timeout_s=1.0)
     ),
-    "groups": lambda: DecentralizedAveragingPolicy(10, target_group_size=8),
+    # Ranks average every half a second: the times of a search, meant for seconds between averagings, must fit that.
+    "groups": lambda: DecentralizedAveragingPolicy(
+        10, target_group_size=8, min_matchmaking_time=0.1, request_timeout=0.05
+    ),
     "by clock": lambda: AsyncModelAveragePolicy("random", 500),
 }
 

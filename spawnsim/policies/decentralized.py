@@ -74,7 +74,9 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         prefix: of the averager; two policies on one group need two.
         asynchronous: if true, a call begins a step and returns; the average is applied at the later call in which it
             is there, as a delta, so that the training steps taken meanwhile survive. If false, a call waits for the
-            step, and goes on without an average if no group was found within `step_timeout`.
+            step, and goes on without an average if no group was found within `step_timeout` (default: of one search,
+            `min_matchmaking_time` + `request_timeout`, or the deadline if that is less). A rank that is left over waits
+            so long: let both times fit the time between averagings.
         load_state: a rank that calls for the first time after iteration 0 downloads model and optimizer from the
             best donor, and returns them with "loaded_from_peer" in `info`.
         travels: which parts of the state are averaged.
@@ -198,9 +200,19 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
     def _start(self, averager: DecentralizedAverager) -> None:
         began_s = averager.comm.clock.now()
         sent = averager.endpoint.counts["bytes_sent"]
-        control = averager.step(wait=False, weight=self.weight)
+        control = averager.step(wait=False, weight=self.weight, timeout=self._search_s(averager))
         assert isinstance(control, StepControl)
         self._control = (control, began_s, sent)
+
+    def _search_s(self, averager: DecentralizedAverager) -> float:
+        """Return how long a search may take.
+
+        A rank that no group has room for may be late for a collective call, a checkpoint's or the last one, where all
+        others wait for it. If it searched for the whole of the deadline, they would meet theirs first.
+        """
+        settings = averager.settings
+        one_s = settings.min_matchmaking_time + settings.request_timeout
+        return averager.search_s() if settings.step_timeout is not None else min(averager.search_s(), one_s)
 
     def _arrived(self) -> bool:
         return self._control is None or self._control[0].done()
@@ -242,7 +254,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         averager = self.averager
         if averager is not None and self._control is not None:
             with suppress(WorldError):  # the group has lost a rank: its step has ended
-                averager.engine.drive(self._arrived, averager.search_s())
+                averager.engine.drive(self._arrived, self._search_s(averager))
             self._finish(averager, {})
         super().drain()
 

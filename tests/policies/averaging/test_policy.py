@@ -148,6 +148,26 @@ def test_who_is_alone_searches_for_nobody() -> None:
     assert max(world(main, 12).values()) < 1.0
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_left_over_comes_to_the_checkpoint_before_the_others_give_up(asynchronous: bool) -> None:
+    """Ten ranks in groups of three: one is late, and searches in vain while all others wait for it."""
+
+    def main(comm: Any) -> float:
+        model, optimizer = parts(comm)
+        policy = DecentralizedAveragingPolicy(
+            4, target_group_size=3, min_group_size=3, asynchronous=asynchronous
+        )
+        for iteration in range(4, 6):
+            comm.clock.sleep(0.1 if comm.rank else 0.2)
+            model, optimizer, _ = policy(iteration, model, optimizer, group=comm)
+        comm.checkpoint(iteration=5, model=model, optimizer=optimizer, policy=policy)
+        return float(comm.clock.now())
+
+    ended_s = world(main, 10, deadline_s=20.0)
+    assert len(ended_s) == 10
+    assert max(ended_s.values()) < 12.0
+
+
 def test_bad_parameters_are_refused() -> None:
     """By the constructor."""
     with pytest.raises(ParameterError, match="keeps or averages"):
