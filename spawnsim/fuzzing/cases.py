@@ -229,7 +229,7 @@ class Space:
             kind for kind in self.kinds if ranks > 1 or not issubclass(KINDS[kind], (LinkFault, Partition))
         ]
         found = []
-        if "delay" in kinds and draw.random() < 0.4:  # the network as a whole
+        if "delay" in kinds and draw.random() < 0.4 and horizon_s > 0:  # the network as a whole
             jitter_s = JITTERS_S[int(draw.integers(len(JITTERS_S)))]
             found.append(f"delay:*>*@0s+{horizon_s:.3g}s,0s,{jitter_s:g}s")
         if kinds and draw.random() < 0.85 and horizon_s > 0:

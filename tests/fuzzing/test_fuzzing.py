@@ -258,6 +258,17 @@ def test_check_of_a_file_looks_at_each_run(tmp_path, capsys):
     assert "--ranks 4 " in out
 
 
+@pytest.mark.parametrize("body", ["raise KeyError('at once')", "comm.check(False, 'at once')"])
+def test_a_program_that_fails_before_any_time_has_passed_is_told(body, tmp_path, capsys):
+    """Where no time passes no fault is drawn, and the failure is the program's."""
+    program = tmp_path / "short.py"
+    program.write_text(f"def main(comm):\n    {body}\n")
+    assert fuzz([str(program), "--runs", "9", "--ranks", "2-12", "--jobs", "0"]) == 1
+    out = capsys.readouterr().out
+    assert "9 of 9 cases" in out
+    assert "at once" in out
+
+
 def test_faults_may_end_a_program_that_promises_nothing():
     """A death ends it, as MPI lets it: only a program that promises to survive has failed then."""
 
