@@ -169,11 +169,21 @@ class Replay(Recorder):
             raise ParameterError(f"{task.name} is not in main, where {change.name} could be changed")
         owner, _, name = change.name.rpartition(".")
         if owner:
-            setattr(eval(owner, frame.f_globals, frame.f_locals), name, change.value)
+            _set_attribute(frame, owner, name, change.value)
         elif name not in frame.f_locals:
             raise ParameterError(f"main has no variable {name}; it has: {', '.join(frame.f_locals)}")
         else:
             set_local(frame, name, change.value)
+
+
+def _set_attribute(frame: FrameType, owner: str, name: str, value: Any) -> None:
+    """Set an attribute that an object of a frame has: one that is misspelt would change nothing, and not be noticed."""
+    try:
+        thing = eval(owner, frame.f_globals, frame.f_locals)
+        getattr(thing, name)
+    except (NameError, AttributeError) as error:
+        raise ParameterError(f"{owner}.{name} cannot be changed: {error}") from error
+    setattr(thing, name, value)
 
 
 def _plain(value: Any) -> Any:
@@ -318,7 +328,12 @@ class Prompt(cmd.Cmd):
     def do_until(self, arg: str) -> bool | None:
         """Until TIME: go on to a virtual time, such as 12.5s."""
         try:
-            self._replay.stop_at(seconds(arg))
+            time_s, now_s = seconds(arg), self._world.kernel.env.now
+            if time_s < now_s:
+                raise ParameterError(
+                    f"until {arg.strip()}: it is {now_s:.6g} s already; replay once more to go back"
+                )
+            self._replay.stop_at(time_s)
         except ParameterError as error:
             self.say(str(error))
             return None
@@ -340,7 +355,8 @@ class Prompt(cmd.Cmd):
     def do_quit(self, _arg: str) -> bool:
         """Quit: leave, and end the run."""
         kernel = self._world.kernel
-        kernel.fail(Left("left"), self._tasks()[0])
+        if self._tasks():  # else the run ends by itself
+            kernel.fail(Left("left"), self._tasks()[0])
         self._replay.stop, self._replay.stdin, self._replay.left = Stop(), None, True
         return True
 

@@ -86,6 +86,14 @@ def test_on_from_a_stop_to_the_next_and_out(at_prompt):
     assert "ended" not in out
 
 
+def test_a_time_that_is_past_is_refused_and_after_the_end_one_may_quit(at_prompt):
+    """The prompt stays at the first, and leaving a run that has ended is no fault."""
+    out = at_prompt(["until 0.01s", "until 100s", "ranks", "q"], "--until", "0.05s")
+    assert "until 0.01s: it is 0.05" in out
+    assert "all ranks have ended" in out
+    assert "stopped at 0.01 s" not in out
+
+
 def test_a_run_can_be_changed_at_the_prompt(at_prompt):
     """And is told to be another one."""
     out = at_prompt(["set 3 loss = 50.0", "p 3 loss", "c"], "--until", "0.05s")
@@ -125,6 +133,8 @@ def test_what_if_a_fault_struck_or_a_parameter_changed(at_prompt, folder):
         (["--until", "1s", "--what-if", "crash:99@2s"], "no rank 99"),
         (["--until", "1s", "--what-if", "nonsense"], "write a fault such as"),
         (["--until", "0.1s", "--what-if", "lr=1"], "main has no variable lr"),
+        (["--until", "0.1s", "--what-if", "rate.valeu=1"], "rate.valeu cannot be changed: .*no attribute"),
+        (["--until", "0.1s", "--what-if", "rota.value=1"], "rota.value cannot be changed: name 'rota'"),
         (["--break", "loss >"], "write 'rank == 17"),
     ],
 )
