@@ -63,8 +63,8 @@ def read(folder: str | Path) -> Run:
 
 def ranks_of(run: Recorded) -> int:
     """Return the number of ranks."""
-    # A run that was killed has no totals: its rows tell the ranks that recorded something.
-    return int(run.totals.get("ranks") or int(run.table["rank"].max(initial=-1)) + 1)
+    # A run that was killed has no totals, and one that was resumed with fewer ranks has rows of more: rows tell.
+    return max(int(run.totals.get("ranks") or 0), int(run.table["rank"].max(initial=-1)) + 1)
 
 
 def is_real(run: Recorded) -> bool:

@@ -209,6 +209,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return found
 
 
+def most_ranks(manifest: Mapping[str, Any]) -> int | None:
+    """Return the most ranks that a run has had, which is more than its last number if it was resumed with fewer."""
+    ranks: int | None = manifest["totals"].get("ranks")
+    before = _entry(manifest["what"].get("made"), "most_ranks")
+    return max(ranks, before) if ranks is not None and _is_count(before, MOST_RANKS + 1) else ranks
+
+
 def _entry(document: Any, name: str) -> Any:
     return document.get(name) if isinstance(document, dict) else None
 

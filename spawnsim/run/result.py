@@ -89,7 +89,7 @@ class Run:
             )
         else:
             # The number of ranks bounds those in the rows: a damaged file must not make tables of a billion ranks.
-            ranks = totals.get("ranks")
+            ranks = folder.most_ranks(manifest)
             table, events = folder.read_table(place, ranks), folder.read_events(place, ranks)
         return cls(what, table, events, totals, outcome)
 

@@ -226,7 +226,10 @@ def begin_folder(out: Path, what: dict[str, Any], inputs: Files, *, resume: bool
     until_s[list(clocks_s)] = list(clocks_s.values())
     table = old.table.where(old.table["time_s"] < until_s[old.table["rank"]])
     events = [event for event in old.events if event["time_s"] < until_s[event["rank"]]]
-    what["made"] = what["made"] | {"resumed_at": [*_resumed_at(old.what), found.iteration]}
+    what["made"] = what["made"] | {
+        "resumed_at": [*_resumed_at(old.what), found.iteration],
+        "most_ranks": most,  # earlier rows may be of ranks that this run no longer has
+    }
     folder.begin_again(out, what, inputs, before=(table, events))
     checkpoints.discard(out, after=found.iteration)
     return dict(enumerate(until_s.tolist()))

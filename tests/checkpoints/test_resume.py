@@ -16,6 +16,7 @@ import pytest
 import spawnsim
 from spawnsim import checkpoints
 from spawnsim.errors import ParameterError, UsageError
+from spawnsim.plots.experiments import ranks_of
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "resumable.py"
 RANKS = 12
@@ -121,6 +122,9 @@ def test_more_and_fewer_ranks_take_over_by_the_stated_rule(tmp_path: Path) -> No
                 donor = whole["total"][whole["rank"] == rank % RANKS][0]
                 assert donor < first["total"][first["rank"] == rank][0] < donor + 3
         assert len(set(first["loss"].tolist())) == ranks
+        read = spawnsim.Run.load(part)  # also with rows of ranks that are no more
+        assert (read.table.rows, read.totals["ranks"]) == (found.table.rows, ranks)
+        assert ranks_of(read) == max(RANKS, ranks)
 
 
 def test_what_cannot_be_saved_or_resumed_is_said(tmp_path: Path) -> None:
