@@ -123,6 +123,12 @@ def _other_world(again: Again, now: Mapping[str, Any]) -> Verdict:
     reason = f"versions differ: {', '.join(changed)}" if changed else (
         "the program may read files that have changed since, or the threads, the processor or libraries differ"
     )  # fmt: skip
+    resumed = again.recorded.what.get("made", {}).get("resumed_at")
+    if resumed:
+        at = ", ".join(map(str, resumed))
+        reason = (
+            f"it was resumed at iteration {at}, perhaps with another program, ranks or parameters; {reason}"
+        )
     table = again.recorded.table
     first = _first_row(table, now["rows"])
     told = f"the run repeats here, but not as it was recorded ({reason})"

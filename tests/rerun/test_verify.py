@@ -67,6 +67,20 @@ def test_a_run_that_kept_some_rows_repeats(tmp_path):
     assert verify([str(tmp_path / "leaking")]) == 1
 
 
+def test_a_run_that_went_on_with_other_ranks_is_said_to_be_resumed(tmp_path, capsys):
+    """It cannot be run again from its beginning as the run that it has become."""
+    (tmp_path / "train.py").write_text(
+        "def main(comm, iterations=2):\n    saved = comm.restore()\n"
+        "    for iteration in range(saved.iteration if saved else 0, iterations):\n"
+        "        comm.record(ranks=comm.size)\n        comm.checkpoint(iteration=iteration + 1)\n"
+    )
+    run = {"out": tmp_path / "run", "resume": True}
+    spawnsim.run(tmp_path / "train.py", ranks=12, **run)
+    spawnsim.run(tmp_path / "train.py", ranks=5, parameters={"iterations": 4}, **run)
+    assert verify([str(tmp_path / "run")]) == 1
+    assert "it was resumed at iteration 2, perhaps with another program, ranks" in capsys.readouterr().out
+
+
 def test_the_program_of_the_folder_is_run_not_what_became_of_it(tmp_path):
     """An edit since changes nothing, unless the file is named."""
     program = tmp_path / "train.py"
