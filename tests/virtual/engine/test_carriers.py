@@ -137,7 +137,8 @@ def test_torch_modes_of_ranks_in_threads_do_not_leak():
 
 
 INTERRUPTED = """
-import sys, spawnsim
+import signal, sys, spawnsim
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
 class Notes:
