@@ -17,12 +17,20 @@ NUMBER = re.compile(r"-?\d+\.\d+")
 EXACT = re.compile(r"\d+ (plain|view|own) \d")
 
 
-def lines(line: list[str]) -> list[str]:
+def lines(line: list[str], attempts: int = 1) -> list[str]:
     """Run a launcher's line; return what its ranks have printed, sorted."""
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", *line], capture_output=True, text=True, check=False, env=environ, timeout=120
-    )
+    for _ in range(attempts):
+        done = subprocess.run(
+            [sys.executable, "-m", *line],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environ,
+            timeout=120,
+        )
+        if "(SIGABRT)" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr[-4000:]
     return sorted(each for each in done.stdout.splitlines() if each[:1].isdigit())
 
@@ -35,7 +43,9 @@ def test_torchrun_and_virtual_ranks_print_the_same(name: str, ranks: int, tmp_pa
     """All lines of all ranks; sums that were made in another order may differ in their last digit."""
     file = str(PROGRAMS / f"{name}.py")
     folders = [[str(tmp_path / each)] if name == "mesh" else [] for each in ("real", "virtual")]
-    real = lines(["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", file, *folders[0]])
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", file, *folders[0]]
+    # Now and then one of gloo's own threads aborts the reference as it ends.
+    real = lines(torchrun, attempts=3)
     options = ["--no-prefix", "--quiet", f"--ranks={ranks}"]
     virtual = lines(["spawnsim", "run", file, *options, "--", *folders[1]])
     assert [NUMBER.sub("#", line) for line in virtual] == [NUMBER.sub("#", line) for line in real]
