@@ -171,11 +171,12 @@ def test_an_interrupt_ends_the_rank_that_computes():
 
 def test_a_task_is_found_in_its_thread_alone():
     """A thread that a rank starts by `threading` is a task of that rank; one of another kind is no rank."""
-    found, over = [], threading.Event()
+    found, over = [], _thread.allocate_lock()  # Python's own lock, on which a rank waits outside of virtual time
+    over.acquire()
 
     def main(comm):
-        _thread.start_new_thread(lambda: (found.append(current_task()), over.set()), ())
-        over.wait(60)
+        _thread.start_new_thread(lambda: (found.append(current_task()), over.release()), ())
+        assert over.acquire(timeout=60)
         beside = threading.Thread(target=lambda: found.append(current_task().name))
         beside.start()
         beside.join()
