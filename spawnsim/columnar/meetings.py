@@ -389,6 +389,7 @@ def _check_selective(policy: AsyncSelectiveAveragingPolicy, platform: Platform) 
             f"contention = {platform.network.contention!r}",
             'its order of messages needs events; choose "serial" or "none"',
         ),
+        (platform.network.changes, "links that change with time", "its snapshots are timed without a clock"),
     ]
     for is_so, what, why in refused:
         if is_so:

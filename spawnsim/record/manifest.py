@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import os
 import platform
+import re
 import shlex
 import shutil
 import sys
@@ -145,6 +146,7 @@ def _named_files(value: Any) -> Iterator[tuple[str, Path]]:
         for path in (Path(value), Path(str(value).partition(",")[0])):  # "runs/a,cycle"
             if os.path.isfile(path):  # Path.is_file() raises for a long text
                 yield path.name, path
+                yield from _traces(path)
             elif str(value) and os.path.isfile(path / RECORDED):
                 yield f"{path.name}/{RECORDED}", path / RECORDED
         return
@@ -152,6 +154,17 @@ def _named_files(value: Any) -> Iterator[tuple[str, Path]]:
         source = _source(each)
         if source is not None:
             yield from ((name.partition("/")[2], path) for name, path in own_files(source).items())
+
+
+_TRACE = re.compile(rb"""^\s*trace\s*=\s*["']([^"'\n]+)["']""", re.MULTILINE)
+
+
+def _traces(file: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the tables of bandwidths that a platform file names."""
+    for name in _TRACE.findall(file.read_bytes()) if file.suffix == ".toml" else ():
+        path = file.parent / os.fsdecode(name)
+        if path.is_file():
+            yield path.name, path
 
 
 def _source(value: Any) -> Path | None:

@@ -30,7 +30,8 @@ from spawnsim.policies.rules.selection import Report
 from spawnsim.virtual.collectives import Selection, finish
 from spawnsim.virtual.compute import ComputeModel, Fixed, parse_stragglers
 from spawnsim.virtual.faults import FaultPlan
-from spawnsim.virtual.network import Hockney, LogGP, Nodes, Switch
+from spawnsim.virtual.network import Changing, Hockney, LogGP, Nodes, Switch
+from spawnsim.virtual.network.changing import PoissonFlows
 from spawnsim.virtual.platform import Platform
 
 STRAGGLERS = "lognormal:0.3+slow:0.05,3+speed:0.2"
@@ -39,6 +40,8 @@ NODES = Platform(
     "nodes", Nodes(Hockney(1e-6, 1e10), Hockney(1e-5, 1.25e9), 8, gamma_s_per_B=1e-10), step=Fixed(0.01)
 )
 LOGGP = Platform("loggp", Switch(LogGP(5e-6, 2e-6, 3e-6, 1e-9)), step=Fixed(0.01))
+UNSTEADY = Switch(Changing(Hockney(1e-5, 1.25e9), background=(PoissonFlows(90.0, 0.01),)))
+CHANGING = Platform("changing", UNSTEADY, step=Fixed(0.01))
 FREE = Platform("none", Switch(Hockney(1e-5, 1.25e9), contention="none"), step=Fixed(0.01))
 OPENMPI = Platform(
     "openmpi", Switch(Hockney(1e-5, 1.25e9)), step=Fixed(0.01), collectives=Selection("openmpi")
@@ -106,8 +109,9 @@ def averaged(ranks, numbers=300, iterations=7, step=0.3, **how):
         (37, {"platform": LOGGP, "faults": "pause:3@0.02s+0.1s; slow:5@0s+1s,4"}),
         (37, {"platform": OPENMPI, "numbers": 4000}),
         (12, {"stragglers": "markov:20ms,10ms,3+bimodal:0.1,4", "iterations": 30}),
+        (37, {"platform": CHANGING, "numbers": 4000}),
     ],
-    ids=["1000", "momentum", "equal models", "nodes", "LogGP and faults", "Open MPI", "episodes"],
+    ids=["1000", "momentum", "equal models", "nodes", "LogGP and faults", "Open MPI", "episodes", "changing"],
 )
 def test_averaging_takes_as_long_as_on_ordinary_ranks(ranks, how):
     """The clocks of `AverageAllPolicy` itself, first agreement and comparisons included."""
@@ -399,6 +403,7 @@ class _Own(AverageAllPolicy):
         (Selective(1, compression="float16"), {}, "model_nbytes as they travel"),
         (Selective(1, wiring=ExchangeOptions(quorum=0.5)), {}, "a quorum"),
         (Selective(1), {"platform": Switch(Hockney(1e-5, 1e9), contention="fifo"), "compute": 1}, "fifo"),
+        (Selective(1), {"platform": CHANGING}, "change with time"),
         (Selective(1), {"faults": "drop:0>1@1s"}, "'drop'"),
         (Selective(1), {"stragglers": "markov:1s,1s,2", "streams": "bulk"}, "--streams ranks"),
         (Selective(1), {"platform": NODES.network}, "states no duration"),

@@ -97,17 +97,20 @@ class Performer:
             if nbytes > self.world.network.eager_bytes:
                 self._stay_s = self.rank.nic_free_s
             else:  # as if the NIC had been idle: see `dataflow.run`
-                inject_s = self.world.cost(self.rank.id, members[dest], round(nbytes))[1]
-                self._stay_s = max(now_s, self._stay_s) + inject_s
+                begin_s, call = max(now_s, self._stay_s), (self.rank.id, members[dest], round(nbytes))
+                at = self.world.cost_at
+                self._stay_s = (
+                    begin_s + (self.world.cost(*call) if at is None else at(*call, begin_s)).inject_s
+                )
 
     def _take(self, source: int, nbytes: int, tag: int) -> None:
-        kernel, members = self.world.kernel, self.group.everyone
+        kernel = self.world.kernel
         receive = Receive(kernel, source, tag, kernel.current.clock)
         self.group.mailbox(self.rank.id).post(receive)
         receive.nic = None  # messages are let in here
         await_one(self.world, receive, self._waiting(source, tag))
         assert receive.message is not None and receive.message.arrival_s is not None
-        drain_s = self.world.network.cost(members[source], self.rank.id, nbytes).drain_s
+        drain_s = receive.message.drain_s
         if drain_s:  # the NIC lets messages in one by one; the wire leaves that to us
             self._in_free_s = max(receive.message.arrival_s, self._in_free_s + drain_s)
             self.rank.advance_to(kernel.current, self._in_free_s + receive.message.receive_s)

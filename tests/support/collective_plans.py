@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from spawnsim.virtual.collectives import ALGORITHMS, CollectivePlan, Planner, Selection
-from spawnsim.virtual.network import Hockney, LogGP, Nodes, Switch
+from spawnsim.virtual.network import BandwidthTrace, Changing, Hockney, LogGP, Nodes, Switch, Tcp
+from spawnsim.virtual.network.changing import PoissonFlows
 
 SIZES = (2, 3, 5, 8, 16, 64, 1000)
 ALPHA, BANDWIDTH, GAMMA = 1e-5, 1.25e9, 1e-10
@@ -31,9 +32,13 @@ def makespan(network, operation, name, size, nbytes, **options):
     return plan(network, operation, name, size, nbytes, **options).finish(np.zeros(size), network).times.max()
 
 
+UNSTEADY = ((0.0, BANDWIDTH, ALPHA), (1e-4, BANDWIDTH / 3, 2 * ALPHA), (3e-4, 0.0, ALPHA), (1e-3, 2e9, ALPHA))
 NETWORKS = [
     switch(), switch(overlap=False), Switch(LogGP(2.5e-6, 1.5e-6, 4e-6, 6e-9), gamma_s_per_B=1e-10),
     Nodes(Hockney(1e-6, 1e10), LogGP(1e-5, 1e-6, 2e-6, 1e-9), 4, gamma_s_per_B=1e-10),
+    Switch(Tcp(1e-5, 1e9, initial_window=2)),
+    Switch(Changing(Hockney(ALPHA, BANDWIDTH), BandwidthTrace(UNSTEADY, 5e-3))),
+    Nodes(Hockney(1e-6, 1e10), Changing(LogGP(1e-5, 1e-6, 2e-6, 1e-9), None, (PoissonFlows(300, 2e-3),)), 4),
 ]  # fmt: skip
 
 

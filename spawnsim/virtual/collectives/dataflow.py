@@ -55,6 +55,7 @@ class Evaluation:
     ) -> None:
         self.size = len(arrivals)
         alike = out_free is None and self.size > 1 and bool((arrivals == arrivals[0]).all())
+        alike = alike and not network.changes
         self.clock = arrivals[: 1 if alike else None].copy()
         self.out_free = np.full(len(self.clock), -np.inf) if out_free is None else out_free.copy()
         # Until when ranks stay. Where all NICs were idle at the beginning, until they are idle again, and the two
@@ -63,7 +64,7 @@ class Evaluation:
         self.in_free = np.full(len(self.clock), -np.inf)
         self.eager_bytes = network.eager_bytes
         self.network, self.ranks = network, ranks
-        self.gamma = network.gamma_s_per_B
+        self.gamma, self.changes = network.gamma_s_per_B, network.changes
         self.known: dict[tuple[Pattern, float], Costs] = {}
         self.wide: tuple[Ints, Floats, Floats, Floats, Floats] | None = None  # see `narrow`
         self.messages, self.nbytes = 0, 0.0
@@ -97,19 +98,31 @@ class Evaluation:
             return self.network.costs(pattern.source, pattern.dest, nbytes)
         return self.network.costs(self.ranks[pattern.source], self.ranks[pattern.dest], nbytes)
 
-    def send(self, pattern: Pattern, costs: Costs, nbytes: Lengths) -> Floats:
-        """Let all ranks of a lane send. Returns when their messages arrive."""
+    def send(self, pattern: Pattern, costs: Costs, nbytes: Lengths) -> tuple[Floats, Costs]:
+        """Let all ranks of a lane send. Returns when their messages arrive, and what they cost at their times."""
         # The arithmetic of `wire.send`, rank by rank the same to the last bit where nothing is contended: begin when
         # the clock and the NIC are both free, keep the NIC for inject_s, arrive after flight_s.
         who = pattern.senders if self.wide is None else slice(None)
         begin: Floats = np.maximum(self.clock[who], self.out_free[who])
+        if self.changes:
+            costs = self._later(pattern, nbytes, begin)
         left = self.out_free[who] = begin + costs.inject_s
         if self.stays is not self.out_free:
             alone = np.maximum(self.clock[who], self.stays[who]) + costs.inject_s
             self.stays[who] = np.where(np.asarray(nbytes) > self.eager_bytes, left, alone)
         if _some(costs.send_s):
             self.clock[who] += costs.send_s
-        return begin + costs.flight_s
+        return begin + costs.flight_s, costs
+
+    def _later(self, pattern: Pattern, nbytes: Lengths, begin: Floats) -> Costs:
+        """Return the costs of a lane on links that change with time, each message begun at its own."""
+        ranks = np.arange(self.size) if self.ranks is None else self.ranks
+        return self.network.costs_at(
+            ranks[pattern.source],
+            ranks[pattern.dest],
+            nbytes,
+            begin_s=np.broadcast_to(begin, len(pattern.source)),
+        )
 
     def take(self, pattern: Pattern, costs: Costs, arrival: Floats, work_s: Floats | float) -> None:
         """Let all ranks of a lane take their messages, and work on them for `work_s`."""
@@ -135,8 +148,8 @@ class Evaluation:
                 self.in_free[who] = arrival = drained
         self.clock[who] = np.maximum(self.clock[who], arrival) + busy_s
 
-    def fan_out(self, pattern: Pattern, costs: Costs, nbytes: Lengths) -> Floats:
-        """Let one rank send all messages of a star, in order. Returns when they arrive."""
+    def fan_out(self, pattern: Pattern, costs: Costs, nbytes: Lengths) -> tuple[Floats, Costs]:
+        """Let one rank send all messages of a star, in order. Returns when they arrive, and what they cost."""
         # begin[i] = max(ready[i], begin[i-1] + inject[i-1]), a recurrence. With the sum of what was injected before
         # taken off, it is a running maximum, so a star of P-1 messages is a few array operations and not P-1 rounds.
         hub, count = pattern.source[0], len(pattern.source)
@@ -145,6 +158,15 @@ class Evaluation:
         ready = self.clock[hub] + np.cumsum(send_s) - send_s
         idle, ready[0] = ready.tolist(), np.maximum(ready[0], self.out_free[hub])
         begin: Floats = before + np.maximum.accumulate(ready - before)
+        if self.changes:  # each begins when the one before has left, which depends on when that began
+            world, free_s = np.arange(self.size) if self.ranks is None else self.ranks, -np.inf
+            sizes = np.broadcast_to(nbytes, count)
+            for at, dest in enumerate(world[pattern.dest].tolist()):
+                begin[at] = begin_s = max(float(ready[at]), free_s)
+                cost = self.network.cost_at(int(world[hub]), dest, int(sizes[at]), begin_s)
+                free_s = begin_s + cost.inject_s
+            costs = self._later(pattern, nbytes, begin)
+            inject_s = np.broadcast_to(costs.inject_s, count)
         left = begin + inject_s
         self.out_free[hub] = left[-1]
         if self.stays is not self.out_free:
@@ -152,7 +174,7 @@ class Evaluation:
             for ready_s, inject, left_s, stay in zip(idle, inject_s, left, long, strict=True):
                 self.stays[hub] = left_s if stay else max(ready_s, self.stays[hub]) + inject
         self.clock[hub] += send_s.sum()
-        return begin + costs.flight_s
+        return begin + costs.flight_s, costs
 
     def fan_in(self, pattern: Pattern, costs: Costs, arrival: Floats, work_s: Floats | float) -> None:
         """Let one rank take all messages of a star, in order."""
@@ -174,9 +196,11 @@ class Evaluation:
         pattern, nbytes = star.pattern, amounts.of(star)
         costs, work_s = self.costs(pattern, nbytes), np.multiply(nbytes, gamma)
         if pattern.source[0] == pattern.source[-1]:
-            self.take(pattern, costs, self.fan_out(pattern, costs, nbytes), work_s)
+            arrival, costs = self.fan_out(pattern, costs, nbytes)
+            self.take(pattern, costs, arrival, work_s)
         else:
-            self.fan_in(pattern, costs, self.send(pattern, costs, nbytes), work_s)
+            arrival, costs = self.send(pattern, costs, nbytes)
+            self.fan_in(pattern, costs, arrival, work_s)
 
     def round(self, lanes: tuple[Lane, ...], amounts: MessageSizes, gamma: float) -> None:
         """Let one round go by."""
@@ -188,8 +212,8 @@ class Evaluation:
             if self.alike and not (pattern.whole and _is_one(nbytes) and all(map(_is_one, costs))):
                 self.tell_apart()
             asked.append((pattern, nbytes, costs))
-        arrivals = [self.send(pattern, costs, nbytes) for pattern, nbytes, costs in asked]
-        for (pattern, nbytes, costs), arrival in zip(asked, arrivals, strict=True):
+        sent = [self.send(pattern, costs, nbytes) for pattern, nbytes, costs in asked]
+        for (pattern, nbytes, _), (arrival, costs) in zip(asked, sent, strict=True):
             self.take(pattern, costs, arrival, np.multiply(nbytes, gamma))
 
     def narrow(self, ranks: Ints) -> None:

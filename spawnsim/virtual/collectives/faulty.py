@@ -106,7 +106,7 @@ class FaultyEvaluation(Evaluation):
         for lane in lanes:
             nbytes = amounts.of(lane)
             costs = self.costs(lane.pattern, nbytes)
-            arrival = self.send(lane.pattern, costs, nbytes)
+            arrival, costs = self.send(lane.pattern, costs, nbytes)
             cargo = self.load(lane, nbytes, arrival)
             self.lanes += 1
             flying.append((lane, costs, arrival, np.multiply(nbytes, self.gamma * reduces), cargo))

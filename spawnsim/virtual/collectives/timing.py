@@ -223,7 +223,7 @@ class Timing(Planner):
         # of its kind. Where the sizes or the state of the NICs differ, equal calls are too rare to be worth a key.
         size, sizes = len(arrivals), _even(sizes)
         together = out_free is None and size and (arrivals == arrivals[0]).all()
-        if not together or isinstance(sizes, (np.ndarray, Edges)):
+        if self.network.changes or not together or isinstance(sizes, (np.ndarray, Edges)):
             plan = self.plan(operation, size, sizes, root, ranks=ranks)
             return plan.finish(arrivals, self.network, ranks, out_free=out_free)
         key = (operation, size, int(sizes), root, b"" if ranks is None else ranks.tobytes())

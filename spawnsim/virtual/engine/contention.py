@@ -51,6 +51,10 @@ class Model(Protocol):
         """Return what a message costs besides what the model adds."""
         ...
 
+    def cost_at(self, source: int, dest: int, nbytes: int, begin_s: float) -> Cost:
+        """Return the same on links that change with time, for a message whose injection begins at a time."""
+        ...
+
     def carry(self, message: Message, mailbox: Mailbox, source: int) -> None:
         """Take a message from a world rank that by its cost would arrive at its `envelope_s`.
 
@@ -71,7 +75,7 @@ class Ingress:
     """The receiving sides of all NICs. `free_s` is when each has let in all that it has been given, by world rank."""
 
     def __init__(self, env: EventQueue, network: Network) -> None:
-        self._env, self.cost = env, network.cost
+        self._env, self.cost, self.cost_at = env, network.cost, network.cost_at
         self._lookahead_s = network.lookahead_s
         self.free_s: dict[int, float] = {}
         self._coming: list[Coming] = []  # a heap
@@ -164,7 +168,7 @@ class Sharing:
     def __init__(self, env: EventQueue, network: Network, ranks: int) -> None:
         links = network.shared_links(ranks)
         self._env, self._network, self._path = env, network, links.path
-        self._flows = FlowNetwork(links.capacities)
+        self._flows = FlowNetwork(links.capacities, links.left)
         self._beginning: list[tuple[float, int, int, Flow]] = []  # a heap: when, sender, number
         self._numbers = count()
         self._alarm_s = math.inf
@@ -176,6 +180,12 @@ class Sharing:
         whole, empty = self._network.cost(source, dest, nbytes), self._network.cost(source, dest, 0)
         flight_s = min(whole.flight_s, empty.flight_s) if self._path(source, dest) else whole.flight_s
         return Cost(whole.send_s, 0.0, flight_s, whole.receive_s, 0.0)
+
+    def cost_at(self, source: int, dest: int, nbytes: int, begin_s: float) -> Cost:
+        """Return the same on links that change with time: latency is added; what bytes take changes in the flow."""
+        fixed = self.cost(source, dest, nbytes)
+        asked = self._network.cost_at(source, dest, 0 if self._path(source, dest) else nbytes, begin_s)
+        return fixed._replace(flight_s=asked.flight_s)
 
     def carry(self, message: Message, mailbox: Mailbox, source: int) -> None:
         """Take a message whose flow begins at its `envelope_s`; it is delivered when the flow is over."""

@@ -81,14 +81,17 @@ class Rendezvous(Transfer):
         transfer._start(start_s)
 
     def _start(self, start_s: float) -> None:
-        _, inject_s, flight_s, _, drain_s = self.world.cost(self.source.id, self.dest.id, self.message.nbytes)
-        self.message.drain_s = drain_s
+        key = self.source.id, self.dest.id, self.message.nbytes
+        _, inject_s, flight_s, _, drain_s = self.world.cost(*key)
         # Bulk data queue behind bulk data alone (`bulk_free_s`), not behind small messages (`nic_free_s`). When they
         # start depends on the receiver; a small message that is sent later and starts earlier would otherwise have to
         # wait for a decision that has not been taken yet. Real NICs interleave packets of both, too.
         if self.dest is not self.source:
             start_s = max(start_s, self.source.bulk_free_s)
+            if self.world.cost_at is not None:
+                _, inject_s, flight_s, _, drain_s = self.world.cost_at(*key, start_s)
             self.source.bulk_free_s = start_s + inject_s
+        self.message.drain_s = drain_s
         # The data come from the sender's memory: if it dies before the last byte has left, they never arrive.
         if self.source.death_s < start_s + inject_s:
             return
@@ -116,15 +119,16 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     if world.instant and task.clock > kernel.env.now:
         kernel.observe()
     source = world.ranks[sender]
-    now_s = task.clock
+    now_s = begin_s = task.clock
     # A buffered or ready send completes locally (MPI 4.1, 3.4), so it never asks first, whatever its size.
     rendezvous = nbytes > world.network.eager_bytes and mode is not LOCAL
     onto_wire = 0 if rendezvous else nbytes
     send_s, inject_s, flight_s, receive_s, drain_s = world.cost(sender, dest, onto_wire)
-    begin_s = now_s
     if dest != sender:  # a message to oneself meets no NIC
         if source.nic_free_s > now_s:
             begin_s = source.nic_free_s
+        if world.cost_at is not None:
+            _, inject_s, flight_s, _, drain_s = world.cost_at(sender, dest, onto_wire, begin_s)
         source.nic_free_s = begin_s + inject_s
     message.envelope_s = begin_s + flight_s
     message.receive_s, message.drain_s = receive_s, drain_s

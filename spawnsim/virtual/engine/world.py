@@ -143,6 +143,9 @@ class World:
     def __post_init__(self) -> None:
         self.contention = model_of(self.kernel.env, self.network, len(self.ranks))
         self.cost = self.network.cost if self.contention is None else self.contention.cost
+        # None on links that do not change: then what was asked before holds.
+        changing = self.network if self.contention is None else self.contention
+        self.cost_at = changing.cost_at if self.network.changes else None
         self.instant = (
             self.network.lookahead_s == 0.0
         )  # a send can be seen at the time of the send: none runs ahead

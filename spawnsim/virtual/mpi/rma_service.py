@@ -60,12 +60,15 @@ def inject(world: World, link: tuple[Rank, Rank], nbytes: int, now_s: float) -> 
         pass  # a copy in its own memory
     # Large data have a channel of their own, as the data of a rendezvous have: small ones that are sent later need
     # not wait for them.
-    elif nbytes > world.network.eager_bytes:
-        begin_s = max(now_s, source.bulk_free_s)
-        source.bulk_free_s = begin_s + inject_s
     else:
-        begin_s = max(now_s, source.nic_free_s)
-        source.nic_free_s = begin_s + inject_s
+        large = nbytes > world.network.eager_bytes
+        begin_s = max(now_s, source.bulk_free_s if large else source.nic_free_s)
+        if world.cost_at is not None:
+            _, inject_s, flight_s, _, drain_s = world.cost_at(source.id, dest.id, nbytes, begin_s)
+        if large:
+            source.bulk_free_s = begin_s + inject_s
+        else:
+            source.nic_free_s = begin_s + inject_s
     return TransferTimes(send_s, begin_s + inject_s, begin_s + flight_s, drain_s)
 
 

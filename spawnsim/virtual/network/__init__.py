@@ -3,6 +3,7 @@
 All of it is numpy and numbers: no ranks' programs, no kernel, no collectives.
 """
 
+from spawnsim.virtual.network.changing import BandwidthTrace, Changing
 from spawnsim.virtual.network.cost import (
     Completed,
     Contention,
@@ -15,11 +16,11 @@ from spawnsim.virtual.network.cost import (
     fair_share,
 )
 from spawnsim.virtual.network.fabric import Fabric, Nodes, Switch
-from spawnsim.virtual.network.links import Hockney, Link, LogGP, Piecewise
+from spawnsim.virtual.network.links import Hockney, Link, LogGP, Piecewise, Tcp
 from spawnsim.virtual.network.topologies import Dragonfly, FatTree, HomeLinks, Regions, Torus
 
 __all__ = [
-    "Network", "Contention", "Cost", "Costs", "Link", "Hockney", "LogGP", "Piecewise", "Fabric", "Switch", "Nodes",
-    "FatTree", "Torus", "Dragonfly", "Regions", "HomeLinks", "SharedLinks", "Flow", "FlowNetwork", "Completed",
-    "fair_share",
+    "Network", "Contention", "Cost", "Costs", "Link", "Hockney", "LogGP", "Tcp", "Piecewise", "Changing",
+    "BandwidthTrace", "Fabric", "Switch", "Nodes", "FatTree", "Torus", "Dragonfly", "Regions", "HomeLinks",
+    "SharedLinks", "Flow", "FlowNetwork", "Completed", "fair_share",
 ]  # fmt: skip

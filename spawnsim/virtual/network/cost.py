@@ -57,6 +57,18 @@ class Costs(NamedTuple):
     drain_s: Floats | float
 
 
+class Share(Protocol):
+    """What is left of links, as a function of time: see `changing.Capacity`."""
+
+    def share_at(self, time_s: float) -> float:
+        """Return the share of the bandwidth that is left."""
+        ...
+
+    def next_change(self, time_s: float) -> float:
+        """Return when the share changes next; inf if it does not."""
+        ...
+
+
 FREE = Cost(0.0, 0.0, 0.0, 0.0, 0.0)  # a message to oneself
 
 
@@ -99,6 +111,19 @@ class Network(Protocol):
 
     def costs(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float) -> Costs:
         """Return the costs of many messages; `source` and `dest` are int arrays of one shape (M,)."""
+        ...
+
+    @property
+    def changes(self) -> bool:
+        """Whether the cost of a message depends on when it is sent."""
+        ...
+
+    def cost_at(self, source: int, dest: int, nbytes: int, begin_s: float) -> Cost:
+        """Return the cost of one message whose injection begins at a time."""
+        ...
+
+    def costs_at(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float, *, begin_s: Floats) -> Costs:
+        """Return the costs of many messages; `begin_s` is float64 (M,), NaN for one that is not sent yet."""
         ...
 
     def place(self, ranks: Ints) -> Ints:
@@ -172,15 +197,17 @@ class FlowNetwork:
 
     Args:
         capacities: float64 (links,), bytes per second.
+        left: What is left of all of them, by time; None: all of it, always.
 
     Raises:
         ParameterError: A capacity that is not above 0; a flow over a link that there is not.
     """
 
-    def __init__(self, capacities: Floats | Sequence[float]) -> None:
+    def __init__(self, capacities: Floats | Sequence[float], left: Share | None = None) -> None:
         self.capacities = np.array(capacities, dtype=np.float64)
         if not np.all(np.isfinite(self.capacities) & (self.capacities > 0)):
             raise ParameterError("capacities: give finite bytes per second above 0 for every link")
+        self._of_all = left
         self.flows: list[Flow] = []
         self.time_s = -math.inf  # nothing may happen before
         self._since_s = 0.0  # since when the rates hold
@@ -212,8 +239,11 @@ class FlowNetwork:
         return self._rates.copy()
 
     def next_change(self) -> float:
-        """Return when the next flow ends if none starts; inf if there is none."""
-        return float(self._ends.min()) if len(self._ends) else math.inf
+        """Return when the next flow ends, or the links change, if none starts; inf if there is none."""
+        if not len(self._ends):
+            return math.inf
+        end_s = float(self._ends.min())
+        return end_s if self._of_all is None else min(end_s, self._of_all.next_change(self._since_s))
 
     def advance(self, time_s: float) -> list[Completed]:
         """Go on to `time_s`. Returns the flows that end by then, in order of (time, start)."""
@@ -239,7 +269,13 @@ class FlowNetwork:
         """Give the flows their rates from now on."""
         self._since_s, self._left = time_s, left
         self._rates = fair_share([flow.links for flow in self.flows], self.capacities)
-        self._ends = time_s + left / self._rates
+        if self._of_all is None:
+            self._ends = time_s + left / self._rates
+            return
+        # All links change alike, so all shares do; of a link that is down for a while nothing ends.
+        self._rates = self._rates * (self._of_all.share_at(time_s) or 0.0) if len(left) else self._rates
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self._ends = np.where(left > 0.0, time_s + left / self._rates, time_s)
 
 
 @dataclass(frozen=True)
@@ -250,11 +286,13 @@ class SharedLinks:
         capacities: Bytes per second of each link.
         out: The link by which each rank sends.
         into: The link by which each rank receives.
+        left: What is left of all links, by time; None: all of it, always.
     """
 
     capacities: tuple[float, ...]
     out: tuple[int, ...]
     into: tuple[int, ...]
+    left: Share | None = None
 
     @classmethod
     def switch(cls, up_Bps: Sequence[float], down_Bps: Sequence[float]) -> SharedLinks:

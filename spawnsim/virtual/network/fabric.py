@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar, get_args
 
 import numpy as np
 
-from spawnsim.errors import ParameterError
+from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.virtual.network.changing import Capacity, Changing
 from spawnsim.virtual.network.cost import FREE, Contention, Cost, Costs, Floats, Ints, SharedLinks
 from spawnsim.virtual.network.links import Link, Piece, at_least, bandwidth_Bps, evaluate
 
@@ -73,6 +74,11 @@ class CostTable:
             columns[i] = self.fixed[i, piece] + nbytes * self.per_byte[i, piece]
         return Costs(*columns)
 
+    def slopes(self, kind: int, nbytes: Ints | Floats | float) -> Costs:
+        """Return what each byte costs of messages on links of one kind."""
+        at_least = np.searchsorted(self.starts[kind], nbytes, side="right") - 1
+        return Costs(*self.per_byte[:, self.begin[kind] + at_least])
+
 
 @dataclass(frozen=True)
 class Overheads:
@@ -107,6 +113,19 @@ class Overheads:
         raise ParameterError(
             f'contention="fair" is modelled on a switch, on nodes and at home, not on a {type(self).__name__}'
         )
+
+    @property
+    def changes(self) -> bool:
+        """Whether the cost of a message depends on when it is sent."""
+        return False
+
+    def cost_at(self, source: int, dest: int, nbytes: int, begin_s: float) -> Cost:
+        """Return the cost of one message whose injection begins at a time."""
+        raise UnsupportedError(f"the links of a {type(self).__name__} do not change with time")
+
+    def costs_at(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float, *, begin_s: Floats) -> Costs:
+        """Return the costs of many messages, each begun at its own time."""
+        raise UnsupportedError(f"the links of a {type(self).__name__} do not change with time")
 
     def capacity(self) -> int | None:
         """Return how many ranks fit; None if any number does."""
@@ -184,6 +203,48 @@ class Fabric(Overheads, ABC):
             return self.table.same(first, nbytes)
         return self.table.mixed(kinds, nbytes)
 
+    @cached_property
+    def capacities(self) -> tuple[Capacity | None, ...]:
+        """How the link of each kind changes; None: not at all."""
+        return tuple(
+            link.open(kind) if isinstance(link, Changing) else None for kind, link in enumerate(self.links())
+        )
+
+    @cached_property
+    def changes(self) -> bool:
+        """Whether the cost of a message depends on when it is sent."""
+        return any(self.capacities)
+
+    def cost_at(self, source: int, dest: int, nbytes: int, begin_s: float) -> Cost:
+        """Return the cost of one message whose injection begins at a time: what its bytes take depends on it."""
+        cost = self.cost(source, dest, nbytes)
+        capacity = self.capacities[self.kind(source, dest)]
+        if capacity is None or source == dest:
+            return cost
+        _, inject, flight, _, drain = map(float, self.table.slopes(self.kind(source, dest), nbytes))
+        more_s = capacity.lasts(begin_s, nbytes * flight) - nbytes * flight
+        return cost._replace(
+            inject_s=cost.inject_s + more_s * bool(inject),
+            flight_s=cost.flight_s + (more_s + capacity.latency_at(begin_s)),
+            drain_s=cost.drain_s + more_s * bool(drain),
+        )
+
+    def costs_at(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float, *, begin_s: Floats) -> Costs:
+        """Return the costs of many messages, each begun at its own time."""
+        found = [np.broadcast_to(column, len(source)).copy() for column in self.costs(source, dest, nbytes)]
+        sizes = np.broadcast_to(nbytes, len(source))
+        kinds = np.broadcast_to(np.asarray(self.kind(source, dest)), len(source))
+        for kind in np.unique(kinds).tolist():
+            capacity, who = self.capacities[kind], np.flatnonzero(kinds == kind)
+            if capacity is None:
+                continue
+            _, inject, flight, _, drain = self.table.slopes(kind, sizes[who])
+            more_s = capacity.all_last(begin_s[who], sizes[who] * flight) - sizes[who] * flight
+            found[1][who] += more_s * (np.asarray(inject) > 0.0)
+            found[2][who] += more_s + capacity.all_latencies(begin_s[who])
+            found[4][who] += more_s * (np.asarray(drain) > 0.0)
+        return Costs(*found)
+
 
 @dataclass(frozen=True)
 class Switch(Fabric):
@@ -202,7 +263,7 @@ class Switch(Fabric):
     def shared_links(self, ranks: int) -> SharedLinks:
         """Return an up and a down link for every rank."""
         speed = bandwidth_Bps(self.link)
-        return SharedLinks.switch([speed] * ranks, [speed] * ranks)
+        return replace(SharedLinks.switch([speed] * ranks, [speed] * ranks), left=self.capacities[0])
 
     def cost(self, source: int, dest: int, nbytes: int) -> Cost:
         """Return the cost of one message between two world ranks."""
@@ -250,7 +311,8 @@ class Nodes(Fabric):
 
     def shared_links(self, ranks: int) -> SharedLinks:
         """Return one NIC for all ranks of a node; within a node nothing is shared."""
-        return SharedLinks.nodes(ranks, self.ranks_per_node, bandwidth_Bps(self.inter))
+        shared = SharedLinks.nodes(ranks, self.ranks_per_node, bandwidth_Bps(self.inter))
+        return replace(shared, left=self.capacities[1])
 
     def capacity(self) -> int | None:
         """Return how many ranks fit; None if any number does."""

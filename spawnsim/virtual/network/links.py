@@ -1,4 +1,4 @@
-"""Models of one link between two ranks: Hockney, LogGP, and models by message size.
+"""Models of one link between two ranks: Hockney, LogGP, TCP, and models by message size.
 
 Each is a small frozen object that hands out the same thing: pieces, that is costs that are affine in the size from
 some size on. Symbols: α latency, β = 1 / bandwidth; L, o, g, G of LogGP.
@@ -146,6 +146,77 @@ class LogGP:
     def farther(self, latency_s: float, share: float = 1.0) -> LogGP:
         """Return the same link with so much more latency and this share of its bandwidth."""
         return replace(self, L=self.L + latency_s, G=self.G / share)
+
+
+FRAME_BYTES = 78  # of each segment, besides its data: Ethernet 38 with preamble and gap, IPv4 20, TCP 20
+
+
+@dataclass(frozen=True, slots=True)
+class Tcp:
+    """A TCP connection: T(n) = α + n/G + stalls, with goodput G below the line's rate, and slow start.
+
+    Segments of M bytes of data take M + 78 bytes on an Ethernet line, so at most G = B·M/(M + 78). A window W allows
+    W/RTT; losses at a rate p allow M/RTT·sqrt(3/(2p)) (Mathis et al., 1997). The least of the three is G.
+
+    With an initial window of w segments, a message is sent in windows of wM, 2wM, 4wM, … bytes; behind the k-th the
+    sender stalls for M/G + RTT - 2^(k-1)·wM/G, if that is above 0 and bytes are left (Kurose and Ross, Computer
+    Networking, "TCP delay modeling", without the handshake). Every message begins so, as after a connection has been
+    idle (RFC 5681, section 4.1). The sender's NIC is busy for n/G.
+
+    Args:
+        latency_s: α, seconds one way; the round trip RTT is 2α.
+        bandwidth_Bps: B, of the line, bytes per second.
+        mss: M, bytes of data in a segment.
+        window: The largest window, bytes; None: no limit.
+        loss: p, the share of segments that are lost.
+        initial_window: w, segments (10 in RFC 6928); None: connections stay open and no message starts slowly.
+
+    Raises:
+        ParameterError: The latency or loss is negative, the loss is 1 or more, or another one is not above 0.
+    """
+
+    latency_s: float
+    bandwidth_Bps: float  # noqa: N815
+    mss: int = 1460
+    window: int | None = None
+    loss: float = 0.0
+    initial_window: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(self.latency_s, 0.0, "latency_s")
+        at_least(self.bandwidth_Bps, 0.0, "bandwidth_Bps", above=True)
+        at_least(self.mss, 1, "mss")
+        at_least(1 if self.window is None else self.window, 1, "window")
+        at_least(1 if self.initial_window is None else self.initial_window, 1, "initial_window")
+        if not 0.0 <= self.loss < 1.0:
+            raise ParameterError(f"loss={self.loss}: give a share from 0 up to, not including, 1")
+
+    @property
+    def goodput_Bps(self) -> float:
+        """Bytes of data a second, once the window is open."""
+        rates, trip_s = [self.bandwidth_Bps * self.mss / (self.mss + FRAME_BYTES)], 2.0 * self.latency_s
+        if trip_s and self.window is not None:
+            rates.append(self.window / trip_s)
+        if trip_s and self.loss:
+            rates.append(self.mss / trip_s * math.sqrt(1.5 / self.loss))
+        return min(rates)
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Return one piece, or with slow start one for each number of stalls."""
+        beta = 1.0 / self.goodput_Bps
+        slope, stalls_s, begin = Costs(0.0, beta, beta, 0.0, beta), 0.0, 0
+        found = [Piece(0, Costs(0.0, 0.0, self.latency_s, 0.0, 0.0), slope)]
+        sent = self.mss * (self.initial_window or 0)
+        stall_s = self.mss * beta + 2.0 * self.latency_s - sent * beta
+        while sent and stall_s > 0.0:
+            begin, stalls_s, sent = begin + sent, stalls_s + stall_s, 2 * sent
+            found.append(Piece(begin + 1, Costs(0.0, 0.0, self.latency_s + stalls_s, 0.0, 0.0), slope))
+            stall_s = self.mss * beta + 2.0 * self.latency_s - sent * beta
+        return tuple(found)
+
+    def farther(self, latency_s: float, share: float = 1.0) -> Tcp:
+        """Return the same link with so much more latency and this share of its bandwidth."""
+        return replace(self, latency_s=self.latency_s + latency_s, bandwidth_Bps=self.bandwidth_Bps * share)
 
 
 @dataclass(frozen=True, slots=True)

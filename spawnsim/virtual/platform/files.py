@@ -11,6 +11,7 @@
     [network.link]
     latency = "25 us"
     bandwidth = "10 Gbit/s"
+    background = "poisson:3,400ms"     # traffic of others; `trace` has a recorded bandwidth
 
     [collectives]
     library = "mpich"                  # whose thresholds choose the algorithm; or "openmpi"
@@ -33,7 +34,6 @@ A key that is not known here is an error, which names the file and the line.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -55,13 +55,21 @@ from spawnsim.virtual.network import (
     Hockney,
     HomeLinks,
     Link,
-    LogGP,
     Network,
     Nodes,
-    Piecewise,
     Regions,
     Switch,
+    Tcp,
     Torus,
+)
+from spawnsim.virtual.platform.links import (
+    changing,
+    link_lines,
+    quoted,
+    read_link,
+    seconds_text,
+    speed_text,
+    tcp_options,
 )
 from spawnsim.virtual.platform.reading import Section
 
@@ -80,7 +88,7 @@ class Storage:
         if not 0.0 <= self.latency_s < math.inf or not self.bandwidth_Bps > 0.0:
             raise ParameterError(f"{self}: give a latency of at least 0 s, and a bandwidth above 0 B/s")
 
-    def seconds(self, nbytes: int) -> float:
+    def seconds_text(self, nbytes: int) -> float:
         """Return how long it takes to write or read so many bytes."""
         return self.latency_s + nbytes / self.bandwidth_Bps
 
@@ -161,33 +169,6 @@ def read_network(section: Section) -> Network:
     return built
 
 
-def read_link(section: Section) -> Link:
-    """Return the link that a table describes."""
-    built = LINKS[section.choice("model", tuple(LINKS), "hockney")](section)
-    section.close()
-    return built
-
-
-def _hockney(section: Section) -> Link:
-    return section.build(
-        Hockney, latency_s=section.seconds("latency"), bandwidth_Bps=section.bytes_per_second("bandwidth")
-    )
-
-
-def _loggp(section: Section) -> Link:
-    names = {"L": "latency", "o": "overhead", "g": "gap"}
-    symbols = {symbol: section.seconds(key) for symbol, key in names.items()}
-    return section.build(LogGP, G=1.0 / section.bytes_per_second("bandwidth"), **symbols)
-
-
-def _piecewise(section: Section) -> Link:
-    steps = [(step.nbytes("from"), read_link(step)) for step in section.sections("steps")]
-    return section.build(Piecewise, steps=tuple(steps))
-
-
-LINKS: dict[str, Callable[[Section], Link]] = {"hockney": _hockney, "loggp": _loggp, "piecewise": _piecewise}
-
-
 def _switch(section: Section, overheads: dict[str, Any]) -> Network:
     return section.build(Switch, link=read_link(section.section("link")), **overheads)
 
@@ -252,8 +233,30 @@ def _regions(section: Section, overheads: dict[str, Any]) -> Network:
             raise section.error(
                 key, f"{len(members)} regions need {len(members)} rows of {len(members)} values"
             )
-    joins = tuple(tuple(map(Hockney, *pair)) for pair in zip(latencies, bandwidths, strict=True))
-    return section.build(Regions, members=members, joins=joins, **overheads)
+    joins: list[list[Link]] = [[*map(Hockney, *pair)] for pair in zip(latencies, bandwidths, strict=True)]
+    section.asked.update(("tcp", "changes"))
+    if section.has("tcp"):  # connections between regions; within one the link stays as it is
+        table = section.section("tcp")
+        options = tcp_options(table)
+        table.close()
+        for row, (alphas, rates) in enumerate(zip(latencies, bandwidths, strict=True)):
+            for column in (column for column in range(len(members)) if column != row):
+                joins[row][column] = table.build(
+                    Tcp, latency_s=alphas[column], bandwidth_Bps=rates[column], **options
+                )
+    for table in section.sections("changes") if section.has("changes") else ():
+        places = table.get("between", lambda value: _pair(value, len(members)))
+        for row, column in {places, places[::-1]}:
+            joins[row][column] = changing(table, joins[row][column])
+        table.close()
+    return section.build(Regions, members=members, joins=tuple(map(tuple, joins)), **overheads)
+
+
+def _pair(value: Any, regions: int) -> tuple[int, int]:
+    fits = isinstance(value, list) and len(value) == 2
+    if not fits or not all(isinstance(each, int) and 0 <= each < regions for each in value):
+        raise ParameterError(f"{value!r}: write two regions, from 0 to {regions - 1}, such as [0, 1]")
+    return value[0], value[1]
 
 
 def _home(section: Section, overheads: dict[str, Any]) -> Network:
@@ -393,23 +396,23 @@ def to_toml(platform: Platform, comments: Iterable[str] = ()) -> str:
         UnsupportedError: A network or step that no TOML describes yet.
     """
     lines = [f"# {comment}".rstrip() for comment in comments]
-    lines += [f"name = {_text(platform.name)}", f"description = {_text(platform.description)}"]
+    lines += [f"name = {quoted(platform.name)}", f"description = {quoted(platform.description)}"]
     lines += [
-        f"progress = {_text(platform.progress)}",
+        f"progress = {quoted(platform.progress)}",
         "",
         *_network_lines(platform.network),
         "",
         "[collectives]",
     ]
-    lines += [f"library = {_text(platform.collectives.library)}"]
-    lines += [f"{operation} = {_text(algorithm)}" for operation, algorithm in platform.collectives.fixed]
+    lines += [f"library = {quoted(platform.collectives.library)}"]
+    lines += [f"{operation} = {quoted(algorithm)}" for operation, algorithm in platform.collectives.fixed]
     if platform.storage != Storage():
-        lines += ["", "[storage]", f"latency = {_text(_seconds(platform.storage.latency_s))}"]
-        lines += [f"bandwidth = {_text(_speed(platform.storage.bandwidth_Bps))}"]
+        lines += ["", "[storage]", f"latency = {quoted(seconds_text(platform.storage.latency_s))}"]
+        lines += [f"bandwidth = {quoted(speed_text(platform.storage.bandwidth_Bps))}"]
     lines += ["", "[compute]"]
-    lines += [] if platform.step is None else [f"step = {_text(_seconds(_step_s(platform)))}"]
+    lines += [] if platform.step is None else [f"step = {quoted(seconds_text(_step_s(platform)))}"]
     if platform.stragglers:
-        lines.append(f"stragglers = {_text('+'.join(map(str, platform.stragglers)))}")
+        lines.append(f"stragglers = {quoted('+'.join(map(str, platform.stragglers)))}")
     if platform.device:
         operations, memory = platform.device
         lines += [
@@ -419,7 +422,7 @@ def to_toml(platform: Platform, comments: Iterable[str] = ()) -> str:
             f'memory = "{memory / 1e9:.12g} GB/s"',
         ]
     if platform.fitted:
-        lines += ["", "[fitted]", *(f"{key} = {_text(value)}" for key, value in platform.fitted)]
+        lines += ["", "[fitted]", *(f"{key} = {quoted(value)}" for key, value in platform.fitted)]
     return "\n".join(lines) + "\n"
 
 
@@ -435,21 +438,21 @@ def _step_s(platform: Platform) -> float:
 def _network_lines(network: Network) -> Iterator[str]:
     yield "[network]"
     written = {Nodes: "nodes", Regions: "regions"}.get(type(network), "switch")
-    yield f"topology = {_text(written)}"
-    yield f"call_overhead = {_text(_seconds(network.call_overhead_s))}"
-    yield f"eager = {_text(f'{network.eager_bytes} B')}"
+    yield f"topology = {quoted(written)}"
+    yield f"call_overhead = {quoted(seconds_text(network.call_overhead_s))}"
+    yield f"eager = {quoted(f'{network.eager_bytes} B')}"
     if network.contention != "serial":
-        yield f"contention = {_text(network.contention)}"
+        yield f"contention = {quoted(network.contention)}"
     if network.gamma_s_per_B:
-        yield f"reduction = {_text(_speed(1.0 / network.gamma_s_per_B))}"
+        yield f"reduction = {quoted(speed_text(1.0 / network.gamma_s_per_B))}"
     if isinstance(network, Switch):
-        yield from _link_lines("network.link", network.link)
+        yield from link_lines("network.link", network.link)
     elif isinstance(network, Nodes):
         yield f"ranks_per_node = {network.ranks_per_node}"
         if network.nodes is not None:
             yield f"nodes = {network.nodes}"
-        yield from _link_lines("network.intra", network.intra)
-        yield from _link_lines("network.inter", network.inter)
+        yield from link_lines("network.intra", network.intra)
+        yield from link_lines("network.inter", network.inter)
     elif isinstance(network, Regions):
         yield from _region_lines(network)
     else:
@@ -462,53 +465,10 @@ def _region_lines(network: Regions) -> Iterator[str]:
         raise UnsupportedError("regions are written to a platform file with Hockney links alone")
     yield f"members = {list(network.members)}"
     tables = {
-        "latency": [[_seconds(link.latency_s) for link in row] for row in joins],
-        "bandwidth": [[_speed(link.bandwidth_Bps) for link in row] for row in joins],
+        "latency": [[seconds_text(link.latency_s) for link in row] for row in joins],
+        "bandwidth": [[speed_text(link.bandwidth_Bps) for link in row] for row in joins],
     }
     for key, rows in tables.items():
         yield f"{key} = ["
-        yield from (f"    [{', '.join(map(_text, row))}]," for row in rows)
+        yield from (f"    [{', '.join(map(quoted, row))}]," for row in rows)
         yield "]"
-
-
-def _link_lines(table: str, link: Link) -> Iterator[str]:
-    yield f"[{table}]"
-    if isinstance(link, Piecewise):
-        yield f"model = {_text('piecewise')}"
-        for from_bytes, step in link.steps:
-            yield f"[[{table}.steps]]"
-            yield f"from = {_text(f'{from_bytes} B')}"
-            yield from _plain_link_lines(step)
-    else:
-        yield from _plain_link_lines(link)
-
-
-def _plain_link_lines(link: Link) -> Iterator[str]:
-    if isinstance(link, Hockney):
-        yield f"latency = {_text(_seconds(link.latency_s))}"
-        yield f"bandwidth = {_text(_speed(link.bandwidth_Bps))}"
-    elif isinstance(link, LogGP):
-        yield f"model = {_text('loggp')}"
-        for key, value in (("latency", link.L), ("overhead", link.o), ("gap", link.g)):
-            yield f"{key} = {_text(_seconds(value))}"
-        yield f"bandwidth = {_text(_speed(1.0 / link.G))}"
-    else:
-        raise UnsupportedError(f"a {type(link).__name__} link cannot be written to a platform file yet")
-
-
-def _text(value: str) -> str:
-    return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML basic string
-
-
-def _exact(value: float, texts: Sequence[str], read: Callable[[str], float]) -> str:
-    """Return the first text that is read back to the bit, as "33.5 ms" is and "33500 us" is not; else the first."""
-    return next((text for text in texts if read(text) == value), texts[0])
-
-
-def _seconds(seconds: float) -> str:
-    return _exact(seconds, [f"{seconds * 1e6:.9g} us", f"{seconds * 1e3:.9g} ms"], units.seconds)
-
-
-def _speed(bytes_per_second: float) -> str:
-    texts = [f"{bytes_per_second * 1e-6:.9g} MB/s", f"{bytes_per_second * 8e-9:.9g} Gbit/s"]
-    return _exact(bytes_per_second, texts, units.bytes_per_second)

@@ -37,19 +37,23 @@ def interpret(one: CollectivePlan, network: Network, arrivals, ranks, free=None)
         me = int(ranks[rank])
         for step in steps_of(one, rank):
             for dest, nbytes in step.sends:
-                send_s, inject_s, flight_s, receive_s, _ = network.cost(me, int(ranks[dest]), nbytes)
-                begin = max(clock[rank], out_free[rank])
+                begin, to = max(clock[rank], out_free[rank]), int(ranks[dest])
+                cost = (
+                    network.cost_at(me, to, nbytes, begin)
+                    if network.changes
+                    else network.cost(me, to, nbytes)
+                )
+                send_s, inject_s, flight_s, receive_s, into = cost
                 out_free[rank] = begin + inject_s
                 alone = max(clock[rank], stays[rank]) + inject_s
                 stays[rank] = out_free[rank] if nbytes > network.eager_bytes else alone
-                queues.setdefault((rank, dest), deque()).append((begin + flight_s, receive_s, nbytes))
+                queues.setdefault((rank, dest), deque()).append((begin + flight_s, receive_s, into, nbytes))
                 clock[rank] += send_s
             for source, nbytes, reduced in step.receives:
                 while not queues.get((source, rank)):
                     yield
-                arrival, receive_s, sent = queues[source, rank].popleft()
+                arrival, receive_s, into, sent = queues[source, rank].popleft()
                 assert sent == nbytes
-                into = network.cost(int(ranks[source]), me, nbytes).drain_s
                 in_free[rank] = max(arrival, in_free[rank] + into) if into else in_free[rank]
                 arrival = in_free[rank] if into else arrival
                 clock[rank] = max(clock[rank], arrival) + receive_s + reduced * network.gamma_s_per_B

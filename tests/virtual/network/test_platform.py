@@ -131,7 +131,7 @@ def test_the_run_goes_before_the_platform() -> None:
         ('bandwidth = "10 GB/s"', 'bandwidth = "10 GB"', 11, "not a bandwidth"),
         ('bandwidth = "10 GB/s"', "", 9, "network.intra.bandwidth: missing"),
         ('latency = "5 us"', 'latncy = "5 us"', 13, "network.inter.latency: missing"),
-        ('gap = "2 us"', 'gap = "2 us"\nspeed = 3', 18, "network.inter.speed: no such key; here are allowed"),
+        ('gap = "2 us"', 'gap = "2 us"\nzoom = 3', 18, "network.inter.zoom: no such key; here are allowed"),
         ('eager = "8 KiB"', 'eagr = "8 KiB"', 7, "did you mean eager"),
         ("ranks_per_node = 4", "ranks_per_node = 0", 6, "at least 1"),
         ("ranks_per_node = 4", 'ranks_per_node = "4"', 6, "write an integer"),
