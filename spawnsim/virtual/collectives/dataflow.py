@@ -7,12 +7,14 @@ message would be two million messages at 1,000 ranks; this way it is two thousan
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from functools import cached_property
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from spawnsim.virtual.collectives.schedule import Lane, Lengths, MessageSizes, Pattern, Schedule
-from spawnsim.virtual.network.cost import Costs, Floats, Ints, Network
+from spawnsim.virtual.network.cost import Costs, Floats, Flow, FlowNetwork, Ints, Network, SharedLinks
 
 
 class Finish(NamedTuple):
@@ -20,13 +22,15 @@ class Finish(NamedTuple):
 
     `times` is float64 (P,), seconds; NaN for a rank that waits for one that has not arrived. `out_free` is float64
     (P,), seconds: when each NIC has injected the rank's last message; -inf if it was idle before and sends none. It
-    lies after `times` only where a NIC was busy at the beginning: see `run`.
+    lies after `times` only where a NIC was busy at the beginning: see `run`. `loads`, float64 (links,), is how many
+    bytes cross each shared link, in the order of `SharedLinks`; None where no links are shared.
     """
 
     times: Floats
     messages: int
     nbytes: int
     out_free: Floats
+    loads: Floats | None = None
 
     def later(self, by_s: float) -> Finish:
         """Return the same collective, begun so much later."""
@@ -68,6 +72,17 @@ class Evaluation:
         self.known: dict[tuple[Pattern, float], Costs] = {}
         self.wide: tuple[Ints, Floats, Floats, Floats, Floats] | None = None  # see `narrow`
         self.messages, self.nbytes = 0, 0.0
+        self.shared: SharedLinks | None = None
+        if network.contention == "fair":
+            self.shared = network.shared_links(int(self.world.max(initial=-1)) + 1)
+            self.loads = np.zeros(len(self.shared.capacities))
+            self.out, self.into = np.asarray(self.shared.out), np.asarray(self.shared.into)
+            self.crowds: dict[tuple[Pattern, float], Lengths] = {}
+
+    @cached_property
+    def world(self) -> Ints:
+        """The world rank of each."""
+        return np.arange(self.size) if self.ranks is None else self.ranks
 
     @property
     def alike(self) -> bool:
@@ -84,6 +99,8 @@ class Evaluation:
         """Return the costs of a lane, in the order of its senders, and count its messages."""
         # A ring repeats one pattern with one size P-1 times: the network is asked once.
         self.messages += len(pattern.source)
+        if self.shared is not None:
+            self._load(pattern, nbytes)
         if isinstance(nbytes, np.ndarray):
             self.nbytes += float(nbytes.sum())
             return self._ask(pattern, nbytes)
@@ -93,7 +110,43 @@ class Evaluation:
             costs = self.known[pattern, nbytes] = self._ask(pattern, nbytes)
         return costs
 
+    def _load(self, pattern: Pattern, nbytes: Lengths) -> None:
+        """Count the bytes that a lane sends over each shared link."""
+        out, into = self.out[self.world[pattern.source]], self.into[self.world[pattern.dest]]
+        crosses = out != self.out[self.world[pattern.dest]]
+        sizes = np.broadcast_to(nbytes, len(out)) * crosses
+        np.add.at(self.loads, out, sizes)
+        np.add.at(self.loads, into, sizes)
+
+    def crowded(self, pattern: Pattern, nbytes: Lengths) -> Lengths:
+        """Return how long messages of a lane seem that share links: what gets a third of one, three times as long."""
+        # As though all began together, which they do where ranks are in step. The hub of a star has its messages one
+        # after the other, which takes the same in all.
+        source, dest = self.world[pattern.source], self.world[pattern.dest]
+        star = len(source) < 2 or (source == source[0]).all() or (dest == dest[0]).all()
+        if self.shared is None or star:
+            return nbytes
+        sizes = np.broadcast_to(np.asarray(nbytes, np.float64), len(source))
+        paths = [self.shared.path(*pair) for pair in zip(source.tolist(), dest.tolist(), strict=True)]
+        flows = FlowNetwork(self.shared.capacities)
+        whole = zip(paths, sizes.tolist(), range(len(paths)), strict=True)
+        flows.start(0.0, *(Flow(path, size, index) for path, size, index in whole if path and size))
+        found = sizes.copy()
+        for end_s, flow in flows.advance(math.inf):
+            found[cast(int, flow.tag)] = end_s * min(self.shared.capacities[link] for link in flow.links)
+        return nbytes if np.allclose(found, sizes, rtol=1e-12, atol=0.0) else found
+
+    def _crowded(self, pattern: Pattern, nbytes: Lengths) -> Lengths:
+        if self.shared is None:
+            return nbytes
+        if isinstance(nbytes, np.ndarray):
+            return self.crowded(pattern, nbytes)
+        if (pattern, nbytes) not in self.crowds:
+            self.crowds[pattern, nbytes] = self.crowded(pattern, nbytes)
+        return self.crowds[pattern, nbytes]
+
     def _ask(self, pattern: Pattern, nbytes: Lengths) -> Costs:
+        nbytes = self._crowded(pattern, nbytes)
         if self.ranks is None:
             return self.network.costs(pattern.source, pattern.dest, nbytes)
         return self.network.costs(self.ranks[pattern.source], self.ranks[pattern.dest], nbytes)
@@ -116,13 +169,9 @@ class Evaluation:
 
     def _later(self, pattern: Pattern, nbytes: Lengths, begin: Floats) -> Costs:
         """Return the costs of a lane on links that change with time, each message begun at its own."""
-        ranks = np.arange(self.size) if self.ranks is None else self.ranks
-        return self.network.costs_at(
-            ranks[pattern.source],
-            ranks[pattern.dest],
-            nbytes,
-            begin_s=np.broadcast_to(begin, len(pattern.source)),
-        )
+        source, dest = self.world[pattern.source], self.world[pattern.dest]
+        begin_s = np.broadcast_to(begin, len(source))
+        return self.network.costs_at(source, dest, self._crowded(pattern, nbytes), begin_s=begin_s)
 
     def take(self, pattern: Pattern, costs: Costs, arrival: Floats, work_s: Floats | float) -> None:
         """Let all ranks of a lane take their messages, and work on them for `work_s`."""
@@ -159,11 +208,10 @@ class Evaluation:
         idle, ready[0] = ready.tolist(), np.maximum(ready[0], self.out_free[hub])
         begin: Floats = before + np.maximum.accumulate(ready - before)
         if self.changes:  # each begins when the one before has left, which depends on when that began
-            world, free_s = np.arange(self.size) if self.ranks is None else self.ranks, -np.inf
-            sizes = np.broadcast_to(nbytes, count)
-            for at, dest in enumerate(world[pattern.dest].tolist()):
+            sizes, free_s = np.broadcast_to(nbytes, count), -np.inf
+            for at, dest in enumerate(self.world[pattern.dest].tolist()):
                 begin[at] = begin_s = max(float(ready[at]), free_s)
-                cost = self.network.cost_at(int(world[hub]), dest, int(sizes[at]), begin_s)
+                cost = self.network.cost_at(int(self.world[hub]), dest, int(sizes[at]), begin_s)
                 free_s = begin_s + cost.inject_s
             costs = self._later(pattern, nbytes, begin)
             inject_s = np.broadcast_to(costs.inject_s, count)
@@ -249,7 +297,8 @@ class Evaluation:
         """Return how it ended, when all rounds have gone by."""
         self.tell_apart()
         times = np.maximum(self.clock, self.stays)
-        return Finish(times, self.messages, round(self.nbytes), self.out_free)
+        loads = None if self.shared is None else self.loads
+        return Finish(times, self.messages, round(self.nbytes), self.out_free, loads)
 
 
 def run(

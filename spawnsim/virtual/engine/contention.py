@@ -23,10 +23,13 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Protocol, cast
 
+import numpy as np
+
 from spawnsim.virtual.engine.completion import Message
 from spawnsim.virtual.engine.event_queue import UNDER_WAY, EventQueue
 from spawnsim.virtual.engine.matching import Mailbox
 from spawnsim.virtual.network import Cost, Flow, FlowNetwork, Network
+from spawnsim.virtual.network.cost import Floats
 
 
 class Bulk(Protocol):
@@ -217,9 +220,34 @@ class Sharing:
 
         self._begin(arrival_s, bulk.pair, bulk.message.nbytes, over)
 
+    def collective(self, begin_s: float, lasts_s: float, first: int, *, loads: Floats, over: Over) -> float:
+        """Let the bytes of a collective cross the links, as one flow through all that it uses.
+
+        Args:
+            begin_s: When all of its members are there.
+            lasts_s: How long it takes alone from then on, at least as long as its flow.
+            first: The world rank of one member.
+            loads: How many bytes it sends over each link, float64 (links,).
+            over: Is called with the end of the flow.
+
+        Returns:
+            How long the flow takes alone, in seconds; 0 if it crosses nothing, and `over` is not called.
+        """
+        # The fullest link says how long; a flow has one rate, that of its slowest link.
+        used = np.flatnonzero(loads)
+        if not len(used) or not lasts_s > 0.0:
+            return 0.0
+        capacities = self._flows.capacities[used]
+        alone_s = min(float((loads[used] / capacities).max()), lasts_s)
+        flow = Flow(tuple(used.tolist()), alone_s * float(capacities.min()), over)
+        self._start(begin_s, first, flow)
+        return alone_s
+
     def _begin(self, begin_s: float, pair: tuple[int, int], nbytes: int, over: Over) -> None:
-        flow = Flow(self._path(*pair), float(nbytes), over)
-        heappush(self._beginning, (begin_s, pair[0], next(self._numbers), flow))
+        self._start(begin_s, pair[0], Flow(self._path(*pair), float(nbytes), over))
+
+    def _start(self, begin_s: float, source: int, flow: Flow) -> None:
+        heappush(self._beginning, (begin_s, source, next(self._numbers), flow))
         self._set_alarm()
 
     def _set_alarm(self) -> None:

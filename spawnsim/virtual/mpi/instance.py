@@ -20,6 +20,7 @@ from spawnsim.comm import ops
 from spawnsim.errors import MismatchError
 from spawnsim.virtual.collectives import CollectivePlan, Edges, Finish
 from spawnsim.virtual.engine.completion import Uncertain
+from spawnsim.virtual.engine.contention import Sharing
 from spawnsim.virtual.engine.waiting import Dead
 from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.faults.injection import CollectiveFaults
@@ -263,10 +264,40 @@ class CollectiveInstance:
         sender.messages += finish.messages
         sender.nbytes += finish.nbytes
         self._book(finish)
-        resume, now_s = self.world.kernel.resume, self.world.kernel.env.now
         # Departures know the instance: it lets go of them, or only the collector of cycles would free them all.
         gone, self.gone = self.gone, []
-        for departure, time_s in zip(gone, finish.times.tolist(), strict=True):
+        if isinstance(self.world.contention, Sharing) and finish.loads is not None:
+            self._share(self.world.contention, finish, gone)
+        else:
+            self._depart(gone, finish.times)
+
+    def _share(self, links: Sharing, finish: Finish, gone: list[Departure | None]) -> None:
+        """Let the links' other users hold up those who leave when the collective's bytes are through, or later."""
+        times, begin_s = finish.times, float(self.arrivals.max())
+        early: list[Departure | None]
+        early, late = [*gone], [*gone]
+        through_s = math.inf
+
+        def over(end_s: float) -> None:
+            more_s = end_s - through_s
+            self._depart(late, times + (more_s if more_s > 1e-9 * alone_s else 0.0))
+
+        lasts_s = float(np.nanmax(times, initial=begin_s)) - begin_s
+        assert finish.loads is not None
+        alone_s = links.collective(begin_s, lasts_s, self.members[0], loads=finish.loads, over=over)
+        if self._first().timing not in EARLY and alone_s:
+            through_s = begin_s + alone_s
+        for me, time_s in enumerate(times.tolist()):
+            if time_s >= through_s * (1 - 1e-12):
+                early[me] = None
+            else:
+                late[me] = None
+        self._depart(early, times)
+
+    def _depart(self, gone: Sequence[Departure | None], times: Any) -> None:
+        """Let those leave who wait, each at its time."""
+        resume, now_s = self.world.kernel.resume, self.world.kernel.env.now
+        for departure, time_s in zip(gone, times.tolist(), strict=True):
             if departure is None or departure.finish_s is not None:
                 continue
             if departure.dependents is not None or time_s != time_s:

@@ -185,7 +185,7 @@ def test_dataflow_equals_the_kernel(call, factor):
     """Performed by virtual ranks on the kernel's wire, a collective takes what its dataflow says."""
     one, network, _, ranks = call
     arrivals = 1e-4 * factor * np.random.default_rng(factor).random(len(ranks))
-    times, messages, nbytes, _ = one.finish(arrivals, network, ranks)
+    times, messages, nbytes, *_ = one.finish(arrivals, network, ranks)
     left, totals = on_the_wire(one, network, arrivals, ranks.tolist())
     whole = one.amounts.each is None or float(one.amounts.each).is_integer()
     assert left == pytest.approx(times, rel=1e-9 if whole else 1e-3, abs=1e-15)

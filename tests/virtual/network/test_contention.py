@@ -170,3 +170,96 @@ def test_contention_is_checked():
     tree = FatTree(Hockney(1e-6, 1e9), (2, 2), contention="fair")
     with pytest.raises(ParameterError, match="not on a FatTree"):
         run(lambda comm: None, 2, platform=Platform("test", tree))
+
+
+# ------------------------------------------------------------------------------- collectives where links are shared
+PER_NODE, INSIDE, ACROSS = 4, Hockney(1e-6, 1e9), Hockney(1e-3, 1e6)
+SHARED = Platform(
+    "shared",
+    Nodes(INSIDE, ACROSS, PER_NODE, contention="fair", eager_bytes=1 << 30),
+    collectives=Selection(fixed=(("allreduce", "recursive_doubling"),)),
+)
+WIRE_S = 8000 / 1e6  # of one vector between nodes, alone
+
+
+def test_the_messages_of_a_round_share_the_card_of_their_node():
+    """Recursive doubling over 4 nodes of 4: two rounds inside, then two in which 4 vectors leave each node at once."""
+
+    def doubling(comm):
+        whole, begin_s = np.ones(1000), comm.clock.now()
+        comm.Allreduce(whole, np.zeros(1000))
+        middle_s = comm.clock.now()
+        for distance in (1, 2, 4, 8):
+            comm.Sendrecv(whole, comm.rank ^ distance, recvbuf=np.zeros(1000), source=comm.rank ^ distance)
+        comm.record(collective=middle_s - begin_s, messages=comm.clock.now() - middle_s)
+
+    row = run(doubling, 16, platform=SHARED)[1].rows[0][2]
+    inside, across = 1e-6 + 8000 / 1e9, 1e-3 + PER_NODE * WIRE_S
+    assert row["collective"] == pytest.approx(2 * inside + 2 * across, rel=1e-9)
+    assert row["messages"] == pytest.approx(row["collective"], rel=1e-9)  # exact flows, message by message
+
+
+@pytest.mark.parametrize("later", [0.0, 0.5])
+def test_collectives_of_several_groups_share_the_links(later):
+    """Each group has a rank on either node, and half of the NIC while both are under way; begun later, half as long."""
+
+    def two(comm):
+        group = comm.Split(comm.rank % PER_NODE)
+        if comm.rank % PER_NODE > 1:
+            return
+        with comm.compute(later * WIRE_S * (comm.rank % PER_NODE)):
+            pass
+        group.Allreduce(np.ones(1000), np.zeros(1000))
+        comm.record(at=comm.clock.now())
+
+    ends = run(two, 2 * PER_NODE, platform=SHARED)[1].column("at")
+    split = lambda comm: (comm.Split(comm.rank % PER_NODE), comm.record(at=comm.clock.now()))  # noqa: E731
+    begun_s = max(run(split, 2 * PER_NODE, platform=SHARED)[1].column("at").values())
+    first, second = ends[0] - begun_s, ends[1] - begun_s
+    assert first == pytest.approx(1e-3 + (2 - later) * WIRE_S, rel=1e-6)
+    assert second == pytest.approx(1e-3 + 2 * WIRE_S, rel=1e-6)
+    assert (ends[0], ends[1]) == (ends[PER_NODE], ends[PER_NODE + 1])
+
+
+def test_a_message_and_a_collective_share_the_link():
+    """A message that leaves with a collective's bytes, and an access, take twice as long; so does the collective."""
+
+    def both(comm):
+        group = comm.Split(comm.rank % PER_NODE)
+        comm.Barrier()
+        begin_s = comm.clock.now()
+        if comm.rank % PER_NODE == 0:
+            group.Allreduce(np.ones(10_000), np.zeros(10_000))
+        elif comm.rank == 1:
+            comm.Send(np.ones(10_000), PER_NODE + 1)
+        elif comm.rank == PER_NODE + 1:
+            comm.Recv(np.zeros(10_000), 1)
+        comm.record(took=comm.clock.now() - begin_s)
+
+    took = run(both, 2 * PER_NODE, platform=SHARED)[1].column("took")
+    # The collective's bytes are on the links from its beginning, the message's from one latency later; the message has
+    # one direction alone, and its flow is over last.
+    assert took[0] == pytest.approx(1e-3 + 2 * 10 * WIRE_S - 1e-3, rel=1e-3)
+    assert took[PER_NODE + 1] == pytest.approx(1e-3 + 2 * 10 * WIRE_S - 1e-3, rel=1e-3)
+
+
+def test_a_collective_alone_is_not_held_up():
+    """Late ranks, roots that leave early, no bytes at all: one collective at a time takes what it takes elsewhere."""
+
+    def alone(comm):
+        for size in (0, 10, 5000):
+            with comm.compute(1e-3 * (comm.rank % 3)):
+                pass
+            comm.Bcast(np.ones(size), 2)
+            comm.Allreduce(np.ones(size), np.zeros(size))
+            comm.Reduce(np.ones(size), np.zeros(size) if comm.rank == 1 else None, root=1)
+            comm.record(at=comm.clock.now())
+
+    ends = [
+        sorted(
+            (rank, values["at"])
+            for rank, _, values in run(alone, 7, platform=platform(contention=how))[1].rows
+        )
+        for how in ("serial", "fair")
+    ]
+    assert [at for _, at in ends[1]] == pytest.approx([at for _, at in ends[0]], rel=1e-9)
