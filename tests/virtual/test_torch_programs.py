@@ -22,7 +22,9 @@ from spawnsim.errors import (
     RankError,
     SpawnsimError,
     UnsupportedError,
+    UsageError,
 )
+from spawnsim.fidelity.inputs import read_kineto
 from spawnsim.virtual.platform import load_platform
 from spawnsim.virtual.platform.files import to_toml
 
@@ -246,7 +248,7 @@ MISMATCHED = {
     "dist.init_process_group('gloo')": (RankError, "rank 0 raised ValueError: trying to initialize the default"),
     "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)": (UnsupportedError, "starts processes"),
     "import torch.distributed.rpc as rpc\nrpc.init_rpc('a', rank=R, world_size=N)": (UnsupportedError, "rpc is not"),
-    "with torch.profiler.profile(): dist.barrier()": (UnsupportedError, "begins to profile while rank . does"),
+    "p = torch.autograd.profiler.profile\nwith p(), p(): dist.barrier()": (UsageError, "this thread profiles already"),
     "dist.all_reduce(torch.ones(1, device='meta'))": (UnsupportedError, "compute with CPU tensors"),
     "import multiprocessing\nmultiprocessing.get_context('spawn').Process(target=print).start()": (
         UnsupportedError, "a process that a virtual rank starts is outside"),
@@ -295,6 +297,36 @@ except RuntimeError as error:
     _, lines = program(text, 3, faults="crash:1@2.5s")
     assert lines == [f"{rank} [gloo] Connection closed by peer [rank 1" for rank in (0, 2)]
     assert time.monotonic() - began < 20
+
+
+def test_each_rank_profiles_its_own_operations_in_virtual_time(program: Any, tmp_path: Path) -> None:
+    """All ranks at a time: operations, forward and backward, ranges, communication; the traces can be read back."""
+    text = """
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3000, 40))
+own_s = 0.01 * (1 + R % 3)
+with torch.profiler.profile() as profiler:
+    for step in range(2):
+        with torch.profiler.record_function(f"ProfilerStep#{step}"):
+            time.sleep(own_s)
+            model(torch.ones(2, 3000)).sum().backward()
+            if step and R == 4: dist.send(torch.ones(7), 5)
+            if step and R == 5: dist.recv(torch.ones(7))
+found = [each for each in profiler.events() if each.name == "gloo:all_reduce"]
+assert [each.time_range.end for each in found] == sorted(each.time_range.end for each in found)
+rows = {each.key: each for each in profiler.key_averages(group_by_input_shape=True)}
+assert rows["gloo:all_reduce"].input_shapes == [[120040]] and rows["gloo:all_reduce"].count == 2
+assert found[0].cpu_time_total / 1e6 > 0.03 - own_s
+assert rows["aten::addmm"].input_shapes == [[40], [2, 3000], [3000, 40]]
+assert "aten::mm" in rows and "DistributedDataParallel.forward" in rows
+told = [name for name in rows if name.startswith("gloo:") and name != "gloo:all_reduce"]
+assert told == {4: ["gloo:broadcast", "gloo:send"], 5: ["gloo:broadcast", "gloo:recvAnySource"]}.get(R, told[:1]), told
+profiler.export_chrome_trace(f"{sys.argv[1]}/{R}.json")
+"""
+    run, _ = program(text, 12, str(tmp_path))
+    assert run.totals["digest"] == program(text, 12, str(tmp_path))[0].totals["digest"]
+    rows = read_kineto([tmp_path / f"{rank}.json" for rank in range(12)]).rows
+    for rank, row in enumerate(rows):  # without what they have waited for others
+        assert row == pytest.approx([0.01 * (1 + rank % 3)] * 2, rel=1e-6)
 
 
 def test_a_monitored_barrier_without_time_ends_at_once(program: Any) -> None:

@@ -28,6 +28,7 @@ from spawnsim.virtual.mpi.module import MPI
 from spawnsim.virtual.timeline import being_watched, watched
 
 NONE = "none"
+PENDING = "pending computing"  # of a world's attachments: what tells the seconds that a task has not paid yet
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,13 @@ class CallCosts:
         if task is not None:
             self._meters[task] = CallMeter(since_s=_clock())
 
+    def pending(self, task: Task) -> float:
+        """Return the seconds that a task has computed since its last call, which the next one charges."""
+        meter = self._meters.get(task)
+        if meter is None or meter.depth:
+            return 0.0
+        return meter.counted_s if self.cost.factor is None else (_clock() - meter.since_s) * self.cost.factor
+
     def counting(self) -> AbstractContextManager[Any]:
         """Return what counts the calling rank's torch operations, if they are to be counted."""
         task = current_task()
@@ -205,6 +213,7 @@ class CallCosts:
             yield
             return
         world.watchers.append(self.watching)
+        world.attachments[PENDING] = self.pending
         reads = MPI.Wtime
         with being_watched():
             if self.cost.runs:

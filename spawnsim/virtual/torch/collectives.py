@@ -30,12 +30,12 @@ OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM
 class TorchCall(Call):
     """A collective as one rank calls it: with the shapes, and the line of the program."""
 
-    shapes: str = ""
+    shapes: Sequence[list[int]] = ()
     line: str = ""
 
     def describe(self) -> str:
         """Return the call as in the program, and its line."""
-        told = [f"shape={self.shapes}"] if self.shapes else []
+        told = [f"shape={self.shapes[0] if len(self.shapes) == 1 else self.shapes}"] if self.shapes else []
         told += [f"{name}={value}" for name, value in self.agree if name != "elements"]
         told += [f"root={self.root}"] if self.root >= 0 else []
         return f"{self.name}({', '.join(told)})" + (f" at {self.line}" if self.line else "")
@@ -121,14 +121,14 @@ def name_of(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def described(tensors: Tensors) -> tuple[str, tuple[tuple[str, Any], ...]]:
+def described(tensors: Tensors) -> tuple[list[list[int]], tuple[tuple[str, Any], ...]]:
     """Return the shapes, and what all ranks must have in common: numbers of elements and types."""
     shapes = [list(tensor.shape) for tensor in tensors]
     counts = [tensor.numel() for tensor in tensors]
     types = list(dict.fromkeys(name_of(tensor) for tensor in tensors))
     one = len(tensors) == 1
     agree = (("dtype", ", ".join(types)), ("elements", counts[0] if one else tuple(counts)))
-    return str(shapes[0] if one else shapes), agree
+    return shapes, agree
 
 
 def nbytes_of(tensors: Tensors) -> int:

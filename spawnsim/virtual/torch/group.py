@@ -40,6 +40,7 @@ from spawnsim.virtual.torch.collectives import (
     sum_sparse,
     write,
 )
+from spawnsim.virtual.torch.profiling import communicating
 from spawnsim.virtual.torch.work import GroupTimeout, VirtualWork, Works
 
 VIRTUAL = "virtual"
@@ -159,13 +160,15 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         instance, me = departure.instance, departure.me
         deliver = lambda _: collect(instance.outcome(me))  # noqa: E731
         request = Request.start(self.comm._world, departure, departure, deliver)
-        return self._kept(VirtualWork(request, outputs, self._limit_of(opts), lambda: instance.keep(me)))
+        work = VirtualWork(request, outputs, self._limit_of(opts), lambda: instance.keep(me))
+        return self._kept(work, call.name, call.shapes)
 
     def _limit_of(self, opts: Any) -> tuple[float, bool]:
         seconds = _seconds(getattr(opts, "timeout", opts))
         return self._limit if seconds != seconds else (seconds, True)
 
-    def _kept(self, work: VirtualWork) -> VirtualWork:
+    def _kept(self, work: VirtualWork, name: str, shapes: Sequence[list[int]]) -> VirtualWork:
+        work.profiled = communicating(f"{self._backend}:{name}", shapes)
         if self._batch is not None:
             self._batch.append(work)
         return work
@@ -197,8 +200,8 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         mine = tensor.coalesce()
         data = np.concatenate([raw(mine.indices()), raw(mine.values())])
         call = TorchCall(
-            "all_reduce", "allgather", data, len(data), sizes="each", shapes=f"{list(tensor.shape)} sparse",
-            agree=(("op", op_name(op)), ("dtype", name_of(tensor)), ("shape", tuple(tensor.shape))),
+            "all_reduce", "allgather", data, len(data), sizes="each", shapes=[list(tensor.shape)],
+            agree=(("op", op_name(op)), ("dtype", name_of(tensor)), ("sparse", tuple(tensor.shape))),
             outcome=_everything,
         )  # fmt: skip
 
@@ -368,9 +371,8 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *rest: Any) -> VirtualWork:
         """Send a tensor to each rank, and receive one from each."""
         blocks = [raw(tensor) for tensor in inputs]
-        return self._alltoall(
-            "all_to_all", blocks, lambda found: _fill(outputs, found), opts, outputs=list(outputs)
-        )
+        collect = lambda found: _fill(outputs, found)  # noqa: E731
+        return self._alltoall("all_to_all", (inputs, blocks), collect, opts, outputs=list(outputs))
 
     def all_to_all_single(
         self, output: Any, input: Any, output_splits: Any = (), input_splits: Any = (), opts: Any = None  # noqa: A002
@@ -390,7 +392,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
             write(output, np.concatenate(found))
 
         blocks = [data[first:last] for first, last in pairwise(cuts)]
-        return self._alltoall("all_to_all_single", blocks, collect, opts, outputs=[output])
+        return self._alltoall("all_to_all_single", ([input], blocks), collect, opts, outputs=[output])
 
     alltoall_base = all_to_all_single
 
@@ -411,13 +413,14 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         return np.concatenate([[0], np.cumsum(np.asarray(splits, np.int64))]) * row
 
     def _alltoall(
-        self, name: str, blocks: list[Bytes], collect: Callable[[Any], None], opts: Any, *, outputs: Any
+        self, name: str, given: tuple[Tensors, list[Bytes]], collect: Callable[[Any], None], opts: Any, *, outputs: Any
     ) -> VirtualWork:  # fmt: skip
+        inputs, blocks = given
         if len(blocks) != self.size():
             raise ValueError(f"{name}: {len(blocks)} tensors are given for {self.size()} ranks")
         sizes = np.array([len(block) for block in blocks], np.int64)
         call = TorchCall(
-            name, "alltoall", blocks, sizes, sizes="matrix",
+            name, "alltoall", blocks, sizes, sizes="matrix", shapes=described(inputs)[0],
             outcome=lambda instance, rank: [part[rank] for part in instance.parts(rank)],
         )  # fmt: skip
         return self._run(call, collect, opts, outputs=outputs)
@@ -453,13 +456,14 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         """Send a tensor. As over gloo, it is over when the receiver has come to its receive, whatever the size."""
         (tensor,) = _listed(tensors)
         request = self.comm._isend(raw(tensor), dst, tag, SYNCHRONOUS, operation="send")
-        return self._kept(VirtualWork(request, [tensor], self._limit))
+        return self._kept(VirtualWork(request, [tensor], self._limit), "send", [list(tensor.shape)])
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> VirtualWork:
         """Receive a tensor."""
         (tensor,) = _listed(tensors)
         request = self.comm._irecv(src, tag, "recv", Target(tensor))
-        return self._kept(VirtualWork(request, [tensor], self._limit))
+        name = "recvAnySource" if src == ANY_SOURCE else "recv"  # gloo's own, in profiles
+        return self._kept(VirtualWork(request, [tensor], self._limit), name, [list(tensor.shape)])
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> VirtualWork:
         """Receive a tensor from any rank."""

@@ -25,7 +25,7 @@ from spawnsim.virtual.interpreter import Patches, Put
 from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.mpi.module import MPI
 from spawnsim.virtual.scripts.rank_process import MASTER
-from spawnsim.virtual.torch import stores
+from spawnsim.virtual.torch import profiling, stores
 from spawnsim.virtual.torch.group import VIRTUAL, VirtualProcessGroup
 from spawnsim.virtual.torch.work import following, waiting
 
@@ -191,37 +191,6 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
     return told
 
 
-class _OneProfiler:
-    """Lets one rank at a time profile: torch's profiler is one for the process, and two at once crash it."""
-
-    def __init__(self) -> None:
-        self._task: Any = None
-
-    def beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what prepares the profiler, unless another rank profiles."""
-
-        def prepare(*args: Any, **kwargs: Any) -> Any:
-            task = current_task()
-            if task is not None and self._task not in (None, task):
-                raise UnsupportedError(
-                    f"{task.name} begins to profile while {self._task.name} does: torch's profiler is one for the "
-                    "process. Let one rank profile, or draw what all ranks do by --trace"
-                )
-            self._task = task
-            return original(*args, **kwargs)
-
-        return prepare
-
-    def ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what ends a profile."""
-
-        def disable(*args: Any, **kwargs: Any) -> Any:
-            self._task = None
-            return original(*args, **kwargs)
-
-        return disable
-
-
 class _Pickler:
     """A pickler whose bytes do not depend on where in memory tensors lie."""
 
@@ -262,9 +231,7 @@ def _install(put: Put) -> None:
     put(c10d, "_pickler", _Pickler)
     if not hasattr(torch._C, "_nccl_version"):  # which torch's log of an error asks for in a group of "nccl"
         put(import_module("torch.cuda.nccl"), "version", lambda: (0, 0, 0))
-    one, profiler = _OneProfiler(), import_module("torch.autograd.profiler")
-    put(profiler, "_prepare_profiler", one.beginning(profiler._prepare_profiler))
-    put(profiler, "_disable_profiler", one.ending(profiler._disable_profiler))
+    profiling.install(put)
     parallel = torch.nn.parallel.DistributedDataParallel
     put(parallel, "_get_ddp_logging_data", _naming(parallel._get_ddp_logging_data))
     put(torch._C.Future, "wait", waiting(torch._C.Future.wait))

@@ -21,6 +21,7 @@ from spawnsim.errors import RankFailed, Timeout
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.waiting import limited
 from spawnsim.virtual.mpi.requests import Request
+from spawnsim.virtual.torch.profiling import ProfiledEvent
 
 OPEN = "torch.futures"  # what of futures a rank has open
 
@@ -136,6 +137,7 @@ class VirtualWork(Work):
         self._future: VirtualFuture | None = None
         self._error: BaseException | None = None
         self._over = False
+        self.profiled: ProfiledEvent | None = None
 
     _new_future = VirtualFuture
 
@@ -158,6 +160,7 @@ class VirtualWork(Work):
         if timeout is not None and timeout.total_seconds() > 0:
             seconds = left_s = timeout.total_seconds()
             explicit = True
+        completion = self._request._completion
         try:
             with limited(task, max(left_s, 1e-9), explicit=explicit):
                 self._request.wait(self._status)
@@ -165,6 +168,8 @@ class VirtualWork(Work):
             self._leave()
             raise self._failed(error, seconds) from None
         self._over = True
+        if self.profiled is not None and completion is not None:
+            self.profiled.end_s = min(completion.final(), task.clock)
 
     def _failed(self, error: BaseException, seconds: float) -> BaseException:
         """Return what a wait raises: gloo's words, and behind them ours."""
