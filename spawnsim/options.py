@@ -24,6 +24,8 @@ class Parser(argparse.ArgumentParser):
         # An abbreviation that is right today is ambiguous with the next option; arguments of a program's own would be
         # cut, too.
         super().__init__(allow_abbrev=False, **settings)
+        # "-3s" is a value that its option may refuse, as "-3" is: argparse would take it for an option.
+        self._negative_number_matcher = re.compile(r"^-\.?\d")
 
     def error(self, message: str) -> NoReturn:
         """Raise `ParameterError`."""

@@ -21,7 +21,7 @@ from spawnsim.fuzzing.campaign import Failure, Found, Target, campaign
 from spawnsim.fuzzing.cases import DEADLINE_S, DEFAULT_FAULTS, Space
 from spawnsim.options import Parser, parameters
 from spawnsim.run.process_setup import stoppable
-from spawnsim.run.program import is_unmodified, refuse_arguments
+from spawnsim.run.program import is_unmodified, refuse_arguments, tree_of
 from spawnsim.units import seconds, text_table
 
 RUNS = 1000
@@ -35,8 +35,7 @@ def main(argv: Sequence[str]) -> int:
     if "--" in own:
         own, own_arguments = own[: own.index("--")], own[own.index("--") + 1 :]
     options = _parser().parse_args(own)
-    if not options.file.is_file():
-        raise ParameterError(f"cannot read {options.file}: no such file")
+    tree_of(options.file)  # raises if it cannot be read
     unmodified = options.whole or is_unmodified(options.file)
     if own_arguments and not unmodified:
         refuse_arguments(own_arguments)

@@ -51,7 +51,9 @@ def replay(argv: Sequence[str]) -> int:
         raise ParameterError("where to stop? Give --until TIME or --break EXPRESSION")
     main = None if again.is_whole else program(again.file, again.parameters).main.__code__
     prompts = not options.what_if or bool(stop.condition)
-    recorder = Replay(stop, changes, sys.stdin if prompts else None, sys.stdout, main)
+    whole = again.recorded.what.get("record_every", 1) == 1 and not again.recorded.what.get("record_ranks")
+    columns = list(again.recorded.table) if whole else None  # of thinned rows some may be missing
+    recorder = Replay(stop, changes, sys.stdin if prompts else None, columns=columns, main=main)
     with stoppable():
         found = again.run(recorder, prepare=recorder.prepare, faults=faults)
     if recorder.error is not None:

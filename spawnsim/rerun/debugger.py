@@ -6,18 +6,20 @@ of the others, which changes no result: at a stop each stands where it stands at
 
 from __future__ import annotations
 
+import ast
 import cmd
 import ctypes
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, TextIO
 
 from spawnsim.errors import ParameterError, SpawnsimError
+from spawnsim.options import nearest
 from spawnsim.record import Recorder
 from spawnsim.units import seconds
 from spawnsim.virtual import diagnosis
@@ -29,6 +31,7 @@ from spawnsim.virtual.engine.world import World
 LAST = LATE + (1 << 39)  # in the place of a rank: after all else that happens at a time
 SHOWN = 10  # rows, events, messages
 WIDTH = 100  # of a value's text
+BUILTINS = {"math": math, "abs": abs, "min": min, "max": max, "len": len}  # what a condition may call
 
 
 class Left(SpawnsimError):
@@ -59,14 +62,30 @@ class Stop:
                 f"--break {self.condition!r}: {error.msg}; write 'rank == 17 and loss > 3'"
             ) from error
 
+    def require(self, recorded: Collection[str]) -> None:
+        """Refuse a condition on what was never recorded: it would never be met, and nobody told.
+
+        Args:
+            recorded: the names of all columns.
+
+        Raises:
+            ParameterError: a name of the condition is not among them.
+        """
+        known = [*recorded, "rank", "time_s", *BUILTINS]
+        names = ast.walk(ast.parse(self.condition, mode="eval")) if self.condition else ()
+        for name in (each.id for each in names if isinstance(each, ast.Name)):
+            if name not in known:
+                hint = nearest(name, known) or f"recorded were: {', '.join(recorded) or 'none'}"
+                raise ParameterError(
+                    f"--break {self.condition!r}: nothing that was recorded is called {name}; {hint}"
+                )
+
     def met(self, names: Mapping[str, Any]) -> bool:
         """Whether a recorded row meets the condition; a row that lacks a name does not."""
         if self.code is None:
             return False
         try:
-            return bool(
-                eval(self.code, {"__builtins__": {}, "math": math, "abs": abs}, dict(names))
-            )  # the user's own
+            return bool(eval(self.code, {"__builtins__": {}, **BUILTINS}, dict(names)))  # the user's own
         except NameError:
             return False
         except Exception as error:
@@ -92,12 +111,14 @@ class Replay(Recorder):
         changes: what is changed there.
         stdin: of the prompt; None: it does not prompt, and goes on.
         stdout: of the prompt.
+        columns: names that a condition may use; None: not known.
     """
 
     stop: Stop
     changes: Sequence[Change] = ()
     stdin: TextIO | None = None
     stdout: TextIO = field(default_factory=lambda: sys.stdout)
+    columns: Collection[str] | None = None
     main: CodeType | None = None  # of the program, in whose frames parameters live
     stops: int = 0
     left: bool = False  # whether the user has ended it
@@ -105,6 +126,7 @@ class Replay(Recorder):
 
     def __post_init__(self) -> None:
         super().__init__()
+        self.stop_where(self.stop)
         self.world: World | None = None
         self.last: dict[int, list[dict[str, Any]]] = {}
         self._busy = False
@@ -116,6 +138,12 @@ class Replay(Recorder):
             rank.observers += 1
         if self.stop.until_s is not None:
             self.stop_at(self.stop.until_s)
+
+    def stop_where(self, stop: Stop) -> None:
+        """Have the run stopped where a condition is met; `ParameterError` if it never can be."""
+        if self.columns is not None:
+            stop.require(self.columns)
+        self.stop = stop
 
     def stop_at(self, time_s: float) -> None:
         """Have the run stopped at a virtual time."""
@@ -167,17 +195,21 @@ class Replay(Recorder):
         frame = _frame_of(task, self.main)
         if frame is None:
             raise ParameterError(f"{task.name} is not in main, where {change.name} could be changed")
-        owner, _, name = change.name.rpartition(".")
-        if owner:
-            _set_attribute(frame, owner, name, change.value)
-        elif name not in frame.f_locals:
-            raise ParameterError(f"main has no variable {name}; it has: {', '.join(frame.f_locals)}")
-        else:
-            set_local(frame, name, change.value)
+        _set(frame, change.name, change.value)
 
 
-def _set_attribute(frame: FrameType, owner: str, name: str, value: Any) -> None:
-    """Set an attribute that an object of a frame has: one that is misspelt would change nothing, and not be noticed."""
+def _set(frame: FrameType, what: str, value: Any) -> None:
+    """Set a variable of a function, or an attribute that one of its objects has.
+
+    One that is misspelt would change nothing, and not be noticed.
+    """
+    owner, _, name = what.rpartition(".")
+    if not owner:
+        if name not in frame.f_locals:
+            function = frame.f_code.co_name
+            raise ParameterError(f"{function} has no variable {name}; it has: {', '.join(frame.f_locals)}")
+        set_local(frame, name, value)
+        return
     try:
         thing = eval(owner, frame.f_globals, frame.f_locals)
         getattr(thing, name)
@@ -272,7 +304,9 @@ class Prompt(cmd.Cmd):
     def do_where(self, arg: str) -> None:
         """Where [N]: the stack of a rank, as far as it is the program's."""
         found = self._of(arg)
-        if found is not None:
+        if found is not None and found[1]:
+            self.say(f"where {arg}: give the number of a rank")
+        elif found is not None:
             shown = [(frame, frame.f_lineno) for frame in reversed(_own(found[0]))]
             self.say(
                 "".join(traceback.StackSummary.extract(iter(shown)).format()).rstrip()
@@ -298,8 +332,11 @@ class Prompt(cmd.Cmd):
         """Set [N] NAME=VALUE: change a variable in a rank's innermost function; the run is another one from here on."""
 
         def change(frame: FrameType, text: str) -> None:
-            name, _, value = text.partition("=")
-            set_local(frame, name.strip(), eval(value, frame.f_globals, frame.f_locals))
+            name, sign, value = (part.strip() for part in text.partition("="))
+            if sign:
+                _set(frame, name, eval(value, frame.f_globals, frame.f_locals))
+            else:
+                self.say(f"set {arg}: write NAME=VALUE")
 
         self._in_frame(arg, change)
 
@@ -342,7 +379,7 @@ class Prompt(cmd.Cmd):
     def do_break(self, arg: str) -> None:
         """Break EXPRESSION: stop where a recorded row meets it; without one, nowhere."""
         try:
-            self._replay.stop = Stop(condition=arg.strip())
+            self._replay.stop_where(Stop(condition=arg.strip()))
         except ParameterError as error:
             self.say(str(error))
 

@@ -154,9 +154,13 @@ class _Keeping:
 
     def writer(self, what: Mapping[str, Any], inputs: Any) -> RunWriter:
         """Return what writes the run folder."""
-        return RunWriter(
+        writer = RunWriter(
             what, self.out, self.on_error, inputs, trace=self.trace, resume=self.resume, thin=self.thin
         )
+        if self.on_note is not None:
+            for sentence in writer.what.get("warnings", ()):
+                self.on_note(sentence)
+        return writer
 
 
 def _run_main(task: Program, scenario: Scenario, keeping: _Keeping) -> Run:

@@ -230,9 +230,23 @@ def begin_folder(out: Path, what: dict[str, Any], inputs: Files, *, resume: bool
         "resumed_at": [*_resumed_at(old.what), found.iteration],
         "most_ranks": most,  # earlier rows may be of ranks that this run no longer has
     }
+    if edited := _edited(old.what, what):
+        what["warnings"] = [
+            f"resumed at iteration {found.iteration} with another program than before: {', '.join(edited)} has been "
+            "edited since; what was recorded until then is the old one's"
+        ]
     folder.begin_again(out, what, inputs, before=(table, events))
     checkpoints.discard(out, after=found.iteration)
     return dict(enumerate(until_s.tolist()))
+
+
+def _edited(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the program's files that both descriptions name, with other contents."""
+    old, new = (each.get("inputs") for each in (before, now))
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return []
+    names = [name for name in new if name.startswith("program/") and name in old]
+    return [name.removeprefix("program/") for name in names if old[name] != new[name]]
 
 
 def _resumed_at(what: Mapping[str, Any]) -> list[int]:

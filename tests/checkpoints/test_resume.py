@@ -156,6 +156,25 @@ def test_what_cannot_be_saved_or_resumed_is_said(tmp_path: Path) -> None:
     assert spawnsim.Run.load(tmp_path / "a").table.rows == 7 * RANKS, "a refused run touches nothing"
 
 
+def test_a_run_that_goes_on_with_an_edited_program_says_so(tmp_path: Path) -> None:
+    """By its contents; the same program, touched, is no other one."""
+    program = tmp_path / "train.py"
+    text = (
+        "def main(comm):\n    saved = comm.restore()\n    for i in range(saved.iteration if saved else 0, 4):\n"
+        "        comm.record(iteration=i)\n        comm.checkpoint(iteration=i + 1)\n"
+    )
+    program.write_text(text)
+    spawnsim.run(program, ranks=2, out=tmp_path / "a")
+    cut(tmp_path / "a", tmp_path / "b", 3)
+    program.write_text(text)
+    assert "warnings" not in spawnsim.run(program, ranks=2, out=tmp_path / "a", resume=True).what
+    program.write_text(text + "\n\nRATE = 2\n")
+    told: list[str] = []
+    found = spawnsim.run(program, ranks=2, out=tmp_path / "b", resume=True, on_note=told.append)
+    assert found.what["warnings"] == told
+    assert "iteration 3 with another program than before: train.py has been edited" in told[0]
+
+
 def test_a_checkpoint_costs_what_the_platform_says(tmp_path: Path) -> None:
     """Latency, and bytes by bandwidth."""
     platform = tmp_path / "slow.toml"

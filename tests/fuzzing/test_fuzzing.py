@@ -392,8 +392,9 @@ def test_what_has_no_meaning_is_refused_in_one_line(options, message):
 def test_numbers_of_ranks():
     """Single ones, and from to."""
     assert numbers("2-4,8") == [2, 3, 4, 8]
-    with pytest.raises(ParameterError, match="no such file"):
-        fuzz(["nowhere.py"])
+    for file, message in (("nowhere.py", "No such file"), (".", "Is a directory")):
+        with pytest.raises(ParameterError, match=f"cannot read {file}: {message}"):
+            fuzz([file])
 
 
 def test_shrinking_keeps_the_failure():

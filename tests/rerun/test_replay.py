@@ -1,6 +1,8 @@
 """`spawnsim replay`: a run stopped at a time or a condition, every rank looked at, and changed from there on."""
 
 import io
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -101,6 +103,21 @@ def test_a_run_can_be_changed_at_the_prompt(at_prompt):
     assert "another digest than recorded" in out
 
 
+def test_what_the_prompt_does_not_know_is_said(at_prompt):
+    """No name that is not there is set, no rank guessed; and the run stays what it was."""
+    out = at_prompt(
+        ["where x", "set 3 lss=5", "set 3 loss", "set 3 rate.velue=2", "break lss > 3", "c"],
+        "--until",
+        "0.05s",
+    )
+    for words in (
+        "where x: give the number of a rank", "main has no variable lss", "set 3 loss: write NAME=VALUE",
+        "rate.velue cannot be changed", "nothing that was recorded is called lss",
+    ):  # fmt: skip
+        assert words in out
+    assert "ended as recorded" in out
+
+
 def test_what_if_a_fault_struck_or_a_parameter_changed(at_prompt, folder):
     """From the time on; before it all is as recorded."""
     out = at_prompt([], "--until", "0.1s", "--what-if", "slow:3@0.1s+1s,5")
@@ -136,6 +153,11 @@ def test_what_if_a_fault_struck_or_a_parameter_changed(at_prompt, folder):
         (["--until", "0.1s", "--what-if", "rate.valeu=1"], "rate.valeu cannot be changed: .*no attribute"),
         (["--until", "0.1s", "--what-if", "rota.value=1"], "rota.value cannot be changed: name 'rota'"),
         (["--break", "loss >"], "write 'rank == 17"),
+        (["--break", "lss > 3"], "nothing that was recorded is called lss; did you mean loss"),
+        (
+            ["--break", "rank == 3 and weight > abs(time_s)"],
+            "called weight; recorded were: .*iteration, loss",
+        ),
     ],
 )
 def test_what_has_no_meaning_is_refused(folder, options, message):
@@ -155,3 +177,23 @@ def test_unmodified_programs_are_replayed_too(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "script.py:4" in out
     assert "ended as recorded" in out
+
+
+def test_a_replay_of_gathers_and_checkpoints_ends_as_recorded(tmp_path, monkeypatch, capsys):
+    """What a campaign has found: a rank left a gather of unequal lengths when the next one happened to have come."""
+    (tmp_path / "gathers.py").write_text(
+        "def main(comm):\n"
+        "    for step in range(4):\n"
+        "        with comm.compute(0.001 * (1 + comm.rank * 7 % 5)):\n            pass\n"
+        "        comm.gather('x' * comm.rank, root=step)\n"
+        "        comm.record(left_s=comm.clock.now())\n"
+    )
+    shutil.copy(Path(__file__).parents[1] / "programs" / "resumable.py", tmp_path)
+    for name, parameters in (("gathers.py", {}), ("resumable.py", {"policy": "selective", "iterations": 14})):
+        spawnsim.run(
+            tmp_path / name, ranks=12, out=tmp_path / "run", stragglers="lognormal:0.3", parameters=parameters,
+            overwrite=True,
+        )  # fmt: skip
+        monkeypatch.setattr("sys.stdin", io.StringIO("c\n"))
+        assert replay([str(tmp_path / "run"), "--until", "0.003s"]) == 0
+        assert "ended as recorded" in capsys.readouterr().out

@@ -142,9 +142,12 @@ def _even(sizes: Sizes | Edges) -> Sizes | Edges:
 def _call(operation: str, size: int, sizes: Sizes | Edges) -> CallSize:
     if isinstance(sizes, Edges):
         return CallSize(size, 0)
+    # The algorithm of a gather must not depend on the lengths: its ranks leave before all of these are known.
+    known = operation.lower() != "gatherv"
     if not isinstance(sizes, np.ndarray):
-        return CallSize(size, int(sizes))
-    return CallSize(size, int(sizes.mean()) if sizes.size else 0, equal=bool((sizes == sizes.flat[:1]).all()))
+        return CallSize(size, int(sizes), equal=known)
+    equal = known and bool((sizes == sizes.flat[:1]).all())
+    return CallSize(size, int(sizes.mean()) if sizes.size else 0, equal=equal)
 
 
 class Planner:
@@ -172,7 +175,7 @@ class Planner:
         """
         name = base_name(operation)
         sizes = 0 if name == "barrier" else sizes
-        algorithm = self.selection.algorithm(name, _call(name, size, sizes))
+        algorithm = self.selection.algorithm(name, _call(operation, size, sizes))
         schedule = self._schedule(name, algorithm, sizes, size=size, ranks=ranks)
         nbytes = sizes.nbytes if isinstance(sizes, Edges) else sizes
         if root and isinstance(nbytes, np.ndarray):

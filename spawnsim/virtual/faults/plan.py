@@ -206,7 +206,9 @@ def read(path: Path) -> str:
             raise ParameterError(f"fault plan {path}: it is longer than {MOST_NBYTES:,} bytes")
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ParameterError(f"fault plan {path}: {error}") from error
+        raise ParameterError(
+            f"fault plan: cannot read {path}: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 def from_json(words: str, setting: Setting = Setting()) -> tuple[tuple[Fault, ...], int | None]:  # noqa: B008
@@ -214,7 +216,7 @@ def from_json(words: str, setting: Setting = Setting()) -> tuple[tuple[Fault, ..
     try:
         document = json.loads(words)
     except (ValueError, RecursionError) as error:
-        raise ParameterError(f"fault plan: no valid JSON: {error}") from error
+        raise ParameterError(f"fault plan: not valid JSON: {error}") from error
     return _of_document(document, setting)
 
 
@@ -223,7 +225,7 @@ def from_toml(words: str, setting: Setting = Setting()) -> tuple[tuple[Fault, ..
     try:
         document = tomllib.loads(words)
     except (ValueError, RecursionError) as error:
-        raise ParameterError(f"fault plan: no valid TOML: {error}") from error
+        raise ParameterError(f"fault plan: not valid TOML: {error}") from error
     return _of_document(document, setting)
 
 
@@ -350,13 +352,20 @@ class FaultPlan:
         words, setting = (source or "").strip(), Setting(ranks, network, seed)
         if words.endswith(".csv"):
             return cls(recorded(read(Path(words)), words), seed)
-        toml = words.endswith(".toml")
-        if toml or words.endswith(".json"):
-            words = read(Path(words))
+        if not words.endswith((".toml", ".json")):
+            return cls._of_words(words, setting)
+        text = read(Path(words))
+        try:
+            return cls._of_words(text, setting, toml=words.endswith(".toml"))
+        except ParameterError as error:
+            raise ParameterError(f"{words}: {error}") from error
+
+    @classmethod
+    def _of_words(cls, words: str, setting: Setting, *, toml: bool = False) -> FaultPlan:
         if toml or words.startswith(("{", "[")):
             faults, own_seed = (from_toml if toml else from_json)(words, setting)
-            return cls(faults, seed if own_seed is None else own_seed)
-        return cls(from_text(words, setting), seed)
+            return cls(faults, setting.seed if own_seed is None else own_seed)
+        return cls(from_text(words, setting), setting.seed)
 
     def to_json(self) -> str:
         """Return the plan as JSON that `parse` reads back."""

@@ -234,7 +234,7 @@ class Collectives(Member):
         """Return all ranks' objects at the root, None elsewhere."""
         part, root = dumps(sendobj), self._root(root)
         outcome = lambda m, rank: m.parts(rank) if rank == root else None  # noqa: E731
-        parts = self._meet(Call("gather", "gather", part, len(part), root, sizes="each", outcome=outcome))
+        parts = self._meet(Call("gather", "gatherv", part, len(part), root, sizes="each", outcome=outcome))
         return None if parts is None else [loads(each) for each in parts]
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:

@@ -40,10 +40,7 @@ class Departure(Uncertain):
         self.lost = False
 
     def leave(self, time_s: float) -> None:
-        """Let the rank go at a time; NaN: a message that it needs is lost.
-
-        Where lengths differ, only a late rank may show that this one could have left before: then it goes now.
-        """
+        """Let the rank go at a time, not before the present one; NaN: a message that it needs is lost."""
         if time_s == time_s:
             self.complete(max(time_s, self.kernel.env.now))
         else:
@@ -91,7 +88,15 @@ class Departure(Uncertain):
         return self.instance.number
 
 
-EARLY = {"bcast", "reduce", "gather", "scatter", "scan", "exscan"}  # some ranks may leave before all arrive
+EARLY = {
+    "bcast",
+    "reduce",
+    "gather",
+    "gatherv",
+    "scatter",
+    "scan",
+    "exscan",
+}  # some ranks may leave before all arrive
 
 
 def nothing(instance: CollectiveInstance, me: int) -> None:

@@ -82,7 +82,9 @@ def gather(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vector
     collect = _fill(recvbuf, vector=vector, blocks=size) if me == root else drop
     nbytes = 0 if part is None else part.nbytes
     outcome = lambda instance, rank: instance.parts(rank) if rank == root else None  # noqa: E731
-    return Call("Gather", "gather", part, nbytes, root, sizes="each", outcome=outcome, collect=collect)
+    # Of equal blocks the length is known from one of them, of others never before all have come: so is the algorithm.
+    how = ("gatherv", "each") if vector else ("gather", "all")
+    return Call("Gather", how[0], part, nbytes, root, sizes=how[1], outcome=outcome, collect=collect)
 
 
 def scatter(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vector: bool = False) -> Call:

@@ -70,7 +70,9 @@ class Section:
         try:
             return cls.of_text(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise ParameterError(f"{path}: cannot be read ({error})") from error
+            raise ParameterError(
+                f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
+            ) from error
 
     @classmethod
     def of_text(cls, text: str, file: str) -> Section:

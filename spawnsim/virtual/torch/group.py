@@ -301,7 +301,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         (given,), root = _listed(inputs), int(getattr(opts, "rootRank", 0))
         shapes, agree = described([given])
         call = TorchCall(
-            "gather", "gather", raw(given), nbytes_of([given]), root, agree=agree, sizes="each", shapes=shapes,
+            "gather", "gather", raw(given), nbytes_of([given]), root, agree=agree, sizes="all", shapes=shapes,
             outcome=lambda instance, rank: instance.parts(rank) if rank == root else None,
         )  # fmt: skip
         targets = _rows(outputs)[0] if outputs else []

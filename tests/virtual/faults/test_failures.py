@@ -126,6 +126,9 @@ def test_plans_in_toml_and_recorded_traces(tmp_path: Path) -> None:
         len([each for each in plan.faults if getattr(each, "at_s", 0) == at_s])
         for at_s in {fault.at_s for fault in plan.faults if isinstance(fault, Crash)}
     } == {4}, "nodes fail as one"
+    toml.write_text("a = = 1\n")
+    with pytest.raises(ParameterError, match=r"plan\.toml: fault plan: not valid TOML"):
+        FaultPlan.parse(str(toml))
     trace = tmp_path / "trace.csv"
     trace.write_text("rank,down_s,up_s\n3,0.1,0.2\n5,0.15,\n")
     plan = FaultPlan.parse(str(trace))

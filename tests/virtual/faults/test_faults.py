@@ -167,8 +167,8 @@ def test_short_hands_expand() -> None:
         ('[{"kind": "nosuch"}]', "one of crash"),
         ('{"faults": 3}', "write"),
         ('{"faults": [], "sed": 1}', "write"),
-        ("[", "no valid JSON"),
-        ("nosuch.json", "nosuch.json"),
+        ("[", "not valid JSON"),
+        ("nosuch.json", "cannot read nosuch.json: No such file"),
     ],
 )
 def test_bad_plans_are_one_clear_error(text: str, match: str) -> None:
