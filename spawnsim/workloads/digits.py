@@ -156,9 +156,11 @@ def shard(rank: int, size: int, seed: int, *, alpha: float | None = None, minimu
     return bootstrap_shard(labels, seed, rank, count=minimum, alpha=alpha)
 
 
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return the mean cross-entropy of a batch (natural logarithm), 0-dim."""
-    return cross_entropy(model(x), y)
+def loss_of(model: nn.Module, chosen: Tensor, device: str) -> Tensor:
+    """Return the mean cross-entropy of a batch (natural logarithm), 0-dim: of the training images of these numbers."""
+    # Numbers and not images are what a step is given: the images of all ranks' batches are then taken together.
+    train = load(device)[0]
+    return cross_entropy(model(train.x.index_select(0, chosen)), train.y.index_select(0, chosen))
 
 
 def accuracy_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -238,8 +240,7 @@ class Digits:
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
         """Train on the next batch; return its mean cross-entropy (natural logarithm) before the update, 0-dim."""
         chosen = self.indices().to(self._device)
-        x, y = self.train.x.index_select(0, chosen), self.train.y.index_select(0, chosen)
-        loss: Tensor = self._train(model, optimizer, x, y)  # type: ignore[assignment]  # one output
+        loss: Tensor = self._train(model, optimizer, chosen, self._device)  # type: ignore[assignment]  # one output
         return loss
 
     def accuracy(self, model: nn.Module, part: slice = slice(None)) -> Tensor:

@@ -13,6 +13,15 @@ from torch.nn.functional import linear
 from spawnsim.errors import ParameterError
 
 
+class _Linear(nn.Linear):
+    """A layer whose weights are drawn by the network that it is part of."""
+
+    # A layer's own initialisation would draw from the generator that all ranks share. To make it on torch's meta device
+    # first, as torch.nn.utils.skip_init does, takes ten times as long as all the rest of a small network.
+    def reset_parameters(self) -> None:
+        """Leave the weights as they are."""
+
+
 class MLP(nn.Module):
     """Linear layers with ReLU between them.
 
@@ -25,10 +34,7 @@ class MLP(nn.Module):
         super().__init__()
         if len(widths) < 2 or min(widths) < 1:
             raise ParameterError(f"widths={tuple(widths)}: give at least inputs and outputs, each at least 1")
-        # On no device first: a layer's own initialisation would draw from the generator that all ranks share.
-        self.layers = nn.ModuleList(
-            nn.Linear(i, o, device="meta").to_empty(device="cpu") for i, o in pairwise(widths)
-        )
+        self.layers = nn.ModuleList(_Linear(i, o) for i, o in pairwise(widths))
         for layer in self.stages():
             bound = layer.in_features**-0.5
             nn.init.uniform_(layer.weight, -bound, bound, generator)
