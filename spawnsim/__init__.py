@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # the same names, where editors and type checkers look for th
         SpawnPolicy,
     )
     from spawnsim.record import Table
+    from spawnsim.study import Sweep
     from spawnsim.training import Evaluation, TrainingStep
 
 __version__ = "0.1.0"
@@ -72,13 +73,14 @@ _HOME = {
     "PhantomArray": "spawnsim.phantoms",
     "Table": "spawnsim.record",
     "Evaluation": "spawnsim.training",
+    "Sweep": "spawnsim.study",
     "TrainingStep": "spawnsim.training",
 }
 
 __all__ = [
     "AsyncModelAveragePolicy", "AsyncSelectiveAveragingPolicy", "AverageAllPolicy", "Comm", "DecentralizedAverager",
-    "DecentralizedAveragingPolicy", "Evaluation", "PhantomArray", "Run", "SpawnPolicy", "Table", "TrainingStep",
-    "__version__", "run", "virtual",
+    "DecentralizedAveragingPolicy", "Evaluation", "PhantomArray", "Run", "SpawnPolicy", "Sweep", "Table",
+    "TrainingStep", "__version__", "run", "virtual",
 ]  # fmt: skip
 
 

@@ -71,4 +71,52 @@ def _value(text: str) -> Any:
 
 def arguments_of(values: Mapping[str, Any]) -> list[str]:
     """Return `--set` options that `parameters` reads back as these values."""
-    return [part for name, value in values.items() for part in ("--set", f"{name}={value!r}")]
+    return [part for name, value in values.items() for part in ("--set", f"{name}={_text(value)}")]
+
+
+def _text(value: Any) -> str:
+    # A word that is read as nothing else needs no quotes, which a shell would need quoted again.
+    plain = isinstance(value, str) and value.isidentifier() and _value(value) == value
+    return value if plain else repr(value)
+
+
+def listed(text: str) -> list[str]:
+    """Return the values of a list with commas between them; those within quotes or brackets separate nothing.
+
+    >>> listed("none,'slow:0.05,10'"), listed("(32,),(64, 64)")
+    (['none', "'slow:0.05,10'"], ['(32,)', '(64, 64)'])
+    """
+    found, depth, quote = [""], 0, ""
+    for sign in text:
+        if sign == "," and not depth and not quote:
+            found.append("")
+            continue
+        # A quote within a word, such as an apostrophe, opens nothing.
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"" and (depth or not found[-1].strip()):
+            quote = sign
+        depth += 0 if quote else (sign in "([{") - (sign in ")]}")
+        found[-1] += sign
+    found = [each.strip() for each in found]
+    if depth or quote:
+        raise ParameterError(f"{text}: a quote or bracket is not closed")
+    if len(found) > 1 and "" in found:
+        raise ParameterError(f"{text}: a value is missing between two commas")
+    return found
+
+
+def unquoted(text: str) -> str:
+    """Return a value without the quotes around it."""
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+
+
+def choices(settings: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the values that `--set name=value,value` options ask for; those of a repeated name are put together."""
+    found: dict[str, list[Any]] = {}
+    for setting in settings:
+        name, sign, values = setting.partition("=")
+        for text in listed(values) if sign else [""]:
+            for key, value in parameters([f"{name}{sign}{text}"]).items():
+                found.setdefault(key, []).append(value)
+    return found

@@ -123,6 +123,10 @@ COMMANDS = {
     "run": ("spawnsim.cli.run:main", "run a file on virtual ranks, or on real ones"),
     "resume": ("spawnsim.cli.run:resume", "go on with a run from its newest checkpoint"),
     "columnar": ("spawnsim.cli.columnar:main", "time a policy on up to millions of ranks, as rows of arrays"),
+    "sweep": (
+        "spawnsim.cli.sweep:main",
+        "run a file under all combinations of values, seeds and circumstances",
+    ),
     "study": ("spawnsim.cli.study:main", "run a study: a grid of runs, and its figures"),
     "fuzz": (
         "spawnsim.cli.fuzz:main",
@@ -174,7 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
     """Run this process's command line; does not return."""
-    if {"run", "study", "fuzz", "verify", "replay"} & set(sys.argv[1:2]) and "--backend" not in sys.argv:
+    alone = "--backend" not in sys.argv and "mpi4py.MPI" not in sys.modules  # no rank of a real job
+    if {"run", "sweep", "study", "fuzz", "verify", "replay"} & set(sys.argv[1:2]) and alone:
         # Before any library is loaded: they read the variables once.
         use_one_thread()
         _fix_hashing()

@@ -19,8 +19,7 @@ from spawnsim.study.context import Context
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study named in `argv`; return the exit code; errors are printed by the caller."""
     args = _parser().parse_args(argv)
-    if args.jobs < 0:
-        raise ParameterError(f"--jobs {args.jobs}: give the number of runs at once, or 0 for this process")
+    require_jobs(args.jobs)
     if args.seeds is not None and args.seeds < 1:
         raise ParameterError(f"--seeds {args.seeds}: give how many seeds to run, at least 1")
     path = find(args.study)
@@ -30,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A study's files would lie among those of a run, and its clean-up could take them.
     require_free(out)
     with stoppable():
-        given = {"quick": args.quick, "repeats": args.seeds, "jobs": args.jobs, "say": _say}
+        given = {"quick": args.quick, "repeats": args.seeds, "jobs": args.jobs, "say": say}
         load(path)(Context(path.stem, path.parent, out, **given))
     return 0
 
@@ -38,8 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 JOBS = "runs at once (default: one per core, 4 at most; 0: one after another, in this process)"
 
 
-def _jobs() -> int:
-    return min(os.cpu_count() or 1, 4)
+def add_jobs(parser: Parser) -> None:
+    """Add how many runs go on at once."""
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 4), metavar="N", help=JOBS)
+
+
+def require_jobs(jobs: int) -> None:
+    """Raise `ParameterError` for a number of runs below 0."""
+    if jobs < 0:
+        raise ParameterError(f"--jobs {jobs}: give the number of runs at once, or 0 for this process")
 
 
 def _parser() -> Parser:
@@ -47,12 +53,13 @@ def _parser() -> Parser:
     parser.add_argument("study", metavar="NAME|PATH", help="a file of studies/, by name, or a path to one")
     parser.add_argument("--quick", action="store_true", help="a small version, to see that it works")
     parser.add_argument("--seeds", type=int, metavar="N", help="how many seeds (default: the study's own)")
-    parser.add_argument("--jobs", type=int, default=_jobs(), metavar="N", help=JOBS)
+    add_jobs(parser)
     parser.add_argument("--out", metavar="DIR", help="figures and runs go here (default: runs/NAME)")
     return parser
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print a line at once, also into a pipe."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -43,7 +43,7 @@ from spawnsim.run.process_setup import one_thread
 from spawnsim.run.program import MODULE, is_unmodified, program
 from spawnsim.run.result import totals_of
 from spawnsim.run.virtual import carry_out
-from spawnsim.study.sweeping import pool
+from spawnsim.study.executors import pool
 from spawnsim.virtual import diagnosis
 
 LIMIT_S = 60.0  # on the wall, for one case

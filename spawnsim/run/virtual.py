@@ -169,7 +169,7 @@ def _run_main(task: Program, scenario: Scenario, keeping: _Keeping) -> Run:
     what, inputs = describe(task, scenario.described() | keeping.described(), backend="virtual")
     # The simulator checks its parts too, but only after the folder was begun: a typing error must not replace a run.
     if keeping.out is not None:
-        _require_possible(scenario)
+        require_possible(scenario)
     writer = keeping.writer(what, inputs)
     iterations = task.parameters.get("iterations")
     # The bar is the inner block: its thread reads the recorder, so it must have ended before the writer closes it.
@@ -181,7 +181,7 @@ def _run_main(task: Program, scenario: Scenario, keeping: _Keeping) -> Run:
     return writer.run
 
 
-def _require_possible(scenario: Scenario) -> None:
+def require_possible(scenario: Scenario) -> None:
     """Raise `ParameterError` for circumstances that cannot be, before a run folder is touched."""
     from spawnsim.virtual.cluster import parts
 
@@ -288,7 +288,7 @@ def _run_unmodified(
     what |= {"notes": [NO_COST] if scenario.compute in (None, "none") else [], "warnings": []}
     if keeping.out is not None:
         Cost.of(scenario.compute, load_platform(scenario.platform).device)
-        _require_possible(
+        require_possible(
             replace(scenario, compute=0.0)
         )  # there it is a cost of calls, which is checked above
     writer = keeping.writer(what, inputs)

@@ -6,7 +6,9 @@ What a program trains, or which policy is better, is not known here.
 from __future__ import annotations
 
 from spawnsim.study.context import Context, Result
+from spawnsim.study.executors import pool
+from spawnsim.study.results import Sweep
 from spawnsim.study.store import Cell, Cost, Store, grid
-from spawnsim.study.sweeping import pool, sweep
+from spawnsim.study.sweeping import sweep
 
-__all__ = ["Cell", "Context", "Cost", "Result", "Store", "grid", "pool", "sweep"]
+__all__ = ["Cell", "Context", "Cost", "Result", "Store", "Sweep", "grid", "pool", "sweep"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,22 +80,24 @@ class Context:
         return [*own[: self.repeats], *more]
 
     def grid(
-        self, file: str, *, ranks: Sequence[int], seeds: Sequence[int], over: Mapping[str, Sequence[Scalar]],
+        self, file: str, *, ranks: Sequence[int], seeds: Sequence[int],
+        over: Mapping[str, Sequence[Scalar]] | None = None, around: Mapping[str, Sequence[Any]] | None = None,
         **world: Any,
     ) -> list[Cell]:  # fmt: skip
-        """Return one cell per combination of `over`'s values (keyword arguments of `main`), ranks and seeds.
+        """Return one cell per combination of values of `over` and `around`, ranks and seeds.
 
         Args:
             file: name of a program beside the study.
             ranks: the numbers of ranks.
             seeds: the seeds.
             over: keyword argument of `main` → its values.
+            around: keyword argument of `spawnsim.run` → its values.
             world: keyword arguments of `spawnsim.run`, the same for all cells.
 
         Returns:
             The cells; seeds vary fastest.
         """
-        return grid(self.file(file), ranks=ranks, seeds=seeds, over=over, **world)
+        return grid(self.file(file), ranks=ranks, seeds=seeds, over=over, around=around, **world)
 
     def sweep(self, cells: Sequence[Cell]) -> list[Result]:
         """Run the cells that are not done yet, and return all of them.
@@ -111,16 +112,7 @@ class Context:
             StudyError: some runs failed; those that did not are kept.
         """
         store = Store(self.out / "runs")
-        # An executor that was given is its owner's to end; a pool of ours ends with the sweep.
-        own_pool = self.executor is None and self.jobs > 0
-        try:
-            with sweeping.pool(self.jobs) if own_pool else nullcontext(self.executor) as executor:
-                folders = sweeping.sweep(cells, store, executor=executor, say=self.say)
-        except KeyboardInterrupt as stop:
-            # Counted on disk: processes may have finished runs after the interrupt.
-            kept = f"{sum(map(store.done, cells))} of {len(cells)} runs are done and kept"
-            stop.__notes__ = [f"{kept}: the same command goes on with the rest"]
-            raise
+        folders = sweeping.complete(cells, store, jobs=self.jobs, executor=self.executor, say=self.say)
         return [Result(cell, read(at), store.cost(cell)) for cell, at in zip(cells, folders, strict=True)]
 
     def alone(self) -> Context:

@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import os
+import platform
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -98,6 +99,18 @@ class Cell:
         text = json.dumps(self.description() | texts, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
+    def values(self) -> dict[str, Any]:
+        """Return the description in one row: file, backend, ranks, parameters, circumstances, seed.
+
+        Returns:
+            Name → value. A parameter that is called as one of the others is "main's NAME".
+        """
+        told = self.description()
+        seed, given = told.pop("seed"), told.pop("parameters")
+        row = told | told.pop("world")
+        row |= {f"main's {name}" if name in {*row, "seed"} else name: value for name, value in given.items()}
+        return row | {"seed": seed}
+
     @property
     def name(self) -> str:
         """A short name for people: file, policy, ranks, backend, seed; the key tells the rest."""
@@ -130,22 +143,47 @@ def _sources(root: Path) -> Iterator[Path]:
             yield path
 
 
+def labels(cells: Sequence[Cell]) -> dict[str, str]:
+    """Return what sets each cell apart from the others, for people: "average, ratio 0.1, seed 3".
+
+    Args:
+        cells: the cells of a sweep.
+
+    Returns:
+        Key of a cell → its label; of a cell alone its name.
+    """
+    rows = {cell.key: cell.values() for cell in cells}
+    every = {name: None for row in rows.values() for name in row}
+    varied = [name for name in every if len({str(row.get(name)) for row in rows.values()}) > 1]
+    return {
+        cell.key: ", ".join(_told(name, rows[cell.key][name]) for name in varied if name in rows[cell.key])
+        or cell.name
+        for cell in cells
+    }
+
+
+def _told(name: str, value: Any) -> str:
+    return str(value) if name in ("policy", "file", "backend") else f"{name.replace('_', ' ')} {value}"
+
+
 def grid(
-    file: Path,
+    file: str | Path,
     *,
     ranks: Sequence[int],
     seeds: Iterable[int],
-    over: Mapping[str, Sequence[Scalar]],
+    over: Mapping[str, Sequence[Scalar]] | None = None,
+    around: Mapping[str, Sequence[Any]] | None = None,
     **world: Any,
 ) -> list[Cell]:
-    """Return one cell per combination of `over`'s values, numbers of ranks and seeds, in that order.
+    """Return one cell per combination of values of `over` and `around`, numbers of ranks and seeds, in that order.
 
     Args:
         file: the program.
         ranks: the numbers of ranks.
         seeds: the seeds.
         over: keyword argument of `main` → its values.
-        world: keyword arguments of `spawnsim.run`, the same for all cells.
+        around: keyword argument of `spawnsim.run`, or "backend" → its values.
+        world: keyword arguments of `spawnsim.run`, or `backend`, the same for all cells.
 
     Returns:
         The cells; seeds vary fastest.
@@ -153,11 +191,21 @@ def grid(
     Raises:
         ParameterError: there is no such file, or a number of ranks below 1.
     """
-    combinations = [dict(zip(over, values, strict=True)) for values in itertools.product(*over.values())]
-    return [
-        Cell(file=file, ranks=size, seed=seed, parameters=parameters, world=world)
-        for parameters, size, seed in itertools.product(combinations, ranks, list(seeds))
-    ]
+    found = []
+    worlds = [{**world, **each} for each in _combinations(around or {})]
+    for given, outside, size, seed in itertools.product(
+        _combinations(over or {}), worlds, ranks, list(seeds)
+    ):
+        rest = dict(outside)
+        backend = rest.pop("backend", "virtual")
+        found.append(
+            Cell(file=Path(file), ranks=size, seed=seed, backend=backend, parameters=given, world=rest)
+        )
+    return found
+
+
+def _combinations(values: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
 
 
 COST = "cost.json"
@@ -188,6 +236,24 @@ class Store:
             A folder below `root`, named after the cell and its key.
         """
         return self.root / f"{cell.name}-{cell.key}"
+
+    def failed(self, cell: Cell) -> Path:
+        """Return where a cell's run stays aside if it fails.
+
+        Args:
+            cell: the run.
+
+        Returns:
+            A folder below `root`, there or not.
+        """
+        return self.root / f"failed-{cell.name}-{cell.key}"
+
+    def tidy(self) -> None:
+        """Remove drafts of this machine's processes that are gone: those of a sweep that was killed."""
+        for draft in self.root.glob(f".*.{_HERE}.*"):
+            number = draft.name.rpartition(".")[2]
+            if number.isdecimal() and not _lives(int(number)):
+                shutil.rmtree(draft, ignore_errors=True)
 
     def done(self, cell: Cell) -> bool:
         """Say whether the run is there, and of the files that it depends on none was edited since.
@@ -226,18 +292,19 @@ class Store:
         """
         place = self.folder(cell)
         # The process in its name: two studies that make the same run at once each have a draft of their own.
-        draft = place.with_name(f".{place.name}.{os.getpid()}")
+        draft = place.with_name(f".{place.name}.{_HERE}.{os.getpid()}")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         try:
             yield draft
         except BaseException:
             # Under another name: a folder in the run's place would be taken for a finished run.
-            failed = place.with_name(f"failed-{place.name}")
+            failed = self.failed(cell)
             shutil.rmtree(failed, ignore_errors=True)
             with suppress(OSError):
                 draft.rename(failed)  # what was recorded until then, to look at
             raise
+        shutil.rmtree(self.failed(cell), ignore_errors=True)  # of an earlier attempt
         # The run that lies there was made of files that have been edited since; a rename does not replace a full
         # folder.
         if place.is_dir() and not self.done(cell):
@@ -248,6 +315,19 @@ class Store:
             if not place.is_dir():
                 raise
             shutil.rmtree(draft)  # another process was faster; equal keys mean equal results
+
+
+_HERE = platform.node().replace("/", "-")  # studies of several machines may share a folder
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _as_recorded(cell: Cell, place: Path) -> bool:

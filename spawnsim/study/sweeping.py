@@ -1,37 +1,68 @@
 """Carry out the cells of a study that are not done yet, through any `concurrent.futures.Executor`.
 
-One cell runs in this process (virtual ranks) or through a launcher (real ranks). `execute` is a plain function of
-picklable values, so that any executor can carry it to another process or machine.
+One cell runs in a process of the pool (virtual ranks), or by the command that a person would type (real ranks, and
+whatever another executor carries). `execute` is a plain function of picklable values, so that any executor can carry it
+to another process or machine.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
-import signal
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, as_completed
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from threading import Thread
 
 from spawnsim.errors import ParameterError, SpawnsimError, StudyError, WorldError
 from spawnsim.options import arguments_of
 from spawnsim.run import process_setup, run
-from spawnsim.run.process_setup import one_thread, stoppable
-from spawnsim.study.store import Cell, Cost, Store, write_cost
+from spawnsim.run.process_setup import stoppable
+from spawnsim.study.executors import Processes, pool
+from spawnsim.study.store import Cell, Cost, Store, labels, write_cost
 
 LAST_LINES = 12
+PRINTED = "output.txt"  # of a run's folder: what its ranks have printed
+How = Callable[[Cell, Path], None]
 
 
-def execute(cell: Cell, root: Path) -> Cost:
+def here(cell: Cell, folder: Path) -> None:
+    """Carry out a cell on virtual ranks, in this process."""
+    run(
+        cell.file, ranks=cell.ranks, seed=cell.seed, out=folder, parameters=dict(cell.parameters),
+        **dict(cell.world),
+    )  # fmt: skip
+
+
+def aside(cell: Cell, folder: Path) -> None:
+    """Carry out a cell in this process, which is one of many: what its ranks print goes to its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / PRINTED
+    with path.open("w", encoding="utf-8") as file, redirect_stdout(file):
+        here(cell, folder)
+    if not path.stat().st_size:
+        path.unlink()
+
+
+def by_command(cell: Cell, folder: Path) -> None:
+    """Carry out a cell by the command that a person would type; its failure is told with its last lines."""
+    # A process of its own: MPI can be started once in a process, and an executor's may be threads, or serve for many.
+    done = subprocess.run(
+        command_line(cell, folder), check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=dict.fromkeys(process_setup.VARIABLES, "1") | os.environ,
+    )  # fmt: skip
+    if done.returncode:
+        tail = "\n".join(done.stdout.splitlines()[-LAST_LINES:])
+        raise WorldError(f"{command_of(cell)} ended with status {done.returncode}:\n{tail}")
+
+
+def execute(cell: Cell, root: Path, how: How = here) -> Cost:
     """Carry out `cell` into its place under `root`; a cell that is there already costs nothing more."""
     store = Store(root)
     # Asked again, since another study may have made the run while this one waited in the pool.
@@ -41,82 +72,72 @@ def execute(cell: Cell, root: Path) -> Cost:
     # result.
     if replace(cell).key != cell.key:
         raise ParameterError(
-            f"files that {cell.name} depends on were edited since the study began: start it again"
+            f"files that {cell.name} depends on were edited since the study began, or are others where it runs: "
+            "start it again"
         )
+    how = how if cell.backend == "virtual" else by_command
     load, began_s = os.getloadavg()[0], time.monotonic()
     # Only here a signal raises: one that waits for work, in a pool that is told to stop, just ends.
     with stoppable(), store.draft(cell) as folder:
-        (_in_this_process if cell.backend == "virtual" else _by_launcher)(cell, folder)
-        cost = Cost(round(time.monotonic() - began_s, 3), _peak_memory(cell), round(load, 2))
+        how(cell, folder)
+        cost = Cost(round(time.monotonic() - began_s, 3), _peak_memory(how), round(load, 2))
         # Within the draft: a run without its cost would look finished, and fail when it is read.
         write_cost(folder, cost)
     return cost
 
 
-def prepare() -> None:
-    """Make a process of a pool ready for one run: one thread, and it is for the study to tell it to stop.
+OPTIONS = {
+    "platform": "--platform", "stragglers": "--straggler", "faults": "--faults", "compute": "--compute",
+    "deadline_s": "--deadline", "ties": "--ties", "record_every": "--record-every", "record_ranks": "--record-ranks",
+    "eager": "--eager", "whole": "--whole",
+}  # fmt: skip
+"""Keyword argument of `spawnsim.run` → option of the command; those that are True are options alone."""
 
-    Numeric libraries are told that are not loaded yet: runs share the machine's cores. Ctrl-C on a terminal reaches
-    all processes; those of a pool leave it to the study's.
+
+def arguments(cell: Cell) -> list[str]:
+    """Return the arguments of `spawnsim` that carry out a cell; values are Python literals, as `--set` reads them.
+
+    Raises:
+        ParameterError: a circumstance is an object, which no command line can hold.
     """
-    process_setup.use_one_thread()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _in_this_process(cell: Cell, folder: Path) -> None:
-    run(
-        cell.file, ranks=cell.ranks, seed=cell.seed, out=folder, parameters=dict(cell.parameters),
-        **dict(cell.world),
-    )  # fmt: skip
-
-
-def _by_launcher(cell: Cell, folder: Path) -> None:
-    """Start the same command that a person would type, and report its failure with its last lines."""
-    # A process of its own, since MPI can be started once in a process.
-    line = command_line(cell, folder)
-    done = subprocess.run(
-        line, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=dict.fromkeys(process_setup.VARIABLES, "1") | os.environ,
-    )  # fmt: skip
-    if done.returncode:
-        tail = "\n".join(done.stdout.splitlines()[-LAST_LINES:])
-        raise WorldError(f"{' '.join(line[1:])} ended with status {done.returncode}:\n{tail}")
+    line = ["run", str(cell.file), "--ranks", str(cell.ranks), "--seed", str(cell.seed)]
+    line += [] if cell.backend == "virtual" else ["--backend", cell.backend]
+    for name, value in cell.world.items():
+        if value is None or value is False or name == "argv":
+            continue
+        if name not in OPTIONS or not isinstance(value, (str, int, float, Path)):
+            raise ParameterError(
+                f"{name}={value!r} cannot be given on a command line, as real ranks and foreign executors need it: "
+                "give text"
+            )
+        line += [OPTIONS[name]] if value is True else [OPTIONS[name], str(value)]
+    line += arguments_of(cell.parameters)
+    return line + (["--", *cell.world["argv"]] if cell.world.get("argv") else [])
 
 
 def command_line(cell: Cell, folder: Path) -> list[str]:
-    """Return the command line of a cell on real ranks; its values are Python literals, as `--set` reads them."""
-    line = [
-        sys.executable,
-        "-m",
-        "spawnsim",
-        "run",
-        str(cell.file),
-        "--backend",
-        cell.backend,
-        "-n",
-        str(cell.ranks),
-    ]
-    line += ["--seed", str(cell.seed), "--out", str(folder), "--quiet"]
-    return line + arguments_of(cell.parameters)
+    """Return the command line of a process that carries out a cell into a folder."""
+    command, *rest = arguments(cell)
+    return [sys.executable, "-m", "spawnsim", command, "--out", str(folder), "--quiet", *rest]
 
 
-def _peak_memory(cell: Cell) -> int:
+def command_of(cell: Cell) -> str:
+    """Return the command that carries out a cell again, as it is typed."""
+    try:
+        return shlex.join(["spawnsim", *arguments(cell)])
+    except ParameterError:  # circumstances that only Python can give
+        return f"spawnsim.run({str(cell.file)!r}, ranks={cell.ranks}, seed={cell.seed}, …)"
+
+
+def _peak_memory(how: How) -> int:
     """Return bytes: this process's, or, for launched ranks, the largest single process's."""
-    whose = resource.RUSAGE_SELF if cell.backend == "virtual" else resource.RUSAGE_CHILDREN
+    whose = resource.RUSAGE_CHILDREN if how is by_command else resource.RUSAGE_SELF
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(whose).ru_maxrss * unit
 
 
 Say = Callable[[str], None]
-PRELOADED = [
-    "spawnsim.study.sweeping",
-    "spawnsim.policies",
-    "spawnsim.virtual",
-    "spawnsim.training",
-    "torch._dynamo",  # every optimizer imports it: 1.5 s of each run
-    "sklearn.datasets",
-]  # those there are
 
 
 @dataclass(frozen=True)
@@ -127,82 +148,34 @@ class Progress:
     total: int
     began_s: float
 
-    def finished(self, done: int, cell: Cell, cost: Cost) -> None:
-        """Say that `cell` is the run number `done` to finish."""
+    def finished(self, done: int, label: str, outcome: Cost | Exception) -> None:
+        """Say that a run is the number `done` to end."""
         elapsed_s = time.monotonic() - self.began_s
         left_s = elapsed_s / done * (self.total - done)
+        took = (
+            f": {duration(outcome.wall_s)}" if isinstance(outcome, Cost) else f" failed: {last_line(outcome)}"
+        )
         eta = f", about {duration(left_s)} left" if done < self.total else f", {duration(elapsed_s)} in all"
-        self.say(f"[{done}/{self.total}] {cell.name}: {duration(cost.wall_s)}{eta}")
+        self.say(f"[{done}/{self.total}] {label}{took}{eta}")
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error's text, which says what it is."""
+    return str(error).strip().rpartition("\n")[2] or type(error).__name__
 
 
 def duration(seconds: float) -> str:
     """Return a duration for people.
 
-    >>> duration(8.25), duration(75)
-    ('8.2 s', '1 min 15 s')
+    >>> duration(8.25), duration(75), duration(7260)
+    ('8.2 s', '1 min 15 s', '2 h 1 min')
     """
     if seconds < 10:
         return f"{seconds:.1f} s"
-    return f"{seconds:.0f} s" if seconds < 60 else f"{int(seconds // 60)} min {int(seconds % 60)} s"
-
-
-STOPPING_S = 5.0  # for which a run that is told to stop may go on writing what it has recorded
-
-
-@contextmanager
-def pool(jobs: int, *, fresh: bool = True) -> Iterator[Executor]:
-    """Give a pool of processes of one thread each: fresh ones, one per run, so that a run's peak memory is its own.
-
-    They are forked from one that has loaded what runs need, which takes longer than a short run, and begun nothing.
-
-    When the block is left by an exception, such as Ctrl-C, nothing more begins, and what runs is told to stop.
-
-    Args:
-        jobs: how many runs may go on at once, at least 1.
-        fresh: whether each run gets a process of its own; without, `jobs` processes carry out all of them.
-
-    Returns:
-        A context manager that gives the executor.
-    """
-    # Children of the caller's own are not ours to stop.
-    others = set(multiprocessing.active_children())
-    # Not fork: the caller may have threads and a loaded BLAS, whose locks a fork copies as they stand. Not spawn:
-    # loading torch takes longer than a short run.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with one_thread():  # libraries ask when they are loaded, which is before a run begins
-        # One task a process: peak memory would be that of the largest run so far, and leftovers of one run could
-        # change the next.
-        executor = ProcessPoolExecutor(
-            jobs, mp_context=context, max_tasks_per_child=1 if fresh else None, initializer=prepare
-        )
-        try:
-            yield executor
-        # KeyboardInterrupt is no Exception, and is the common case.
-        except BaseException:
-            _stop(executor, others)
-            raise
-        executor.shutdown()
-
-
-def _stop(executor: Executor, others: Collection[BaseProcess]) -> None:
-    """Let nothing more begin, and tell the processes of a pool to stop: each once, those that begin meanwhile, too."""
-    # In a thread, since `shutdown` waits for the processes that are to be stopped here.
-    ending = Thread(target=partial(executor.shutdown, cancel_futures=True), daemon=True)
-    ending.start()
-    told: set[BaseProcess] = set()
-    due_s = time.monotonic() + STOPPING_S
-    while ending.is_alive():
-        # Asked in each round: the executor may begin a process while it is shut down.
-        running = {*multiprocessing.active_children()} - {*others}
-        for process in running - told:
-            process.terminate()
-        told |= running
-        # A run in a library's own loop hears no signal.
-        if time.monotonic() > due_s:
-            for process in running:
-                process.kill()
-        ending.join(0.05)
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = int(seconds // 60)
+    return f"{minutes} min {int(seconds % 60)} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def sweep(cells: Sequence[Cell], store: Store, *, executor: Executor | None = None, say: Say) -> list[Path]:
@@ -212,50 +185,94 @@ def sweep(cells: Sequence[Cell], store: Store, *, executor: Executor | None = No
         cells: the runs; equal ones are run once.
         store: where finished runs lie.
         executor: anything that is a `concurrent.futures.Executor`; None runs one after another, in this process.
+            But in processes of `pool` each run is a command of its own, in whatever carries it.
         say: takes one line of text per finished run.
 
     Returns:
         The run folders, in the order of `cells`.
 
     Raises:
-        StudyError: some runs failed; those that did not are kept, and a second sweep tries the rest only.
+        StudyError: some runs failed; those that did not are kept, and a second sweep tries the rest only. Its notes
+            name each that failed, with its error and its command.
     """
+    store.tidy()
     # By key: cells that read differently may be the same run.
     missing = list({cell.key: cell for cell in cells if not store.done(cell)}.values())
     if len(missing) < len(cells):
         say(f"{len(cells) - len(missing)} of {len(cells)} runs are there already")
     # Failures are kept and told at the end, so that one bad cell does not cost a night's other runs.
     progress, failures = Progress(say, len(missing), time.monotonic()), []
-    for done, (cell, outcome) in enumerate(_outcomes(missing, store.root, executor), start=1):
-        if isinstance(outcome, Cost):
-            progress.finished(done, cell, outcome)
-        else:
+    names = labels(cells)
+    for done, (cell, outcome) in enumerate(_outcomes(missing, store.root.absolute(), executor), start=1):
+        progress.finished(done, names[cell.key], outcome)
+        if isinstance(outcome, Exception):
             failures.append((cell, outcome))
-            last_line = str(outcome).strip().rpartition("\n")[2]
-            say(f"[{done}/{len(missing)}] {cell.name} failed: {last_line}")
     if failures:
-        cell, error = failures[0]
-        raise StudyError(
-            f"{len(failures)} of {len(cells)} runs failed; the first: {cell.name}: {error}"
-        ) from error
+        raise _failed(failures, len(cells), store, names) from failures[0][1]
     return [store.folder(cell) for cell in cells]
+
+
+def _failed(
+    failures: Sequence[tuple[Cell, Exception]], total: int, store: Store, names: dict[str, str]
+) -> StudyError:
+    """Return the error that names all failures: what it was, what is left of it, the command that repeats it."""
+    cell, error = failures[0]
+    whole = StudyError(f"{len(failures)} of {total} runs failed; the first: {names[cell.key]}: {error}")
+    for cell, error in failures:
+        lines = [f"failed: {names[cell.key]}: {last_line(error)}", f"  again: {command_of(cell)}"]
+        if store.failed(cell).is_dir():
+            lines.append(f"  left:  {store.failed(cell)}")
+        # What is no error of ours to tell is a fault of ours, or of the executor's: its traceback says where.
+        remote = "" if isinstance(error, SpawnsimError) else error.__dict__.get("remote", "")
+        whole.add_note("\n".join([*lines, *(f"  {line}" for line in str(remote).splitlines())]))
+    return whole
+
+
+def complete(
+    cells: Sequence[Cell], store: Store, *, jobs: int = 1, executor: Executor | None = None, say: Say
+) -> list[Path]:
+    """Run what is not done yet, in a pool of processes unless another executor is given; as `sweep`.
+
+    Args:
+        cells: the runs wanted.
+        store: where finished runs lie.
+        jobs: how many runs may go on at once; 0: one after another, in this process.
+        executor: carries runs out; it is its owner's to end.
+        say: takes one line of text per finished run.
+
+    Returns:
+        The run folders, in the order of `cells`.
+
+    Raises:
+        StudyError: some runs failed; those that did not are kept.
+    """
+    own_pool = executor is None and jobs > 0
+    try:
+        with pool(jobs) if own_pool else nullcontext(executor) as carrier:
+            return sweep(cells, store, executor=carrier, say=say)
+    except KeyboardInterrupt as stop:
+        # Counted on disk: processes may have finished runs after the interrupt.
+        kept = f"{sum(map(store.done, cells))} of {len(cells)} runs are done and kept"
+        stop.__notes__ = [f"{kept}: the same command goes on with the rest"]
+        raise
 
 
 def _outcomes(
     cells: Iterable[Cell], root: Path, executor: Executor | None
-) -> Iterator[tuple[Cell, Cost | SpawnsimError]]:
+) -> Iterator[tuple[Cell, Cost | Exception]]:
     if executor is None:
         yield from ((cell, _outcome(partial(execute, cell, root))) for cell in cells)
         return
-    pending: dict[Future[Cost], Cell] = {executor.submit(execute, cell, root): cell for cell in cells}
+    how = aside if isinstance(executor, Processes) else by_command
+    pending: dict[Future[Cost], Cell] = {executor.submit(execute, cell, root, how): cell for cell in cells}
     # As they end: in the order of submission one long run would hold back the news of all others.
     for future in as_completed(pending):
         yield pending[future], _outcome(future.result)
 
 
-def _outcome(attempt: Callable[[], Cost]) -> Cost | SpawnsimError:
-    """Only errors that spawnsim raises on purpose are collected; a bug of ours ends the sweep with its traceback."""
+def _outcome(attempt: Callable[[], Cost]) -> Cost | Exception:
+    """Return what came of a run; whatever went wrong, in it or in what carried it, is one failure."""
     try:
         return attempt()
-    except SpawnsimError as error:
+    except Exception as error:  # noqa: BLE001  told at the end, with its traceback unless it is an error of ours
         return error

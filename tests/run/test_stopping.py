@@ -193,7 +193,7 @@ def test_a_study_stops_at_once_and_goes_on_from_there(
 
 IDLE = """
 import time
-from spawnsim.study.sweeping import pool
+from spawnsim.study.executors import pool
 
 if __name__ == "__main__":
     try:

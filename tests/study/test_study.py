@@ -18,7 +18,7 @@ from spawnsim.cli import study as commands
 from spawnsim.errors import ParameterError, StudyError, UsageError
 from spawnsim.record import manifest
 from spawnsim.run import process_setup
-from spawnsim.study import Cell, Cost, Store, grid, sweeping
+from spawnsim.study import Cell, Cost, Store, executors, grid, sweeping
 from spawnsim.study import store as cell_module
 from spawnsim.study import sweeping as execution
 
@@ -55,7 +55,7 @@ class Recorder:
         self.fails = fails
         monkeypatch.setattr(sweeping, "execute", self)
 
-    def __call__(self, cell: Cell, root: Path) -> Cost:
+    def __call__(self, cell: Cell, root: Path, how: Any = None) -> Cost:
         self.ran.append(cell.name)
         if cell.seed in self.fails:
             raise UsageError(f"seed {cell.seed} is not liked")
@@ -255,7 +255,7 @@ def test_a_failed_run_spoils_no_other(program: Path, tmp_path: Path, monkeypatch
     """All others finish; the error counts the failures and shows the first; a second sweep tries only those."""
     recorder = Recorder(monkeypatch, fails=(2,))
     with pytest.raises(
-        StudyError, match="2 of 4 runs failed; the first: program-none-n2-s2: seed 2 is not liked"
+        StudyError, match="2 of 4 runs failed; the first: none, seed 2: seed 2 is not liked"
     ):
         sweeping.sweep(cells_of(program), Store(tmp_path), say=str)
     recorder.fails = ()
@@ -298,7 +298,7 @@ def test_any_executor_carries_a_sweep(program: Path, tmp_path: Path, monkeypatch
     with ThreadPoolExecutor(2) as workers:
         sweeping.sweep(cells_of(program), Store(tmp_path / "b"), executor=workers, say=said.append)
     assert len(recorder.ran) == 8
-    assert re.match(r"\[1/4\] program-\w+-n2-s[12]: 0.5 s, about .* left", said[0])
+    assert re.match(r"\[1/4\] (none|average), seed [12]: 0.5 s, about .* left", said[0])
     assert said[3].endswith(" in all")
 
 
@@ -331,7 +331,7 @@ def test_real_ranks_are_started_with_the_users_command(program: Path, tmp_path: 
     cell = Cell(file=program, ranks=4, seed=7, backend="mpi", parameters={"policy": "none", "iterations": 5})
     line = execution.command_line(cell, tmp_path)
     assert line[1:4] == ["-m", "spawnsim", "run"]
-    assert line[-4:] == ["--set", "policy='none'", "--set", "iterations=5"]
+    assert line[-4:] == ["--set", "policy=none", "--set", "iterations=5"]
 
 
 # --------------------------------------------------------------------------------------------- the command
@@ -373,11 +373,11 @@ def test_an_unknown_study_is_answered_with_those_there_are(tmp_path: Path, monke
 
 def test_workers_use_one_thread_each_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch):
     """The pool's processes tell numeric libraries so before they are loaded."""
-    monkeypatch.setattr(execution.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(executors.signal, "signal", lambda *_: None)
     for told, used in (("7", "7"), (None, "1")):
         for name in process_setup.VARIABLES:
             monkeypatch.setenv(name, told) if told else monkeypatch.delenv(name)
-        execution.prepare()
+        executors.prepare()
         assert {os.environ[name] for name in process_setup.VARIABLES} == {used}
 
 
@@ -403,7 +403,7 @@ def test_a_pool_tells_its_processes_to_use_one_thread_and_leaves_the_environment
     """Libraries ask when they are loaded, which is before a process gets its run."""
     for name in process_setup.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    with sweeping.pool(1) as executor:
+    with executors.pool(1) as executor:
         assert executor.submit(os.getenv, "OMP_NUM_THREADS").result() == "1"
         first, second = (executor.submit(os.getpid).result() for _ in range(2))
     assert first != second and "OMP_NUM_THREADS" not in os.environ

@@ -1,0 +1,268 @@
+"""`spawnsim sweep FILE`: one program under all combinations of values, without a study's file.
+
+Most options are those of `spawnsim run`, and take several values with commas between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shlex
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from spawnsim.backends import BACKENDS
+from spawnsim.cli.study import add_jobs, require_jobs, say
+from spawnsim.errors import ParameterError
+from spawnsim.options import Parser, choices, listed, nearest, unquoted
+from spawnsim.record.folder import named
+from spawnsim.run.process_setup import stoppable
+from spawnsim.run.program import is_unmodified, require_main, tree_of
+from spawnsim.run.virtual import require_possible
+from spawnsim.scenario import DEADLINE_S, Scenario
+from spawnsim.study import executors
+from spawnsim.study.results import Sweep
+from spawnsim.study.store import Cell, grid
+from spawnsim.units import text_table
+
+QUOTING = """\
+Options with LIST take several values: --ranks 8,64 or --set ratio=0.1,0.2,0.4; all combinations are run. A value that
+has commas itself is put in quotes, within those of the shell: --straggler "none,'slow:0.05,10'", --set "name='a,b',c";
+a tuple needs none: --set "hidden=(32,),(64,64)". The same option again adds values.
+
+  spawnsim sweep train.py --ranks 64 --set policy=average,selective --straggler none,pareto:1.5 --seeds 8 --out runs/q
+  spawnsim plot runs/q --y 'time_to:accuracy>0.8' --x stragglers --hue policy
+
+The same command goes on with a sweep that was stopped or killed, and tries again what failed. See docs/sweeps.md.
+"""
+AROUND = {
+    "platform": ("--platform", "P", "virtual network: a name or a TOML file; default: the default platform"),
+    "stragglers": ("--straggler", "S", "virtual compute times, such as none,lognormal:0.3"),
+    "faults": ("--faults", "F", "virtual fault plans: texts, or files"),
+    "compute": ("--compute", "S", "seconds of a comm.compute() that states none, such as '5 ms'"),
+    "deadline_s": ("--deadline", "S", "seconds that one call may wait; default: 30"),
+    "ties": (
+        "--ties",
+        "ORDER",
+        "order of virtual ranks at one time: fifo, reverse, random:SEED; default: fifo",
+    ),
+    "backend": ("--backend", "B", f"{', '.join(BACKENDS)}; default: virtual. Real ranks: with --jobs 1"),
+}
+"""Keyword argument of `spawnsim.run` → its option, as `spawnsim run` calls it, and what it is."""
+NUMBERS = ("deadline_s",)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the subcommand."""
+    own, rest = list(argv), []
+    if "--" in own:
+        # Split by hand: argparse would take arguments after the dashes for its own positionals.
+        own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
+    options = parser().parse_args(own)
+    require_jobs(options.jobs)
+    cells = cells_of(options, rest)
+    out = named(options.out) if options.out else Path("runs") / options.file.stem
+    if options.dry_run:
+        return _list(cells, out)
+    with stoppable():
+        found = Sweep.plan(cells, out)
+        say(f"{found.says()}, in {out}; figures at any time: spawnsim plot {out}")
+        own_pool = options.executor == "processes"
+        with (
+            nullcontext()
+            if own_pool
+            else executors.named(options.executor, options.jobs, out / "jobs") as carrier
+        ):
+            Sweep.run(cells, out, jobs=options.jobs, executor=carrier, say=say)
+    say(f"{found.says()}; {_advice(found)}")
+    return 0
+
+
+def cells_of(options: argparse.Namespace, argv: Sequence[str] = ()) -> list[Cell]:
+    """Return the cells that the options ask for, each checked as far as it can be without running it.
+
+    Raises:
+        ParameterError: a value means nothing.
+    """
+    # Absolute, as are the files of circumstances: an executor's processes may stand elsewhere.
+    file = options.file.absolute()
+    whole = options.whole or is_unmodified(file)
+    over = choices(options.set)
+    if whole and over:
+        raise ParameterError(
+            f"--set: {options.file} is run whole and has no main(comm); its arguments follow --"
+        )
+    if argv and not whole:
+        raise ParameterError(
+            f"unrecognized arguments: {shlex.join(argv)}; main(comm) has parameters: --set NAME=VALUE"
+        )
+    if not whole:
+        require_main(file)
+        _require_parameters(file, over)
+    around = {name: _around(name, given) for name in AROUND if (given := getattr(options, name))}
+    more = {
+        "eager": options.eager,
+        "whole": options.whole,
+        "argv": list(argv),
+        "record_ranks": options.record_ranks,
+    }
+    more |= {} if options.record_every == 1 else {"record_every": options.record_every}
+    cells = grid(
+        file, ranks=_whole_numbers("--ranks", options.ranks), seeds=seeds_of(options.seed, options.seeds),
+        over=over, around=around, **{name: value for name, value in more.items() if value},
+    )  # fmt: skip
+    for cell in {str([cell.ranks, cell.backend, *cell.world.items()]): cell for cell in cells}.values():
+        _require_possible(cell, whole)
+    return cells
+
+
+def _around(name: str, given: Sequence[str]) -> list[Any]:
+    option = AROUND[name][0]
+    texts = [unquoted(each) for text in given for each in listed(text)]
+    if name == "backend" and (wrong := [each for each in texts if each not in BACKENDS]):
+        raise ParameterError(f"{option} {wrong[0]}: choose {', '.join(BACKENDS)}")
+    try:
+        values = [float(each) if name in NUMBERS else each for each in texts]
+    except ValueError as error:
+        raise ParameterError(f"{option} {','.join(texts)}: give seconds") from error
+    return [_circumstance(name, each) for each in values]
+
+
+def _circumstance(name: str, value: Any) -> Any:
+    # None, as where the option is not given, so that both are one run; a whole program's `--compute none` is a model.
+    if name in ("platform", "stragglers", "faults") and value == "none":
+        return None
+    # Absolute: an executor's processes may stand elsewhere.
+    named_file = isinstance(value, str) and os.path.exists(value)
+    return str(Path(value).absolute()) if named_file else value
+
+
+def _whole_numbers(option: str, given: Sequence[str]) -> list[int]:
+    texts = [each for text in given for each in listed(text)]
+    try:
+        return [int(each) for each in texts]
+    except ValueError:
+        raise ParameterError(f"{option} {','.join(texts)}: give whole numbers, such as 8 or 8,64") from None
+
+
+def seeds_of(first: Sequence[str], count: int | None) -> list[int]:
+    """Return the seeds: those listed; or so many, from the one given on, or from 0."""
+    listed_ = _whole_numbers("--seed", first) if first else [0]
+    if count is None:
+        return listed_
+    if count < 1 or len(listed_) > 1:
+        raise ParameterError(
+            f"--seeds {count}: how many, at least 1, from the one --seed on; or list them with --seed"
+        )
+    return list(range(listed_[0], listed_[0] + count))
+
+
+def _require_parameters(file: Path, over: dict[str, list[Any]]) -> None:
+    """Raise `ParameterError` for names that `main` does not take; read of its text, since loading it may take long."""
+    for node in tree_of(file).body:
+        if isinstance(node, ast.FunctionDef) and node.name == "main" and node.args.kwarg is None:
+            known = [each.arg for each in [*node.args.args[1:], *node.args.kwonlyargs]]
+            for name in over:
+                if name not in known:
+                    hint = nearest(name, known) or f"its parameters: {', '.join(known) or 'none'}"
+                    raise ParameterError(f"--set {name}: main takes no parameter {name}; {hint}")
+
+
+def _require_possible(cell: Cell, whole: bool) -> None:
+    if BACKENDS[cell.backend].is_real:
+        told = [
+            AROUND[name][0]
+            for name in ("platform", "stragglers", "faults", "compute", "ties")
+            if cell.world.get(name)
+        ]
+        if told:
+            raise ParameterError(
+                f"{told[0]} describes virtual ranks; --backend {cell.backend} takes real time"
+            )
+        return
+    world = {
+        name: cell.world[name]
+        for name in ("platform", "stragglers", "faults", "compute")
+        if name in cell.world
+    }
+    world |= {"compute": 0.0} if whole else {}  # there it is a cost of calls
+    deadline_s, ties = cell.world.get("deadline_s", DEADLINE_S), cell.world.get("ties", "fifo")
+    try:
+        require_possible(Scenario(cell.ranks, seed=cell.seed, deadline_s=deadline_s, ties=ties, **world))
+    except ParameterError as error:
+        error.add_note("a value with commas is put in quotes: --straggler \"none,'slow:0.05,10'\"")
+        raise
+
+
+def _list(cells: Sequence[Cell], out: Path) -> int:
+    """Print the cells, and which of them are done."""
+    from spawnsim.study.store import Store, labels
+
+    store, names = Store(out / "runs"), labels(cells)
+    distinct = {cell.key: cell for cell in cells}
+    rows = [
+        (names[key], cell.name, key, "done" if store.done(cell) else "to do")
+        for key, cell in distinct.items()
+    ]
+    say(text_table(("run", "folder", "key", "state"), rows, left=4))
+    say(f"{len(rows)} runs, {sum(row[3] == 'to do' for row in rows)} to do, in {out}")
+    return 0
+
+
+def _advice(found: Sweep) -> str:
+    """Return a command that draws the sweep, of what it varies."""
+    x = next((name for name in found.varied if name != "policy"), "")
+    return f"figures: spawnsim plot {found.folder}" + (f" --x {x}" if x else "")
+
+
+def parser() -> Parser:
+    """Return the options of `spawnsim sweep`.
+
+    Returns:
+        The parser.
+    """
+    parser = Parser(
+        prog="spawnsim sweep", epilog=QUOTING, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Run a file under all combinations of values, under several seeds; go on where it was stopped.",
+    )  # fmt: skip
+    add = parser.add_argument
+    add(
+        "file",
+        type=Path,
+        help="Python file that defines main(comm), or an unmodified program (its arguments after --)",
+    )
+    add("-n", "--ranks", action="append", required=True, metavar="LIST", help="how many ranks")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=LIST",
+        help="values of a keyword argument of main; repeatable",
+    )
+    for name, (option, _, text) in AROUND.items():
+        others = ["--stragglers"] if name == "stragglers" else []
+        add(option, *others, dest=name, action="append", default=[], metavar="LIST", help=text)
+    add(
+        "--seed",
+        action="append",
+        default=[],
+        metavar="LIST",
+        help="the seeds, or the first of --seeds; default: 0",
+    )
+    add("--seeds", type=int, metavar="N", help="how many seeds; default: one")
+    add("--eager", action="store_true", help="carry out each TrainingStep at once")
+    add("--whole", action="store_true", help="run the file whole on every rank")
+    add("--record-every", type=int, default=1, metavar="N", help="keep the rows of every Nth iteration alone")
+    add("--record-ranks", metavar="R", help="keep the rows of these ranks alone, such as 0-9,100")
+    add("--out", metavar="DIR", help="the sweep's folder; default: runs/NAME of the file")
+    add("--dry-run", action="store_true", help="list the runs, and which are done")
+    add_jobs(parser)
+    add(
+        "--executor", default="processes", metavar="E",
+        help="what carries the runs: processes (of this machine; default), dask[:ADDRESS], ray[:ADDRESS], mpi, "
+        "submitit[:cluster=local,timeout_min=60,slurm_partition=…]",
+    )  # fmt: skip
+    return parser

@@ -1,0 +1,313 @@
+"""Executors: processes of this machine, and by name those of dask, ray, mpi4py and submitit.
+
+Any `concurrent.futures.Executor` carries a sweep. Those here are made from a word of the command line; of ray and
+submitit, which have none, they are made of what these have instead.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from importlib import import_module
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+
+from spawnsim.errors import ParameterError, WorldError
+from spawnsim.options import nearest, parameters
+from spawnsim.run import process_setup
+from spawnsim.run.process_setup import one_thread
+
+PRELOADED = [
+    "spawnsim.study.sweeping",
+    "spawnsim.policies",
+    "spawnsim.virtual",
+    "spawnsim.training",
+    "torch._dynamo",  # every optimizer imports it: 1.5 s of each run
+    "sklearn.datasets",
+]  # those there are
+STOPPING_S = 5.0  # for which a run that is told to stop may go on writing what it has recorded
+POLL_S = 0.5  # between two looks at a submitted job
+
+
+def prepare() -> None:
+    """Make a process of a pool ready for one run: one thread, and it is for the study to tell it to stop.
+
+    Numeric libraries are told that are not loaded yet: runs share the machine's cores. Ctrl-C on a terminal reaches
+    all processes; those of a pool leave it to the study's.
+    """
+    process_setup.use_one_thread()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class Processes(Executor):
+    """A fresh process for each task, so many at once: one that is killed fails its own task alone.
+
+    Not a `ProcessPoolExecutor`, which breaks as a whole when one of its processes ends, such as for want of memory.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        # Not fork: the caller may have threads and a loaded BLAS, whose locks a fork copies as they stand. Not spawn:
+        # loading torch takes longer than a short run.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        self._threads = ThreadPoolExecutor(jobs)  # each waits for one process
+        self._lock = Lock()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a function in a process of its own, once it is its turn."""
+        return self._threads.submit(self._carry_out, partial(fn, *args, **kwargs))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more tasks; wait for those that go on."""
+        self._threads.shutdown(wait, cancel_futures=cancel_futures)
+
+    def _carry_out(self, task: Callable[[], Any]) -> Any:
+        receiving, sending = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_answer, args=(sending, task), daemon=False)
+        # One at a time: where two threads ask for the status of one process, the second is told a wrong one.
+        with self._lock:
+            process.start()
+        sending.close()
+        try:
+            succeeded, outcome = receiving.recv()
+        except EOFError:
+            succeeded, outcome = False, None
+        with self._lock:
+            process.join()
+        if succeeded:
+            return outcome
+        raise outcome if outcome is not None else WorldError(_ended(process.exitcode))
+
+
+def _ended(status: int | None) -> str:
+    if status is None or status >= 0:
+        return f"the process of the run left with status {status}, and said nothing"
+    memory = "; the system does so when memory runs out" if status == -signal.SIGKILL else ""
+    return f"the process of the run was ended by {signal.Signals(-status).name}{memory}"
+
+
+def _answer(sending: Connection, task: Callable[[], Any]) -> None:
+    prepare()
+    Thread(target=_end_with_the_study, daemon=True).start()
+    try:
+        outcome = True, task()
+    except process_setup.Stopped:
+        return
+    except Exception as error:  # noqa: BLE001  raised again where the result is asked for
+        outcome = False, _portable(error)
+    sending.send(outcome)
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error as another process can be told it, with the traceback as text, which is lost otherwise."""
+    text = traceback.format_exc()
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001  a program's own class may do anything there
+        error = WorldError(f"{type(error).__name__}: {error}")
+    error.__dict__["remote"] = text
+    return error
+
+
+def _end_with_the_study() -> None:
+    """Stop this process when the one that started the sweep has gone, killed: its successor begins the run anew."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        signal.raise_signal(signal.SIGTERM)
+
+
+@contextmanager
+def pool(jobs: int, *, fresh: bool = True) -> Iterator[Executor]:
+    """Give a pool of processes of one thread each: fresh ones, one per run, so that a run's peak memory is its own.
+
+    They are forked from one that has loaded what runs need, which takes longer than a short run, and begun nothing.
+
+    When the block is left by an exception, such as Ctrl-C, nothing more begins, and what runs is told to stop.
+
+    Args:
+        jobs: how many runs may go on at once, at least 1.
+        fresh: whether each run gets a process of its own; without, `jobs` processes carry out all of them.
+
+    Returns:
+        A context manager that gives the executor.
+    """
+    # Children of the caller's own are not ours to stop.
+    others = set(multiprocessing.active_children())
+    with one_thread():  # libraries ask when they are loaded, which is before a run begins
+        executor: Executor
+        if fresh:
+            executor = Processes(jobs)
+        else:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(PRELOADED)
+            executor = ProcessPoolExecutor(jobs, mp_context=context, initializer=prepare)
+        try:
+            yield executor
+        # KeyboardInterrupt is no Exception, and is the common case.
+        except BaseException:
+            _stop(executor, others)
+            raise
+        executor.shutdown()
+
+
+def _stop(executor: Executor, others: Collection[BaseProcess]) -> None:
+    """Let nothing more begin, and tell the processes of a pool to stop: each once, those that begin meanwhile, too."""
+    # In a thread, since `shutdown` waits for the processes that are to be stopped here.
+    ending = Thread(target=partial(executor.shutdown, cancel_futures=True), daemon=True)
+    ending.start()
+    told: set[BaseProcess] = set()
+    due_s = time.monotonic() + STOPPING_S
+    while ending.is_alive():
+        # Asked in each round: the executor may begin a process while it is shut down.
+        running = {*multiprocessing.active_children()} - {*others}
+        for process in running - told:
+            process.terminate()
+        told |= running
+        # A run in a library's own loop hears no signal.
+        if time.monotonic() > due_s:
+            for process in running:
+                process.kill()
+        ending.join(0.05)
+
+
+# --------------------------------------------------------------------------------------------------------- by name
+def named(text: str, jobs: int, folder: Path) -> AbstractContextManager[Executor]:
+    """Return an executor by its word on the command line; it ends with the block.
+
+    Args:
+        text: "processes"; "dask" or "dask:ADDRESS"; "ray" or "ray:ADDRESS"; "mpi"; "submitit" or
+            "submitit:NAME=VALUE,…", whose settings are those of its `AutoExecutor`, and `cluster`.
+        jobs: runs at once, where the executor itself does not say it.
+        folder: where submitit keeps its scripts and logs; all machines see it.
+
+    Returns:
+        A context manager that gives the executor.
+
+    Raises:
+        ParameterError: another word, or its package is not installed.
+    """
+    word, _, more = text.partition(":")
+    if word not in NAMED:
+        hint = nearest(word, NAMED) or f"there are: {', '.join(NAMED)}"
+        raise ParameterError(f"--executor {text}: not known; {hint}")
+    return NAMED[word](max(jobs, 1), more, folder)
+
+
+def _package(name: str, extra: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise ParameterError(
+            f'--executor {extra} needs {name.partition(".")[0]}: pip install "spawnsim[{extra}]"'
+        ) from error
+
+
+def _processes(jobs: int, _more: str, _folder: Path) -> AbstractContextManager[Executor]:
+    return pool(jobs)
+
+
+@contextmanager
+def _dask(jobs: int, address: str, _folder: Path) -> Iterator[Executor]:
+    distributed = _package("distributed", "dask")
+    # One thread a worker: so many runs at once as there are workers.
+    here = {"n_workers": jobs, "threads_per_worker": 1, "dashboard_address": None}
+    with distributed.Client(address) if address else distributed.Client(**here) as client:
+        yield client.get_executor(pure=False)
+
+
+@contextmanager
+def _mpi(jobs: int, _more: str, _folder: Path) -> Iterator[Executor]:
+    # The ranks of `mpiexec -n N python -m mpi4py.futures`, or `jobs` that MPI starts.
+    with _package("mpi4py.futures", "mpi").MPIPoolExecutor(max_workers=jobs) as executor:
+        yield executor
+
+
+@contextmanager
+def _ray(jobs: int, address: str, _folder: Path) -> Iterator[Executor]:
+    ray = _package("ray", "ray")
+    ray.init(**({"address": address} if address else {"num_cpus": jobs, "include_dashboard": False}))
+    try:
+        yield RayExecutor(ray)
+    finally:
+        ray.shutdown()
+
+
+class RayExecutor(Executor):
+    """Tasks of ray, one of its CPUs each, as an executor."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Make a task of a call."""
+        # Tried once: a program that raises would raise again.
+        remote = self._ray.remote(max_retries=0)(partial(fn, *args, **kwargs).__call__)
+        future: Future[Any] = remote.remote().future()
+        return future
+
+
+@contextmanager
+def _submitit(_jobs: int, settings: str, folder: Path) -> Iterator[Executor]:
+    submitit = _package("submitit", "submitit")
+    given = parameters(list(filter(None, settings.split(","))))
+    executor = submitit.AutoExecutor(folder=folder, cluster=given.pop("cluster", None))
+    executor.update_parameters(**{"timeout_min": 24 * 60, "slurm_array_parallelism": 256} | given)
+    with SubmititExecutor(executor) as ours:
+        yield ours
+
+
+class SubmititExecutor(Executor):
+    """Jobs of submitit as an executor: one job a task, on Slurm in one array for those that are submitted together."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        self._waiting: list[tuple[Future[Any], Any]] = []
+        self._lock, self._closed = Lock(), False
+        self._watch = Thread(target=self._look, daemon=True)
+        self._watch.start()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Submit a job for a call."""
+        future: Future[Any] = Future()
+        job = self._executor.submit(fn, *args, **kwargs)
+        future.set_running_or_notify_cancel()
+        with self._lock:
+            self._waiting.append((future, job))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Wait for the jobs, or cancel them."""
+        with self._lock:
+            self._closed = True
+            for _, job in self._waiting if cancel_futures else ():
+                job.cancel()
+        if wait and not cancel_futures:
+            self._watch.join()
+
+    def _look(self) -> None:
+        while not self._closed or self._waiting:
+            with self._lock:
+                ended = [(future, job) for future, job in self._waiting if job.done()]
+                self._waiting = [each for each in self._waiting if each not in ended]
+            for future, job in ended:
+                try:
+                    future.set_result(job.result())
+                except Exception as error:  # noqa: BLE001  raised again where the result is asked for
+                    future.set_exception(error)
+            time.sleep(POLL_S)
+
+
+NAMED: dict[str, Callable[[int, str, Path], AbstractContextManager[Executor]]] = {
+    "processes": _processes, "dask": _dask, "ray": _ray, "mpi": _mpi, "submitit": _submitit,
+}  # fmt: skip

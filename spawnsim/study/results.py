@@ -1,0 +1,282 @@
+"""A sweep: its cells, which of them are done, and what they have come to as one tidy table.
+
+`sweep.json` beside the runs says which cells were asked for, so an unfinished sweep can be read, and says what is
+missing. A folder is read without the program: it may have been moved, or edited since.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spawnsim.errors import ParameterError
+from spawnsim.plots.measures import Measure
+from spawnsim.record import Table, manifest
+from spawnsim.record.folder import prepare, read_manifest, require_free
+from spawnsim.run import Run
+from spawnsim.run.result import shown
+from spawnsim.study.store import COST, Cell, Store, labels
+from spawnsim.study.sweeping import command_of, complete
+
+PLAN = "sweep.json"
+DONE, FAILED, MISSING = "done", "failed", "missing"
+TOTALS = ("iterations", "virtual_seconds", "messages", "bytes", "replacements")  # columns of every table
+SHOWN = 8  # rows of a table in a notebook
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One cell of a sweep as its folder tells it.
+
+    Attributes:
+        label: what sets it apart from the others.
+        values: file, backend, ranks, parameters, circumstances and seed, by name.
+        folder: name of its run's folder, below `runs`.
+        command: the command that makes this run alone.
+    """
+
+    label: str
+    values: dict[str, Any]
+    folder: str
+    command: str
+
+
+@dataclass(frozen=True, repr=False)
+class Sweep:
+    """A sweep's folder.
+
+    Attributes:
+        folder: where it lies.
+        cells: all that were asked for, in order; seeds vary fastest.
+        command: the command that began it, or goes on with it.
+    """
+
+    folder: Path
+    cells: tuple[Planned, ...]
+    command: str = ""
+
+    # -------------------------------------------------------------------------------------------- making and reading
+    @classmethod
+    def plan(cls, cells: Sequence[Cell], out: str | Path) -> Sweep:
+        """Say in a folder which cells a sweep has; none is run.
+
+        Args:
+            cells: the cells, as `spawnsim.study.grid` makes them; equal ones count once.
+            out: the folder; runs that it holds already are kept.
+
+        Returns:
+            The sweep.
+
+        Raises:
+            ParameterError: the folder holds a run, or cannot be written.
+        """
+        place, names = Path(out), labels(cells)
+        require_free(place)
+        prepare(place)
+        distinct = {cell.key: cell for cell in cells}
+        found = cls(place, tuple(_planned(cell, names[key]) for key, cell in distinct.items()), _command())
+        text = json.dumps(
+            {"command": found.command, "cells": [asdict(each) for each in found.cells]}, indent=1
+        )
+        # Beside its place first: somebody may draw figures of the sweep while it goes on.
+        draft = place / f".{PLAN}"
+        draft.write_text(text + "\n", encoding="utf-8")
+        draft.replace(place / PLAN)
+        return found
+
+    @classmethod
+    def run(
+        cls, cells: Sequence[Cell], out: str | Path, *, jobs: int = 1, executor: Executor | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Sweep:  # fmt: skip
+        """Carry out the cells that are not done yet.
+
+        Args:
+            cells: the cells, as `spawnsim.study.grid` makes them.
+            out: the folder: `sweep.json`, and `runs` with a folder per cell.
+            jobs: how many runs may go on at once; 0: one after another, in this process.
+            executor: any `concurrent.futures.Executor` that carries them out instead; all its machines see `out`.
+            say: takes one line of text per finished run.
+
+        Returns:
+            The sweep, finished.
+
+        Raises:
+            StudyError: some runs failed; those that did not are kept, and the same call tries the others again.
+        """
+        found = cls.plan(cells, out)
+        complete(cells, found.store, jobs=jobs, executor=executor, say=say)
+        return found
+
+    @classmethod
+    def load(cls, path: str | Path) -> Sweep:
+        """Return the sweep of a folder, finished or not.
+
+        Args:
+            path: the folder.
+
+        Returns:
+            The sweep.
+
+        Raises:
+            ParameterError: the folder holds no sweep, or its plan is damaged.
+        """
+        place = Path(path) / PLAN
+        try:
+            plan = json.loads(place.read_text(encoding="utf-8"))
+            cells = tuple(Planned(**each) for each in plan["cells"])
+            return cls(Path(path), cells, str(plan["command"]))
+        except OSError as error:
+            raise ParameterError(f"{path} is not a sweep's folder: it has no readable {PLAN}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise ParameterError(f"{place} is not a sweep's: {error}") from error
+
+    @property
+    def store(self) -> Store:
+        """Where the runs lie."""
+        return Store(self.folder / "runs")
+
+    # --------------------------------------------------------------------------------------------------- what it holds
+    def state(self, cell: Planned) -> str:
+        """Return "done", "failed" or "missing".
+
+        Args:
+            cell: one of `cells`.
+        """
+        if (self.store.root / cell.folder / COST).is_file():
+            return DONE
+        return FAILED if (self.store.root / f"failed-{cell.folder}").is_dir() else MISSING
+
+    def of_state(self, state: str) -> list[Planned]:
+        """Return the cells that are "done", "failed" or "missing".
+
+        Args:
+            state: one of the three.
+        """
+        return [cell for cell in self.cells if self.state(cell) == state]
+
+    def runs(self) -> Iterator[tuple[Planned, Run]]:
+        """Yield the finished runs, each read when it is asked for.
+
+        Returns:
+            An iterator of (cell, run).
+        """
+        for cell in self.of_state(DONE):
+            yield cell, Run.load(self.store.root / cell.folder)
+
+    @property
+    def varied(self) -> list[str]:
+        """What cells differ in beside their seed: names of parameters and circumstances."""
+        names = {name: None for cell in self.cells for name in cell.values}
+        return [
+            name
+            for name in names
+            if name != "seed" and len({str(cell.values.get(name)) for cell in self.cells}) > 1
+        ]
+
+    def table(self, *measures: str) -> Table:
+        """Return one row per cell.
+
+        Args:
+            measures: what to work out of each run, such as "final:accuracy" or "time_to:accuracy>0.8"; see
+                `spawnsim.plots.measures`.
+
+        Returns:
+            Columns: parameters, circumstances, seed, "state", "outcome", what the run came to (virtual seconds,
+            messages, bytes …), what it cost here ("wall_s", "peak_memory_B"), "folder", and one per measure. What a
+            cell that is not done does not tell is NaN.
+
+        Raises:
+            ParameterError: a measure is not understood, or of a column that a run has not.
+        """
+        asked = [Measure.of(text) for text in measures]
+        rows: list[dict[str, Any]] = [self._row(cell, asked) for cell in self.cells]
+        names = {name: None for row in rows for name in row}
+        numbers = {*TOTALS, "wall_s", "peak_memory_B", *(each.text for each in asked)}
+        return Table({name: column_of([row.get(name) for row in rows], name in numbers) for name in names})
+
+    def _row(self, cell: Planned, measures: Sequence[Measure]) -> dict[str, Any]:
+        place, state = self.store.root / cell.folder, self.state(cell)
+        row: dict[str, Any] = {**cell.values, "state": state}
+        if state != DONE:
+            return row | {"outcome": state, "folder": cell.folder} | {each.text: None for each in measures}
+        told, cost = read_manifest(place), json.loads((place / COST).read_text())
+        row |= {"outcome": told["outcome"], "folder": cell.folder}
+        row |= {name: told["totals"].get(name) for name in TOTALS}
+        row |= {"wall_s": cost["wall_s"], "peak_memory_B": cost["peak_memory_B"]}
+        # The rows of a run are read only where something is worked out of them.
+        run = Run.load(place) if any(each.needs_rows for each in measures) else None
+        return row | {each.text: each.value(run, told["totals"]) for each in measures}
+
+    def keep(self, cells: Sequence[Planned]) -> Sweep:
+        """Return the sweep of some of its cells.
+
+        Args:
+            cells: those to keep.
+
+        Returns:
+            A sweep of the same folder.
+        """
+        return Sweep(self.folder, tuple(cells), self.command)
+
+    def says(self) -> str:
+        """Return how far it is: "64 runs: 60 done, 1 failed, 3 missing"."""
+        counts = Counter(map(self.state, self.cells))
+        parts = ", ".join(f"{counts[state]} {state}" for state in (DONE, FAILED, MISSING) if counts[state])
+        return f"{len(self.cells)} runs: {parts or 'none'}"
+
+    def __repr__(self) -> str:
+        return f"Sweep({self.folder}, {self.says()})"
+
+    def _repr_html_(self) -> str:
+        from html import escape  # needed here alone
+
+        names = [*self.varied, "seed"]
+        head = "".join(f"<th>{escape(name)}</th>" for name in [*names, "state"])
+        rows = []
+        for cell in self.cells[:SHOWN]:
+            values = [*(shown(cell.values.get(name)) for name in names), self.state(cell)]
+            rows.append("".join(f"<td>{escape(value)}</td>" for value in values))
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<p>{escape(repr(self))}</p><table><tr>{head}</tr>{body}</table>"
+
+
+def _planned(cell: Cell, label: str) -> Planned:
+    return Planned(label, cell.values(), f"{cell.name}-{cell.key}", command_of(cell))
+
+
+def _command() -> str:
+    """Return the command that began this; of a program in Python its name."""
+    return str(manifest.made()["command"]) if sys.argv and sys.argv[0] else ""
+
+
+def column_of(values: Sequence[Any], number: bool = False) -> NDArray[Any]:
+    """Return values as a column: of floats, whole numbers or bools where all are, else of texts.
+
+    Args:
+        values: one per row; None is NaN among numbers, and "" among texts.
+        number: whether it holds numbers, also where no row tells one.
+
+    Returns:
+        An array of shape (rows,).
+    """
+    known = [value for value in values if value is not None]
+    if number or (
+        known and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in known)
+    ):
+        whole = known and len(known) == len(values) and all(isinstance(value, int) for value in known)
+        return np.array(
+            [np.nan if value is None else value for value in values], np.int64 if whole else float
+        )
+    if known and len(known) == len(values) and all(isinstance(value, bool) for value in known):
+        return np.array(values)
+    return np.array(["" if value is None else str(value) for value in values])
