@@ -24,7 +24,8 @@ from spawnsim.columnar.quality import Quality, RandomWalk
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, SpawnPolicy
 from spawnsim.record import folder, manifest
-from spawnsim.record.recorder import Recorder, Table, document
+from spawnsim.record.recorder import Recorder, document
+from spawnsim.record.table import Table
 from spawnsim.run.result import TOTALS, Run
 from spawnsim.virtual.digest import checksum
 from spawnsim.virtual.faults import Crash, FaultPlan, Pause, SlowDown

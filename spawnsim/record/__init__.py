@@ -6,7 +6,8 @@ imports this one. Recording changes no clock and draws no random number.
 
 from spawnsim.record.folder import read_events, read_manifest, read_table, write
 from spawnsim.record.journal import Journal, merge
-from spawnsim.record.recorder import Event, Recorder, Sink, Table, Thinned, ranks_named
+from spawnsim.record.recorder import Event, Recorder, Sink, Thinned, ranks_named
+from spawnsim.record.table import Table
 
 __all__ = [
     "Event", "Journal", "Recorder", "Sink", "Table", "Thinned", "merge", "ranks_named", "read_events", "read_manifest",

@@ -23,7 +23,8 @@ from spawnsim.columns import MOST_RANKS, read_columns, require_ranks
 from spawnsim.errors import ParameterError
 from spawnsim.record import journal
 from spawnsim.record.manifest import INPUTS, Files, keep
-from spawnsim.record.recorder import OWN, Event, Recorder, Table, document
+from spawnsim.record.recorder import OWN, Event, Recorder, document
+from spawnsim.record.table import Table
 
 MANIFEST, METRICS, EVENTS = "run.json", "metrics.npz", "events.jsonl"
 TRACE = "trace.gz"  # the timeline of a run that was traced: its journal, packed

@@ -1,4 +1,4 @@
-"""The recorder: what `comm.record` writes to, in memory; and the table of columns that it gives back.
+"""The recorder: what `comm.record` writes to, in memory; it gives back a table of columns.
 
 Values become plain Python values first; whatever has `item()` (a numpy scalar, a tensor of one element) is asked for
 its number. Rows of one *shape* (the same names with the same types, in the same order) are packed one after another
@@ -9,20 +9,19 @@ bytes and about a microsecond, so 1,000 ranks may record 1,000 rows each. No fil
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import struct
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spawnsim.columns import MOST_RANKS
 from spawnsim.errors import ParameterError
+from spawnsim.record.table import Column, Table
 
 Scalar = float | int | bool | str | None
 INT64 = range(-(2**63), 2**63)
@@ -84,107 +83,6 @@ def _named(value: Any) -> Any:
 def vars_of(value: Any) -> dict[str, Any]:
     """Return a dataclass's fields, one level deep, in the order of their definition."""
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-
-
-Column = NDArray[Any]
-
-
-class Table(Mapping[str, Column]):
-    """Columns by name, as a mapping: `table["loss"]` is a numpy array with one value per row.
-
-    A run's table has the columns `rank` (int32) and `time_s` (float64, the rank's clock) and one per recorded name;
-    rows are ordered by rank, then as recorded. Values that a row does not have are NaN ("" in a column of text).
-    """
-
-    def __init__(self, columns: Mapping[str, Column]) -> None:
-        self._columns = dict(columns)
-        lengths = {name: len(column) for name, column in self._columns.items()}
-        if len(set(lengths.values())) > 1:
-            raise ParameterError(f"columns of one table have one length; found {lengths}")
-
-    def __getitem__(self, name: str) -> Column:
-        try:
-            return self._columns[name]
-        except KeyError:
-            raise KeyError(f"no column {name!r}; there are: {', '.join(self._columns)}") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
-
-    @property
-    def rows(self) -> int:
-        """The number of rows."""
-        return len(next(iter(self._columns.values()), ()))
-
-    def where(self, chosen: Column) -> Table:
-        """Return the chosen rows as a table.
-
-        Args:
-            chosen: a mask of shape (rows,), bool, or an array of row numbers, int.
-
-        Returns:
-            A table with the same columns; masks and arrays of numbers copy, so it shares no memory.
-        """
-        return Table({name: column[chosen] for name, column in self._columns.items()})
-
-    def of_rank(self, rank: int) -> Table:
-        """Return the rows of one rank.
-
-        Args:
-            rank: its number in the world.
-
-        Returns:
-            Its rows, in the order in which it recorded them; none for a rank that recorded nothing.
-        """
-        return self.where(self["rank"] == rank)
-
-    def digest(self) -> bytes:
-        """Return a checksum that tells whether two tables are equal bit for bit.
-
-        Returns:
-            16 bytes (BLAKE2b) over names, dtypes and values of all columns; the order of columns does not count.
-        """
-        # Sorted by name: in which order columns first appeared depends on which rank recorded first.
-        whole = hashlib.blake2b(digest_size=16)
-        for name, column in sorted(self._columns.items()):
-            whole.update(f"{name} {column.dtype.str} ".encode())
-            whole.update(np.ascontiguousarray(column).tobytes())
-        return whole.digest()
-
-    def to_pandas(self) -> Any:
-        """Return the table for pandas.
-
-        Returns:
-            A `pandas.DataFrame` with the same columns.
-
-        Raises:
-            ParameterError: pandas is not installed.
-        """
-        try:
-            import pandas as pd
-        except ModuleNotFoundError as error:
-            raise ParameterError("to_pandas() needs pandas: pip install pandas") from error
-        return pd.DataFrame(self._columns)
-
-    def __repr__(self) -> str:
-        return f"Table({self.rows:,} rows: {', '.join(self._columns)})"
-
-    def _repr_html_(self) -> str:
-        from html import escape  # needed here alone
-
-        head = "".join(f"<th>{escape(name)}</th>" for name in self)
-        body = "".join(
-            f"<tr>{''.join(f'<td>{escape(_cell(column[row]))}</td>' for column in self.values())}</tr>"
-            for row in range(min(self.rows, 5))
-        )
-        return f"<p>{self.rows:,} rows</p><table><tr>{head}</tr>{body}</table>"
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, np.floating) else str(value)
 
 
 OWN = ("rank", "time_s")  # added by the recorder: a row cannot have them too

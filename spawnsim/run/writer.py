@@ -199,7 +199,7 @@ def begin_folder(out: Path, what: dict[str, Any], inputs: Files, *, resume: bool
 
     from spawnsim import checkpoints
     from spawnsim.record import folder
-    from spawnsim.record.recorder import Table
+    from spawnsim.record.table import Table
 
     if not (resume and checkpoints.whole(out)):
         folder.begin(out, what, inputs)

@@ -263,20 +263,20 @@ def column_of(values: Sequence[Any], number: bool = False) -> NDArray[Any]:
     """Return values as a column: of floats, whole numbers or bools where all are, else of texts.
 
     Args:
-        values: one per row; None is NaN among numbers, and "" among texts.
+        values: one per row; None is NaN in a column that holds numbers, and else "none".
         number: whether it holds numbers, also where no row tells one.
 
     Returns:
         An array of shape (rows,).
     """
     known = [value for value in values if value is not None]
-    if number or (
-        known and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in known)
-    ):
-        whole = known and len(known) == len(values) and all(isinstance(value, int) for value in known)
+    kinds = {bool if isinstance(value, bool) else type(value) for value in known}
+    whole = len(known) == len(values)
+    if number or (whole and kinds and kinds <= {int, float}):
+        exact = whole and kinds == {int}
         return np.array(
-            [np.nan if value is None else value for value in values], np.int64 if whole else float
+            [np.nan if value is None else value for value in values], np.int64 if exact else float
         )
-    if known and len(known) == len(values) and all(isinstance(value, bool) for value in known):
+    if whole and kinds == {bool}:
         return np.array(values)
-    return np.array(["" if value is None else str(value) for value in values])
+    return np.array(["none" if value is None else str(value) for value in values])

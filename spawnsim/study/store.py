@@ -106,10 +106,10 @@ class Cell:
             Name → value. A parameter that is called as one of the others is "main's NAME".
         """
         told = self.description()
-        seed, given = told.pop("seed"), told.pop("parameters")
-        row = told | told.pop("world")
-        row |= {f"main's {name}" if name in {*row, "seed"} else name: value for name, value in given.items()}
-        return row | {"seed": seed}
+        seed, given, world = (told.pop(name) for name in ("seed", "parameters", "world"))
+        taken = {*told, *world, "seed"}
+        row = told | {f"main's {name}" if name in taken else name: value for name, value in given.items()}
+        return row | world | {"seed": seed}
 
     @property
     def name(self) -> str:
@@ -156,14 +156,20 @@ def labels(cells: Sequence[Cell]) -> dict[str, str]:
     every = {name: None for row in rows.values() for name in row}
     varied = [name for name in every if len({str(row.get(name)) for row in rows.values()}) > 1]
     return {
-        cell.key: ", ".join(_told(name, rows[cell.key][name]) for name in varied if name in rows[cell.key])
+        cell.key: ", ".join(told(name, rows[cell.key][name]) for name in varied if name in rows[cell.key])
         or cell.name
         for cell in cells
     }
 
 
-def _told(name: str, value: Any) -> str:
-    return str(value) if name in ("policy", "file", "backend") else f"{name.replace('_', ' ')} {value}"
+def told(name: str, value: Any) -> str:
+    """Return one value of a cell for people: "average", "ratio 0.1", "no stragglers"."""
+    word = name.removesuffix("_s").replace("_", " ")
+    if value is None:
+        return "default platform" if name == "platform" else f"no {word}"
+    if name == "platform":
+        return Path(str(value)).stem
+    return str(value) if name in ("policy", "file", "backend") else f"{word} {value}"
 
 
 def grid(
@@ -248,11 +254,20 @@ class Store:
         """
         return self.root / f"failed-{cell.name}-{cell.key}"
 
-    def tidy(self) -> None:
-        """Remove drafts of this machine's processes that are gone: those of a sweep that was killed."""
+    def tidy(self, *, aside: bool = False) -> None:
+        """Remove drafts of this machine's processes that are gone, such as those of a sweep that was killed.
+
+        Args:
+            aside: keep them as those of runs that failed, to be looked at.
+        """
         for draft in self.root.glob(f".*.{_HERE}.*"):
-            number = draft.name.rpartition(".")[2]
-            if number.isdecimal() and not _lives(int(number)):
+            name, number = draft.name.rsplit(f".{_HERE}.", 1)
+            if not number.isdecimal() or _lives(int(number)):
+                continue
+            failed = self.root / f"failed-{name.removeprefix('.')}"
+            if aside and not failed.exists():
+                draft.rename(failed)
+            else:
                 shutil.rmtree(draft, ignore_errors=True)
 
     def done(self, cell: Cell) -> bool:

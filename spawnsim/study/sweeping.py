@@ -208,6 +208,7 @@ def sweep(cells: Sequence[Cell], store: Store, *, executor: Executor | None = No
         if isinstance(outcome, Exception):
             failures.append((cell, outcome))
     if failures:
+        store.tidy(aside=True)  # runs whose process was killed could not do it themselves
         raise _failed(failures, len(cells), store, names) from failures[0][1]
     return [store.folder(cell) for cell in cells]
 
