@@ -6,35 +6,39 @@ Arguments, standard output and exit codes; figures, pages and timelines are made
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spawnsim.options import Parser
+from spawnsim.errors import ParameterError
+from spawnsim.options import Parser, listed
 from spawnsim.plots.experiments import grouped, read
 from spawnsim.plots.gallery import save_all
+from spawnsim.plots.panels import CLOCKS
 from spawnsim.plots.style import FORMATS
+from spawnsim.record import manifest
 from spawnsim.record.folder import named, require_no_file_of_a_run
 from spawnsim.report import perfetto
 from spawnsim.report.page import render
 from spawnsim.report.perfetto import PACKED
 from spawnsim.report.trace_reader import LIMIT, Selection, Timeline
+from spawnsim.study.results import PLAN, Sweep
 from spawnsim.units import seconds
 
 
 def plot(argv: Sequence[str] | None = None) -> int:
-    """Draw the figures of the run folders named in `argv`; print the paths; return the exit code."""
-    parser = Parser(prog="spawnsim plot", description="Draw the figures of one or more runs.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
-    parser.add_argument("--out", default="figures", help="folder for the figures (default: %(default)s)")
-    parser.add_argument(
-        "--column", action="append", default=[], help="metric to draw; may be given more than once"
-    )
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=("png", "pdf", "svg"))
-    add_grouping(parser)
-    args = parser.parse_args(argv)
+    """Draw the figures of the run folders, or of the sweep, named in `argv`; print the paths; return the exit code."""
+    args = _plot_parser().parse_args(argv)
     out = named(args.out)
+    if any((Path(folder) / PLAN).is_file() for folder in args.runs):
+        if len(args.runs) > 1:
+            raise ParameterError("draw one sweep at a time: each has its own columns")
+        return _plot_sweep(args, out)
+    unfit = [name for name in OF_SWEEPS if getattr(args, name)]
+    if unfit:
+        raise ParameterError(f"--{unfit[0]} is for a sweep's folder (spawnsim sweep); {args.runs[0]} is none")
     found = grouped([read(folder) for folder in args.runs], args.by, args.label)
     silent = [name for name, run in found.named if not len(run.table["rank"])]
     paths = save_all(found, out, args.column, args.formats)
@@ -44,6 +48,80 @@ def plot(argv: Sequence[str] | None = None) -> int:
     elif not paths:
         sys.stderr.write("spawnsim: no column of numbers was recorded, so there is nothing to draw\n")
     return 0 if paths else 2
+
+
+OF_SWEEPS = ("x", "y", "hue", "facet", "where", "against", "heat")
+
+
+def _plot_sweep(args: argparse.Namespace, out: Path) -> int:
+    from spawnsim.study import drawing
+
+    if args.by or args.label:
+        raise ParameterError("--by and --label are for run folders; of a sweep give --hue and --facet")
+    whole = Sweep.load(args.runs[0])
+    sweep = drawing.where(whole, args.where)
+    facet = [name for given in args.facet for name in listed(given)]
+    how = {
+        "x": args.x,
+        "hue": args.hue,
+        "facet": facet,
+        "against": args.against,
+        "heat": args.heat,
+        "band": args.band,
+    }
+    wanted = args.y or [f"final:{name}" if args.x not in CLOCKS else name for name in args.column]
+    asked = [drawing.ask(sweep, y, **how) for y in wanted]
+    if not wanted:
+        if any(getattr(args, name) for name in OF_SWEEPS if name != "where"):
+            raise ParameterError(
+                "what is to be drawn? Give --y, such as --y accuracy or --y 'time_to:accuracy>0.8'"
+            )
+        asked = drawing.defaults(sweep)
+    told = drawing.missing(sweep)
+    if told:
+        sys.stderr.write("".join(f"spawnsim: {line}\n" for line in told.splitlines()))
+    for each in asked:
+        drawn = drawing.draw(sweep, each)
+        paths = drawing.save(drawn, out, args.formats, [whole.command, str(manifest.made()["command"])])
+        sys.stdout.writelines(f"{path}\n" for path in paths)
+    return 0
+
+
+def _plot_parser() -> Parser:
+    parser = Parser(prog="spawnsim plot", description="Draw the figures of one or more runs, or of a sweep.")
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="run folder, or one sweep's folder, finished or not")
+    add("--out", default="figures", help="folder for the figures (default: %(default)s)")
+    add("--column", action="append", default=[], help="metric to draw; may be given more than once")
+    add("--formats", nargs="+", default=list(FORMATS), choices=("png", "pdf", "svg"))
+    add_grouping(parser)
+    group = parser.add_argument_group("figures of a sweep (docs/sweeps.md)")
+    add = group.add_argument
+    add(
+        "--y", action="append", default=[], metavar="MEASURE",
+        help="accuracy, final:loss, highest:accuracy, 'time_to:accuracy>0.8', bytes, virtual_seconds, …; repeatable",
+    )  # fmt: skip
+    add(
+        "--x",
+        default="",
+        metavar="NAME",
+        help="a column that varies, time_s, iteration, or a measure (a Pareto front)",
+    )
+    add("--hue", default="", metavar="NAME", help="the column that colours tell (default: policy)")
+    add(
+        "--facet",
+        action="append",
+        default=[],
+        metavar="NAMES",
+        help="the columns that panels tell (default: the rest)",
+    )
+    add("--where", action="append", default=[], metavar="NAME=LIST", help="these values alone; repeatable")
+    add("--against", default="", metavar="VALUE", help="differences to this value of --hue, paired by seed")
+    add("--heat", action="store_true", help="a heat map over --x and --hue")
+    add(
+        "--band", choices=("seeds", "ranks"), default="seeds", help="of curves over time, what bands are over"
+    )
+    return parser
 
 
 def add_grouping(parser: Parser) -> None:

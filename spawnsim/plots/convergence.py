@@ -69,11 +69,28 @@ def curve(
 
 def of_mean_model(run: Recorded) -> Curve:
     """Return the accuracy of the mean of all ranks' models over time, from a run's events "consensus"."""
-    told = [event for event in run.events if event.get("kind") == "consensus"]
+    try:
+        return of_events(run, "consensus.accuracy")
+    except ParameterError as error:
+        raise ParameterError('no event "consensus" was recorded: see spawnsim.policies.Consensus') from error
+
+
+def of_events(run: Recorded, name: str, over: str = "time_s") -> Curve:
+    """Return a number that events tell, `KIND.FIELD`, in the order of time or of another of their fields.
+
+    The time is that of "at_s", where an event has one: what it is about may be earlier than what it was told at.
+    """
+    kind, _, field = name.partition(".")
+    told = [event for event in run.events if event.get("kind") == kind and field in event]
     if not told:
-        raise ParameterError('no event "consensus" was recorded: see spawnsim.policies.Consensus')
-    at_s, accuracy = (np.array([event[name] for event in told], dtype=float) for name in ("at_s", "accuracy"))
-    return Curve(at_s, accuracy, accuracy, accuracy)
+        kinds = ", ".join(sorted({str(event.get("kind")) for event in run.events})) or "none"
+        raise ParameterError(f"no event {kind!r} with {field!r} was recorded; kinds of events: {kinds}")
+    place = "at_s" if over == "time_s" and "at_s" in told[0] else over
+    x, values = (
+        np.array([event.get(each, np.nan) for event in told], dtype=float) for each in (place, field)
+    )
+    order = np.argsort(x, kind="stable")
+    return Curve(x[order], values[order], values[order], values[order])
 
 
 def first_at(info: Curve, target: float) -> float:
@@ -97,10 +114,13 @@ def training_s(run: Recorded) -> float:
     return float(since_start(run)["time_s"].max(initial=0.0))
 
 
-def over_seeds(curves: Sequence[Curve], *, level: float = 0.9, seed: int = 0, points: int = 240) -> Curve:
+def over_seeds(
+    curves: Sequence[Curve], *, level: float = 0.9, seed: int = 0, points: int = 240, band: str = "seeds"
+) -> Curve:
     """Return the median over seeds of the runs' medians, where all of them have values; one curve as it is.
 
-    From five seeds on low and high are those of a bootstrap interval; of fewer they are the median's.
+    From five seeds on low and high are those of a bootstrap interval; of fewer they are the median's. With
+    `band="ranks"` they are medians over seeds of the runs' own, which are quantiles over ranks.
     """
     if len(curves) == 1:
         return curves[0]
@@ -111,8 +131,13 @@ def over_seeds(curves: Sequence[Curve], *, level: float = 0.9, seed: int = 0, po
     x = x[(x >= first) & (x <= last)]
     x = x[style.evenly(len(x), points)] if len(x) else x
     heights = np.stack([resampled(c.x, c.median, x) for c in curves])
+    if band == "ranks":
+        low, high = (
+            np.median([resampled(c.x, getattr(c, end), x) for c in curves], axis=0) for end in ("low", "high")
+        )
+        median = np.median(heights, axis=0)
     # A bootstrap of two or three numbers has no more to say than the numbers, and looks as if it had.
-    if len(curves) < FEW:
+    elif len(curves) < FEW:
         median = low = high = np.median(heights, axis=0)
     else:
         median, low, high = bootstrap_medians(heights, level, seed=seed)

@@ -141,6 +141,16 @@ def _circumstance(name: str, value: Any) -> Fact:
     return Fact(_short(value) if plain else f"{word} {_short(value)}", str(value))
 
 
+CIRCUMSTANCES = {"file", "backend", "platform", "stragglers", "faults", "compute", "deadline_s", "ties"}
+
+
+def shown(name: str, value: Any) -> str:
+    """Return a parameter or a circumstance of a run as labels say it: "ratio 0.1", "no stragglers", "64 ranks"."""
+    if name == "ranks":
+        return f"{value:,} ranks" if isinstance(value, int) else f"{value} ranks"
+    return (_circumstance if name in CIRCUMSTANCES else _parameter)(name, value).shown
+
+
 def _parameter(name: str, value: Any) -> Fact:
     if name == "policy":
         return Fact(str(value or "none"), str(value))

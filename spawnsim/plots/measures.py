@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from spawnsim.errors import ParameterError
-from spawnsim.plots.convergence import curve, since_start
+from spawnsim.plots.convergence import Curve, curve, of_events, since_start
 from spawnsim.plots.experiments import Recorded
 from spawnsim.plots.series import Floats, column, numbers, spread_at_end
 from spawnsim.run.result import TOTALS
@@ -129,8 +129,8 @@ class Measure:
             told = totals.get(self.name)
             return float("nan") if told is None else float(told)
         if "." in self.name and self.name not in run.table:
-            at, values = self._of_events(run)
-            return self._of_one(at, values)
+            told = of_events(run, self.name, "iteration" if self.kind == "iterations_to" else "time_s")
+            return self._of_one(told)
         if self.kind == "final":
             return spread_at_end(run.table, self.name)[1]
         if self.kind in ("highest", "lowest"):
@@ -159,27 +159,11 @@ class Measure:
         reached = np.flatnonzero(2 * np.cumsum(change[when]) >= first.sum())
         return float(at[when][reached[0]]) if len(reached) else float("inf")
 
-    def _of_events(self, run: Recorded) -> tuple[Floats, Floats]:
-        kind, _, name = self.name.partition(".")
-        told = [event for event in run.events if event.get("kind") == kind and name in event]
-        if not told:
-            kinds = ", ".join(sorted({str(event.get("kind")) for event in run.events})) or "none"
-            raise ParameterError(
-                f"{self.text}: no event {kind!r} with {name!r}; kinds of events here: {kinds}"
-            )
-        place = "iteration" if self.kind == "iterations_to" else "time_s"
-        at = [
-            event["at_s"] if place == "time_s" and "at_s" in event else event.get(place, np.nan)
-            for event in told
-        ]
-        return np.array(at, dtype=float), np.array([event[name] for event in told], dtype=float)
-
-    def _of_one(self, at: Floats, values: Floats) -> float:
+    def _of_one(self, told: Curve) -> float:
         """Return the measure of one series, such as that of the mean model."""
         if self.kind in ("highest", "lowest"):
-            return float(values.max() if self.kind == "highest" else values.min())
-        order = np.argsort(at, kind="stable")
+            return float(told.median.max() if self.kind == "highest" else told.median.min())
         if self.kind == "final":
-            return float(values[order][-1])
-        reached = np.flatnonzero(self._passes(values[order]))
-        return float(at[order][reached[0]]) if len(reached) else float("inf")
+            return float(told.median[-1])
+        reached = np.flatnonzero(self._passes(told.median))
+        return float(told.x[reached[0]]) if len(reached) else float("inf")

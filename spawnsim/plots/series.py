@@ -117,7 +117,10 @@ def bootstrap_medians(samples: Floats, level: float = 0.9, draws: int = 2000, se
     picks = rng.integers(0, len(samples), size=(draws, len(samples)))
     # One column at a time would be smaller, but draws x seeds x points stays under 100 MB for 20 seeds of 240 points.
     medians = np.median(samples[picks], axis=1)
-    low, high = np.quantile(medians, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    # Infinite values, of runs that never got somewhere, cannot be interpolated: then ends are values that were drawn.
+    levels = [(1 - level) / 2, (1 + level) / 2]
+    finite = np.isfinite(medians).all()
+    low, high = np.quantile(medians, levels, axis=0, method="linear" if finite else "nearest")
     return np.stack([np.median(samples, axis=0), low, high])
 
 

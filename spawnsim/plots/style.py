@@ -231,6 +231,33 @@ def save(figure: Figure, stem: str | Path, formats: Sequence[str] = FORMATS) -> 
     return paths
 
 
+def in_lines(text: str, width: int = LABEL_WIDTH) -> str:
+    """Return a text in lines of so many characters at most."""
+    return "\n".join(textwrap.wrap(text, width)) or text
+
+
+def short(number: float) -> str:
+    """Return a number for a tick or a cell: three digits, thousands and millions as k and M.
+
+    >>> short(0.12345), short(16384), short(2_500_000)
+    ('0.123', '16.4k', '2.5M')
+    """
+    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(number) >= scale:
+            return f"{number / (scale if unit != 'k' else 1e3):.3g}{unit}"
+    return f"{number:.3g}" if abs(number) < 1000 else f"{number:.0f}"
+
+
+def three_digits(number: float) -> str:
+    """Return a number with three digits, also where the last ones are 0: those of a table have one form.
+
+    >>> three_digits(0.87), three_digits(8.7), three_digits(87), three_digits(16384)
+    ('0.870', '8.70', '87.0', '16.4k')
+    """
+    digits = next((digits for limit, digits in ((1, 3), (10, 2), (100, 1)) if abs(number) < limit), None)
+    return short(number) if digits is None else f"{number:.{digits}f}"
+
+
 def evenly(count: int, points: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return up to `points` indices spread over range(count), both ends included."""
     return np.unique(np.linspace(0, max(count - 1, 0), min(points, count)).astype(np.int64))

@@ -26,6 +26,7 @@ from typing import Any
 
 from spawnsim.backends import backend_of
 from spawnsim.errors import ParameterError
+from spawnsim.plots.experiments import shown
 from spawnsim.record import manifest
 from spawnsim.record.folder import read_manifest
 from spawnsim.record.manifest import Files, file_digest
@@ -108,7 +109,9 @@ class Cell:
         told = self.description()
         seed, given, world = (told.pop(name) for name in ("seed", "parameters", "world"))
         taken = {*told, *world, "seed"}
-        row = told | {f"main's {name}" if name in taken else name: value for name, value in given.items()}
+        row: dict[str, Any] = told | {
+            f"main's {name}" if name in taken else name: value for name, value in given.items()
+        }
         return row | world | {"seed": seed}
 
     @property
@@ -156,20 +159,10 @@ def labels(cells: Sequence[Cell]) -> dict[str, str]:
     every = {name: None for row in rows.values() for name in row}
     varied = [name for name in every if len({str(row.get(name)) for row in rows.values()}) > 1]
     return {
-        cell.key: ", ".join(told(name, rows[cell.key][name]) for name in varied if name in rows[cell.key])
+        cell.key: ", ".join(shown(name, rows[cell.key][name]) for name in varied if name in rows[cell.key])
         or cell.name
         for cell in cells
     }
-
-
-def told(name: str, value: Any) -> str:
-    """Return one value of a cell for people: "average", "ratio 0.1", "no stragglers"."""
-    word = name.removesuffix("_s").replace("_", " ")
-    if value is None:
-        return "default platform" if name == "platform" else f"no {word}"
-    if name == "platform":
-        return Path(str(value)).stem
-    return str(value) if name in ("policy", "file", "backend") else f"{word} {value}"
 
 
 def grid(

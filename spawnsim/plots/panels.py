@@ -1,0 +1,311 @@
+"""Small multiples of a sweep: one panel for each value of what is left, one legend, one caption.
+
+What a figure asks for is one value, `Asked`; the panels are drawn by `spawnsim.plots.sweeps` and `convergence`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from spawnsim.errors import ParameterError
+from spawnsim.plots import convergence, style, sweeps
+from spawnsim.plots.convergence import QUANTITIES, Curve
+from spawnsim.plots.experiments import shown
+from spawnsim.plots.measures import Measure
+from spawnsim.plots.series import FEW, Floats, Table, numbers
+from spawnsim.plots.sweeps import edges, texts
+
+Kind = Literal["curves", "response", "paired", "front", "heat"]
+ACROSS, MOST = 3, 12  # panels side by side, and in all
+CLOCKS = {"time_s": "virtual time (s)", "iteration": "iteration"}
+Panels = list[tuple[str, Table]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a figure shows.
+
+    Attributes:
+        kind: "curves" (over time), "response" (a measure over what was varied), "paired" (its differences to one hue),
+            "front" (one measure against another) or "heat" (a measure by two columns).
+        x: what is across: a clock, a column or a measure.
+        y: a measure; of curves a recorded column.
+        hue: the column that colours tell; of a heat map its rows.
+        facet: the columns that panels tell.
+        by: all columns in which runs differ, but the seed.
+        against: of "paired", the hue that the others are compared with.
+        band: of "curves", what the bands are over: "seeds" or "ranks".
+    """
+
+    kind: Kind
+    x: str
+    y: str
+    hue: str = ""
+    facet: tuple[str, ...] = ()
+    by: tuple[str, ...] = ()
+    against: str = ""
+    band: str = "seeds"
+
+    @property
+    def label(self) -> str:
+        """What the y axis says."""
+        if self.kind == "curves":
+            return QUANTITIES.get(self.y, Measure.of(self.y).label.removesuffix(" at the end"))
+        name = _better(self.y) if self.kind in ("response", "front") else Measure.of(self.y).label
+        return f"{name}\n(minus that of {self.against})" if self.kind == "paired" else name
+
+    @property
+    def stem(self) -> str:
+        """A file name without its ending."""
+        what = {"paired": f"{self.y}-against-{self.against}", "heat": f"{self.y}-heat"}.get(self.kind, self.y)
+        return f"{what}-over-{self.x}"
+
+    def title(self) -> str:
+        """What the figure shows, in a line; axes, legend and panels say the rest."""
+        measure = (Measure.of(self.y).label if self.kind != "curves" else self.label).replace(" (s)", "")
+        text = measure[0].upper() + measure[1:]
+        if self.kind == "paired":
+            return f"{text}: difference to {self.against}"
+        return (
+            f"{text} against {Measure.of(self.x).label.replace(' (s)', '')}" if self.kind == "front" else text
+        )
+
+
+def _better(text: str) -> str:
+    measure = Measure.of(text)
+    return f"{measure.label}\n({'less' if measure.less_is_better else 'more'} is better)"
+
+
+def panels(table: Table, facet: Sequence[str]) -> Panels:
+    """Return a table for each combination of values of the columns that panels tell.
+
+    Args:
+        table: one row per run.
+        facet: the columns.
+
+    Returns:
+        Pairs of a title and the rows.
+
+    Raises:
+        ParameterError: there are more of them than a figure can hold.
+    """
+    rows = (
+        list(zip(*(texts(table, name) for name in facet), strict=True))
+        if facet
+        else [()] * len(texts(table, ""))
+    )
+    settings = list(dict.fromkeys(rows))
+    if len(settings) > MOST:
+        raise ParameterError(
+            f"{len(settings)} panels of {' and '.join(facet)}: choose some (--where NAME=VALUE), or another --hue"
+        )
+    found: Panels = []
+    for setting in settings:
+        chosen = np.array([row == setting for row in rows])
+        title = ", ".join(shown(name, value) for name, value in zip(facet, setting, strict=True))
+        found.append((title, {name: np.asarray(values)[chosen] for name, values in table.items()}))
+    return found
+
+
+def figure(found: Panels, asked: Asked, caption: str = "") -> Figure:
+    """Return the figure of a measure, a panel for each table.
+
+    Args:
+        found: titles and tables, as `panels` gives them.
+        asked: what it shows.
+        caption: who ran where; what marks are is added.
+
+    Returns:
+        The figure, in the packaged style.
+    """
+    whole = {name: np.concatenate([np.asarray(table[name]) for _, table in found]) for name in found[0][1]}
+    looks = style.looks(map(str, sweeps.distinct(texts(whole, asked.hue))))
+    with style.talk():
+        drawn, axes = _grid(len(found), tall=asked.kind == "front", shared=asked.kind != "heat")
+        heights = numbers(whole, asked.y)
+        edge = edges(heights)
+        finite = heights[np.isfinite(heights)]
+        for ax, (title, table) in zip(axes, found, strict=False):
+            if asked.kind == "front":
+                info = sweeps.front(table, asked.x, asked.y, hue=asked.hue, by=_named(asked))
+                sweeps.draw_front(info, ax, looks=looks)
+            elif asked.kind == "heat":
+                shades = (
+                    (float(finite.min()), float(finite.max())) if len(finite) and len(found) > 1 else None
+                )
+                sweeps.draw_heat(sweeps.heat(table, asked.x, asked.y, asked.hue), ax, limits=shades)
+            else:
+                info_ = sweeps.response(table, asked.x, asked.y, asked.hue)
+                sweeps.draw(info_, ax, looks=looks, edge=edge)
+                _edges_and_zero(ax, heights, edge, asked)
+            ax.set_title(_title(title, len(found)), fontsize=13)
+        _label(axes, asked, rows=asked.hue.replace("_", " ") if asked.kind == "heat" else asked.label)
+        if asked.kind != "heat" and asked.hue and asked.hue != asked.x:
+            _legend(drawn, looks, joined=asked.kind != "front" and whole[asked.x].dtype.kind in "if")
+        return style.frame(drawn, asked.title(), "\n".join(filter(None, [caption, _marks(found, asked)])))
+
+
+def _named(asked: Asked) -> list[str]:
+    return [name for name in asked.by if name not in asked.facet]
+
+
+def _edges_and_zero(ax: Axes, heights: Floats, edge: sweeps.Edges, asked: Asked) -> None:
+    paired = asked.kind == "paired"
+    sweeps.mark_edges(
+        ax, heights, edge, (f"only {asked.against}", f"not {asked.against}") if paired else ("never", "")
+    )
+    if paired:
+        ax.axhline(0.0, color="#444444", linewidth=1.1)
+
+
+def _marks(found: Panels, asked: Asked) -> str:
+    """Return what marks and bars of a figure are."""
+    counts = [
+        len(rows)
+        for _, table in found
+        for rows in _places(table, [asked.x if asked.kind != "front" else "", *_named(asked), asked.hue])
+    ]
+    seeds = str(max(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    if asked.kind == "heat":
+        return f"median over {seeds} seeds" if max(counts) > 1 else ""
+    if max(counts) < 2:
+        return "one seed each"
+    pairs = ", pairs of equal seed" * (asked.kind == "paired")
+    many = "90 % bootstrap interval of the median" if min(counts) >= FEW else "least to largest"
+    several = " (of fewer than five: least to largest)" if min(counts) < FEW <= max(counts) else ""
+    single = "" if asked.kind == "front" else "small: single seeds; "
+    line = "; line: those that no other beats in both" if asked.kind == "front" else ""
+    what = "90 % bootstrap interval of the median" + several if max(counts) >= FEW else many
+    return f"{single}large: median; bar or band: {what}, {seeds} seeds{pairs}{line}"
+
+
+def _places(table: Table, names: Sequence[str]) -> list[list[int]]:
+    """Return the rows of each setting, which differ in their seed alone."""
+    keys = zip(*(texts(table, name).tolist() for name in dict.fromkeys(filter(None, names))), strict=True)
+    found: dict[tuple[str, ...], list[int]] = {}
+    for row, key in enumerate(list(keys) or [()] * len(texts(table, ""))):
+        found.setdefault(key, []).append(row)
+    return list(found.values())
+
+
+Lines = Mapping[str, Sequence[Curve]]
+
+
+def curves_figure(found: Sequence[tuple[str, Lines]], asked: Asked, caption: str = "") -> Figure:
+    """Return the figure of a recorded column over a clock, a panel for each setting.
+
+    Args:
+        found: titles, and by hue one curve for each seed, as `convergence.curve` gives them.
+        asked: what it shows.
+        caption: who ran where; what bands are is added.
+
+    Returns:
+        The figure, in the packaged style.
+    """
+    looks = style.looks(name for _, lines in found for name in lines)
+    counts = [len(seeds) for _, lines in found for seeds in lines.values()]
+    with style.talk():
+        drawn, axes = _grid(len(found), shared=True)
+        for ax, (title, lines) in zip(axes, found, strict=False):
+            for name, seeds in lines.items():
+                info = convergence.over_seeds(list(seeds), band=asked.band)
+                if asked.band == "ranks":
+                    info = info._replace(seeds=())  # a thin line for each seed would hide the band
+                convergence.draw(info, ax, look=looks[name], band=asked.band == "ranks" or len(seeds) != 1)
+            ax.set_title(_title(title, len(found)), fontsize=13)
+        axes[0].set_xlim(left=0)
+        _label(axes, asked, rows=f"{asked.label}, median over ranks")
+        for ax in axes if asked.x == "time_s" else ():
+            style.plain_seconds(ax)
+        if asked.hue:
+            _legend(drawn, looks, joined=True)
+        seeds_ = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(max(counts))
+        over = (
+            "10–90 % of ranks, median" if asked.band == "ranks" else "90 % bootstrap interval of the median"
+        )
+        few = (
+            "thin: single seeds; thick: their median"
+            if asked.band == "seeds" and max(counts) < FEW
+            else f"band: {over}"
+        )
+        told = f"{few}, {seeds_} seeds" if max(counts) > 1 else "one seed each"
+        return style.frame(drawn, asked.title(), "\n".join(filter(None, [caption, told])))
+
+
+# ---------------------------------------------------------------------------------------------------------- panels
+def _grid(count: int, *, tall: bool = False, shared: bool) -> tuple[Figure, list[Axes]]:
+    columns = _across(count)
+    rows = -(-count // columns)
+    height = 5.6 if count == 1 else 1.9 + (3.4 if tall else 3.1) * rows
+    drawn = Figure(figsize=(10.8, height))
+    grid = drawn.subplots(rows, columns, squeeze=False, sharex=shared, sharey=shared)
+    axes = list(grid.ravel())
+    for ax in axes[count:]:
+        ax.set_visible(False)
+    return drawn, axes
+
+
+def _across(count: int) -> int:
+    return 2 if count in (2, 4) else min(count, ACROSS)
+
+
+def _title(text: str, count: int) -> str:
+    return style.in_lines(text, {1: 80, 2: 44}.get(_across(count), 28))
+
+
+def _label(axes: Sequence[Axes], asked: Asked, *, rows: str) -> None:
+    """Name the axes at the edge of the figure."""
+    x = CLOCKS.get(asked.x) or (
+        _better(asked.x).replace("\n", " ") if asked.kind == "front" else asked.x.replace("_", " ")
+    )
+    visible = [ax for ax in axes if ax.get_visible()]
+    columns = _across(len(visible))
+    for at, ax in enumerate(visible):
+        if at % columns == 0:
+            ax.set_ylabel("\n".join(style.in_lines(line, 34) for line in rows.split("\n")))
+        if at + columns >= len(visible):
+            ax.set_xlabel(x)
+            ax.tick_params(labelbottom=True)
+
+
+def _legend(drawn: Figure, looks: Mapping[str, style.Look], *, joined: bool) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D(
+            [],
+            [],
+            color=look.colour,
+            linestyle=look.dashes if joined else "",
+            label=style.in_lines(name),
+            marker=look.marker,
+            markerfacecolor="white" if look.marked else look.colour,
+            markersize=7,
+        )
+        for name, look in looks.items()
+    ]
+    drawn.legend(handles=handles, loc="outside right center", handlelength=3.2)
+
+
+def rows_of(found: Sequence[tuple[str, Lines]], asked: Asked) -> Iterator[dict[str, Any]]:
+    """Yield the data of `curves_figure`: a row for each point of a curve.
+
+    Args:
+        found: titles, and by hue one curve for each seed.
+        asked: what the figure shows.
+
+    Returns:
+        An iterator of rows: panel, hue, the clock, median, low, high, seeds.
+    """
+    for title, lines in found:
+        for name, seeds in lines.items():
+            info = convergence.over_seeds(list(seeds), band=asked.band)
+            for x, median, low, high in zip(info.x, info.median, info.low, info.high, strict=True):
+                values = {asked.x: float(x), "median": float(median), "low": float(low), "high": float(high)}
+                yield {"panel": title, asked.hue or "curve": name, **values, "seeds": len(seeds)}

@@ -1,0 +1,364 @@
+"""Figures of a sweep: a measure over what was varied, paired differences, Pareto fronts, heat maps.
+
+All stand on a tidy table: one row per run, columns of what was varied, of the seed and of measures. Where a run never
+reached a target its measure is infinite, and is drawn at the edge of the axes, as "never".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from numpy.typing import NDArray
+
+from spawnsim.errors import ParameterError
+from spawnsim.plots import style
+from spawnsim.plots.experiments import shown
+from spawnsim.plots.measures import Measure
+from spawnsim.plots.series import FEW, Floats, Interval, Table, column, numbers, over_seeds
+
+DODGE = 0.7  # of the distance between two categories, which their marks take
+MOST_NAMES = 12  # settings that are named in a plane; of more, those that none beats
+SEED = "seed"
+
+
+class Line(NamedTuple):
+    """One curve: positions `x` and an interval over seeds at each, and there each seed's value."""
+
+    x: Floats
+    intervals: tuple[Interval, ...]
+    seeds: tuple[Floats, ...]
+
+
+class Response(NamedTuple):
+    """A measure over what was varied: a line for each hue; `ticks`: names of the positions, of a text column."""
+
+    lines: Mapping[str, Line]
+    ticks: tuple[str, ...]
+
+
+class Point(NamedTuple):
+    """One setting in a plane of two measures: an interval over seeds of each, and what the setting is."""
+
+    hue: str
+    name: str
+    x: Interval
+    y: Interval
+
+
+class Front(NamedTuple):
+    """Settings in a plane of two measures; `best`: numbers of those that none beats in both, ordered by x."""
+
+    points: tuple[Point, ...]
+    best: tuple[int, ...]
+
+
+class Heat(NamedTuple):
+    """Medians over seeds, shape (rows, columns), NaN where no run is; and the names of rows and columns."""
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    values: Floats
+
+
+class Edges(NamedTuple):
+    """Where infinite values are drawn: above and below all others."""
+
+    high: float
+    low: float
+    log: bool
+
+
+# ---------------------------------------------------------------------------------------------------------- arrays
+def texts(table: Table, name: str) -> NDArray[Any]:
+    """Return a column as people read it, or one empty text per row where no column is named."""
+    if not name:
+        return np.full(len(next(iter(table.values()))), "")
+    values = column(table, name)
+    return np.array([f"{each:g}" if isinstance(each, float) else str(each) for each in values.tolist()])
+
+
+def distinct(values: NDArray[Any]) -> list[Any]:
+    """Return values in order of first appearance; numbers by size."""
+    found = list(dict.fromkeys(values.tolist()))
+    return sorted(found) if values.dtype.kind in "if" else found
+
+
+def of_values(values: Floats) -> Interval:
+    """Return a median over seeds with its interval; infinite values count as the largest."""
+    return over_seeds(list(values))
+
+
+def response(table: Table, x: str, y: str, hue: str = "") -> Response:
+    """Return a measure over a column, a line for each value of another; rows of one place are seeds."""
+    hues, heights, places = texts(table, hue), numbers(table, y), column(table, x)
+    known = ~np.isnan(heights)
+    numeric = places.dtype.kind in "if"
+    positions = distinct(places)
+    lines = {}
+    for name in distinct(hues):
+        at, intervals, seeds = [], [], []
+        for index, position in enumerate(positions):
+            values = heights[known & (hues == name) & (places == position)]
+            if len(values):
+                at.append(float(position) if numeric else float(index))
+                intervals.append(of_values(values))
+                seeds.append(values)
+        if at:
+            lines[str(name)] = Line(np.array(at), tuple(intervals), tuple(seeds))
+    if not lines:
+        raise ParameterError(f"{y}: no run that is done tells it")
+    return Response(lines, () if numeric else tuple(map(str, positions)))
+
+
+def differences(table: Table, y: str, *, hue: str, against: str, by: Sequence[str]) -> Table:
+    """Return the rows of other hues with what they are above those of one hue, each above its partner.
+
+    Args:
+        table: one row per run.
+        y: the measure's column.
+        hue: the column whose values are compared.
+        against: the value that all others are compared with.
+        by: all other columns in which runs differ; partners are equal in them and in the seed.
+
+    Returns:
+        The table without the rows of `against`, `y` replaced; NaN where there is no partner, or neither gets there.
+
+    Raises:
+        ParameterError: no row has the value `against`.
+    """
+    hues, heights = texts(table, hue), numbers(table, y)
+    keys = list(zip(*(texts(table, name) for name in (*by, SEED) if name != hue), strict=True))
+    if against not in hues:
+        raise ParameterError(f"--against {against}: {hue} is one of {', '.join(map(str, distinct(hues)))}")
+    base = {keys[row]: heights[row] for row in np.flatnonzero(hues == against)}
+    rows = np.flatnonzero(hues != against)
+    with np.errstate(invalid="ignore"):  # infinite less infinite: neither gets there
+        change = np.array([heights[row] - base.get(keys[row], np.nan) for row in rows])
+    return {name: np.asarray(values)[rows] for name, values in table.items()} | {y: change}
+
+
+def front(table: Table, x: str, y: str, *, hue: str = "", by: Sequence[str] = ()) -> Front:
+    """Return the settings in the plane of two measures, and those that no other beats in both.
+
+    Args:
+        table: one row per run.
+        x: a measure.
+        y: another.
+        hue: the column that colours tell.
+        by: the columns whose values make a setting.
+    """
+    hues, across, up = texts(table, hue), numbers(table, x), numbers(table, y)
+    others = [name for name in by if name != hue]
+    rows = zip(*(texts(table, each).tolist() for each in others), strict=True)
+    names = [", ".join(shown(name, value) for name, value in zip(others, row, strict=True)) for row in rows]
+    settings: dict[tuple[str, str], list[int]] = {}
+    for at in np.flatnonzero(~np.isnan(across) & ~np.isnan(up)):
+        settings.setdefault((str(hues[at]), names[at] if names else ""), []).append(int(at))
+    points = tuple(
+        Point(*setting, of_values(across[some]), of_values(up[some])) for setting, some in settings.items()
+    )
+    # Signs, so that less is better in both.
+    signs = [1.0 if Measure.of(name).less_is_better else -1.0 for name in (x, y)]
+    costs = np.array([[signs[0] * each.x.median, signs[1] * each.y.median] for each in points]).reshape(-1, 2)
+    beaten = [bool(((costs <= cost).all(axis=1) & (costs < cost).any(axis=1)).any()) for cost in costs]
+    best = [at for at, lost in enumerate(beaten) if not lost and np.isfinite(costs[at]).all()]
+    return Front(points, tuple(sorted(best, key=lambda at: points[at].x.median)))
+
+
+def heat(table: Table, x: str, y: str, rows: str) -> Heat:
+    """Return the median over seeds of a measure, by two columns."""
+    across, down, heights = column(table, x), column(table, rows), numbers(table, y)
+    names = (distinct(across), distinct(down))
+    found = np.full((len(names[1]), len(names[0])), np.nan)
+    for row, below in enumerate(names[1]):
+        for at, beside in enumerate(names[0]):
+            values = heights[(across == beside) & (down == below) & ~np.isnan(heights)]
+            found[row, at] = np.median(values) if len(values) else np.nan
+    shown = [
+        tuple(f"{each:g}" if isinstance(each, float) else str(each) for each in group) for group in names
+    ]
+    return Heat(shown[0], shown[1], found)
+
+
+def edges(values: Floats) -> Edges:
+    """Return where infinite values are drawn beside finite ones, and whether the axis is logarithmic."""
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return Edges(1.0, 0.0, False)
+    low, high = float(finite.min()), float(finite.max())
+    if low > 0 and high / low > 30:
+        step = (high / low) ** 0.15
+        return Edges(high * step, low / step, True)
+    step = 0.15 * (high - low) or 0.15 * abs(high) or 1.0
+    return Edges(high + step, low - step, False)
+
+
+# --------------------------------------------------------------------------------------------------------- drawing
+def draw(
+    info: Response,
+    ax: Axes | None = None,
+    *,
+    looks: Mapping[str, style.Look] | None = None,
+    edge: Edges | None = None,
+) -> Axes:
+    """Draw lines with bands over numbers, and marks with bars over names; each seed is a small mark.
+
+    Args:
+        info: what to draw.
+        ax: where; None: a new figure.
+        looks: look of each line; None: as many as there are lines.
+        edge: where infinite values are drawn; None: beside those of `info`.
+
+    Returns:
+        The axes.
+    """
+    ax = style.axes_or_new(ax)
+    looks = looks or style.looks(info.lines)
+    every = np.concatenate([values for line in info.lines.values() for values in line.seeds])
+    edge = edge or edges(every)
+    own = set(info.lines) == set(info.ticks)  # each name has its own colour: nothing to set apart
+    for index, (name, line) in enumerate(info.lines.items()):
+        shift = 0.0 if not info.ticks or own else DODGE * ((index + 0.5) / len(info.lines) - 0.5)
+        _draw_line(line, ax, looks[name], edge=edge, shift=shift, joined=not info.ticks, label=name)
+    if info.ticks:
+        ax.set_xticks(range(len(info.ticks)), [style.in_lines(each) for each in info.ticks])
+        ax.set_xlim(-0.6, len(info.ticks) - 0.4)
+        ax.grid(visible=False, axis="x")
+    else:
+        places = np.unique(np.concatenate([line.x for line in info.lines.values()]))
+        if len(places) > 2 and places[0] > 0 and places[-1] / places[0] >= 16:
+            ax.set_xscale("log", base=2 if np.all(np.log2(places) % 1 == 0) else 10)
+        ax.set_xticks(places, [style.short(each) for each in places])
+        ax.minorticks_off()
+    return ax
+
+
+def _draw_line(
+    line: Line, ax: Axes, look: style.Look, *, edge: Edges, shift: float, joined: bool, label: str
+) -> None:
+    low, middle, high = (
+        np.clip([getattr(each, name) for each in line.intervals], edge.low, edge.high)
+        for name in ("low", "median", "high")
+    )
+    x = line.x + shift
+    for at, values in zip(x, line.seeds, strict=True):
+        if len(values) > 1:
+            # Beside the bar, or it would hide them.
+            ax.plot(
+                np.full(len(values), at + (0.0 if joined else 0.09)), np.clip(values, edge.low, edge.high),
+                linestyle="", marker=look.marker, markersize=3.5, color=look.colour, alpha=0.45, clip_on=False,
+            )  # fmt: skip
+    if joined and all(len(values) >= FEW for values in line.seeds):
+        ax.fill_between(x, low, high, color=look.colour, alpha=0.16, linewidth=0)
+    else:
+        ax.vlines(x, low, high, color=look.colour, linewidth=1.4 if joined else 2.2)
+    ax.plot(
+        x, middle, color=look.colour, linestyle=look.dashes if joined else "", marker=look.marker, markersize=8,
+        markerfacecolor="white" if look.marked else look.colour, label=label, clip_on=False, zorder=4,
+    )  # fmt: skip
+
+
+def mark_edges(ax: Axes, values: Floats, edge: Edges, never: tuple[str, str] = ("never", "never")) -> None:
+    """Set the scale of a y axis, and name the lines on which infinite values stand."""
+    if edge.log:
+        ax.set_yscale("log")
+    for infinite, height, name in ((np.inf, edge.high, never[0]), (-np.inf, edge.low, never[1])):
+        if np.any(values == infinite):
+            ax.axhline(height, color="#777777", linewidth=1.0, linestyle=":")
+            ax.annotate(
+                name, (0.0, height), xycoords=("axes fraction", "data"), xytext=(4, 3), textcoords="offset points",
+                color="#555555", fontsize=11, style="italic",
+            )  # fmt: skip
+
+
+def draw_front(info: Front, ax: Axes | None = None, *, looks: Mapping[str, style.Look] | None = None) -> Axes:
+    """Draw settings as marks with bars over seeds, and a step line through those that none beats in both.
+
+    Args:
+        info: what to draw.
+        ax: where; None: a new figure.
+        looks: look of each hue; None: as many as there are hues.
+
+    Returns:
+        The axes.
+    """
+    ax = style.axes_or_new(ax)
+    looks = looks or style.looks(point.hue for point in info.points)
+    limits = [
+        edges(np.array([(each.low, each.high) for each in along]))
+        for along in ([point.x for point in info.points], [point.y for point in info.points])
+    ]
+    told: set[str] = set()
+    for point in info.points:
+        (x, left, right), (y, low, high) = (
+            np.clip([each.median, each.low, each.high], edge.low, edge.high)
+            for each, edge in zip((point.x, point.y), limits, strict=True)
+        )
+        look = looks[point.hue]
+        ax.plot([left, right], [y, y], color=look.colour, linewidth=1.4, alpha=0.7)
+        ax.plot([x, x], [low, high], color=look.colour, linewidth=1.4, alpha=0.7)
+        new = point.hue not in told
+        told.add(point.hue)
+        ax.plot(
+            x,
+            y,
+            marker=look.marker,
+            color=look.colour,
+            markersize=9,
+            linestyle="",
+            label=point.hue if new else None,
+        )
+        if point.name:
+            ax.annotate(
+                point.name, (x, y), xytext=(7, 6), textcoords="offset points", fontsize=10, color="#333333"
+            )
+    best = [info.points[at] for at in info.best]
+    ax.step(
+        [each.x.median for each in best], [each.y.median for each in best], where="post",
+        color="#777777", linewidth=1.2, zorder=1,
+    )  # fmt: skip
+    for axis, edge in zip("xy", limits, strict=True):
+        if edge.log:
+            ax.set(**{f"{axis}scale": "log"})
+    return ax
+
+
+def draw_heat(info: Heat, ax: Axes | None = None, *, limits: tuple[float, float] | None = None) -> Axes:
+    """Draw a table of medians as shades with their numbers; infinite ones are called "never".
+
+    Args:
+        info: what to draw.
+        ax: where; None: a new figure.
+        limits: least and largest value of the shades; None: those of `info`.
+
+    Returns:
+        The axes.
+    """
+    ax = style.axes_or_new(ax)
+    finite = info.values[np.isfinite(info.values)]
+    low, high = limits or ((float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0))
+    image = ax.imshow(
+        np.where(np.isfinite(info.values), info.values, np.nan),
+        vmin=low,
+        vmax=high,
+        aspect="auto",
+        origin="lower",
+    )
+    ax.set_xticks(range(len(info.columns)), [style.in_lines(each) for each in info.columns])
+    ax.set_yticks(range(len(info.rows)), info.rows)
+    ax.grid(visible=False)
+    for side, count in (("x", len(info.columns)), ("y", len(info.rows))):
+        getattr(ax, f"{side}axis").set_ticks(np.arange(count - 1) + 0.5, minor=True)
+    ax.grid(which="minor", color="white", linewidth=2.5)
+    ax.tick_params(which="both", length=0)
+    for (row, at), value in np.ndenumerate(info.values):
+        shade = 0.0 if high == low or not np.isfinite(value) else (value - low) / (high - low)
+        text = "–" if np.isnan(value) else "never" if np.isinf(value) else style.three_digits(value)
+        ax.text(
+            at, row, text, ha="center", va="center", color="white" if shade > 0.55 else "#222222", fontsize=12
+        )
+    ax.figure.colorbar(image, ax=ax, shrink=0.8) if limits is None else None
+    return ax

@@ -1,0 +1,257 @@
+"""From a sweep's folder to a figure: which of its columns are across, in colour and in panels, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spawnsim.errors import ParameterError
+from spawnsim.options import listed, nearest, unquoted
+from spawnsim.plots import convergence, gallery, panels, style
+from spawnsim.plots.experiments import shown
+from spawnsim.plots.measures import Measure
+from spawnsim.plots.panels import CLOCKS, Asked
+from spawnsim.record import Table
+from spawnsim.study.results import DONE, FAILED, MISSING, Planned, Sweep, column_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ALIASES = {
+    "straggler": "stragglers",
+    "deadline": "deadline_s",
+    "time": "time_s",
+}  # as the command line calls them
+MOST_HUES = 8
+NAMED = 3  # runs that a caption names of those that are missing
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure with its data, which is written beside it."""
+
+    stem: str
+    figure: Figure
+    data: Table
+
+
+def where(sweep: Sweep, conditions: Sequence[str]) -> Sweep:
+    """Return the cells that meet all conditions.
+
+    Args:
+        sweep: the sweep.
+        conditions: texts such as "straggler=none" or "ratio=0.1,0.2".
+
+    Returns:
+        A sweep of those cells.
+
+    Raises:
+        ParameterError: a condition names nothing, or no cell meets it.
+    """
+    cells = list(sweep.cells)
+    for condition in conditions:
+        name, sign, texts = condition.partition("=")
+        name = _known(sweep, name, "--where")
+        wanted = [unquoted(each) for each in listed(texts)] if sign else []
+        kept = [cell for cell in cells if _plain(cell.values.get(name)) in wanted]
+        if not kept:
+            there = ", ".join(dict.fromkeys(_plain(cell.values.get(name)) for cell in cells))
+            raise ParameterError(f"--where {condition}: {name} is one of {there}")
+        cells = kept
+    return sweep.keep(cells)
+
+
+def _plain(value: Any) -> str:
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _known(sweep: Sweep, name: str, option: str) -> str:
+    """Return the column that a name means."""
+    name = ALIASES.get(name, name)
+    names = list(dict.fromkeys(key for cell in sweep.cells for key in cell.values))
+    if name not in names:
+        hint = nearest(name, names) or f"it varies {', '.join(sweep.varied) or 'nothing'}"
+        raise ParameterError(f"{option} {name}: the sweep has no such column; {hint}")
+    return name
+
+
+def ask(
+    sweep: Sweep, y: str, *, x: str = "", hue: str = "", facet: Sequence[str] = (), against: str = "",
+    heat: bool = False, band: str = "seeds",
+) -> Asked:  # fmt: skip
+    """Return what a figure shows; what is not said follows from what the sweep varies.
+
+    Args:
+        sweep: the sweep, without the cells that are not to be shown.
+        y: a measure (see `spawnsim.plots.measures`); over a clock a recorded column.
+        x: a column, a clock ("time_s", "iteration") or a measure; "": the first column that varies beside the hue.
+        hue: the column that colours tell; "": the policy, or what varies beside x.
+        facet: the columns that panels tell; empty: all that are left.
+        against: a value of the hue: show what others are above it.
+        heat: a heat map of two columns, x and the hue.
+        band: of curves over a clock, what bands are over: "seeds" or "ranks".
+
+    Returns:
+        What to draw.
+
+    Raises:
+        ParameterError: a name is not known, or columns are left that nothing tells.
+    """
+    x, varied = ALIASES.get(x, x), sweep.varied
+    hue = _known(sweep, hue, "--hue") if hue else ""
+    facet = tuple(_known(sweep, name, "--facet") for name in facet)
+    columns = {name for cell in sweep.cells for name in cell.values}
+    left = [name for name in varied if name not in (x, hue, *facet)]
+    if not hue:
+        # Colours tell the policy, unless it is across; the fewest panels are those of a hue with many values.
+        fit = [name for name in left if len(_values(sweep, name)) <= MOST_HUES]
+        hue = "policy" if "policy" in fit else next(iter(fit), "")
+        left = [name for name in left if name != hue]
+    if not x:
+        x = next(iter(left), hue)
+        left = [name for name in left if name != x]
+        if not x:
+            raise ParameterError(
+                "the sweep varies nothing but the seed: name what is across, such as --x time_s"
+            )
+    hue = hue or (x if x in columns else "")
+    kind: panels.Kind = "response"
+    if x in CLOCKS:
+        kind = "curves"
+    elif x not in columns:
+        Measure.of(x)  # refuses what is none
+        kind = "front"
+    if heat or against:
+        if kind != "response" or not hue or hue == x:
+            raise ParameterError("a heat map and differences need two columns that vary: give --x and --hue")
+        kind = "heat" if heat else "paired"
+    # Of a front, settings are points: what is left is their names, unless panels are asked for.
+    facet = facet if facet or kind == "front" else tuple(left)
+    pooled = [name for name in left if name not in facet and kind != "front"]
+    if pooled:
+        raise ParameterError(
+            f"{' and '.join(pooled)} vary, too, and would be pooled: add --facet {pooled[0]}, or choose one value: "
+            f"--where {pooled[0]}={_values(sweep, pooled[0])[0]}"
+        )
+    if kind != "curves":
+        Measure.of(y)
+    return Asked(
+        kind=kind, x=x, y=y, hue=hue, facet=facet, by=tuple(varied), against=against, band=band
+    )  # fmt: skip
+
+
+def _values(sweep: Sweep, name: str) -> list[str]:
+    return list(dict.fromkeys(_plain(cell.values.get(name)) for cell in sweep.cells))
+
+
+def draw(sweep: Sweep, asked: Asked) -> Drawn:
+    """Draw a figure of the runs that are done; its caption says what is missing.
+
+    Args:
+        sweep: the sweep.
+        asked: what the figure shows.
+
+    Returns:
+        The figure and its data.
+
+    Raises:
+        ParameterError: no run is done, or runs lack what is asked for.
+    """
+    done = sweep.keep(sweep.of_state(DONE))
+    if not done.cells:
+        raise ParameterError(f"{sweep.folder}: no run is done yet ({sweep.says()})")
+    caption = "\n".join(filter(None, [_setting(sweep), missing(sweep)]))
+    stem = gallery.stem_of(asked.stem)
+    if asked.kind == "curves":
+        found = _curves(done, asked)
+        rows = list(panels.rows_of(found, asked))
+        data = Table({name: column_of([row[name] for row in rows]) for name in rows[0]})
+        return Drawn(stem, panels.curves_figure(found, asked, caption), data)
+    data = done.table(*dict.fromkeys([asked.y, *([asked.x] if asked.kind == "front" else [])]))
+    table: Mapping[str, Any] = data
+    if asked.kind == "paired":
+        from spawnsim.plots.sweeps import differences
+
+        table = differences(data, asked.y, hue=asked.hue, against=asked.against, by=asked.by)
+    figure = panels.figure(panels.panels(table, asked.facet), asked, caption)
+    return Drawn(stem, figure, data)
+
+
+def _curves(done: Sweep, asked: Asked) -> list[tuple[str, dict[str, list[convergence.Curve]]]]:
+    found: dict[str, dict[str, list[convergence.Curve]]] = {}
+    for cell, run in done.runs():
+        title = ", ".join(shown(name, cell.values.get(name)) for name in asked.facet)
+        hue = _plain(cell.values.get(asked.hue)) if asked.hue else ""
+        if "." in asked.y and asked.y not in run.table:
+            info = convergence.of_events(run, asked.y, asked.x)
+        else:
+            info = convergence.curve(convergence.since_start(run), asked.y, over=asked.x)
+        found.setdefault(title, {}).setdefault(hue, []).append(info)
+    return list(found.items())
+
+
+def _setting(sweep: Sweep) -> str:
+    """Return what all cells have in common, for a caption."""
+    first, varied = sweep.cells[0].values, {*sweep.varied, "seed", "backend"}
+    same = [
+        shown(name, value)
+        for name, value in first.items()
+        if name not in varied and value not in (None, [], "")
+    ]
+    return " · ".join(same)
+
+
+def missing(sweep: Sweep) -> str:
+    """Return which runs are not there, a line at most two; nothing of a finished sweep."""
+    lines = []
+    for state, word in ((MISSING, "not done yet"), (FAILED, "failed")):
+        cells: list[Planned] = sweep.of_state(state)
+        if cells:
+            names = "; ".join(cell.label for cell in cells[:NAMED]) + " …" * (len(cells) > NAMED)
+            lines.append(f"{len(cells)} of {len(sweep.cells)} runs {word}: {names}")
+    return "\n".join(lines)
+
+
+def defaults(sweep: Sweep) -> list[Asked]:
+    """Return the figures of a sweep for which nothing was asked: the metric over time, and its end over what varies.
+
+    Args:
+        sweep: the sweep.
+
+    Returns:
+        What to draw.
+
+    Raises:
+        ParameterError: no run is done, or none has recorded numbers.
+    """
+    run = next(iter(sweep.runs()), None)
+    if run is None:
+        raise ParameterError(f"{sweep.folder}: no run is done yet ({sweep.says()})")
+    metrics = gallery.metrics_of([run[1]])
+    if not metrics:
+        raise ParameterError(
+            f"{sweep.folder}: no column of numbers was recorded, so there is nothing to draw"
+        )
+    found = [ask(sweep, metrics[0], x="time_s")]
+    return found + ([ask(sweep, f"final:{metrics[0]}")] if sweep.varied else [])
+
+
+def save(drawn: Drawn, out: Path, formats: Sequence[str], commands: Sequence[str]) -> list[Path]:
+    """Write a figure, its data as CSV, and the commands that make both again.
+
+    Args:
+        drawn: the figure.
+        out: the folder; it is made.
+        formats: among "png", "pdf" and "svg".
+        commands: lines of a shell.
+
+    Returns:
+        The paths of all files.
+    """
+    paths = style.save(drawn.figure, out / drawn.stem, formats)
+    data, script = (out / f"{drawn.stem}.{ending}" for ending in ("csv", "sh"))
+    drawn.data.to_csv(data)
+    script.write_text("".join(f"{line}\n" for line in filter(None, commands)), encoding="utf-8")
+    return [*paths, data, script]
