@@ -1,0 +1,231 @@
+"""Who descends from whom: every rank begins as a founder, and a replaced rank takes over its donors' ancestry.
+
+With one donor (population based training, "best_only") that is a family tree; with several a mixture, in which each
+donor counts as its weights did. What a rank has learnt since is not asked: this is descent, not likeness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from spawnsim.plots import style
+from spawnsim.plots.experiments import Recorded, clock_of, donors_of, grouped, ranks_of
+from spawnsim.plots.series import Floats, per_rank_last
+from spawnsim.random import WORLD, generator
+
+Ints = NDArray[np.int64]
+NEUTRAL_DRAWS = 30
+
+
+class Birth(NamedTuple):
+    """One replacement: rank `replaced` takes `weights` (sum 1) of `donors`, and keeps `own` of itself."""
+
+    time_s: float
+    replaced: int
+    donors: tuple[int, ...]
+    weights: tuple[float, ...]
+    own: float
+
+
+class Genealogy(NamedTuple):
+    """Descent over a run.
+
+    `births` in order of time. `time_s` (births + 1,) begins with 0. `leading` (births + 1, ranks) is the founder with
+    the largest share in each rank from then on. `founders` (births + 1,) is the effective number of founders, 1/Σp² of
+    their shares p in all ranks together; `neutral` the same where ranks and donors are drawn at random, in the mean.
+    """
+
+    births: tuple[Birth, ...]
+    time_s: Floats
+    leading: Ints
+    founders: Floats
+    neutral: Floats
+    end_s: float
+
+
+def births_of(events: Sequence[Mapping[str, Any]], ranks: int) -> tuple[Birth, ...]:
+    """Return the replacements that had donors, in order of time; without weights all donors count alike.
+
+    Args:
+        events: of a run; those of kind "replacement" are looked at.
+        ranks: number of ranks.
+
+    Returns:
+        One birth for each.
+    """
+    found = []
+    for event in events:
+        donors = donors_of(event, ranks) if event.get("kind") == "replacement" else []
+        if not donors:  # weights drawn anew, or nobody answered
+            continue
+        given = event.get("weights")
+        # A program's own events may tell anything there, or nothing.
+        weights = np.asarray(given if isinstance(given, (list, tuple)) and len(given) == len(donors) else 1.0, float)
+        weights = np.broadcast_to(np.clip(np.nan_to_num(weights), 0.0, None), len(donors)) + 1e-300
+        own = event.get("momentum")
+        own = float(np.clip(own, 0.0, 1.0)) if isinstance(own, (int, float)) else 0.0
+        shares = tuple((weights / weights.sum()).tolist())
+        found.append(Birth(float(event["time_s"]), int(event["rank"]), tuple(donors), shares, own))
+    return tuple(sorted(found, key=lambda birth: birth.time_s))
+
+
+def genealogy(births: Sequence[Birth], ranks: int, end_s: float = 0.0) -> Genealogy:
+    """Return the descent that follows from replacements.
+
+    Args:
+        births: in order of time.
+        ranks: number of ranks.
+        end_s: the end of the run, seconds.
+
+    Returns:
+        See `Genealogy`; arrays of one row more than there are births.
+    """
+    leading, founders = _descent(births, ranks)
+    stream = generator(0, WORLD, "genealogy")
+    neutral = [_descent(_at_random(births, ranks, stream), ranks)[1] for _ in range(NEUTRAL_DRAWS)]
+    time_s = np.asarray([0.0, *(birth.time_s for birth in births)])
+    return Genealogy(
+        births=tuple(births), time_s=time_s, leading=leading, founders=founders, neutral=np.mean(neutral, axis=0),
+        end_s=max(end_s, float(time_s[-1])),
+    )  # fmt: skip
+
+
+def _descent(births: Sequence[Birth], ranks: int) -> tuple[Ints, Floats]:
+    """Return the leading founder of each rank, (births + 1, ranks), and how many there are in effect, (births + 1,)."""
+    shares, total = np.eye(ranks, dtype=np.float32), np.ones(ranks)  # of each founder in each rank; in all ranks
+    leading = np.empty((len(births) + 1, ranks), np.int64)
+    founders = np.empty(len(births) + 1)
+    leading[0], founders[0] = np.arange(ranks), ranks
+    for place, birth in enumerate(births, 1):
+        taken = np.asarray(birth.weights, np.float32) @ shares[list(birth.donors)]
+        mixed = birth.own * shares[birth.replaced] + (1 - birth.own) * taken
+        total += mixed - shares[birth.replaced]
+        shares[birth.replaced] = mixed
+        leading[place] = leading[place - 1]
+        leading[place, birth.replaced] = mixed.argmax()
+        founders[place] = ranks**2 / np.square(total).sum()
+    return leading, founders
+
+
+def _at_random(births: Sequence[Birth], ranks: int, stream: np.random.Generator) -> list[Birth]:
+    """Return as many replacements with as many donors, all ranks equally likely."""
+    found = []
+    for birth in births:
+        replaced, *donors = stream.choice(ranks, min(1 + len(birth.donors), ranks), replace=False).tolist()
+        weights = birth.weights[: len(donors)]
+        found.append(birth._replace(replaced=replaced, donors=tuple(donors), weights=weights))
+    return found
+
+
+def of_run(run: Recorded) -> Genealogy:
+    """Return the descent in a run, to the end of its median rank.
+
+    Args:
+        run: a finished run with events "replacement".
+
+    Returns:
+        See `Genealogy`.
+    """
+    ends_s = per_rank_last(run.table, "time_s")
+    ranks = ranks_of(run)
+    return genealogy(births_of(run.events, ranks), ranks, float(np.median(ends_s)) if len(ends_s) else 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------- drawing
+def draw_tree(info: Genealogy, ax: Axes | None = None) -> Axes:
+    """Draw a line for each rank, coloured by the founder that it mostly descends from, families side by side.
+
+    Founders that lead in no rank at the end are grey. Where all have one donor, thin lines lead from donor to replaced.
+
+    Args:
+        info: the descent.
+        ax: where to draw; None: the axes of a new figure.
+
+    Returns:
+        The axes.
+    """
+    ax = style.axes_or_new(ax)
+    ranks = info.leading.shape[1]
+    heirs = np.bincount(info.leading[-1], minlength=ranks)
+    families = [int(founder) for founder in np.argsort(-heirs, kind="stable") if heirs[founder]]
+    colours = {
+        founder: look.colour for founder, look in zip(families[: len(style.LOOKS)], style.LOOKS, strict=False)
+    }
+    # Families side by side, the largest at the bottom: rows in order of ranks would be a thicket of crossing lines.
+    order = np.lexsort((np.arange(ranks), [families.index(founder) for founder in info.leading[-1].tolist()]))
+    row = np.argsort(order)
+    edges = np.append(info.time_s, max(info.end_s, info.time_s[-1]))
+    width = float(np.clip(150 / ranks, 0.6, 4))
+    for rank in range(ranks):
+        led = info.leading[:, rank]
+        changes = np.flatnonzero(np.diff(led, prepend=-1))
+        for begin, end in zip(changes, [*changes[1:], len(led)], strict=True):
+            colour = colours.get(int(led[begin]), "#C8C8C8")
+            ax.plot(edges[[begin, end]], [row[rank]] * 2, color=colour, linewidth=width, solid_capstyle="butt")
+    if all(len(birth.donors) == 1 for birth in info.births):
+        for place, birth in enumerate(info.births, 1):
+            colour = colours.get(int(info.leading[place, birth.replaced]), "#C8C8C8")
+            rows = [row[birth.donors[0]], row[birth.replaced]]
+            ax.plot([birth.time_s] * 2, rows, color=colour, linewidth=min(width, 1.0), alpha=0.7)
+    ax.set_xlim(0, info.end_s or 1)
+    ax.set_ylim(-1, ranks)
+    ax.set_yticks([])
+    ax.grid(visible=False)
+    ax.set_ylabel(f"{ranks:,} ranks, by family")
+    return ax
+
+
+def draw_founders(info: Genealogy, ax: Axes | None = None) -> Axes:
+    """Draw the effective number of founders over time, beside what ranks and donors drawn at random would give.
+
+    Args:
+        info: the descent.
+        ax: where to draw; None: the axes of a new figure.
+
+    Returns:
+        The axes.
+    """
+    ax = style.axes_or_new(ax)
+    edges = np.append(info.time_s, max(info.end_s, info.time_s[-1]))
+    for values, colour, dashes, name in (
+        (info.founders, style.LOOKS[0].colour, "-", "this run"), (info.neutral, "#777777", "--", "at random"),
+    ):  # fmt: skip
+        ax.step(edges, np.append(values, values[-1]), where="post", color=colour, linestyle=dashes, label=name)
+    ax.set_yscale("log", base=2)
+    ax.set_xlim(0, info.end_s or 1)
+    ax.set_ylabel("founders, effective")
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}")
+    ax.legend(loc="upper right", frameon=False)
+    return ax
+
+
+def figure(runs: Mapping[str, Recorded], title: str = "") -> Figure:
+    """Return the trees of runs side by side, with the number of founders below each.
+
+    Args:
+        runs: what to write above each tree → the run.
+        title: of the figure; empty: a plain one.
+
+    Returns:
+        The figure.
+    """
+    found = {name: of_run(run) for name, run in runs.items()}
+    with style.talk():
+        drawn = Figure(figsize=(max(4.6 * len(runs), 8), 7.2))
+        axes = drawn.subplots(2, len(runs), sharex="col", sharey="row", height_ratios=(2.2, 1), squeeze=False)
+        for (above, below), (name, info) in zip(axes.T, found.items(), strict=True):
+            draw_tree(info, above).set_title(name)
+            draw_founders(info, below).set_xlabel(clock_of([*runs.values()]))
+        for ax in axes[:, 1:].ravel():
+            ax.set_ylabel("")
+        caption = (
+            f"{grouped([*runs.values()]).caption()}\ncolour: the first model that a rank mostly descends from; grey: leads no "
+            "rank at the end · effective founders: 1/Σp² of their shares; dashed: ranks and donors drawn at random"
+        )
+        return style.frame(drawn, title or "Who descends from whom", caption)

@@ -1,0 +1,172 @@
+"""Selective replacement by its settings: how often, how many, from whom, how old; and whose models survive.
+
+    spawnsim study selective_settings [--quick]
+    spawnsim run studies/selective_settings.py --ranks 16 --compute "10 ms" --set strategy=pbt --seed 7 --out runs/a
+
+The question: which cadence, ratio and strategy are best where replacement is worth while (learning rates differ, σ 2),
+how much does it matter that a donor's weights are old when they come, and how many of the first models have
+descendants at the end?
+
+The method: 16 ranks learn digits, 60 iterations of 10 ms, judged by accuracy on images that are the same for all; the
+accuracy of the median rank on other images. "mean" and "weighted_mean" of up to 8 survivors, "best_only", and population
+based training ("pbt": one of the best quarter, and its learning rate times 0.8 or 1.2). Every combination of cadence and
+ratio, over seeds. Age: models that travel for longer. Descent: the events of one run each (`plots/genealogy.py`).
+
+The finding: often and many (docs/claims.md). A replaced rank keeps its own learning rate unless it takes over the
+donor's, so it runs away again: what heals is that the next round comes soon. Weights that are a few iterations old do no
+harm; those as old as the training was long when they were sent are worth no more than none. The strategies differ less
+in what is learnt than in descent: "best_only" leaves two founders in effect, a mean most of them.
+"""
+
+import numpy as np
+
+import spawnsim
+from spawnsim.plots import genealogy, series, style
+from spawnsim.policies import AsyncSelectiveAveragingPolicy, PopulationBasedTrainingPolicy
+from spawnsim.study import Context
+from spawnsim.virtual.network import Hockney, Switch
+from spawnsim.workloads import Digits
+
+STRATEGIES = ("mean", "weighted_mean", "best_only", "pbt")
+CADENCES, RATIOS = (2, 5, 10, 20), (0.1, 0.25, 0.5)
+ITERATIONS, STEP_S, SPREAD = 60, 0.01, 2.0
+AGES = (0.0, 0.05, 0.1, 0.2, 0.4)  # seconds that a message travels
+MIDDLE = {"every": 5, "ratio": 0.25}
+
+
+def main(comm, strategy="mean", every=5, ratio=0.25, iterations=ITERATIONS, spread=SPREAD):
+    """Train on an even share of the digits with a learning rate of one's own."""
+    lr = 0.1 * float(comm.rng("rate").lognormal(0.0, spread))
+    digits = Digits(comm.rng, comm.Get_rank(), comm.Get_size(), lr=lr)
+    model, optimizer = digits.build()
+    policy = None
+    if strategy == "pbt":
+        policy = PopulationBasedTrainingPolicy(every, quantile=ratio)
+    elif strategy != "none":
+        policy = AsyncSelectiveAveragingPolicy(digits.build, every, ratio, strategy, cooldown=0)
+    info = {}
+    for iteration in range(iterations):
+        with comm.compute():
+            digits.step(model, optimizer)
+            if iteration % every == 0:
+                metric = digits.accuracy(model, slice(0, None, 2))
+        if policy is not None:
+            model, optimizer, info = policy(iteration, model, optimizer, local_metric=metric, group=comm)
+        if (iteration + 1) % 10 == 0:
+            comm.record(iteration=iteration, accuracy=digits.accuracy(model, slice(1, None, 2)), **info)
+    if policy is not None:
+        policy.shutdown()
+
+
+def study(context: Context) -> None:
+    """Run all combinations; draw heat maps, ages and family trees; say what was found."""
+    ranks, seeds = (8, context.seeds(range(1, 3))) if context.quick else (16, context.seeds(range(1, 6)))
+    cadences, ratios = ((5, 20), (0.25,)) if context.quick else (CADENCES, RATIOS)
+    strategies = ("mean", "pbt") if context.quick else STRATEGIES
+    ages = AGES[::2] if context.quick else AGES
+    nothing = over(seeds, ranks, strategy="none")
+    rows = [
+        {"strategy": strategy, "every": every, "ratio": ratio}
+        | over(seeds, ranks, strategy=strategy, every=every, ratio=ratio)
+        for strategy in strategies for every in cadences for ratio in ratios
+    ]  # fmt: skip
+    context.save_table(rows, "settings")
+    context.save(heat_figure(rows, (cadences, ratios), nothing, seeds), "settings")
+    aged = [{"age_s": age_s} | over(seeds, ranks, latency_s=age_s, **MIDDLE) for age_s in ages]
+    context.save_table(aged, "ages")
+    context.save(age_figure(aged, nothing, seeds), "ages")
+    trees = {strategy: run(seeds[0], ranks, strategy=strategy, **MIDDLE) for strategy in strategies}
+    context.save(genealogy.figure(trees, "Whose models survive? One donor each makes a few families"), "genealogy")
+    left = {strategy: genealogy.of_run(each).founders[-1] for strategy, each in trees.items()}
+
+    context.say(f"no exchange: {told(nothing)}")
+    for strategy in strategies:
+        mine = sorted((row for row in rows if row["strategy"] == strategy), key=lambda row: row["median"])
+        context.say(
+            f"{strategy:14} best every {mine[-1]['every']}, ratio {mine[-1]['ratio']}: {told(mine[-1])}; worst every "
+            f"{mine[0]['every']}, ratio {mine[0]['ratio']}: {told(mine[0])}; {left[strategy]:.1f} founders left of {ranks}"
+        )
+    for row in aged:
+        context.say(f"messages of {row['age_s']:g} s: {row['staleness']:.0f} iterations old, {told(row)}")
+
+
+def run(seed, ranks, latency_s=0.0, **parameters):
+    """Return one run; messages take `latency_s` beside the wire."""
+    network = Switch(Hockney(max(latency_s, 1e-5), 1.25e9))
+    return spawnsim.run(main, ranks=ranks, seed=seed, platform=network, compute=STEP_S, parameters=parameters)
+
+
+def over(seeds, ranks, **how):
+    """Return the median rank's accuracy over seeds with its interval, and how old the weights were that came."""
+    runs = [run(seed, ranks, **how) for seed in seeds]
+    ends = [series.spread_at_end(each.table, "accuracy")[1] for each in runs]
+    ages = [
+        event["iteration"] - version
+        for each in runs for event in each.events if event["kind"] == "replacement" for version in event["versions"]
+    ]  # fmt: skip
+    return series.over_seeds(ends)._asdict() | {"staleness": float(np.median(ages)) if ages else float("nan")}
+
+
+def told(row):
+    """A median with its interval."""
+    return f"{row['median']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+
+
+# ----------------------------------------------------------------------------------------------------------- figures
+def heat_figure(rows, axes_of, nothing, seeds):
+    """A heat map of cadence × ratio per strategy: the median accuracy over seeds, with its interval in each cell."""
+    from matplotlib.figure import Figure
+
+    cadences, ratios = axes_of
+    strategies = list(dict.fromkeys(row["strategy"] for row in rows))
+    low = min(nothing["median"], *(row["median"] for row in rows))
+    with style.talk():
+        drawn = Figure(figsize=(3.6 * len(strategies) + 1, 4.8))
+        axes = drawn.subplots(1, len(strategies), sharey=True, squeeze=False)[0]
+        for ax, strategy in zip(axes, strategies, strict=True):
+            mine = {(row["every"], row["ratio"]): row for row in rows if row["strategy"] == strategy}
+            values = np.array([[mine[every, ratio]["median"] for ratio in ratios] for every in cadences])
+            mesh = ax.imshow(values, cmap="Blues", vmin=low, vmax=1.0, aspect="auto")
+            for (down, across), value in np.ndenumerate(values):
+                row = mine[cadences[down], ratios[across]]
+                ink = "white" if (value - low) / (1 - low) > 0.6 else "#333333"
+                ax.text(across, down, f"{value:.2f}\n{row['low']:.2f} to {row['high']:.2f}", ha="center", va="center",
+                        color=ink, fontsize=9)  # fmt: skip
+            ax.set_xticks(range(len(ratios)), [f"{ratio:.0%}" for ratio in ratios])
+            ax.set_yticks(range(len(cadences)), [str(each) for each in cadences])
+            ax.set_xlabel("ranks replaced a round")
+            ax.set_title(strategy.replace("_", " ") if strategy != "pbt" else "population based")
+            ax.grid(visible=False)
+        axes[0].set_ylabel("iterations between rounds")
+        drawn.colorbar(mesh, ax=axes, label="accuracy of the median rank", pad=0.01)
+        caption = (
+            f"digits, learning rates differ (σ {SPREAD:g}) · {ITERATIONS} iterations · median of {len(seeds)} seeds and its 90 % "
+            f"interval · no exchange: {told(nothing)}"
+        )
+        return style.frame(drawn, "How often, how many, from whom", caption)
+
+
+def age_figure(rows, nothing, seeds):
+    """Accuracy against the age of what is taken over."""
+    from matplotlib.figure import Figure
+
+    with style.talk():
+        drawn = Figure(figsize=(8, 4.8))
+        ax = drawn.add_subplot()
+        at = [row["staleness"] for row in rows]
+        look = style.looks(["selective"])["selective"]
+        ax.errorbar(
+            at, [row["median"] for row in rows], fmt=look.marker + "-", color=look.colour, capsize=3, label="selective",
+            yerr=[[row["median"] - row["low"] for row in rows], [row["high"] - row["median"] for row in rows]],
+        )  # fmt: skip
+        ax.axhspan(nothing["low"], nothing["high"], color="#777777", alpha=0.2)
+        ax.axhline(nothing["median"], color="#777777", linestyle="--", label="no exchange")
+        ax.set_xlabel("age of the donors' weights when taken over (iterations)")
+        ax.set_ylabel("accuracy of the median rank")
+        ax.set_ylim(0, 1)
+        ax.legend(frameon=False)
+        caption = (
+            f"digits, learning rates differ · {ITERATIONS} iterations, a quarter replaced every 5 · median of {len(seeds)} seeds "
+            "and its 90 % interval"
+        )
+        return style.frame(drawn, "How old may the weights be?", caption)
