@@ -122,6 +122,7 @@ def _is_ours(filename: str) -> bool:
 COMMANDS = {
     "run": ("spawnsim.cli.run:main", "run a file on virtual ranks, or on real ones"),
     "resume": ("spawnsim.cli.run:resume", "go on with a run from its newest checkpoint"),
+    "watch": ("spawnsim.cli.watch:main", "show a run while it goes on: a live page, TensorBoard, …"),
     "columnar": ("spawnsim.cli.columnar:main", "time a policy on up to millions of ranks, as rows of arrays"),
     "sweep": (
         "spawnsim.cli.sweep:main",

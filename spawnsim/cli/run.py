@@ -12,6 +12,7 @@ import io
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import is_unmodified, program, refuse_arguments, require_main
 from spawnsim.run.real import Job, run_rank, tidy
 from spawnsim.run.result import shown
+from spawnsim.run.watched import OBSERVERS, require_observers, watched
 
 if TYPE_CHECKING:
     from spawnsim.real.launch.launchers import LaunchContext
@@ -71,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
             deadline_s=options.deadline,
             progress=options.progress or (sys.stderr.isatty() and not options.quiet),
             trace=options.trace,
+            observe=observers(options),
             eager=options.eager,
             ties=options.ties or "fifo",
             parameters=parameters(options.set),
@@ -83,6 +86,11 @@ def main(argv: Sequence[str]) -> int:
         print_notes(result.what)
     print_totals(result, as_json=options.json, quiet=options.quiet, out=options.out)
     return 0
+
+
+def observers(options: argparse.Namespace) -> list[str]:
+    """Return what watches the run, each once."""
+    return list(dict.fromkeys([*(["live"] if options.live else []), *options.observe]))
 
 
 def print_totals(result: Run, *, as_json: bool, quiet: bool, out: str | Path | None) -> None:
@@ -207,6 +215,14 @@ def _add_results(parser: Parser) -> None:
     add = parser.add_argument
     add("--out", metavar="DIR", help="run folder to write: run.json, metrics.npz, events.jsonl")
     add("--overwrite", action="store_true", help="the run that the folder holds may be lost")
+    add(
+        "--live", action="store_true",
+        help="a page on 127.0.0.1 that shows the run while it goes on; its address is printed. Needs --out DIR",
+    )  # fmt: skip
+    add(
+        "--observe", action="append", default=[], metavar="NAME",
+        help=f"what else watches the run, among {', '.join(OBSERVERS)}; repeatable. Needs --out DIR",
+    )  # fmt: skip
     add("--json", action="store_true", help="print the totals as one JSON object, and nothing else")
     add("--quiet", action="store_true", help="no progress bar, no totals")
     add("--progress", action="store_true", help="a progress bar (of rank 0) also where there is no terminal")
@@ -266,6 +282,7 @@ def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
         raise ParameterError(
             f"--{unfit[0]} describes virtual ranks; --backend {options.backend} takes real time"
         )
+    require_observers(observers(options), options.out)
     if options.out is not None:
         options.out = named(options.out)
     if options.survive and not BACKENDS[options.backend].survives:
@@ -299,11 +316,15 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
         "--record-every", str(options.record_every),
         *(["--record-ranks", options.record_ranks] if options.record_ranks is not None else []),
     ]  # fmt: skip
-    ended = start(options.file, options.ranks, arguments, survive=options.survive)
     kept = ""
-    # The launcher merges, since ranks that were killed could not, and those that are left may have been told to stop.
-    if options.out is not None and tidy(options.out, ended.status, ended.cause):
-        kept = f"; what was recorded until then: {options.out}"
+    with (
+        tempfile.TemporaryDirectory(prefix="spawnsim-") as registry,
+        watched(options.out, observers(options), "--registry", registry),
+    ):
+        ended = start(options.file, options.ranks, arguments, survive=options.survive, registry=Path(registry))
+        # The launcher merges, since ranks that were killed could not, and those left may have been told to stop.
+        if options.out is not None and tidy(options.out, ended.status, ended.cause):
+            kept = f"; what was recorded until then: {options.out}"
     if ended.cause:
         print(f"spawnsim: {ended.cause}{kept}", file=sys.stderr)
     return ended.status

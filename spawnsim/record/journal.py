@@ -28,6 +28,7 @@ FOLDER, OLD, NEW = "shards", ".shards", ".shards-new"
 BEFORE = "ranks-before"  # what a run that is resumed had recorded until its checkpoint
 TOGETHER = "ranks"  # the shard of a process that runs all ranks
 TRACE = "trace"  # that of the timeline of a run that is traced
+STATES = "states"  # beside the shards of a run that is watched: what its ranks do now
 FLUSH_S = 0.5  # a killed rank loses at most this much
 
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (float, int, bool, str, type(None))}
@@ -239,6 +240,34 @@ def discard(folder: Path) -> None:
         # run.
         (folder / FOLDER).rename(folder / OLD)
     shutil.rmtree(folder / OLD, ignore_errors=True)
+
+
+class RankStates(NamedTuple):
+    """What the ranks of a run do at a time, which is virtual or the clock of real ones.
+
+    `ranks`: by rank a word ("computing", "waiting", "finished", "died", …), and what more is known, such as the call.
+    """
+
+    time_s: float
+    ranks: list[tuple[str, str]]
+
+
+def write_states(folder: Path, states: RankStates) -> None:
+    """Let whoever watches the run see what its ranks do; nothing once the shards have been merged."""
+    draft = folder / FOLDER / f".{STATES}"
+    with suppress(OSError):
+        draft.write_text(json.dumps(states))
+        # Moved: a reader sees the old states or the new ones, whole.
+        draft.replace(folder / FOLDER / STATES)
+
+
+def read_states(folder: Path) -> RankStates | None:
+    """Return what was written last, or None."""
+    try:
+        time_s, ranks = json.loads((folder / FOLDER / STATES).read_text())
+    except (OSError, ValueError):
+        return None
+    return RankStates(time_s, [(word, more) for word, more in ranks])
 
 
 @contextmanager

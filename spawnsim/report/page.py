@@ -1,6 +1,7 @@
-"""One self-contained HTML page about one or more runs: what ran, totals, figures, replacements, load imbalance.
+"""One self-contained HTML page about one or more runs: what ran, ranks, totals, figures, replacements, load imbalance.
 
-The template escapes everything, and the page loads nothing from elsewhere; figures come ready-made from plots.
+The template escapes everything, and the page loads nothing from elsewhere; figures come ready-made from plots. Of a
+run that goes on the same page is made again and again: see `live`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any, NamedTuple
 
 from spawnsim.errors import UsageError
 from spawnsim.plots import figures, replacement, series, talk, timeuse
-from spawnsim.plots.experiments import KNOWN_ENDINGS, Groups, Recorded, grouped, setting
+from spawnsim.plots.experiments import KNOWN_ENDINGS, Groups, Recorded, grouped, ranks_of, setting
 from spawnsim.plots.gallery import metrics_of
+from spawnsim.record.journal import RankStates
+from spawnsim.report.ranks import MOST, Curve, curve, kinds, latest, standing
 from spawnsim.run.result import DASH, FINISHED, TOTALS
 
 
@@ -77,11 +80,11 @@ def _pictures(found: Groups) -> list[Picture]:
     return pictures
 
 
-def _finals(run: Recorded, name: str) -> list[list[str]]:
+def _finals(run: Recorded, name: str) -> list[tuple[list[str], Curve | None]]:
     rows = []
     for column in metrics_of([run]):
         low, median, high = series.spread_at_end(run.table, column)
-        rows.append([name, column, number(low), number(median), number(high)])
+        rows.append(([name, column, number(low), number(median), number(high)], curve(run, column)))
     return rows
 
 
@@ -107,11 +110,23 @@ def _replaced(run: Recorded, name: str) -> list[str] | None:
     return [name, *map(number, values), top]
 
 
-def contents(runs: Sequence[Recorded] | Groups, title: str) -> dict[str, Any]:
-    """Return what the template shows: text and pictures only."""
+class Live(NamedTuple):
+    """A page of a run that goes on: what its ranks do, if it tells, and the word by which the browser knows our script."""
+
+    states: RankStates | None = None
+    nonce: str = ""
+
+
+def contents(runs: Sequence[Recorded] | Groups, title: str, live: Live | None = None) -> dict[str, Any]:
+    """Return what the template shows: text and pictures only. Figures are not drawn while a run goes on."""
     found = grouped(runs)
+    # Beyond that a page of many runs would be larger than its figures.
+    room = MOST if sum(map(ranks_of, found.runs)) <= MOST or len(found.runs) == 1 else 0
     return {
         "title": title,
+        "live": live,
+        "ranks": [(name, standing(run, live and live.states, room)) for name, run in found.named],
+        "events": [(name, kinds(run.events), latest(run.events)) for name, run in found.named if run.events],
         "setting": setting(found.runs),
         "total_names": TOTALS,
         "ends": _ends(found.runs),
@@ -119,7 +134,7 @@ def contents(runs: Sequence[Recorded] | Groups, title: str) -> dict[str, Any]:
         "finals": [row for name, run in found.named for row in _finals(run, name)],
         "time_use": [row for name, run in found.named if (row := _time_use(run, name))],
         "replaced": [row for name, run in found.named if (row := _replaced(run, name))],
-        "figures": _pictures(found),
+        "figures": [] if live is not None else _pictures(found),
     }
 
 
@@ -160,8 +175,22 @@ def _ends(runs: Sequence[Recorded]) -> str:
     return f"{words[FINISHED]} of {len(runs)} finished{rest}"
 
 
-def render(runs: Sequence[Recorded] | Groups, title: str = "spawnsim report") -> str:
-    """Return the page as text. Needs jinja2, the extra `spawnsim[report]`."""
+def render(
+    runs: Sequence[Recorded] | Groups, title: str = "spawnsim report", live: Live | None = None
+) -> str:
+    """Return the page as text. Needs jinja2, the extra `spawnsim[report]`.
+
+    Args:
+        runs: the runs, or groups of them.
+        title: the page's.
+        live: of one run that goes on; None: of runs that have ended.
+
+    Returns:
+        The page.
+
+    Raises:
+        UsageError: jinja2 is not installed.
+    """
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
@@ -174,4 +203,4 @@ def render(runs: Sequence[Recorded] | Groups, title: str = "spawnsim report") ->
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    return str(environment.get_template("page.html.jinja").render(contents(runs, title)))
+    return str(environment.get_template("page.html.jinja").render(contents(runs, title, live)))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 FORMAT = "{percentage:3.0f}%|{bar:30}| {desc} [{elapsed}<{remaining}]"
@@ -38,16 +38,30 @@ def beside_the_bar() -> AbstractContextManager[Any]:
     return nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file=sys.stderr)
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Let Python's collector not begin in this thread: it would run finalizers of ranks, which live in another."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
+class _NoCollection:
+    """Keeps Python's collector from beginning in a thread beside the run's; for several threads at once.
+
+    It would run finalizers of ranks there, which live in another.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = gc.isenabled()
+                gc.disable()
+            self._inside += 1
+
+    def __exit__(self, *_error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._before:
+                gc.enable()
+
+
+no_collection = _NoCollection()
 
 
 class Recorded(Protocol):
@@ -105,7 +119,7 @@ class Bar:
 
     def _watch(self) -> None:
         while not self._over.wait(TICK_S):
-            with _no_collection():
+            with no_collection:
                 self.look()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,7 @@ from spawnsim.run.process_setup import one_thread
 from spawnsim.run.program import Main, Program, is_unmodified, program, speaks_torch
 from spawnsim.run.progress_bar import Progress, listener
 from spawnsim.run.result import Run
+from spawnsim.run.watched import Looking, require_observers, watched
 from spawnsim.run.writer import OnError, RunWriter, describe, describe_named
 from spawnsim.scenario import DEADLINE_S, Scenario
 
@@ -53,6 +54,7 @@ def run(
     resume: bool = False,
     record_every: int = 1,
     record_ranks: str | Collection[int] | None = None,
+    observe: Sequence[str] = (),
 ) -> Run:
     """Run `main(comm, **parameters)` on virtual ranks and return what they recorded.
 
@@ -87,6 +89,7 @@ def run(
         record_every: keep rows of every so-many-th iteration alone; events are all kept.
         record_ranks: whose rows to keep, such as "0-9,100"; None: those of all ranks.
         trace: keep all calls and messages in `out`, for `spawnsim trace`; results and digest are the same.
+        observe: what watches the run while it lasts, such as ("live", "tensorboard"); needs `out`. See docs/live.md.
 
     Returns:
         What was recorded: table, events, totals; see `Run`.
@@ -113,11 +116,12 @@ def run(
         raise ParameterError("trace: where to? Give the run folder that keeps it (--out DIR)")
     if resume and out is None:
         raise ParameterError("resume: which run? Give the run folder that holds its checkpoints (--out DIR)")
+    require_observers(observe, out)
     # Before anything is loaded or begun: a refused run must leave the folder as it was.
     place = None if out is None else _checked_place(out, overwrite or resume)
     thin = (record_every, ranks_named(record_ranks))
     Thinned(Recorder(), *thin)  # refuses what cannot be
-    keeping = _Keeping(place, progress, on_error, on_note, trace, resume, thin)
+    keeping = _Keeping(place, progress, on_error, on_note, trace, resume, thin, tuple(observe))
     if isinstance(main, (str, Path)) and (whole or is_unmodified(Path(main))):
         if deadline_s is None:  # such a program was written for an MPI that knows no deadlines
             scenario = replace(scenario, deadline_s=math.inf)
@@ -144,6 +148,7 @@ class _Keeping:
     trace: bool
     resume: bool
     thin: tuple[int, frozenset[int] | None]
+    observe: tuple[str, ...] = ()
 
     def described(self) -> dict[str, Any]:
         """Return what run.json says of it: which rows are left out."""
@@ -162,6 +167,14 @@ class _Keeping:
                 self.on_note(sentence)
         return writer
 
+    def watched(self) -> AbstractContextManager[None]:
+        """Return a block around the writer's: observers are told of the end when the folder is whole."""
+        return watched(self.out, self.observe)
+
+    def looking(self) -> Looking:
+        """Return a block that gives what is told of the world before its ranks begin."""
+        return Looking(self.out if "live" in self.observe else None)
+
 
 def _run_main(task: Program, scenario: Scenario, keeping: _Keeping) -> Run:
     # Described first, so that the digests are those of the files that the run begins with, whatever is edited
@@ -173,10 +186,11 @@ def _run_main(task: Program, scenario: Scenario, keeping: _Keeping) -> Run:
     writer = keeping.writer(what, inputs)
     iterations = task.parameters.get("iterations")
     # The bar is the inner block: its thread reads the recorder, so it must have ended before the writer closes it.
-    with writer, listener(keeping.progress, writer.recorder, scenario.ranks, iterations) as told:
+    bar = listener(keeping.progress, writer.recorder, scenario.ranks, iterations)
+    with keeping.watched(), writer, bar as told, keeping.looking() as prepare:
         writer.counted = _simulate(
             task, scenario, recorder=writer.sink, progress=told, on_error=writer.tell, on_note=keeping.on_note,
-            trace=writer.trace, saving=writer.saving,
+            trace=writer.trace, saving=writer.saving, prepare=prepare,
         )  # fmt: skip
     return writer.run
 
@@ -292,10 +306,11 @@ def _run_unmodified(
             replace(scenario, compute=0.0)
         )  # there it is a cost of calls, which is checked above
     writer = keeping.writer(what, inputs)
-    with writer, listener(keeping.progress, writer.recorder, scenario.ranks) as told, _abort_as_error():
+    bar = listener(keeping.progress, writer.recorder, scenario.ranks)
+    with keeping.watched(), writer, bar as told, keeping.looking() as prepare, _abort_as_error():
         writer.counted = run_program(
             path, argv, scenario, recorder=writer.sink, progress=told, warn=what["warnings"],
-            on_error=writer.tell, on_note=keeping.on_note, trace=writer.trace, **options,
+            on_error=writer.tell, on_note=keeping.on_note, trace=writer.trace, prepare=prepare, **options,
         )  # fmt: skip
     return writer.run
 

@@ -28,6 +28,7 @@ from spawnsim.errors import Deadlock, Livelock, SpawnsimError
 from spawnsim.units import text_table
 from spawnsim.virtual.engine.event_queue import ScheduledCall
 from spawnsim.virtual.engine.kernel import Kernel, Task
+from spawnsim.virtual.engine.world import Rank, World
 
 PACKAGE = str(Path(__file__).parent.parent) + os.sep  # where spawnsim's own files lie
 SIMULATOR = str(Path(__file__).parent) + os.sep
@@ -66,6 +67,26 @@ def standing(tasks: Sequence[Task], first: Collection[int] = (), below: FrameTyp
     rows = [(task.name, f"{task.clock:.6g} s", _call(task, below), where(task, below)) for task in shown]
     more = f"\n  … and {len(tasks) - SHOWN} more" if len(tasks) > SHOWN else ""
     return text_table(("rank", "since", "call", "at"), rows, left=4, indent="  ") + more
+
+
+def doing(world: World) -> list[tuple[str, str]]:
+    """Return what each rank does: a word, and of one that waits the call and since when. From any thread."""
+    return [_doing(rank) for rank in world.ranks]
+
+
+def _doing(rank: Rank) -> tuple[str, str]:
+    if rank.dead:
+        return "died", f"at {rank.death_s:.6g} s"
+    if rank.ended_s < math.inf:
+        return "finished", f"at {rank.ended_s:.6g} s"
+    if not rank.tasks:
+        return "starting", ""
+    # Taken once: the run goes on while this thread looks, and the wait may be over at the second look.
+    task = rank.tasks[0]
+    wait = task.wait
+    if wait is None:
+        return "computing", f"until {task.clock:.6g} s"
+    return "waiting", f"{wait.describe()} since {task.clock:.6g} s"
 
 
 def _dead_end(tasks: Sequence[Task], ended: Sequence[int]) -> str:

@@ -288,15 +288,28 @@ def launch(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: b
     return start(file, ranks, arguments, survive=survive).status
 
 
-def start(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: bool = False) -> JobEnd:
-    """Run as `launch` does, and return the status with a sentence on why, where the ranks could not say it."""
+def start(
+    file: str | Path,
+    ranks: int,
+    arguments: Sequence[str],
+    *,
+    survive: bool = False,
+    registry: Path | None = None,
+) -> JobEnd:
+    """Run as `launch` does, and return the status with a sentence on why, where the ranks could not say it.
+
+    `registry`: an empty folder for the processes to write to, where somebody else reads it, too.
+    """
     from spawnsim.real.launch.supervisor import supervise  # which a rank does not need
 
     environ = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if survive:
         environ[SURVIVE] = "1"
     return supervise(
-        command_line(file, ranks, arguments, survive=survive), environ, ranks=ranks if one_node() else 0
+        command_line(file, ranks, arguments, survive=survive),
+        environ,
+        ranks=ranks if one_node() else 0,
+        registry=registry,
     )
 
 

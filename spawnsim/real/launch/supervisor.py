@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -319,12 +319,19 @@ LOOK_S = 0.2  # how soon at the latest a signal is acted upon
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def supervise(line: Sequence[str], environ: Mapping[str, str] | None = None, *, ranks: int = 0) -> JobEnd:
+def supervise(
+    line: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    ranks: int = 0,
+    registry: Path | None = None,
+) -> JobEnd:
     """Run a launcher until it ends. Its ranks are gone when this returns.
 
-    `ranks`: how many it starts on this node, if all are here.
+    `ranks`: how many it starts on this node, if all are here. `registry`: the folder of the job's `ProcessRegistry`.
     """
-    with tempfile.TemporaryDirectory(prefix="spawnsim-") as folder, subreaper(), shared_memory_removed():
+    own = tempfile.TemporaryDirectory(prefix="spawnsim-") if registry is None else nullcontext(str(registry))
+    with own as folder, subreaper(), shared_memory_removed():
         given = dict(os.environ if environ is None else environ) | {STARTED: "1", REGISTRY: folder}
         started = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=given,

@@ -1,0 +1,325 @@
+"""What watches a run through its folder: the live page, and loggers that take curves; and the loop that feeds them.
+
+`LOGGERS` is the one table of loggers. Each gets the same *steps*: of every recorded column of numbers the median and
+the 10 % and 90 % quantiles over ranks, once for each iteration, as soon as all ranks that live have come past it. So
+1,000 ranks make three curves a metric, and not 1,000. Each logger's library is imported when it is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from spawnsim.errors import ParameterError
+from spawnsim.plots.series import BAND
+from spawnsim.real.launch.processes import BEGUN, DEAD, ENDED, REGISTRY, ranks_at_stage
+from spawnsim.record.journal import RankStates, read_states
+from spawnsim.run.result import Run
+
+QUANTILES = {"median": 0.5, "p10": BAND[0], "p90": BAND[1]}
+LOOK_S = 1.0  # between two looks at a run, at least
+SHARE = 0.02  # of a core, at most, that looks at a run take while it goes on
+
+
+class Step(NamedTuple):
+    """What ranks recorded in one iteration: `values` by "column/median", "column/p10", "column/p90"."""
+
+    iteration: int
+    values: dict[str, float]
+
+
+class Steps:
+    """The steps of a run, each told once."""
+
+    def __init__(self) -> None:
+        self._told = -1  # the last iteration
+
+    def new(self, run: Run, *, ended: bool) -> Iterator[Step]:
+        """Yield the steps that all ranks that live have come past, and that were not told before; at the end all.
+
+        Args:
+            run: what was recorded so far.
+            ended: whether no more comes.
+        """
+        rank = np.asarray(run.table["rank"])
+        iteration = _iterations(run, rank)
+        if not len(iteration):
+            return
+        until = int(iteration.max()) + 1 if ended else self._passed(run, rank, iteration)
+        chosen = np.flatnonzero((iteration > self._told) & (iteration < until))
+        # By iteration, so that each is one stretch.
+        chosen = chosen[np.argsort(iteration[chosen], kind="stable")]
+        found, begins = np.unique(iteration[chosen], return_index=True)
+        names = [name for name in run.table if name not in ("rank", "iteration") and _is_number(run, name)]
+        columns = {name: np.asarray(run.table[name], dtype=np.float64)[chosen] for name in names}
+        replaced = _replaced(run, found)
+        for place, (begin, end) in enumerate(zip(begins, [*begins[1:], len(chosen)], strict=True)):
+            values = {
+                f"{name}/{which}": each
+                for name, column in columns.items()
+                for which, each in _quantiles(column[begin:end])
+            }
+            yield Step(int(found[place]), values | {"replacements": float(replaced[place])})
+            self._told = int(found[place])
+
+    @staticmethod
+    def _passed(run: Run, rank: Any, iteration: Any) -> int:
+        """Return the iteration that the last of the ranks that live is at."""
+        dead = {event["rank"] for event in run.events if event["kind"] == "crash"}
+        furthest = np.full(max(int(run.what.get("ranks") or 0), int(rank.max()) + 1), -1)
+        np.maximum.at(furthest, rank, iteration)
+        living = [int(each) for number, each in enumerate(furthest) if number not in dead]
+        return min(living, default=-1)
+
+
+def _iterations(run: Run, rank: Any) -> Any:
+    """Return the iteration of each row; where none was recorded, how many rows its rank had recorded before."""
+    if "iteration" in run.table and run.table["iteration"].dtype.kind in "if":
+        return np.nan_to_num(run.table["iteration"], nan=-1).astype(np.int64)
+    # Rows are ordered by rank, then as recorded.
+    first = np.searchsorted(rank, rank)
+    return np.arange(len(rank)) - first
+
+
+def _is_number(run: Run, name: str) -> bool:
+    return run.table[name].dtype.kind in "biuf"
+
+
+def _quantiles(values: Any) -> Iterator[tuple[str, float]]:
+    known = values[np.isfinite(values)]
+    if len(known):
+        yield from zip(QUANTILES, np.quantile(known, list(QUANTILES.values())).tolist(), strict=True)
+
+
+def _replaced(run: Run, iterations: Any) -> Any:
+    """Return how many replacements there were up to each of these iterations, by what their events say."""
+    when = sorted(
+        each["iteration"]
+        for each in run.events
+        if each["kind"] == "replacement" and isinstance(each.get("iteration"), int)
+    )
+    return np.searchsorted(when, iterations, side="right")
+
+
+# --------------------------------------------------------------------------------------------------------- loggers
+class Logger(Protocol):
+    """What takes the steps of one run."""
+
+    def step(self, step: Step) -> None:
+        """Take one step."""
+
+    def close(self, totals: Mapping[str, float]) -> None:
+        """Take what the run came to, and write all that is pending."""
+
+
+class TensorBoard:
+    """Event files that TensorBoard reads."""
+
+    def __init__(self, folder: Path, _what: Mapping[str, Any]) -> None:
+        from tensorboard.summary import Writer  # not torch's, which would load torch
+
+        self._writer: Any = Writer(str(folder / "tensorboard"))
+
+    def step(self, step: Step) -> None:
+        """Take one step."""
+        for name, value in step.values.items():
+            self._writer.add_scalar(name, value, step.iteration)
+        self._writer.flush()
+
+    def close(self, totals: Mapping[str, float]) -> None:
+        """Take the totals, each a curve of one point."""
+        for name, value in totals.items():
+            self._writer.add_scalar(f"totals/{name}", value, 0)
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases; `wandb sync` uploads what it wrote offline."""
+
+    def __init__(self, folder: Path, what: Mapping[str, Any]) -> None:
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE", "offline")
+        self._run: Any = wandb.init(
+            mode=mode, dir=folder, project="spawnsim", name=folder.name, config=dict(what),
+            settings=wandb.Settings(silent=True, console="off"),
+        )  # fmt: skip
+
+    def step(self, step: Step) -> None:
+        """Take one step."""
+        self._run.log(step.values, step=step.iteration)
+
+    def close(self, totals: Mapping[str, float]) -> None:
+        """Take the totals as the run's summary."""
+        self._run.summary.update(dict(totals))
+        self._run.finish(quiet=True)
+
+
+class MLflow:
+    """A run of MLflow's experiment "spawnsim", in a database in the run folder or where MLFLOW_TRACKING_URI says."""
+
+    def __init__(self, folder: Path, what: Mapping[str, Any]) -> None:
+        from mlflow import MlflowClient
+
+        place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+        self._client: Any = MlflowClient(place)
+        known = self._client.get_experiment_by_name("spawnsim")
+        kept_at = (folder / "mlartifacts").resolve().as_uri()
+        number = known.experiment_id if known else self._client.create_experiment("spawnsim", kept_at)
+        self._run: str = self._client.create_run(number, run_name=folder.name).info.run_id
+        for name, value in flat(what).items():
+            self._client.log_param(self._run, name, str(value)[:500])
+
+    def step(self, step: Step) -> None:
+        """Take one step."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        told = [Metric(name, value, now, step.iteration) for name, value in step.values.items()]
+        self._client.log_batch(self._run, metrics=told)
+
+    def close(self, totals: Mapping[str, float]) -> None:
+        """Take the totals, and say that the run has ended."""
+        for name, value in totals.items():
+            self._client.log_metric(self._run, f"totals/{name}", value)
+        self._client.set_terminated(self._run)
+
+
+class Aim:
+    """A run of Aim, in a repository in the run folder."""
+
+    def __init__(self, folder: Path, what: Mapping[str, Any]) -> None:
+        import aim
+
+        self._run: Any = aim.Run(repo=str(folder), experiment="spawnsim", system_tracking_interval=None)
+        self._run.name = folder.name
+        for name, value in flat(what).items():
+            self._run[name] = value if isinstance(value, (int, float, str, bool)) else str(value)
+
+    def step(self, step: Step) -> None:
+        """Take one step; the quantile is the context."""
+        for name, value in step.values.items():
+            column, _, which = name.partition("/")
+            context = {"ranks": which} if which else {}
+            self._run.track(value, name=column, step=step.iteration, context=context)
+
+    def close(self, totals: Mapping[str, float]) -> None:
+        """Take the totals."""
+        self._run["totals"] = dict(totals)
+        self._run.close()
+
+
+LOGGERS: dict[str, Callable[[Path, Mapping[str, Any]], Logger]] = {
+    "tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow, "aim": Aim,
+}  # fmt: skip
+
+
+def flat(what: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ran without the parts that no logger compares: parameters by their own names, and plain values.
+
+    >>> flat({"ranks": 12, "parameters": {"lr": 0.1}, "versions": {"torch": "2.4"}, "platform": None})
+    {'ranks': 12, 'lr': 0.1}
+    """
+    own = {name: value for name, value in what.items() if isinstance(value, (bool, int, float, str))}
+    given = what.get("parameters")
+    return own | {
+        name: value for name, value in (given if isinstance(given, Mapping) else {}).items() if value is not None
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- following
+class Observer(Protocol):
+    """What is shown a run while it goes on, and how it ended."""
+
+    def show(self, run: Run, states: RankStates | None) -> None:
+        """Take what was recorded so far, and what the ranks do, if that is known."""
+
+    def end(self, run: Run) -> None:
+        """Take the whole run; nothing comes after it."""
+
+
+class Logging:
+    """An observer that tells a logger each step of a run once.
+
+    Args:
+        logger: which.
+    """
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger, self._steps = logger, Steps()
+
+    def show(self, run: Run, _states: RankStates | None) -> None:
+        """Tell what is new."""
+        for step in self._steps.new(run, ended=False):
+            self._logger.step(step)
+
+    def end(self, run: Run) -> None:
+        """Tell what is left, and the totals."""
+        for step in self._steps.new(run, ended=True):
+            self._logger.step(step)
+        totals = {name: float(value) for name, value in run.totals.items() if isinstance(value, (int, float))}
+        self._logger.close(totals)
+
+
+def follow(
+    folder: Path,
+    observers: Sequence[Observer],
+    over: Callable[[float, Run | None], bool],
+    registry: Path | None = None,
+) -> None:
+    """Show a run to observers until it is over, and then how it ended.
+
+    Args:
+        folder: the run folder.
+        observers: who are shown it.
+        over: waits for so many seconds at most, and returns whether no more comes; it is given the run as it was seen.
+        registry: of a job of real ranks that `spawnsim run` has started: where its processes write how far they are.
+    """
+    wait_s, run = 0.0, None
+    while not over(wait_s, run):
+        begin_s = time.process_time()
+        run = _loaded(folder)
+        if run is not None:
+            states = read_states(folder) if not run.is_real else real_states(run, registry)
+            for each in observers:
+                each.show(run, states)
+        wait_s = max(LOOK_S, (time.process_time() - begin_s) / SHARE)
+    # A run that ended before it recorded anything leaves nothing to show.
+    run = _loaded(folder)
+    for each in observers if run is not None else ():
+        each.end(run)
+
+
+def _loaded(folder: Path) -> Run | None:
+    """Return what a run has left so far; None while it begins, or moves its files."""
+    with suppress(ParameterError, FileNotFoundError):
+        return Run.load(folder)
+    return None
+
+
+def real_states(run: Run, registry: Path | None) -> RankStates:
+    """Return how far real ranks are: what their monitors have written; without those that they run.
+
+    Args:
+        run: what they recorded so far.
+        registry: the folder of `spawnsim.real.launch.processes.ProcessRegistry`, if it can be reached.
+
+    Returns:
+        The states.
+    """
+    environ = {} if registry is None else {REGISTRY: str(registry)}
+    begun, ended, dead = (ranks_at_stage(stage, environ) for stage in (BEGUN, ENDED, DEAD))
+
+    def word(rank: int) -> str:
+        if begun is None or ended is None or dead is None:
+            return "running"
+        return "died" if rank in dead else "finished" if rank in ended else "running" if rank in begun else "starting"
+
+    last_s = float(np.max(run.table["time_s"], initial=0.0))
+    return RankStates(last_s, [(word(rank), "") for rank in range(int(run.what.get("ranks") or 0))])

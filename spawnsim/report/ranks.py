@@ -1,0 +1,175 @@
+"""What the ranks of a run do, or how they ended, as a grid; curves over ranks; the latest events. For the page.
+
+Of a run that goes on the states are what `spawnsim.record.journal.RankStates` says; of one that has ended they follow
+from its outcome and events.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spawnsim.plots import series
+from spawnsim.plots.experiments import Recorded, is_real, ranks_of
+from spawnsim.plots.gallery import metrics_of
+from spawnsim.record.journal import RankStates
+from spawnsim.run.result import FINISHED
+
+PER_ROW = 50  # cells: a row begins with its first rank's number, so a rank is found by counting
+MOST = 4_096  # cells of one grid
+FRESH = 0.05  # of the run's time: how long ago a replacement is marked
+EVENTS = 12  # the latest are listed
+WIDTH, HEIGHT, POINTS = 160.0, 36.0, 60  # of a curve: pixels, and how many points it has
+
+WORDS = ("starting", "computing", "waiting", "running", "finished", "not finished", "died", "given up")
+"""What a rank does or how it ended. Real ranks that run are "running": nothing tells what they do amid a call."""
+
+
+class Cell(NamedTuple):
+    """One rank: `kind` is the class of its colour, `text` what is known of it, `fresh` whether it was just replaced."""
+
+    kind: str
+    text: str
+    fresh: bool
+
+
+class Ranks(NamedTuple):
+    """The ranks of a run at a time: cells in `rows` (first rank, cells), how many do what, how many have no cell."""
+
+    clock: str
+    rows: list[tuple[int, list[Cell]]]
+    counts: list[tuple[str, str, int]]
+    left_out: int
+    fresh: int
+
+
+def standing(run: Recorded, states: RankStates | None = None, most: int = MOST) -> Ranks:
+    """Return what the ranks do.
+
+    Args:
+        run: the run; also one that goes on.
+        states: of a run that goes on what its ranks do; None: it has ended, or tells nothing.
+        most: how many ranks have a cell.
+
+    Returns:
+        The grid.
+    """
+    words = _ended(run) if states is None else states.ranks
+    last_s = max([run.totals.get("virtual_seconds") or 0.0, *_times(run), *([] if states is None else [states.time_s])])
+    replaced: dict[int, list[float]] = {}
+    for event in run.events:
+        if event.get("kind") == "replacement":
+            replaced.setdefault(event["rank"], []).append(event["time_s"])
+    known = _last_rows(run)
+    cells = [
+        _cell(rank, said, known.get(rank, ""), (replaced.get(rank, ()), last_s * (1 - FRESH)))
+        for rank, said in enumerate(words[:most])
+    ]
+    counted = Counter(word for word, _ in words)
+    return Ranks(
+        f"{last_s:.4g} s{'' if is_real(run) else ' of virtual time'}",
+        [(first, cells[first : first + PER_ROW]) for first in range(0, len(cells), PER_ROW)],
+        [(kind_of(word), word, counted[word]) for word in WORDS if counted[word]],
+        max(0, len(words) - most),
+        sum(times[-1] >= last_s * (1 - FRESH) for times in replaced.values()),
+    )
+
+
+def kind_of(word: str) -> str:
+    """Return the class in the page's style of what a rank does."""
+    return word.replace(" ", "-")
+
+
+def _cell(rank: int, said: tuple[str, str], row: str, replaced: tuple[Sequence[float], float]) -> Cell:
+    word, more = said
+    times, since_s = replaced
+    often = f"replaced {len(times)} times, last at {times[-1]:.4g} s" if times else ""
+    text = "; ".join(part for part in (f"rank {rank}: {word} {more}".rstrip(), row, often) if part)
+    return Cell(kind_of(word), text, bool(times) and times[-1] >= since_s)
+
+
+def _times(run: Recorded) -> list[float]:
+    times = run.table["time_s"]
+    return [float(times.max())] if len(times) else []
+
+
+def _ended(run: Recorded) -> list[tuple[str, str]]:
+    """Return how each rank ended, as far as the run's outcome and events tell."""
+    found: list[tuple[str, str]] = [("finished" if run.outcome == FINISHED else "not finished", "")] * ranks_of(run)
+    # By time, so that a rank which was started again after its death counts as living.
+    for event in run.events:
+        kind, at = event.get("kind"), f"at {event['time_s']:.6g} s"
+        dead = event["dead"] if kind == "recovered" and isinstance(event.get("dead"), list) else []
+        for rank in [event["rank"]] if kind == "crash" else dead:
+            if rank < len(found):
+                found[rank] = ("died", at)
+        if kind == "restart":
+            found[event["rank"]] = ("finished" if run.outcome == FINISHED else "not finished", f"started again {at}")
+        elif kind in ("given_up", "not_joined"):
+            found[event["rank"]] = ("given up", at)
+    return found
+
+
+def _last_rows(run: Recorded) -> dict[int, str]:
+    """Return what each rank recorded last: the iteration, and the metrics of the figures."""
+    names = [name for name in ("iteration", *metrics_of([run])) if name in run.table]
+    members, reverse = np.unique(run.table["rank"][::-1], return_index=True)
+    rows = len(run.table["rank"]) - 1 - reverse
+    columns = {name: run.table[name][rows].tolist() for name in names}
+    return {
+        rank: ", ".join(f"{name} {_short(columns[name][place])}" for name in names)
+        for place, rank in enumerate(members.tolist())
+    }
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+class Curve(NamedTuple):
+    """A metric over ranks as two paths of SVG: the median, and the band of the middle 80 %."""
+
+    median: str
+    band: str
+
+
+def curve(run: Recorded, name: str) -> Curve | None:
+    """Return a metric's curve over iterations, or over time where no iterations were recorded; None without two points."""
+    over = "iteration" if "iteration" in run.table else "time_s"
+    if not np.isfinite(series.numbers(run.table, name)).any():
+        return None
+    grid = series.carried_forward(run.table, name, over, POINTS)
+    low, middle, high = series.quantiles(grid, (series.BAND[0], 0.5, series.BAND[1]))
+    known = np.isfinite(low) & np.isfinite(high)
+    if known.sum() < 2:
+        return None
+    x, values = grid.x[known], (low[known], middle[known], high[known])
+    least, most = float(values[0].min()), float(values[2].max())
+    places = [(float(each) - float(x[0])) / (float(x[-1]) - float(x[0])) * WIDTH for each in x]
+    heights = [
+        [HEIGHT * (1 - (each - least) / ((most - least) or 1.0)) for each in line.tolist()] for line in values
+    ]
+    band = [*zip(places, heights[2], strict=True), *reversed([*zip(places, heights[0], strict=True)])]
+    return Curve(_path(zip(places, heights[1], strict=True)), _path(band) + "Z")
+
+
+def _path(points: Any) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+
+
+def latest(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, str, str]]:
+    """Return the latest events, the last one first: time, rank, kind, and what else they tell."""
+    rows = []
+    for event in list(events)[: -EVENTS - 1 : -1]:
+        more = {name: value for name, value in event.items() if name not in ("kind", "time_s", "rank")}
+        text = ", ".join(f"{name} {_short(value)}" for name, value in more.items())
+        rows.append((f"{event['time_s']:.6g}", event["rank"], event["kind"], text[:160]))
+    return rows
+
+
+def kinds(events: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many events there are of each kind, in a line."""
+    return ", ".join(f"{count:,} {kind}" for kind, count in sorted(Counter(e["kind"] for e in events).items()))
