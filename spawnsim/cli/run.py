@@ -313,7 +313,7 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
         *(["--progress"] if _wants_bar(options) else []),
         *(["--out", str(options.out)] if options.out is not None else []),
         *(["--overwrite"] if options.overwrite else []), *(["--resume"] if options.resume else []),
-        "--record-every", str(options.record_every),
+        *(["--live"] if options.live else []), "--record-every", str(options.record_every),
         *(["--record-ranks", options.record_ranks] if options.record_ranks is not None else []),
     ]  # fmt: skip
     kept = ""
@@ -321,7 +321,9 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
         tempfile.TemporaryDirectory(prefix="spawnsim-") as registry,
         watched(options.out, observers(options), "--registry", registry),
     ):
-        ended = start(options.file, options.ranks, arguments, survive=options.survive, registry=Path(registry))
+        ended = start(
+            options.file, options.ranks, arguments, survive=options.survive, registry=Path(registry)
+        )
         # The launcher merges, since ranks that were killed could not, and those left may have been told to stop.
         if options.out is not None and tidy(options.out, ended.status, ended.cause):
             kept = f"; what was recorded until then: {options.out}"
@@ -334,6 +336,7 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
     from spawnsim.real.launch.launchers import require_fit
     from spawnsim.real.launch.processes import (
         ENDED,
+        REGISTRY,
         SURVIVE,
         monitor,
         register,
@@ -360,9 +363,12 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
                 program(options.file, parameters), options.backend, out=options.out or scratch_folder(os.environ),
                 seed=options.seed, deadline_s=options.deadline, progress=_wants_bar(options),
                 keep=options.out is not None, resume=options.resume,
-                record_every=options.record_every, record_ranks=options.record_ranks,
+                record_every=options.record_every, record_ranks=options.record_ranks, observed=options.live,
             )  # fmt: skip
-            result = run_rank(job)
+            # The launcher watches the ranks that it has started; of others the first one does.
+            own = [] if here.rank or REGISTRY in os.environ else observers(options)
+            with watched(options.out, own):
+                result = run_rank(job)
         except (
             SpawnsimError
         ) as error:  # before its program began; one of the program itself does not come here

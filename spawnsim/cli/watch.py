@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 import time
@@ -46,12 +47,16 @@ def parser() -> Parser:
     """Return the options of `spawnsim watch`."""
     parser = Parser(
         prog="spawnsim watch",
-        description="Show a run to a browser on this machine, or to loggers, while it goes on; one that has ended, as a "
-        "whole. `spawnsim run --live` and `--observe` do so from its beginning.",
+        description="Show a run to a browser on this machine, or to loggers, while it goes on, and one that has ended "
+        "as a whole. `spawnsim run --live` and `--observe` do so from its beginning.",
     )
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="the run folder")
-    add("--live", action="store_true", help="a page on 127.0.0.1; the default without --observe. Ctrl-C ends it")
+    add(
+        "--live",
+        action="store_true",
+        help="a page on 127.0.0.1; the default without --observe. Ctrl-C ends it",
+    )
     add(
         "--observe", action="append", default=[], choices=tuple(OBSERVERS), metavar="NAME",
         help=f"among {', '.join(OBSERVERS)}; repeatable (default: live)",
@@ -77,7 +82,7 @@ def _begun(folder: Path) -> bool:
 
 def _closed(wait_s: float, _run: Run | None = None) -> bool:
     """Wait until standard input is closed, so long at most; return whether it is."""
-    return bool(select.select([sys.stdin], [], [], wait_s)[0]) and not sys.stdin.buffer.read1(4096)
+    return bool(select.select([sys.stdin], [], [], wait_s)[0]) and not os.read(sys.stdin.fileno(), 4096)
 
 
 def _ended(*, stays: bool) -> Callable[[float, Run | None], bool]:

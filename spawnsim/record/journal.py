@@ -252,22 +252,27 @@ class RankStates(NamedTuple):
     ranks: list[tuple[str, str]]
 
 
-def write_states(folder: Path, states: RankStates) -> None:
-    """Let whoever watches the run see what its ranks do; nothing once the shards have been merged."""
-    draft = folder / FOLDER / f".{STATES}"
+def write_states(folder: Path, states: RankStates, rank: int | None = None) -> None:
+    """Let whoever watches the run see what its ranks do, or one real rank; nothing once the shards have been merged."""
+    place = _states(folder, rank)
+    draft = place.with_name(f".{place.name}")
     with suppress(OSError):
         draft.write_text(json.dumps(states))
         # Moved: a reader sees the old states or the new ones, whole.
-        draft.replace(folder / FOLDER / STATES)
+        draft.replace(place)
 
 
-def read_states(folder: Path) -> RankStates | None:
-    """Return what was written last, or None."""
+def read_states(folder: Path, rank: int | None = None) -> RankStates | None:
+    """Return what was written last, of all virtual ranks or of one real rank; or None."""
     try:
-        time_s, ranks = json.loads((folder / FOLDER / STATES).read_text())
+        time_s, ranks = json.loads(_states(folder, rank).read_text())
     except (OSError, ValueError):
         return None
     return RankStates(time_s, [(word, more) for word, more in ranks])
+
+
+def _states(folder: Path, rank: int | None) -> Path:
+    return folder / FOLDER / (STATES if rank is None else f"{STATES}-{rank:05d}")
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from spawnsim.report.page import Live, render
 
 HOST = "127.0.0.1"
 ALIVE_S = 5.0  # how long at most nothing is sent: a browser that has gone is noticed by it
+BEFORE = '<!doctype html><meta http-equiv="refresh" content="1"><title>spawnsim</title><p>The ranks begin.\n'
 LEFT_S = 5.0  # how long browsers may take to read the last page
 
 
@@ -37,7 +38,7 @@ class LivePage:
         self._title, self._nonce = title, secrets.token_urlsafe(16)
         self._changed = threading.Condition()
         self._pages = 0  # so many have been made
-        self._page, self._closed = "", False
+        self._page, self._closed = BEFORE, False
         self._server = _Server(self)
         self.url = f"http://{HOST}:{self._server.server_port}/{self._server.token}/"
         self._thread = threading.Thread(
@@ -86,9 +87,8 @@ class LivePage:
         )
 
     def now(self) -> str:
-        """Return the page as it is; waits for the first one."""
+        """Return the page as it is."""
         with self._changed:
-            self._changed.wait_for(lambda: self._pages or self._closed)
             return self._page
 
     def pages(self) -> Iterator[tuple[str, str]]:
@@ -96,8 +96,10 @@ class LivePage:
         seen = 0
         while True:
             with self._changed:
-                new = self._changed.wait_for(lambda seen=seen: self._pages > seen or self._closed, ALIVE_S)
-                seen, page, closed = self._pages, self._page, self._closed
+                if self._pages == seen and not self._closed:
+                    self._changed.wait(ALIVE_S)
+                new, page, closed = self._pages > seen, self._page, self._closed
+                seen = self._pages
             yield ("end" if closed else "page" if new else ""), page
             if closed:
                 return
@@ -153,7 +155,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._stream()
 
-    do_HEAD = do_GET
+    def do_HEAD(self) -> None:
+        """Answer one that wants the head alone."""
+        self.do_GET()
 
     def _answer(self) -> None:
         page = self.server.page.now()
@@ -185,5 +189,5 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(text.encode())
             self.wfile.flush()
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, *_said: Any) -> None:
         """Say nothing: standard error is the run's, and a log would hold the token."""

@@ -18,12 +18,14 @@ import numpy as np
 
 from spawnsim.errors import ParameterError
 from spawnsim.plots.series import BAND
-from spawnsim.real.launch.processes import BEGUN, DEAD, ENDED, REGISTRY, ranks_at_stage
+from spawnsim.real.launch.processes import DEAD, ENDED, REGISTRY, ranks_at_stage
 from spawnsim.record.journal import RankStates, read_states
 from spawnsim.run.result import Run
 
 QUANTILES = {"median": 0.5, "p10": BAND[0], "p90": BAND[1]}
 LOOK_S = 1.0  # between two looks at a run, at least
+ENDS = (("died", DEAD), ("finished", ENDED))  # what a monitor has written of its rank
+SILENT_S = 5.0  # after that a real rank may do what it likes: its process is stopped, or in code that lets no other run
 SHARE = 0.02  # of a core, at most, that looks at a run take while it goes on
 
 
@@ -158,7 +160,7 @@ class WeightsAndBiases:
     def close(self, totals: Mapping[str, float]) -> None:
         """Take the totals as the run's summary."""
         self._run.summary.update(dict(totals))
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 class MLflow:
@@ -229,7 +231,9 @@ def flat(what: Mapping[str, Any]) -> dict[str, Any]:
     own = {name: value for name, value in what.items() if isinstance(value, (bool, int, float, str))}
     given = what.get("parameters")
     return own | {
-        name: value for name, value in (given if isinstance(given, Mapping) else {}).items() if value is not None
+        name: value
+        for name, value in (given if isinstance(given, Mapping) else {}).items()
+        if value is not None
     }
 
 
@@ -286,14 +290,15 @@ def follow(
         begin_s = time.process_time()
         run = _loaded(folder)
         if run is not None:
-            states = read_states(folder) if not run.is_real else real_states(run, registry)
+            states = read_states(folder) if not run.is_real else real_states(folder, run, registry)
             for each in observers:
                 each.show(run, states)
         wait_s = max(LOOK_S, (time.process_time() - begin_s) / SHARE)
     # A run that ended before it recorded anything leaves nothing to show.
     run = _loaded(folder)
-    for each in observers if run is not None else ():
-        each.end(run)
+    if run is not None:
+        for each in observers:
+            each.end(run)
 
 
 def _loaded(folder: Path) -> Run | None:
@@ -303,10 +308,11 @@ def _loaded(folder: Path) -> Run | None:
     return None
 
 
-def real_states(run: Run, registry: Path | None) -> RankStates:
-    """Return how far real ranks are: what their monitors have written; without those that they run.
+def real_states(folder: Path, run: Run, registry: Path | None) -> RankStates:
+    """Return what real ranks do: what their monitors have written of their ends, and they themselves of their waits.
 
     Args:
+        folder: the run folder.
         run: what they recorded so far.
         registry: the folder of `spawnsim.real.launch.processes.ProcessRegistry`, if it can be reached.
 
@@ -314,12 +320,15 @@ def real_states(run: Run, registry: Path | None) -> RankStates:
         The states.
     """
     environ = {} if registry is None else {REGISTRY: str(registry)}
-    begun, ended, dead = (ranks_at_stage(stage, environ) for stage in (BEGUN, ENDED, DEAD))
+    stages = [(word, ranks_at_stage(stage, environ) or set()) for word, stage in ENDS]
 
-    def word(rank: int) -> str:
-        if begun is None or ended is None or dead is None:
-            return "running"
-        return "died" if rank in dead else "finished" if rank in ended else "running" if rank in begun else "starting"
+    def state(rank: int) -> tuple[str, str]:
+        ended = next((word for word, ranks in stages if rank in ranks), None)
+        told = read_states(folder, rank)
+        if ended is not None or told is None:
+            return ended or "running", ""
+        silent_s = time.time() - told.time_s
+        return told.ranks[0] if silent_s < SILENT_S else ("running", f"says nothing for {silent_s:.0f} s")
 
     last_s = float(np.max(run.table["time_s"], initial=0.0))
-    return RankStates(last_s, [(word(rank), "") for rank in range(int(run.what.get("ranks") or 0))])
+    return RankStates(last_s, [state(rank) for rank in range(int(run.what.get("ranks") or 0))])

@@ -111,7 +111,7 @@ def _replaced(run: Recorded, name: str) -> list[str] | None:
 
 
 class Live(NamedTuple):
-    """A page of a run that goes on: what its ranks do, if it tells, and the word by which the browser knows our script."""
+    """A page of a run that goes on: what its ranks do, if known, and the word by which a browser knows our script."""
 
     states: RankStates | None = None
     nonce: str = ""

@@ -58,7 +58,9 @@ def standing(run: Recorded, states: RankStates | None = None, most: int = MOST) 
         The grid.
     """
     words = _ended(run) if states is None else states.ranks
-    last_s = max([run.totals.get("virtual_seconds") or 0.0, *_times(run), *([] if states is None else [states.time_s])])
+    last_s = max(
+        [run.totals.get("virtual_seconds") or 0.0, *_times(run), *([] if states is None else [states.time_s])]
+    )
     replaced: dict[int, list[float]] = {}
     for event in run.events:
         if event.get("kind") == "replacement":
@@ -98,7 +100,9 @@ def _times(run: Recorded) -> list[float]:
 
 def _ended(run: Recorded) -> list[tuple[str, str]]:
     """Return how each rank ended, as far as the run's outcome and events tell."""
-    found: list[tuple[str, str]] = [("finished" if run.outcome == FINISHED else "not finished", "")] * ranks_of(run)
+    found: list[tuple[str, str]] = [
+        ("finished" if run.outcome == FINISHED else "not finished", "")
+    ] * ranks_of(run)
     # By time, so that a rank which was started again after its death counts as living.
     for event in run.events:
         kind, at = event.get("kind"), f"at {event['time_s']:.6g} s"
@@ -107,7 +111,10 @@ def _ended(run: Recorded) -> list[tuple[str, str]]:
             if rank < len(found):
                 found[rank] = ("died", at)
         if kind == "restart":
-            found[event["rank"]] = ("finished" if run.outcome == FINISHED else "not finished", f"started again {at}")
+            found[event["rank"]] = (
+                "finished" if run.outcome == FINISHED else "not finished",
+                f"started again {at}",
+            )
         elif kind in ("given_up", "not_joined"):
             found[event["rank"]] = ("given up", at)
     return found
@@ -137,7 +144,7 @@ class Curve(NamedTuple):
 
 
 def curve(run: Recorded, name: str) -> Curve | None:
-    """Return a metric's curve over iterations, or over time where no iterations were recorded; None without two points."""
+    """Return a metric's curve over iterations, or over time if none were recorded; None of less than two points."""
     over = "iteration" if "iteration" in run.table else "time_s"
     if not np.isfinite(series.numbers(run.table, name)).any():
         return None
@@ -172,4 +179,6 @@ def latest(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, str, str
 
 def kinds(events: Sequence[Mapping[str, Any]]) -> str:
     """Return how many events there are of each kind, in a line."""
-    return ", ".join(f"{count:,} {kind}" for kind, count in sorted(Counter(e["kind"] for e in events).items()))
+    return ", ".join(
+        f"{count:,} {kind}" for kind, count in sorted(Counter(e["kind"] for e in events).items())
+    )

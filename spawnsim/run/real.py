@@ -19,6 +19,7 @@ from spawnsim.errors import ParameterError, WorldError
 from spawnsim.run.program import Program
 from spawnsim.run.progress_bar import Steps
 from spawnsim.run.result import FINISHED, Run, results_digest, totals_of, warned
+from spawnsim.run.watched import LOOK_S
 from spawnsim.run.writer import add_late, begin_folder, describe
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Job:
     """What one real run is. The same on all its ranks. `progress`: rank 0 shows a bar. `keep`: `out` outlives the job,
-    and takes its checkpoints. `resume`: go on from the newest that is there.
+    and takes its checkpoints. `resume`: go on from the newest that is there. `observed`: somebody watches, to whom each
+    rank tells what it waits for.
     """
 
     task: Program
@@ -42,6 +44,7 @@ class Job:
     resume: bool = False
     record_every: int = 1
     record_ranks: str | None = None
+    observed: bool = False
 
 
 def run_rank(job: Job) -> Run | None:
@@ -101,9 +104,26 @@ class Shards:
             if job.keep:
                 comm.runtime.checkpoints = Checkpoints(job.out, resumed=resumed)
             journal.open(shards.shard(job.out, comm.Get_rank()))
+            if job.observed:
+                comm.runtime.watchdog.looked = self._tell
         comm.runtime.counters.clear()  # the program's alone counts
         journal.flush()  # from now on the shard says which process this rank is
         self._began_s = time.perf_counter()
+        self._due_s = 0.0
+
+    def _tell(self) -> None:
+        """Write what this rank does, for whoever watches; in the watchdog's thread, which looks ten times a second."""
+        from spawnsim.record import journal as shards
+
+        now_s = time.perf_counter()
+        if now_s < self._due_s or self._out is None:
+            return
+        self._due_s = now_s + LOOK_S
+        here = self._comm.runtime.watchdog.here()
+        word = "waiting" if here.calls else "computing"
+        # Its own clock is another's affair: the reader wants to know how old this is.
+        told = shards.RankStates(time.time(), [(word, str(here).partition(": ")[2])])
+        shards.write_states(self._out, told, self._comm.Get_rank())
 
     def finish(self) -> Run | None:
         """Return what all ranks recorded, on rank 0, after a run that went well and has settled."""

@@ -37,7 +37,9 @@ class Observer(NamedTuple):
 OBSERVERS = {
     "live": Observer("jinja2", "report", "a page on 127.0.0.1, for a browser"),
     "tensorboard": Observer("tensorboard", "tensorboard", "RUN/tensorboard"),
-    "wandb": Observer("wandb", "wandb", "Weights & Biases, offline unless WANDB_MODE says otherwise: RUN/wandb"),
+    "wandb": Observer(
+        "wandb", "wandb", "Weights & Biases, offline unless WANDB_MODE says otherwise: RUN/wandb"
+    ),
     "mlflow": Observer("mlflow", "mlflow", "RUN/mlflow.db, or what MLFLOW_TRACKING_URI names"),
     "aim": Observer("aim", "aim", "RUN/.aim"),
 }
@@ -113,9 +115,7 @@ class Looking:
 
     def begin(self, world: Any) -> None:
         """Begin to look, at a world whose ranks are about to begin."""
-        self._thread = threading.Thread(
-            target=self._look, args=(world,), name="spawnsim-states", daemon=True
-        )
+        self._thread = threading.Thread(target=self._look, args=(world,), name="spawnsim-states", daemon=True)
         self._thread.start()
 
     def __exit__(self, *_error: object) -> None:

@@ -86,6 +86,7 @@ class Watchdog(threading.Thread):
         self.last: Call | None = None
         self.note: Callable[[], str] = lambda: ""  # what the rank does outside any call
         self.progress: Callable[[], None] = lambda: None  # done on each look while the rank is inside a call
+        self.looked: Callable[[], None] = lambda: None  # done after each look
         self.handlers: dict[str, Callable[[int, dict[str, Any]], object]] = {
             "ask": self._answer,
             "here": self._note_answer,
@@ -121,6 +122,7 @@ class Watchdog(threading.Thread):
             except queue.Empty:
                 self.serve()
                 self._look()
+                self.looked()
                 continue
             if job is None:
                 return
