@@ -22,7 +22,8 @@ from spawnsim.virtual.platform import load_platform
 def main(argv: Sequence[str]) -> int:
     """Run the subcommand."""
     options = parser().parse_args(argv)
-    platform = load_platform(options.platform)
+    # A step takes what it is said to take, with as many ranks beside it as there are.
+    platform = dataclasses.replace(load_platform(options.platform), cores=None)
     model_nbytes = units.nbytes(options.model)
     step = units.seconds(options.step) if options.step else _step(platform.step)
     stragglers = platform.stragglers if options.straggler is None else parse_stragglers(options.straggler)

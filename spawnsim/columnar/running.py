@@ -101,6 +101,11 @@ class _Circumstances:
     def parts(self) -> tuple[Platform, FaultPlan, ComputeModel]:
         platform = load_platform(self.platform)
         platform.check(self.ranks)
+        if platform.cores is not None and platform.crowded(self.ranks):
+            raise UnsupportedError(
+                f"columnar: {self.ranks} ranks share {platform.cores.count} cores of a node: when a block ends then "
+                "depends on all that others do; run it on virtual ranks, or leave cores out of the platform"
+            )
         plan = FaultPlan.parse(self.faults, seed=self.seed, ranks=self.ranks, network=platform.network)
         plan.check(self.ranks)
         other = [fault.kind for fault in plan.faults if not isinstance(fault, (Crash, Pause, SlowDown))]

@@ -38,7 +38,7 @@ from spawnsim.virtual.compute import (
     Speed,
     Straggler,
 )
-from spawnsim.virtual.network import Hockney, HomeLinks, Link, LogGP, Network, Piecewise
+from spawnsim.virtual.network import Changing, Hockney, HomeLinks, Link, LogGP, Network, Piecewise, Tcp
 from spawnsim.virtual.platform import Platform
 
 POLICIES = ("average", "selective", "groups")
@@ -414,14 +414,12 @@ def _other_model(link: Link) -> Link:
 
 
 def _half_speed(link: Link) -> Link:
-    if isinstance(link, Hockney):
-        return replace(link, bandwidth_Bps=link.bandwidth_Bps / 2)
-    return replace(link, G=2 * link.G) if isinstance(link, LogGP) else link
+    return link.farther(0.0, 0.5)
 
 
 def _with_links(value: Any, change: Callable[[Link], Link]) -> Any:
     """Return a network, or a part of one, with each plain link changed."""
-    if isinstance(value, (Hockney, LogGP)):
+    if isinstance(value, (Hockney, LogGP, Tcp, Changing)):
         return change(cast("Link", value))
     if isinstance(value, Piecewise):
         return Piecewise(tuple((at, _with_links(step, change)) for at, step in value.steps))

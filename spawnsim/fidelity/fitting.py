@@ -40,7 +40,7 @@ from spawnsim.virtual.compute import (
     Straggler,
 )
 from spawnsim.virtual.network import Fabric, Link, LogGP, Nodes, Piecewise, Switch
-from spawnsim.virtual.platform import Platform
+from spawnsim.virtual.platform import Cores, Platform
 
 MOST_PIECES = 4
 LEAST_S_PER_B = 1e-13  # 10 TB/s: no link is quicker
@@ -409,11 +409,14 @@ def fit(measured: Measured, name: str = "measured") -> Platform:
     # A platform is used with other numbers of ranks than it was measured with.
     steps = fit_stragglers(measured.steps_s, same_ranks=False)
     facts = dict(measured.facts)
+    cores = int(facts["cores"])
     return Platform(
         name=name,
         network=network,
-        step=Fixed(steps.step_s),
+        # All ranks computed at once: of a core to itself each step needs less, and simulated ranks share cores, too.
+        step=Fixed(steps.step_s / max(1.0, measured.ranks_per_node / cores)),
         stragglers=steps.stragglers,
+        cores=Cores(cores, measured.ranks_per_node),
         progress="hardware" if measured.answers_busy else "poll",
         collectives=fit_selection(network, collectives, measured.ranks),
         description=f"measured on {facts['ranks']} ranks, {facts['library']}, {facts['cores']} cores a node",

@@ -203,7 +203,7 @@ def doubts(ranks_per_node: int, cores: int, load: float) -> list[str]:
     found = []
     if ranks_per_node > cores:
         found.append(
-            f"{ranks_per_node} ranks share {cores} cores: virtual ranks have a core each, and will be faster"
+            f"{ranks_per_node} ranks share {cores} cores: calls wait for a core now and then, and vary for it"
         )
     if load > cores + 0.5:
         found.append(
@@ -219,7 +219,8 @@ def facts(comm: Any) -> tuple[tuple[str, str], ...]:
         "backend": backend,
         "library": _library() if backend == "mpi" else "none",
         "ranks": str(comm.Get_size()),
-        "cores": str(os.cpu_count()),
+        # Virtual ranks that share cores do so by their platform, whatever machine they run on.
+        "cores": str(comm.Get_size() if backend == "virtual" else os.cpu_count()),
         "machine": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "numpy": np.__version__,

@@ -139,6 +139,7 @@ def _run(
     def program(comm: Any) -> None:
         found[comm.Get_rank()] = watched(setting.main, comm)
 
+    platform = replace(platform, cores=None)  # the times were measured while ranks shared them
     scenario = replace(setting.scenario, platform=platform, stragglers=stragglers, compute=trace, seed=seed)
     simulate(program, scenario, recorder=NullRecorder())
     return [found[rank] for rank in range(scenario.ranks)]

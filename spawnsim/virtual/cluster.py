@@ -25,6 +25,7 @@ from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.compute import ComputeModel
 from spawnsim.virtual.diagnosis import LivelockWatchdog
 from spawnsim.virtual.digest import RankDigest
+from spawnsim.virtual.engine.cores import Cores
 from spawnsim.virtual.engine.event_queue import tie_order
 from spawnsim.virtual.engine.kernel import Kernel, NoTask, Program, Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
@@ -118,6 +119,10 @@ class Cluster:
         self.world = World(
             kernel, ranks, platform, platform.network, timing, recorder, scenario.seed, plan or None
         )
+        if platform.crowded(scenario.ranks):
+            assert platform.cores is not None
+            places = platform.places(scenario.ranks)
+            self.world.cores = Cores(self.world, places, platform.cores.count)
         if plan.links:
             self.world.links = FaultyLinks(self.world)
         if not scenario.eager:

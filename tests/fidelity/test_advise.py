@@ -15,6 +15,7 @@ import pytest
 from spawnsim import columnar
 from spawnsim.cli import main
 from spawnsim.errors import ParameterError
+from spawnsim.fidelity import advising
 from spawnsim.fidelity.advising import (
     Case,
     Choice,
@@ -30,7 +31,8 @@ from spawnsim.policies import AverageAllPolicy
 from spawnsim.virtual.collectives import Selection
 from spawnsim.virtual.compute import Lognormal, Slow, Speed, parse_stragglers
 from spawnsim.virtual.faults import rates
-from spawnsim.virtual.network import Hockney, LogGP, Nodes, Switch
+from spawnsim.virtual.network import BandwidthTrace, Changing, Hockney, LogGP, Nodes, Switch, Tcp
+from spawnsim.virtual.network.changing import Constant
 from spawnsim.virtual.platform import Platform, load_platform
 
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -165,6 +167,20 @@ def test_the_other_model_has_the_same_wire() -> None:
     assert cost.flight_s + cost.receive_s == pytest.approx(3e-6 + (1 << 20) / 1e10, rel=0.01)
     assert other_costs(load_platform("wan-volunteers").network) is None
     assert other_costs(load_platform("wan-aws").network) is not None
+
+
+def test_links_that_change_are_halved_as_they_are() -> None:
+    """Half of a trace, traffic that stays; a TCP connection keeps its model: the other two have no windows."""
+    link = Changing(
+        Hockney(1e-3, 1e8), BandwidthTrace(((0.0, 1e8, 1e-3), (9.0, 5e7, 2e-3))), (Constant(0.1),)
+    )
+    case = Case(Platform("t", Nodes(Tcp(1e-3, 1e8), link, 2)), 4, 1 << 20, 0.1)
+    slower = advising._slower_links(case).platform.network
+    assert isinstance(slower, Nodes)
+    assert slower.intra == Tcp(1e-3, 5e7)
+    assert slower.inter == link.farther(0.0, 0.5)
+    assert slower.inter.trace.rows == ((0.0, 5e7, 1e-3), (9.0, 2.5e7, 2e-3))  # type: ignore[attr-defined]
+    assert other_costs(case.platform.network) is None
 
 
 def test_published_rates() -> None:

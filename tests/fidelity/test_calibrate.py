@@ -23,7 +23,7 @@ from spawnsim.virtual import simulate
 from spawnsim.virtual.collectives import Selection
 from spawnsim.virtual.compute import Bimodal, Exponential, Fixed, Gamma, Lognormal, Noise, SlowRank, Speed
 from spawnsim.virtual.network import Hockney, LogGP, Nodes, Piecewise, Switch
-from spawnsim.virtual.platform import Platform, load_platform
+from spawnsim.virtual.platform import Cores, Platform, load_platform
 
 EFFORT = Effort(least=3, most=3, passes=1, largest_nbytes=1 << 20)
 SMALL = Effort(least=2, most=2, passes=1, largest_nbytes=1 << 10)
@@ -58,6 +58,21 @@ def test_a_switch_is_given_back() -> None:
     assert found.step.duration_s == pytest.approx(0.004)
     assert found.stragglers == ()
     assert {score.operation: score for score in scores(compare(measured, found))}[ALL].held_out < 0.01
+
+
+def test_ranks_that_share_cores_are_given_back(tmp_path: Path) -> None:
+    """Steps that were measured four to two cores are half as long on a core of one's own; the file says both."""
+    network = Switch(Hockney(20e-6, 1e9))
+    truth = Platform("truth", network, step=Fixed(0.004), cores=Cores(2, 4))
+    measured = _measured(truth, effort=SMALL)
+    measured = dataclasses.replace(measured, facts=tuple({**dict(measured.facts), "cores": "2"}.items()))
+    found = fit(measured)
+    assert found.cores == Cores(2, 4)
+    assert isinstance(found.step, Fixed)
+    assert found.step.duration_s == pytest.approx(0.004, rel=1e-3)
+    path = tmp_path / "measured.toml"
+    fidelity.write(path, found, scores(compare(measured, found)))
+    assert load_platform(path).cores == found.cores
 
 
 def test_overheads_pieces_and_algorithms_are_given_back() -> None:

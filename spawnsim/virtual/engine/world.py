@@ -56,6 +56,7 @@ class Rank:
     # own time: one event a block, the price of exact one-sided access.
     observers: int = 0
     busy: Sequence[tuple[float, float]] = ()  # computing from, to; kept while exposed
+    waited: Sequence[Callable[[], None]] = ()  # for the end of a block that is not known yet
     messages: int = 0
     nbytes: int = 0
     compute_s: float = 0.0
@@ -138,6 +139,7 @@ class World:
     around_threads: Callable[[], Any] = nullcontext  # is entered while a thread runs that a rank has started
     checkpoints: Any = None  # `checkpoints.Checkpoints`
     crashes: Any = None  # `faults.injection.Crashes`
+    cores: Any = None  # `cores.Cores`, if ranks share them
     deferred: Any = None  # `comm.deferred.Deferred`, unless training steps are to be carried out at once
 
     def __post_init__(self) -> None:

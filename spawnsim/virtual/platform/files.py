@@ -24,6 +24,8 @@
     [compute]
     step = "10 ms"                     # of a comm.compute() that states nothing
     stragglers = "lognormal:0.1"       # unless the run names its own
+    cores = 2                          # of a node, shared by its ranks; left out: a core for each rank
+    ranks_per_node = 4                 # where the topology does not say it
 
     [device]                           # what `--compute counted` divides by
     operations = "362 TFLOP/s"         # of floating-point numbers
@@ -35,6 +37,7 @@ A key that is not known here is an error, which names the file and the line.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -94,6 +97,18 @@ class Storage:
 
 
 @dataclass(frozen=True)
+class Cores:
+    """What the ranks of a node compute on: `count` cores; `ranks_per_node`, None for as many as the topology says."""
+
+    count: int
+    ranks_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not (self.ranks_per_node is None or self.ranks_per_node >= 1):
+            raise ParameterError(f"{self}: give at least one core and one rank")
+
+
+@dataclass(frozen=True)
 class Platform:
     """A cluster as virtual ranks see it.
 
@@ -108,6 +123,7 @@ class Platform:
         storage: what a checkpoint costs.
         description: one sentence.
         device: floating-point operations and bytes a second, where a run counts torch's operations.
+        cores: what the ranks of a node share when they compute; None: each has a core.
         fitted: what it was measured on, as (name, value) pairs; empty if it was not measured.
     """
 
@@ -121,6 +137,7 @@ class Platform:
     description: str = ""
     fitted: tuple[tuple[str, str], ...] = ()
     device: tuple[float, float] | None = None
+    cores: Cores | None = None
 
     def __post_init__(self) -> None:
         if self.progress not in PROGRESS:
@@ -145,6 +162,19 @@ class Platform:
         return ComputeModel(
             self.step if compute is None else parse_base(compute),
             self.stragglers if stragglers is None else parse_stragglers(stragglers),
+        )
+
+    def places(self, ranks: int) -> list[int]:
+        """Return the node on whose cores each rank computes."""
+        each = self.cores and self.cores.ranks_per_node
+        world = np.arange(ranks)
+        found: list[int] = (world // each if each else self.network.place(world)).tolist()
+        return found
+
+    def crowded(self, ranks: int) -> bool:
+        """Return whether ranks share cores: whether a node has more ranks than cores."""
+        return (
+            self.cores is not None and max(Counter(self.places(ranks)).values(), default=0) > self.cores.count
         )
 
     def check(self, ranks: int) -> None:
@@ -346,12 +376,25 @@ def read_platform(top: Section, name: str) -> Platform:
         description=top.string("description", ""),
         fitted=_facts(top.section("fitted")),
         device=_device(top.section("device")) if top.has("device") else None,
+        cores=_cores(compute),
     )
     top.asked.add("device")
     compute.asked.add("step")
     compute.close()
     top.close()
     return platform
+
+
+def _cores(section: Section) -> Cores | None:
+    section.asked.update(("cores", "ranks_per_node"))
+    if not section.has("cores"):
+        if section.has("ranks_per_node"):
+            raise section.error("ranks_per_node", "say how many cores they share")
+        return None
+    return Cores(
+        section.integer("cores"),
+        section.integer("ranks_per_node") if section.has("ranks_per_node") else None,
+    )
 
 
 def _device(section: Section) -> tuple[float, float]:
@@ -413,6 +456,10 @@ def to_toml(platform: Platform, comments: Iterable[str] = ()) -> str:
     lines += [] if platform.step is None else [f"step = {quoted(seconds_text(_step_s(platform)))}"]
     if platform.stragglers:
         lines.append(f"stragglers = {quoted('+'.join(map(str, platform.stragglers)))}")
+    if platform.cores:
+        lines.append(f"cores = {platform.cores.count}")
+        each = platform.cores.ranks_per_node
+        lines += [] if each is None else [f"ranks_per_node = {each}"]
     if platform.device:
         operations, memory = platform.device
         lines += [
