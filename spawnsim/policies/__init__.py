@@ -42,6 +42,7 @@ from spawnsim.policies.sparta import SPARTAPolicy
 from spawnsim.policies.state.difference_codecs import DCT, LowBit, TopK
 from spawnsim.policies.state.layout import StateScope, Travels, one_storage
 from spawnsim.policies.streaming import OneRoundLatePolicy, StreamingDiLoCoPolicy
+from spawnsim.policies.wagma import WAGMAPolicy
 
 __all__ = [
     "HALOS",
@@ -92,6 +93,7 @@ __all__ = [
     "Tier",
     "Travels",
     "Uniform",
+    "WAGMAPolicy",
     "When",
     "WindowOptions",
     "Windows",

@@ -26,6 +26,7 @@ from spawnsim.policies import (
     SpawnPolicy,
     StreamingDiLoCoPolicy,
     Tier,
+    WAGMAPolicy,
     graphs,
     replay,
 )
@@ -52,6 +53,7 @@ POLICIES: dict[str, Callable[[Any], SpawnPolicy]] = {
     ),
     "one-sided by age": lambda comm: OneSidedSelectiveAveragingPolicy(None, None, 3, age_range=(4, 7)),
     "gossip": lambda comm: GossipPolicy(3, graph=graphs.random_pairs, global_every=3),
+    "wagma": lambda comm: WAGMAPolicy(1, group_size=4, sync_every=3),
     "push-sum": lambda comm: GossipPolicy(1, graph=graphs.exponential, push_sum=True, delay=2),
     "server": lambda comm: AsyncServerPolicy(
         ServerOptions(ServerRule(0.7, 0.9, 3, delayed=True)), steps=5, dylu=True

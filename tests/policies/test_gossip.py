@@ -19,17 +19,26 @@ from spawnsim.policies import (
     ServerOptions,
     ServerRule,
     StateScope,
+    WAGMAPolicy,
     graphs,
 )
-from spawnsim.policies.rules.graphs import BaseGraph, Mixing
+from spawnsim.policies.rules.graphs import BaseGraph, Mixing, butterfly_group
 
 LR, RANKS, STEPS = 0.1, 11, 9
-WANTED = np.random.default_rng(5).normal(size=(RANKS, 3))  # the minimum of each rank's loss
+WANTED = np.random.default_rng(5).normal(size=(16, 3))  # the minimum of each rank's loss
 
 
 def train(policy: Any, ranks: int = RANKS, steps: int = STEPS, **how: Any) -> np.ndarray[Any, Any]:
     """Let each rank take gradient steps towards its own minimum; return all models, (ranks, 3)."""
+    return trained(policy, ranks, steps, **how)[0]
+
+
+def trained(
+    policy: Any, ranks: int, steps: int, **how: Any
+) -> tuple[np.ndarray[Any, Any], dict[tuple[int, int], Any]]:
+    """As `train`; return the infos as well, by rank and iteration."""
     found: dict[int, Any] = {}
+    infos: dict[tuple[int, int], Any] = {}
 
     def main(comm: Any) -> None:
         chosen, rank = policy(), comm.rank
@@ -41,12 +50,12 @@ def train(policy: Any, ranks: int = RANKS, steps: int = STEPS, **how: Any) -> np
                 optimizer.zero_grad()
                 ((model.weight - torch.from_numpy(WANTED[rank])) ** 2).sum().mul(0.5).backward()
                 optimizer.step()
-            model, optimizer, _ = chosen(iteration, model, optimizer, group=comm)
+            model, optimizer, infos[rank, iteration] = chosen(iteration, model, optimizer, group=comm)
         chosen.shutdown()
         found[rank] = model.weight.detach().numpy()[0]
 
     spawnsim.run(main, ranks=ranks, seed=7, **how)
-    return np.stack([found[rank] for rank in range(ranks)])
+    return np.stack([found[rank] for rank in range(ranks)]), infos
 
 
 def irregular(size: int, round_: int, seed: int) -> Mixing:
@@ -65,7 +74,7 @@ def test_d_psgd_is_its_recursion() -> None:
     for graph in (graphs.ring, graphs.torus, graphs.exponential, graphs.random_pairs, BaseGraph(2)):
         expected = np.repeat(np.arange(float(RANKS))[:, None], 3, 1)
         for round_ in range(STEPS):
-            expected = graph(RANKS, round_, 7).matrix() @ (expected - LR * (expected - WANTED))
+            expected = graph(RANKS, round_, 7).matrix() @ (expected - LR * (expected - WANTED[:RANKS]))
         found = train(lambda graph=graph: GossipPolicy(graph=graph))
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
@@ -77,7 +86,7 @@ def test_push_sum_is_its_recursion(graph: Any, delay: int) -> None:
     x, w = np.repeat(np.arange(float(RANKS))[:, None], 3, 1), np.ones(RANKS)
     z, sent = x.copy(), []
     for round_ in range(STEPS):
-        x = x - LR * (z - WANTED)
+        x = x - LR * (z - WANTED[:RANKS])
         sent.append((graph(RANKS, round_, 7).matrix(), x.copy(), w.copy()))
         own = np.diag(sent[-1][0])
         x, w = own[:, None] * x, own * w
@@ -94,12 +103,58 @@ def test_gossip_pga_takes_the_global_mean_each_so_many_rounds() -> None:
     """Rounds 4 and 8 are global means, the others gossip."""
     expected = np.repeat(np.arange(float(RANKS))[:, None], 3, 1)
     for round_ in range(STEPS):
-        expected = expected - LR * (expected - WANTED)
+        expected = expected - LR * (expected - WANTED[:RANKS])
         if (round_ + 1) % 4 == 0:
             expected[:] = expected.mean(0)
         else:
             expected = graphs.ring(RANKS).matrix() @ expected
     np.testing.assert_allclose(train(lambda: GossipPolicy(global_every=4)), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [16, 11])
+def test_wagma_is_its_recursion(ranks: int) -> None:
+    """Sums of what each member had; who came late goes on with (sum + own)/(S + 1), and nobody has waited for it."""
+    steps, size, every = 12, 4, 4
+    ends, infos = trained(lambda: WAGMAPolicy(group_size=size, sync_every=every), ranks, steps)
+    x, fresh = np.repeat(np.arange(float(ranks))[:, None], 3, 1), []
+    first = x.copy()
+    late = 0
+    for round_ in range(steps):
+        fresh.append(x - LR * (x - WANTED[:ranks]))
+        if (round_ + 1) % every == 0:
+            x = np.repeat(fresh[-1].mean(0, keepdims=True), ranks, 0)
+            fresh[-1] = fresh[-2]  # what a rank contributed last: nothing in a round of all
+            continue
+        x = fresh[-1].copy()
+        for rank in range(ranks):
+            group = butterfly_group(rank, ranks, size, round_, seed=7)
+            assert rank in group and all(
+                butterfly_group(each, ranks, size, round_, seed=7) == group for each in group
+            )
+            ages = {each: infos[each, round_]["staleness"] for each in group}
+            total = sum((fresh[round_ - age] if age <= round_ else first)[each] for each, age in ages.items())
+            x[rank] = (total + fresh[-1][rank]) / (len(group) + 1) if ages[rank] else total / len(group)
+            late += ages[rank] > 0
+            assert infos[rank, round_]["donors"] == len(group) - 1
+    assert late > ranks
+    np.testing.assert_allclose(ends, x, rtol=0, atol=1e-12)
+
+
+def test_wagma_does_not_wait_for_a_straggler_between_its_global_rounds() -> None:
+    """One of 64 is ten times as slow: the others wait for messages alone; all are equal, in every type, and stay so."""
+    found = walk(
+        lambda _: WAGMAPolicy(sync_every=8), ranks=64, steps=7, start=lambda _: line(0.7, dtype=torch.bfloat16),
+        pace=lambda rank: 0.1 if rank == 9 else 0.01,
+    )  # fmt: skip
+    assert all(
+        numbers(model) == numbers(line(0.7, dtype=torch.bfloat16)[0]) for model in found.models.values()
+    )
+    table = found.run.table
+    assert table["wait_s"][table["iteration"] > 0].max() < 0.01  # the first round begins with a meeting
+    assert table["time_s"][table["rank"] != 9].max() < 0.2
+    assert {info["staleness"] for (rank, _), info in found.infos.items() if rank == 9} >= {1, 2}
+    assert len({info["bytes"] for info in found.infos.values()}) == 1
+    assert found.infos[0, 0]["donors"] == 7
 
 
 def test_a_base_graph_of_13_ends_in_the_mean_and_stays_there() -> None:
@@ -145,14 +200,22 @@ def test_groups_within_the_world_average_among_themselves() -> None:
         assert numbers(model) == {5.0 + rank % 2}
 
 
-@pytest.mark.parametrize("how", [{}, {"push_sum": True, "delay": 1}, {"global_every": 3}])
-def test_deaths_and_newcomers(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GossipPolicy(graph=graphs.exponential),
+        lambda: GossipPolicy(graph=graphs.exponential, push_sum=True, delay=1),
+        lambda: GossipPolicy(graph=graphs.exponential, global_every=3),
+        lambda: WAGMAPolicy(group_size=4),
+    ],
+)
+def test_deaths_and_newcomers(make: Any) -> None:
     """Two of ten die, in training and at their neighbours' wait; one comes back. All end in one mean of theirs."""
     ends: dict[int, set[float]] = {}
 
     def main(comm: Any) -> None:
         rank, group, iteration = comm.rank, comm, 0
-        policy, (model, optimizer) = GossipPolicy(graph=graphs.exponential, **how), line(float(rank))
+        policy, (model, optimizer) = make(), line(float(rank))
         newcomer, known = comm.clock.now() > 0, comm
         while iteration < 40:
             try:

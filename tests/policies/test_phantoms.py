@@ -33,6 +33,7 @@ from spawnsim.policies import (
     StateScope,
     StreamingDiLoCoPolicy,
     Tier,
+    WAGMAPolicy,
     WindowOptions,
     graphs,
 )
@@ -78,6 +79,7 @@ POLICIES = {
     "outer, few": lambda build: SPARTAPolicy(),
     "groups": lambda build: DecentralizedAveragingPolicy(average_every=3, target_group_size=4),
     "gossip": lambda build: GossipPolicy(graph=graphs.BaseGraph(1), global_every=3),
+    "wagma": lambda build: WAGMAPolicy(group_size=4, sync_every=3),
     "push-sum": lambda build: GossipPolicy(graph=graphs.exponential, push_sum=True, delay=1),
     "server": lambda build: AsyncServerPolicy(ServerOptions(ServerRule(0.7, 0.9, 3, delayed=True)), steps=2),
     "server, tiers": lambda build: AsyncServerPolicy(

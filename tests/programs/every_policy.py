@@ -30,6 +30,7 @@ from spawnsim.policies import (
     SPARTAPolicy,
     SpawnPolicy,
     StreamingDiLoCoPolicy,
+    WAGMAPolicy,
     Windows,
     graphs,
 )
@@ -49,6 +50,7 @@ OUTER: dict[str, Callable[[], SpawnPolicy]] = {
     "easgd": lambda: EASGDPolicy(2),
     "edit": lambda: EDiTPolicy(2),
     "sparta": lambda: SPARTAPolicy(2),
+    "wagma": lambda: WAGMAPolicy(2),
 }
 Case = tuple[str, str, str]
 CASES: tuple[Case, ...] = (

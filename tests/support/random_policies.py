@@ -14,11 +14,19 @@ from spawnsim.policies import (
     AsyncServerPolicy,
     AverageAllPolicy,
     DecentralizedAveragingPolicy,
+    EASGDPolicy,
+    EDiTPolicy,
     GossipPolicy,
+    NoLoCoPolicy,
+    OneRoundLatePolicy,
     OneSidedSelectiveAveragingPolicy,
+    OuterOptimizerPolicy,
+    PopulationBasedTrainingPolicy,
     ServerOptions,
     ServerRule,
+    StreamingDiLoCoPolicy,
     Tier,
+    WAGMAPolicy,
     Windows,
     Wiring,
     graphs,
@@ -117,9 +125,24 @@ def _server(draw: Draw) -> Any:
     )
 
 
+def _wagma(draw: Draw) -> Any:
+    return WAGMAPolicy(
+        draw.one(1, 2), group_size=draw.one(None, 2, 4), sync_every=draw.one(2, 5), patience_s=0.5
+    )
+
+
+def _outer(draw: Draw) -> Any:
+    outer = OuterOptimizerPolicy
+    return draw.one(
+        outer.fedavg(2), outer.slowmo(3), outer.diloco(2), StreamingDiLoCoPolicy(4, fragments=2),
+        OneRoundLatePolicy(2), EDiTPolicy(2), NoLoCoPolicy(2), EASGDPolicy(2),
+    )  # fmt: skip
+
+
 # Apart, so that a seed's run of the others stays what it is.
 ON_GRAPHS_AND_SERVERS: dict[str, Callable[[Draw], Any]] = {
-    "gossip": _gossip, "push_sum": _push_sum, "server": _server,
+    "gossip": _gossip, "push_sum": _push_sum, "server": _server, "wagma": _wagma,
+    "outer": _outer, "population": lambda draw: PopulationBasedTrainingPolicy(draw.one(1, 2)),
 }  # fmt: skip
 CHECKED = ("selective", "one_sided", "groups", "by_clock")  # damaged weights are refused
 WHOLE = ("selective", "one_sided")  # each replaced rank takes all of its model from the same donors

@@ -53,6 +53,12 @@ A server (`server`); `part` is the tier, 0 between workers and their server, 1 b
 | PUSH | worker → server | the change since version `number`; `value`: its steps a second |
 | PULL | server → worker | weights of version `number`; `value`: steps a second of the fastest; `settled`: staleness |
 | LEAVE | worker → server | nothing: this worker has ended |
+
+Sums that wait for nobody (`wait_avoiding`):
+
+| kind | from → to | carries |
+|---|---|---|
+| SUM | member → partner | the partial sum of round `number` before phase `part` |
 """
 
 from __future__ import annotations
@@ -117,6 +123,7 @@ class Kind(IntEnum):
     HANDOVER = 25
     PUSH = 26
     PULL = 27
+    SUM = 28
 
 
 _KINDS: dict[int, Kind] = {kind.value: kind for kind in Kind}

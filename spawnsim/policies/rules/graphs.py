@@ -247,6 +247,34 @@ def random_pairs(size: int, round_: int, seed: int) -> Mixing:
     return _with_own(size, edges.tolist(), [0.5] * len(edges))
 
 
+def butterfly_group(rank: int, size: int, wanted: int, round_: int, seed: int) -> list[int]:
+    """Return the group of a rank in a round, a power of two of ranks, in the order of their places in a butterfly.
+
+    Of a power of two of ranks, those whose numbers differ in log₂ `wanted` bits, other ones in each round: after
+    log₂ `size` bits the mean has gone everywhere (Li et al. 2020). Of another number of ranks the order is drawn anew
+    in each round, and cut into groups of `wanted`; what is left over makes smaller ones.
+
+    >>> [butterfly_group(5, 8, 2, round_, seed=0) for round_ in range(4)]
+    [[4, 5], [5, 7], [1, 5], [4, 5]]
+    """
+    wanted = min(wanted, 1 << (size.bit_length() - 1))
+    if size & (size - 1) == 0:
+        bits, taken = size.bit_length() - 1, wanted.bit_length() - 1
+        places = [(round_ * taken + phase) % bits for phase in range(taken)]
+        base = rank & ~sum(1 << place for place in places)
+        return [
+            base | sum((member >> phase & 1) << place for phase, place in enumerate(places))
+            for member in range(wanted)
+        ]
+    order = generator(seed, WORLD, f"groups of round {round_}").permutation(size).tolist()
+    place, begin = order.index(rank), 0
+    while True:
+        count = min(wanted, 1 << ((size - begin).bit_length() - 1))
+        if place < begin + count:
+            return order[begin : begin + count]  # type: ignore[no-any-return]
+        begin += count
+
+
 @dataclass(frozen=True, slots=True)
 class BaseGraph(Graph):
     """The Base-(k+1) graph: at most k neighbours a round, and after finitely many the exact mean, for any n ranks.

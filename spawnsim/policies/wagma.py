@@ -1,0 +1,161 @@
+"""`WAGMAPolicy`: wait-avoiding averaging in small groups that change from round to round.
+
+How a group sums without waiting for its slow members is `exchange/wait_avoiding.py`; which ranks are a group is
+`rules.graphs.butterfly_group`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from spawnsim.comm import IN_PLACE, MAX, Comm
+from spawnsim.errors import ParameterError
+from spawnsim.policies.base import Info, SpawnPolicy
+from spawnsim.policies.exchange.group_mean import GroupMean
+from spawnsim.policies.exchange.wait_avoiding import WaitAvoidingSums
+from spawnsim.policies.rules.cadence import Cadence
+from spawnsim.policies.rules.graphs import butterfly_group
+from spawnsim.policies.state.arithmetic import sum_dtype
+from spawnsim.policies.state.layout import Collector, ModelAndOptimizer, StateScope, Tensors, assign
+
+
+class WAGMAPolicy(SpawnPolicy):
+    """Wait-avoiding group averaging: nobody waits for a slow member of its group, except in every so many rounds.
+
+    The first member that comes to a round makes all others contribute, in the background, what they last had. A rank
+    whose own weights θ are in the group's sum goes on with their mean; one that came late, with old ones in it, with
+    (sum + θ)/(S + 1). Each `sync_every`-th round is the mean of all ranks, so no contribution is older. Parameters and
+    buffers of any dtype. Ranks need equal numbers of rounds.
+
+    Args:
+        average_every: iterations from one round to the next.
+        group_size: S, a power of two; None: the largest one up to the root of the number of ranks, at least 2.
+        sync_every: τ; each so many rounds the mean of all ranks is taken.
+        travels: which parts of the state are averaged; optimizers keep theirs.
+        patience_s: the longest wait for a group whose members are alive.
+        cadence: when, in place of `average_every`.
+        timing: a dictionary to fill with durations in seconds, by step.
+        tag: of the messages; two policies at once need two.
+
+    `info["staleness"]` says by how many rounds what the group has of this rank is old: 0 if it came in time.
+
+    Raises:
+        ParameterError: an argument is out of range.
+        MismatchError: in the first round, on every rank, if the models of the group differ in name, dtype or shape.
+        RankFailed: a member of the round's group has died; this rank's model is then unchanged.
+        Timeout: the group's sum is not there after `patience_s`; this rank's model is then unchanged.
+    """
+
+    paper = "arXiv 2005.00124"
+    promises = ("range",)
+
+    def __init__(
+        self,
+        average_every: int = 1,
+        *,
+        group_size: int | None = None,
+        sync_every: int = 10,
+        travels: StateScope | None = None,
+        patience_s: float = 60.0,
+        cadence: Cadence | None = None,
+        timing: dict[str, list[float]] | None = None,
+        tag: int = 7421,
+    ) -> None:
+        super().__init__(average_every, cadence=cadence, timing=timing)
+        self.group_size, self.sync_every, self.patience_s, self.tag = group_size, sync_every, patience_s, tag
+        self.travels = travels or StateScope()
+        if self.travels.optimizer_state != "keep":
+            raise ParameterError("optimizer_state: this policy leaves optimizers alone; give 'keep'")
+        if group_size is not None and (group_size < 2 or group_size & (group_size - 1)):
+            raise ParameterError(f"group_size={group_size!r}: give a power of two, at least 2")
+        if sync_every < 1 or not patience_s > 0:
+            raise ParameterError(
+                f"sync_every={sync_every!r}, patience_s={patience_s!r}: rounds of at least 1, seconds > 0"
+            )
+        self.num_averagings = self.num_late = 0
+        self.idle_info["staleness"] = 0
+        self._collect = Collector(self.travels)
+        self._met: Comm | None = None  # the communicator for which the following hold
+        self._mean: GroupMean
+        self._sums: WaitAvoidingSums | None = None
+
+    def act(
+        self,
+        iteration: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        metric: float | None,
+        comm: Comm,
+        info: Info,
+    ) -> ModelAndOptimizer:
+        began_s, live = comm.clock.now(), self._collect(model, None)
+        if self._met is not comm or self._sums is None:
+            self._sums = self._meet(comm, live)
+        if (self.num_averagings + 1) % self.sync_every == 0:
+            if comm.Get_size() > 1:
+                self._mean(comm, live)
+            donors, nbytes = comm.Get_size() - 1, self._mean.nbytes
+        else:
+            own = _wide(live)
+            total, members, staleness = self._sums.sum(self.num_averagings, own, self.patience_s)
+            assign(live, _mean(total, own, len(members), live, late=staleness > 0))
+            donors, phases = len(members) - 1, len(members).bit_length() - 1
+            nbytes = 2 * phases * self._sums.form.weights.nbytes
+            self.num_late += staleness > 0
+            info["staleness"] = staleness
+        self.num_averagings += 1
+        wait_s = comm.clock.now() - began_s
+        self.note("average", wait_s)
+        info.update(averaged_this_iteration=donors > 0, donors=donors, bytes=nbytes, wait_s=wait_s)
+        return model, optimizer
+
+    def _meet(self, comm: Comm, live: Tensors) -> WaitAvoidingSums:
+        """Begin on a group; collective. What was under way on another one is lost."""
+        if self._sums is not None:
+            self._sums.engine.stop()
+        self._mean = GroupMean(comm, live)
+        rounds = np.asarray([self.num_averagings])
+        comm.Allreduce(
+            IN_PLACE, rounds, MAX
+        )  # all must be in the same round, those too that have just joined
+        self.num_averagings, self._met, size = int(rounds[0]), comm, comm.Get_size()
+        wanted = self.group_size or max(2, 1 << (size.bit_length() - 1) // 2)
+        groups = partial(butterfly_group, comm.Get_rank(), size, wanted, seed=comm.rng.key[0])
+        return WaitAvoidingSums(comm, self.tag, (self.num_averagings, _wide(live)), groups)
+
+    def shutdown(self) -> None:
+        """End. Others may still be on their way to rounds that are over here: they have all that they need."""
+        super().shutdown()
+        if self._sums is not None:
+            self._sums.engine.stop(self.patience_s)
+        self._met, self._sums = None, None
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Rounds so far, and those to which this rank came late."""
+        return {"num_averagings": self.num_averagings, "num_late": self.num_late}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_averagings": self.num_averagings, "num_late": self.num_late}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.num_averagings, self.num_late = int(state["num_averagings"]), int(state["num_late"])
+
+
+def _wide(live: Tensors) -> Tensors:
+    """Return copies of the tensors in the types in which they are summed."""
+    return {name: tensor.detach().to(sum_dtype(tensor.dtype), copy=True) for name, tensor in live.items()}
+
+
+def _mean(total: Tensors, own: Tensors, count: int, live: Tensors, *, late: bool) -> Tensors:
+    """Return what a rank goes on with: the mean of its group, and of its own weights if these came too late for it."""
+    found: Tensors = {}
+    for name, tensor in total.items():
+        value = (tensor + own[name]) / (count + 1) if late else tensor / count
+        found[name] = value if live[name].is_floating_point() or live[name].is_complex() else value.round()
+    return found
