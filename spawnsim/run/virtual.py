@@ -171,9 +171,9 @@ class _Keeping:
         """Return a block around the writer's: observers are told of the end when the folder is whole."""
         return watched(self.out, self.observe)
 
-    def looking(self) -> Looking:
+    def looking(self, writer: RunWriter) -> Looking:
         """Return a block that gives what is told of the world before its ranks begin."""
-        return Looking(self.out if "live" in self.observe else None)
+        return Looking(self.out if self.observe else None, getattr(writer.recorder, "flush", int))
 
 
 def _run_main(task: Program, scenario: Scenario, keeping: _Keeping) -> Run:
@@ -187,7 +187,7 @@ def _run_main(task: Program, scenario: Scenario, keeping: _Keeping) -> Run:
     iterations = task.parameters.get("iterations")
     # The bar is the inner block: its thread reads the recorder, so it must have ended before the writer closes it.
     bar = listener(keeping.progress, writer.recorder, scenario.ranks, iterations)
-    with keeping.watched(), writer, bar as told, keeping.looking() as prepare:
+    with keeping.watched(), writer, bar as told, keeping.looking(writer) as prepare:
         writer.counted = _simulate(
             task, scenario, recorder=writer.sink, progress=told, on_error=writer.tell, on_note=keeping.on_note,
             trace=writer.trace, saving=writer.saving, prepare=prepare,
@@ -307,7 +307,7 @@ def _run_unmodified(
         )  # there it is a cost of calls, which is checked above
     writer = keeping.writer(what, inputs)
     bar = listener(keeping.progress, writer.recorder, scenario.ranks)
-    with keeping.watched(), writer, bar as told, keeping.looking() as prepare, _abort_as_error():
+    with keeping.watched(), writer, bar as told, keeping.looking(writer) as prepare, _abort_as_error():
         writer.counted = run_program(
             path, argv, scenario, recorder=writer.sink, progress=told, warn=what["warnings"],
             on_error=writer.tell, on_note=keeping.on_note, trace=writer.trace, prepare=prepare, **options,

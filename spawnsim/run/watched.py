@@ -104,10 +104,11 @@ class Looking:
 
     Args:
         out: the run folder; None: nothing is written.
+        flush: writes what the ranks have recorded; without it nothing is seen of ranks that record seldom.
     """
 
-    def __init__(self, out: Path | None) -> None:
-        self._out, self._over = out, threading.Event()
+    def __init__(self, out: Path | None, flush: Callable[[], None]) -> None:
+        self._out, self._flush, self._over = out, flush, threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Callable[[Any], None] | None:
@@ -134,4 +135,5 @@ class Looking:
             # The ranks go on meanwhile, so what is described may be gone: then the next look has it.
             with no_collection, suppress(Exception):
                 write_states(self._out, RankStates(world.kernel.env.now, doing(world)))
+                self._flush()
             wait_s = max(LOOK_S, (time.thread_time() - begin_s) / SHARE)
