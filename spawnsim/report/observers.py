@@ -57,11 +57,12 @@ class Steps:
         chosen = np.flatnonzero((iteration > self._told) & (iteration < until))
         # By iteration, so that each is one stretch.
         chosen = chosen[np.argsort(iteration[chosen], kind="stable")]
-        found, begins = np.unique(iteration[chosen], return_index=True)
+        found, sizes = np.unique(iteration[chosen], return_counts=True)
+        ends = np.cumsum(sizes)
         names = [name for name in run.table if name not in ("rank", "iteration") and _is_number(run, name)]
         columns = {name: np.asarray(run.table[name], dtype=np.float64)[chosen] for name in names}
         replaced = _replaced(run, found)
-        for place, (begin, end) in enumerate(zip(begins, [*begins[1:], len(chosen)], strict=True)):
+        for place, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
             values = {
                 f"{name}/{which}": each
                 for name, column in columns.items()
