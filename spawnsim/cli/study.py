@@ -64,17 +64,31 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def find(name: str) -> Path:
-    """Return the path of a study: a path to a file, or a name in one of `folders()`."""
+def find(name: str, defines: str = "study") -> Path:
+    """Return the path of a study: a path to a file, or a name in one of `folders()`.
+
+    Args:
+        name: the path or name.
+        defines: the function that it defines: "study", or "main" of a program that studies run.
+
+    Returns:
+        The path of a file that exists.
+
+    Raises:
+        ParameterError: there is none.
+    """
     candidates = [Path(name), *(folder / f"{name}.py" for folder in folders())]
     for path in candidates:
         if path.suffix == ".py" and path.is_file():
             return path
     files = {path.stem: path for folder in folders() for path in folder.glob("*.py")}
     # By their text: importing all of them to make a hint would load torch.
-    known = sorted(stem for stem, path in files.items() if "def study(" in path.read_text(encoding="utf-8"))
-    hint = nearest(name, known) or f"studies here: {', '.join(known) or 'none'}"
-    raise ParameterError(f"no study {name!r}; {hint}")
+    known = sorted(
+        stem for stem, path in files.items() if f"def {defines}(" in path.read_text(encoding="utf-8")
+    )
+    what, whose = ("study", "studies") if defines == "study" else ("file", "programs of studies")
+    hint = nearest(name, known) or f"{whose} here: {', '.join(known) or 'none'}"
+    raise ParameterError(f"no {what} {name!r}; {hint}")
 
 
 def folders() -> list[Path]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim.backends import BACKENDS
-from spawnsim.cli.study import add_jobs, require_jobs, say
+from spawnsim.cli.study import add_jobs, find, require_jobs, say
 from spawnsim.errors import ParameterError
 from spawnsim.options import Parser, choices, listed, nearest, unquoted
 from spawnsim.record.folder import named
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(own)
     require_jobs(options.jobs)
     cells = cells_of(options, rest)
-    out = named(options.out) if options.out else Path("runs") / options.file.stem
+    out = named(options.out) if options.out else Path("runs") / Path(options.file).stem
     if options.dry_run:
         return _list(cells, out)
     with stoppable():
@@ -88,7 +88,7 @@ def cells_of(options: argparse.Namespace, argv: Sequence[str] = ()) -> list[Cell
         ParameterError: a value means nothing.
     """
     # Absolute, as are the files of circumstances: an executor's processes may stand elsewhere.
-    file = options.file.absolute()
+    file = find(options.file, "main").absolute()
     whole = options.whole or is_unmodified(file)
     over = choices(options.set)
     if whole and over:
@@ -231,8 +231,8 @@ def parser() -> Parser:
     add = parser.add_argument
     add(
         "file",
-        type=Path,
-        help="Python file that defines main(comm), or an unmodified program (its arguments after --)",
+        help="Python file that defines main(comm), an unmodified program (its arguments after --), or a program of the "
+        "studies by name, such as digits",
     )
     add("-n", "--ranks", action="append", required=True, metavar="LIST", help="how many ranks")
     add(

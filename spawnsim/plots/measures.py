@@ -34,6 +34,7 @@ UNITS = {
     "wall_seconds": "seconds on this machine",
     "bytes": "bytes sent",
 }
+TAKEN = {"time_to": "time (s)", "iterations_to": "iterations"}
 WORDS = {"final": "{} at the end", "highest": "highest {}", "lowest": "lowest {}"}
 _TARGET = re.compile(r"(.+?)\s*(>=|<=|>|<)\s*([-+.\deE]+)")
 
@@ -99,8 +100,13 @@ class Measure:
         return self.kind.endswith("_to") or bool(LESS.search(self.text))
 
     @property
+    def unit(self) -> str:
+        """What an axis says below a title that is `label`: of how long something takes, what it is counted in."""
+        return TAKEN.get(self.kind) or self.label
+
+    @property
     def label(self) -> str:
-        """What an axis says."""
+        """What a title or an axis says."""
         name = self.name.replace("_", " ")
         if "." in name:
             kind, _, name = name.partition(".")
@@ -109,8 +115,7 @@ class Measure:
             return UNITS.get(self.name, name)
         if not self.kind.endswith("_to"):
             return WORDS[self.kind].format(name)
-        what = "time (s)" if self.kind == "time_to" else "iterations"
-        return f"{what} until {name} is {'above' if self.above else 'below'} {self.target:g}"
+        return f"{TAKEN[self.kind]} until {name} is {'above' if self.above else 'below'} {self.target:g}"
 
     def value(self, run: Recorded | None, totals: Mapping[str, Any]) -> float:
         """Work it out.

@@ -57,8 +57,14 @@ class Asked:
         """What the y axis says."""
         if self.kind == "curves":
             return QUANTITIES.get(self.y, Measure.of(self.y).label.removesuffix(" at the end"))
-        name = _better(self.y) if self.kind in ("response", "front") else Measure.of(self.y).label
-        return f"{name}\n(minus that of {self.against})" if self.kind == "paired" else name
+        if self.kind == "front":
+            return _better(self.y)
+        # The title has the whole name.
+        unit = Measure.of(self.y).unit
+        less = (
+            f"minus that of {self.against}" if self.kind == "paired" else _better(self.y).partition("\n")[2]
+        )
+        return f"{unit}\n({less.strip('()')})"
 
     @property
     def stem(self) -> str:
@@ -209,7 +215,6 @@ def curves_figure(found: Sequence[tuple[str, Lines]], asked: Asked, caption: str
         The figure, in the packaged style.
     """
     looks = style.looks(name for _, lines in found for name in lines)
-    counts = [len(seeds) for _, lines in found for seeds in lines.values()]
     with style.talk():
         drawn, axes = _grid(len(found), shared=True)
         for ax, (title, lines) in zip(axes, found, strict=False):
@@ -217,25 +222,29 @@ def curves_figure(found: Sequence[tuple[str, Lines]], asked: Asked, caption: str
                 info = convergence.over_seeds(list(seeds), band=asked.band)
                 if asked.band == "ranks":
                     info = info._replace(seeds=())  # a thin line for each seed would hide the band
-                convergence.draw(info, ax, look=looks[name], band=asked.band == "ranks" or len(seeds) != 1)
+                convergence.draw(info, ax, look=looks[name], band=True)
             ax.set_title(_title(title, len(found)), fontsize=13)
         axes[0].set_xlim(left=0)
         _label(axes, asked, rows=f"{asked.label}, median over ranks")
         for ax in axes if asked.x == "time_s" else ():
             style.plain_seconds(ax)
         if asked.hue:
-            _legend(drawn, looks, joined=True)
-        seeds_ = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(max(counts))
-        over = (
-            "10–90 % of ranks, median" if asked.band == "ranks" else "90 % bootstrap interval of the median"
-        )
-        few = (
-            "thin: single seeds; thick: their median"
-            if asked.band == "seeds" and max(counts) < FEW
-            else f"band: {over}"
-        )
-        told = f"{few}, {seeds_} seeds" if max(counts) > 1 else "one seed each"
+            _legend(drawn, looks, joined=True, marked=False)
+        told = _bands(asked, [len(seeds) for _, lines in found for seeds in lines.values()])
         return style.frame(drawn, asked.title(), "\n".join(filter(None, [caption, told])))
+
+
+def _bands(asked: Asked, counts: Sequence[int]) -> str:
+    """Return what thick and thin lines and bands are, over so many seeds each."""
+    most, least = max(counts), min(counts)
+    seeds = f"{least} to {most} seeds" if least < most else f"{most} seeds"
+    if asked.band == "ranks":
+        return "band: 10–90 % of ranks" + (f"; lines and bands: medians over {seeds}" if most > 1 else "")
+    if most == 1:
+        return "band: 10–90 % of ranks; one seed each"
+    few = "thin: single seeds" + ", of fewer than five and where not all go on" * (most >= FEW)
+    band = "; band: its 90 % bootstrap interval" * (most >= FEW)
+    return f"thick: median over {seeds}{band}; {few}"
 
 
 # ---------------------------------------------------------------------------------------------------------- panels
@@ -268,13 +277,17 @@ def _label(axes: Sequence[Axes], asked: Asked, *, rows: str) -> None:
     columns = _across(len(visible))
     for at, ax in enumerate(visible):
         if at % columns == 0:
+            if asked.y == "bytes" and asked.kind != "heat":
+                ax.yaxis.set_major_formatter(style.bytes_formatter())
             ax.set_ylabel("\n".join(style.in_lines(line, 34) for line in rows.split("\n")))
         if at + columns >= len(visible):
             ax.set_xlabel(x)
+            if asked.x == "bytes":
+                ax.xaxis.set_major_formatter(style.bytes_formatter())
             ax.tick_params(labelbottom=True)
 
 
-def _legend(drawn: Figure, looks: Mapping[str, style.Look], *, joined: bool) -> None:
+def _legend(drawn: Figure, looks: Mapping[str, style.Look], *, joined: bool, marked: bool = True) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
@@ -284,7 +297,7 @@ def _legend(drawn: Figure, looks: Mapping[str, style.Look], *, joined: bool) -> 
             color=look.colour,
             linestyle=look.dashes if joined else "",
             label=style.in_lines(name),
-            marker=look.marker,
+            marker=look.marker if marked or look.marked else "",
             markerfacecolor="white" if look.marked else look.colour,
             markersize=7,
         )

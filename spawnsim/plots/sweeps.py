@@ -262,16 +262,24 @@ def _draw_line(
 
 
 def mark_edges(ax: Axes, values: Floats, edge: Edges, never: tuple[str, str] = ("never", "never")) -> None:
-    """Set the scale of a y axis, and name the lines on which infinite values stand."""
+    """Set the scale of a y axis, and name the heights at which infinite values stand."""
     if edge.log:
         ax.set_yscale("log")
-    for infinite, height, name in ((np.inf, edge.high, never[0]), (-np.inf, edge.low, never[1])):
-        if np.any(values == infinite):
-            ax.axhline(height, color="#777777", linewidth=1.0, linestyle=":")
-            ax.annotate(
-                name, (0.0, height), xycoords=("axes fraction", "data"), xytext=(4, 3), textcoords="offset points",
-                color="#555555", fontsize=11, style="italic",
-            )  # fmt: skip
+    found = [
+        (height, name)
+        for infinite, height, name in ((-np.inf, edge.low, never[1]), (np.inf, edge.high, never[0]))
+        if np.any(values == infinite)
+    ]
+    if not found:
+        return
+    low, high = ax.get_ylim()
+    inside = (max(low, edge.low), min(high, edge.high))
+    ticks = [float(tick) for tick in ax.get_yticks() if inside[0] < tick < inside[1]]
+    told = [style.short(tick) for tick in ticks]
+    ax.set_yticks([*ticks, *(height for height, _ in found)], [*told, *(name for _, name in found)])
+    ax.set_ylim(low, high)
+    for height, _ in found:
+        ax.axhline(height, color="#777777", linewidth=1.0, linestyle=":")
 
 
 def draw_front(info: Front, ax: Axes | None = None, *, looks: Mapping[str, style.Look] | None = None) -> Axes:
@@ -292,7 +300,7 @@ def draw_front(info: Front, ax: Axes | None = None, *, looks: Mapping[str, style
         for along in ([point.x for point in info.points], [point.y for point in info.points])
     ]
     told: set[str] = set()
-    for point in info.points:
+    for at, point in enumerate(info.points):
         (x, left, right), (y, low, high) = (
             np.clip([each.median, each.low, each.high], edge.low, edge.high)
             for each, edge in zip((point.x, point.y), limits, strict=True)
@@ -311,10 +319,8 @@ def draw_front(info: Front, ax: Axes | None = None, *, looks: Mapping[str, style
             linestyle="",
             label=point.hue if new else None,
         )
-        if point.name:
-            ax.annotate(
-                point.name, (x, y), xytext=(7, 6), textcoords="offset points", fontsize=10, color="#333333"
-            )
+        if point.name and (len(info.points) <= MOST_NAMES or at in info.best):
+            _name(ax, point.name, (float(x), float(y)), limits[0])
     best = [info.points[at] for at in info.best]
     ax.step(
         [each.x.median for each in best], [each.y.median for each in best], where="post",
@@ -324,6 +330,15 @@ def draw_front(info: Front, ax: Axes | None = None, *, looks: Mapping[str, style
         if edge.log:
             ax.set(**{f"{axis}scale": "log"})
     return ax
+
+
+def _name(ax: Axes, text: str, place: tuple[float, float], across: Edges) -> None:
+    """Write a name beside a mark, towards the middle: names at the right would run beyond the axes."""
+    middle = (across.low * across.high) ** 0.5 if across.log else (across.low + across.high) / 2
+    shift, side = (-7, "right") if place[0] > middle else (7, "left")
+    ax.annotate(
+        text, place, xytext=(shift, 6), textcoords="offset points", ha=side, fontsize=10, color="#333333"
+    )
 
 
 def draw_heat(info: Heat, ax: Axes | None = None, *, limits: tuple[float, float] | None = None) -> Axes:

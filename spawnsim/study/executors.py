@@ -252,9 +252,13 @@ class RayExecutor(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Make a task of a call."""
         # Tried once: a program that raises would raise again.
-        remote = self._ray.remote(max_retries=0)(partial(fn, *args, **kwargs).__call__)
-        future: Future[Any] = remote.remote().future()
+        task = self._ray.remote(max_retries=0)(_call)
+        future: Future[Any] = task.remote(partial(fn, *args, **kwargs)).future()
         return future
+
+
+def _call(task: Callable[[], Any]) -> Any:
+    return task()
 
 
 @contextmanager

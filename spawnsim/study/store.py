@@ -77,7 +77,12 @@ class Cell:
             "seed": self.seed,
             # Sorted, so that the order in which a study writes its arguments makes no other key.
             "parameters": document(dict(sorted(self.parameters.items()))),
-            "world": {name: _without_folder(value) for name, value in sorted(self.world.items())},
+            # None is what `spawnsim.run` takes where nothing is given: one run, one key.
+            "world": {
+                name: _without_folder(value)
+                for name, value in sorted(self.world.items())
+                if value is not None
+            },
         }
 
     def inputs(self) -> Files:
@@ -156,11 +161,10 @@ def labels(cells: Sequence[Cell]) -> dict[str, str]:
         Key of a cell → its label; of a cell alone its name.
     """
     rows = {cell.key: cell.values() for cell in cells}
-    every = {name: None for row in rows.values() for name in row}
+    every = {name: None for row in rows.values() for name in row if name != "seed"} | {"seed": None}
     varied = [name for name in every if len({str(row.get(name)) for row in rows.values()}) > 1]
     return {
-        cell.key: ", ".join(shown(name, rows[cell.key][name]) for name in varied if name in rows[cell.key])
-        or cell.name
+        cell.key: ", ".join(shown(name, rows[cell.key].get(name)) for name in varied) or cell.name
         for cell in cells
     }
 

@@ -28,6 +28,7 @@ from spawnsim.study.executors import Processes, pool
 from spawnsim.study.store import Cell, Cost, Store, labels, write_cost
 
 LAST_LINES = 12
+WHOLE = 3  # failures of which all lines are told
 PRINTED = "output.txt"  # of a run's folder: what its ranks have printed
 How = Callable[[Cell, Path], None]
 
@@ -160,8 +161,10 @@ class Progress:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of an error's text, which says what it is."""
-    return str(error).strip().rpartition("\n")[2] or type(error).__name__
+    """Return the line of an error's text that says what it is: a command's own, or else the last."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    told = [line for line in lines if line.startswith("spawnsim: ")]
+    return told[-1].removeprefix("spawnsim: ") if told else lines[-1]
 
 
 def duration(seconds: float) -> str:
@@ -217,15 +220,19 @@ def _failed(
     failures: Sequence[tuple[Cell, Exception]], total: int, store: Store, names: dict[str, str]
 ) -> StudyError:
     """Return the error that names all failures: what it was, what is left of it, the command that repeats it."""
-    cell, error = failures[0]
-    whole = StudyError(f"{len(failures)} of {total} runs failed; the first: {names[cell.key]}: {error}")
-    for cell, error in failures:
+    first, error = failures[0]
+    whole = StudyError(
+        f"{len(failures)} of {total} runs failed; the first: {names[first.key]}: {last_line(error)}"
+    )
+    for number, (cell, error) in enumerate(failures):
         lines = [f"failed: {names[cell.key]}: {last_line(error)}", f"  again: {command_of(cell)}"]
         if store.failed(cell).is_dir():
             lines.append(f"  left:  {store.failed(cell)}")
         # What is no error of ours to tell is a fault of ours, or of the executor's: its traceback says where.
-        remote = "" if isinstance(error, SpawnsimError) else error.__dict__.get("remote", "")
-        whole.add_note("\n".join([*lines, *(f"  {line}" for line in str(remote).splitlines())]))
+        text = str(error) if isinstance(error, SpawnsimError) else error.__dict__.get("remote", str(error))
+        if "\n" in text.strip() and number < WHOLE:
+            lines += [f"  {line}" for line in text.strip().splitlines()]
+        whole.add_note("\n".join(lines))
     return whole
 
 

@@ -254,9 +254,7 @@ def test_equal_cells_run_once(program: Path, tmp_path: Path, monkeypatch: pytest
 def test_a_failed_run_spoils_no_other(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """All others finish; the error counts the failures and shows the first; a second sweep tries only those."""
     recorder = Recorder(monkeypatch, fails=(2,))
-    with pytest.raises(
-        StudyError, match="2 of 4 runs failed; the first: none, seed 2: seed 2 is not liked"
-    ):
+    with pytest.raises(StudyError, match="2 of 4 runs failed; the first: none, seed 2: seed 2 is not liked"):
         sweeping.sweep(cells_of(program), Store(tmp_path), say=str)
     recorder.fails = ()
     sweeping.sweep(cells_of(program), Store(tmp_path), say=str)

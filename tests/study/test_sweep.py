@@ -1,0 +1,497 @@
+"""Sweeps without a study's file: the command, its folder, executors, and the table and figures of what is there."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import synthetic
+
+import spawnsim
+from spawnsim import cli
+from spawnsim.cli.run import parse
+from spawnsim.errors import ParameterError, StudyError, WorldError
+from spawnsim.options import choices, listed
+from spawnsim.study import Cost, Store, Sweep, executors, grid, results
+from spawnsim.study.store import write_cost
+
+PROGRAM = """
+import time
+
+def main(comm, policy="none", ratio=0.1, wall_s=0.0):
+    if policy == "bad" and comm.Get_rank() == 11:
+        raise ValueError("no such luck")
+    for iteration in range(3):
+        with comm.compute(0.01):
+            value = float(comm.rng("value").normal())
+        time.sleep(wall_s)
+        comm.record(iteration=iteration, accuracy=ratio * iteration + 0.001 * value)
+    print("rank", comm.Get_rank())
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a small program's file, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "prog.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def swept(*words: str) -> int:
+    """Run `spawnsim sweep` on it, with 12 ranks, in this process."""
+    return cli.main(["sweep", "prog.py", "--ranks", "12", "--jobs", "0", *words])
+
+
+# ----------------------------------------------------------------------------------------------- lists of values
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("a", ["a"]),
+        ("a, b", ["a", "b"]),
+        ("none,'slow:0.05,10'", ["none", "'slow:0.05,10'"]),
+        ('"a,b",it\'s', ['"a,b"', "it's"]),
+        ("(32,),(64,[1,2])", ["(32,)", "(64,[1,2])"]),
+        ("{'a, b': 1},2", ["{'a, b': 1}", "2"]),
+        ("", [""]),
+    ],
+)
+def test_commas_within_quotes_and_brackets_separate_nothing(text: str, found: list[str]):
+    """Nor does an apostrophe open a quote in the middle of a word."""
+    assert listed(text) == found
+
+
+@pytest.mark.parametrize("text", ["a,,b", "a,", "(1,2", "'a,b", "1],2"])
+def test_a_list_that_is_not_whole_is_refused(text: str):
+    """A value is missing, or something is not closed."""
+    with pytest.raises(ParameterError, match=r"missing between two commas|not closed"):
+        listed(text)
+
+
+def test_values_of_a_repeated_name_are_put_together():
+    """Each is read as `spawnsim run --set` reads it."""
+    found = choices(["policy=average,'a,b'", "hidden=(32,),None", "policy=true", "empty="])
+    assert found == {"policy": ["average", "a,b", True], "hidden": [(32,), None], "empty": [""]}
+
+
+# ------------------------------------------------------------------------------------------------- the command
+def test_all_combinations_are_listed_then_run_then_kept(program: Path, capsys: pytest.CaptureFixture[str]):
+    """Two policies, two ratios, two worlds, two seeds; the second command has nothing left to do."""
+    words = [
+        "--set",
+        "policy=a,b",
+        "--set",
+        "ratio=0.1,0.4",
+        "--straggler",
+        "none,'slow:0.25,10'",
+        "--seeds",
+        "2",
+    ]
+    words += ["--seed", "7", "--out", "q"]
+    assert swept(*words, "--dry-run") == 0
+    told = capsys.readouterr().out
+    assert told.count("to do\n") == 16 and "16 runs, 16 to do, in q" in told
+    assert "a, ratio 0.1, slow:0.25,10, seed 8" in told
+    assert not Path("q").exists()
+    assert swept(*words) == 0
+    told = capsys.readouterr().out
+    assert "[16/16] b, ratio 0.4, slow:0.25,10, seed 8: " in told and " in all" in told
+    assert "16 runs: 16 done; figures: spawnsim plot q --x ratio" in told
+    assert swept(*words) == 0
+    assert "16 of 16 runs are there already" in capsys.readouterr().out
+    sweep = Sweep.load("q")
+    table = sweep.table("final:accuracy", "time_to:accuracy>0.5", "bytes")
+    assert table.rows == 16
+    assert sweep.varied == ["policy", "ratio", "stragglers"]
+    assert table["ratio"].tolist()[:5] == [0.1, 0.1, 0.1, 0.1, 0.4] and table["seed"].tolist()[:2] == [7, 8]
+    assert set(table["stragglers"]) == {"none", "slow:0.25,10"} and set(table["state"]) == {"done"}
+    np.testing.assert_allclose(table["final:accuracy"], 2 * table["ratio"], atol=0.01)
+    assert np.isinf(table["time_to:accuracy>0.5"][table["ratio"] == 0.1]).all()
+    assert (table["time_to:accuracy>0.5"][table["ratio"] == 0.4] < 0.31).all()
+    assert "16 done" in repr(sweep) and "<td>slow:0.25,10</td>" in sweep._repr_html_()
+
+
+def test_a_circumstance_that_is_none_is_the_same_run_as_without_it(program: Path):
+    """So a sweep that grows keeps what it has."""
+    assert swept("--out", "q") == 0
+    assert swept("--straggler", "none,exponential:0.1", "--faults", "none", "--out", "q") == 0
+    assert sorted(len(list(Path("q/runs").iterdir())) for _ in "1") == [2]
+
+
+def test_real_seeds_may_be_listed(program: Path):
+    """And files of platforms are found by their content, from wherever the command is given."""
+    Path("net.toml").write_text(
+        '[network]\ntopology = "switch"\n[network.link]\nlatency = "9 us"\nbandwidth = "1 GB/s"\n'
+    )
+    assert swept("--seed", "3,9", "--platform", "net.toml,laptop", "--out", "q") == 0
+    table = Sweep.load("q").table()
+    assert table["seed"].tolist() == [3, 9, 3, 9]
+    assert table["platform"].tolist() == ["net.toml", "net.toml", "laptop", "laptop"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--set", "polcy=a"], "main takes no parameter polcy; did you mean policy?"),
+        (["--set", "ratio=0.1,,0.2"], "a value is missing between two commas"),
+        (["--straggler", "slow:0.05,10"], "a value with commas is put in quotes"),
+        (["--platform", "nowhere"], "nowhere"),
+        (["--seeds", "0"], "--seeds 0: how many"),
+        (["--seeds", "2", "--seed", "1,2"], "--seeds 2: how many"),
+        (["--seed", "x"], "--seed x: give whole numbers"),
+        (["--jobs", "-1"], "--jobs -1"),
+        (["--backend", "mpii"], "--backend mpii: choose"),
+        (["--backend", "mpi", "--straggler", "exponential:0.1"], "--straggler describes virtual ranks"),
+        (["--executor", "dusk", "--jobs", "1"], "--executor dusk: not known; did you mean dask?"),
+        (["--", "--steps"], "unrecognized arguments: --steps"),
+    ],
+)
+def test_bad_words_are_told_before_anything_runs(
+    program: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+):
+    """One error, and no run."""
+    assert swept(*words) == 2
+    assert says in capsys.readouterr().err
+    assert not list(Path().glob("runs/*/runs/*"))
+
+
+def test_a_program_is_found_by_name(capsys: pytest.CaptureFixture[str]):
+    """Those of the studies, which come along with the package; others that are near are named."""
+    assert cli.main(["sweep", "digits", "--ranks", "16", "--set", "policy=none,groups", "--dry-run"]) == 0
+    assert "digits-groups-n16-s0" in capsys.readouterr().out
+    assert cli.main(["sweep", "digitz", "--ranks", "16"]) == 2
+    assert "no file 'digitz'; did you mean digits?" in capsys.readouterr().err
+
+
+def test_a_folder_of_a_run_is_no_place_for_a_sweep(program: Path):
+    """Its files would lie among those of the run."""
+    synthetic.run("none", ranks=2, iterations=2).save("taken")
+    assert swept("--out", "taken") == 2
+
+
+def test_failures_are_told_at_the_end_with_a_command_that_repeats_them(
+    program: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The rest is run, the status is 1, and what the failed runs have left is named."""
+    assert swept("--set", "policy=bad,none", "--set", "ratio=0.5", "--seeds", "2", "--out", "q") == 1
+    told = capsys.readouterr()
+    assert "[4/4] none, seed 1: " in told.out
+    assert "2 of 4 runs failed; the first: bad, seed 0: rank 11 raised ValueError: no such luck" in told.err
+    again = [line.split(":", 1)[1] for line in told.err.splitlines() if line.startswith("  again:")]
+    assert len(again) == 2
+    options, _ = parse(shlex.split(again[1])[2:])
+    assert (options.ranks, options.seed, options.set) == (12, 1, ["policy=bad", "ratio=0.5"])
+    sweep = Sweep.load("q")
+    assert sweep.says() == "4 runs: 2 done, 2 failed"
+    left = [line.split(":", 1)[1].strip() for line in told.err.splitlines() if line.startswith("  left:")]
+    assert all((Path(folder) / "run.json").exists() for folder in left)
+    program.write_text(PROGRAM.replace("raise ValueError", "str"))
+    assert swept("--set", "policy=bad,none", "--set", "ratio=0.5", "--seeds", "2", "--out", "q") == 0
+
+
+# ---------------------------------------------------------------------------------------------------- executors
+def test_a_process_that_is_killed_fails_its_own_task_alone():
+    """Others go on; an error comes back with its traceback, whatever can be pickled of it."""
+    with executors.pool(2) as pool:
+        killed = pool.submit(signal.raise_signal, signal.SIGKILL)
+        fine = [pool.submit(os.getpid) for _ in range(2)]
+        wrong = pool.submit(int, "x")
+        with pytest.raises(WorldError, match=r"ended by SIGKILL; the system does so when memory runs out"):
+            killed.result()
+        with pytest.raises(ValueError, match="invalid literal") as caught:
+            wrong.result()
+        assert len({each.result() for each in fine} | {os.getpid()}) == 3
+    assert "Traceback" in caught.value.__dict__["remote"]
+
+
+def test_what_is_printed_and_a_killed_sweep(program: Path, tmp_path: Path):
+    """Killed by SIGKILL in the middle, it loses the runs that went on, whose processes stop; then it is finished."""
+    line = [
+        sys.executable,
+        "-m",
+        "spawnsim",
+        "sweep",
+        "prog.py",
+        "--ranks",
+        "12",
+        "--jobs",
+        "1",
+        "--out",
+        "q",
+    ]
+    line += ["--set", "policy=a", "--set", "wall_s=0.0,0.01,2.0"]  # the third takes 72 s
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        next(word for word in started.stdout if word.startswith("[2/3]"))
+        runs = tmp_path / "q" / "runs"
+        _wait(lambda: [path for path in runs.iterdir() if path.name.startswith(".")])
+        started.kill()
+    assert Sweep.load("q").says() == "3 runs: 2 done, 1 missing"
+    # The orphan ends, and leaves what it had recorded aside.
+    _wait(lambda: [path for path in runs.iterdir() if path.name.startswith("failed-")])
+    printed = [path for path in runs.iterdir() if not path.name.startswith(("failed-", "."))]
+    assert all((path / "output.txt").read_text().count("rank") == 12 for path in printed)
+    before = {path.name: (path / "run.json").stat().st_mtime_ns for path in printed}
+    line[-1] = "wall_s=0.0,0.01"
+    subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
+    assert {name: (runs / name / "run.json").stat().st_mtime_ns for name in before} == before
+    assert Sweep.load("q").says() == "2 runs: 2 done"
+
+
+def _wait(met: Any) -> None:
+    due_s = time.monotonic() + 60
+    while not met():
+        assert time.monotonic() < due_s
+        time.sleep(0.05)
+
+
+def test_drafts_of_processes_that_are_gone_are_removed(tmp_path: Path):
+    """Those of processes that live, or of other machines, stay."""
+    store = Store(tmp_path)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    here = platform.node()
+    names = [f".a.{here}.{gone.pid}", f".b.{here}.{os.getpid()}", f".c.elsewhere.{gone.pid}"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    store.tidy()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
+    (tmp_path / names[0]).mkdir()
+    store.tidy(aside=True)
+    assert (tmp_path / "failed-a").is_dir()
+
+
+def test_threads_carry_a_sweep_by_commands_of_their_own(program: Path, capsys: pytest.CaptureFixture[str]):
+    """As does any executor but ours: its processes may be threads, or serve for many runs."""
+    cells = grid(
+        "prog.py", ranks=[12], seeds=[1], over={"policy": ["none", "bad"]}, stragglers="exponential:0.1"
+    )
+    with (
+        ThreadPoolExecutor(2) as threads,
+        pytest.raises(StudyError, match="1 of 2 runs failed; the first: bad"),
+    ):
+        Sweep.run(cells, "q", executor=threads)
+    assert "failed: bad: rank 11 raised ValueError: no such luck" in str(_notes(cells))
+    ((_, run),) = Sweep.load("q").runs()
+    assert (run.what["stragglers"], run.what["seed"], run.table.rows) == ("exponential:0.1", 1, 36)
+    same = Sweep.run(cells[:1], "again", jobs=0)
+    assert next(same.runs())[1].totals["digest"] == run.totals["digest"]
+
+
+def _notes(cells: Any) -> list[str]:
+    try:
+        Sweep.run(cells, "q", jobs=0)
+    except StudyError as error:
+        return error.__notes__
+    return []
+
+
+def test_mpi4py_futures_carries_a_sweep(program: Path):
+    """Rank 0 is the sweep, the others carry its runs; a rank's MPI does not hinder a virtual run below it."""
+    line = [
+        "mpiexec",
+        "-n",
+        "2",
+        sys.executable,
+        "-m",
+        "mpi4py.futures",
+        "-m",
+        "spawnsim",
+        "sweep",
+        "prog.py",
+    ]
+    line += ["--ranks", "12", "--set", "ratio=0.1,0.2", "--executor", "mpi", "--jobs", "1", "--out", "q"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        line, capture_output=True, text=True, timeout=240, env=os.environ | {"PATH": path}, check=False
+    )
+    assert (done.returncode, Sweep.load("q").says()) == (0, "2 runs: 2 done"), done.stderr
+
+
+def test_circumstances_that_are_objects_are_for_our_own_processes(program: Path):
+    """No command line can hold them, which is told with the name."""
+
+    class Slow:
+        pass
+
+    cells = grid("prog.py", ranks=[12], seeds=[0], around={"stragglers": [Slow()]})
+    with (
+        ThreadPoolExecutor(1) as threads,
+        pytest.raises(StudyError, match=r"stragglers=.*cannot be given on a command"),
+    ):
+        Sweep.run(cells, "q", executor=threads)
+
+
+class Job:
+    """What submitit gives for a task: asked whether it is done, and what came of it."""
+
+    def __init__(self, task: Any) -> None:
+        self.task, self.asked = task, 0
+
+    def done(self) -> bool:
+        self.asked += 1
+        return self.asked > 2
+
+    def result(self) -> Any:
+        return self.task()
+
+
+class Submitting:
+    """Stands in for submitit's executor."""
+
+    def submit(self, fn: Any, *args: Any) -> Job:
+        return Job(functools.partial(fn, *args))
+
+
+def test_submitit_and_ray_are_executors_by_adapters(monkeypatch: pytest.MonkeyPatch):
+    """Of submitit's jobs, and of ray's references, which give a future themselves."""
+    monkeypatch.setattr(executors, "POLL_S", 0.01)
+    with executors.SubmititExecutor(Submitting()) as pool:
+        good, bad = pool.submit(pow, 2, 5), pool.submit(int, "x")
+        assert good.result(timeout=60) == 32
+        with pytest.raises(ValueError, match="invalid literal"):
+            bad.result(timeout=60)
+
+    class Ray:
+        @staticmethod
+        def remote(**_: Any) -> Any:
+            def reference(call: Any, task: Any) -> Any:
+                future: Future[Any] = Future()
+                future.set_result(call(task))
+                return type("Reference", (), {"future": lambda _: future})()
+
+            return lambda call: type("Remote", (), {"remote": lambda _, task: reference(call, task)})()
+
+    assert executors.RayExecutor(Ray()).submit(pow, 2, 5).result() == 32
+
+
+@pytest.mark.parametrize(
+    ("word", "package"),
+    [("dask", "distributed"), ("ray", "ray"), ("submitit", "submitit"), ("mpi", "mpi4py.futures")],
+)
+def test_an_executor_whose_package_is_missing_says_what_to_install(
+    word: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In one line."""
+    monkeypatch.setitem(sys.modules, package, None)
+    with (
+        pytest.raises(
+            ParameterError, match=rf'needs {package.split(".")[0]}: pip install "spawnsim\[{word}\]"'
+        ),
+        executors.named(word, 1, tmp_path),
+    ):
+        pass
+
+
+# ------------------------------------------------------------------------------------------------------- figures
+@pytest.fixture
+def half(program: Path) -> Path:
+    """Return a sweep of 24 cells: one failed, one is missing, the others are synthetic runs."""
+    over = {"policy": ["none", "average", "selective"], "ratio": [0.1, 0.4]}
+    cells = grid(program, ranks=[12], seeds=[1, 2], over=over, around={"stragglers": [None, "pareto:1.5"]})
+    sweep = Sweep.plan(cells, "half")
+    for planned in sweep.cells[1:]:
+        run = synthetic.run(planned.values["policy"], ranks=12, iterations=40, seed=planned.values["seed"])
+        folder = sweep.store.root / planned.folder
+        run.save(folder)
+        write_cost(folder, Cost(1.0, 2**20, 0.5))
+    shutil.move(
+        sweep.store.root / sweep.cells[-1].folder, sweep.store.root / f"failed-{sweep.cells[-1].folder}"
+    )
+    return Path("half")
+
+
+@pytest.mark.parametrize(
+    ("words", "stem"),
+    [
+        ([], "accuracy-over-time_s"),
+        (
+            ["--x", "iteration", "--y", "loss", "--band", "ranks", "--facet", "ratio,straggler"],
+            "loss-over-iteration",
+        ),
+        (
+            ["--x", "ratio", "--y", "time_to:accuracy>0.7", "--hue", "policy"],
+            "time_to-accuracy-0.7-over-ratio",
+        ),
+        (["--x", "straggler", "--y", "accuracy", "--where", "ratio=0.1"], "accuracy-over-stragglers"),
+        (["--x", "ratio", "--y", "accuracy", "--against", "none"], "accuracy-against-none-over-ratio"),
+        (["--x", "bytes", "--y", "highest:accuracy"], "highest-accuracy-over-bytes"),
+        (["--x", "ratio", "--hue", "policy", "--y", "lowest:loss", "--heat"], "lowest-loss-heat-over-ratio"),
+    ],
+)
+def test_an_unfinished_sweep_is_drawn_and_says_what_is_missing(
+    half: Path, words: list[str], stem: str, capsys: pytest.CaptureFixture[str]
+):
+    """With its data, and the commands that make it again."""
+    assert cli.main(["plot", str(half), "--formats", "svg", "--out", "fig", *words]) == 0
+    told = capsys.readouterr()
+    assert {f"fig/{stem}.{ending}" for ending in ("svg", "csv", "sh")} <= set(told.out.split())
+    assert ("1 of 24 runs not done yet" in told.err) == ("--where" not in words)
+    picture = Path(f"fig/{stem}.svg").read_text()
+    assert "12 ranks" in picture and ("1 of 24 runs not done yet" in picture) == ("--where" not in words)
+    with Path(f"fig/{stem}.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) > 10
+    assert len(Path(f"fig/{stem}.sh").read_text().splitlines()) in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--x", "ratio"], "Give --y"),
+        (["--y", "time_to:accuracy"], "in quotes, or the shell takes the >"),
+        (["--y", "accuracy>0.8"], "Write time_to:accuracy>0.8"),
+        (["--y", "first:accuracy"], "it begins with one of final"),
+        (["--y", "acuracy"], "column 'acuracy' was not recorded"),
+        (["--y", "final:consensus.accuracy"], "no event 'consensus' with 'accuracy' was recorded"),
+        (
+            ["--y", "accuracy", "--hue", "polcy"],
+            "--hue polcy: the sweep has no such column; did you mean policy?",
+        ),
+        (["--y", "accuracy", "--x", "ratio", "--facet", "policy", "--hue", "policy"], "stragglers vary, too"),
+        (["--y", "accuracy", "--where", "ratio=7"], "ratio is one of 0.1, 0.4"),
+        (["--y", "accuracy", "--x", "ratio", "--against", "best"], "--against best: policy is one of"),
+        (["--y", "accuracy", "--x", "time_s", "--heat"], "two columns that vary"),
+        (["--y", "accuracy", "--by", "policy"], "--by and --label are for run folders"),
+        (["another"], "one sweep at a time"),
+    ],
+)
+def test_a_figure_that_cannot_be_is_told(
+    half: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+):
+    """In one line, with what there is."""
+    assert cli.main(["plot", str(half), *words, "--out", "fig"]) == 2
+    assert says in capsys.readouterr().err
+    assert not Path("fig").exists()
+
+
+def test_options_of_sweeps_are_refused_for_run_folders(program: Path, capsys: pytest.CaptureFixture[str]):
+    """They would do nothing."""
+    synthetic.run("none", ranks=2, iterations=2).save("run")
+    assert cli.main(["plot", "run", "--y", "accuracy"]) == 2
+    assert "--y is for a sweep's folder" in capsys.readouterr().err
+
+
+def test_a_damaged_plan_is_told(half: Path):
+    """By its file."""
+    assert spawnsim.Sweep.load(half).says() == "24 runs: 22 done, 1 failed, 1 missing"
+    (half / results.PLAN).write_text(json.dumps({"cells": [{"label": 1}]}))
+    with pytest.raises(ParameterError, match=r"half/sweep.json is not a sweep's"):
+        Sweep.load(half)
+    with pytest.raises(ParameterError, match=r"nowhere is not a sweep's folder"):
+        Sweep.load("nowhere")
