@@ -177,10 +177,10 @@ def heat(table: Table, x: str, y: str, rows: str) -> Heat:
         for at, beside in enumerate(names[0]):
             values = heights[(across == beside) & (down == below) & ~np.isnan(heights)]
             found[row, at] = np.median(values) if len(values) else np.nan
-    shown = [
-        tuple(f"{each:g}" if isinstance(each, float) else str(each) for each in group) for group in names
-    ]
-    return Heat(shown[0], shown[1], found)
+    told = [tuple(f"{each:g}" if isinstance(each, float) else str(each) for each in group) for group in names]
+    # Numbers grow upwards, as on an axis; names stand in their order, from the top.
+    upwards = down.dtype.kind in "if"
+    return Heat(told[0], told[1][::-1], found[::-1]) if upwards else Heat(told[0], told[1], found)
 
 
 def edges(values: Floats) -> Edges:

@@ -117,7 +117,9 @@ class Cell:
         row: dict[str, Any] = told | {
             f"main's {name}" if name in taken else name: value for name, value in given.items()
         }
-        return row | world | {"seed": seed}
+        row |= world
+        row["seed"] = seed
+        return row
 
     @property
     def name(self) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import math
+import sys
 import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -532,3 +535,41 @@ def test_compute_times_are_read_as_carefully(
     """A recorded run that gives its compute times is somebody's file, too."""
     with pytest.raises(ParameterError, match=says):
         ComputeTrace.of_run(_saved(tmp_path / "a", **columns))
+
+
+def test_a_table_is_written_as_csv_that_reads_back(tmp_path: Path) -> None:
+    """Every number to its last digit, texts with commas and line breaks, and more rows than one block."""
+    rows = 100_003
+    numbers = np.random.default_rng(0).normal(size=rows)
+    table = Table(
+        {"a, b": numbers, "text": np.array(["x,\ny"] * rows), "n": np.arange(rows), "f": numbers > 0}
+    )
+    table.to_csv(tmp_path / "t.csv")
+    with (tmp_path / "t.csv").open(newline="") as file:
+        head, *found = list(csv.reader(file))
+    assert head == ["a, b", "text", "n", "f"] and len(found) == rows
+    assert [float(row[0]) for row in found] == numbers.tolist()
+    assert found[-1][1:] == ["x,\ny", str(rows - 1), str(numbers[-1] > 0)]
+
+
+@pytest.mark.parametrize(("call", "package"), [("to_pandas", "pandas"), ("to_parquet", "pyarrow")])
+def test_a_table_says_what_other_formats_need(
+    call: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line; where the package is there, it is given the columns."""
+    table, path = Table({"a": np.arange(3)}), tmp_path / "t.parquet"
+    arguments = [path] if call == "to_parquet" else []
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        ParameterError, match=rf'{call}\(\) needs {package}: pip install "spawnsim\[tables\]"'
+    ):
+        getattr(table, call)(*arguments)
+    given: list[object] = []
+    fake = ModuleType(package)
+    fake.DataFrame = fake.table = lambda columns: given.append(sorted(columns)) or "made"  # type: ignore[attr-defined]
+    parquet = ModuleType("pyarrow.parquet")
+    parquet.write_table = lambda made, place: given.append((made, place))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, package, fake)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)
+    getattr(table, call)(*arguments)
+    assert given == ([["a"]] if call == "to_pandas" else [["a"], ("made", path)])
