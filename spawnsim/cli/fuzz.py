@@ -18,7 +18,7 @@ from typing import Any
 
 from spawnsim.errors import ParameterError
 from spawnsim.fuzzing.campaign import Failure, Found, Target, campaign
-from spawnsim.fuzzing.cases import DEADLINE_S, DEFAULT_FAULTS, Space
+from spawnsim.fuzzing.cases import DEADLINE_S, DEFAULT_FAULTS, SURVIVED, Space
 from spawnsim.options import Parser, parameters
 from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import is_unmodified, refuse_arguments, tree_of
@@ -75,8 +75,11 @@ def _space(options: Any, argv: Sequence[str], *, unmodified: bool) -> Space:
         how["alive_s"] = math.inf if options.alive in NONE else seconds(options.alive)
     if options.ties is not None:
         how["ties"] = options.ties.split(",")
+    faults = options.faults
+    if faults is None:
+        faults = DEFAULT_FAULTS + SURVIVED * options.survive
     return Space(
-        ranks=numbers(options.ranks), faults=DEFAULT_FAULTS if options.faults is None else options.faults,
+        ranks=numbers(options.ranks), faults=faults,
         parameters=parameters(options.set), world=world, survive=options.survive, **how,
     )  # fmt: skip
 
@@ -216,7 +219,7 @@ def _add_dimensions(parser: Parser) -> None:
     add(
         "--faults", metavar="F",
         help="kinds of fault to draw, and faults of every case, separated by ';': 'crash; pause', 'crash:3@2s', 'none' "
-        f"(default: '{DEFAULT_FAULTS}')",
+        f"(default: '{DEFAULT_FAULTS}', and restart with --survive)",
     )  # fmt: skip
     add(
         "--ties",

@@ -34,7 +34,7 @@ from spawnsim.errors import (
     TruncationError,
     WorldError,
 )
-from spawnsim.fuzzing.cases import Case, Space
+from spawnsim.fuzzing.cases import Calm, Case, Space
 from spawnsim.fuzzing.checks import Watch
 from spawnsim.fuzzing.shrinking import shrunk
 from spawnsim.record import manifest
@@ -275,15 +275,15 @@ class Rehearsals:
 
     def __init__(self, target: Target, space: Space) -> None:
         self._target, self._space = target, space
-        self._known: dict[int, tuple[float, float]] = {}
+        self._known: dict[int, Calm] = {}
 
-    def __call__(self, ranks: int) -> tuple[float, float]:
-        """Return how long the calm case takes, and its longest time without progress."""
+    def __call__(self, ranks: int) -> Calm:
+        """Return what the calm case does."""
         if ranks not in self._known:
             _, watch, _ = attempt(self._target, self._space.calm(ranks))
             clocks = [0.0] if watch.world is None else [task.clock for task in watch.world.kernel.tasks]
             gap_s = watch.longest_gap_s() if watch.world is not None else 0.0
-            self._known[ranks] = max(clocks), gap_s
+            self._known[ranks] = Calm(max(clocks), gap_s, watch.has_policies)
         return self._known[ranks]
 
 

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,12 +26,25 @@ from spawnsim.virtual.faults.events import KINDS, LinkFault, Partition
 
 DEADLINE_S = 2.0  # of a call: short, so that a wait for the dead does not outlast the run
 # Those that MPI's rules allow. Messages that are lost, doubled or damaged MPI rules out, and most programs rely on
-# that: they are drawn where they are asked for.
-DEFAULT_FAULTS = "crash; pause; slow; down; delay; partition"
+# that: they are drawn where they are asked for. A rank that begins again only a program can bear that goes on without.
+DEFAULT_FAULTS = "crash; pause; slow; skew; down; delay; reorder; partition; clog"
+SURVIVED = "; restart"  # drawn besides where a program promises to survive
+LOSING = {"crash", "restart", "drop", "corrupt"}  # kinds after which a wait may end at its deadline
 JITTERS_S = (1e-5, 1e-4, 1e-3, 1e-2)  # of every message in a case with delays
-QUIET = 0.4  # of the time that a program takes: where the faults of a case end that is to show progress afterwards
+QUIET = 0.25  # of the time that a program takes: where the faults of a case end that is to show progress afterwards
 UNSAID: tuple[Any, ...] = ("", "fifo", None, {}, False)  # values that a case has where nothing else is said
 RANDOM = "*"  # in the place of a fault's ranks, links and times: drawn anew in each case
+
+
+class Calm(NamedTuple):
+    """What a program does where nothing happens: how long it takes, and the longest that a rank goes without a step.
+
+    `waits`: whether it has policies, which may wait for each other by times of their own.
+    """
+
+    lasts_s: float
+    step_s: float
+    waits: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +130,8 @@ class Case:
         ends = [0.0]
         for fault in self.plan.faults:
             at_s, for_s = fault.at_s, getattr(fault, "for_s", 0.0)  # type: ignore[attr-defined]
-            ends.append(at_s if math.isinf(for_s) else at_s + for_s)
+            late_s = getattr(fault, "delay_s", 0.0) + getattr(fault, "spread_s", 0.0)  # of the last message
+            ends.append(at_s + late_s + (0.0 if math.isinf(for_s) else for_s))
         return max(ends)
 
 
@@ -134,7 +148,7 @@ class Space:
         parameters: keyword arguments of `main`.
         world: further circumstances, the same in all cases.
         alive_s: as in `Case`; None: in half of the cases, ten times as long as ranks take between two steps without any
-            fault, and two deadlines.
+            fault; and two deadlines, where policies wait or a fault loses what another rank waits for.
         survive: as in `Case`.
 
     Raises:
@@ -187,13 +201,12 @@ class Space:
         """Return the case in which nothing happens: how long it takes says when faults can strike."""
         return Case(seed=0, ranks=ranks, parameters=self.parameters, world=self.world, survive=self.survive)
 
-    def case(self, seed: int, lasts_s: Callable[[int], tuple[float, float]]) -> Case:
+    def case(self, seed: int, calm: Callable[[int], Calm]) -> Case:
         """Return the case of a seed.
 
         Args:
             seed: its seed.
-            lasts_s: tells of a number of ranks how long the calm case takes, and the longest that a rank then goes
-                without a step, in virtual seconds.
+            calm: tells of a number of ranks what the calm case does.
 
         Returns:
             The case.
@@ -204,24 +217,25 @@ class Space:
         ties = f"random:{seed}" if ties == "random" else ties
         straggler = self.stragglers[int(draw.integers(len(self.stragglers)))]
         drawn = self.kinds or self.alive_s is None
-        whole_s, step_s = lasts_s(ranks) if drawn else (0.0, 0.0)
+        whole = calm(ranks) if drawn else Calm(0.0, 0.0)
         alive_s = self.alive_s
-        if alive_s is None:
-            alive_s = self._alive_s(step_s) if draw.random() < 0.5 else math.inf
-        quiet = math.isfinite(alive_s)
+        quiet = draw.random() < 0.5 if alive_s is None else math.isfinite(alive_s)
         faults = "; ".join(
-            [*self.fixed, *self._drawn(ranks, whole_s * (QUIET if quiet else 1.0), seed, draw)]
+            [*self.fixed, *self._drawn(ranks, whole.lasts_s * (QUIET if quiet else 1.0), seed, draw)]
         )
+        if alive_s is None:
+            alive_s = self._alive_s(whole, faults) if quiet else math.inf
         return Case(
             seed=seed, ranks=ranks, faults=faults, ties=ties, straggler=straggler, parameters=self.parameters,
             world=self.world, alive_s=alive_s, survive=self.survive,
         )  # fmt: skip
 
-    def _alive_s(self, step_s: float) -> float:
-        # A call that meets its deadline because of a fault ends that much after it, and so may `recover`.
-        return float(
-            f"{10 * step_s + 2 * min(float(self.world.get('deadline_s', DEADLINE_S)), DEADLINE_S):.3g}"
-        )
+    def _alive_s(self, calm: Calm, faults: str) -> float:
+        # A call that meets its deadline because of a fault ends that much after it, and so may `recover`. Where all
+        # that was sent arrives no call meets one: then a rank that stands still is found in a short program, too.
+        lost = any(fault.kind in LOSING for fault in FaultPlan.parse(faults).faults)
+        deadline_s = min(float(self.world.get("deadline_s", DEADLINE_S)), DEADLINE_S)
+        return float(f"{10 * calm.step_s + 2 * deadline_s * (calm.waits or lost):.3g}")
 
     def _drawn(self, ranks: int, horizon_s: float, seed: int, draw: np.random.Generator) -> list[str]:
         """Return the faults of one case, as texts."""

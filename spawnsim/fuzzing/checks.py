@@ -115,7 +115,9 @@ class Watch(Recorder):
             fault.kind == DAMAGE for fault in self.plan.faults
         )  # whether numbers may be anything
         self.table_of_ranks = ""  # where they stood when the run failed
-        self._policies = False  # whether any was called: then their averages are the progress, and else rows
+        self.has_policies = (
+            False  # whether any was called: then their averages are the progress, and else rows
+        )
         self._inside: dict[Task, float] = {}
         self._clocks: dict[Task, float] = {}
         self._models: dict[int, tuple[Any, set[int]]] = {}  # of each rank: what it holds, and where
@@ -128,7 +130,7 @@ class Watch(Recorder):
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
         """Keep one row."""
         super().row(rank, time_s, values)
-        if not self._policies:
+        if not self.has_policies:
             self.progress_s[rank].append(time_s)
 
     def event(self, rank: int, time_s: float, kind: str, fields: Mapping[str, Any]) -> None:
@@ -194,7 +196,7 @@ class Watch(Recorder):
         given |= call.keywords
         if not hasattr(given.get("model"), "named_parameters"):
             return call()
-        self._policies = True
+        self.has_policies = True
         before = _numbers(given["model"])
         self.spoiled = self.spoiled or not _finite(before)
         self._enlarge(before)
@@ -221,7 +223,7 @@ class Watch(Recorder):
             self.progress_s[task.rank].append(task.clock)
         self._look(task, policy, model, before)
         if key is not None and averaged:
-            self._leave(task, policy, key, _numbers(model))
+            self._leave(task, policy, key, model)
         return model, optimizer, info
 
     def _look(self, task: Task, policy: Any, model: Any, before: dict[str, Any]) -> None:
@@ -265,18 +267,33 @@ class Watch(Recorder):
     def _enter(self, task: Task, policy: Any, given: dict[str, Any], before: dict[str, Any]) -> Any:
         """Note what a rank brings to an average whose mean must be kept; return what names the average."""
         group: Any = given.get("group")
-        if "mean" not in policy.promises or self.spoiled or not hasattr(group, "_context"):
+        if not {"mean", "equal"} & set(policy.promises) or self.spoiled or not hasattr(group, "_context"):
             return None
         key = type(policy).__name__, group._context.number, given.get("iteration"), group.Get_size()
         self._sums[key][task.rank] = before, None
         return key
 
-    def _leave(self, task: Task, policy: Any, key: Any, after: dict[str, Any]) -> None:
-        met = self._sums[key]
+    def _leave(self, task: Task, policy: Any, key: Any, model: Any) -> None:
+        """Hold what a rank takes from an average to what the others bring to it and have taken."""
+        met, after = self._sums[key], _numbers(model)
+        taken = [each for _, each in met.values() if each is not None]
         met[task.rank] = met[task.rank][0], after
-        if self.spoiled or len(met) != key[3] or any(each is None for _, each in met.values()):
+        if self.spoiled:
             return
-        del self._sums[key]
+        if "equal" in policy.promises and taken:
+            for name in (
+                name for name, each in model.named_parameters() if each.requires_grad and name in after
+            ):
+                self._hold(
+                    bool((after[name] == taken[0][name]).all()), "equal models",
+                    f"{type(policy).__name__}: {name} is another one than on another rank after the same average",
+                )  # fmt: skip
+        if len(taken) + 1 == key[3]:
+            del self._sums[key]
+            if "mean" in policy.promises:
+                self._keeps_mean(policy, met, after)
+
+    def _keeps_mean(self, policy: Any, met: dict[int, tuple[Any, Any]], after: dict[str, Any]) -> None:
         for name, tensor in after.items():
             brought = sum(before[name].double() for before, _ in met.values())
             taken = sum(each[name].double() for _, each in met.values())
@@ -309,7 +326,7 @@ class Watch(Recorder):
                 for mailbox in context.mailboxes.values()
                 for message in undelivered(mailbox)
             ]
-            if left and not self._policies:
+            if left and not self.has_policies:
                 name, source, dest, tag = min(left, key=str)
                 return "no lost message", (
                     f"{len(left)} messages were never received, such as one from rank {source} to rank {dest} "

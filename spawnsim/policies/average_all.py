@@ -5,7 +5,7 @@ Transport: one Allreduce per wire dtype (`exchange/group_mean.py`).
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -53,7 +53,7 @@ class AverageAllPolicy(SpawnPolicy):
     """
 
     paper = "arXiv 1805.09767"
-    promises: ClassVar[tuple[str, ...]] = ("mean", "range", "progress")
+    promises = ("mean", "range", "progress")
 
     def __init__(
         self,

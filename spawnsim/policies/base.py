@@ -58,8 +58,9 @@ class SpawnPolicy:
     model and a new optimizer. `with policy:` shuts it down at the end.
 
     `promises` says what `spawnsim fuzz` holds each call to: "mean", that an averaging keeps the mean of the group's
-    models; "range", that no number of a tensor becomes larger than the largest that it ever had on any rank;
-    "progress", that every rank averages again and again.
+    models; "equal", that who averages in one iteration of a group ends with the same numbers, to the bit, in all
+    parameters that are trained; "range", that no number of a tensor becomes larger than the largest that it ever had on
+    any rank; "progress", that every rank averages again and again.
 
     A policy of your own implements `act`; docs/policies.md shows one. `acts_in_every_call` says whether `act` is called
     in each call, for a policy that serves others between its own turns, or only where the cadence is due. What every
@@ -77,7 +78,7 @@ class SpawnPolicy:
 
     acts_in_every_call: ClassVar[bool] = False
     paper: ClassVar[str] = ""  # where the rule was published, for `spawnsim list policies`
-    promises: ClassVar[tuple[str, ...]] = ()
+    promises: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ class EASGDPolicy(GlobalWeightsPolicy):
     """
 
     paper = "arXiv 1412.6651"
+    promises = ("range", "progress")
 
     def __init__(self, average_every: int = 10, *, moving_rate: float = 0.9, **how: Any) -> None:
         if not 0 <= moving_rate <= 1:

@@ -68,6 +68,7 @@ class GossipPolicy(SpawnPolicy):
     """
 
     paper = "arXiv 1705.09056, 1811.10792, 2105.09080"
+    promises: tuple[str, ...] = ("range", "progress")
 
     def __init__(
         self,
@@ -95,6 +96,10 @@ class GossipPolicy(SpawnPolicy):
             raise ParameterError(
                 f"global_every={global_every!r}: give rounds of at least 1, without push_sum"
             )
+        if (
+            self.push_sum
+        ):  # a step counts for x, and so by 1/w for z: it may be larger than what the optimizer has made
+            self.promises = ("progress",)
         self.num_averagings = 0
         self._collect = Collector(self.travels)
         self._met: Comm | None = None  # the communicator for which the following hold

@@ -56,6 +56,7 @@ class GlobalWeightsPolicy(SpawnPolicy):
 
     acts_in_every_call = True
     newcomers_only = False
+    promises: tuple[str, ...] = ("progress",)
 
     def __init__(
         self,
@@ -201,6 +202,7 @@ class OuterOptimizerPolicy(GlobalWeightsPolicy):
     """
 
     paper = "arXiv 1602.05629, 1910.00643, 2311.08105, 2505.23725"
+    promises = ("equal", "progress")
 
     def __init__(
         self,

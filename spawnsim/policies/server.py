@@ -70,6 +70,8 @@ class AsyncServerPolicy(SpawnPolicy):
     acts_in_every_call = True
     paper = "arXiv 2401.09135, 2106.06639, 2506.04531"
 
+    promises = ("progress",)
+
     def __init__(
         self,
         options: ServerOptions,

@@ -36,6 +36,7 @@ class SPARTAPolicy(GlobalWeightsPolicy):
 
     paper = "EXO Labs 2025"
     newcomers_only = True
+    promises = ("range", "progress")
 
     def __init__(self, average_every: int = 1, *, share: float = 0.005, **how: Any) -> None:
         if {"compression", "feedback", "fragments", "fragmenter"} & set(how):

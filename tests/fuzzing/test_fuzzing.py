@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.random_policies import EVERY, POLICIES
 from support.virtual_run import platform
 
 import spawnsim
@@ -16,8 +17,8 @@ from spawnsim.cli.fuzz import numbers
 from spawnsim.errors import CheckFailed, ParameterError, SpawnsimError, Timeout
 from spawnsim.fuzzing import campaign as campaigns
 from spawnsim.fuzzing.campaign import Target, attempt, campaign, portion, reduce
-from spawnsim.fuzzing.cases import Case, Space
-from spawnsim.policies import NoLoCoPolicy
+from spawnsim.fuzzing.cases import Calm, Case, Space
+from spawnsim.policies import NoLoCoPolicy, OuterOptimizerPolicy
 from spawnsim.virtual.faults import KINDS
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
@@ -63,15 +64,52 @@ def test_the_same_program_without_the_bug_is_left_alone(name):
     assert portion(target, space, range(100, 108)).failures == {}
 
 
-@pytest.mark.parametrize("policy", ["average_all", "selective", "one_sided", "groups", "by_clock", "warm_up"])
+@pytest.mark.parametrize("policy", EVERY)
 def test_built_in_policies_survive(policy):
     """In the loop that the guide shows, with faults that MPI rules out, too: no invariant broken, no hang."""
+    kinds = "crash; pause; slow; skew; down; delay; reorder; partition; clog; restart; drop; duplicate"
     space = Space(
-        ranks=[3, 5, 11], faults="crash; pause; slow; down; delay; partition; drop; duplicate", survive=True,
-        parameters={"policy": policy, "iterations": 8},
-    )  # fmt: skip
-    found = portion(Target(PROGRAMS / "fuzzed_policies.py"), space, range(8))
+        ranks=[2, 3, 5, 11], faults=kinds, survive=True, parameters={"policy": policy, "iterations": 8}
+    )
+    # `benchmarks/fuzz_policies.py` tries many more.
+    found = portion(Target(PROGRAMS / "fuzzed_policies.py"), space, range(6 if policy in POLICIES else 3))
     assert found.failures == {}
+
+
+@pytest.mark.parametrize(
+    ("policy", "ranks", "seed", "faults"),
+    [
+        # The server's weights were taken up in another order than that of the model, after a recovery.
+        ("server", 2, 3, "crash:1@0s; restart:1@0.010325s"),
+        # A message that was lost was a deadlock of who waited for it, and no `Timeout`.
+        ("push_sum", 2, 1, "drop:*>*@0.0149s+0.0001s,0.5; delay:0>1@0s+0.01275s,0.0004s,0.007s"),
+    ],
+)
+def test_what_campaigns_have_found_stays_mended(policy, ranks, seed, faults):
+    """Each as small as it was made."""
+    parameters = {"policy": policy, "iterations": 2}
+    case = Case(seed=seed, ranks=ranks, faults=faults, parameters=parameters, survive=True)
+    assert attempt(Target(PROGRAMS / "fuzzed_policies.py"), case)[0] is None
+
+
+def test_ranks_that_end_an_average_with_different_models_are_told():
+    """A policy that promises equal ones, and adds something of its rank's own."""
+
+    class Apart(OuterOptimizerPolicy):
+        def turn(self, iteration, model, optimizer, info):
+            healed = super().turn(iteration, model, optimizer, info)
+            with torch.no_grad():
+                model.bias[0] += 1e-6 * self._group_of.comm.Get_rank()
+            return healed
+
+    def main(comm):
+        model = torch.nn.Linear(4, 3)
+        policy = Apart.diloco(2)
+        for iteration in range(4):
+            policy(iteration, model, torch.optim.SGD(model.parameters(), lr=0.1), group=comm)
+
+    failure = attempt(Target(main), Case(seed=0, ranks=3))[0]
+    assert (failure.what, "bias is another one" in failure.message) == ("equal models", True)
 
 
 def test_a_pair_that_loses_a_message_recovers():
@@ -144,7 +182,7 @@ def test_two_processes_find_what_one_finds():
 
 def test_the_same_case_again_is_the_same_run():
     """To the bit: digest, and what has struck."""
-    case = Space().case(3, lambda ranks: (0.1, 0.01))
+    case = Space().case(3, lambda ranks: Calm(0.1, 0.01))
     runs = [attempt(Target(exchange), case)[1] for _ in range(2)]
     assert runs[0].world.digest() == runs[1].world.digest()
     assert runs[0].fired() == runs[1].fired()
@@ -222,6 +260,8 @@ def test_a_rank_that_never_gets_on_after_a_fault_is_told():
             if not (gives_up and comm.rank == 1 and late):
                 comm.record(iteration=iteration)
 
+    found = portion(Target(main), Space(ranks=[3]), range(24))  # also where nobody says how long it may take
+    assert {key[0] for key in found.failures} == {"progress after faults"}
     case = Case(seed=0, ranks=3, faults="pause:1@0.1s+0.2s", alive_s=0.2)
     failure = attempt(Target(main), case)[0]
     assert failure.what == "progress after faults"

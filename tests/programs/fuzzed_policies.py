@@ -1,7 +1,7 @@
 """Every built-in policy, with drawn parameters, in the loop that the guide shows: for `spawnsim fuzz --survive`."""
 
 import torch
-from support.random_policies import POLICIES, Draw, Mixed
+from support.random_policies import EVERY, Draw, Mixed
 
 from spawnsim.errors import RankFailed, Revoked, Timeout
 
@@ -13,7 +13,7 @@ def main(comm, policy="average_all", iterations=12, hurried=False):
     draw = Draw(7, seed)
     model = Mixed(rank + 1.0, draw.one(5, 40, 300, 3000))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    chosen = POLICIES[policy](Draw(8, seed, hurried=hurried))
+    chosen = EVERY[policy](Draw(8, seed, hurried=hurried))
     group, iteration, again = comm, 0, 0
     while iteration < iterations:
         try:

@@ -14,6 +14,7 @@ from spawnsim.policies import (
     AsyncServerPolicy,
     AverageAllPolicy,
     DecentralizedAveragingPolicy,
+    DecoupledDiLoCoPolicy,
     EASGDPolicy,
     EDiTPolicy,
     GossipPolicy,
@@ -24,6 +25,7 @@ from spawnsim.policies import (
     PopulationBasedTrainingPolicy,
     ServerOptions,
     ServerRule,
+    SPARTAPolicy,
     StreamingDiLoCoPolicy,
     Tier,
     WAGMAPolicy,
@@ -131,18 +133,28 @@ def _wagma(draw: Draw) -> Any:
     )
 
 
-def _outer(draw: Draw) -> Any:
-    outer = OuterOptimizerPolicy
-    return draw.one(
-        outer.fedavg(2), outer.slowmo(3), outer.diloco(2), StreamingDiLoCoPolicy(4, fragments=2),
-        OneRoundLatePolicy(2), EDiTPolicy(2), NoLoCoPolicy(2), EASGDPolicy(2),
-    )  # fmt: skip
-
-
+OUTER: dict[str, Callable[..., Any]] = {
+    "fedavg": OuterOptimizerPolicy.fedavg, "bmuf": OuterOptimizerPolicy.bmuf, "slowmo": OuterOptimizerPolicy.slowmo,
+    "diloco": OuterOptimizerPolicy.diloco, "muloco": OuterOptimizerPolicy.muloco,
+    "sparseloco": OuterOptimizerPolicy.sparseloco, "demo": lambda every: OuterOptimizerPolicy.demo(0.01),
+    "streaming": lambda every: StreamingDiLoCoPolicy(2 * every, fragments=2, fragmenter="greedy"),
+    "eager": OneRoundLatePolicy.eager, "co2": OneRoundLatePolicy.co2,
+    "decoupled": lambda every: DecoupledDiLoCoPolicy(2 * every, fragments=2),
+    "edit": EDiTPolicy, "noloco": NoLoCoPolicy, "easgd": EASGDPolicy, "sparta": SPARTAPolicy,
+    "population": PopulationBasedTrainingPolicy, "papa": lambda every: AverageAllPolicy(every, momentum=0.99),
+}  # fmt: skip
+OUTER_DRAWN = ("fedavg", "slowmo", "diloco", "streaming", "eager", "edit", "noloco", "easgd")
 # Apart, so that a seed's run of the others stays what it is.
 ON_GRAPHS_AND_SERVERS: dict[str, Callable[[Draw], Any]] = {
     "gossip": _gossip, "push_sum": _push_sum, "server": _server, "wagma": _wagma,
-    "outer": _outer, "population": lambda draw: PopulationBasedTrainingPolicy(draw.one(1, 2)),
+    "outer": lambda draw: OUTER[draw.one(*OUTER_DRAWN)](draw.one(2, 3)),
+    "population": lambda draw: PopulationBasedTrainingPolicy(draw.one(1, 2)),
+}  # fmt: skip
+EVERY: dict[str, Callable[[Draw], Any]] = {
+    **POLICIES, **{name: make for name, make in ON_GRAPHS_AND_SERVERS.items() if name != "outer"},
+    **{name: lambda draw, make=make: make(draw.one(1, 2, 4)) for name, make in OUTER.items()},
+    "ad_psgd": lambda draw: AsyncModelAveragePolicy("random", 1e-3, patience_s=0.1),
+    "papa_by_clock": lambda draw: AsyncModelAveragePolicy("all", 30, share=0.01, patience_s=0.1),
 }  # fmt: skip
 CHECKED = ("selective", "one_sided", "groups", "by_clock")  # damaged weights are refused
 WHOLE = ("selective", "one_sided")  # each replaced rank takes all of its model from the same donors

@@ -79,8 +79,10 @@ class NeighbourRounds:
             Timeout: one has not come within the communicator's deadline; `finish` may be called again.
         """
         oldest = self._under_way[0]
-        for request in oldest.requests:
-            request.Wait()
+        # An explicit deadline: a message that is lost for good ends in `Timeout`, and is no deadlock.
+        with self._comm.clock.deadline(self._comm.clock.limit_s()):
+            for request in oldest.requests:
+                request.Wait()
         self._under_way.popleft()
         self._lent = [oldest.mine, *oldest.theirs]
         return list(zip(oldest.sources, oldest.theirs, strict=True))

@@ -280,10 +280,9 @@ class ServerNode:
         layout = self.form.weights
         own = live
         if kept is not None and self.comm.Get_rank() == self.top:
-            own = {
-                name: _rounded(wide, live[name].dtype)
-                for name, wide in zip(live, kept["weights"], strict=True)
-            }
+            # A server's weights lie in the order of the layout, which is not that of the model.
+            pairs = zip(layout.entries, kept["weights"], strict=True)
+            own = {entry.name: _rounded(wide, entry.dtype) for entry, wide in pairs}
         body = self.form.pack(layout, own)
         self.comm.Bcast(body, self.top)
         return {
