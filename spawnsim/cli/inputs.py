@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from spawnsim.errors import ParameterError
-from spawnsim.fidelity import inputs
+from spawnsim.fidelity import chakra, inputs
 from spawnsim.options import Parser
 from spawnsim.virtual.compute import Trace
 from spawnsim.virtual.platform import Platform, to_toml
@@ -19,6 +22,7 @@ KINDS = {
     "iperf3": "report of iperf3 -J: a platform file",
     "wan": "CSV of milliseconds/Gbit/s between regions: a platform file",
     "kineto": "PyTorch profiler traces, one a rank: a folder for --compute",
+    "chakra": "execution traces NAME.RANK.et, one a rank: a program to run, of timing alone",
     "sacct": "table of sacct -P -D: a fault plan for --faults",
 }
 
@@ -27,11 +31,13 @@ def main(argv: Sequence[str]) -> int:
     """Read, write, and say what was written and how it is used."""
     options = parser().parse_args(argv)
     paths: list[Path] = options.files
-    if options.kind != "kineto" and len(paths) != 1:
+    if options.kind not in ("kineto", "chakra") and len(paths) != 1:
         raise ParameterError(f"import {options.kind}: give one file, not {len(paths)}")
     out: Path = options.out
     if options.kind == "kineto":
         use = write_times(inputs.read_kineto(paths), out)
+    elif options.kind == "chakra":
+        use = write_program(chakra.read_traces(paths), out)
     elif options.kind == "sacct":
         plan = inputs.read_sacct(paths[0], options.job, ranks_per_node=options.ranks_per_node)
         if out.suffix != ".json":
@@ -72,6 +78,26 @@ def write_times(trace: Trace, out: Path) -> str:
     return f"--compute {out},cycle ({len(rows)} ranks, {len(ranks)} steps)"
 
 
+def write_program(operations: dict[str, Any], out: Path) -> str:
+    """Write operations, and a program that carries them out.
+
+    Args:
+        operations: as `chakra.read_traces` returns them.
+        out: the program; the operations are beside it, as JSON.
+
+    Returns:
+        The command that runs it.
+    """
+    if out.suffix != ".py":
+        raise ParameterError(f"--out {out}: a program is a .py file")
+    text = json.dumps(operations)
+    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    out.with_suffix(".json").write_text(text, encoding="utf-8")
+    ranks = len(operations["ranks"])
+    out.write_text(chakra.PROGRAM.format(count=ranks, digest=digest), encoding="utf-8")
+    return f"spawnsim run {out} --ranks {ranks} ({sum(map(len, operations['ranks']))} operations)"
+
+
 def parser() -> Parser:
     """Return the options of `spawnsim import`.
 
@@ -84,8 +110,10 @@ def parser() -> Parser:
     )
     add = parser.add_argument
     add("kind", choices=KINDS, help="what the file is")
-    add("files", nargs="+", type=Path, metavar="FILE", help="kineto: one for each rank; else one")
-    add("--out", type=Path, required=True, metavar="PATH", help="a .toml or .json file; kineto: a folder")
+    add("files", nargs="+", type=Path, metavar="FILE", help="kineto, chakra: one for each rank; else one")
+    add(
+        "--out", type=Path, required=True, metavar="PATH", help="a .toml, .json or .py file; kineto: a folder"
+    )
     add("--members", default="1", metavar="LIST", help="wan: ranks in each region; default: 1")
     add("--job", metavar="ID", help="sacct: which job; default: the only one")
     add("--ranks-per-node", type=int, default=8, metavar="N", help="sacct; default: 8")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spawnsim.errors import ParameterError
+from spawnsim.fidelity import chakra
 from spawnsim.options import Parser, listed
 from spawnsim.plots.experiments import grouped, read
 from spawnsim.plots.gallery import save_all
@@ -20,7 +21,7 @@ from spawnsim.plots.panels import CLOCKS
 from spawnsim.plots.style import FORMATS
 from spawnsim.record import manifest
 from spawnsim.record.folder import named, require_no_file_of_a_run
-from spawnsim.report import perfetto
+from spawnsim.report import kineto, perfetto
 from spawnsim.report.page import render
 from spawnsim.report.perfetto import PACKED
 from spawnsim.report.trace_reader import LIMIT, Selection, Timeline
@@ -165,7 +166,8 @@ def report(argv: Sequence[str] | None = None) -> int:
 def trace(argv: Sequence[str] | None = None) -> int:
     """`spawnsim trace RUN…`: write the runs named in `argv`; return the exit code."""
     parser = Parser(
-        prog="spawnsim trace", description="Write runs as Chrome/Perfetto JSON: open it at ui.perfetto.dev."
+        prog="spawnsim trace",
+        description="Write runs as Chrome/Perfetto JSON: open it at ui.perfetto.dev. Or a traced run for other tools.",
     )
     add = parser.add_argument
     add(
@@ -182,6 +184,11 @@ def trace(argv: Sequence[str] | None = None) -> int:
         help="entries of the file at most: fewer ranks are shown, or less time (default: %(default)s)",
     )  # fmt: skip
     add(
+        "--format", default="perfetto", choices=("perfetto", "kineto", "chakra"),
+        help="kineto: a file for each rank, as the PyTorch profiler writes them; chakra: execution traces; "
+        "both of one run, in the folder --out (default: %(default)s)",
+    )  # fmt: skip
+    add(
         "--out",
         help=f"the file; packed if it ends in {PACKED} (default: trace.json, or trace.json{PACKED} if large)",
     )
@@ -195,9 +202,31 @@ def trace(argv: Sequence[str] | None = None) -> int:
         math.inf if args.until is None else seconds(args.until),
         args.limit,
     )
+    if args.format != "perfetto":
+        return _for_other_tools(args.format, args.runs, selection, out)
     drawing = perfetto.draw([(read(folder), Timeline.of(Path(folder))) for folder in args.runs], selection)
     path = perfetto.write(drawing, out)
     for note in drawing.notes:
         sys.stderr.write(f"spawnsim: trace: {note}\n")
     sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def _for_other_tools(form: str, runs: Sequence[str], selection: Selection, out: Path | None) -> int:
+    """Write one traced run as files of another tool."""
+    if len(runs) != 1 or out is None:
+        raise ParameterError(f"--format {form}: give one run, and a folder as --out")
+    run, timeline = read(runs[0]), Timeline.of(Path(runs[0]))
+    if timeline is None:
+        raise ParameterError(f"{runs[0]}: no calls: run it with --trace")
+    if form == "kineto":
+        paths = kineto.write(run, timeline, selection, out)
+        sys.stdout.write(f"written: {len(paths)} files in {out}\n")
+        return 0
+    written = chakra.write_traces([*timeline.rows(selection)], out)
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(written.nodes.items()))
+    sys.stdout.write(f"written: {out} ({counts})\n")
+    if written.left_out:
+        names = ", ".join(f"{count} {name}" for name, count in sorted(written.left_out.items()))
+        sys.stderr.write(f"spawnsim: trace: Chakra has no node for these calls: {names}\n")
     return 0
