@@ -22,6 +22,8 @@ KINDS = {
     "iperf3": "report of iperf3 -J: a platform file",
     "wan": "CSV of milliseconds/Gbit/s between regions: a platform file",
     "kineto": "PyTorch profiler traces, one a rank: a folder for --compute",
+    "bytedance": "operations of a job (Parquet or CSV): a folder for --compute, and slowdowns",
+    "spot": "JSON of how many spot instances there were: a fault plan for --faults",
     "chakra": "execution traces NAME.RANK.et, one a rank: a program to run, of timing alone",
     "sacct": "table of sacct -P -D: a fault plan for --faults",
 }
@@ -38,17 +40,35 @@ def main(argv: Sequence[str]) -> int:
         use = write_times(inputs.read_kineto(paths), out)
     elif options.kind == "chakra":
         use = write_program(chakra.read_traces(paths), out)
-    elif options.kind == "sacct":
-        plan = inputs.read_sacct(paths[0], options.job, ranks_per_node=options.ranks_per_node)
+    elif options.kind == "bytedance":
+        trace, found = inputs.read_bytedance(paths[0])
+        use = write_times(trace, out)
+        sys.stdout.write(f"{_slowdowns(found)}\n")
+    elif options.kind in ("sacct", "spot"):
         if out.suffix != ".json":
             raise ParameterError(f"--out {out}: a fault plan is a .json file")
+        if options.kind == "sacct":
+            plan = inputs.read_sacct(paths[0], options.job, ranks_per_node=options.ranks_per_node or 8)
+            use = f"--faults {out} ({len(plan.faults)} faults)"
+        else:
+            plan, ranks = inputs.read_spot(paths[0], ranks_per_node=options.ranks_per_node or 1)
+            use = f"--ranks {ranks} --faults {out} ({len(plan.faults)} faults)"
         out.write_text(plan.to_json(), encoding="utf-8")
-        use = f"--faults {out} ({len(plan.faults)} faults)"
     else:
         out.write_text(to_toml(_platform(options.kind, paths[0], options.members)), encoding="utf-8")
         use = f"--platform {out}"
     sys.stdout.write(f"written: {out}; use it as {use}\n")
     return 0
+
+
+def _slowdowns(found: inputs.WhatIf | None) -> str:
+    if found is None:
+        return (
+            "several stages: how much their stragglers cost depends on the pipeline, which is not estimated"
+        )
+    worst = sorted(range(len(found.by_worker)), key=lambda worker: -found.by_worker[worker])[:3]
+    each = ", ".join(f"rank {worker} {found.by_worker[worker]:.3f}" for worker in worst)
+    return f"slowdown {found.slowdown:.3f} over equal workers; with one alone as it was: {each}"
 
 
 def _platform(kind: str, path: Path, members: str) -> Platform:
@@ -98,6 +118,13 @@ def write_program(operations: dict[str, Any], out: Path) -> str:
     return f"spawnsim run {out} --ranks {ranks} ({sum(map(len, operations['ranks']))} operations)"
 
 
+def _count(words: str) -> int:
+    """Return a whole number above 0."""
+    if not words.isdecimal() or not int(words):
+        raise ParameterError(f"{words!r}: give a whole number above 0")
+    return int(words)
+
+
 def parser() -> Parser:
     """Return the options of `spawnsim import`.
 
@@ -112,9 +139,13 @@ def parser() -> Parser:
     add("kind", choices=KINDS, help="what the file is")
     add("files", nargs="+", type=Path, metavar="FILE", help="kineto, chakra: one for each rank; else one")
     add(
-        "--out", type=Path, required=True, metavar="PATH", help="a .toml, .json or .py file; kineto: a folder"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="a .toml, .json or .py file; kineto, bytedance: a folder",
     )
     add("--members", default="1", metavar="LIST", help="wan: ranks in each region; default: 1")
     add("--job", metavar="ID", help="sacct: which job; default: the only one")
-    add("--ranks-per-node", type=int, default=8, metavar="N", help="sacct; default: 8")
+    add("--ranks-per-node", type=_count, metavar="N", help="sacct, spot; default: 8, 1")
     return parser

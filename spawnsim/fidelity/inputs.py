@@ -11,12 +11,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from spawnsim.errors import ParameterError
+from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.virtual.collectives import Selection
 from spawnsim.virtual.compute import Trace
 from spawnsim.virtual.faults import Crash, Fault, FaultPlan, Restart
@@ -329,7 +330,133 @@ def _both(spans: Intervals, others: Intervals, begin: float, end: float) -> floa
     return sum(_covered(others, first, last) for first, last in cut if last > first)
 
 
+_OPERATIONS = ("rank", "stage", "step", "optype", "duration")
+_COMPUTING = ("forward-compute", "backward-compute")
+
+
+class WhatIf(NamedTuple):
+    """How much longer steps take than with equal workers (1: not at all), in all, and with one worker as it was."""
+
+    slowdown: float
+    by_worker: tuple[float, ...]
+
+
+def read_bytedance(path: Path) -> tuple[Trace, WhatIf | None]:
+    """Return compute times of a job's workers from a trace as ByteDance published them (Lin et al., OSDI 2025).
+
+    A row is an operation of a worker; those of `optype` forward-compute and backward-compute count, by worker and
+    step. What-if analysis as there, in closed form for data parallelism, where a step takes as long as its slowest
+    worker: S = Σ max(c) / Σ mean(c) over steps, and S_w with c of worker w alone, all others at the mean. Pipelines
+    wait within a step: for more than one stage None is returned instead.
+
+    Args:
+        path: Parquet (`pip install "spawnsim[tables]"`), or CSV with the same columns: rank, stage, step, optype,
+            duration (s), and any others.
+
+    Returns:
+        A row of seconds for each worker, one entry a step; and the analysis.
+
+    Raises:
+        ParameterError: the file cannot be read, lacks a column, a value is no number, or a worker lacks a step.
+    """
+    rank, stage, step, optype, duration = _operations(path)
+    computes = np.isin(optype, _COMPUTING)
+    if not computes.any():
+        raise ParameterError(f"{path}: optype: no {' or '.join(_COMPUTING)}")
+    for name, values in (("rank", rank), ("step", step), ("stage", stage)):
+        bad = np.flatnonzero(values != np.floor(values))
+        if len(bad):
+            raise ParameterError(f"{path}: {name} of row {bad[0]} is {values[bad[0]]}, no whole number")
+    bad = np.flatnonzero(~((duration >= 0.0) & (duration < np.inf)))
+    if len(bad):
+        raise ParameterError(f"{path}: duration of row {bad[0]} is {duration[bad[0]]}, not 0 s or more")
+    steps, at = np.unique(step[computes], return_inverse=True)
+    workers = np.unique(rank)
+    if not np.array_equal(workers, np.arange(len(workers))):
+        missing = next(each for each in range(len(workers) + 1) if each not in workers)
+        raise ParameterError(f"{path}: rank: there is nothing of rank {missing}")
+    sums, counts = np.zeros((len(workers), len(steps))), np.zeros((len(workers), len(steps)), np.int64)
+    place = rank[computes].astype(np.int64), at
+    np.add.at(sums, place, duration[computes])
+    np.add.at(counts, place, 1)
+    if not counts.all():
+        lacks, of = np.argwhere(counts == 0)[0]
+        raise ParameterError(f"{path}: step: rank {lacks} computes nothing in step {steps[of]:.0f}")
+    trace = Trace(list(sums), source=str(path))
+    if len(np.unique(stage)) > 1:
+        return trace, None
+    ideal = sums.mean(axis=0)
+    one = np.maximum(sums, ideal).sum(axis=1) / ideal.sum()
+    return trace, WhatIf(float(sums.max(axis=0).sum() / ideal.sum()), tuple(one.tolist()))
+
+
+def _operations(path: Path) -> list[Any]:
+    """Return the columns of `_OPERATIONS`, texts or float64."""
+    if path.suffix == ".csv":
+        rows = [row for _, row in _rows(path, _OPERATIONS, ",")]
+        columns: dict[str, Any] = {name: [row[name] for row in rows] for name in _OPERATIONS}
+    else:
+        try:
+            parquet = import_module("pyarrow.parquet")
+        except ImportError as error:
+            raise UnsupportedError(
+                f'{path}: Parquet needs pyarrow: pip install "spawnsim[tables]"'
+            ) from error
+        try:
+            columns = parquet.read_table(path, columns=list(_OPERATIONS)).to_pydict()
+        except (OSError, ValueError, KeyError) as error:  # pyarrow's errors are of these
+            raise ParameterError(
+                f"{path}: cannot be read, with columns {', '.join(_OPERATIONS)} ({error})"
+            ) from error
+    found = []
+    for name in _OPERATIONS:
+        values = columns.get(name)
+        if values is None:
+            raise ParameterError(f"{path}: no column {name!r}; it needs {', '.join(_OPERATIONS)}")
+        try:
+            found.append(np.array(values, dtype=str if name == "optype" else np.float64))
+        except (ValueError, TypeError) as error:
+            raise ParameterError(f"{path}: {name}: {error}") from error
+    return found
+
+
 # ------------------------------------------------------------------------------------------------------------- faults
+def read_spot(path: Path, *, ranks_per_node: int = 1) -> tuple[FaultPlan, int]:
+    """Return the preemptions and joins of a trace of how many spot instances there were.
+
+    Such traces ({"metadata": {"gap_seconds": 60}, "data": [4, 3, …]}) count instances and do not name them: the node
+    that came last goes first, and is the first to come back.
+
+    Args:
+        path: the trace, JSON.
+        ranks_per_node: on each node.
+
+    Returns:
+        The plan, and the number of ranks that it is for: those of the most nodes at one time.
+
+    Raises:
+        ParameterError: the file cannot be read, a field is missing or no number, or there never is a node.
+    """
+    document = _json(path)
+    gap_s = _above_zero(path, "metadata.gap_seconds", _field(path, document, "metadata", "gap_seconds"))
+    counts = _field(path, document, "data")
+    for at, count in enumerate(counts if isinstance(counts, list) else [counts]):
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _MOST_NODES:
+            raise ParameterError(
+                f"{path}: data[{at}] is {count!r}, no number of nodes from 0 to {_MOST_NODES:,}"
+            )
+    most = max(counts, default=0)
+    if not most:
+        raise ParameterError(f"{path}: data: there never is a node")
+    faults: list[Fault] = []
+    for at, (before, now) in enumerate(zip([most, *counts], counts, strict=False)):
+        kind = Crash if now < before else Restart
+        fewer, more = sorted((before * ranks_per_node, now * ranks_per_node))
+        faults += [kind(rank, at * gap_s) for rank in range(fewer, more)]
+    return FaultPlan(tuple(faults)), most * ranks_per_node
+
+
+_MOST_NODES = 100_000
 _SACCT = ("JobID", "State", "Start", "End", "NodeList", "FailedNode")
 _NODES = re.compile(r"([^,\[]+)(?:\[([^\]]+)\])?,?")
 
