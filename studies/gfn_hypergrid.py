@@ -1,14 +1,25 @@
 """torchgfn trains a GFlowNet per rank on its own HyperGrid, under one of our policies of exchange.
 
     pip install 'spawnsim[gfn]'
+    spawnsim study gfn_hypergrid [--quick]
     spawnsim run studies/gfn_hypergrid.py --ranks 64 --platform ethernet-10g --compute "20 ms" --seed 7 --out runs/a
     spawnsim run studies/gfn_hypergrid.py --backend mpi -n 4 --seed 7 --out runs/b
     mpiexec -n 4 spawnsim run studies/gfn_hypergrid.py --backend mpi --seed 7 --out runs/c
 
 Environment, estimators, sampler and loss are torchgfn's as they come from the package index; the metric is the number
 of modes that a rank has found. With `gradients=True` every step averages gradients as well, by the toolkit.
+
+The study asks what torchgfn's authors ask of their own runs: how many modes all ranks have found together, over
+iterations and by policy; how many iterations it takes to find all, by the number of ranks; what is learnt beside the
+reward. The method: HyperGrid 2 x 16 x 16 (4 mode states), an exchange every 10 iterations, over seeds. What is learnt is
+counted from where the last tenth of the trajectories of all ranks ended.
+
+FINDING
 """
 
+from pathlib import Path
+
+import numpy as np
 import torch
 from gfn.estimators import DiscretePolicyEstimator
 from gfn.gflownet import TBGFlowNet
@@ -16,7 +27,10 @@ from gfn.gym import HyperGrid
 from gfn.preprocessors import KHotPreprocessor
 from gfn.utils.modules import MLP
 
+import spawnsim
+from spawnsim import workloads
 from spawnsim.errors import ParameterError
+from spawnsim.plots import series, style
 from spawnsim.torchgfn.distributed import average_gradients, gather_distributed_data
 from spawnsim.torchgfn.spawn_policy import (
     AsyncSelectiveAveragingPolicy,
@@ -80,7 +94,7 @@ def main(
     build = builder(comm, env, hidden)
     model, optimizer = build()
     exchange = chosen(policy, build, model, average_every, comm)
-    found = set()
+    found, ends = set(), torch.zeros(env.n_states)
 
     for iteration in range(iterations):
         with comm.compute():
@@ -90,7 +104,13 @@ def main(
             optimizer.zero_grad()
             loss = model.loss(env, trajectories)
             loss.backward()
-            found |= env.modes_found(trajectories.terminating_states)
+            fresh = env.modes_found(trajectories.terminating_states) - found
+            found |= fresh
+            if iteration >= 0.9 * iterations:
+                places = env.get_states_indices(trajectories.terminating_states)
+                ends += torch.bincount(places, minlength=env.n_states)
+        for mode in sorted(fresh):
+            comm.record.event("mode", mode=mode, iteration=iteration)
         if gradients:
             average_gradients(model, comm)
         optimizer.step()
@@ -105,6 +125,124 @@ def main(
 
     if exchange is not None:
         exchange.shutdown()
+    together = np.empty(env.n_states, np.float32)
+    comm.Reduce(ends.numpy(), together, root=0)
+    if comm.Get_rank() == 0:
+        comm.record.event("ends", counts=together.astype(int).tolist())
     modes = gather_distributed_data(torch.tensor(sorted(found), dtype=torch.int64), training_group=comm)
     if modes is not None:
         comm.record.event("modes", together=modes.unique().numel())
+
+
+# ------------------------------------------------------------------------------------------------------------ study
+POLICIES = ("none", "average", "selective", "one-sided")
+LEARNING = {"iterations": 80, "average_every": 10, "hidden": 32}
+HEIGHT = 16
+
+
+def study(context):
+    """Run all policies over seeds and numbers of ranks; draw modes and what is learnt."""
+    seeds, sizes = context.seeds(range(1, 4)), [2, 4] if context.quick else [2, 8]
+    chosen = POLICIES[::2] if context.quick else POLICIES
+    learning = LEARNING | ({"iterations": 40} if context.quick else {})
+    runs = {}
+    for ranks in sizes:
+        for policy in chosen:
+            for seed in seeds:
+                runs[ranks, policy, seed] = spawnsim.run(
+                    Path(__file__), ranks=ranks, seed=seed, compute="20 ms", platform="ethernet-10g",
+                    parameters=learning | {"policy": policy},
+                )  # fmt: skip
+            some = [runs[ranks, policy, seed] for seed in seeds]
+            told = series.over_seeds([len(first_finds(run)) for run in some])
+            context.say(
+                f"{ranks} ranks, {policy:10} {told.median:.0f} of 4 modes together ({told.kind} {told.low:.0f} to "
+                f"{told.high:.0f}), all after {all_after(some, learning['iterations']):.0f} iterations, "
+                f"L1 {np.mean([distance(run) for run in some]):.2f}"
+            )
+    context.save(modes_figure(runs, learning["iterations"]), "modes")
+    context.save(learnt_figure({policy: runs[sizes[-1], policy, seeds[0]] for policy in chosen}), "learnt")
+
+
+def first_finds(run):
+    """Return the iteration in which each mode was first found by any rank."""
+    found = {}
+    for event in run.events:
+        if event["kind"] == "mode":
+            found[event["mode"]] = min(event["iteration"], found.get(event["mode"], event["iteration"]))
+    return sorted(found.values())
+
+
+def all_after(runs, iterations):
+    """Return the iteration in which all four modes were known, median; the number of iterations if they never were."""
+    return float(np.median([(first_finds(run) + [iterations] * 4)[3] for run in runs]))
+
+
+def learnt(run):
+    """Return the share of the last trajectories that ended in each state, (height, height)."""
+    counts = np.array(next(event["counts"] for event in run.events if event["kind"] == "ends"), float)
+    return (counts / counts.sum()).reshape(HEIGHT, HEIGHT)
+
+
+def rewarded():
+    """Return the distribution that is to be learnt, (height, height)."""
+    return workloads.HyperGrid(2, HEIGHT).target().numpy().reshape(HEIGHT, HEIGHT)
+
+
+def distance(run):
+    """Return Σ |learnt − reward|, in [0, 2]; as it is of counts, not quite 0 for a perfect sampler."""
+    return float(np.abs(learnt(run) - rewarded()).sum())
+
+
+def modes_figure(runs, iterations):
+    """Modes found together over iterations, most ranks; and when half of them were known, by number of ranks."""
+    from matplotlib.figure import Figure
+
+    sizes, policies, seeds = (list(dict.fromkeys(key[at] for key in runs)) for at in range(3))
+    with style.talk():
+        drawn = Figure(figsize=(12, 5))
+        left, right = drawn.subplots(1, 2)
+        looks = style.looks(policies)
+        at = np.arange(iterations)
+        for policy in policies:
+            look = looks[policy]
+            finds = [
+                np.searchsorted(first_finds(runs[sizes[-1], policy, seed]), at, "right") for seed in seeds
+            ]
+            left.plot(at, np.median(finds, 0), color=look.colour, linestyle=look.dashes, label=policy)
+            left.fill_between(at, np.min(finds, 0), np.max(finds, 0), color=look.colour, alpha=0.15)
+            ends = [all_after([runs[ranks, policy, seed] for seed in seeds], iterations) for ranks in sizes]
+            right.plot(sizes, ends, marker=look.marker, color=look.colour, linestyle=look.dashes)
+        left.set_xlabel("iteration")
+        left.set_ylabel(f"modes found together, {sizes[-1]} ranks")
+        left.legend(frameon=False)
+        right.set_xscale("log", base=2)
+        right.set_xticks(sizes, [str(size) for size in sizes])
+        right.set_xlabel("ranks")
+        right.set_ylabel("iterations until all are found")
+        right.set_ylim(0)
+        caption = (
+            f"torchgfn, trajectory balance, HyperGrid 2 x {HEIGHT} x {HEIGHT}, 4 mode states · median and range of "
+            f"{style.counted(len(seeds), 'seed')}"
+        )
+        return style.frame(drawn, "Modes of a HyperGrid: how soon, under which policy", caption)
+
+
+def learnt_figure(runs):
+    """The reward, and where the last trajectories ended under each policy."""
+    from matplotlib.figure import Figure
+
+    shown = {"reward": rewarded()} | {policy: learnt(run) for policy, run in runs.items()}
+    with style.talk():
+        drawn = Figure(figsize=(3.1 * len(shown) + 1, 4.4))
+        axes = drawn.subplots(1, len(shown), sharey=True)
+        for ax, (name, values) in zip(axes, shown.items(), strict=True):
+            mesh = ax.imshow(values, origin="lower", cmap="Blues", vmin=0, vmax=2 * shown["reward"].max())
+            far = "" if name == "reward" else f", L1 {distance(runs[name]):.2f}"
+            ax.set_title(f"{name}{far}", fontsize=12)
+            ax.set_xticks([])
+            ax.set_yticks([])
+            ax.grid(visible=False)
+        drawn.colorbar(mesh, ax=axes, label="probability", shrink=0.8, pad=0.01)
+        caption = f"torchgfn, HyperGrid 2 x {HEIGHT} x {HEIGHT} · where the last tenth of all trajectories ended, one seed"
+        return style.frame(drawn, "What the ranks have learnt, beside the reward", caption)

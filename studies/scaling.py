@@ -6,7 +6,7 @@ The question: how long does an iteration take as ranks are added, (a) if steps a
 steps are even and 100 MB travel over 10 Gbit/s?
 
 The method: timing alone, models without memory. (a) Steps of 1 s in the mean, under five kinds of noise. Synchronous
-rounds (average after each step, after 10) over columns, 200 iterations; their makespan per iteration against the
+rounds (average after each step, after 10) over columns, 100 iterations; their makespan per iteration against the
 expectation of the largest of N draws: H_N for exponential steps, Γ(N + 1) for Pareto, an integral for the others, with
 Erlang's distribution for ten steps. Policies that wait for one other rank or for nobody on ordinary virtual ranks, 20
 iterations, up to 512 (selective replacement: 4,096). (b) One exchange in 10 steps of 1 s, under two network models.
@@ -48,7 +48,7 @@ FIRST = "exponential:1"  # of which all policies are run; of the others those on
 WAITING = {"average, each step": 1, "average, each 10 steps": 10}  # for all ranks; how many steps between
 LIVE = {
     "gossip, one peer": (lambda: GossipPolicy(graph=graphs.one_peer_exponential), 512),
-    "average by the clock": (lambda: AsyncModelAveragePolicy(sync_interval_ms=10_000, background=True), 512),
+    "average by the clock": (lambda: AsyncModelAveragePolicy(sync_interval_ms=10_000, background=True), 64),
     "selective": (lambda: AsyncSelectiveAveragingPolicy(None, 10, 0.2, cooldown=0), 4096),
 }  # and up to how many ranks
 QUICK = Switch(Hockney(1e-6, 1e12))
@@ -60,18 +60,24 @@ def study(context: Context) -> None:
     """Time all policies at all sizes; draw both figures; state the claim."""
     sizes = SIZES[:3] if context.quick else SIZES
     seeds = context.seeds(range(1, 6))
-    noise = waiting(sizes, seeds, 60 if context.quick else 200) + free(sizes[:2] if context.quick else sizes, seeds[:3])
+    noise = waiting(sizes, seeds, 60 if context.quick else 100) + free(
+        sizes[:2] if context.quick else sizes, seeds[:3]
+    )
     context.save_table(noise, "noise")
     context.save(noise_figure(noise, sizes), "noise")
     moved = [row for network in NETWORKS for row in exchanges(network, sizes[:2] if context.quick else sizes)]
     context.save_table(moved, "network")
     context.save(network_figure(moved), "network")
     for row in noise + moved:
-        context.say("  ".join(f"{value:.3f}" if isinstance(value, float) else f"{value}" for value in row.values()))
+        context.say(
+            "  ".join(f"{value:.3f}" if isinstance(value, float) else f"{value}" for value in row.values())
+        )
 
     known = [row for row in noise if row["expected"] is not None]
     apart = [abs(row["took"] / row["expected"] - 1) for row in known]
-    inside = [abs(row["took"] - row["expected"]) <= max(3.3 * row["error"], 1e-4 * row["expected"]) for row in known]
+    inside = [
+        abs(row["took"] - row["expected"]) <= max(3.3 * row["error"], 1e-4 * row["expected"]) for row in known
+    ]
     most = sizes[-1]
     last = {row["policy"]: row["took"] for row in noise if (row["noise"], row["ranks"]) == (FIRST, most)}
     alone = [row["took"] for row in noise if row["policy"] == "selective"]
@@ -97,7 +103,10 @@ def waiting(sizes, seeds, iterations):
     for noise in NOISES:
         for policy, every in WAITING.items():
             for ranks in sizes:
-                rounds = np.array([round_lengths(every, noise, ranks, (seed, iterations)) for seed in seeds]) / every
+                rounds = (
+                    np.array([round_lengths(every, noise, ranks, (seed, iterations)) for seed in seeds])
+                    / every
+                )
                 rows.append({
                     "noise": noise, "policy": policy, "ranks": ranks, "took": float(rounds.mean()),
                     "expected": expected(noise, every, ranks), "error": error(noise, rounds),
@@ -130,9 +139,11 @@ def expected(noise, every, ranks):
         share, factor = numbers
         return 1 + (factor - 1) * (1 - (1 - share) ** ranks)  # the same ranks are slow in each step
     if every > 1:
-        return largest(lambda x: torch.special.gammainc(torch.tensor(float(every)), x * every), ranks) if (
-            noise == FIRST
-        ) else None
+        return (
+            largest(lambda x: torch.special.gammainc(torch.tensor(float(every)), x * every), ranks)
+            if (noise == FIRST)
+            else None
+        )
     if kind == "exponential":
         return 1 - numbers[0] + numbers[0] * sum(1 / each for each in range(1, ranks + 1))
     if kind == "pareto":
@@ -157,7 +168,9 @@ def free(sizes, seeds):
     rows = []
     for policy, (make, most) in LIVE.items():
         for ranks in (size for size in sizes if size <= most):
-            took = np.array([seconds(make, ranks, QUICK, (seed, FIRST, 1)) for seed in seeds[: 3 if ranks <= 64 else 1]])
+            took = np.array(
+                [seconds(make, ranks, QUICK, (seed, FIRST, 1)) for seed in seeds[: 3 if ranks <= 64 else 1]]
+            )
             rows.append({
                 "noise": FIRST, "policy": policy, "ranks": ranks, "took": float(took.mean()), "expected": None,
                 "error": float(np.ptp(took)) / 2,
@@ -223,7 +236,9 @@ def noise_figure(rows, sizes):
                 every = WAITING.get(policy)
                 known = every is not None and mine[0]["expected"] is not None
                 if known:
-                    ax.plot(line, [expected(noise, every, int(n)) for n in line], color=look.colour, linewidth=1.6)
+                    ax.plot(
+                        line, [expected(noise, every, int(n)) for n in line], color=look.colour, linewidth=1.6
+                    )
                 ax.plot(
                     [row["ranks"] for row in mine], [row["took"] for row in mine], look.marker if known else
                     look.marker + ":", color=look.colour, markersize=7, label=policy,

@@ -58,7 +58,10 @@ class Setting:
     def cell(self, context, policy, network, seed):
         """Return one run."""
         file, own, ranks = ("hypergrid.py", MODES, 8) if self.modes else ("digits.py", DIGITS, 16)
-        world = {"platform": str(context.file(f"platforms/{NETWORKS[network]}.toml")), "compute": f"{STEP_S} s"}
+        world = {
+            "platform": str(context.file(f"platforms/{NETWORKS[network]}.toml")),
+            "compute": f"{STEP_S} s",
+        }
         return Cell(
             file=context.file(file), ranks=ranks, seed=seed, parameters={"policy": policy} | own | self.learning,
             world=world | ({"stragglers": SLOW} if self.slow else {}),
@@ -138,7 +141,9 @@ def accuracy(run, until_s):
     """The accuracy by a time: of the median rank's model or of the mean of all, whichever is higher."""
     table = run.table
     known = ~np.isnan(table["accuracy"]) & (table["time_s"] <= until_s)
-    ranks = np.zeros(int(table["rank"].max()) + 1)  # who has not come to a measurement yet counts as knowing nothing
+    ranks = np.zeros(
+        int(table["rank"].max()) + 1
+    )  # who has not come to a measurement yet counts as knowing nothing
     np.maximum.at(ranks, table["rank"][known], 0)
     for rank, value in zip(table["rank"][known], table["accuracy"][known], strict=True):
         ranks[rank] = value  # rows of a rank are in order of time: the last one stays
@@ -159,7 +164,9 @@ def figure(rows, seeds):
     some = {name: found for name, found in some.items() if found}
     with style.talk():
         drawn = Figure(figsize=(12, 1.9 + 0.42 * len(rows)))
-        axes = drawn.subplots(len(some), 1, squeeze=False, height_ratios=[len(found) for found in some.values()])
+        axes = drawn.subplots(
+            len(some), 1, squeeze=False, height_ratios=[len(found) for found in some.values()]
+        )
         looks = style.looks(["none", "average", "selective", "clock"])
         for ax, (name, found) in zip(axes[:, 0], some.items(), strict=True):
             for place, row in enumerate(found):
@@ -168,8 +175,18 @@ def figure(rows, seeds):
                     look = looks[policy]
                     ax.plot([told.low, told.high], [place, place], color=look.colour, alpha=0.5, linewidth=4)
                     label = policy if place == 0 else None
-                    ax.plot(told.median, place, look.marker, color=look.colour, markersize=9, label=label, alpha=0.9)
-                colour = {"wins": looks["selective"], "loses": looks["average"]}.get(row["verdict"], looks["none"])
+                    ax.plot(
+                        told.median,
+                        place,
+                        look.marker,
+                        color=look.colour,
+                        markersize=9,
+                        label=label,
+                        alpha=0.9,
+                    )
+                colour = {"wins": looks["selective"], "loses": looks["average"]}.get(
+                    row["verdict"], looks["none"]
+                )
                 words = {"wins": "selective", "loses": "average", "level": "nobody"}[row["verdict"]]
                 ax.text(1.015, place, f"{words} ahead, {row['told']}", transform=ax.get_yaxis_transform(),
                         va="center", fontsize=10, color=colour.colour)  # fmt: skip
@@ -185,4 +202,6 @@ def figure(rows, seeds):
             "16 ranks learn digits for 1 s of virtual time, 8 look for modes · an exchange every 10 iterations of 10 ms · "
             f"marks: median of {len(seeds)} seeds; bars: its 90 % interval · right: selective less average, paired"
         )
-        return style.frame(drawn, "Replace the worst, or average all? It depends on what differs among ranks", caption)
+        return style.frame(
+            drawn, "Replace the worst, or average all? It depends on what differs among ranks", caption
+        )

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from spawnsim.plots import convergence, diversity, replacement, style, timeuse
-from spawnsim.plots.experiments import Groups, Recorded, grouped
+from spawnsim.plots import convergence, diversity, genealogy, replacement, style, timeuse
+from spawnsim.plots.experiments import Groups, Recorded, grouped, ranks_of
 
 METRICS = ("accuracy", "modes_found", "loss")
 
@@ -38,7 +38,7 @@ def with_rows(runs: Sequence[Recorded] | Groups) -> Groups:
 
 
 def figures(runs: Sequence[Recorded] | Groups, columns: Sequence[str] = ()) -> Iterator[tuple[str, Figure]]:
-    """Draw all that the runs have data for: convergence, diversity, time use; raster and lineage of replacements.
+    """Draw all that the runs have data for: convergence, diversity, time use; who was replaced, by whom.
 
     Args:
         runs: the runs, or groups of them.
@@ -77,6 +77,8 @@ def _replaced(found: Groups) -> Iterator[tuple[str, Figure]]:
             stem = stem_of(name)
             yield f"replacement-raster-{stem}", replacement.raster_figure(run, name=name)
             yield f"replacement-lineage-{stem}", replacement.lineage_figure(run, name=name)
+            if ranks_of(run) <= genealogy.MOST_RANKS and genealogy.births_of(run.events, ranks_of(run)):
+                yield f"genealogy-{stem}", genealogy.figure({name: run})
 
 
 def save_all(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -20,7 +21,11 @@ from spawnsim.plots.series import Floats, per_rank_last
 from spawnsim.random import WORLD, generator
 
 Ints = NDArray[np.int64]
-NEUTRAL_DRAWS = 30
+NEUTRAL_DRAWS = 10
+MOST_RANKS = (
+    512  # of which a tree is drawn without being asked for: more lines than that cannot be told apart
+)
+OTHERS = "#C8C8C8"
 
 
 class Birth(NamedTuple):
@@ -66,8 +71,9 @@ def births_of(events: Sequence[Mapping[str, Any]], ranks: int) -> tuple[Birth, .
             continue
         given = event.get("weights")
         # A program's own events may tell anything there, or nothing.
-        weights = np.asarray(given if isinstance(given, (list, tuple)) and len(given) == len(donors) else 1.0, float)
-        weights = np.broadcast_to(np.clip(np.nan_to_num(weights), 0.0, None), len(donors)) + 1e-300
+        if not (isinstance(given, (list, tuple)) and len(given) == len(donors)):
+            given = [1.0] * len(donors)
+        weights = np.clip(np.nan_to_num(np.asarray(given, float)), 0.0, None) + 1e-300
         own = event.get("momentum")
         own = float(np.clip(own, 0.0, 1.0)) if isinstance(own, (int, float)) else 0.0
         shares = tuple((weights / weights.sum()).tolist())
@@ -98,7 +104,8 @@ def genealogy(births: Sequence[Birth], ranks: int, end_s: float = 0.0) -> Geneal
 
 def _descent(births: Sequence[Birth], ranks: int) -> tuple[Ints, Floats]:
     """Return the leading founder of each rank, (births + 1, ranks), and how many there are in effect, (births + 1,)."""
-    shares, total = np.eye(ranks, dtype=np.float32), np.ones(ranks)  # of each founder in each rank; in all ranks
+    # Of each founder in each rank, and in all ranks together.
+    shares, total = np.eye(ranks, dtype=np.float32), np.ones(ranks)
     leading = np.empty((len(births) + 1, ranks), np.int64)
     founders = np.empty(len(births) + 1)
     leading[0], founders[0] = np.arange(ranks), ranks
@@ -141,7 +148,8 @@ def of_run(run: Recorded) -> Genealogy:
 def draw_tree(info: Genealogy, ax: Axes | None = None) -> Axes:
     """Draw a line for each rank, coloured by the founder that it mostly descends from, families side by side.
 
-    Founders that lead in no rank at the end are grey. Where all have one donor, thin lines lead from donor to replaced.
+    The founders that lead in most ranks at the end have a colour, all others are grey. Where all have one donor, thin
+    lines lead from donor to replaced.
 
     Args:
         info: the descent.
@@ -162,23 +170,32 @@ def draw_tree(info: Genealogy, ax: Axes | None = None) -> Axes:
     row = np.argsort(order)
     edges = np.append(info.time_s, max(info.end_s, info.time_s[-1]))
     width = float(np.clip(150 / ranks, 0.6, 4))
+    lines, inks = [], []
     for rank in range(ranks):
         led = info.leading[:, rank]
         changes = np.flatnonzero(np.diff(led, prepend=-1))
         for begin, end in zip(changes, [*changes[1:], len(led)], strict=True):
-            colour = colours.get(int(led[begin]), "#C8C8C8")
-            ax.plot(edges[[begin, end]], [row[rank]] * 2, color=colour, linewidth=width, solid_capstyle="butt")
+            lines.append([(edges[begin], row[rank]), (edges[end], row[rank])])
+            inks.append(colours.get(int(led[begin]), OTHERS))
+    # One collection: thousands of lines, each an object of its own, take seconds.
+    ax.add_collection(LineCollection(lines, colors=inks, linewidths=width, capstyle="butt"))
     if all(len(birth.donors) == 1 for birth in info.births):
-        for place, birth in enumerate(info.births, 1):
-            colour = colours.get(int(info.leading[place, birth.replaced]), "#C8C8C8")
-            rows = [row[birth.donors[0]], row[birth.replaced]]
-            ax.plot([birth.time_s] * 2, rows, color=colour, linewidth=min(width, 1.0), alpha=0.7)
+        _draw_births(info, ax, row, colours, min(width, 1.0))
     ax.set_xlim(0, info.end_s or 1)
     ax.set_ylim(-1, ranks)
     ax.set_yticks([])
     ax.grid(visible=False)
     ax.set_ylabel(f"{ranks:,} ranks, by family")
     return ax
+
+
+def _draw_births(info: Genealogy, ax: Axes, row: Ints, colours: Mapping[int, str], width: float) -> None:
+    lines = [
+        [(birth.time_s, row[birth.donors[0]]), (birth.time_s, row[birth.replaced])] for birth in info.births
+    ]
+    led = [int(info.leading[place, birth.replaced]) for place, birth in enumerate(info.births, 1)]
+    inks = [colours.get(founder, OTHERS) for founder in led]
+    ax.add_collection(LineCollection(lines, colors=inks, linewidths=width, alpha=0.7))
 
 
 def draw_founders(info: Genealogy, ax: Axes | None = None) -> Axes:
@@ -192,16 +209,25 @@ def draw_founders(info: Genealogy, ax: Axes | None = None) -> Axes:
         The axes.
     """
     ax = style.axes_or_new(ax)
-    edges = np.append(info.time_s, max(info.end_s, info.time_s[-1]))
+    # Of replacements at one time the last alone: those of a round are one step, not a spike of many.
+    last = np.append(np.diff(info.time_s) > 0, True)
+    edges = np.append(info.time_s[last], max(info.end_s, info.time_s[-1]))
     for values, colour, dashes, name in (
         (info.founders, style.LOOKS[0].colour, "-", "this run"), (info.neutral, "#777777", "--", "at random"),
     ):  # fmt: skip
-        ax.step(edges, np.append(values, values[-1]), where="post", color=colour, linestyle=dashes, label=name)
+        ax.step(
+            edges,
+            np.append(values[last], values[-1]),
+            where="post",
+            color=colour,
+            linestyle=dashes,
+            label=name,
+        )
     ax.set_yscale("log", base=2)
     ax.set_xlim(0, info.end_s or 1)
     ax.set_ylabel("founders, effective")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}")
-    ax.legend(loc="upper right", frameon=False)
+    ax.legend(loc="lower left", frameon=False, fontsize=10)
     return ax
 
 
@@ -225,7 +251,8 @@ def figure(runs: Mapping[str, Recorded], title: str = "") -> Figure:
         for ax in axes[:, 1:].ravel():
             ax.set_ylabel("")
         caption = (
-            f"{grouped([*runs.values()]).caption()}\ncolour: the first model that a rank mostly descends from; grey: leads no "
-            "rank at the end · effective founders: 1/Σp² of their shares; dashed: ranks and donors drawn at random"
+            f"{grouped([*runs.values()]).caption()}\ncolour: the founder whose first model a rank mostly descends "
+            f"from, the {len(style.LOOKS)} with most heirs; grey: others · effective number of founders: 1/Σp² of their "
+            "shares; dashed: ranks and donors drawn at random"
         )
         return style.frame(drawn, title or "Who descends from whom", caption)

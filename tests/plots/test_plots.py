@@ -489,7 +489,7 @@ def test_all_figures_are_made_and_saved_alike(runs: list[plots.Recorded], tmp_pa
     made = dict(plots.figures(runs))
     assert set(made) == {
         "convergence-accuracy", "convergence-loss", "diversity-accuracy", "time-use",
-        "replacement-raster-selective", "replacement-lineage-selective",
+        "replacement-raster-selective", "replacement-lineage-selective", "genealogy-selective",
     }  # fmt: skip
     for figure in made.values():
         assert figure.get_suptitle()

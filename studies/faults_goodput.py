@@ -1,0 +1,133 @@
+"""Faults and goodput: how much of their time ranks train, as machines fail more often, under each policy.
+
+    spawnsim study faults_goodput [--quick]
+
+The question: what does a failure cost the ranks that did not fail?
+
+The method: timing alone, 16 ranks (8 with --quick), steps of 1 s for 120 s. Each rank fails at random (Poisson) and is
+back 10 s later with nothing. Whoever notices a death, or that somebody joins, recovers: all meet, agree on who is there
+and on the step, and go on. Goodput is the time that all ranks spent in steps that they finished, over all time of all
+ranks; beside it the share of time in which a rank is alive, 1/(1 + repair/MTBF), which no policy can exceed. Both network
+models, seeds with their range.
+
+The finding: FINDING
+"""
+
+import numpy as np
+
+import spawnsim
+from spawnsim.errors import RankFailed, Revoked
+from spawnsim.plots import series, style
+from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy
+from spawnsim.study import Context
+from spawnsim.virtual.network import Hockney, LogGP, Switch
+from spawnsim.workloads.mlp import without_data
+
+STEP_S, LASTS_S, REPAIR_S = 1.0, 120.0, 10.0
+MTBFS_S = (3_000.0, 1_000.0, 300.0)  # of one rank
+POLICIES = {
+    "average, each step": lambda: AverageAllPolicy(1),
+    "average, each 10 steps": lambda: AverageAllPolicy(10),
+    "selective, each 10 steps": lambda: AsyncSelectiveAveragingPolicy(None, 10, 0.2, cooldown=0),
+}
+NETWORKS = {"Hockney": Switch(Hockney(2e-5, 1.18e9)), "LogGP": Switch(LogGP(2e-5, 5e-6, 5e-6, 1 / 1.18e9))}
+PARAMETERS = 250_000
+
+
+def main(comm, policy="selective, each 10 steps", lasts_s=LASTS_S):
+    """Train by the clock, recover whenever somebody has died or joins; a row for each finished step."""
+    model, optimizer = without_data(PARAMETERS)
+    chosen, group, step = POLICIES[policy](), comm, 0
+    joins = comm.clock.now() > 0  # this rank has begun again
+    while comm.clock.now() < lasts_s:
+        try:
+            if joins:
+                raise Revoked("joins the others")
+            with comm.compute(STEP_S):
+                pass
+            metric = float(comm.rng("metric").random())
+            model, optimizer, _ = chosen(step, model, optimizer, metric, group)
+            step += 1
+            comm.record(step=step)
+        except (RankFailed, Revoked):
+            recovery = group.recover(step)
+            group, step, joins = recovery.comm, recovery.step, False
+            chosen = POLICIES[policy]()
+
+
+def study(context: Context) -> None:
+    """Run policies × failures over seeds; draw goodput; say what a failure costs."""
+    ranks, seeds = 8 if context.quick else 16, context.seeds(range(1, 6))
+    networks = ["Hockney"] if context.quick else [*NETWORKS]
+    rows = []
+    for network in networks:
+        for policy in POLICIES:
+            without, _ = goodput(network, policy, np.inf, (ranks, seeds[0]))
+            for mtbf_s in MTBFS_S:
+                found = [goodput(network, policy, mtbf_s, (ranks, seed)) for seed in seeds]
+                told = series.over_seeds([share for share, _ in found])
+                failed = sum(deaths for _, deaths in found)
+                lost_s = (
+                    ranks * LASTS_S * sum(without - share for share, _ in found) / max(failed, 1) - REPAIR_S
+                )
+                row = {
+                    "network": network,
+                    "policy": policy,
+                    "mtbf_s": mtbf_s,
+                    "failures": failed,
+                    "lost_s": lost_s,
+                }
+                rows.append(row | told._asdict())
+                context.say(
+                    f"{network:8}{policy:26}MTBF {mtbf_s:6.0f} s: goodput {told.median:.3f} [{told.low:.3f}, "
+                    f"{told.high:.3f}], {failed} failures, {lost_s:.1f} s lost by others for each"
+                )
+    context.save_table(rows, "goodput")
+    context.save(figure([row for row in rows if row["network"] == networks[0]], ranks, seeds), "goodput")
+
+
+def alive(mtbf_s):
+    """Return the share of time in which a rank is there, from a start at which all are."""
+    rate, up = 1 / mtbf_s + 1 / REPAIR_S, 1 / (1 + REPAIR_S / mtbf_s)
+    return up + (1 - up) * (1 - np.exp(-rate * LASTS_S)) / (rate * LASTS_S)
+
+
+def goodput(network, policy, mtbf_s, drawn):
+    """Return the share of all ranks' time that was spent in finished steps, and how many deaths there were."""
+    ranks, seed = drawn
+    run = spawnsim.run(
+        main, ranks=ranks, platform=NETWORKS[network], seed=seed, deadline_s=1e6, parameters={"policy": policy},
+        faults=f"mtbf:*@0s+{LASTS_S - REPAIR_S}s,{mtbf_s}s,{REPAIR_S}s" if mtbf_s < np.inf else None,
+    )  # fmt: skip
+    steps = np.count_nonzero(run.table["time_s"] <= LASTS_S + STEP_S)
+    return steps * STEP_S / (ranks * LASTS_S), sum(event["kind"] == "crash" for event in run.events)
+
+
+def figure(rows, ranks, seeds):
+    """Goodput against the mean time between failures, with what is possible."""
+    from matplotlib.figure import Figure
+
+    with style.talk():
+        drawn = Figure(figsize=(9.5, 5.2))
+        ax = drawn.add_subplot()
+        line = np.geomspace(min(MTBFS_S), max(MTBFS_S), 50)
+        ax.plot(
+            line, [100 * alive(each) for each in line], color="#777777", linestyle="--", label="time alive"
+        )
+        looks = style.looks(POLICIES)
+        for policy, look in looks.items():
+            mine = [row for row in rows if row["policy"] == policy]
+            at = [row["mtbf_s"] for row in mine]
+            median, low, high = ([100 * row[name] for row in mine] for name in ("median", "low", "high"))
+            ax.plot(at, median, marker=look.marker, color=look.colour, linestyle=look.dashes, label=policy)
+            ax.fill_between(at, low, high, color=look.colour, alpha=0.15)
+        ax.set_xscale("log")
+        ax.set_xticks(MTBFS_S, [f"{each:,.0f}" for each in MTBFS_S])
+        ax.set_xlabel("mean time between failures of a rank (s)")
+        ax.set_ylabel("goodput (% of all ranks' time)")
+        ax.legend(frameon=False)
+        caption = (
+            f"{ranks} virtual ranks · steps of {STEP_S:g} s · back after {REPAIR_S:g} s · median and {rows[0]['kind']} of "
+            f"{style.counted(len(seeds), 'seed')} · timing alone"
+        )
+        return style.frame(drawn, "What failures cost those that did not fail", caption)
