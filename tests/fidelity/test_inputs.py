@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 import spawnsim
@@ -366,9 +366,7 @@ def test_operations_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str],
             inputs.read_bytedance(_written(tmp_path, OPERATIONS.replace(*change), "ops.csv"))
     rows = [line.split(",") for line in OPERATIONS.split()]
     columns = {name: [row[at] for row in rows[1:]] for at, name in enumerate(rows[0])}
-    fake = types.SimpleNamespace(to_pydict=lambda: columns)
-    reader = types.SimpleNamespace(read_table=lambda path, columns: fake)
-    monkeypatch.setattr(inputs, "import_module", lambda name: reader)
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "ops.parquet")
     assert inputs.read_bytedance(tmp_path / "ops.parquet")[1] == found
 
     def absent(name: str) -> Any:
