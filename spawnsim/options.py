@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from spawnsim.errors import ParameterError
 
@@ -18,7 +19,14 @@ WORDS = {"true": True, "false": False, "null": None}
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are a `ParameterError` of one line, with the known word that comes closest."""
+    """An argument parser whose errors are a `ParameterError` of one line, with the known word that comes closest.
+
+    Attributes:
+        examples: of the command that is served: the help ends with them.
+    """
+
+    examples: ClassVar[Sequence[str]] = ()
+    _shown: ClassVar[list[Parser] | None] = None  # whose help was asked for, where it is not to be printed
 
     def __init__(self, **settings: Any) -> None:
         # An abbreviation that is right today is ambiguous with the next option; arguments of a program's own would be
@@ -26,6 +34,29 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
         # "-3s" is a value that its option may refuse, as "-3" is: argparse would take it for an option.
         self._negative_number_matcher = re.compile(r"^-\.?\d")
+
+    @classmethod
+    @contextmanager
+    def caught(cls) -> Iterator[list[Parser]]:
+        """Print no help while the block runs: it ends where help is asked for, and the list has that parser."""
+        Parser._shown = found = []
+        with suppress(SystemExit):
+            try:
+                yield found
+            finally:
+                Parser._shown = None
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help, or keep whose it is."""
+        if Parser._shown is None:
+            super().print_help(file)
+        else:
+            Parser._shown.append(self)
+
+    def format_help(self) -> str:
+        """Return the help, with examples at its end, a line each."""
+        lines = "".join(f"  {example}\n" for example in self.examples)
+        return super().format_help() + (f"\nexamples:\n{lines}" if lines else "")
 
     def error(self, message: str) -> NoReturn:
         """Raise `ParameterError`."""

@@ -149,8 +149,40 @@ COMMANDS = {
     "advise": ("spawnsim.cli.advise:main", "rank policies and cadences on a cluster, in timing alone"),
     "import": ("spawnsim.cli.inputs:main", "read what clusters write: nccl-tests, iperf3, sacct, traces"),
     "list": ("spawnsim.cli.listing:main", "list platforms, policies, workloads, studies"),
+    "new": ("spawnsim.cli.new:main", "write a file to begin with: a study, policy, workload or program"),
+    "completion": ("spawnsim.cli.completion:main", "print what bash, zsh or fish need to complete commands"),
     "doctor": ("spawnsim.cli.doctor:main", "say what this machine can run, and what to change"),
 }
+
+EXAMPLES = {
+    "run": (
+        "spawnsim run train.py --ranks 1000 --platform ethernet-10g --straggler lognormal:0.3 --out runs/a --live",
+        "spawnsim run train.py --backend mpi -n 4 --set lr=0.1 --out runs/b --observe tensorboard",
+        "spawnsim run script_of_mpi4py.py --ranks 64 --trace --out runs/c -- --its-own-option 3",
+    ),
+    "resume": ("spawnsim resume runs/a", "spawnsim resume runs/a --ranks 8"),
+    "watch": ("spawnsim watch runs/a --live", "spawnsim watch runs/a --observe tensorboard --observe mlflow"),
+    "columnar": ("spawnsim columnar average -n 1000000 --straggler lognormal:0.3 --set average_every=10",),
+    "study": ("spawnsim study demo --quick", "spawnsim study my_study.py --seeds 8 --jobs 2 --out runs/mine"),
+    "fuzz": ("spawnsim fuzz train.py --runs 200 -n 2-8 --faults 'crash; delay' --seconds 600",),
+    "verify": ("spawnsim verify runs/a",),
+    "replay": (
+        "spawnsim replay runs/a --until 12.5s",
+        "spawnsim replay runs/a --break 'rank == 17 and loss > 3'",
+    ),
+    "plot": ("spawnsim plot runs/a runs/b --column loss --formats png svg --out figures",),
+    "report": ("spawnsim report runs/a runs/b --title 'Two policies' --out report.html",),
+    "trace": ("spawnsim trace runs/c --ranks 0-15 --from 1s --until 1500ms",),
+    "calibrate": ("mpiexec -n 4 spawnsim calibrate --out mine.toml --picture mine.png",),
+    "validate": ("mpiexec -n 4 spawnsim validate train.py --platform mine.toml --repeats 3",),
+    "advise": ("spawnsim advise -n 1024 --model '14 GB' --step 300ms --policy average --failures llama3",),
+    "import": ("spawnsim import iperf3 report.json --out mine.toml",),
+    "list": ("spawnsim list", "spawnsim list platforms stragglers"),
+    "new": ("spawnsim new study stragglers", "spawnsim new policy my_policy"),
+    "completion": ("spawnsim completion bash > ~/.local/share/bash-completion/completions/spawnsim",),
+    "doctor": ("spawnsim doctor", "spawnsim doctor --json"),
+}
+"""What the help of each command ends with; a test parses them all."""
 
 EXIT_CODES = f"""\
 exit codes:
@@ -166,6 +198,7 @@ exit codes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
+    Parser.examples = ()
     try:
         arguments = _parser().parse_args(argv)
         return _serve(arguments.command, arguments.arguments)
@@ -204,8 +237,23 @@ def _serve(command: str, arguments: Sequence[str]) -> int:
         if error.name is None or not name.startswith(error.name):
             raise
         raise UnsupportedError(f"spawnsim {command}: not in this version ({__version__})") from error
+    Parser.examples = EXAMPLES.get(command, ())
     code: int = getattr(module, function)(arguments)
     return code
+
+
+def parser_of(command: str) -> Parser:
+    """Return the parser of a command, as its help is shown.
+
+    Args:
+        command: one of `COMMANDS`.
+
+    Returns:
+        Its parser.
+    """
+    with Parser.caught() as shown:
+        _serve(command, ["--help"])
+    return shown[0]
 
 
 def _parser() -> Parser:

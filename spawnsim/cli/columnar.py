@@ -124,7 +124,7 @@ def parser() -> Parser:
         "--streams",
         choices=STREAMS,
         default="ranks",
-        help="draws of an ordinary run, or (bulk) for all ranks at once",
+        help="draws of an ordinary run (default: ranks), or (bulk) for all ranks at once",
     )
     add(
         "--sample",
@@ -133,7 +133,7 @@ def parser() -> Parser:
         metavar="N",
         help=f"ranks with rows and events; default: {SAMPLE}",
     )
-    add("--seed", type=int, default=0, help="default: 0")
+    add("--seed", type=int, default=0, help="of every random stream; default: 0")
     add("--out", metavar="DIR", help="run folder to write")
     add("--overwrite", action="store_true", help="even if DIR holds a run")
     add("--json", action="store_true", help="print the totals as JSON")

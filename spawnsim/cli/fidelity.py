@@ -241,7 +241,7 @@ def validate_parser() -> Parser:
         type=int,
         default=1,
         metavar="N",
-        help="real runs; the median error is shown, and its range",
+        help="real runs; the median error is shown, and its range; default: 1",
     )
     add(
         "--warmup",

@@ -230,7 +230,7 @@ def _add_dimensions(parser: Parser) -> None:
         "--straggler", "--stragglers", metavar="LIST", help="separated by ';' (default: 'none;lognormal:0.3')"
     )
     add("--platform", metavar="P", help="virtual network: a name or a TOML file")
-    add("--compute", metavar="S", help="as for `spawnsim run`")
+    add("--compute", metavar="S", help="seconds of a comm.compute() that states none, as for `spawnsim run`")
     add(
         "--deadline",
         metavar="S",
@@ -265,7 +265,7 @@ def _add_campaign(parser: Parser) -> None:
         metavar="N",
         help="processes (default: one per core; 0: this one)",
     )
-    add("--seconds", metavar="S", help="begin no further case after so long")
+    add("--seconds", metavar="S", help="begin no further case after so many seconds, or such as 10min")
     add("--no-shrink", action="store_true", help="do not look for smaller cases of what fails")
     add("--json", action="store_true", help="print one JSON object")
     add("--progress", action="store_true", help="a progress bar also where there is no terminal")

@@ -147,7 +147,9 @@ def report(argv: Sequence[str] | None = None) -> int:
         prog="spawnsim report", description="Write one self-contained HTML page about one or more runs."
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
-    parser.add_argument("--title", default="spawnsim report")
+    parser.add_argument(
+        "--title", default="spawnsim report", metavar="TEXT", help="of the page (default: %(default)s)"
+    )
     parser.add_argument(
         "--out", default="report.html", metavar="FILE", help="the page (default: %(default)s)"
     )
@@ -177,8 +179,16 @@ def trace(argv: Sequence[str] | None = None) -> int:
         help="run folder; its calls and messages are there if it ran with --trace",
     )
     add("--ranks", metavar="N|LIST", help="the first N ranks only, or these: 0-15, or 3,40-47 (default: all)")
-    add("--from", dest="begin", default="0", metavar="S", help="leave out what ended before: 2.5, or '10 ms'")
-    add("--until", default=None, metavar="S", help="leave out what began after")
+    add(
+        "--from",
+        dest="begin",
+        default="0",
+        metavar="S",
+        help="leave out what ended before: 2.5, or '10 ms' (default: 0 s)",
+    )
+    add(
+        "--until", default=None, metavar="S", help="leave out what began after, in seconds or such as '10 ms'"
+    )
     add(
         "--limit", type=int, default=LIMIT, metavar="N",
         help="entries of the file at most: fewer ranks are shown, or less time (default: %(default)s)",

@@ -81,14 +81,17 @@ def find(name: str, defines: str = "study") -> Path:
     for path in candidates:
         if path.suffix == ".py" and path.is_file():
             return path
-    files = {path.stem: path for folder in folders() for path in folder.glob("*.py")}
-    # By their text: importing all of them to make a hint would load torch.
-    known = sorted(
-        stem for stem, path in files.items() if f"def {defines}(" in path.read_text(encoding="utf-8")
-    )
+    known = names(defines)
     what, whose = ("study", "studies") if defines == "study" else ("file", "programs of studies")
     hint = nearest(name, known) or f"{whose} here: {', '.join(known) or 'none'}"
     raise ParameterError(f"no {what} {name!r}; {hint}")
+
+
+def names(defines: str = "study") -> list[str]:
+    """Return the names of the files in `folders()` that define a function."""
+    files = {path.stem: path for folder in folders() for path in folder.glob("*.py")}
+    # By their text: importing all of them would load torch.
+    return sorted(stem for stem, path in files.items() if f"def {defines}(" in path.read_text(encoding="utf-8"))
 
 
 def folders() -> list[Path]:

@@ -1,0 +1,112 @@
+"""`spawnsim completion SHELL`: what a shell needs to complete commands, options, names and files.
+
+shtab makes the script from the parsers of the commands themselves, so there is nothing to keep in step with them. It
+is static: a Tab starts no Python. The names that it knows are those of the day on which it was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spawnsim.cli import COMMANDS, parser_of
+from spawnsim.errors import UnsupportedError
+from spawnsim.options import Parser
+
+SHELLS = {
+    "bash": "~/.local/share/bash-completion/completions/spawnsim",
+    "zsh": "_spawnsim in a folder of $fpath",
+    "fish": "~/.config/fish/completions/spawnsim.fish",
+}
+FILES = ("FILE", "PATH", "PAGE")
+FOLDERS = ("DIR", "RUN")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the script of a shell."""
+    places = "; ".join(f"{shell}: {place}" for shell, place in SHELLS.items())
+    parser = Parser(
+        prog="spawnsim completion",
+        description=f"Print a script that completes spawnsim's commands, options and names. Write it to {places}.",
+    )
+    parser.add_argument("shell", choices=tuple(SHELLS), help="which shell it is for")
+    sys.stdout.write(script(parser.parse_args(argv).shell))
+    return 0
+
+
+def script(shell: str) -> str:
+    """Return the script of a shell.
+
+    Args:
+        shell: one of `SHELLS`.
+
+    Returns:
+        Its text.
+
+    Raises:
+        UnsupportedError: shtab is not installed.
+    """
+    try:
+        import shtab
+    except ImportError as error:
+        raise UnsupportedError("completion needs shtab: pip install 'spawnsim[completion]'") from error
+    whole = argparse.ArgumentParser(prog="spawnsim", description="Simulate and run distributed training.")
+    commands = whole.add_subparsers(dest="command")
+    for name, (_, text) in COMMANDS.items():
+        own = parser_of(name)
+        for action in own._actions:
+            _complete(action, shtab)
+        # Not `add_parser(parents=[own])`: it would lose the groups' titles, and copies each option.
+        commands.add_parser(name, help=text, parents=[own], add_help=False)
+    made: str = shtab.complete(whole, shell)
+    # What is no known name may be a path: bash then completes files.
+    return (
+        made.replace("complete -o filenames -F", "complete -o filenames -o default -F")
+        if shell == "bash"
+        else made
+    )
+
+
+def _complete(action: Any, shtab: Any) -> None:
+    """Say what an argument takes, where its parser does not: known names, files or folders."""
+    words = str(action.metavar or action.dest).upper().split("|")
+    names = NAMES.get(action.dest) or NAMES.get(words[0].lower())
+    if action.choices is not None:
+        action.choices = list(action.choices)  # shtab takes a table for a set of subcommands
+    elif names is not None:
+        action.choices = list(names())
+    elif any(word in FILES for word in words) or action.dest == "file":
+        action.complete = shtab.FILE
+    elif any(word in FOLDERS for word in words):
+        action.complete = shtab.DIRECTORY
+
+
+def _platforms() -> list[str]:
+    from spawnsim.virtual.platform import list_platforms
+
+    return [platform.name for platform in list_platforms()]
+
+
+def _studies() -> list[str]:
+    from spawnsim.cli.study import names
+
+    return names()
+
+
+def _sections() -> list[str]:
+    from spawnsim.cli.listing import SECTIONS
+
+    return list(SECTIONS)
+
+
+def _observers() -> list[str]:
+    from spawnsim.run.watched import OBSERVERS
+
+    return list(OBSERVERS)
+
+
+NAMES: dict[str, Callable[[], list[str]]] = {
+    "platform": _platforms, "study": _studies, "what": _sections, "observe": _observers,
+}  # fmt: skip
