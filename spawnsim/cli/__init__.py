@@ -163,6 +163,10 @@ EXAMPLES = {
     "resume": ("spawnsim resume runs/a", "spawnsim resume runs/a --ranks 8"),
     "watch": ("spawnsim watch runs/a --live", "spawnsim watch runs/a --observe tensorboard --observe mlflow"),
     "columnar": ("spawnsim columnar average -n 1000000 --straggler lognormal:0.3 --set average_every=10",),
+    "sweep": (
+        "spawnsim sweep train.py -n 64 --set ratio=0.1,0.2,0.4 --straggler none,pareto:1.5 --seeds 8 --out runs/q",
+        "spawnsim plot runs/q --x ratio --y 'time_to:loss<0.1'",
+    ),
     "study": ("spawnsim study demo --quick", "spawnsim study my_study.py --seeds 8 --jobs 2 --out runs/mine"),
     "fuzz": ("spawnsim fuzz train.py --runs 200 -n 2-8 --faults 'crash; delay' --seconds 600",),
     "verify": ("spawnsim verify runs/a",),

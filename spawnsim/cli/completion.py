@@ -61,12 +61,9 @@ def script(shell: str) -> str:
         # Not `add_parser(parents=[own])`: it would lose the groups' titles, and copies each option.
         commands.add_parser(name, help=text, parents=[own], add_help=False)
     made: str = shtab.complete(whole, shell)
-    # What is no known name may be a path: bash then completes files.
-    return (
-        made.replace("complete -o filenames -F", "complete -o filenames -o default -F")
-        if shell == "bash"
-        else made
-    )
+    if shell == "bash":  # what is no known name may be a path
+        made = made.replace(" -F _shtab_spawnsim spawnsim", " -o default -F _shtab_spawnsim spawnsim")
+    return made
 
 
 def _complete(action: Any, shtab: Any) -> None:

@@ -121,7 +121,7 @@ def test_bash_completes_commands_options_and_names(
     assert completed(script, "spawnsim new p") == ["policy", "program"]
     assert completed(script, "spawnsim columnar s") == ["selective"]
     assert completed(script, "spawnsim list wo") == ["workloads"]
-    assert "complete -o filenames -o default -F" in script.read_text()
+    assert " -o default -F " in script.read_text()  # or no file would be offered where names are known
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
