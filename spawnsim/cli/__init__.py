@@ -165,7 +165,6 @@ EXAMPLES = {
     "columnar": ("spawnsim columnar average -n 1000000 --straggler lognormal:0.3 --set average_every=10",),
     "sweep": (
         "spawnsim sweep train.py -n 64 --set ratio=0.1,0.2,0.4 --straggler none,pareto:1.5 --seeds 8 --out runs/q",
-        "spawnsim plot runs/q --x ratio --y 'time_to:loss<0.1'",
     ),
     "study": ("spawnsim study demo --quick", "spawnsim study my_study.py --seeds 8 --jobs 2 --out runs/mine"),
     "fuzz": ("spawnsim fuzz train.py --runs 200 -n 2-8 --faults 'crash; delay' --seconds 600",),
@@ -174,7 +173,10 @@ EXAMPLES = {
         "spawnsim replay runs/a --until 12.5s",
         "spawnsim replay runs/a --break 'rank == 17 and loss > 3'",
     ),
-    "plot": ("spawnsim plot runs/a runs/b --column loss --formats png svg --out figures",),
+    "plot": (
+        "spawnsim plot runs/a runs/b --column loss --formats png svg --out figures",
+        "spawnsim plot runs/q --x ratio --y 'time_to:loss<0.1'",
+    ),
     "report": ("spawnsim report runs/a runs/b --title 'Two policies' --out report.html",),
     "trace": ("spawnsim trace runs/c --ranks 0-15 --from 1s --until 1500ms",),
     "calibrate": ("mpiexec -n 4 spawnsim calibrate --out mine.toml --picture mine.png",),

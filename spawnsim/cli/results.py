@@ -94,8 +94,13 @@ def _plot_parser() -> Parser:
     add("runs", nargs="+", metavar="RUN", help="run folder, or one sweep's folder, finished or not")
     add("--out", default="figures", help="folder for the figures (default: %(default)s)")
     add("--column", action="append", default=[], help="metric to draw; repeatable (default: those recorded)")
-    add("--formats", nargs="+", default=list(FORMATS), choices=("png", "pdf", "svg"),
-        help="of the files (default: png pdf)")
+    add(
+        "--formats",
+        nargs="+",
+        default=list(FORMATS),
+        choices=("png", "pdf", "svg"),
+        help="of the files (default: png pdf)",
+    )
     add_grouping(parser)
     group = parser.add_argument_group("figures of a sweep (docs/sweeps.md)")
     add = group.add_argument
@@ -121,7 +126,10 @@ def _plot_parser() -> Parser:
     add("--against", default="", metavar="VALUE", help="differences to this value of --hue, paired by seed")
     add("--heat", action="store_true", help="a heat map over --x and --hue")
     add(
-        "--band", choices=("seeds", "ranks"), default="seeds", help="of curves over time, what bands are over (default: seeds)"
+        "--band",
+        choices=("seeds", "ranks"),
+        default="seeds",
+        help="of curves over time, what bands are over (default: seeds)",
     )
     return parser
 

@@ -91,7 +91,9 @@ def names(defines: str = "study") -> list[str]:
     """Return the names of the files in `folders()` that define a function."""
     files = {path.stem: path for folder in folders() for path in folder.glob("*.py")}
     # By their text: importing all of them would load torch.
-    return sorted(stem for stem, path in files.items() if f"def {defines}(" in path.read_text(encoding="utf-8"))
+    return sorted(
+        stem for stem, path in files.items() if f"def {defines}(" in path.read_text(encoding="utf-8")
+    )
 
 
 def folders() -> list[Path]:

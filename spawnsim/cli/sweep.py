@@ -255,7 +255,13 @@ def parser() -> Parser:
     add("--seeds", type=int, metavar="N", help="how many seeds; default: one")
     add("--eager", action="store_true", help="carry out each TrainingStep at once")
     add("--whole", action="store_true", help="run the file whole on every rank")
-    add("--record-every", type=int, default=1, metavar="N", help="keep the rows of every Nth iteration alone")
+    add(
+        "--record-every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="keep the rows of every Nth iteration alone; default: of all",
+    )
     add("--record-ranks", metavar="R", help="keep the rows of these ranks alone, such as 0-9,100")
     add("--out", metavar="DIR", help="the sweep's folder; default: runs/NAME of the file")
     add("--dry-run", action="store_true", help="list the runs, and which are done")

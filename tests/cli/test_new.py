@@ -155,7 +155,7 @@ def test_every_option_is_explained(command: str) -> None:
         if not text.strip():
             missing.append(f"{name}: no help")
         takes = action.nargs != 0 and action.option_strings
-        has_default = action.default not in (None, [], argparse.SUPPRESS)
+        has_default = action.default not in (None, "", [], argparse.SUPPRESS)
         if takes and has_default and "default" not in text:
             missing.append(f"{name}: its default is {action.default!r}, which is not said")
         if (
