@@ -185,10 +185,14 @@ def _marks(found: Panels, asked: Asked) -> str:
     pairs = ", pairs of equal seed" * (asked.kind == "paired")
     many = "90 % bootstrap interval of the median" if min(counts) >= FEW else "least to largest"
     several = " (of fewer than five: least to largest)" if min(counts) < FEW <= max(counts) else ""
-    single = "" if asked.kind == "front" else "small: single seeds; "
+    single = (
+        "marks: medians; bars: "
+        if asked.kind == "front"
+        else "small: single seeds; large: median; bar or band: "
+    )
     line = "; line: those that no other beats in both" if asked.kind == "front" else ""
     what = "90 % bootstrap interval of the median" + several if max(counts) >= FEW else many
-    return f"{single}large: median; bar or band: {what}, {seeds} seeds{pairs}{line}"
+    return f"{single}{what}, {seeds} seeds{pairs}{line}"
 
 
 def _places(table: Table, names: Sequence[str]) -> list[list[int]]:
@@ -225,7 +229,8 @@ def curves_figure(found: Sequence[tuple[str, Lines]], asked: Asked, caption: str
                 convergence.draw(info, ax, look=looks[name], band=True)
             ax.set_title(_title(title, len(found)), fontsize=13)
         axes[0].set_xlim(left=0)
-        _label(axes, asked, rows=f"{asked.label}, median over ranks")
+        # What events tell is of no rank.
+        _label(axes, asked, rows=asked.label if "." in asked.y else f"{asked.label}, median over ranks")
         for ax in axes if asked.x == "time_s" else ():
             style.plain_seconds(ax)
         if asked.hue:

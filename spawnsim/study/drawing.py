@@ -123,10 +123,11 @@ def ask(
     elif x not in columns:
         Measure.of(x)  # refuses what is none
         kind = "front"
-    if heat or against:
-        if kind != "response" or not hue or hue == x:
-            raise ParameterError("a heat map and differences need two columns that vary: give --x and --hue")
-        kind = "heat" if heat else "paired"
+    if kind != "response" and (heat or against):
+        raise ParameterError(f"--x {x} with {'--heat' if heat else '--against'}: give a column that varies")
+    if heat and hue == x:
+        raise ParameterError("a heat map needs two columns that vary: give --x and --hue")
+    kind = "heat" if heat else "paired" if against else kind
     # Of a front, settings are points: what is left is their names, unless panels are asked for.
     facet = facet if facet or kind == "front" else tuple(left)
     pooled = [name for name in left if name not in facet and kind != "front"]
