@@ -218,7 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
     """Run this process's command line; does not return."""
-    alone = "--backend" not in sys.argv and "mpi4py.MPI" not in sys.modules  # no rank of a real job
+    # No rank of a real job, which a sweep itself never is unless MPI carries it.
+    alone = "--backend" not in sys.argv or sys.argv[1:2] == ["sweep"]
+    alone = alone and "mpi4py.MPI" not in sys.modules
     if {"run", "sweep", "study", "fuzz", "verify", "replay"} & set(sys.argv[1:2]) and alone:
         # Before any library is loaded: they read the variables once.
         use_one_thread()

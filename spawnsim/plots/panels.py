@@ -5,7 +5,7 @@ What a figure asks for is one value, `Asked`; the panels are drawn by `spawnsim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ class Asked:
         hue: the column that colours tell; of a heat map its rows.
         facet: the columns that panels tell.
         by: all columns in which runs differ, but the seed.
+        hues: all values of the hue, those that this figure leaves out, too: so one has its look in all figures.
         against: of "paired", the hue that the others are compared with.
         band: of "curves", what the bands are over: "seeds" or "ranks".
     """
@@ -49,6 +50,7 @@ class Asked:
     hue: str = ""
     facet: tuple[str, ...] = ()
     by: tuple[str, ...] = ()
+    hues: tuple[str, ...] = ()
     against: str = ""
     band: str = "seeds"
 
@@ -129,9 +131,17 @@ def figure(found: Panels, asked: Asked, caption: str = "") -> Figure:
 
     Returns:
         The figure, in the packaged style.
+
+    Raises:
+        ParameterError: no row has the measure.
     """
+    # What is not done, or was not recorded, has no panel.
+    told = [(title, table) for title, table in found if not np.isnan(numbers(table, asked.y)).all()]
+    if not told:
+        raise ParameterError(f"{asked.y}: no run that is done tells it")
+    found = told
     whole = {name: np.concatenate([np.asarray(table[name]) for _, table in found]) for name in found[0][1]}
-    looks = style.looks(map(str, sweeps.distinct(texts(whole, asked.hue))))
+    looks = _looks(asked, map(str, sweeps.distinct(texts(whole, asked.hue))))
     with style.talk():
         drawn, axes = _grid(len(found), tall=asked.kind == "front", shared=asked.kind != "heat")
         heights = numbers(whole, asked.y)
@@ -155,6 +165,13 @@ def figure(found: Panels, asked: Asked, caption: str = "") -> Figure:
         if asked.kind != "heat" and asked.hue and asked.hue != asked.x:
             _legend(drawn, looks, joined=asked.kind != "front" and whole[asked.x].dtype.kind in "if")
         return style.frame(drawn, asked.title(), "\n".join(filter(None, [caption, _marks(found, asked)])))
+
+
+def _looks(asked: Asked, drawn: Iterable[str]) -> dict[str, style.Look]:
+    """Return the looks of those that are drawn, in this order."""
+    names = list(dict.fromkeys(drawn))
+    every = style.looks([*asked.hues, *names])
+    return {name: every[name] for name in names}
 
 
 def _named(asked: Asked) -> list[str]:
@@ -218,7 +235,7 @@ def curves_figure(found: Sequence[tuple[str, Lines]], asked: Asked, caption: str
     Returns:
         The figure, in the packaged style.
     """
-    looks = style.looks(name for _, lines in found for name in lines)
+    looks = _looks(asked, (name for _, lines in found for name in lines))
     with style.talk():
         drawn, axes = _grid(len(found), shared=True)
         for ax, (title, lines) in zip(axes, found, strict=False):

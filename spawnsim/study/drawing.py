@@ -138,9 +138,10 @@ def ask(
         )
     if kind != "curves":
         Measure.of(y)
+    hues = tuple(_values(sweep, hue)) if hue else ()
     return Asked(
-        kind=kind, x=x, y=y, hue=hue, facet=facet, by=tuple(varied), against=against, band=band
-    )  # fmt: skip
+        kind=kind, x=x, y=y, hue=hue, facet=facet, by=tuple(varied), hues=hues, against=against, band=band
+    )
 
 
 def _values(sweep: Sweep, name: str) -> list[str]:
@@ -182,14 +183,22 @@ def draw(sweep: Sweep, asked: Asked) -> Drawn:
 
 def _curves(done: Sweep, asked: Asked) -> list[tuple[str, dict[str, list[convergence.Curve]]]]:
     found: dict[str, dict[str, list[convergence.Curve]]] = {}
+    lacking: list[ParameterError] = []
     for cell, run in done.runs():
         title = ", ".join(shown(name, cell.values.get(name)) for name in asked.facet)
         hue = _plain(cell.values.get(asked.hue)) if asked.hue else ""
-        if "." in asked.y and asked.y not in run.table:
-            info = convergence.of_events(run, asked.y, asked.x)
-        else:
-            info = convergence.curve(convergence.since_start(run), asked.y, over=asked.x)
+        try:
+            if "." in asked.y and asked.y not in run.table:
+                info = convergence.of_events(run, asked.y, asked.x)
+            else:
+                info = convergence.curve(convergence.since_start(run), asked.y, over=asked.x)
+        # What one policy records another may not: what there is, is drawn.
+        except ParameterError as error:
+            lacking.append(error)
+            continue
         found.setdefault(title, {}).setdefault(hue, []).append(info)
+    if not found:
+        raise lacking[0]
     return list(found.items())
 
 

@@ -193,13 +193,22 @@ class Sweep:
         Returns:
             Columns: parameters, circumstances, seed, "state", "outcome", what the run came to (virtual seconds,
             messages, bytes …), what it cost here ("wall_s", "peak_memory_B"), "folder", and one per measure. What a
-            cell that is not done does not tell is NaN.
+            cell that is not done, or has not recorded it, does not tell is NaN.
 
         Raises:
-            ParameterError: a measure is not understood, or of a column that a run has not.
+            ParameterError: a measure is not understood, or no run has what it is of.
         """
         asked = [Measure.of(text) for text in measures]
         rows: list[dict[str, Any]] = [self._row(cell, asked) for cell in self.cells]
+        for each in asked:
+            told = [row[each.text] for row in rows if row[each.text] is not None]
+            if told and all(isinstance(value, ParameterError) for value in told):
+                raise told[0]
+        # What one policy records another may not.
+        rows = [
+            {name: None if isinstance(value, Exception) else value for name, value in row.items()}
+            for row in rows
+        ]
         names = {name: None for row in rows for name in row}
         numbers = {*TOTALS, "wall_s", "peak_memory_B", *(each.text for each in asked)}
         return Table({name: column_of([row.get(name) for row in rows], name in numbers) for name in names})
@@ -215,7 +224,7 @@ class Sweep:
         row |= {"wall_s": cost["wall_s"], "peak_memory_B": cost["peak_memory_B"]}
         # The rows of a run are read only where something is worked out of them.
         run = Run.load(place) if any(each.needs_rows for each in measures) else None
-        return row | {each.text: each.value(run, told["totals"]) for each in measures}
+        return row | {each.text: _value(each, run, told["totals"]) for each in measures}
 
     def keep(self, cells: Sequence[Planned]) -> Sweep:
         """Return the sweep of some of its cells.
@@ -248,6 +257,14 @@ class Sweep:
             rows.append("".join(f"<td>{escape(value)}</td>" for value in values))
         body = "".join(f"<tr>{row}</tr>" for row in rows)
         return f"<p>{escape(repr(self))}</p><table><tr>{head}</tr>{body}</table>"
+
+
+def _value(measure: Measure, run: Run | None, totals: dict[str, Any]) -> float | ParameterError:
+    """Return a measure of a run, or why it has none."""
+    try:
+        return measure.value(run, totals)
+    except ParameterError as error:
+        return error
 
 
 def _planned(cell: Cell, label: str) -> Planned:

@@ -182,3 +182,14 @@ def test_panels_are_not_too_many():
     many["seed"] = np.arange(72)
     with pytest.raises(ParameterError, match="72 panels of seed: choose some"):
         panels.panels(many, ("seed",))
+
+
+def test_a_policy_has_one_look_in_all_figures_of_a_sweep():
+    """Also where another is left out, such as the one that differences are to."""
+    found = panels.panels({name: values[12:] for name, values in TIDY.items()}, ())
+    asked = Asked(kind="response", x="ratio", y="accuracy", hue="policy", hues=("groups", "average"))
+    alone = panels.figure(found, asked).axes[0].lines[-1].get_color()
+    names = np.where(TIDY["policy"] == "none", "groups", TIDY["policy"])
+    both = panels.figure(panels.panels({**TIDY, "policy": names}, ()), asked).axes[0].lines
+    assert alone == style.KNOWN["average"].colour
+    assert {line.get_color() for line in both} == {alone, style.LOOKS[1].colour}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import json
 import os
@@ -26,6 +27,7 @@ from spawnsim import cli
 from spawnsim.cli.run import parse
 from spawnsim.errors import ParameterError, StudyError, WorldError
 from spawnsim.options import choices, listed
+from spawnsim.record import Table
 from spawnsim.study import Cost, Store, Sweep, executors, grid, results
 from spawnsim.study.store import write_cost
 
@@ -448,6 +450,21 @@ def test_an_unfinished_sweep_is_drawn_and_says_what_is_missing(
         rows = list(csv.DictReader(file))
     assert len(rows) > 10
     assert len(Path(f"fig/{stem}.sh").read_text().splitlines()) in (1, 2)
+
+
+def test_what_one_policy_alone_has_recorded_is_drawn_of_it(half: Path, capsys: pytest.CaptureFixture[str]):
+    """Others have none; a column that no run has is an error."""
+    sweep = Sweep.load(half)
+    planned = sweep.cells[3]
+    run = synthetic.run("none", ranks=12, iterations=4)
+    rows = dict(run.table) | {"extra": run.table["loss"]}
+    dataclasses.replace(run, table=Table(rows)).save(sweep.store.root / planned.folder)
+    found = sweep.table("final:extra")["final:extra"]
+    assert np.flatnonzero(~np.isnan(found)).tolist() == [3]
+    for x in ("ratio", "time_s"):
+        assert cli.main(["plot", str(half), "--y", "extra", "--x", x, "--formats", "svg"]) == 0
+        assert cli.main(["plot", str(half), "--y", "extre", "--x", x, "--formats", "svg"]) == 2
+    assert "column 'extre' was not recorded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
