@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from spawnsim import units
 from spawnsim.errors import ParameterError
-from spawnsim.fidelity.advising import POLICIES, Advice, Case, Choice, Failures, advise, report
+from spawnsim.fidelity.advising import POLICIES, Advice, Budget, Case, Choice, Failures, advise, report
+from spawnsim.fidelity.converging import Need, by_time, converge
 from spawnsim.options import Parser
 from spawnsim.run.process_setup import stoppable
 from spawnsim.virtual.compute import Fixed, parse_stragglers
@@ -48,7 +49,18 @@ def main(argv: Sequence[str]) -> int:
         raise ParameterError(f"--seeds {options.seeds}: give at least 1")
     with stoppable():
         found = advise(case, choices, seeds=range(options.seeds), target=options.target)
-    sys.stdout.write((json.dumps(document(found)) if options.json else report(found)) + "\n")
+    needs = None
+    if options.live:
+        with stoppable():
+            needs = converge(case, choices, steps=options.live, seeds=range(options.seeds))
+    budget = None
+    if options.budget is not None:
+        budget = Budget(options.budget, options.ranks_per_node, options.price)
+    elif options.price is not None:
+        raise ParameterError("--price: of what? Give a --budget, too")
+    more = _more(found, case, budget, needs)
+    told = json.dumps(document(found) | more) if options.json else "\n".join([report(found), *_said(more)])
+    sys.stdout.write(told + "\n")
     if options.picture:
         draw(found, case, options.picture)
     return 0
@@ -58,6 +70,44 @@ def _step(step: object) -> float:
     if not isinstance(step, Fixed):
         raise ParameterError("this platform states no compute step: give --step, such as 300ms")
     return step.duration_s
+
+
+def _more(
+    found: Advice, case: Case, budget: Budget | None, needs: dict[Choice, Need] | None
+) -> dict[str, Any]:
+    """Return what a budget pays and what convergence needs, as JSON can hold it."""
+    more: dict[str, Any] = {}
+    if budget is not None:
+        paid = {str(row.choice): budget.steps(case, row.goodput) for row in found.rows}
+        more["budget"] = {"hours": budget.hours(case.ranks), "steps": paid}
+    if needs is not None:
+        more["live"] = [
+            {
+                "choice": str(choice),
+                "steps": needs[choice].steps,
+                "seconds": seconds,
+                "least": least,
+                "most": most,
+            }
+            for choice, seconds, least, most in by_time(found, needs, case.step_s)
+        ]
+    return more
+
+
+def _said(more: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines that say so."""
+    if "budget" in more:
+        yield f"the budget pays {more['budget']['hours']:.4g} h: " + "; ".join(
+            f"{steps:,.0f} steps {choice}" for choice, steps in more["budget"]["steps"].items()
+        )
+    if "live" in more:
+        lines = [
+            (f"{place}", each["choice"], f"{each['steps']:g}", f"{each['seconds']:.3g} s",
+             f"{each['least']:.3g} to {each['most']:.3g} s")
+            for place, each in enumerate(more["live"], start=1)
+        ]  # fmt: skip
+        yield "\nby the time until a small live training (digits, skewed shards) is as good as the worst becomes:"
+        yield units.text_table(("", "policy", "steps", "time", "interval"), lines, left=2)
 
 
 def _failures(text: str | None, per_node: int) -> Failures:
@@ -175,6 +225,12 @@ def parser() -> Parser:
         metavar="SHARE",
         help="of time computing, for break-even; default: 0.9",
     )
+    add("--budget", type=float, metavar="AMOUNT", help="node-hours, or money where --price is given")
+    add("--price", type=float, metavar="AMOUNT", help="of a node of --ranks-per-node ranks for an hour")
+    add(
+        "--live", type=int, default=0, metavar="STEPS",
+        help="train a small model for so many steps under each choice, and rank by the time until all are as good",
+    )  # fmt: skip
     add("--picture", type=Path, metavar="FILE", help="draw goodput against cadence: .png, .pdf or .svg")
     add("--json", action="store_true", help="print one JSON object")
     return parser

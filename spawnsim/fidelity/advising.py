@@ -324,7 +324,8 @@ def simulate(case: Case, choice: Choice, seed: int) -> Sample:
     return Sample(speed * left, float(computed_s.sum() / ends_s.sum()), wait_s, nbytes / (case.ranks * steps))
 
 
-def _policy(choice: Choice, case: Case) -> Any:
+def policy_of(choice: Choice, case: Case) -> Any:
+    """Return a choice's policy."""
     from spawnsim import policies
     from spawnsim.policies.rules.cadence import When
 
@@ -353,7 +354,7 @@ def _over_columns(case: Case, choice: Choice, seed: int) -> tuple[Any, Any, floa
         left_s[told.members] = told.left_s
 
     found = columnar.run(
-        _policy(choice, case),
+        policy_of(choice, case),
         ranks=case.ranks,
         iterations=case.rounds * choice.every,
         model_nbytes=_travelling(case, choice),
@@ -374,7 +375,7 @@ def _on_ranks(case: Case, choice: Choice, seed: int) -> tuple[Any, Any, float]:
 
     def main(comm: Any) -> None:
         model, optimizer = without_data(numbers)
-        policy, computed_s = _policy(choice, case), 0.0
+        policy, computed_s = policy_of(choice, case), 0.0
         for step in range(steps):
             with comm.compute() as block:
                 metric = float(comm.rng("metric").normal())
@@ -467,6 +468,35 @@ WORSE: dict[str, Callable[[Case], Case]] = {
     "stragglers x 2": lambda case: replace(case, stragglers=tuple(map(_worse_straggler, case.stragglers))),
     "failures x 2": _more_failures,
 }
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be spent: `amount` of node-hours, or of money at a `price` per node-hour.
+
+    Attributes:
+        amount: above 0.
+        ranks_per_node: a node that is begun is paid.
+        price: of a node-hour; None: the amount is node-hours.
+    """
+
+    amount: float
+    ranks_per_node: int
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        price = 1.0 if self.price is None else self.price
+        if not (0 < self.amount < math.inf and 0 < price < math.inf and self.ranks_per_node >= 1):
+            raise ParameterError(f"{self}: give an amount, a price and ranks of a node above 0")
+
+    def hours(self, ranks: int) -> float:
+        """Return how long so many ranks may run."""
+        nodes = -(-ranks // self.ranks_per_node)
+        return self.amount / (self.price or 1.0) / nodes
+
+    def steps(self, case: Case, goodput: float) -> float:
+        """Return how many steps it pays: hours over what a step takes, as far as they are not lost."""
+        return 3600.0 * self.hours(case.ranks) / case.step_s * goodput
 
 
 # -------------------------------------------------------------------------------------------------------------- words

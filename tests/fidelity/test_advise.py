@@ -17,6 +17,7 @@ from spawnsim.cli import main
 from spawnsim.errors import ParameterError
 from spawnsim.fidelity import advising
 from spawnsim.fidelity.advising import (
+    Budget,
     Case,
     Choice,
     Failures,
@@ -27,6 +28,7 @@ from spawnsim.fidelity.advising import (
     report,
     simulate,
 )
+from spawnsim.fidelity.converging import by_time, converge
 from spawnsim.policies import AverageAllPolicy
 from spawnsim.virtual.collectives import Selection
 from spawnsim.virtual.compute import Lognormal, Slow, Speed, parse_stragglers
@@ -181,6 +183,60 @@ def test_links_that_change_are_halved_as_they_are() -> None:
     assert slower.inter == link.farther(0.0, 0.5)
     assert slower.inter.trace.rows == ((0.0, 5e7, 1e-3), (9.0, 2.5e7, 2e-3))  # type: ignore[attr-defined]
     assert other_costs(case.platform.network) is None
+
+
+def test_a_budget_pays_steps() -> None:
+    """100 node-hours on three nodes of four: 33 h 20 min, of steps of 0.1 s at 80 % goodput; or 250 at 2.50 an hour."""
+    hours = Budget(100.0, 4)
+    assert hours.hours(12) == pytest.approx(100 / 3)
+    assert hours.steps(CASE, 0.8) == pytest.approx(100 / 3 * 3600 / 0.1 * 0.8)
+    assert Budget(250.0, 4, price=2.5).steps(CASE, 0.8) == hours.steps(CASE, 0.8)
+    assert hours.hours(9) == hours.hours(12)
+    for wrong in ((0.0, 4, None), (1.0, 0, None), (1.0, 4, 0.0), (math.inf, 1, None)):
+        with pytest.raises(ParameterError, match="above 0"):
+            Budget(*wrong)
+
+
+def test_a_small_training_tells_what_a_cadence_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    """On skewed shards rare averages need more steps; time is steps over goodput; on a fast link the frequent one wins."""
+    choices = [Choice("average", 1), Choice("average", 40, 4.0), Choice("average", 40)]
+    needs = converge(CASE, choices, steps=80, seeds=(0,))
+    assert needs == converge(CASE, choices, steps=80, seeds=(0,))
+    assert needs[choices[1]] == needs[choices[2]]  # compression is not applied
+    assert needs[choices[0]].steps < needs[choices[1]].steps == 80
+    advice = advise(CASE, choices, seeds=(0,))
+    for choice, seconds, least, most in by_time(advice, needs, CASE.step_s):
+        row = next(row for row in advice.rows if row.choice == choice)
+        assert seconds == pytest.approx(0.1 * needs[choice].steps / row.goodput)
+        assert least <= seconds <= most
+    command = [
+        "advise",
+        "-n",
+        "8",
+        "--model",
+        "1 MB",
+        "--step",
+        "100ms",
+        "--every",
+        "1,40",
+        "--seeds",
+        "1",
+        "--live",
+        "80",
+    ]
+    assert main([*command, "--budget", "16", "--price", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "the budget pays 8 h: " in told
+    ranking = told.partition("as good as the worst")[2].splitlines()
+    assert "average, every 1 " in ranking[2]
+    assert main([*command, "--json"]) == 0
+    assert [each["choice"] for each in json.loads(capsys.readouterr().out)["live"]][0] == "average, every 1"
+    for wrong, said in (
+        ([*command, "--price", "2"], "Give a --budget"),
+        ([*command[:-1], "30"], "--live 30: give at least 25 steps, and as many as the rarest exchange, 40"),
+    ):
+        assert main(wrong) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_published_rates() -> None:
