@@ -1,8 +1,8 @@
 """The convergence side of advice: how many steps a small live training needs under each choice, until all are as good.
 
 Handwritten digits on at most eight live virtual ranks, whose shards differ in their mixtures of classes (Dirichlet,
-0.3), trained under the choice's own policy and cadence. It shows the direction in which a cadence moves convergence, and
-roughly how far; a large model's own curve it is not.
+0.3), trained under the choice's own policy and cadence. It shows the direction in which a cadence moves convergence;
+a large model's own curve it is not.
 """
 
 from __future__ import annotations
