@@ -109,7 +109,7 @@ def waiting(sizes, seeds, iterations):
                 )
                 rows.append({
                     "noise": noise, "policy": policy, "ranks": ranks, "took": float(rounds.mean()),
-                    "expected": expected(noise, every, ranks), "error": error(noise, rounds),
+                    "expected": expected(noise, every, ranks), "error": error(noise, ranks, rounds),
                 })  # fmt: skip
     return rows
 
@@ -125,10 +125,13 @@ def round_lengths(every, noise, ranks, drawn):
     return np.diff(left)  # without the first one: an average is due in the first iteration already
 
 
-def error(noise, rounds):
-    """Return the standard error of a mean makespan: over rounds; over seeds, where who is slow is drawn once."""
-    values = rounds.mean(1) if noise.startswith("slow") else rounds.ravel()
-    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.inf
+def error(noise, ranks, rounds):
+    """Return the standard error of a mean makespan; where who is slow is drawn once for all rounds, the exact one."""
+    if noise.startswith("slow"):
+        share, factor = (float(each) for each in noise.partition(":")[2].split(","))
+        none = (1 - share) ** ranks
+        return (factor - 1) * math.sqrt(none * (1 - none) / len(rounds))
+    return float(rounds.std(ddof=1) / math.sqrt(rounds.size))
 
 
 def expected(noise, every, ranks):
@@ -212,7 +215,7 @@ def exchanges(network, sizes):
             ("gossip, one peer", lambda: GossipPolicy(10, graph=graphs.one_peer_exponential)),
             ("selective", LIVE["selective"][0]),
         ):
-            if ranks <= 512:
+            if ranks <= 64:
                 beyond = 20 * (seconds(make, ranks, NETWORKS[network], (1, None, PARAMETERS)) - 1) / 2
                 rows.append({"network": network, "policy": policy, "ranks": ranks, "exchange_s": beyond})
     return rows
@@ -276,7 +279,8 @@ def network_figure(rows):
             ax.set_title(network)
             ax.set_xscale("log", base=2)
             ax.set_xlabel("ranks")
-            ax.set_xticks([row["ranks"] for row in mine], [f"{row['ranks']:,}" for row in mine])
+            sizes = sorted({row["ranks"] for row in rows})
+            ax.set_xticks(sizes, [f"{size:,}" for size in sizes])
         axes[0].set_ylim(0)
         axes[0].set_ylabel("seconds per exchange, mean rank")
         axes[0].legend(frameon=False)

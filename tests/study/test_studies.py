@@ -6,9 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import spawnsim
+from spawnsim.cli import study as commands
 from spawnsim.errors import ParameterError
 from spawnsim.random import Streams
 from spawnsim.run.program import load
@@ -132,3 +134,128 @@ def test_digits_judges_the_mean_of_all_models_under_each_policy(policy):
     assert 0.1 * len(found) > run.table["time_s"].max() > 0.4 - 1e-6
     assert found[0]["accuracy"] < 0.3 < 0.5 < found[-1]["accuracy"]
     assert run.totals["iterations"] == 40
+
+
+# ------------------------------------------------------------------------------- studies: what they reckon, and say
+def inside(name):
+    """Return the names of a study's file."""
+    return commands.load(STUDIES / f"{name}.py").__globals__
+
+
+@pytest.mark.parametrize(
+    ("noise", "every", "draw"),
+    [
+        ("exponential:0.5", 1, lambda rng, shape: 0.5 + 0.5 * rng.standard_exponential(shape)),
+        ("exponential:1", 10, lambda rng, shape: rng.standard_gamma(10, shape) / 10),
+        ("lognormal:0.3", 1, lambda rng, shape: rng.lognormal(-0.045, 0.3, shape)),
+        ("pareto:2.5", 1, lambda rng, shape: 0.6 * (1 + rng.pareto(2.5, shape))),
+        ("bimodal:0.01,10", 1, lambda rng, shape: np.where(rng.random(shape) < 0.01, 10.0, 1.0)),
+        ("slow:0.02,5", 10, lambda rng, shape: np.where(rng.random(shape) < 0.02, 5.0, 1.0)),
+    ],
+)
+def test_the_largest_of_37_draws_has_the_closed_form(noise, every, draw):
+    """Against 20,000 drawings, within five standard errors."""
+    largest = draw(np.random.default_rng(7), (20_000, 37)).max(1)
+    scaling = inside("scaling")
+    assert scaling["NOISES"].keys() >= {noise} or noise == "exponential:0.5"
+    if noise == "exponential:1":
+        assert scaling["expected"](noise, 1, 3) == pytest.approx(11 / 6)
+    assert abs(scaling["expected"](noise, every, 37) - largest.mean()) < 5 * largest.std() / 20_000**0.5
+
+
+def test_synchronous_rounds_last_as_long_as_their_slowest_rank():
+    """One of 12 ranks is ten times slower: each round of one step is 10 s, of ten steps 100 s."""
+    lengths = inside("scaling")["round_lengths"]
+    assert lengths(1, "rank:3,10", 12, (1, 5)) == pytest.approx([10.0] * 4, rel=1e-4)
+    assert lengths(10, "rank:3,10", 12, (1, 31)) == pytest.approx([100.0] * 3, rel=1e-4)
+
+
+def test_the_table_of_networks_says_what_it_shows():
+    """Equal but for rounding is no ranking; the title counts the cases, and the caption tells the ranks."""
+    networks = inside("networks")
+    assert networks["ranking"]({"average, ring": 2.001, "average, doubling": 2.0, "selective": 1.0}) == [
+        "selective", "average, ring", "average, doubling",
+    ]  # fmt: skip
+
+    def rows(*times):
+        ways = [dict(zip(networks["WAYS"], each, strict=True)) for each in times]
+        return [
+            {
+                "platform": "p",
+                "size": "1 MB",
+                "model": model,
+                "ms": took,
+                "ranking": networks["ranking"](took),
+            }
+            for model, took in zip(networks["MODELS"], ways, strict=True)
+        ]
+
+    drawn = networks["figure"](rows((1, 2, 3), (2, 1, 3)), 8)
+    assert "decides the ranking in 1 of 1" in drawn.get_suptitle()
+    assert "8 virtual ranks" in drawn.get_supxlabel()
+    assert "rank alike" in networks["title"](rows((1, 2, 3), (4, 5, 6)))
+
+
+def test_a_rank_that_is_away_costs_the_others_little_if_nobody_waits():
+    """12 ranks, one is away for 10 s of 120: the average waits for its return to be known, replacement does not stop."""
+    study = inside("faults_goodput")
+    shares = {}
+    for policy in ("average, each step", "selective, each 10 steps"):
+        assert study["goodput"]("Hockney", policy, np.inf, (12, 1)) == (pytest.approx(1.0, abs=0.02), 0)
+        run = spawnsim.run(
+            study["main"], ranks=12, deadline_s=1e6, faults="crash:7@50.5s; restart:7@60.5s",
+            parameters={"policy": policy},
+        )  # fmt: skip
+        assert [each["kind"] for each in run.events if each["kind"] in ("crash", "restart")] == ["crash", "restart"]
+        shares[policy] = run.table.rows / (12 * 120)
+    assert 0.94 < shares["average, each step"] <= shares["selective, each 10 steps"] < 1 - 9 / 1440
+
+
+def test_the_verdict_between_two_policies_is_of_paired_differences(monkeypatch):
+    """Five seeds: ahead in each of them, behind in each, or neither; a straggler's rows are also by iterations."""
+    study = inside("selective_or_average")
+    setting = study["Setting"]("some", modes=True)
+    seeds = range(5)
+    runs = {
+        (setting, "Hockney", policy, seed): (policy, seed)
+        for policy in setting.policies("Hockney") for seed in seeds
+    }  # fmt: skip
+    for gains, verdict in (
+        ([1, 2, 3, 1, 2], "wins"),
+        ([-1, -2, -3, -1, -2], "loses"),
+        ([1, -2, 0, 1, -1], "level"),
+    ):
+        monkeypatch.setitem(
+            study, "modes", lambda run, _, gains=gains: 9 * run[1] + gains[run[1]] * (run[0] == "selective")
+        )
+        assert study["compared"](setting, runs, "Hockney", seeds, True)["verdict"] == verdict
+    names = [each.name for each in study["SETTINGS"]]
+    assert len(set(names)) == len(names)
+
+
+def test_what_a_policy_came_to_is_the_higher_of_median_rank_and_mean_model():
+    """At a time: rows and judgements that come later do not count, and who has no row yet counts as 0."""
+    study = inside("selective_or_average")
+    table = {
+        "rank": np.array([0, 0, 1, 2]), "time_s": np.array([0.1, 0.9, 0.2, 2.0]),
+        "accuracy": np.array([0.3, 0.5, 0.6, 0.9]),
+    }  # fmt: skip
+    events = [
+        {"kind": "consensus", "at_s": at, "accuracy": each}
+        for at, each in ((0.0, 0.1), (0.5, 0.4), (1.5, 0.8))
+    ]
+    run = SimpleNamespace(table=table, events=events)
+    assert study["accuracy"](run, 1.0) == 0.5
+    assert study["accuracy"](run, 0.15) == 0.1
+    assert study["accuracy"](run, np.inf) == 0.8
+
+
+@pytest.mark.parametrize("strategy", ["none", "weighted_mean", "pbt"])
+def test_settings_of_replacement_are_tried_on_ranks_whose_rates_differ(strategy):
+    """12 ranks, 20 iterations: two measurements each, and donors as the strategy has them."""
+    how = {"strategy": strategy, "iterations": 20, "every": 5}
+    run = spawnsim.run(STUDIES / "selective_settings.py", ranks=12, seed=7, compute="10 ms", parameters=how)
+    assert np.count_nonzero(~np.isnan(run.table["accuracy"])) == 24
+    donors = [len(event["donors"]) for event in run.events if event["kind"] == "replacement"]
+    assert (len(donors) > 0) == (strategy != "none")
+    assert all(count == 1 if strategy == "pbt" else count > 1 for count in donors)

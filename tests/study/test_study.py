@@ -9,7 +9,6 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support import synthetic
 
@@ -380,21 +379,6 @@ def test_workers_use_one_thread_each_unless_told_otherwise(monkeypatch: pytest.M
 
 
 # ------------------------------------------------------------------------------------------- what studies draw
-
-
-@pytest.mark.parametrize(
-    ("table", "says"),
-    [
-        ([[1, 2, 3], [2, 1, 3]], "The network model decides the ranking"),
-        ([[1, 2, 3], [4, 5, 6]], "rank alike"),
-    ],
-)
-def test_the_networks_figure_says_what_its_bars_say(table: list[list[float]], says: str):
-    """Its title and the size in its caption are those of the data, also of --quick's."""
-    figure = commands.load(commands.find("networks")).__globals__["figure"]
-    drawn = figure(np.array(table, dtype=float), 8, 256 * 2**10)
-    assert says in drawn.get_suptitle()
-    assert "256 KiB" in drawn.get_supxlabel()
 
 
 def test_a_pool_tells_its_processes_to_use_one_thread_and_leaves_the_environment_alone(monkeypatch):
