@@ -4,11 +4,11 @@
 
 The question: what does a failure cost the ranks that did not fail?
 
-The method: timing alone, 16 ranks (8 with --quick), steps of 1 s for 120 s. Each rank fails at random (Poisson) and is
-back 10 s later with nothing. Whoever notices a death, or that somebody joins, recovers: all meet, agree on who is there
-and on the step, and go on. Goodput is the time that all ranks spent in steps that they finished, over all time of all
-ranks; beside it the share of time in which a rank is alive, 1/(1 + repair/MTBF), which no policy can exceed. Both network
-models, seeds with their range.
+The method: timing alone, 16 ranks (8 with --quick), steps of 1 s for 120 s. Each rank fails at random (Poisson) and
+is back 10 s later with nothing. Whoever notices a death, or that somebody joins, recovers: all meet, agree on who is
+there and on the step, and go on. Goodput is the time that all ranks spent in steps that they finished, over all time
+of all ranks; beside it the share of time in which a rank is alive, 1/(1 + repair/MTBF), which no policy can exceed.
+Both network models, seeds with their range.
 
 The finding: FINDING
 """

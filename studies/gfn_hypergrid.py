@@ -11,8 +11,8 @@ of modes that a rank has found. With `gradients=True` every step averages gradie
 
 The study asks what torchgfn's authors ask of their own runs: how many modes all ranks have found together, over
 iterations and by policy; how many iterations it takes to find all, by the number of ranks; what is learnt beside the
-reward. The method: HyperGrid 2 x 8 x 8 (4 mode states), an exchange every 10 iterations, over seeds. What is learnt is
-counted from where the last tenth of the trajectories of all ranks ended.
+reward. The method: HyperGrid 2 x 8 x 8 (4 mode states), an exchange every 10 iterations, over seeds. What is learnt
+is counted from where the last tenth of the trajectories of all ranks ended.
 
 FINDING
 """
@@ -244,5 +244,5 @@ def learnt_figure(runs):
             ax.set_yticks([])
             ax.grid(visible=False)
         drawn.colorbar(mesh, ax=axes, label="probability", shrink=0.8, pad=0.01)
-        caption = f"torchgfn, HyperGrid 2 x {HEIGHT} x {HEIGHT} · where the last tenth of all trajectories ended, one seed"
+        caption = f"torchgfn, HyperGrid 2 x {HEIGHT} x {HEIGHT} · where the last tenth of trajectories ended, one seed"
         return style.frame(drawn, "What the ranks have learnt, beside the reward", caption)

@@ -4,17 +4,17 @@
 
 The question: which way of exchanging is the quickest, and does the answer depend on how a message's cost is modelled?
 
-The method: timing alone, 16 ranks, an exchange in each iteration of 10 ms, models of 10 kB to 100 MB. Averaging by a ring
-moves the fewest bytes, by recursive doubling sends the fewest messages; selective replacement (a fifth of the ranks)
-waits for nobody. Five presets, and a stack that costs a processor 150 µs a message. Under Hockney (α, β) a message costs
-nothing but its wire. Under LogGP the same α is split: 40 % of it, but 20 µs at most, are spent by the processor at each
-end (for the heavy stack 150 µs beside the wire), and the next message waits for as long.
+The method: timing alone, 16 ranks, an exchange in each iteration of 10 ms, models of 10 kB to 100 MB. Averaging by a
+ring moves the fewest bytes, by recursive doubling sends the fewest messages; selective replacement (a fifth of the
+ranks) waits for nobody. Five presets, and a stack that costs a processor 150 µs a message. Under Hockney (α, β) a
+message costs nothing but its wire. Under LogGP the same α is split: 40 % of it, but 20 µs at most, are spent by the
+processor at each end (for the heavy stack 150 µs beside the wire), and the next message waits for as long.
 
 The finding: hardly. The ranking is the same in 17 of 18 cases: selective replacement first, as nobody waits (a model
-that travels for longer than the run is not waited for either), doubling before the ring up to some size, the ring from
-there on. The model decides where messages cost the processor much and the size is near that border: 1 MB over the heavy
-stack, where the ring's many messages cost more than its bytes save, which Hockney cannot see. There a ranking that is
-reported under one model only is the model's.
+that travels for longer than the run is not waited for either), doubling before the ring up to some size, the ring
+from there on. The model decides where messages cost the processor much and the size is near that border: 1 MB over
+the heavy stack, where the ring's many messages cost more than its bytes save, which Hockney cannot see. There a
+ranking that is reported under one model only is the model's.
 """
 
 from dataclasses import replace

@@ -2,19 +2,20 @@
 
     spawnsim study scaling [--quick]
 
-The question: how long does an iteration take as ranks are added, (a) if steps are noisy and the network is quick, (b) if
-steps are even and 100 MB travel over 10 Gbit/s?
+The question: how long does an iteration take as ranks are added, (a) if steps are noisy and the network is quick, (b)
+if steps are even and 100 MB travel over 10 Gbit/s?
 
 The method: timing alone, models without memory. (a) Steps of 1 s in the mean, under five kinds of noise. Synchronous
 rounds (average after each step, after 10) over columns, 100 iterations; their makespan per iteration against the
-expectation of the largest of N draws: H_N for exponential steps, Γ(N + 1) for Pareto, an integral for the others, with
-Erlang's distribution for ten steps. Policies that wait for one other rank or for nobody on ordinary virtual ranks, 20
-iterations, up to 512 (selective replacement: 4,096). (b) One exchange in 10 steps of 1 s, under two network models.
+expectation of the largest of N draws: H_N for exponential steps, Γ(N + 1) for Pareto, an integral for the others,
+with Erlang's distribution for ten steps. Policies that wait for one other rank or for nobody on ordinary virtual
+ranks, 20 iterations, up to 512 (selective replacement: 4,096). (b) One exchange in 10 steps of 1 s, under two network
+models.
 
-The finding: the closed forms hold at every number of ranks. Waiting for all after each step costs the factor H_N, 8.9 at
-4,096 ranks, after 10 steps 2.4; nobody escapes a partner altogether (gossip with one peer: 2 to 3), and who waits for
-nobody keeps the pace of the mean step, whatever the number. Persistent stragglers are another matter: there rarer rounds
-do not help. What an average moves hardly grows with the ranks; a replacement costs the replaced alone.
+The finding: the closed forms hold at every number of ranks. Waiting for all after each step costs the factor H_N, 8.9
+at 4,096 ranks, after 10 steps 2.4; nobody escapes a partner altogether (gossip with one peer: 2 to 3), and who waits
+for nobody keeps the pace of the mean step, whatever the number. Persistent stragglers are another matter: there rarer
+rounds do not help. What an average moves hardly grows with the ranks; a replacement costs the replaced alone.
 """
 
 import math
@@ -82,16 +83,16 @@ def study(context: Context) -> None:
     last = {row["policy"]: row["took"] for row in noise if (row["noise"], row["ranks"]) == (FIRST, most)}
     alone = [row["took"] for row in noise if row["policy"] == "selective"]
     context.claim(
-        "A synchronous round of N ranks lasts as long as the largest of N draws: H_N steps if these are exponential; who "
-        "waits for nobody keeps the pace of the mean step",
+        "A synchronous round of N ranks lasts as long as the largest of N draws: H_N steps if these are exponential; "
+        "who waits for nobody keeps the pace of the mean step",
         source="arXiv 1512.02673 (H_N), 1404.1328 (Pareto)",
         checks={
             "closed forms within 99.9 % intervals": float(np.mean(inside)) > 0.97,
             "the pace of the mean step": max(abs(each - 1) for each in alone) < 0.1,
         },
         found=f"{sum(inside)} of {len(inside)} makespans within their intervals ({sizes[0]} to {most:,} ranks, "
-        f"{len(NOISES)} kinds of noise, {len(seeds)} seeds; off by {100 * float(np.median(apart)):.1f} % in the median, "
-        f"{100 * max(apart):.0f} % at most); at {most:,} ranks, exponential: "
+        f"{len(NOISES)} kinds of noise, {len(seeds)} seeds; off by {100 * float(np.median(apart)):.1f} % in the "
+        f"median, {100 * max(apart):.0f} % at most); at {most:,} ranks, exponential: "
         + ", ".join(f"{policy} {took:.2f}" for policy, took in last.items()) + " mean steps an iteration",
     )  # fmt: skip
 

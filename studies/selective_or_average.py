@@ -2,22 +2,23 @@
 
     spawnsim study selective_or_average [--quick] [--jobs N]
 
-The question: does selective replacement get further than averaging in the same time, and in which settings does it lose?
+The question: does selective replacement get further than averaging in the same time, and in which settings does it
+lose?
 
-The method: 16 ranks learn digits, 100 iterations of 10 ms, and exchange every 10. "average": the mean of all, in step.
-"selective": the worst quarter, by accuracy on images that are the same for all, takes the mean of up to eight others.
-Beside them nothing ("none"), and the mean of all without waiting ("clock", every 100 ms). What a policy has come to is
-the accuracy of the median rank or of the mean of all models, whichever is higher, on other images; by the time at which
-an unhindered rank ends, and, with a straggler, after equally many iterations too. 8 samplers look for the 16 modes of
-HyperGrid 4 x 8: the number that all have found together. Same seeds for all policies, so differences are paired; a
-win is a 90 % bootstrap interval of their median above zero. Times under two models of one network.
+The method: 16 ranks learn digits, 100 iterations of 10 ms, and exchange every 10. "average": the mean of all, in
+step. "selective": the worst quarter, by accuracy on images that are the same for all, takes the mean of up to eight
+others. Beside them nothing ("none"), and the mean of all without waiting ("clock", every 100 ms). What a policy has
+come to is the accuracy of the median rank or of the mean of all models, whichever is higher, on other images; by the
+time at which an unhindered rank ends, and, with a straggler, after equally many iterations too. 8 samplers look for
+the 16 modes of HyperGrid 4 x 8: the number that all have found together. Same seeds for all policies, so differences
+are paired; a win is a 90 % bootstrap interval of their median above zero. Times under two models of one network.
 
 The finding: it depends on what differs among ranks. Where learning rates differ so much that some ranks run away, an
 average takes these in and is lost, and replacement wins by far. With a rank that is ten times slower it wins by the
 clock, as nobody waits; but so does an average that does not wait, which is ahead where data differ, too. Where data
-differ it loses, the more clearly the more they do: what a replaced rank takes over knows the donors' digits and not its
-own. On even data with even rates it does not matter. After equally many iterations a straggler changes nothing of this.
-MODESFINDING
+differ it loses, the more clearly the more they do: what a replaced rank takes over knows the donors' digits and not
+its own. On even data with even rates it does not matter. After equally many iterations a straggler changes nothing of
+this. MODESFINDING
 """
 
 from collections.abc import Mapping
@@ -114,7 +115,7 @@ def study(context: Context) -> None:
         source="this project's own question",
         checks={f"{row['name']}, {row['network']}": row["verdict"] == "wins" for row in rows if row["by_time"]},
         found="; ".join(
-            f"**{verdict}** by " + ", ".join(f"{row['told']} ({row['name']}, {row['network']}{row['others']})" for row in some)
+            f"**{verdict}** by " + ", ".join("{told} ({name}, {network}{others})".format(**row) for row in some)
             for verdict, some in by_verdict.items() if some
         ) + f"; median of paired differences with its 90 % interval, {len(seeds)} seeds; accuracy of digits, or modes",
     )  # fmt: skip
@@ -208,8 +209,8 @@ def figure(rows, seeds):
             ax.set_xlabel("accuracy" if name == "digits" else "modes found together, of 16")
         axes[0, 0].legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1.0))
         caption = (
-            "16 ranks learn digits for 1 s of virtual time, 8 look for modes · an exchange every 10 iterations of 10 ms · "
-            f"marks: median of {len(seeds)} seeds; bars: its 90 % interval · right: selective less average, paired"
+            "16 ranks learn digits for 1 s of virtual time, 8 look for modes · an exchange each 10 iterations of 10 ms "
+            f"· marks: median of {len(seeds)} seeds; bars: its 90 % interval · right: selective less average, paired"
         )
         return style.frame(
             drawn, "Replace the worst, or average all? It depends on what differs among ranks", caption

@@ -3,25 +3,26 @@
     spawnsim study selective_settings [--quick]
     spawnsim run studies/selective_settings.py --ranks 16 --compute "10 ms" --set strategy=pbt --seed 7 --out runs/a
 
-The question: which cadence, ratio and strategy are best where replacement is worth while (learning rates differ, σ 2),
-how much does it matter that a donor's weights are old when they come, and how many of the first models have
+The question: which cadence, ratio and strategy are best where replacement is worth while (learning rates differ, σ
+2), how much does it matter that a donor's weights are old when they come, and how many of the first models have
 descendants at the end?
 
 The method: 10 ranks learn digits, 40 iterations of 10 ms, judged by accuracy on images that are the same for all; the
-accuracy of the median rank on other images. "mean" and "weighted_mean" of up to 8 survivors, "best_only", and population
-based training ("pbt": one of the best quarter, and its learning rate times 0.8 or 1.2). Every combination of cadence and
-ratio, over seeds. Age: models that travel for longer. Descent: the events of one run each (`plots/genealogy.py`).
+accuracy of the median rank on other images. "mean" and "weighted_mean" of up to 8 survivors, "best_only", and
+population based training ("pbt": one of the best quarter, and its learning rate times 0.8 or 1.2). Every combination
+of cadence and ratio, over seeds. Age: models that travel for longer. Descent: the events of one run each
+(`plots/genealogy.py`).
 
 The finding: often and many (docs/claims.md). A replaced rank keeps its own learning rate unless it takes over the
-donor's, so it runs away again: what heals is that the next round comes soon. Weights that are a few iterations old do no
-harm; those as old as the training was long when they were sent are worth no more than none. The strategies differ less
-in what is learnt than in descent: "best_only" leaves two founders in effect, a mean most of them.
+donor's, so it runs away again: what heals is that the next round comes soon. Weights that are a few iterations old do
+no harm; those as old as the training was long when they were sent are worth no more than none. The strategies differ
+less in what is learnt than in descent: "best_only" leaves two founders in effect, a mean most of them.
 """
 
 import numpy as np
 
 import spawnsim
-from spawnsim.plots import genealogy, series, style
+from spawnsim.plots import genealogy, series, style, sweeps
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, PopulationBasedTrainingPolicy
 from spawnsim.study import Context
 from spawnsim.virtual.network import Hockney, Switch
@@ -122,34 +123,31 @@ def told(row):
 
 # ----------------------------------------------------------------------------------------------------------- figures
 def heat_figure(rows, axes_of, nothing, seeds):
-    """A heat map of cadence × ratio per strategy: the median accuracy over seeds, with its interval in each cell."""
+    """A heat map of cadence × ratio per strategy: the median accuracy over seeds, its interval below it."""
     from matplotlib.figure import Figure
 
     cadences, ratios = axes_of
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
     low = min(nothing["median"], *(row["median"] for row in rows))
+    names = tuple(f"{ratio:.0%}" for ratio in ratios), tuple(map(str, cadences))
     with style.talk():
-        drawn = Figure(figsize=(3.6 * len(strategies) + 1, 4.8))
+        drawn = Figure(figsize=(3.2 * len(strategies) + 0.6, 4.8))
         axes = drawn.subplots(1, len(strategies), sharey=True, squeeze=False)[0]
         for ax, strategy in zip(axes, strategies, strict=True):
             mine = {(row["every"], row["ratio"]): row for row in rows if row["strategy"] == strategy}
             values = np.array([[mine[every, ratio]["median"] for ratio in ratios] for every in cadences])
-            mesh = ax.imshow(values, cmap="Blues", vmin=low, vmax=1.0, aspect="auto")
-            for (down, across), value in np.ndenumerate(values):
-                row = mine[cadences[down], ratios[across]]
-                ink = "white" if (value - low) / (1 - low) > 0.6 else "#333333"
-                ax.text(across, down, f"{value:.2f}\n{row['low']:.2f} to {row['high']:.2f}", ha="center", va="center",
-                        color=ink, fontsize=9)  # fmt: skip
-            ax.set_xticks(range(len(ratios)), [f"{ratio:.0%}" for ratio in ratios])
-            ax.set_yticks(range(len(cadences)), [str(each) for each in cadences])
+            sweeps.draw_heat(sweeps.Heat(*names, values), ax, limits=(low, 1.0))
+            for (up, across), value in np.ndenumerate(values):
+                row = mine[cadences[up], ratios[across]]
+                ink = "white" if value - low > 0.55 * (1 - low) else "#222222"  # as the number above it
+                text = f"{row['low']:.2f} to {row['high']:.2f}"
+                ax.text(across, up - 0.22, text, ha="center", va="center", color=ink, fontsize=8)
             ax.set_xlabel("ranks replaced a round")
             ax.set_title(NAMES[strategy])
-            ax.grid(visible=False)
         axes[0].set_ylabel("iterations between rounds")
-        drawn.colorbar(mesh, ax=axes, label="accuracy of the median rank", pad=0.01)
         caption = (
-            f"digits, learning rates differ (σ {SPREAD:g}) · {ITERATIONS} iterations · median of "
-            f"{style.counted(len(seeds), 'seed')}, below it {nothing['kind']} · no exchange: {told(nothing)}"
+            f"accuracy of the median rank · digits, learning rates differ (σ {SPREAD:g}) · {ITERATIONS} iterations · "
+            f"median of {style.counted(len(seeds), 'seed')}, below it {nothing['kind']} · no exchange: {told(nothing)}"
         )
         return style.frame(drawn, "How often, how many, from whom", caption)
 

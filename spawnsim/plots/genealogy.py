@@ -166,7 +166,7 @@ def draw_tree(info: Genealogy, ax: Axes | None = None) -> Axes:
         founder: look.colour for founder, look in zip(families[: len(style.LOOKS)], style.LOOKS, strict=False)
     }
     # Families side by side, the largest at the bottom: rows in order of ranks would be a thicket of crossing lines.
-    order = np.lexsort((np.arange(ranks), [families.index(founder) for founder in info.leading[-1].tolist()]))
+    order = np.argsort([families.index(founder) for founder in info.leading[-1].tolist()], kind="stable")
     row = np.argsort(order)
     edges = np.append(info.time_s, max(info.end_s, info.time_s[-1]))
     width = float(np.clip(150 / ranks, 0.6, 4))
@@ -251,8 +251,8 @@ def figure(runs: Mapping[str, Recorded], title: str = "") -> Figure:
         for ax in axes[:, 1:].ravel():
             ax.set_ylabel("")
         caption = (
-            f"{grouped([*runs.values()]).caption()}\ncolour: the founder whose first model a rank mostly descends "
-            f"from, the {len(style.LOOKS)} with most heirs; grey: others · effective number of founders: 1/Σp² of their "
-            "shares; dashed: ranks and donors drawn at random"
+            f"{grouped([*runs.values()]).caption()}\ncolour: the founder whose first model a rank mostly "
+            f"descends from, the {len(style.LOOKS)} with most heirs; grey: others · effective number of founders: "
+            "1/Σp² of their shares; dashed: ranks and donors drawn at random"
         )
         return style.frame(drawn, title or "Who descends from whom", caption)

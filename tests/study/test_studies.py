@@ -197,7 +197,7 @@ def test_the_table_of_networks_says_what_it_shows():
 
 
 def test_a_rank_that_is_away_costs_the_others_little_if_nobody_waits():
-    """12 ranks, one is away for 10 s of 120: the average waits for its return to be known, replacement does not stop."""
+    """12 ranks, one is away for 10 s of 120: an average waits for its death to be known, replacement goes on."""
     study = inside("faults_goodput")
     shares = {}
     for policy in ("average, each step", "selective, each 10 steps"):
@@ -206,7 +206,10 @@ def test_a_rank_that_is_away_costs_the_others_little_if_nobody_waits():
             study["main"], ranks=12, deadline_s=1e6, faults="crash:7@50.5s; restart:7@60.5s",
             parameters={"policy": policy},
         )  # fmt: skip
-        assert [each["kind"] for each in run.events if each["kind"] in ("crash", "restart")] == ["crash", "restart"]
+        assert [each["kind"] for each in run.events if each["kind"] in ("crash", "restart")] == [
+            "crash",
+            "restart",
+        ]
         shares[policy] = run.table.rows / (12 * 120)
     assert 0.94 < shares["average, each step"] <= shares["selective, each 10 steps"] < 1 - 9 / 1440
 
