@@ -6,53 +6,67 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(240)
+import spawnsim
 
 PROGRAMS = Path(__file__).parent.parent / "programs" / "torchrun"
 NUMBER = re.compile(r"-?\d+\.\d+")
 EXACT = re.compile(r"\d+ (plain|view|own) \d")
-
-
-def lines(line: list[str], attempts: int = 1) -> list[str]:
-    """Run a launcher's line; return what its ranks have printed, sorted."""
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    for _ in range(attempts):
-        done = subprocess.run(
-            [sys.executable, "-m", *line],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=environ,
-            timeout=120,
-        )
-        if "(SIGABRT)" not in done.stderr:
-            break
-    assert done.returncode == 0, done.stderr[-4000:]
-    return sorted(each for each in done.stdout.splitlines() if each[:1].isdigit())
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [("collectives", 3), ("messages", 4), ("ddp", 2), ("ddp", 3), ("ddp", 4), ("optimizers", 4), ("mesh", 4)],
+CASES = (
+    *(("collectives", 3), ("messages", 4), ("ddp", 2), ("ddp", 3), ("ddp", 4)),
+    *(("optimizers", 4), ("mesh", 4), ("sharding", 2), ("sharding", 4)),
 )
-def test_torchrun_and_virtual_ranks_print_the_same(name: str, ranks: int, tmp_path: Path) -> None:
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: Any) -> Path:
+    """Return the folder of what all programs print under torchrun: one launch, since each loads torch on each rank."""
+    folder: Path = tmp_path_factory.mktemp("torchrun")
+    told = [f"{name}:{ranks}" + f",{folder / 'saved'}" * (name == "mesh") for name, ranks in CASES]
+    line = [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=4",
+        PROGRAMS / "several.py",
+        folder,
+        *told,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, line)], capture_output=True, text=True, check=False, timeout=230,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "ranks"), CASES)
+def test_torchrun_and_virtual_ranks_print_the_same(
+    name: str, ranks: int, real: Path, tmp_path: Path, capfd: Any
+) -> None:
     """All lines of all ranks; sums that were made in another order may differ in their last digit."""
-    file = str(PROGRAMS / f"{name}.py")
-    folders = [[str(tmp_path / each)] if name == "mesh" else [] for each in ("real", "virtual")]
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", file, *folders[0]]
-    # Now and then one of gloo's own threads aborts the reference as it ends.
-    real = lines(torchrun, attempts=3)
-    options = ["--no-prefix", "--quiet", f"--ranks={ranks}"]
-    virtual = lines(["spawnsim", "run", file, *options, "--", *folders[1]])
-    assert [NUMBER.sub("#", line) for line in virtual] == [NUMBER.sub("#", line) for line in real]
-    for ours, theirs in zip(virtual, real, strict=True):
-        found, expected = (list(map(float, NUMBER.findall(line))) for line in (ours, theirs))
-        limit = 1.5e-3 if "weights" in ours else 1.5e-4
-        assert found == pytest.approx(expected, abs=limit), (ours, theirs)
-        if EXACT.match(ours):  # the loss of a rank's own, as long as gradients travel as they are
-            assert found[0] == pytest.approx(expected[0], rel=1e-6), (ours, theirs)
-    assert len(real) > 10
+    printed = [(real / f"{name}:{ranks}.{rank}").read_text().splitlines() for rank in range(ranks)]
+    theirs = sorted(line for each in printed for line in each if line[:1].isdigit())
+    capfd.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of what is old
+        spawnsim.run(
+            PROGRAMS / f"{name}.py",
+            ranks=ranks,
+            argv=[str(tmp_path)] * (name == "mesh"),
+            options={"prefix": False},
+        )
+    ours = sorted(line for line in capfd.readouterr().out.splitlines() if line[:1].isdigit())
+    assert [NUMBER.sub("#", line) for line in ours] == [NUMBER.sub("#", line) for line in theirs]
+    for line, expected_line in zip(ours, theirs, strict=True):
+        found, expected = (list(map(float, NUMBER.findall(each))) for each in (line, expected_line))
+        limit = 1.5e-3 if "weights" in line else 1.5e-4
+        assert found == pytest.approx(expected, abs=limit), (line, expected_line)
+        if EXACT.match(line):  # the loss of a rank's own, as long as gradients travel as they are
+            assert found[0] == pytest.approx(expected[0], rel=1e-6), (line, expected_line)
+    assert len(theirs) > 10

@@ -114,7 +114,8 @@ def test_two_processes_have_one_digest(name: str, ranks: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("collectives", 1), ("collectives", 64), ("optimizers", 5), ("mesh", 6)]
+    ("name", "ranks"),
+    [("collectives", 1), ("collectives", 64), ("optimizers", 5), ("mesh", 6), ("sharding", 12)],
 )
 def test_programs_run_on_other_numbers_of_ranks(name: str, ranks: int, program: Any, tmp_path: Path) -> None:
     """What they print is held to torchrun's in tests/real; here they only have to come to their end, as one."""

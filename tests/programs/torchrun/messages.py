@@ -78,7 +78,7 @@ if RANK == 0:
     try:
         store.wait(["nobody's"], timedelta(milliseconds=300))
     except dist.DistStoreError as error:
-        show("late", str(error)[:37])
+        show("late", str(error)[:32])
 local = dist.HashStore()
 local.set("a", "b")
 show("local", local.get("a"))
