@@ -11,6 +11,7 @@ import heapq
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from spawnsim.training.optimizers import Rule
 
 ALIGN_NBYTES = 64  # each row begins on a cache line, so that results do not depend on which row it is
+_REQUIRES_GRADIENT = attrgetter("requires_grad")
 GRADIENT = "gradient"
 STEP = "step"
 
@@ -47,6 +49,7 @@ class Plan:
         width: of a row, padded.
         counts: how many parameters each group has, those included that are frozen.
         spans: the columns of each group.
+        wanted: of each parameter in a row, whether it is trained.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -64,6 +67,7 @@ class Plan:
             start += p.numel()
         self.trained = [place for place in self.places if place.group >= 0]
         self.fixed = self.places[len(self.trained) :]
+        self.wanted = [place.group >= 0 for place in self.places]
         self.counts = [len(group["params"]) for group in optimizer.param_groups]
         self.used = start
         align = ALIGN_NBYTES // next(model.parameters()).dtype.itemsize
@@ -126,8 +130,8 @@ class Seat:
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_entries", "_model", "_state", "apart", "arena", "optimizer", "parameters",
-        "pending", "rank", "row", "settings", "steps", "watched",
+        "__weakref__", "_addresses", "_entries", "_kept", "_model", "_state", "apart", "arena", "optimizer",
+        "parameters", "pending", "rank", "row", "settings", "steps", "watched",
     )  # fmt: skip
 
     def __init__(self, arena: Arena, row: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -154,21 +158,18 @@ class Seat:
     @property
     def trains(self) -> bool:
         """Whether the parameters that require gradients, and the optimizer's groups, are still those of the plan."""
-        count = len(self.arena.plan.trained)
-        if [len(group["params"]) for group in self.optimizer.param_groups] != self.arena.plan.counts:
+        plan = self.arena.plan
+        if [len(group["params"]) for group in self.optimizer.param_groups] != plan.counts:
             return False
-        wanted = [parameter.requires_grad for parameter in self.parameters]
-        return all(wanted[:count]) and not any(wanted[count:])
+        return [*map(_REQUIRES_GRADIENT, self.parameters)] == plan.wanted
 
     def fetch(self) -> None:
         """Copy into the row what lies apart."""
-        if self.apart:
-            torch._foreach_copy_([view for view, _ in self.apart], [p.detach() for _, p in self.apart])
+        torch._foreach_copy_([view for view, _ in self.apart], [p.detach() for _, p in self.apart])
 
     def store(self) -> None:
         """Copy the row to what lies apart."""
-        if self.apart:
-            torch._foreach_copy_([p.detach() for _, p in self.apart], [view for view, _ in self.apart])
+        torch._foreach_copy_([p.detach() for _, p in self.apart], [view for view, _ in self.apart])
 
     def settle_in(self) -> bool:
         """Move into the row what has left it: `parameter.data = ...`, or an optimizer that loaded another state.
@@ -190,7 +191,7 @@ class Seat:
             return False
         if [*map(torch.Tensor.data_ptr, self.parameters)] != self._addresses:
             return False
-        return all(entry.get(name) is tensor for entry, name, tensor in self._entries)
+        return all(map(is_, map(dict.get, *self._kept), self._entries))
 
     def _take(self) -> None:
         """Take the row: move parameters, state and gradients there, with their present values."""
@@ -216,13 +217,14 @@ class Seat:
                 parameter.grad = place.of(rows[GRADIENT])[0]
                 self.watched.append(parameter.grad)
         self._state = self.optimizer.state
-        self._entries: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._entries: list[Tensor] = []  # the state in the row, and where the optimizer keeps each of it
+        self._kept: tuple[list[dict[str, Any]], list[str]] = ([], [])
         if self.arena.states:
             for number, (place, parameter) in enumerate(trained):
                 kept = {} if STEP not in rows else {STEP: rows[STEP][0, number]}
                 kept |= {name: place.of(rows[name])[0] for name in self.arena.states}
                 self._keep(self._state[parameter], kept)
-        self.watched += [tensor for _, _, tensor in self._entries]
+        self.watched += self._entries
 
     def _keep(self, entry: dict[str, Any], views: Mapping[str, Tensor]) -> None:
         """Put one parameter's state into its places; state that it has not got yet is zero."""
@@ -233,7 +235,9 @@ class Seat:
             elif before is not view:
                 view.copy_(torch.as_tensor(before))
             entry[name] = view
-            self._entries.append((entry, name, view))
+            self._entries.append(view)
+            self._kept[0].append(entry)
+            self._kept[1].append(name)
 
 
 def _shared(parameters: Sequence[nn.Parameter]) -> bool:

@@ -190,8 +190,9 @@ class StepBatch(_Batch):
         return [(i, staged[row]) for i, staged in enumerate(self._staged) if staged is not None]
 
     def compute(self, works: Sequence[Put]) -> None:
-        for work in works:
-            work.seat.fetch()
+        apart = [work.seat for work in works if work.seat.apart]
+        for seat in apart:
+            seat.fetch()
         rows = _rows(works)
         weights = self.arena.rows["weights"][rows]
         inputs = [
@@ -201,8 +202,8 @@ class StepBatch(_Batch):
         gradient, outputs = self.differentiate(weights, inputs)
         with torch.no_grad():
             self._update(rows, weights, gradient, works)
-        for work in works:
-            work.seat.store()
+        for seat in apart:
+            seat.store()
         _tell(works, outputs)
 
     def differentiate(self, weights: Tensor, inputs: Sequence[Any]) -> tuple[Tensor, list[Tensor]]:
@@ -263,8 +264,9 @@ class EvaluationBatch(_Batch):
         self.function = outcome
 
     def compute(self, works: Sequence[Put]) -> None:
-        for work in works:
-            work.seat.fetch()
+        apart = [work.seat for work in works if work.seat.apart]
+        for seat in apart:
+            seat.fetch()
         with torch.no_grad():
             weights = self.arena.rows["weights"][_rows(works)]
             trained, fixed = self.parameters(weights)

@@ -65,12 +65,19 @@ class _OfModel:
         self._alone: weakref.ref[nn.Module] | None = None  # the last model that steps alone
         # Batches, by inputs and settings. Of each seat its own: ranks may share this object, and take turns in a look.
         self._ready: weakref.WeakKeyDictionary[Seat, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._latest: tuple[Seat | None, dict[Any, Any]] = (None, {})  # the last that was asked for
+
+    def _ready_for(self, seat: Seat) -> dict[Any, Any]:
+        """Return the batches of a seat."""
+        if self._latest[0] is not seat:
+            self._latest = seat, self._ready.setdefault(seat, {})
+        return self._latest[1]
 
     def _forget(self, deferred: Deferred) -> None:
         if self._deferred is not deferred:
             self._deferred = deferred
             self._seat = self._alone = None
-            self._ready = weakref.WeakKeyDictionary()
+            self._ready, self._latest = weakref.WeakKeyDictionary(), (None, {})
 
     def _kind(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return what two calls must have in common to be carried out at once."""
@@ -174,7 +181,7 @@ class TrainingStep(_OfModel):
     def _put_off(self, deferred: Deferred, rank: int, seat: Seat, inputs: Sequence[Any]) -> Outcome:
         rule, groups = seat.arena.rule, seat.optimizer.param_groups
         settings = tuple(rule.settings(group) for group in groups)
-        model, ready = seat.module(), self._ready.setdefault(seat, {})
+        model, ready = seat.module(), self._ready_for(seat)
         try:
             self._require_unchanged(ready)
             if settings != seat.settings:
@@ -359,7 +366,7 @@ class Evaluation(_OfModel):
             deferred.carry_out()
         if not seat.pending and not seat.settle_in():
             return self._at_once(model, batch)
-        ready = self._ready.setdefault(seat, {})
+        ready = self._ready_for(seat)
         try:
             self._require_unchanged(ready)
             key = (self._kind(batch), model.training)

@@ -180,8 +180,9 @@ class Record:
         # A loss that is put off is not looked at to be recorded: its row waits for it, and later rows for that one.
         if WAITING and deferred is not None and deferred.holds(self._rank.id, values.values()):
             # What is known already counts as it is now: the program may change an array before the row is kept.
+            known = (*PLAIN, deferred.unknown)
             values = {
-                name: each.item() if _one(each) and type(each) is not deferred.unknown else each
+                name: each if type(each) in known or not _one(each) else each.item()
                 for name, each in values.items()
             }
             deferred.hold(self._rank.id, lambda: self._world.recorder.row(self._rank.id, clock, values))
@@ -196,6 +197,9 @@ class Record:
             fields: What is known of it, as JSON can hold it.
         """
         self._world.recorder.event(self._rank.id, self._world.kernel.current.clock, kind, fields)
+
+
+PLAIN = (float, int, bool, str, type(None))  # values that nobody can change
 
 
 def _one(value: Any) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, embedding
 
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.random import WORLD, Streams, generator
@@ -158,9 +158,10 @@ def shard(rank: int, size: int, seed: int, *, alpha: float | None = None, minimu
 
 def loss_of(model: nn.Module, chosen: Tensor, device: str) -> Tensor:
     """Return the mean cross-entropy of a batch (natural logarithm), 0-dim: of the training images of these numbers."""
-    # Numbers and not images are what a step is given: the images of all ranks' batches are then taken together.
+    # Numbers and not images are what a step is given: the images of all ranks' batches are then taken together, by
+    # the calls that vmap does at once.
     train = load(device)[0]
-    return cross_entropy(model(train.x.index_select(0, chosen)), train.y.index_select(0, chosen))
+    return cross_entropy(model(embedding(chosen, train.x)), train.y[chosen])
 
 
 def accuracy_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -23,7 +23,17 @@ from spawnsim.errors import ParameterError
 from spawnsim.policies.exchange.messages import Kind, Message, Unreadable, body_at, seal, write_head
 from spawnsim.policies.rules.donors import check_momentum, check_strategy
 from spawnsim.policies.rules.selection import check_choice
-from spawnsim.policies.state.arithmetic import CPU, all_finite, as_tensor, blend, with_delta, with_momentum
+from spawnsim.policies.state.arithmetic import (
+    CPU,
+    all_finite,
+    as_one_view,
+    as_tensor,
+    blend,
+    surely_finite,
+    with_delta,
+    with_momentum,
+    without_data,
+)
 from spawnsim.policies.state.codecs import Bytes
 from spawnsim.policies.state.layout import (
     Layout,
@@ -132,8 +142,15 @@ def nonfinite_donors(contributions: Sequence[Contribution], own: Tensors) -> lis
     return [
         each.donor
         for each in contributions
-        if not all(_is_usable(tensor, own.get(name)) for name, tensor in each.tensors.items())
+        if not _finite_as_one(each.tensors)
+        and not all(_is_usable(tensor, own.get(name)) for name, tensor in each.tensors.items())
     ]
+
+
+def _finite_as_one(tensors: Tensors) -> bool:
+    """Return whether tensors that lie end to end, as those of a snapshot do, are all finite: by one sum of all."""
+    row = as_one_view([*tensors.values()]) if tensors else None
+    return row is not None and row.is_floating_point() and surely_finite(row)
 
 
 def _is_usable(value: torch.Tensor, own: torch.Tensor | None) -> bool:
@@ -242,10 +259,11 @@ class Replacement:
     ) -> tuple[Tensors, tuple[str, ...]]:
         values: Tensors = {}
         unmatched: list[str] = []
+        mixtures = _mixtures(live, contributions) if contributions else live
         for name, target in live.items():
             # What no donor has keeps this rank's value, also in a freshly built model if it fits there: a layer that
             # only this rank has should not go back to its initial weights because the others were replaced.
-            mixed = mixture(name, target, contributions) if contributions else target
+            mixed = mixtures[name]
             before = own.get(name)
             same = before is not None and before.shape == target.shape
             if mixed is None:
@@ -296,6 +314,30 @@ class Replacement:
 
 
 Renewal = Replacement  # the name that it had first
+
+
+def _mixtures(live: Tensors, contributions: Sequence[Contribution]) -> Mapping[str, torch.Tensor | None]:
+    """Return `mixture` of each tensor: in one go, to the same bits, if each donor has all of them end to end."""
+    rows = [_as_one(live, each.tensors) for each in contributions]
+    whole = [row for row in rows if row is not None]
+    if not live or len(whole) < len(rows):
+        return {name: mixture(name, target, contributions) for name, target in live.items()}
+    mixed = blend(whole, [each.weight for each in contributions])
+    pieces = torch.split(mixed, [target.numel() for target in live.values()])
+    return {
+        name: piece.view(target.shape).to(device=target.device, dtype=target.dtype)
+        for (name, target), piece in zip(live.items(), pieces, strict=True)
+    }
+
+
+def _as_one(like: Tensors, tensors: Tensors) -> torch.Tensor | None:
+    """Return tensors of the same names and shapes as one flat view, if they are there and lie end to end."""
+    found = [tensor for name in like if (tensor := tensors.get(name)) is not None]
+    if len(found) < len(like) or any(map(without_data, found)):
+        return None
+    if any(tensor.shape != other.shape for tensor, other in zip(found, like.values(), strict=True)):
+        return None
+    return as_one_view(found) if found else None
 
 
 def mixture(name: str, like: torch.Tensor, contributions: Sequence[Contribution]) -> torch.Tensor | None:

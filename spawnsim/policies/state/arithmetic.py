@@ -132,11 +132,26 @@ def _blended(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.T
     # bit, whatever the weights. Σ w x of equal values is off by a rounding in each mixture.
     wide = sum_dtype(values[0].dtype)
     base = values[0].to(wide)
+    near = base.device.type == "cpu"
+    drift = _drift(base, values, shares, torch.sub if near else _difference)
+    # A sum that is finite had no other terms, so one look is enough. Which infinities meet is asked if there are any.
+    if near and not surely_finite(drift):
+        drift = _drift(base, values, shares, _difference)
+    return add(values[0], drift)
+
+
+def _drift(
+    base: torch.Tensor,
+    values: Sequence[torch.Tensor],
+    shares: Sequence[float],
+    difference: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return Σ w (x - a) over all values but the first, whose wide form is `base`."""
     drift = torch.zeros_like(base)
     for value, share in zip(values[1:], shares[1:], strict=True):
         if share:
-            drift += _difference(value.to(wide), base).mul_(share)
-    return add(values[0], drift)
+            drift += difference(value.to(base.dtype), base).mul_(share)
+    return drift
 
 
 def add(anchor: torch.Tensor, drift: torch.Tensor) -> torch.Tensor:
