@@ -3,7 +3,8 @@
     python benchmarks/failures.py --ranks 1000 --failures 2000 --out failures.png
 
 Nodes of 8 ranks fail at random (Poisson) and come back a second later. A rank that comes back reads its last
-checkpoint, joins the others by `recover()`, and takes part again. Goodput: iterations that ranks have finished, each
+checkpoint, joins the others by `recover()`, and takes part again. "requeued": averaging all, where each failure ends
+the job, which begins again from its checkpoint a second later. Goodput: iterations that ranks have finished, each
 counted once however often it was done, times the length of a step, against the time of all ranks.
 """
 
@@ -44,6 +45,7 @@ POLICIES: dict[str, Callable[[], SpawnPolicy]] = {
     "groups": lambda: DecentralizedAveragingPolicy(
         10, target_group_size=8, min_matchmaking_time=0.1, request_timeout=0.05
     ),
+    "requeued": lambda: AverageAllPolicy(10),
     "by clock": lambda: AsyncModelAveragePolicy("random", 500),
 }
 
@@ -82,11 +84,11 @@ def finished(run: Any) -> int:
     return len(np.unique(table["rank"].astype(np.int64) * 10**7 + table["iteration"].astype(np.int64)))
 
 
-def plan(ranks: int, failures: int, length_s: float) -> FaultPlan:
-    """Return failures of nodes in a time, about so many of ranks."""
+def plan(ranks: int, failures: int, length_s: float, *, requeued: bool = False) -> FaultPlan:
+    """Return failures of nodes in a time, about so many of ranks; `requeued`: each one ends the whole job."""
     nodes = [tuple(range(first, min(first + NODE, ranks))) for first in range(0, ranks, NODE)]
     drawn = Failures(0.0, length_s, mtbf_s=len(nodes) * length_s / (failures / NODE), repair_s=1.0)
-    return FaultPlan(drawn.faults(nodes, seed=1), seed=1)
+    return FaultPlan(drawn.faults(nodes, seed=1, job=range(ranks) if requeued else ()), seed=1)
 
 
 def main() -> None:
@@ -101,15 +103,20 @@ def main() -> None:
     parser.add_argument("--policy", action="append", choices=POLICIES)
     parser.add_argument("--out", help="figure of the goodput")
     options = parser.parse_args()
-    faults = plan(options.ranks, options.failures, options.iterations * STEP_S)
-    deaths = sum(isinstance(fault, Crash) for fault in faults.faults)
+    plans = {
+        requeued: plan(options.ranks, options.failures, options.iterations * STEP_S, requeued=requeued)
+        for requeued in (False, True)
+    }
+    deaths = sum(isinstance(fault, Crash) for fault in plans[False].faults)
     print(f"{options.ranks} ranks, {deaths} failures, {options.iterations} iterations of {STEP_S} s")
     print(f"{'policy':14} {'goodput':>8} {'virtual s':>10} {'failed':>7} {'processor s':>12}")
     shares = {}
     for policy in options.policy or POLICIES:
         parameters = {"policy": policy, "iterations": options.iterations, "every": options.checkpoint_every}
         began_s = time.process_time()
-        run = spawnsim.run(train, ranks=options.ranks, faults=faults, parameters=parameters)
+        run = spawnsim.run(
+            train, ranks=options.ranks, faults=plans[policy == "requeued"], parameters=parameters
+        )
         crashes = sum(event["kind"] == "crash" for event in run.events)
         ideal = options.ranks * run.totals["virtual_seconds"] / STEP_S
         shares[policy] = finished(run) / ideal

@@ -49,11 +49,15 @@ def faults() -> Iterator[Line]:
     """Yield the forms that `--faults` takes, joined by ";"."""
     from spawnsim.virtual.faults import KINDS
     from spawnsim.virtual.faults.failures import Failures
-    from spawnsim.virtual.faults.plan import MTBF_FORM, form
+    from spawnsim.virtual.faults.plan import MTBF, MTBF_FORM, REQUEUE, form
 
     for kind in KINDS.values():
         yield form(kind), _summary(kind)
     yield MTBF_FORM, _summary(Failures)
+    yield (
+        MTBF_FORM.replace(MTBF, REQUEUE, 1),
+        "The same; each failure ends the job, and all of it begins again.",
+    )
 
 
 def policies() -> Iterator[Line]:

@@ -44,19 +44,20 @@ class Checkpoints:
     resumed: bool = False
     again: bool = False
     flush: Callable[[], object] = int
-    _parts: dict[int, dict[int, Shard]] = field(default_factory=dict)  # by iteration, by world rank
+    # By iteration and communicator, by world rank: what a death has cut short is not mixed with what comes after it.
+    _parts: dict[tuple[int, int], dict[int, Shard]] = field(default_factory=dict)
     _latest: dict[int, Shard] = field(default_factory=dict)  # by world rank
     _found: Found | None = None  # the checkpoint to begin with
     _whole: tuple[Shard, dict[str, Any]] | None = None  # its file, if it is one
 
-    def keep(self, iteration: int, rank: int, shard: Shard, members: tuple[int, ...]) -> None:
-        """Take a rank's part; the last one writes all."""
-        parts = self._parts.setdefault(iteration, {})
+    def keep(self, iteration: int, rank: int, shard: Shard, comm: Member) -> None:
+        """Take a rank's part; the last one of the communicator writes all."""
+        parts, members = self._parts.setdefault((iteration, comm._context.number), {}), comm._members
         parts[rank] = shard
         if len(parts) < len(members):
             return
         # Rounds that a death has cut short are not waited for any more.
-        self._parts = {later: each for later, each in self._parts.items() if later > iteration}
+        self._parts = {later: each for later, each in self._parts.items() if later[0] > iteration}
         if self.folder is not None:
             self.flush()
             together = Shard()
@@ -72,8 +73,8 @@ class Checkpoints:
 
     def latest(self, rank: int, incarnation: int) -> Part | None:
         """Return what a rank is to begin with: None if there is nothing."""
-        if incarnation:
-            return Part(self._latest[rank], f"{rank}/", rank, 1) if rank in self._latest else None
+        if incarnation and rank in self._latest:
+            return Part(self._latest[rank], f"{rank}/", rank, 1)
         if not self.resumed:
             return None
         assert self.folder is not None
@@ -105,7 +106,7 @@ def checkpoint(comm: Member, iteration: int, *, policy: Any, **states: Any) -> N
     # Later than all that was recorded before it, and not later than what comes after it: rows are told apart so.
     comm._own.clock.sleep(LEAST_S)
     shard.put(place + "rank", _rank_state(comm))
-    world.checkpoints.keep(iteration, rank.id, shard, comm._members)
+    world.checkpoints.keep(iteration, rank.id, shard, comm)
 
 
 def restore(comm: Member, **whose: Any) -> Saved | None:

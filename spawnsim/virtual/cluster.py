@@ -136,7 +136,7 @@ class Cluster:
             rank.observers = self.world.observers_of(rank.id)
         if plan.paused:
             kernel.on_wake = self._on_wake
-        self.crashes = self.world.crashes = Crashes(self.world, self.renew)
+        self.crashes = self.world.crashes = Crashes(self.world, self.renew, self._begin_job)
         self.world.checkpoints = Checkpoints(
             saving.folder, saving.resume, again=plan.restarts, flush=getattr(recorder, "flush", int)
         )
@@ -180,6 +180,11 @@ class Cluster:
         )
         alone = Context(self.world, ((rank,),), lasting=True)
         make_comm_self(self.world.ranks[rank], self._services[rank], alone)
+
+    def _begin_job(self, members: tuple[int, ...]) -> None:
+        """Give those who begin again after all have died a world of their own."""
+        again = {rank: self.world.ranks[rank].incarnation + 1 for rank in members}
+        self._whole = Context(self.world, (members,), incarnations=again)
 
     def comm_world(self, rank: int) -> Intracomm:
         """Return COMM_WORLD as one rank holds it."""

@@ -17,6 +17,8 @@ import spawnsim
 from spawnsim import checkpoints
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.plots.experiments import ranks_of
+from spawnsim.virtual.faults import Crash, FaultPlan, Restart
+from spawnsim.virtual.faults.plan import Setting, from_toml
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "resumable.py"
 RANKS = 12
@@ -220,3 +222,75 @@ def test_a_restarted_rank_goes_on_from_its_own_checkpoint() -> None:
     restored = [event for event in found.events if event["kind"] == "restored"]
     assert [(event["rank"], event["iteration"], event["value"]) for event in restored] == [(2, 10, 10.0)]
     assert sum(event["kind"] == "checkpoint" for event in found.events) == 4
+
+
+def synchronous(comm: Any, iterations: int = 30) -> None:
+    """Sum what ranks draw; knows of no failures but that it may begin with what was saved."""
+    saved = comm.restore()
+    total = np.zeros(1) if saved is None else saved.extra
+    for iteration in range(0 if saved is None else saved.iteration, iterations):
+        last = iteration == iterations - 1
+        if last and comm.rank == 0:
+            return  # it has ended before the others
+        with comm.compute(0.1):
+            step = comm.rng("step").normal(size=1)
+        total = total + (step if last else comm.allreduce(step))
+        comm.record(iteration=iteration, total=total[0], size=comm.size)
+        if (iteration + 1) % 5 == 0 and not last:
+            comm.checkpoint(iteration=iteration + 1, extra=total)
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize(
+    ("faults", "jobs"),
+    [
+        ("crash:*@1.33s; restart:*@4s", 1),
+        ("crash:*@0.2s; restart:*@1s; crash:*@2.55s; restart:*@5s", 2),  # before there is a checkpoint, too
+        ("crash:*@2.97s; restart:*@5s", 1),  # rank 0 has ended by then: the job has not
+    ],
+)
+def test_a_job_that_loses_all_ranks_begins_again_from_its_checkpoint(
+    faults: str, jobs: int, folder: bool, tmp_path: Path
+) -> None:
+    """Within the run, each rank with its random streams: the sums are those of a run without failures, only later."""
+    out = tmp_path / "run" if folder else None
+    found, calm = (
+        spawnsim.run(synchronous, ranks=12, faults=faults, out=out),
+        spawnsim.run(synchronous, ranks=12),
+    )
+    last = [run.table.where(run.table["iteration"] == 29) for run in (found, calm)]
+    np.testing.assert_array_equal(*(each["total"] for each in last))
+    assert last[0]["time_s"].min() > last[1]["time_s"].max() + 2
+    assert [event["ranks"] for event in found.events if event["kind"] == "requeue"] == [12] * jobs
+    assert set(found.table["size"]) == {12}
+
+
+def test_each_failure_of_a_node_ends_the_job_that_is_queued_for_a_spare() -> None:
+    """One spare: the second failure waits until the first machine is repaired. Nothing fails meanwhile."""
+    plan = FaultPlan.parse("requeue:*@0s+1000s,900s,100s,1,7s", ranks=12, seed=3)
+    crashes, restarts = (
+        [fault for fault in plan.faults if isinstance(fault, kind)] for kind in (Crash, Restart)
+    )
+    assert len(crashes) == len(restarts) > 36
+    ends, begins = (sorted({fault.at_s for fault in each}) for each in (crashes, restarts))
+    assert len(ends) * 12 == len(crashes), "all at once"
+    assert all(end < begin for end, begin in zip(ends, begins, strict=True))
+    assert all(begin < end for begin, end in zip(begins, ends[1:], strict=False))
+    free_s = 0.0
+    for end, begin in zip(ends, begins, strict=True):
+        assert begin == pytest.approx(max(end, free_s) + 7.0)
+        free_s = end + 100.0
+    toml = '[[faults]]\nkind = "requeue"\nwhere = "*"\nat_s = 0\nfor_s = 1000\nmtbf_s = 900\nrepair_s = 100\n'
+    assert from_toml(toml + "spares = 1\nswap_s = 7", Setting(12, None, 3))[0] == plan.faults
+    with pytest.raises(ParameterError, match=r"requeue:RANKS@START\+LENGTH,MTBF"):
+        FaultPlan.parse("requeue:*@0s+10s", ranks=12)
+
+
+def test_an_unmodified_program_begins_again_as_a_whole(tmp_path: Path) -> None:
+    """With a COMM_WORLD that works: it knows of nothing."""
+    (tmp_path / "script.py").write_text(
+        "import time\nfrom mpi4py import MPI\ncomm = MPI.COMM_WORLD\n"
+        "for step in range(5):\n    time.sleep(0.1)\n    assert comm.allreduce(1) == comm.size == 5\n"
+    )
+    found = spawnsim.run(tmp_path / "script.py", ranks=5, faults="crash:*@0.25s; restart:*@2s")
+    assert found.totals["virtual_seconds"] == pytest.approx(2.5, abs=0.01)

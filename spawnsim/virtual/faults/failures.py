@@ -57,12 +57,16 @@ class Failures:
                 f"{self}: give mtbf_s and repair_s above 0 s, swap_s and spares of at least 0"
             )
 
-    def faults(self, machines: Sequence[Sequence[int]], seed: int = 0) -> tuple[Fault, ...]:
+    def faults(
+        self, machines: Sequence[Sequence[int]], seed: int = 0, *, job: Sequence[int] = ()
+    ) -> tuple[Fault, ...]:
         """Draw the failures of a run.
 
         Args:
             machines: the ranks of each. No rank is on two.
             seed: of the draws; machine k has the stream (seed, k, "faults.mtbf").
+            job: ranks that any failure ends, all at once; they begin again together when the machine has been repaired,
+                or a spare has taken its place. No machine fails meanwhile. (): a failure ends its machine's own ranks.
 
         Returns:
             Crashes and restarts, by time.
@@ -80,12 +84,16 @@ class Failures:
         heapify(failing)
         free_s = [0.0] * self.spares  # a heap: from when on each spare can be used
         found: list[Fault] = []
-        while failing and failing[0][0] < end_s:
+        idle_s = 0.0  # until when the job does not run
+        while failing and failing[0][0] < end_s and idle_s < math.inf:
             time_s, number = heappop(failing)
-            found += [Crash(rank, time_s) for rank in machines[number]]
-            again_s = self._again_s(time_s, free_s)
+            again_s = idle_s
+            if time_s >= idle_s:
+                hit, again_s = job or machines[number], self._again_s(time_s, free_s)
+                found += [Crash(rank, time_s) for rank in hit]
+                found += [Restart(rank, again_s) for rank in hit] if again_s < math.inf else []
+                idle_s = again_s if job else 0.0
             if again_s < math.inf:
-                found += [Restart(rank, again_s) for rank in machines[number]]
                 heappush(
                     failing, (again_s + self.mtbf_s * float(streams[number].standard_exponential()), number)
                 )

@@ -314,9 +314,12 @@ DETECTION_S = 0.01  # from a rank's death until the others know (measured with U
 class Crashes:
     """Ends ranks at their time of death and begins them again, as the fault plan says."""
 
-    def __init__(self, world: World, renew: Callable[[int], None]) -> None:
-        """`renew(rank)` gives a restarted rank new services and communicators."""
-        self._world, self._renew = world, renew
+    def __init__(
+        self, world: World, renew: Callable[[int], None], begin_job: Callable[[tuple[int, ...]], None]
+    ) -> None:
+        """`renew(rank)` gives a restarted rank new services; `begin_job(ranks)` a COMM_WORLD to those of a new job."""
+        self._world, self._renew, self._begin_job = world, renew, begin_job
+        self._job: set[int] = set()  # ranks of a new job that have not begun yet
         self._programs: dict[int, Program] = {}
 
     def begin(self, rank: Rank, program: Program, clock_s: float = 0.0) -> None:
@@ -368,9 +371,33 @@ class Crashes:
         if rank.death_s < math.inf:  # else it is paused for ever
             world.recorder.event(rank.id, rank.death_s, "crash", {})
         env.at(known_s, rank.id, self._announce)
-        again_s = world.plan.restart_s(rank.id, rank.death_s)
+        self._await_restart(rank)
+        if all(each.dead or each.ended_s < math.inf for each in world.ranks):
+            self._lose_job(rank)
+
+    def _await_restart(self, rank: Rank) -> float:
+        """Let a rank begin again when the plan says so; return when that is, inf if never."""
+        env, again_s = self._world.kernel.env, float(self._world.plan.restart_s(rank.id, rank.death_s))
         if again_s < math.inf:
             env.at(max(again_s, env.now), rank.id, lambda: self._restart(rank, again_s))
+        return again_s
+
+    def _lose_job(self, last: Rank) -> None:
+        """Nobody is left whom ranks that begin again could join: they begin as a new job, with a COMM_WORLD of it."""
+        world = self._world
+        for rank in world.ranks:
+            # It had ended before it would have died; the job that it was part of has not, and begins again as a whole.
+            if not rank.dead and rank.death_s <= last.death_s:
+                rank.dead = True
+                self._await_restart(rank)
+        members = [each.id for each in world.ranks if each.dead and each.death_s < math.inf]
+        members = [
+            each for each in members if world.plan.restart_s(each, world.ranks[each].death_s) < math.inf
+        ]
+        if members:
+            self._job = set(members)
+            self._begin_job(tuple(members))
+            world.recorder.event(last.id, last.death_s, "requeue", {"ranks": len(members)})
 
     def _announce(self) -> None:
         """Wake the tasks that wait for ranks that are now known to be dead."""
@@ -393,15 +420,18 @@ class Crashes:
         # communicators. `revoked` and `shut_out` let its calls on any communicator made before end in `Revoked`, since
         # the messages of one incarnation must not be taken for those of another.
         world = self._world
-        rank.incarnation, rank.dead, rank.outside, rank.evicted = rank.incarnation + 1, False, True, False
+        joins = rank.id not in self._job
+        self._job.discard(rank.id)
+        rank.incarnation, rank.dead, rank.outside, rank.evicted = rank.incarnation + 1, False, joins, False
         rank.observers, rank.busy, rank.cleared = world.observers_of(rank.id), (), []
         rank.death_s = world.plan.death_s(rank.id, time_s)
         rank.nic_free_s = rank.bulk_free_s = max(time_s, 0.0)
         rank.streams, rank.generators = Streams(world.seed, rank.id), None
         rank.attachments.clear()
-        world.revoked = True
-        for context in world.open_contexts:
-            context.shut_out(rank.id)
+        if joins:
+            world.revoked = True
+            for context in world.open_contexts:
+                context.shut_out(rank.id)
         self._renew(rank.id)
         rank.digest.note((time_s, RESTART, -1, 0, 0))
         world.recorder.event(rank.id, time_s, "restart", {})

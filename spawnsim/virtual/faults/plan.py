@@ -6,6 +6,7 @@
 
     clog:node2@1s+1s            reorder:*>0@0s,20ms        skew:4@1s,0.5s,1e-3       corrupt:0>1@0s,0.01,nan
     mtbf:node*@0s+100s,50s,2s   (Poisson; mean time between failures and to repair; then spares, time to swap)
+    requeue:node*@0s+100s,50s,2s   (the same; each failure ends the job, and all of it begins again)
 
 KIND:WHERE@START[+LENGTH][,PARAMETERS], joined by ";". WHERE is ranks ("3", "0-3,8", "*"), parts of the platform
 ("node2", "rack0", "region1", "job") or a link ("0>1", "2<>*" for both ways, "*" for any rank). Without LENGTH a fault
@@ -54,6 +55,7 @@ from spawnsim.virtual.network.cost import Floats, Ints
 _PART = re.compile(r"(?P<kind>[a-z]+):(?P<where>[^@]+)@(?P<at>[^+,]+)(\+(?P<length>[^,]+))?(,(?P<rest>.*))?")
 _WHERE = ("rank", "members", "source", "dest", "at_s", "for_s")
 MTBF = "mtbf"  # of machines: stands for many crashes and restarts
+REQUEUE = "requeue"  # the same, and each failure ends the job, which begins again as a whole
 MTBF_FORM = "mtbf:RANKS@START+LENGTH,MTBF[,REPAIR][,SPARES][,SWAP]"
 MOST_NBYTES = 1 << 26  # of a file
 FORM = "KIND:WHERE@START[+LENGTH][,PARAMETERS], such as crash:17@3.5s, pause:3@1s+6s or drop:*>3@0s+5s,0.1"
@@ -96,7 +98,7 @@ def _faults(part: str, setting: Setting) -> Iterator[Fault]:
     match = _PART.fullmatch(part)
     if match is None:
         raise ParameterError(f"fault {part!r}: write {FORM}")
-    if match["kind"] == MTBF:
+    if match["kind"] in (MTBF, REQUEUE):
         yield from _failures(part, match, setting)
         return
     kind = KINDS.get(match["kind"])
@@ -112,19 +114,28 @@ def _faults(part: str, setting: Setting) -> Iterator[Fault]:
 
 def _failures(part: str, match: re.Match[str], setting: Setting) -> tuple[Fault, ...]:
     """Return the failures of machines that a text describes."""
+    form = MTBF_FORM.replace(MTBF, match["kind"], 1)
     try:
         if not match["length"] or not match["rest"]:
-            raise ParameterError(f"write {MTBF_FORM}")
+            raise ParameterError(f"write {form}")
         words = [word.strip() for word in match["rest"].split(",")]
         readers: tuple[Callable[[str], float], ...] = (units.seconds, units.seconds, int, units.seconds)
         if len(words) > len(readers):
-            raise ParameterError(f"write {MTBF_FORM}")
+            raise ParameterError(f"write {form}")
         given: list[Any] = [read(word) for read, word in zip(readers, words, strict=False)]
         at_s, for_s = units.seconds(match["at"]), units.seconds(match["length"])
-        drawn = Failures(at_s, for_s, *given)
-        return drawn.faults(machines(match["where"], setting.ranks, setting.network), setting.seed)
+        return _drawn(match["kind"], match["where"], Failures(at_s, for_s, *given), setting)
     except (TypeError, ValueError) as error:
         raise ParameterError(f"fault {part!r}: {error}") from error
+
+
+def _drawn(kind: str, where: str, failures: Failures, setting: Setting) -> tuple[Fault, ...]:
+    """Return the crashes and restarts of the machines that a text names."""
+    units = machines(where, setting.ranks, setting.network)
+    if kind == REQUEUE and setting.ranks is None:
+        raise ParameterError(f"{REQUEUE}: which ranks the job has only a run can tell")
+    job = range(setting.ranks or 0) if kind == REQUEUE else ()
+    return failures.faults(units, setting.seed, job=job)
 
 
 def _values(kind: type[Fault], match: re.Match[str]) -> dict[str, Any]:
@@ -252,7 +263,7 @@ def _of_document(document: Any, setting: Setting) -> tuple[tuple[Fault, ...], in
 
 
 def _entry(number: int, entry: Any, setting: Setting) -> Iterator[Fault]:
-    known = (*KINDS, MTBF)
+    known = (*KINDS, MTBF, REQUEUE)
     if not isinstance(entry, dict) or entry.get("kind") not in known:
         shown = repr(entry)[:80]
         raise ParameterError(f'fault {number} is {shown}: write {{"kind": one of {", ".join(known)}, ...}}')
@@ -264,9 +275,8 @@ def _entry(number: int, entry: Any, setting: Setting) -> Iterator[Fault]:
     if where is not None and not isinstance(where, str):
         _refuse(f"{what}: where", where)
     try:
-        if entry["kind"] == MTBF:
-            chosen = machines(where or "*", setting.ranks, setting.network)
-            yield from Failures(**values).faults(chosen, setting.seed)
+        if entry["kind"] in (MTBF, REQUEUE):
+            yield from _drawn(entry["kind"], where or "*", Failures(**values), setting)
             return
         kind = KINDS[entry["kind"]]
         for place in [{}] if where is None else _places(kind, where, setting):
@@ -276,7 +286,7 @@ def _entry(number: int, entry: Any, setting: Setting) -> Iterator[Fault]:
     except ValueError as error:
         raise ParameterError(f"{what}: {error}") from error
     except TypeError:
-        named: Any = Failures if entry["kind"] == MTBF else KINDS[entry["kind"]]
+        named: Any = Failures if entry["kind"] in (MTBF, REQUEUE) else KINDS[entry["kind"]]
         names = ", ".join(part.name for part in fields(named))
         raise ParameterError(f"{what} has {', '.join(values)}: give {names}") from None
 
