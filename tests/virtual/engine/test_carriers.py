@@ -171,7 +171,8 @@ def test_an_interrupt_ends_the_rank_that_computes():
 
 def test_a_task_is_found_in_its_thread_alone():
     """A thread that a rank starts by `threading` is a task of that rank; one of another kind is no rank."""
-    found, over = [], _thread.allocate_lock()  # Python's own lock, on which a rank waits outside of virtual time
+    found = []
+    over = _thread.allocate_lock()  # Python's own, on which a rank waits outside of virtual time
     over.acquire()
 
     def main(comm):
