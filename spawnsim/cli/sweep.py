@@ -18,6 +18,7 @@ from spawnsim.backends import BACKENDS
 from spawnsim.cli.study import add_jobs, find, require_jobs, say
 from spawnsim.errors import ParameterError
 from spawnsim.options import Parser, choices, listed, nearest, unquoted
+from spawnsim.plots.style import counted
 from spawnsim.record.folder import named
 from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import is_unmodified, require_main, tree_of
@@ -208,7 +209,7 @@ def _list(cells: Sequence[Cell], out: Path) -> int:
         for key, cell in distinct.items()
     ]
     say(text_table(("run", "folder", "key", "state"), rows, left=4))
-    say(f"{len(rows)} runs, {sum(row[3] == 'to do' for row in rows)} to do, in {out}")
+    say(f"{counted(len(rows), 'run')}, {sum(row[3] == 'to do' for row in rows)} to do, in {out}")
     return 0
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
 from spawnsim.plots.measures import Measure
+from spawnsim.plots.style import counted
 from spawnsim.record import Table, manifest
 from spawnsim.record.folder import prepare, read_manifest, require_free
 from spawnsim.run import Run
@@ -241,7 +242,7 @@ class Sweep:
         """Return how far it is: "64 runs: 60 done, 1 failed, 3 missing"."""
         counts = Counter(map(self.state, self.cells))
         parts = ", ".join(f"{counts[state]} {state}" for state in (DONE, FAILED, MISSING) if counts[state])
-        return f"{len(self.cells)} runs: {parts or 'none'}"
+        return f"{counted(len(self.cells), 'run')}: {parts or 'none'}"
 
     def __repr__(self) -> str:
         return f"Sweep({self.folder}, {self.says()})"
