@@ -301,7 +301,9 @@ def _label(axes: Sequence[Axes], asked: Asked, *, rows: str) -> None:
         if at % columns == 0:
             if asked.y == "bytes" and asked.kind != "heat":
                 ax.yaxis.set_major_formatter(style.bytes_formatter())
-            ax.set_ylabel("\n".join(style.in_lines(line, 42 if len(visible) == 1 else 34) for line in rows.split("\n")))
+            ax.set_ylabel(
+                "\n".join(style.in_lines(line, 42 if len(visible) == 1 else 34) for line in rows.split("\n"))
+            )
         if at + columns >= len(visible):
             ax.set_xlabel(x)
             if asked.x == "bytes":

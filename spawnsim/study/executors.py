@@ -7,6 +7,7 @@ submitit, which have none, they are made of what these have instead.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import signal
 import time
@@ -124,7 +125,8 @@ def _end_with_the_study() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        signal.raise_signal(signal.SIGTERM)
+        # To the process: a signal raised in this thread would not wake the main one out of a sleep.
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
