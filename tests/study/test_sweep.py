@@ -401,20 +401,30 @@ def test_an_executor_whose_package_is_missing_says_what_to_install(
 
 
 # ------------------------------------------------------------------------------------------------------- figures
-@pytest.fixture
-def half(program: Path) -> Path:
-    """Return a sweep of 24 cells: one failed, one is missing, the others are synthetic runs."""
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a sweep of 24 cells: one failed, one is missing, the others are synthetic runs."""
+    home = tmp_path_factory.mktemp("half")
+    program = home / "prog.py"
+    program.write_text(PROGRAM)
     over = {"policy": ["none", "average", "selective"], "ratio": [0.1, 0.4]}
     cells = grid(program, ranks=[12], seeds=[1, 2], over=over, around={"stragglers": [None, "pareto:1.5"]})
-    sweep = Sweep.plan(cells, "half")
+    sweep = Sweep.plan(cells, home / "half")
     for planned in sweep.cells[1:]:
         run = synthetic.run(planned.values["policy"], ranks=12, iterations=40, seed=planned.values["seed"])
         folder = sweep.store.root / planned.folder
         run.save(folder)
         write_cost(folder, Cost(1.0, 2**20, 0.5))
-    shutil.move(
-        sweep.store.root / sweep.cells[-1].folder, sweep.store.root / f"failed-{sweep.cells[-1].folder}"
-    )
+    last = sweep.cells[-1].folder
+    (sweep.store.root / last).rename(sweep.store.root / f"failed-{last}")
+    return home / "half"
+
+
+@pytest.fixture
+def half(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return that sweep, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(built, "half")
     return Path("half")
 
 
