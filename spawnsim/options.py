@@ -39,7 +39,8 @@ class Parser(argparse.ArgumentParser):
     @contextmanager
     def caught(cls) -> Iterator[list[Parser]]:
         """Print no help while the block runs: it ends where help is asked for, and the list has that parser."""
-        Parser._shown = found = []
+        found: list[Parser] = []
+        Parser._shown = found
         with suppress(SystemExit):
             try:
                 yield found

@@ -173,7 +173,7 @@ class _Keeping:
 
     def looking(self, writer: RunWriter) -> Looking:
         """Return a block that gives what is told of the world before its ranks begin."""
-        return Looking(self.out if self.observe else None, getattr(writer.recorder, "flush", int))
+        return Looking(self.out if self.observe else None, getattr(writer.recorder, "flush", lambda: None))
 
 
 def _run_main(task: Program, scenario: Scenario, keeping: _Keeping) -> Run:
