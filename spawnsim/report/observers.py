@@ -26,7 +26,7 @@ QUANTILES = {"median": 0.5, "p10": BAND[0], "p90": BAND[1]}
 LOOK_S = 1.0  # between two looks at a run, at least
 ENDS = (("died", DEAD), ("finished", ENDED))  # what a monitor has written of its rank
 SILENT_S = 5.0  # after that a real rank may do what it likes: its process is stopped, or in code that lets no other run
-SHARE = 0.02  # of a core, at most, that looks at a run take while it goes on
+SHARE = 0.01  # of a core, at most, that looks at a run take while it goes on
 
 
 class Step(NamedTuple):
@@ -288,18 +288,25 @@ def follow(
     """
     wait_s, run = 0.0, None
     while not over(wait_s, run):
-        begin_s = time.process_time()
+        begin_s, first = time.process_time(), run is None
         run = _loaded(folder)
         if run is not None:
             states = read_states(folder) if not run.is_real else real_states(folder, run, registry)
             for each in observers:
                 each.show(run, states)
-        wait_s = max(LOOK_S, (time.process_time() - begin_s) / SHARE)
+        # The first look loads much that later ones have.
+        spent_s = 0.0 if first else time.process_time() - begin_s
+        wait_s = max(LOOK_S, spent_s / SHARE * _crowding())
     # A run that ended before it recorded anything leaves nothing to show.
     run = _loaded(folder)
     if run is not None:
         for each in observers:
             each.end(run)
+
+
+def _crowding() -> float:
+    """Return how many want each core: a run among others takes longer, and is looked at less often."""
+    return min(max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0), 3.0)
 
 
 def _loaded(folder: Path) -> Run | None:

@@ -10,6 +10,7 @@ import base64
 import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from spawnsim.errors import UsageError
@@ -191,6 +192,12 @@ def render(
     Raises:
         UsageError: jinja2 is not installed.
     """
+    return str(_template().render(contents(runs, title, live)))
+
+
+@cache
+def _template() -> Any:
+    """Return the compiled template: compiling takes as long as a page of 1,000 ranks."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
@@ -203,4 +210,4 @@ def render(
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    return str(environment.get_template("page.html.jinja").render(contents(runs, title, live)))
+    return environment.get_template("page.html.jinja")

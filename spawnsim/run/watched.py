@@ -1,6 +1,6 @@
 """A run that is watched: `spawnsim watch` in a process of its own reads the run folder while the run writes it.
 
-The run does nothing for it but say, twice a second, what its ranks do: so neither results nor digest can differ, and a
+The run does nothing for it but say, once a second, what its ranks do: so neither results nor digest can differ, and a
 page that draws slowly or a logger that waits for its disk keeps no rank waiting. What there is to watch with is in
 one table, `OBSERVERS`.
 """
@@ -21,7 +21,7 @@ from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.options import nearest
 from spawnsim.run.progress_bar import no_collection
 
-LOOK_S = 0.5  # how often the states of virtual ranks are written
+LOOK_S = 1.0  # how often the states of ranks are written
 SHARE = 0.01  # of a core, at most, that looking at them takes
 PATIENCE_S = 60.0  # for the observers to write what is left, at the end
 
