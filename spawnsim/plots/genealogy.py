@@ -255,4 +255,4 @@ def figure(runs: Mapping[str, Recorded], title: str = "") -> Figure:
             f"descends from, the {len(style.LOOKS)} with most heirs; grey: others · effective number of founders: "
             "1/Σp² of their shares; dashed: ranks and donors drawn at random"
         )
-        return style.frame(drawn, title or "Who descends from whom", caption)
+        return style.frame(drawn, title or "Who descends from whom after replacements", caption)
