@@ -16,9 +16,10 @@ are paired; a win is a 90 % bootstrap interval of their median above zero. Times
 The finding: it depends on what differs among ranks. Where learning rates differ so much that some ranks run away, an
 average takes these in and is lost, and replacement wins by far. With a rank that is ten times slower it wins by the
 clock, as nobody waits; but so does an average that does not wait, which is far ahead where data differ (and lost
-where rates do). Where data differ replacement loses, the more clearly the more they do: what a replaced rank takes over knows the donors' digits and not
-its own. On even data with even rates it does not matter. After equally many iterations a straggler changes nothing of
-this. The modes of HyperGrid are found as soon under either, and under no exchange.
+where rates do). Where data differ replacement loses, the more clearly the more they do: what a replaced rank takes
+over knows the donors' digits and not its own. On even data with even rates it does not matter. After equally many
+iterations a straggler changes nothing of this. The modes of HyperGrid are found as soon under either, and under no
+exchange.
 """
 
 from collections.abc import Mapping

@@ -13,10 +13,12 @@ population based training ("pbt": one of the best quarter, and its learning rate
 of cadence and ratio, over seeds. Age: models that travel for longer. Descent: the events of one run each
 (`plots/genealogy.py`).
 
-The finding: often and many (docs/claims.md). A replaced rank keeps its own learning rate unless it takes over the
-donor's, so it runs away again: what heals is that the next round comes soon. Weights that are a few iterations old do
-no harm; those as old as the training was long when they were sent are worth no more than none. The strategies differ
-less in what is learnt than in descent: "best_only" leaves two founders in effect, a mean most of them.
+The finding: with one good donor ("best_only", "pbt") cadence and ratio hardly matter: 0.80 to 0.86, where 0.54 is
+reached without any exchange (3 seeds). A mean of survivors, some of which run away themselves, needs many
+replacements: 0.60 if a tenth is replaced every 10 iterations, 0.84 if half are. Weights that are 6 iterations old
+when they come are worth no more than none (0.54 against 0.70 at an age of 1), but three seeds lie too far apart to be
+sure. Of 10 founders 5.8 are left in effect under the mean, as many as by chance; 3.6 under the weighted mean, 2.0
+under "best_only", 1.2 in a population: as good a median rank, at the price of diversity.
 """
 
 import numpy as np

@@ -180,7 +180,7 @@ def draw_tree(info: Genealogy, ax: Axes | None = None) -> Axes:
     # One collection: thousands of lines, each an object of its own, take seconds.
     ax.add_collection(LineCollection(lines, colors=inks, linewidths=width, capstyle="butt"))
     if all(len(birth.donors) == 1 for birth in info.births):
-        _draw_births(info, ax, row, colours, min(width, 1.0))
+        _draw_births(info, ax, row, colours, width=min(width, 1.0))
     ax.set_xlim(0, info.end_s or 1)
     ax.set_ylim(-1, ranks)
     ax.set_yticks([])
@@ -189,7 +189,7 @@ def draw_tree(info: Genealogy, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _draw_births(info: Genealogy, ax: Axes, row: Ints, colours: Mapping[int, str], width: float) -> None:
+def _draw_births(info: Genealogy, ax: Axes, row: Ints, colours: Mapping[int, str], *, width: float) -> None:
     lines = [
         [(birth.time_s, row[birth.donors[0]]), (birth.time_s, row[birth.replaced])] for birth in info.births
     ]
