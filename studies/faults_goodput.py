@@ -10,7 +10,11 @@ there and on the step, and go on. Goodput is the time that all ranks spent in st
 of all ranks; beside it the share of time in which a rank is alive, 1/(1 + repair/MTBF), which no policy can exceed.
 Both network models, seeds with their range.
 
-The finding: FINDING
+The finding: one failure costs the other 15 ranks 30 s together under an average: a step of each when the death is
+noticed in the middle of an exchange, and another when the rank joins. Averaging each 10 steps saves a part of the
+first only. Under replacement nobody notices the death, and 16 s are lost, a step of each at the joining. At an MTBF
+of 300 s goodput is 0.84 and 0.88 against 0.90, where ranks are alive for 0.97 of the time. Both network models agree.
+Steps that a rollback to a checkpoint would lose are not counted: the survivors' models are the checkpoint.
 """
 
 import numpy as np
@@ -115,18 +119,25 @@ def figure(rows, ranks):
         ax.plot(
             line, [100 * alive(each) for each in line], color="#777777", linestyle="--", label="time alive"
         )
-        looks = style.looks(POLICIES)
-        for policy, look in looks.items():
+        names = ("average", "rarer", "selective")  # known policies keep their looks
+        looks = style.looks(names)
+        for shift, (policy, name) in enumerate(zip(POLICIES, names, strict=True), -1):
+            look = looks[name]
             mine = [row for row in rows if row["policy"] == policy]
-            at = [row["mtbf_s"] for row in mine]
-            median, low, high = ([100 * row[name] for row in mine] for name in ("median", "low", "high"))
-            ax.plot(at, median, marker=look.marker, color=look.colour, linestyle=look.dashes, label=policy)
-            ax.fill_between(at, low, high, color=look.colour, alpha=0.15)
+            at = [row["mtbf_s"] * 1.03**shift for row in mine]  # bars side by side
+            median, low, high = (
+                np.array([100 * row[name] for row in mine]) for name in ("median", "low", "high")
+            )
+            ax.errorbar(
+                at, median, [median - low, high - median], marker=look.marker, color=look.colour, label=policy,
+                linestyle=look.dashes, capsize=3, elinewidth=1.5,
+            )  # fmt: skip
         ax.set_xscale("log")
         ax.set_xticks(MTBFS_S, [f"{each:,.0f}" for each in MTBFS_S])
+        ax.minorticks_off()
         ax.set_xlabel("mean time between failures of a rank (s)")
         ax.set_ylabel("goodput (% of all ranks' time)")
-        ax.legend(frameon=False)
+        ax.legend(frameon=False, loc="lower right")
         caption = (
             f"{ranks} virtual ranks · steps of {STEP_S:g} s · back after {REPAIR_S:g} s · median over seeds, "
             f"{rows[0]['kind']} · timing alone"
