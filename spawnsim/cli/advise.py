@@ -229,7 +229,8 @@ def parser() -> Parser:
     add("--price", type=float, metavar="AMOUNT", help="of a node of --ranks-per-node ranks for an hour")
     add(
         "--live", type=int, default=0, metavar="STEPS",
-        help="train a small model for so many steps under each choice, and rank by the time until all are as good",
+        help="train a small model for so many steps under each choice, and rank by the time until all are as good; "
+        "default: 0, none",
     )  # fmt: skip
     add("--picture", type=Path, metavar="FILE", help="draw goodput against cadence: .png, .pdf or .svg")
     add("--json", action="store_true", help="print one JSON object")

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,13 @@ from spawnsim.fidelity.predicting import (
     Repeat,
     Row,
     Setting,
+    Validated,
+    case_table,
     differences,
     error_table,
     fitted,
     predict,
+    read_cases,
     summary,
     times,
 )
@@ -143,31 +147,55 @@ def validate(argv: Sequence[str]) -> int:
     options = validate_parser().parse_args(argv)
     here = detect_launcher()
     try:
-        task, platform = _asked(options, here.size)
+        tasks, platform = _asked(options, here.size)
+        earlier = [case for path in options.add for case in read_cases(path)]
     except SpawnsimError:  # all ranks find the same fault before they meet: one of them says so
         if here.rank == 0:
             raise
         return 2
-    found = observe(task, platform, repeats=options.repeats, seed=options.seed)
-    if found is not None:
-        judge(options, task, *found)
+    cases: list[Validated] = []
+    first = platform is None  # measured before the first run, and kept by rank 0 alone
+    for name, task in tasks.items():
+        found = observe(task, platform, repeats=options.repeats, seed=options.seed, calibrated=not first)
+        first = False
+        if found is None:
+            continue
+        platform = found[0]
+        if not (options.vary or options.add):
+            judge(options, task, *found)
+        else:
+            cases.append(validated(options, task, *found, name=name))
+    if cases:
+        judge_all(options, [*earlier, *cases])
     return 0
 
 
-def _asked(options: argparse.Namespace, ranks: int) -> tuple[Program, Platform | None]:
-    """Return the program and the platform, if one is named."""
+def _asked(options: argparse.Namespace, ranks: int) -> tuple[dict[str, Program], Platform | None]:
+    """Return the programs by what is varied, and the platform, if one is named."""
     if options.repeats < 1 or options.warmup < 0:
         raise ParameterError(f"--repeats {options.repeats} --warmup {options.warmup}: give at least 1 and 0")
     if ranks < 2:
         raise ParameterError(
             f"a validation needs at least 2 ranks: mpiexec -n 2 spawnsim validate {options.file}"
         )
-    task = program(options.file, parameters(options.set))
-    return task, load_platform(options.platform) if options.platform else None
+    tasks = {}
+    varied = [[(word.partition("=")[0], value) for value in _values(word)] for word in options.vary]
+    for combination in product(*varied):
+        words = [f"{name}={value}" for name, value in combination]
+        tasks[" ".join(words)] = program(options.file, parameters([*options.set, *words]))
+    return tasks, load_platform(options.platform) if options.platform else None
+
+
+def _values(word: str) -> list[str]:
+    name, _, values = word.partition("=")
+    found = [value for value in values.split(",") if value]
+    if not name or not found:
+        raise ParameterError(f"--vary {word!r}: write NAME=VALUE,VALUE")
+    return found
 
 
 def observe(
-    task: Program, platform: Platform | None, *, repeats: int, seed: int
+    task: Program, platform: Platform | None, *, repeats: int, seed: int, calibrated: bool
 ) -> tuple[Platform, list[list[Seen]]] | None:
     """Calibrate if need be, and run the program so many times. Collective; None on all ranks but 0."""
     from spawnsim.real.mpi import guarded, world
@@ -176,7 +204,7 @@ def observe(
     load = os.getloadavg()[0]
     comm: Any = world(seed=seed)
     with guarded(comm):
-        measured = measure(comm, QUICK_EFFORT) if platform is None else None
+        measured = None if calibrated else measure(comm, QUICK_EFFORT)
         here, hosts = facts(comm), comm.allgather(socket.gethostname())
     for _ in range(repeats):
         # A new world for each run, so that its streams begin anew and all repeats draw the same.
@@ -188,8 +216,9 @@ def observe(
     if comm.Get_rank() != 0:
         return None
     warn(max(map(hosts.count, hosts)), load)
-    if platform is None:
-        return fit(measured), runs  # type: ignore[arg-type]  # measured where there was no platform
+    if measured is not None:
+        return fit(measured), runs
+    assert platform is not None
     for difference in differences(platform, here):
         sys.stderr.write(f"spawnsim: warning: {platform.name} was measured elsewhere: {difference}\n")
     return platform, runs
@@ -213,6 +242,42 @@ def judge(
         sys.stdout.write(f"{facts_line}\n{error_table(rows, len(runs))}\n")
     if options.picture:
         draw_prediction(rows, repeats, options.picture)
+
+
+def validated(
+    options: argparse.Namespace,
+    task: Program,
+    platform: Platform,
+    runs: Sequence[Sequence[Seen]],
+    *,
+    name: str,
+) -> Validated:
+    """Predict the runs of one program, and say how far off that is."""
+    setting = Setting(task, Scenario(len(runs[0]), seed=options.seed), options.warmup)
+    repeats = [Repeat(times(seen, setting.warmup), predict(setting, seen, platform)) for seen in runs]
+    return Validated(f"{len(runs[0])} ranks, {name}" if name else f"{len(runs[0])} ranks", summary(repeats))
+
+
+def judge_all(options: argparse.Namespace, cases: Sequence[Validated]) -> None:
+    """Print and draw several programs in one table and figure."""
+    if options.json:
+        sys.stdout.write(json.dumps({"cases": [dataclasses.asdict(case) for case in cases]}) + "\n")
+    else:
+        sys.stdout.write(f"{case_table(cases)}\n")
+    if options.picture:
+        from spawnsim.plots import fidelity, style
+
+        errors = {
+            case.name: {
+                model: list(error)
+                for row in case.rows
+                if row.measure == "total"
+                for model, error in row.errors.items()
+            }
+            for case in cases
+        }
+        caption = f"whole runs of {len(cases)} programs; marks: least, median and largest error"
+        style.save_as(fidelity.validation_figure(errors, caption), options.picture)
 
 
 def draw_prediction(rows: Sequence[Row], repeats: Sequence[Repeat], picture: Path) -> None:
@@ -258,6 +323,14 @@ def validate_parser() -> Parser:
         metavar="NAME=VALUE",
         help="a keyword argument of main; repeatable",
     )
+    add(
+        "--vary", action="append", default=[], metavar="NAME=V,V",
+        help="run once with each value, and with each combination of several; one table and figure for all",
+    )  # fmt: skip
+    add(
+        "--add", action="append", type=Path, default=[], metavar="FILE",
+        help="what --json printed of another job, of other ranks say: shown in the same table",
+    )  # fmt: skip
     add("--picture", type=Path, metavar="FILE", help="draw predicted against measured: .png, .pdf or .svg")
     add("--json", action="store_true", help="print one JSON object")
     return parser

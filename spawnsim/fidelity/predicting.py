@@ -5,8 +5,10 @@ The same program runs with the compute times of the real run: replayed, fitted, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -202,6 +204,58 @@ def error_table(rows: Sequence[Row], repeats: int) -> str:
         lines.append((row.measure, value, *(_cell(row.errors[model], share, repeats) for model in models)))
     legend = "replayed: the run's own compute times. fitted: their mean and the straggler fit. constant: their mean."
     return f"{text_table(('', 'measured', *models), lines)}\n{legend}"
+
+
+@dataclass(frozen=True)
+class Validated:
+    """A program that was run for real and predicted: its name, with ranks and parameters, and a row per measure."""
+
+    name: str
+    rows: tuple[Row, ...]
+
+
+def case_table(cases: Sequence[Validated]) -> str:
+    """Return one line for each program: what an iteration and the run took, and the errors by replayed times."""
+    lines = []
+    for case in cases:
+        rows = {row.measure: row for row in case.rows}
+        cells = [case.name]
+        for measure in ("iteration", "total"):
+            cells.append(_seconds(rows[measure].measured))
+            cells += [_cell(rows[measure].errors[model], False, 2) for model in rows[measure].errors]
+        cells.append(_cell(rows["waiting share"].errors["replayed"], True, 2))
+        lines.append(cells)
+    models = list(cases[0].rows[0].errors)
+    head = ("", "iteration", *models, "total", *models, "waiting share")
+    return (
+        f"{text_table(head, lines)}\nmedian error [least largest] over the repeats; waiting share: replayed"
+    )
+
+
+def read_cases(path: Path) -> list[Validated]:
+    """Return what `spawnsim validate --json` printed of several programs.
+
+    Raises:
+        ParameterError: the file cannot be read, or holds something else.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return [
+            Validated(
+                str(case["name"]),
+                tuple(
+                    Row(
+                        row["measure"],
+                        float(row["measured"]),
+                        {m: tuple(e) for m, e in row["errors"].items()},
+                    )
+                    for row in case["rows"]
+                ),
+            )
+            for case in document["cases"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ParameterError(f"{path}: not what validate --vary --json prints ({error!r})") from error
 
 
 def _cell(errors: tuple[float, float, float], share: bool, repeats: int) -> str:

@@ -209,21 +209,8 @@ def test_a_small_training_tells_what_a_cadence_costs(capsys: pytest.CaptureFixtu
         row = next(row for row in advice.rows if row.choice == choice)
         assert seconds == pytest.approx(0.1 * needs[choice].steps / row.goodput)
         assert least <= seconds <= most
-    command = [
-        "advise",
-        "-n",
-        "8",
-        "--model",
-        "1MB",
-        "--step",
-        "100ms",
-        "--every",
-        "1,40",
-        "--seeds",
-        "1",
-        "--live",
-        "80",
-    ]
+    command = ["advise", "-n", "8", "--model", "1MB", "--step", "100ms", "--every", "1,40"]
+    command += ["--seeds", "1", "--live", "80"]
     assert main([*command, "--budget", "16", "--price", "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [each["choice"] for each in told["live"]] == ["average, every 1", "average, every 40"]

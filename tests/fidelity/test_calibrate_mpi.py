@@ -47,10 +47,14 @@ def test_a_real_communicator_is_calibrated_and_a_run_validated(tmp_path: Path) -
     assert "held out" in done.stdout
     assert (tmp_path / "fit.png").stat().st_size > 10_000
     done = _on_two_ranks(
-        "validate", "train.py", "--platform", "here.toml", "--set", "iterations=30", "--json", folder=tmp_path
-    )
+        "validate", "train.py", "--platform", "here.toml", "--vary", "iterations=20,30", "--json", "--picture",
+        "errors.png", folder=tmp_path,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows = {row["measure"]: row for row in json.loads(done.stdout)["rows"]}
+    cases = json.loads(done.stdout)["cases"]
+    assert [case["name"] for case in cases] == ["2 ranks, iterations=20", "2 ranks, iterations=30"]
+    assert (tmp_path / "errors.png").stat().st_size > 10_000
+    rows = {row["measure"]: row for row in cases[1]["rows"]}
     assert set(rows) == {"iteration", "policy", "waiting share", "total"}
     assert set(rows["total"]["errors"]) == {"replayed", "fitted", "constant"}
     assert rows["total"]["measured"] > 0.0

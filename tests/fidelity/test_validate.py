@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from spawnsim.cli import fidelity as command
 from spawnsim.errors import ParameterError
 from spawnsim.fidelity import (
     Prediction,
@@ -21,7 +24,7 @@ from spawnsim.fidelity import (
     times,
     watched,
 )
-from spawnsim.fidelity.predicting import MEASURES
+from spawnsim.fidelity.predicting import MEASURES, Row, Validated, case_table, read_cases
 from spawnsim.fidelity.scoring import NullRecorder
 from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
@@ -139,6 +142,40 @@ def test_the_summary_takes_medians_over_repeats() -> None:
     assert rows["total"].errors["replayed"] == pytest.approx((0.0, 11 / 12 - 1, 0.1))
     assert rows["waiting share"].errors["replayed"][0] == pytest.approx(0.1)
     assert "+10.0 points" in error_table(tuple(rows.values()), 3)
+
+
+def test_several_programs_are_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each, whichever job it comes from; what --json printed is read back."""
+    rows = tuple(
+        Row(measure, 0.25, dict.fromkeys(("replayed", "fitted", "constant"), (0.01, -0.02, 0.03)))
+        for measure in ("iteration", "policy", "waiting share", "total")
+    )
+    cases = [Validated("2 ranks, size=1", rows), Validated("4 ranks, size=1", rows)]
+    options = argparse.Namespace(json=True, picture=None)
+    command.judge_all(options, cases)
+    (tmp_path / "two.json").write_text(capsys.readouterr().out, encoding="utf-8")
+    assert read_cases(tmp_path / "two.json") == cases
+    lines = case_table(cases).splitlines()
+    assert lines[2].startswith("4 ranks, size=1")
+    assert lines[2].count("+1.0% [-2 +3]") == 6
+    assert "+1.0 points [-2 +3]" in lines[2]
+    for text in ("{}", "[", '{"cases": [{"name": "x", "rows": [3]}]}'):
+        (tmp_path / "bad.json").write_text(text, encoding="utf-8")
+        with pytest.raises(ParameterError, match=r"bad.json: not what validate"):
+            read_cases(tmp_path / "bad.json")
+    (tmp_path / "train.py").write_text("def main(comm, size=1, mode='a'): pass\n", encoding="utf-8")
+    asked = command.validate_parser().parse_args(
+        [str(tmp_path / "train.py"), "--vary", "size=1,2", "--vary", "mode=a,b"]
+    )
+    assert list(command._asked(asked, 2)[0]) == [
+        "size=1 mode=a",
+        "size=1 mode=b",
+        "size=2 mode=a",
+        "size=2 mode=b",
+    ]
+    asked.vary = ["size"]
+    with pytest.raises(ParameterError, match="write NAME=VALUE,VALUE"):
+        command._asked(asked, 2)
 
 
 def test_another_software_is_noticed() -> None:
