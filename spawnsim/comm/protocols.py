@@ -403,6 +403,17 @@ class Comm(Checkpointing, Protocol):
             recvbuf: room for the blocks of all ranks, in rank order.
         """
 
+    def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:
+        """Collect all buffers at all ranks without waiting.
+
+        Args:
+            sendbuf: this rank's block.
+            recvbuf: room for the blocks of all ranks, in rank order.
+
+        Returns:
+            A request that is over when all blocks are there.
+        """
+
     def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
         """Collect buffers of unequal length at all ranks.
 

@@ -149,6 +149,10 @@ def test_collectives_of_every_kind_of_buffer(gloo):
         for given, table in ((np.full(2, rank), np.zeros(8, int)), (torch.full((2,), rank), torch.zeros(8, dtype=int))):
             comm.Allgather(given, table)
             assert table.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+            table[:] = 0
+            later = comm.Iallgather(given + 1, table)
+            later.Wait()
+            assert table.tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
         mixed = np.zeros(8)  # spelt in different ways on different ranks
         comm.Allgather(np.full(2, float(rank)), mixed if rank % 2 else [mixed, 2, DOUBLE])
         assert mixed.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -57,7 +57,6 @@ class Mean:
         self._requests: list[Any] = []
         self._rooms: list[Any] = []
         self.nbytes = 0
-        anyone: Any = comm  # Iallgather is MPI's; `Comm` lists what every backend has
         for number, row in enumerate(vectors.rows):
             if feedback is None:
                 call = comm.Iallreduce if later else comm.Allreduce
@@ -67,8 +66,8 @@ class Mean:
                 body = feedback.encode((key, number), _array(row))
                 make = phantom_memory if vectors.device == META else new_memory
                 self._rooms.append(make(comm.Get_size() * body.nbytes))
-                call = anyone.Iallgather if later else anyone.Allgather
-                request = call(body, self._rooms[-1])
+                gather = comm.Iallgather if later else comm.Allgather
+                request = gather(body, self._rooms[-1])
                 self.nbytes += self._rooms[-1].nbytes
             self._requests += [request] if later else []
 

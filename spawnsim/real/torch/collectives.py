@@ -308,6 +308,12 @@ class NativeCollectives(Exchanges):
         if after is not None:
             after()
 
+    def Iallgather(self, sendbuf: Any, recvbuf: Any) -> RealRequest:
+        into, given, after = self._table(sendbuf, recvbuf)
+        if into is None:
+            return self._allgather("Iallgather", sendbuf, recvbuf)
+        return self._begun("Iallgather", self._group_for(into)[0]._allgather_base, (into, given), after)
+
     def _table(self, sendbuf: Any, recvbuf: Any) -> tuple[Tensor | None, Any, Callable[[], object] | None]:
         """Return the table that torch fills, this rank's part, and what to do afterwards; None if they do not fit.
 
