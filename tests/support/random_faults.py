@@ -370,6 +370,10 @@ def stages(seed: int) -> Case:
     """A rank is killed in a stage of its program that a rehearsal has shown, at its begin or end or in between."""
     draw = Draw(5, seed)
     case = _case(draw, draw.one((), ("crash",), ("crash", "restart", "drop")), draw.one(*POLICIES, "", ""))
+    return _with_a_death_in_a_stage(case, draw)
+
+
+def _with_a_death_in_a_stage(case: Case, draw: Draw) -> Case:
     case.carry_out()
     mortal = {fault.rank for fault in case.plan.faults if isinstance(fault, Crash)}
     shown = [stage for stage in case.program.stages if stage[0] not in mortal]
@@ -378,7 +382,7 @@ def stages(seed: int) -> Case:
         rank, _, began_s, ended_s = draw.one(*(stage for stage in shown if stage[1] == name))
         at_s = began_s + (ended_s - began_s) * draw.one(0.0, 1.0, 0.5, draw.rng.random())
         again = [Restart(rank, at_s + draw.one(1e-4, 5e-3, 0.05))] if draw.one(True, False) else []
-        case.plan = FaultPlan((*case.plan.faults, Crash(rank, at_s), *again), seed)
+        case.plan = FaultPlan((*case.plan.faults, Crash(rank, at_s), *again), case.seed)
     return case
 
 
@@ -394,10 +398,14 @@ def liveness(seed: int) -> Case:
 
 
 def graphs(seed: int) -> Case:
-    """Averaging on graphs, and servers, in programs that recover; ranks begin again, and join."""
+    """Graphs, servers, outer optimizers, populations, in programs that recover; ranks begin again, and join.
+
+    Every other one has a death in a stage that a rehearsal has shown.
+    """
     draw = Draw(7, seed)
     kinds = ("restart", *RANK_FAULTS, *draw.one(LINK_FAULTS, ()))
-    return _case(draw, kinds, draw.one(*ON_GRAPHS_AND_SERVERS))
+    case = _case(draw, kinds, draw.one(*ON_GRAPHS_AND_SERVERS))
+    return _with_a_death_in_a_stage(case, draw) if seed % 2 else case
 
 
 KINDS: dict[str, Callable[[int], Case]] = {
