@@ -142,6 +142,26 @@ print(R, f"{time.time():.1f}", manager.num_participants(), manager.current_step(
     assert late == [f"{rank} 3.1 4 1 True" for rank in (0, 1, 3, 4)]  # asked at 1.01 s; it looks each 100 ms
 
 
+def test_a_quorum_may_only_shrink(program: Any) -> None:
+    """Who comes late asks on while the members of the last quorum want no others, and is taken in afterwards."""
+    text = """
+if R == 0:
+    LighthouseServer(min_replicas=2, join_timeout_ms=60000)
+model = nn.Linear(1, 1)
+time.sleep(2 if R == 3 else 0)
+manager = Manager(ProcessGroupGloo(), model.load_state_dict, model.state_dict, 2, use_async_quorum=False)
+time.sleep(0.01)
+counts = []
+for step in range(1 if R == 3 else 3):
+    manager.start_quorum(shrink_only=step == 1)
+    counts.append(manager.num_participants())
+    assert manager.should_commit()
+    time.sleep(3)
+print(R, counts)
+"""
+    assert program(text, 4)[1] == [*(f"{rank} [3, 3, 4]" for rank in range(3)), "3 [4]"]
+
+
 def test_a_group_that_does_not_come_together(program: Any) -> None:
     """One clear error each."""
     late = "manager = Manager(None, print, dict, 2, quorum_timeout=timedelta(seconds=7))\n"

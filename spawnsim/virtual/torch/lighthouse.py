@@ -30,6 +30,7 @@ class Replica:
     ended_s: float = math.inf  # when it died or left
     asked_s: float | None = None  # since when it waits for a quorum
     step: int = 0
+    shrink_only: bool = False  # whether it asks for a quorum of members of the last one alone
     failures: int = 0  # steps in a row that it could not commit
     quorum: Quorum | None = None  # the last one that it belongs to
 
@@ -91,6 +92,10 @@ class Lighthouse:
         healthy = [each for each in self.replicas.values() if self._gone_s(each) > now_s]
         asking = [each for each in healthy if each.asked_s is not None]
         if asking and self._enough(asking, healthy, now_s):
+            if self.members and any(each.shrink_only for each in asking):
+                asking = [each for each in asking if each.place in self.members]
+                if not asking:  # newcomers alone: they ask on
+                    return
             self._announce(sorted(asking, key=lambda each: each.place))
             self.shared.changed(now_s)
         elif asking:

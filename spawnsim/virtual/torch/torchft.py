@@ -193,9 +193,8 @@ class Manager:
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
     ) -> None:
         """Find out who takes part in the next step, and recover from another replica if this one is behind."""
-        if shrink_only:
-            raise UnsupportedError("start_quorum(shrink_only=True) is not offered on virtual ranks")
         self._join()
+        self._replica.shrink_only = shrink_only
         self._errored, self._healing = None, False
         limit = timeout or self._quorum_timeout
         if self._use_async_quorum:

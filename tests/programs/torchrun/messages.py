@@ -79,6 +79,13 @@ if RANK == 0:
         store.wait(["nobody's"], timedelta(milliseconds=300))
     except dist.DistStoreError as error:
         show("late", str(error)[:32])
+if SIZE > 3:  # names are those within the group, whose first rank is 1 of the world
+    some = dist.new_group([1, 3, 2])
+    try:
+        if RANK in (1, 2):
+            dist.monitored_barrier(some, timeout=timedelta(milliseconds=500))
+    except RuntimeError as error:
+        show("barrier", str(error).partition(" (")[0])
 local = dist.HashStore()
 local.set("a", "b")
 show("local", local.get("a"))
