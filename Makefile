@@ -11,18 +11,19 @@ export MPLBACKEND := Agg
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format check check-real check-policies check-virtual check-others check-openmpi bench clean
+.PHONY: help install demo docs test lint format check check-real check-policies check-virtual check-others check-openmpi bench clean
 
 help:
 	@echo "make demo    five policies against the clock (one seed), 1,000 virtual ranks, 4 real ones: figures in demo/"
 	@echo "make test    lint, types, layering, all tests"
+	@echo "make docs    the documentation site: build/site/index.html"
 	@echo "make bench   benchmarks"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): pyproject.toml constraints.txt studies/gfn_requirements.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,mpi,demo,report,torchft]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,mpi,demo,report,torchft,docs]"
 	$(BIN)/python -m pip install --quiet --no-deps -r studies/gfn_requirements.txt
 	@touch $@
 
@@ -30,6 +31,11 @@ install: $(INSTALLED)
 
 demo: $(INSTALLED)
 	$(BIN)/spawnsim study demo --seeds 1 --out demo
+
+# What tests/test_site.py does: a warning is an error, such as a link to a page or heading that is not there.
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/site
+	@echo build/site/index.html
 
 # A quarter of the work each, with what is left. The first start many processes, and what they time suffers if much else runs beside them.
 REAL := tests/real tests/testing/test_contract.py
