@@ -3,7 +3,7 @@
 What stands behind the language of a block says what a test does with it; readers do not see it:
 
     ```sh                                         run as it stands
-    ```sh in small: --ranks 256 → --ranks 8       run with these texts replaced, "; " between several
+    ```sh in small: --ranks 256 → --ranks 8       run with these texts replaced, or left out; "; " between several
     ```sh exit 121                                ends with this status; may follow the above, after " | "
     ```sh not run: needs a cluster                its `spawnsim` commands are read, for options that do not exist
 
