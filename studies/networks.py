@@ -11,10 +11,11 @@ message costs nothing but its wire. Under LogGP the same α is split: 40 % of it
 processor at each end (for the heavy stack 150 µs beside the wire), and the next message waits for as long.
 
 The finding: hardly. The ranking is the same in 17 of 18 cases: selective replacement first, as nobody waits (a model
-that travels for longer than the run is not waited for either), doubling before the ring up to some size, the ring
-from there on. The model decides where messages cost the processor much and the size is near that border: 1 MB over
-the heavy stack, where the ring's many messages cost more than its bytes save, which Hockney cannot see. There a
-ranking that is reported under one model only is the model's.
+that travels for longer than the run is not waited for either), only 10 kB over NVLink are averaged as quickly as
+ranks are compared; doubling before the ring for small models, the ring for large ones, over NVLink doubling for all.
+The model decides where messages cost the processor much and the size is near that border: 1 MB over the heavy stack,
+where the ring's many messages cost more than its bytes save, which Hockney cannot see. There a ranking that is
+reported under one model only is the model's.
 """
 
 from dataclasses import replace
