@@ -404,15 +404,7 @@ class Comm(Checkpointing, Protocol):
         """
 
     def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """Collect all buffers at all ranks without waiting.
-
-        Args:
-            sendbuf: this rank's block.
-            recvbuf: room for the blocks of all ranks, in rank order.
-
-        Returns:
-            A request that is over when all blocks are there.
-        """
+        """Do as `Allgather` without waiting; return a request that is over when all blocks are there."""
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
         """Collect buffers of unequal length at all ranks.
@@ -450,16 +442,7 @@ class Comm(Checkpointing, Protocol):
         """
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
-        """Combine all buffers at all ranks without waiting.
-
-        Args:
-            sendbuf: this rank's contribution, or IN_PLACE.
-            recvbuf: room for the result, of the same count and type.
-            op: how two contributions are combined, element by element.
-
-        Returns:
-            A request that is over when the result is there.
-        """
+        """Do as `Allreduce` without waiting; return a request that is over when the result is there."""
 
     # -- collectives of objects ------------------------------------------------------------------------------
 

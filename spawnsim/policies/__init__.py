@@ -4,10 +4,9 @@ Open this folder and see the policies: `average_all` (one collective), `selectiv
 (windows), `decentralized` (small groups that find each other), `asynchronous` (exchanges while training goes on),
 `outer_optimizer` (FedAvg to DiLoCo), `streaming` (its fragments and late rounds), `decoupled` (by quorum), `edit`,
 `noloco`, `easgd`, `sparta`, `wagma` (groups that wait for nobody), and `replay` (a recorded run's decisions). `base` is
-the call that they share. What they
-are made of: `rules` (pure decisions: neither communicator nor torch), `state` (a model as bytes: no communicator),
-`exchange` (all that a rank tells others), and `averaging` (groups, pairs and trees of ranks that average). Policies
-know `spawnsim.comm`, torch and numpy, and no backend.
+the call that they share. What they are made of: `rules` (pure decisions: neither communicator nor torch), `state` (a
+model as bytes: no communicator), `exchange` (all that a rank tells others), and `averaging` (groups, pairs and trees of
+ranks that average). Policies know `spawnsim.comm`, torch and numpy, and no backend.
 """
 
 from __future__ import annotations
