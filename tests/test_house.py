@@ -51,7 +51,6 @@ def _names_of_mpi4py() -> frozenset[str]:
 # Under 60 lines for a reason of their own, beside __init__ and __main__.
 SHORT_FILES = {
     "spawnsim/policies/easgd.py": "one policy, one file",
-    "spawnsim/workloads/mlp.py": "the model that two workloads share",
     "spawnsim/cli/doctor.py": "one subcommand, one file",
     "spawnsim/real/launch/torchrun.py": "started with python -m",
     "spawnsim/testing/worker.py": "started with python -m",
