@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from spawnsim.comm.constants import BOTTOM, IN_PLACE
+from spawnsim.comm.constants import BOTTOM, is_in_place
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.deferred import WAITING, settle
 from spawnsim.comm.failures import (
@@ -418,9 +418,9 @@ def as_vector(spec: Any, blocks: int, *, types: bool = False, writable: bool = F
     `v`: memory, [memory, counts], [memory, (counts, displs)], with or without a type, or all four. `w`:
     [memory, types], [memory, (counts, displs), types] or all four, with displacements in bytes.
     """
-    if spec is None or spec is IN_PLACE:
+    if spec is None or is_in_place(spec):
         empty = Vector(np.zeros(0, np.uint8), ([0] * blocks, [0] * blocks), [BYTE] * blocks)
-        empty.in_place = spec is IN_PLACE
+        empty.in_place = spec is not None
         return empty
     new = _typed(spec, blocks) if types else _plain(spec, blocks)
     if writable and not new.writable:
@@ -566,8 +566,8 @@ def as_buffer(
             return Buffer(spec, datatype, spec.size)
     if vector:
         return as_vector(spec, blocks, types=types, writable=writable)
-    if spec is None or spec is IN_PLACE:
-        return nothing(spec is IN_PLACE)
+    if spec is None or is_in_place(spec):
+        return nothing(spec is not None)
     buffer = typed_array(spec) if blocks < 2 and type(spec) is list else None
     if buffer is None:
         buffer = general(*simple_parts(spec), blocks=blocks)

@@ -166,6 +166,18 @@ class BufferAutomaticType(_Singleton):
     _name, _value = "BUFFER_AUTOMATIC", -2
 
 
+def is_in_place(spec: object) -> bool:
+    """Return whether a buffer argument is `IN_PLACE`, or mpi4py's own, which packages import beside our communicator.
+
+    Args:
+        spec: what a call was given as a buffer.
+
+    Returns:
+        Whether it means: take the other one.
+    """
+    return spec is IN_PLACE or type(spec).__name__ == InPlaceType.__name__
+
+
 BOTTOM: Final = BottomType()
 IN_PLACE: Final = InPlaceType()
 BUFFER_AUTOMATIC: Final = BufferAutomaticType()

@@ -131,6 +131,8 @@ def test_pairs_travel_without_padding():
 def test_null_and_in_place():
     """None and IN_PLACE are empty messages; IN_PLACE says so."""
     assert [comm.as_buffer(spec).count for spec in (None, comm.IN_PLACE)] == [0, 0]
+    theirs = type("InPlaceType", (int,), {})(-1)  # as mpi4py's own is
+    assert comm.as_buffer(theirs).in_place and not comm.as_buffer(None).in_place
     assert [comm.as_buffer(spec).in_place for spec in (None, comm.IN_PLACE)] == [False, True]
 
 

@@ -476,3 +476,28 @@ def test_the_digest_of_a_rank_is_one_hash_over_its_packed_events():
     packed = b"".join(struct.pack("<diiqi", *event) for event in events)
     expected = hashlib.blake2b(packed + struct.pack("<I", crc32(b"abc")), digest_size=16).digest()
     assert (own.value(), own.count) == (expected, 150)
+
+
+def test_programs_in_processes_with_other_hashes_have_equal_digests() -> None:
+    """Messages, windows, calls, policies, under faults; `benchmarks/digests.py` compares 2,000 when asked to."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, root / "benchmarks" / "digests.py", "--runs", "60"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "60 programs" in done.stdout and ": 0 differ" in done.stdout
+
+
+def test_a_communicators_module_has_the_names_of_mpi() -> None:
+    """As that of mpi4py's has: packages look there for IN_PLACE."""
+
+    def main(comm: Any) -> None:
+        module = sys.modules[type(comm).__module__]
+        total = np.full(2, 1.0)
+        comm.Allreduce(module.IN_PLACE, total)
+        assert total[0] == comm.size
+        assert not hasattr(module, "NOT_A_NAME")
+
+    spawnsim.run(main, ranks=11)

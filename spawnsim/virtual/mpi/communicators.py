@@ -31,6 +31,15 @@ from spawnsim.virtual.mpi.payload import dumps, loads
 from spawnsim.virtual.services import RankServices
 
 
+def __getattr__(name: str) -> Any:
+    """Return MPI's names, which packages look for in the module of a communicator's class: they are in mpi4py's."""
+    from spawnsim import comm
+
+    if name.startswith("_") or not hasattr(comm, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(comm, name)
+
+
 @refusing
 class Intracomm(Comm):
     """A communicator with one group."""

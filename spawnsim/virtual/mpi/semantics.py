@@ -12,7 +12,7 @@ import numpy as np
 
 from spawnsim.comm import ops
 from spawnsim.comm.buffers import Buffer, as_buffer
-from spawnsim.comm.constants import IN_PLACE
+from spawnsim.comm.constants import is_in_place
 from spawnsim.comm.failures import ERR_COUNT, ERR_TYPE, ArgumentError
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import Merge, Op
@@ -25,7 +25,7 @@ Combine = Callable[[Any, Any], Any]
 
 def _in_place(spec: Any) -> bool:
     """Return whether a rank's data lie in its other buffer; mpi4py takes None for the same."""
-    return spec is IN_PLACE or spec is None
+    return spec is None or is_in_place(spec)
 
 
 def _fill(spec: Any, **how: Any) -> Outcome:
