@@ -50,9 +50,9 @@ def main(argv: Sequence[str]) -> int:
     with stoppable():
         found = advise(case, choices, seeds=range(options.seeds), target=options.target)
     needs = None
-    if options.live:
+    if options.train:
         with stoppable():
-            needs = converge(case, choices, steps=options.live, seeds=range(options.seeds))
+            needs = converge(case, choices, steps=options.train, seeds=range(options.seeds))
     budget = None
     if options.budget is not None:
         budget = Budget(options.budget, options.ranks_per_node, options.price)
@@ -228,7 +228,7 @@ def parser() -> Parser:
     add("--budget", type=float, metavar="AMOUNT", help="node-hours, or money where --price is given")
     add("--price", type=float, metavar="AMOUNT", help="of a node of --ranks-per-node ranks for an hour")
     add(
-        "--live", type=int, default=0, metavar="STEPS",
+        "--train", type=int, default=0, metavar="STEPS",
         help="train a small model for so many steps under each choice, and rank by the time until all are as good; "
         "default: 0, none",
     )  # fmt: skip

@@ -51,7 +51,7 @@ def converge(
     longest = max(choice.every for choice in choices)
     if steps < max(LOOKS, longest):
         raise ParameterError(
-            f"--live {steps}: give at least {LOOKS} steps, and as many as the rarest exchange, {longest}"
+            f"--train {steps}: give at least {LOOKS} steps, and as many as the rarest exchange, {longest}"
         )
     known: dict[tuple[Choice, int], list[float]] = {}
     plain = {choice: Choice(choice.policy, choice.every) for choice in choices}

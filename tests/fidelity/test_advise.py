@@ -210,7 +210,7 @@ def test_a_small_training_tells_what_a_cadence_costs(capsys: pytest.CaptureFixtu
         assert seconds == pytest.approx(0.1 * needs[choice].steps / row.goodput)
         assert least <= seconds <= most
     command = ["advise", "-n", "8", "--model", "1MB", "--step", "100ms", "--every", "1,40"]
-    command += ["--seeds", "1", "--live", "80"]
+    command += ["--seeds", "1", "--train", "80"]
     assert main([*command, "--budget", "16", "--price", "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [each["choice"] for each in told["live"]] == ["average, every 1", "average, every 40"]
@@ -220,7 +220,7 @@ def test_a_small_training_tells_what_a_cadence_costs(capsys: pytest.CaptureFixtu
     assert "as good as the worst becomes" in said
     for wrong, said in (
         ([*command, "--price", "2"], "Give a --budget"),
-        ([*command[:-1], "30"], "--live 30: give at least 25 steps, and as many as the rarest exchange, 40"),
+        ([*command[:-1], "30"], "--train 30: give at least 25 steps, and as many as the rarest exchange, 40"),
     ):
         assert main(wrong) == 2
         assert said in capsys.readouterr().err
