@@ -14,7 +14,10 @@ iterations and by policy; how many iterations it takes to find all, by the numbe
 reward. The method: HyperGrid 2 x 8 x 8 (4 mode states), an exchange every 10 iterations, over seeds. What is learnt
 is counted from where the last tenth of the trajectories of all ranks ended.
 
-FINDING
+The finding: exchange does not matter for how soon all four modes are known; the number of ranks does (2: 21 to 25
+iterations, 6: 12 to 13). After 60 iterations an average of 6 ranks has learnt less of the distribution (L1 0.92) than
+ranks alone (0.69): GFlowNets that begin from different weights lose by a mean of them. Selective replacement (0.71),
+which acts once in 60 iterations under its cooldown of 50, does no harm. Three seeds, a small grid.
 """
 
 from pathlib import Path
@@ -209,11 +212,17 @@ def modes_figure(runs, iterations):
             finds = [
                 np.searchsorted(first_finds(runs[sizes[-1], policy, seed]), at, "right") for seed in seeds
             ]
-            left.plot(at, np.median(finds, 0), color=look.colour, linestyle=look.dashes, label=policy)
-            left.fill_between(at, np.min(finds, 0), np.max(finds, 0), color=look.colour, alpha=0.15)
+            found = np.median(finds, 0)
+            left.plot(
+                at, found, drawstyle="steps-post", color=look.colour, linestyle=look.dashes, label=policy
+            )
+            left.fill_between(
+                at, np.min(finds, 0), np.max(finds, 0), step="post", color=look.colour, alpha=0.15
+            )
             ends = [all_after([runs[ranks, policy, seed] for seed in seeds], iterations) for ranks in sizes]
             right.plot(sizes, ends, marker=look.marker, color=look.colour, linestyle=look.dashes)
         left.set_xlabel("iteration")
+        left.set_yticks(range(5))
         left.set_ylabel(f"modes found together, {sizes[-1]} ranks")
         left.legend(frameon=False)
         right.set_xscale("log", base=2)
