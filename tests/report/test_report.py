@@ -38,7 +38,7 @@ def test_the_page_is_whole_and_loads_nothing(runs: list[Run]):
     ):
         assert text in html
     assert not re.search(r'(src|href)="(?!data:)', html)
-    assert html.count("data:image/png;base64,") == 6
+    assert html.count("data:image/png;base64,") == 7
     Balanced().check(html)
 
 
