@@ -12,7 +12,6 @@ import io
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -300,6 +299,8 @@ def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
 
 
 def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
+    import tempfile
+
     from spawnsim.options import arguments_of
     from spawnsim.real.launch.launchers import start
     from spawnsim.record.folder import require_free

@@ -7,7 +7,6 @@ one table, `OBSERVERS`.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
@@ -15,11 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.options import nearest
 from spawnsim.run.progress_bar import no_collection
+
+if TYPE_CHECKING:
+    import subprocess
 
 LOOK_S = 1.0  # how often the states of ranks are written
 SHARE = 0.01  # of a core, at most, that looking at them takes
@@ -77,6 +79,8 @@ def watched(out: Path | None, names: Sequence[str], *more: str) -> Iterator[None
     if out is None or not names:
         yield
         return
+    import subprocess  # here, since every rank of a job imports this file
+
     chosen = [part for name in names for part in ("--observe", name)]
     line = [sys.executable, "-m", "spawnsim", "watch", str(out), "--until-closed", *chosen, *more]
     # In a session of its own: Ctrl-C is for the run, and whoever watches sees how it ends. If this process is killed,
@@ -89,6 +93,8 @@ def watched(out: Path | None, names: Sequence[str], *more: str) -> Iterator[None
 
 
 def _end(watching: subprocess.Popen[bytes]) -> None:
+    import subprocess
+
     assert watching.stdin is not None
     watching.stdin.close()
     try:

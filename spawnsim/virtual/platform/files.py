@@ -91,7 +91,7 @@ class Storage:
         if not 0.0 <= self.latency_s < math.inf or not self.bandwidth_Bps > 0.0:
             raise ParameterError(f"{self}: give a latency of at least 0 s, and a bandwidth above 0 B/s")
 
-    def seconds_text(self, nbytes: int) -> float:
+    def seconds(self, nbytes: int) -> float:
         """Return how long it takes to write or read so many bytes."""
         return self.latency_s + nbytes / self.bandwidth_Bps
 
