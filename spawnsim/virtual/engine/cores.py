@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from spawnsim.virtual.engine.completion import Completion
 from spawnsim.virtual.engine.event_queue import UNDER_WAY, WAITED
@@ -53,6 +53,13 @@ class Node:
         heappush(self._blocks, (self._done_s + work_s, self._begun, rank, over))
         self._set_alarm()
         return over
+
+    def leave(self, over: Completion) -> None:
+        """Give up a block that has not ended, since its rank has died: its core is for the others from now on."""
+        self._advance()
+        self._blocks = [block for block in self._blocks if block[3] is not over]
+        heapify(self._blocks)
+        self._set_alarm()
 
     def _speed(self) -> float:
         return min(1.0, self._cores / len(self._blocks)) if self._blocks else 1.0
@@ -107,10 +114,15 @@ class Cores:
         task = kernel.current
         if rank.observers:
             rank.compute_from(task.clock, math.inf)
-        over = self._nodes[self._places[rank.id]].begin(rank, work_s)
+        node = self._nodes[self._places[rank.id]]
+        over = node.begin(rank, work_s)
         limits, task.deadline_s, task.explicit = (task.deadline_s, task.explicit), math.inf, False
         try:
             await_one(self._world, over, Computing())
+        except BaseException:
+            node.leave(over)
+            rank.waited = ()  # nobody answers these accesses any more
+            raise
         finally:
             task.deadline_s, task.explicit = limits
         return task.clock

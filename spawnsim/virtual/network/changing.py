@@ -235,9 +235,11 @@ class Capacity:
             return 0.0
         step = self._reach(begin_s)
         target = self.done[step] + (begin_s - self.times[step]) * self.shares[step] + work_s
+        # Little work late in a run may vanish in the sum; while nothing passes it still has to wait.
+        target = max(target, math.nextafter(self.done[step], math.inf))
         while self.done[-1] < target and self._draw(len(self.times)):
             pass
-        last = max(bisect_left(self.done, target) - 1, step + (self.shares[step] == 0.0))
+        last = max(bisect_left(self.done, target) - 1, step)
         if last == step:  # to the bit the time on the whole link, where nothing disturbs it
             return work_s / self.shares[step]
         return self.times[last] + (target - self.done[last]) / self.shares[last] - begin_s
@@ -252,10 +254,11 @@ class Capacity:
         times, shares, done = self._arrays()
         steps = np.maximum(np.searchsorted(times, begin, side="right") - 1, 0)
         target = done[steps] + (begin - times[steps]) * shares[steps] + work
+        target = np.maximum(target, np.nextafter(done[steps], np.inf))
         while self.done[-1] < target[here].max() and self._draw(len(self.times)):
             times, shares, done = self._arrays()
         last = np.searchsorted(done, target, side="left") - 1
-        last = np.minimum(np.maximum(last, steps + (shares[steps] == 0.0)), len(times) - 1)
+        last = np.minimum(np.maximum(last, steps), len(times) - 1)
         with np.errstate(divide="ignore", invalid="ignore"):
             soon = work / shares[steps]
             late = times[last] + (target - done[last]) / shares[last] - begin

@@ -272,8 +272,10 @@ class FlowNetwork:
         if self._of_all is None:
             self._ends = time_s + left / self._rates
             return
-        # All links change alike, so all shares do; of a link that is down for a while nothing ends.
-        self._rates = self._rates * (self._of_all.share_at(time_s) or 0.0) if len(left) else self._rates
+        # All links change alike, so all shares do; of a link that is down for a while nothing ends. What crosses no
+        # link has no bound, whatever becomes of them.
+        bound = np.isfinite(self._rates)
+        self._rates[bound] *= self._of_all.share_at(time_s)
         with np.errstate(divide="ignore", invalid="ignore"):
             self._ends = np.where(left > 0.0, time_s + left / self._rates, time_s)
 

@@ -117,6 +117,14 @@ def test_deadlines_do_not_end_computing_and_deaths_do():
     assert sorted(at) == [0, 1, 2]
 
 
+def test_who_dies_amid_a_block_leaves_its_core_to_others():
+    """One core: two of three go on at 1/2 from 0.9 s on, one alone from 1.5 s on; who begins again takes part anew."""
+    blocks = [[(0.0, 10.0)], [(0.0, 0.6)], [(0.0, 2.0)]]
+    assert ends(blocks, 1, faults="crash:0@0.9s") == [[], [pytest.approx(1.5)], [pytest.approx(2.9)]]
+    again = ends([[(0.0, 1.0)]] * 2, 1, faults="crash:0@0.5s; restart:0@1s")
+    assert again == [[pytest.approx(2.25)], [pytest.approx(1.5)]]
+
+
 @pytest.mark.parametrize(("progress", "served_s"), [("poll", 2.0), ("async", 0.0)])
 def test_accesses_wait_for_the_end_of_a_shared_block(progress, served_s):
     """Whose end nobody knows as they come: the target computes for one second, with three others on its two cores."""

@@ -20,6 +20,9 @@ from spawnsim.virtual.platform import Platform, load_platform, to_toml
 QUARTER = BandwidthTrace(((0.0, BANDWIDTH, LATENCY), (4e-3, BANDWIDTH / 4, LATENCY)))
 
 
+KEPT = ("call_overhead_s", "eager_bytes", "contention")  # of the test platform's network
+
+
 def on(link, **how):
     """Return the test platform with another link."""
     plain = platform(**how)
@@ -145,6 +148,113 @@ def test_a_link_that_is_down_holds_messages_until_it_is_back():
         totals, notes = run(exchange, 2, platform=there)
         assert notes.rows[0][2]["at"] == pytest.approx(at)
         assert run(exchange, 2, platform=there)[0].digest == totals.digest
+
+
+# -------------------------------------------------------------------- against a simulation that shares no code
+ROWS = (
+    (0.0, 1.0, 0.0),
+    (0.02, 0.25, 0.004),
+    (0.04, 0.0, 0.0),
+    (0.05, 0.0, 0.001),
+    (0.08, 1.0, 0.0),
+    (0.1, 0.5, 0.002),
+)
+SHARES = BandwidthTrace(tuple((at, share * BANDWIDTH, LATENCY + late) for at, share, late in ROWS))
+FAST = 4e-3  # seconds that 20 kB take within a node, without latency
+
+
+def row_at(time_s):
+    """Return share, added latency and end of the row that holds at a time."""
+    held = max(number for number, row in enumerate(ROWS) if row[0] <= time_s)
+    return *ROWS[held][1:], ROWS[held + 1][0] if held + 1 < len(ROWS) else math.inf
+
+
+def max_min(flows, capacity):
+    """Return the rate of each flow, a pair of nodes: the fullest link first, then what it leaves to others."""
+    rates, open_ = {}, {link: capacity for pair in flows.values() for link in pair}
+    while len(rates) < len(flows):
+        users = {
+            link: [flow for flow, pair in flows.items() if link in pair and flow not in rates]
+            for link in open_
+        }
+        level, link = min((open_[link] / len(who), link) for link, who in users.items() if who)
+        for flow in users[link]:
+            rates[flow] = level
+            for each in flows[flow]:
+                open_[each] -= level
+    return rates
+
+
+def fluid(messages, node):
+    """Let bytes flow from change to change; return when each message is there, behind those of its pair before it."""
+    coming, flows, left, there, at_s = [], {}, {}, {}, 0.0
+    for number, (begin_s, source, dest, nbytes) in enumerate(messages):
+        if node(source) == node(dest):
+            there[number] = begin_s + LATENCY + nbytes / 20_000 * FAST
+        else:
+            coming.append((begin_s + LATENCY + row_at(begin_s)[1], number, source, dest, nbytes))
+    while coming or flows:
+        share, _, until_s = row_at(at_s)
+        rates = max_min(flows, share * BANDWIDTH)
+        ends = [at_s + left[flow] / rate for flow, rate in rates.items() if rate]
+        next_s = min([until_s, *ends, *(each[0] for each in coming)])
+        left = {flow: left[flow] - rates[flow] * (next_s - at_s) for flow in flows}
+        at_s = next_s
+        for flow in [flow for flow in flows if left[flow] < 1e-6]:
+            there[flow] = at_s
+            del flows[flow]
+        for _, number, source, dest, nbytes in [each for each in coming if each[0] <= at_s]:
+            flows[number], left[number] = ((node(source), "out"), (node(dest), "in")), nbytes
+        coming = [each for each in coming if each[0] > at_s]
+    last = {}
+    for number, (_, source, dest, _) in enumerate(messages):
+        there[number] = last[source, dest] = max(there[number], last.get((source, dest), 0.0))
+    return there
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_flows_come_as_in_a_plain_simulation(seed):
+    """Twelve ranks on four nodes; messages begin when links change, within nodes while those between are down, too."""
+    rng = np.random.default_rng(seed)
+    begins = np.sort(rng.choice(np.arange(0, 0.12, 0.005), 60))
+    messages = [
+        (float(begin_s), *map(int, rng.choice(12, 2, replace=False)), int(rng.integers(1, 20_000)))
+        for begin_s in begins
+    ]
+
+    def program(comm):
+        coming = {n: m for n, m in enumerate(messages) if m[2] == comm.rank}
+        receives = [comm.Irecv(np.zeros(20_000, np.uint8), m[1], n) for n, m in coming.items()]
+        sends = []
+        for number, (begin_s, source, dest, nbytes) in enumerate(messages):
+            if source == comm.rank:
+                comm.clock.sleep(begin_s - comm.clock.now())
+                sends.append(comm.Isend(np.zeros(nbytes, np.uint8), dest, number))
+        for request in sends:
+            request.Wait()
+        for number, request in zip(coming, receives, strict=True):
+            request.Wait()
+            comm.record(number=number, at=comm.clock.now())
+
+    plain = platform(contention="fair")
+    links = {"intra": Hockney(LATENCY, 20_000 / FAST), "inter": Changing(Hockney(LATENCY, BANDWIDTH), SHARES)}
+    nodes = Nodes(**links, ranks_per_node=3, **{name: getattr(plain.network, name) for name in KEPT})
+    found = run(program, 12, platform=replace(plain, network=nodes))[1].rows
+    expected, clock = fluid(messages, lambda rank: rank // 3), dict[int, float]()
+    for rank, _, values in found:  # a rank looks at its messages in turn, after its own last one has begun
+        own = max((m[0] for m in messages if m[1] == rank), default=0.0)
+        clock[rank] = max(clock.get(rank, own), expected[values["number"]])
+        assert values["at"] == pytest.approx(clock[rank], rel=1e-9), values
+    assert len(found) == len(messages)
+
+
+def test_little_work_waits_like_more_while_nothing_passes():
+    """Also where it is lost in the sum of what was done, and nothing passes in two steps one after the other."""
+    steps = [(0.0, 1.0, 0.0), (1e6, 0.0, 0.0), (1e6 + 1, 0.0, 0.5), (1e6 + 2, 1.0, 0.0)]
+    begins = np.array([1e6, 1e6 + 1.5])
+    alone = [Capacity(iter(steps)).lasts(begin_s, 1e-12) for begin_s in begins.tolist()]
+    assert alone == pytest.approx([2.0, 0.5])
+    assert Capacity(iter(steps)).all_last(begins, 1e-12).tolist() == alone
 
 
 def test_a_link_that_does_not_change_is_as_it_was():
