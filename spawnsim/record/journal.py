@@ -54,7 +54,7 @@ class Journal:
         self._prompt = prompt
         self._recorder = Recorder()
         self._file: FileIO | None = None
-        self._due_s = monotonic() + FLUSH_S
+        self._pending, self._due_s = False, monotonic() + FLUSH_S
         self._lock = threading.Lock()  # background tasks of a real rank are threads
         if path is not None:
             self.open(path)
@@ -81,6 +81,7 @@ class Journal:
         """Keep one row; tensors are asked for their numbers now, since they will change."""
         with self._lock:
             self._recorder.row(rank, time_s, values)
+            self._pending = True
         # Outside of the lock, which `flush` takes itself.
         if monotonic() > self._due_s:
             self.flush()
@@ -89,8 +90,15 @@ class Journal:
         """Keep one event."""
         with self._lock:
             self._recorder.event(rank, time_s, kind, fields)
+            self._pending = True
         if self._prompt or monotonic() > self._due_s:
             self.flush()
+
+    def keep_up(self) -> None:
+        """Write what has been pending for `FLUSH_S`; another thread calls it now and then, as rows may be rare."""
+        if self._pending and monotonic() > self._due_s:
+            with suppress(StorageError):  # it is kept, and the rank meets the error with its next row
+                self.flush()
 
     def flush(self) -> None:
         """Write what is pending. Raises `StorageError` if it cannot be written; it is kept, and tried again."""
@@ -104,6 +112,7 @@ class Journal:
             while self._file is not None and self.frames:
                 _append(self._file, self.frames[0])
                 del self.frames[0]
+            self._pending = False
             self._due_s = monotonic() + FLUSH_S
 
     def close(self) -> None:

@@ -104,15 +104,21 @@ class Shards:
             if job.keep:
                 comm.runtime.checkpoints = Checkpoints(job.out, resumed=resumed)
             journal.open(shards.shard(job.out, comm.Get_rank()))
-            if job.observed:
-                comm.runtime.watchdog.looked = self._tell
+            self._observed = job.observed
+            comm.runtime.watchdog.looked = self._look
         comm.runtime.counters.clear()  # the program's alone counts
         journal.flush()  # from now on the shard says which process this rank is
         self._began_s = time.perf_counter()
         self._due_s = 0.0
 
+    def _look(self) -> None:
+        """Keep the shard up to date; in the watchdog's thread, ten times a second."""
+        self._journal.keep_up()
+        if self._observed:
+            self._tell()
+
     def _tell(self) -> None:
-        """Write what this rank does, for whoever watches; in the watchdog's thread, which looks ten times a second."""
+        """Write what this rank does, for whoever watches."""
         from spawnsim.record import journal as shards
 
         now_s = time.perf_counter()

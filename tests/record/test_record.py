@@ -10,6 +10,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pandas
@@ -18,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spawnsim.errors import ParameterError
+from spawnsim.errors import ParameterError, StorageError
 from spawnsim.record import Journal, Recorder, Table, folder, journal, manifest, merge
 from spawnsim.run import Run
 from spawnsim.run.result import results_digest, shown
@@ -385,6 +386,25 @@ def test_rows_reach_the_disk_while_the_rank_runs(tmp_path: Path, monkeypatch: py
     each = Journal(journal.shard(tmp_path, 0))
     each.row(0, 0.1, {"loss": 1.0})
     assert merge(tmp_path).recorder.table()["loss"].tolist() == [1.0]
+
+
+def test_a_rare_row_reaches_the_disk_before_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread beside the program sees to it; what is there is not written again, and a full disk is no end."""
+    each = Journal(journal.shard(tmp_path, 0))
+    each.row(0, 0.1, {"loss": 1.0})
+    each.keep_up()
+    assert not journal.shard(tmp_path, 0).stat().st_size
+    monkeypatch.setattr(each, "_due_s", 0.0)
+    with monkeypatch.context() as full:
+        full.setattr(journal, "_append", Mock(side_effect=StorageError("full")))
+        each.keep_up()
+    for _ in range(2):
+        monkeypatch.setattr(each, "_due_s", 0.0)
+        each.keep_up()
+    assert merge(tmp_path).recorder.table()["loss"].tolist() == [1.0]
+    assert not each.frames
 
 
 def test_a_real_runs_digest_leaves_times_out() -> None:

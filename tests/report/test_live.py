@@ -97,7 +97,11 @@ class Stream:
 
     def until(self, *texts: str) -> tuple[str, str]:
         """Return the first page that has all these texts."""
-        return next((kind, page) for kind, page in self.pages() if all(text in page for text in texts))
+        page = "none"
+        for kind, page in self.pages():
+            if all(text in page for text in texts):
+                return kind, page
+        raise AssertionError(f"the stream ended before a page with {texts}; the last one: {page}")
 
     def last(self) -> tuple[str, str]:
         """Return the last page. One before it may say as much: the run's folder is whole before its process ends."""
@@ -248,7 +252,7 @@ def test_real_ranks_are_what_their_monitors_and_they_themselves_say(tmp_path: Pa
 
 # ------------------------------------------------------------------------------------------------ whole commands
 def started(tmp_path: Path, *more: str) -> subprocess.Popen[str]:
-    """Start a run that waits for a file."""
+    """Start a run that waits for a file, for as long as this test takes: its ranks meet no deadline meanwhile."""
     file = tmp_path / "train.py"
     file.write_text(PROGRAM)
     line = [
@@ -262,7 +266,7 @@ def started(tmp_path: Path, *more: str) -> subprocess.Popen[str]:
         "--live",
     ]
     return subprocess.Popen(
-        [*line, "--out", str(tmp_path / "run"), "--json", *more],
+        [*line, "--deadline", "600", "--out", str(tmp_path / "run"), "--json", *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -311,15 +315,25 @@ def test_who_watches_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.mpi
 @pytest.mark.flaky(reruns=2)
 def test_a_real_run_is_seen_while_it_goes_on(tmp_path: Path) -> None:
-    """The rank that waits tells its call, of its own accord."""
+    """The rank that waits tells its call, of its own accord, and the only row that it has recorded is there."""
     run = started(tmp_path, "--backend", "mpi", "-n", "3")
     stream = Stream(address(run))
-    stream.until("2 waiting</span>", "1 computing</span>", "rank 0: waiting in Barrier")
+    stream.until(
+        "2 waiting</span>", "1 computing</span>", "rank 0: waiting in Barrier", "iteration 0, loss 1"
+    )
     (tmp_path / "go").touch()
     kind, page = stream.last()
     assert (kind, "3 finished</span>" in page, "How the runs ended: finished" in page) == ("end", True, True)
     run.communicate(timeout=60)
     assert run.returncode == 0
+
+
+def test_what_cannot_be_read_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a run that has ended nothing more comes, so there is nothing to wait for."""
+    synthetic.run(ranks=2, iterations=2).save(tmp_path)
+    (tmp_path / "metrics.npz").write_bytes(b"PK")
+    assert command(["watch", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"spawnsim: cannot read {tmp_path}/metrics.npz: ")
 
 
 @pytest.mark.parametrize(
