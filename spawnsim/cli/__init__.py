@@ -21,6 +21,7 @@ from spawnsim import __version__
 from spawnsim.errors import (
     Deadlock,
     InternalError,
+    ParameterError,
     ProgramError,
     RankError,
     SpawnsimError,
@@ -89,6 +90,14 @@ def report_interrupt(stop: KeyboardInterrupt) -> int:
     notes = [note[0].lower() + note[1:] for note in getattr(stop, "__notes__", ())]
     print("; ".join([f"spawnsim: {process_setup.outcome_of(stop)}", *notes]), file=sys.stderr, flush=True)
     return 128 + process_setup.number_of(stop)
+
+
+def report_refusal(error: OSError) -> int:
+    """Say what the system has refused, such as a folder that cannot be made or a full disk; return the exit code."""
+    if error.errno is None:  # raised by a program: no word of the system's
+        return report_internal_error(error)
+    place = f"{error.filename}: " if error.filename is not None else ""
+    return report_error(ParameterError(f"{place}{error.strerror}"))
 
 
 def report_internal_error(error: Exception) -> int:
@@ -212,6 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report_error(error)
     except KeyboardInterrupt as stop:
         return report_interrupt(stop)
+    except OSError as error:
+        return report_refusal(error)
     except Exception as error:  # noqa: BLE001  what arrives here is a bug of ours
         return report_internal_error(error)
 

@@ -61,6 +61,9 @@ def place(name: str) -> Path:
     path = Path(name if name.endswith(".py") else f"{name}.py")
     if not path.stem.isidentifier() or keyword.iskeyword(path.stem):
         raise ParameterError(f"{name!r}: give a name that Python can import, of letters, digits and _")
+    # A program's folder comes first where modules are looked for.
+    if path.stem in {*sys.stdlib_module_names, "mpi4py", "numpy", "spawnsim", "torch"}:
+        raise ParameterError(f"{path} would be imported where programs beside it want the module {path.stem}")
     return path
 
 

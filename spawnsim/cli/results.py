@@ -25,7 +25,7 @@ from spawnsim.report import kineto, perfetto
 from spawnsim.report.page import render
 from spawnsim.report.perfetto import PACKED
 from spawnsim.report.trace_reader import LIMIT, Selection, Timeline
-from spawnsim.study.results import PLAN, Sweep
+from spawnsim.study.results import DONE, PLAN, Sweep
 from spawnsim.units import seconds
 
 
@@ -78,9 +78,7 @@ def _plot_sweep(args: argparse.Namespace, out: Path) -> int:
                 "what is to be drawn? Give --y, such as --y accuracy or --y 'time_to:accuracy>0.8'"
             )
         asked = drawing.defaults(sweep)
-    told = drawing.missing(sweep)
-    if told:
-        sys.stderr.write("".join(f"spawnsim: {line}\n" for line in told.splitlines()))
+    sys.stderr.write("".join(f"spawnsim: {line}\n" for line in drawing.missing(sweep).splitlines()))
     for each in asked:
         drawn = drawing.draw(sweep, each)
         paths = drawing.save(drawn, out, args.formats, [whole.command, str(manifest.made()["command"])])
@@ -155,7 +153,7 @@ def report(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="spawnsim report", description="Write one self-contained HTML page about one or more runs."
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a sweep's: its finished runs")
     parser.add_argument(
         "--title", default="spawnsim report", metavar="TEXT", help="of the page (default: %(default)s)"
     )
@@ -167,11 +165,27 @@ def report(argv: Sequence[str] | None = None) -> int:
     out = named(args.out)
     # Before the runs are read, since a page over a run's own file would lose it.
     require_no_file_of_a_run(out)
-    text = render(grouped([read(folder) for folder in args.runs], args.by, args.label), args.title)
+    folders = [run for folder in args.runs for run in _runs_of(folder)]
+    text = render(grouped([read(folder) for folder in folders], args.by, args.label), args.title)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     sys.stdout.write(f"{out}\n")
     return 0
+
+
+def _runs_of(folder: str) -> list[str | Path]:
+    """Return a run's folder, or those of a sweep's finished runs; say which are missing."""
+    from spawnsim.study import drawing
+
+    if not (Path(folder) / PLAN).is_file():
+        return [folder]
+    sweep = Sweep.load(folder)
+    found: list[str | Path] = [sweep.store.root / cell.folder for cell in sweep.of_state(DONE)]
+    told = drawing.missing(sweep)
+    if not found:
+        raise ParameterError(f"{folder}: no run is done yet ({sweep.says()})")
+    sys.stderr.write("".join(f"spawnsim: {line}\n" for line in told.splitlines()))
+    return found
 
 
 def trace(argv: Sequence[str] | None = None) -> int:

@@ -69,14 +69,11 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         return _list(cells, out)
     with stoppable():
-        found = Sweep.plan(cells, out)
-        say(f"{found.says()}, in {out}; figures at any time: spawnsim plot {out}")
         own_pool = options.executor == "processes"
-        with (
-            nullcontext()
-            if own_pool
-            else executors.named(options.executor, options.jobs, out / "jobs") as carrier
-        ):
+        chosen = nullcontext() if own_pool else executors.named(options.executor, options.jobs, out / "jobs")
+        found = Sweep.plan(cells, out)
+        say(f"{found.says()}, in {out}; figures at any time: spawnsim plot {shlex.quote(str(out))}")
+        with chosen as carrier:
             Sweep.run(cells, out, jobs=options.jobs, executor=carrier, say=say)
     say(f"{found.says()}; {_advice(found)}")
     return 0
@@ -216,7 +213,8 @@ def _list(cells: Sequence[Cell], out: Path) -> int:
 def _advice(found: Sweep) -> str:
     """Return a command that draws the sweep, of what it varies."""
     x = next((name for name in found.varied if name != "policy"), "")
-    return f"figures: spawnsim plot {found.folder}" + (f" --x {x}" if x else "")
+    line = ["spawnsim", "plot", str(found.folder), *(["--x", x] if x else [])]
+    return f"figures: {shlex.join(line)}"
 
 
 def parser() -> Parser:

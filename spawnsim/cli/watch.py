@@ -24,8 +24,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     names = list(dict.fromkeys([*(["live"] if options.live else []), *options.observe])) or ["live"]
     require_observers(names, options.run)
-    if not options.until_closed:
-        read_manifest(options.run)  # of no run: say so now
+    if not options.until_closed and read_manifest(options.run)["outcome"] != RUNNING:
+        Run.load(options.run)  # what cannot be read is told now; that of a run which goes on may come yet
     pages = [LivePage(str(options.run))] if "live" in names else []
     try:
         for page in pages:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from spawnsim.plots import convergence, diversity, genealogy, replacement, style, timeuse
@@ -28,11 +29,12 @@ def _holds_numbers(run: Recorded, name: str) -> bool:
     return name in run.table and run.table[name].dtype.kind in "biuf"
 
 
-def with_rows(runs: Sequence[Recorded] | Groups) -> Groups:
-    """Return those groups, and of them those runs, that have recorded rows: of others there is nothing to draw."""
+def with_rows(runs: Sequence[Recorded] | Groups, column: str = "rank") -> Groups:
+    """Return those groups, and of them those runs, whose rows have a number in a column: of others there is no curve."""
     found = grouped(runs)
     kept = [
-        replace(group, runs=tuple(run for run in group.runs if len(run.table["rank"]))) for group in found
+        replace(group, runs=tuple(run for run in group.runs if not np.isnan(run.table[column]).all()))
+        for group in found
     ]
     return replace(found, groups=tuple(group for group in kept if group.runs))
 
@@ -54,12 +56,14 @@ def figures(runs: Sequence[Recorded] | Groups, columns: Sequence[str] = ()) -> I
     found = with_rows(runs)
     if not found.groups:
         return
-    metrics = list(columns) or metrics_of(found.runs)
+    # A run that has diverged at once leaves the others their curves; of columns that were asked for it is an error.
+    told = {name: found if columns else with_rows(found, name) for name in columns or metrics_of(found.runs)}
+    metrics = [name for name, those in told.items() if those.groups]
     for name in metrics:
-        yield f"convergence-{stem_of(name)}", convergence.figure(found, name)
+        yield f"convergence-{stem_of(name)}", convergence.figure(told[name], name)
     # One alone: spreads of several metrics mostly show one thing, and a page has room for few.
     for name in metrics[:1]:
-        yield f"diversity-{stem_of(name)}", diversity.figure(found, name)
+        yield f"diversity-{stem_of(name)}", diversity.figure(told[name], name)
     if (used := timeuse.figure(found)) is not None:
         yield "time-use", used
     yield from _replaced(found)

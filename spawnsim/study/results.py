@@ -25,7 +25,7 @@ from spawnsim.record import Table, manifest
 from spawnsim.record.folder import prepare, read_manifest, require_free
 from spawnsim.run import Run
 from spawnsim.run.result import shown
-from spawnsim.study.store import COST, Cell, Store, labels
+from spawnsim.study.store import COST, Cell, Store, labels, read_cost
 from spawnsim.study.sweeping import command_of, complete
 
 PLAN = "sweep.json"
@@ -219,10 +219,10 @@ class Sweep:
         row: dict[str, Any] = {**cell.values, "state": state}
         if state != DONE:
             return row | {"outcome": state, "folder": cell.folder} | {each.text: None for each in measures}
-        told, cost = read_manifest(place), json.loads((place / COST).read_text())
+        told, cost = read_manifest(place), read_cost(place)
         row |= {"outcome": told["outcome"], "folder": cell.folder}
         row |= {name: told["totals"].get(name) for name in TOTALS}
-        row |= {"wall_s": cost["wall_s"], "peak_memory_B": cost["peak_memory_B"]}
+        row |= {"wall_s": cost.wall_s, "peak_memory_B": cost.peak_memory_B}
         # The rows of a run are read only where something is worked out of them.
         run = Run.load(place) if any(each.needs_rows for each in measures) else None
         return row | {each.text: _value(each, run, told["totals"]) for each in measures}

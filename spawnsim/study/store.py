@@ -292,7 +292,7 @@ class Store:
         Returns:
             Wall time, peak memory and load.
         """
-        return Cost(**json.loads((self.folder(cell) / COST).read_text()))
+        return read_cost(self.folder(cell))
 
     @contextmanager
     def draft(self, cell: Cell) -> Iterator[Path]:
@@ -348,6 +348,7 @@ def _as_recorded(cell: Cell, place: Path) -> bool:
     """Say whether all files that a run has depended on are the same today; a key cannot know all that it imports."""
     try:
         recorded = (read_manifest(place).get("what") or {}).get("inputs") or {}
+        read_cost(place)
     # A damaged run is made again.
     except ParameterError:
         return False
@@ -355,6 +356,14 @@ def _as_recorded(cell: Cell, place: Path) -> bool:
     # Inputs of the cell win: platform and plan files do not lie beside the program.
     files = own | cell.inputs()
     return all(files[name].is_file() and file_digest(files[name]) == recorded[name] for name in recorded)
+
+
+def read_cost(folder: Path) -> Cost:
+    """Return the cost that lies beside a run; `ParameterError` if it cannot be read."""
+    try:
+        return Cost(**json.loads((folder / COST).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ParameterError(f"{folder / COST} is not a run's cost: {error}") from error
 
 
 def write_cost(folder: Path, cost: Cost) -> None:

@@ -79,6 +79,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "my-policy": "give a name that Python can import",
         "class": "give a name that Python can import",
         "nowhere/mine": "there is no folder",
+        "json": "would be imported where programs beside it want the module json",
     }
     for name, said in refused.items():
         assert cli.main(["new", "policy", str(tmp_path / name)]) == 2

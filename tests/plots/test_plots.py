@@ -23,6 +23,7 @@ from spawnsim.errors import ParameterError
 from spawnsim.plots import (
     convergence,
     diversity,
+    gallery,
     replacement,
     series,
     style,
@@ -277,6 +278,18 @@ def test_the_curve_is_the_median_over_ranks():
     found = convergence.curve(TWO_RANKS, "loss", over="iteration", band=(0.0, 1.0))
     assert (found.x.tolist(), found.median.tolist()) == ([0, 1], [7, 3])
     assert (found.low.tolist(), found.high.tolist()) == ([6, 2], [8, 4])
+
+
+def test_a_run_that_has_diverged_at_once_leaves_the_others_their_curves():
+    """Of a column that was asked for it is an error; of nothing but such runs there is no curve."""
+    lost = made(parameters={"lr": 10.0})
+    nothing = np.full(len(lost.table["rank"]), np.nan)
+    lost = dataclasses.replace(lost, table=Table({**lost.table, "accuracy": nothing}))
+    stems = {stem for stem, _ in gallery.figures([made(), lost])}
+    assert {"convergence-accuracy", "diversity-accuracy"} <= stems
+    with pytest.raises(ParameterError, match="'accuracy' holds no number at all"):
+        list(gallery.figures([made(), lost], ["accuracy"]))
+    assert "convergence-accuracy" not in {stem for stem, _ in gallery.figures([lost])}
 
 
 def test_seeds_are_compared_where_all_of_them_have_values():

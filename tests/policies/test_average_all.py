@@ -230,7 +230,7 @@ def test_a_single_rank_averages_with_itself() -> None:
     assert numbers(found.models[0]) == {0.0}
 
 
-@pytest.mark.parametrize("bad", [0, -3, 2.5, True])
+@pytest.mark.parametrize("bad", [0, -3, 2.5, True, "x", None, float("nan")])
 def test_a_bad_period_is_refused(bad: Any) -> None:
     """The period is a whole number of at least 1."""
     with pytest.raises(ParameterError, match="average_every"):

@@ -515,6 +515,35 @@ def test_options_of_sweeps_are_refused_for_run_folders(program: Path, capsys: py
     assert "--y is for a sweep's folder" in capsys.readouterr().err
 
 
+def test_a_report_shows_the_finished_runs_of_a_sweep(
+    half: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Beside other runs; other commands say where its runs lie."""
+    shown: list[list[int]] = []
+    page = lambda found, _title: str(shown.append([len(group.runs) for group in found]))  # noqa: E731
+    monkeypatch.setattr("spawnsim.cli.results.render", page)
+    synthetic.run("average", ranks=12, iterations=4).save("run")
+    assert cli.main(["report", str(half), "run", "--by", "policy", "--out", "page.html"]) == 0
+    assert "1 of 24 runs not done yet" in capsys.readouterr().err
+    assert [len(group) for group in shown] == [3] and Path("page.html").is_file()
+    for cell in Sweep.load(half).cells:
+        shutil.rmtree(half / "runs" / cell.folder, ignore_errors=True)
+    assert [cli.main(["report", str(half)]), cli.main(["trace", str(half)])] == [2, 2]
+    told = capsys.readouterr().err
+    assert "no run is done yet (24 runs: 1 failed, 23 missing)" in told and f"runs lie in {half}/runs" in told
+
+
+def test_a_run_whose_cost_is_damaged_is_told_and_made_again(program: Path):
+    """By its file."""
+    assert swept("--out", "q") == 0
+    (place,) = Path("q/runs").glob("*/cost.json")
+    place.write_text("{")
+    with pytest.raises(ParameterError, match=r"cost.json is not a run's cost"):
+        Sweep.load("q").table()
+    assert swept("--out", "q") == 0
+    assert Sweep.load("q").table()["wall_s"][0] > 0
+
+
 def test_a_damaged_plan_is_told(half: Path):
     """By its file."""
     assert spawnsim.Sweep.load(half).says() == "24 runs: 22 done, 1 failed, 1 missing"

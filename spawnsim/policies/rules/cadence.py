@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from numbers import Real
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -59,7 +60,9 @@ class Every(Cadence):
     at_zero: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.period, bool) or int(self.period) != self.period or self.period < 1:
+        given: Any = self.period
+        is_number = isinstance(given, Real) and not isinstance(given, bool)  # numpy's are, too
+        if not is_number or not given >= 1 or given % 1:
             raise ParameterError(
                 f"average_every={self.period!r}: give a whole number of iterations of at least 1"
             )
