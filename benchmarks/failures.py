@@ -5,30 +5,48 @@
 Nodes of 8 ranks fail at random (Poisson) and come back a second later. A rank that comes back reads its last
 checkpoint, joins the others by `recover()`, and takes part again. "requeued": averaging all, where each failure ends
 the job, which begins again from its checkpoint a second later. Goodput: iterations that ranks have finished, each
-counted once however often it was done, times the length of a step, against the time of all ranks.
+counted once however often it was done, times the length of a step, against the time of all ranks. With --kept, what a
+file holds of earlier calls is not run again, and is in the figure too: a long campaign in parts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 import spawnsim
-from spawnsim.errors import RankFailed, Revoked, Timeout
+from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout
 from spawnsim.policies import (
     AsyncModelAveragePolicy,
     AsyncSelectiveAveragingPolicy,
+    AsyncServerPolicy,
     AverageAllPolicy,
     DecentralizedAveragingPolicy,
+    DecoupledDiLoCoPolicy,
+    EASGDPolicy,
+    EDiTPolicy,
     ExchangeOptions,
+    GossipPolicy,
+    NoLoCoPolicy,
+    OneRoundLatePolicy,
     OneSidedSelectiveAveragingPolicy,
+    OuterOptimizerPolicy,
+    PopulationBasedTrainingPolicy,
+    ServerOptions,
+    ServerRule,
+    SPARTAPolicy,
     SpawnPolicy,
+    StreamingDiLoCoPolicy,
+    WAGMAPolicy,
     WindowOptions,
+    graphs,
 )
 from spawnsim.virtual.faults import Crash, Failures, FaultPlan
 
@@ -47,6 +65,21 @@ POLICIES: dict[str, Callable[[], SpawnPolicy]] = {
     ),
     "requeued": lambda: AverageAllPolicy(10),
     "by clock": lambda: AsyncModelAveragePolicy("random", 500),
+    "gossip": lambda: GossipPolicy(10),
+    "push-sum": lambda: GossipPolicy(10, graph=graphs.one_peer_exponential, push_sum=True),
+    "WAGMA": lambda: WAGMAPolicy(10, patience_s=1.0),
+    "server": lambda: AsyncServerPolicy(ServerOptions(ServerRule(0.5, 0.9)), steps=10, patience_s=1.0),
+    "DiLoCo": lambda: OuterOptimizerPolicy.diloco(10),
+    "SparseLoCo": lambda: OuterOptimizerPolicy.sparseloco(10),
+    "streaming": lambda: StreamingDiLoCoPolicy(40, fragments=2),
+    "eager": lambda: OneRoundLatePolicy.eager(10),
+    "CO2": lambda: OneRoundLatePolicy.co2(10),
+    "decoupled": lambda: DecoupledDiLoCoPolicy(40, fragments=2),
+    "EDiT": lambda: EDiTPolicy(10),
+    "NoLoCo": lambda: NoLoCoPolicy(10),
+    "EASGD": lambda: EASGDPolicy(10),
+    "SPARTA": lambda: SPARTAPolicy(10),
+    "population": lambda: PopulationBasedTrainingPolicy(10),
 }
 
 
@@ -101,6 +134,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=2000)
     parser.add_argument("--checkpoint-every", type=int, default=100)
     parser.add_argument("--policy", action="append", choices=POLICIES)
+    parser.add_argument("--kept", type=Path, help="what is told of each policy, gone on with by the next call")
     parser.add_argument("--out", help="figure of the goodput")
     options = parser.parse_args()
     plans = {
@@ -110,30 +144,47 @@ def main() -> None:
     deaths = sum(isinstance(fault, Crash) for fault in plans[False].faults)
     print(f"{options.ranks} ranks, {deaths} failures, {options.iterations} iterations of {STEP_S} s")
     print(f"{'policy':14} {'goodput':>8} {'virtual s':>10} {'failed':>7} {'processor s':>12}")
-    shares = {}
+    kept = json.loads(options.kept.read_text()) if options.kept and options.kept.exists() else {}
     for policy in options.policy or POLICIES:
-        parameters = {"policy": policy, "iterations": options.iterations, "every": options.checkpoint_every}
-        began_s = time.process_time()
-        run = spawnsim.run(
-            train, ranks=options.ranks, faults=plans[policy == "requeued"], parameters=parameters
-        )
-        crashes = sum(event["kind"] == "crash" for event in run.events)
-        ideal = options.ranks * run.totals["virtual_seconds"] / STEP_S
-        shares[policy] = finished(run) / ideal
+        if policy not in kept:
+            parameters = {
+                "policy": policy, "iterations": options.iterations, "every": options.checkpoint_every,
+            }  # fmt: skip
+            try:
+                kept[policy] = measured(options.ranks, plans[policy == "requeued"], parameters)
+            except SpawnsimError as error:
+                print(f"{policy:14} {type(error).__name__}: {error}", flush=True)
+                continue
+            if options.kept:
+                options.kept.write_text(json.dumps(kept))
+        found = kept[policy]
         print(
-            f"{policy:14} {shares[policy]:8.3f} {run.totals['virtual_seconds']:10.1f} {crashes:7} "
-            f"{time.process_time() - began_s:12.1f}",
+            f"{policy:14} {found['goodput']:8.3f} {found['virtual_s']:10.1f} {found['failed']:7} "
+            f"{found['processor_s']:12.1f}",
             flush=True,
         )
     if options.out:
-        draw(shares, options)
+        draw({policy: kept[policy]["goodput"] for policy in POLICIES if policy in kept}, options)
+
+
+def measured(ranks: int, faults: FaultPlan, parameters: dict[str, Any]) -> dict[str, float]:
+    """Run a policy, and return what is told of it."""
+    began_s = time.process_time()
+    run = spawnsim.run(train, ranks=ranks, faults=faults, parameters=parameters)
+    virtual_s = run.totals["virtual_seconds"]
+    return {
+        "goodput": finished(run) * STEP_S / (ranks * virtual_s),
+        "virtual_s": virtual_s,
+        "failed": sum(event["kind"] == "crash" for event in run.events),
+        "processor_s": time.process_time() - began_s,
+    }
 
 
 def draw(shares: dict[str, float], options: argparse.Namespace) -> None:
     """Draw the goodput of each policy."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5, 2.6), layout="constrained")
+    figure = Figure(figsize=(5, 0.9 + 0.28 * len(shares)), layout="constrained")
     axes = figure.subplots()
     bars = axes.barh(list(shares), list(shares.values()), color="#0072B2")
     axes.bar_label(bars, fmt="%.2f", padding=3)
