@@ -134,7 +134,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=2000)
     parser.add_argument("--checkpoint-every", type=int, default=100)
     parser.add_argument("--policy", action="append", choices=POLICIES)
-    parser.add_argument("--kept", type=Path, help="what is told of each policy, gone on with by the next call")
+    parser.add_argument(
+        "--kept", type=Path, help="what is told of each policy, gone on with by the next call"
+    )
     parser.add_argument("--out", help="figure of the goodput")
     options = parser.parse_args()
     plans = {

@@ -1,14 +1,17 @@
 """Archives of columns, such as a run's `metrics.npz`, which may be damaged or come from an unknown source.
 
-Sizes that an archive claims are checked before memory is allocated for them, and nothing is unpickled.
+Sizes that an archive claims are checked before memory is allocated for them, and nothing is unpickled. Columns that are
+large stay in their file until somebody asks for one.
 """
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,22 +21,87 @@ from spawnsim.errors import ParameterError
 KINDS = "biufU"  # bools, integers, floats and texts
 MOST_RANKS = 10**7  # more no job has; arrays over ranks are made of them
 
+PIECE = 100_000  # rows
+HELD_B = 64 << 20  # bytes of rows that are kept in memory without having been asked for
+
 Column = NDArray[Any]
 
 
-def read_columns(path: Path, names: Sequence[str] | None = None) -> dict[str, Column]:
-    """Return columns of one length; `names` are those wanted, None: all.
+class StoredColumns(Mapping[str, Column]):
+    """Columns of one length that lie in a file: one that is asked for is read and kept, `pieces` keeps nothing.
 
-    Raises:
-        ParameterError: there is no such file, it is damaged, or it lacks one of the names.
+    Attributes:
+        rows: their length.
+        dtypes: their types by name.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+
+    def __init__(self, rows: int, dtypes: Mapping[str, np.dtype[Any]]) -> None:
+        self.rows, self.dtypes = rows, dict(dtypes)
+        self._read: dict[str, Column] = {}
+
+    @abstractmethod
+    def pieces(self, name: str) -> Iterator[Column]:
+        """Yield a column from its beginning to its end; all columns come in pieces of the same lengths."""
+
+    def __getitem__(self, name: str) -> Column:
+        if name not in self._read:
+            dtype = self.dtypes[name]
+            self._read[name] = np.concatenate([np.empty(0, dtype), *self.pieces(name)], dtype=dtype)
+        return self._read[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.dtypes  # asking must not read
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.dtypes)
+
+    def __len__(self) -> int:
+        return len(self.dtypes)
+
+
+class ArchivedColumns(StoredColumns):
+    """The columns of an archive, which stays open: its file may be replaced or removed meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        with _reading(path):
+            # Closed with the last reference to it.
+            self._path, self._archive = path, zipfile.ZipFile(path)
+            self._members = {info.filename.removesuffix(".npy"): info for info in self._archive.infolist()}
             # Headers of all columns first: nothing large is read of an archive that does not fit together.
-            if len({_rows(archive, member) for member in members.values()}) > 1:
+            claimed = {name: _claimed(self._archive, member) for name, member in self._members.items()}
+            if len(lengths := {rows for rows, _ in claimed.values()}) > 1:
                 raise ValueError("its columns differ in length")
-            return {name: _column(archive, members[name]) for name in (members if names is None else names)}
+        super().__init__(max(lengths, default=0), {name: dtype for name, (_, dtype) in claimed.items()})
+
+    @property
+    def nbytes(self) -> int:
+        """What all columns would take in memory."""
+        return self.rows * sum(dtype.itemsize for dtype in self.dtypes.values())
+
+    def pieces(self, name: str) -> Iterator[Column]:
+        """Yield a column from its beginning to its end; `ParameterError` where it is damaged."""
+        dtype = self.dtypes[name]
+        with _reading(self._path), self._archive.open(self._members[name]) as file:
+            _header(file)
+            for begin in range(0, self.rows, PIECE):
+                yield np.frombuffer(_whole(file, min(PIECE, self.rows - begin) * dtype.itemsize), dtype)
+            file.read(1)  # its checksum is looked at where it ends
+
+
+def _whole(file: Any, nbytes: int) -> bytes:
+    found: bytes = file.read(nbytes)
+    if len(found) < nbytes:
+        raise ValueError("a column is shorter than it claims")
+    return found
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Word what a missing or damaged archive raises."""
+    try:
+        yield
+    except ParameterError:
+        raise
     except FileNotFoundError:
         raise ParameterError(f"{path.parent} is not a run folder: it holds no {path.name}") from None
     except KeyError as error:
@@ -42,8 +110,19 @@ def read_columns(path: Path, names: Sequence[str] | None = None) -> dict[str, Co
         raise ParameterError(f"cannot read {path}: {str(error) or type(error).__name__}") from error
 
 
-def _rows(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> int:
-    """Return how many rows a column has, if what it claims is as large as it is."""
+def read_columns(path: Path, names: Sequence[str] | None = None) -> dict[str, Column]:
+    """Return columns of one length; `names` are those wanted, None: all.
+
+    Raises:
+        ParameterError: there is no such file, it is damaged, or it lacks one of the names.
+    """
+    stored = ArchivedColumns(path)
+    with _reading(path):
+        return {name: stored[name] for name in (stored if names is None else names)}
+
+
+def _claimed(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[int, np.dtype[Any]]:
+    """Return how many rows a column has, and of which type, if what it claims is as large as it is."""
     with archive.open(member) as file:
         shape, dtype = _header(file)
     if len(shape) != 1 or dtype.kind not in KINDS:
@@ -51,7 +130,7 @@ def _rows(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> int:
     # A few bytes can claim an array of any size, for which numpy would take the memory at once.
     if shape[0] * dtype.itemsize > member.file_size:
         raise ValueError(f"column {member.filename!r} claims {shape[0]:,} rows, and is shorter")
-    return shape[0]
+    return shape[0], dtype
 
 
 def _header(file: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -61,16 +140,6 @@ def _header(file: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     else:
         shape, _, dtype = np.lib.format.read_array_header_2_0(file)
     return shape, dtype
-
-
-def _column(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Column:
-    with archive.open(member) as file:
-        found: Column = np.lib.format.read_array(_binary(file), allow_pickle=False)
-        return found
-
-
-def _binary(file: Any) -> BinaryIO:
-    return file  # type: ignore[no-any-return]  # zipfile's own class has all that is asked
 
 
 def require_ranks(path: Path, ranks: Column, count: int | None = None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spawnsim.errors import ParameterError
 from spawnsim.options import Parser
-from spawnsim.record.journal import storing
+from spawnsim.record.sorting import storing
 
 KINDS = {
     "study": "a question, a grid of runs, a figure",

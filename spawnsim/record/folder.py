@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -19,11 +19,12 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from spawnsim import checkpoints
-from spawnsim.columns import MOST_RANKS, read_columns, require_ranks
+from spawnsim.columns import HELD_B, MOST_RANKS, ArchivedColumns, read_columns, require_ranks
 from spawnsim.errors import ParameterError
 from spawnsim.record import journal
 from spawnsim.record.manifest import INPUTS, Files, keep
-from spawnsim.record.recorder import OWN, Event, Recorder, document
+from spawnsim.record.recorder import OWN, Event, Portion, Recorder, document
+from spawnsim.record.sorting import storing
 from spawnsim.record.table import Table
 
 MANIFEST, METRICS, EVENTS = "run.json", "metrics.npz", "events.jsonl"
@@ -40,7 +41,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     # ranks that fail together may write the same file.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with journal.storing(path):
+        with storing(path):
             with draft.open("wb") as file:
                 yield file
             draft.replace(path)
@@ -99,21 +100,29 @@ def begin(folder: Path, what: Mapping[str, Any], inputs: Files | None = None) ->
 
 
 def begin_again(
-    folder: Path, what: Mapping[str, Any], inputs: Files, *, before: tuple[Table, Sequence[Event]]
+    folder: Path, what: Mapping[str, Any], inputs: Files, *, before: tuple[Iterable[Table], Sequence[Event]]
 ) -> None:
     """Open a run folder for a run that goes on from a checkpoint: it holds `before`, rows and events, and what follows.
 
     Killed at any time, it leaves the rows of before.
     """
-    recorder = Recorder()
-    recorder.precede(*before)
-    journal.begin_after(folder, recorder)
+    journal.begin_after(folder, _portions(*before))
     # "running" only now: until then the old rows are read of the files that held them.
     write_manifest(folder, {"what": what, "totals": {}, "outcome": RUNNING})
     for name in (METRICS, EVENTS, TRACE):
         (folder / name).unlink(missing_ok=True)
     # Not removed first: the program that runs may be the one that is kept there.
     keep(folder, {name: path for name, path in inputs.items() if not _is_kept(folder, name, path)})
+
+
+def _portions(tables: Iterable[Table], events: Sequence[Event]) -> Iterator[Portion]:
+    """Yield what came before a run: the events, and one table after the other."""
+    recorder = Recorder()
+    recorder.precede(recorder.table(), events)
+    yield recorder.drain()
+    for table in tables:
+        recorder.precede(table)
+        yield recorder.drain()
 
 
 def _is_kept(folder: Path, name: str, path: Path) -> bool:
@@ -131,14 +140,17 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 def write_table(folder: Path, table: Table) -> None:
     """Write metrics.npz: one array per column, lightly compressed."""
     with _replacing(folder / METRICS) as file, zipfile.ZipFile(file, "w", compresslevel=1) as archive:
-        for name, column in table.items():
+        for name in table:
             # Not `numpy.savez`, which stamps the time into the archive: equal runs would give different bytes.
             entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
             entry.compress_type = zipfile.ZIP_DEFLATED
             # The size is not known before the column is packed; without this flag columns beyond 2 GiB fail at their
             # end.
             with archive.open(entry, "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, column, allow_pickle=False)
+                head = {"descr": np.lib.format.dtype_to_descr(table.dtype(name)), "fortran_order": False}
+                np.lib.format.write_array_header_1_0(member, head | {"shape": (table.rows,)})
+                for piece in table.pieces(name):
+                    member.write(piece[name].tobytes())
 
 
 def write_events(folder: Path, events: Sequence[Event]) -> None:
@@ -231,15 +243,17 @@ def read_table(folder: Path, ranks: int | None = None) -> Table:
         ParameterError: it is missing or damaged.
     """
     path = folder / METRICS
-    table = Table(read_columns(path))
+    stored = ArchivedColumns(path)
+    table = Table(stored if stored.nbytes > HELD_B else read_columns(path))
     lacks = [name for name in OWN if name not in table]
     if lacks:
         raise ParameterError(f"cannot read {path}: it holds no column {lacks[0]!r}")
-    # Figures allocate by the largest rank: one damaged number must not ask for all memory.
-    require_ranks(path, table["rank"], ranks)
-    time_s = table["time_s"]
-    if time_s.dtype.kind != "f" or not ((time_s >= 0) & (time_s < LONGEST_S)).all():
-        raise ParameterError(f"cannot read {path}: its column 'time_s' holds values that are not times")
+    for piece in table.pieces(*OWN):
+        # Figures allocate by the largest rank: one damaged number must not ask for all memory.
+        require_ranks(path, piece["rank"], ranks)
+        time_s = piece["time_s"]
+        if time_s.dtype.kind != "f" or not ((time_s >= 0) & (time_s < LONGEST_S)).all():
+            raise ParameterError(f"cannot read {path}: its column 'time_s' holds values that are not times")
     return table
 
 

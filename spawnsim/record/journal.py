@@ -14,7 +14,7 @@ import io
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from spawnsim.errors import StorageError
 from spawnsim.record.recorder import Portion, Recorder
+from spawnsim.record.sorting import storing
 
 FOLDER, OLD, NEW = "shards", ".shards", ".shards-new"
 BEFORE = "ranks-before"  # what a run that is resumed had recorded until its checkpoint
@@ -122,15 +123,6 @@ class Journal:
             self._file.close()
 
 
-@contextmanager
-def storing(path: Path) -> Iterator[None]:
-    """Word what the file system refuses."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
-
-
 def _append(file: FileIO, frame: bytes) -> None:
     """Write a whole frame, or nothing: what comes after a torn one could not be read."""
     # A raw file may write less than it is given; the view saves copying the rest.
@@ -207,7 +199,7 @@ def shard(folder: Path, rank: int | None = None) -> Path:
 
 def merge(folder: Path) -> Merged:
     """Return all that the shards of a run folder hold."""
-    recorder, counted = Recorder(), {}
+    recorder, counted = Recorder(folder / FOLDER), {}
     # Sorted: the order of replay decides the order of columns and of texts, and must not be the file system's.
     for path in sorted((folder / FOLDER).glob("rank*"), key=lambda path: (path.name != BEFORE, path.name)):
         with path.open("rb") as file:
@@ -225,13 +217,14 @@ def merge_frames(parts: list[list[bytes]]) -> Merged:
     )
 
 
-def begin_after(folder: Path, before: Recorder) -> None:
-    """Put a journal of what was recorded before in place of all shards."""
+def begin_after(folder: Path, before: Iterable[Portion]) -> None:
+    """Put a journal of what was recorded before, of one recorder, in place of all shards."""
     fresh = folder / NEW
     shutil.rmtree(fresh, ignore_errors=True)
     with storing(fresh):
         fresh.mkdir()
-        (fresh / BEFORE).write_bytes(packed(before.drain(), {}))
+        with (fresh / BEFORE).open("wb") as file:
+            file.writelines(packed(portion, {}) for portion in before)
     discard(folder)
     fresh.rename(folder / FOLDER)
 

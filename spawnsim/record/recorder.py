@@ -15,16 +15,19 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
-from spawnsim.columns import MOST_RANKS
+from spawnsim.columns import HELD_B, MOST_RANKS, Column
 from spawnsim.errors import ParameterError
-from spawnsim.record.table import Column, Table
+from spawnsim.record.sorting import FiledColumns, SortedRows, in_order
+from spawnsim.record.table import Table
 
 Scalar = float | int | bool | str | None
 INT64 = range(-(2**63), 2**63)
+BEFORE = -(2**62)  # the number of the first row of an earlier run
 
 
 def scalar(value: Any) -> Scalar:
@@ -246,15 +249,22 @@ class Recorder:
     Attributes:
         rows: how many rows were recorded so far.
         time_s: the time of the latest row, for progress bars.
+
+    Args:
+        scratch: a folder for the rows that others gave away and this one absorbs, where they are many; None: all stay
+            in memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: Path | None = None) -> None:
         self.rows = 0
         self.time_s = 0.0
+        self._scratch = scratch
+        self._sorted: SortedRows | None = None
         self._blocks: dict[tuple[Any, ...], Block] = {}
         self._words: dict[str, int] = {}
         self._names: dict[str, None] = {}  # in the order in which they first appeared
         self._events: list[Event] = []
+        self._preceding = 0  # rows of an earlier run
         self._given = 0  # so many words have been given away by `drain`
 
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
@@ -297,15 +307,16 @@ class Recorder:
         self._given, self._events = len(self._words), []
         return Portion(blocks, words, events)
 
-    def precede(self, table: Table, events: Sequence[Event]) -> None:
-        """Keep the rows and events of what came before this run: they come before all rows of theirs ranks."""
-        # Numbered from below 0, so that they precede whatever another recorder numbers from 0.
+    def precede(self, table: Table, events: Sequence[Event] = ()) -> None:
+        """Keep rows and events of what came before this run: they come before all rows of their ranks."""
         kinds: dict[str, type] = {"f": float, "i": int, "u": int, "b": bool, "U": str}
         names = [name for name in table if name not in OWN]
         block = self._block(tuple(names), tuple(kinds[table[name].dtype.kind] for name in names))
         rows = np.empty(table.rows, block.dtype)
         rows["\0rank"], rows["\0time_s"] = table["rank"], table["time_s"]
-        rows["\0order"] = np.arange(-table.rows, 0)
+        # Far below 0, so that they precede whatever another recorder numbers from 0.
+        rows["\0order"] = np.arange(BEFORE + self._preceding, BEFORE + self._preceding + table.rows)
+        self._preceding += table.rows
         for name in names:
             if name in block.words:
                 texts, which = np.unique(table[name], return_inverse=True)
@@ -329,6 +340,17 @@ class Recorder:
             block.data += rows.tobytes()
             self.rows += len(rows)
         self._events += portion.events
+        if self._scratch is not None and sum(len(block.data) for block in self._blocks.values()) > HELD_B:
+            self._put_away()
+
+    def _put_away(self) -> None:
+        """Move the rows to disk."""
+        assert self._scratch is not None
+        self._sorted = self._sorted or SortedRows(self._scratch)
+        for block in self._blocks.values():
+            if block.data:
+                self._sorted.add(block, block.rows())
+                block.data = bytearray()
 
     def event(self, rank: int, time_s: float, kind: str, fields: Mapping[str, Any]) -> None:
         """Keep one event; `ParameterError` when a field has the name of one that is added by itself."""
@@ -344,20 +366,28 @@ class Recorder:
 
     def table(self) -> Table:
         """Return all rows, by rank, then as recorded."""
+        if self._sorted is not None:
+            assert self._scratch is not None
+            self._put_away()
+            spread = [cast(Block, block) for block in self._sorted.shapes]
+            merged = (self._columns(spread, parts) for parts in self._sorted.merged())
+            return Table(FiledColumns(self._scratch, merged))
         blocks = [block for block in self._blocks.values() if block.data]
-        parts = [block.rows() for block in blocks]
+        return Table(self._columns(blocks, [block.rows() for block in blocks]))
+
+    def _columns(self, blocks: Sequence[Block], parts: Sequence[Column]) -> dict[str, Column]:
+        """Return rows of several shapes as columns."""
         if not parts:
-            return Table({"rank": np.empty(0, np.int32), "time_s": np.empty(0)})
+            return {"rank": np.empty(0, np.int32), "time_s": np.empty(0)}
         ranks = np.concatenate([part["\0rank"] for part in parts])
-        # The order of recording counts within a rank alone: among ranks it depends on how they were interleaved.
-        order = np.lexsort((np.concatenate([part["\0order"] for part in parts]), ranks))
+        order = in_order(ranks, np.concatenate([part["\0order"] for part in parts]))
         columns = {
             "rank": ranks[order],
             "time_s": np.concatenate([part["\0time_s"] for part in parts])[order],
         }
         for name in self._names:
             columns[name] = self._column(name, blocks, parts)[order]
-        return Table(columns)
+        return columns
 
     def _column(self, name: str, blocks: Sequence[Block], parts: Sequence[Column]) -> Column:
         # One dtype for a column: numbers beside texts become texts, as NaN would hide the texts.

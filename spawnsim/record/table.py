@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spawnsim.columns import PIECE, Column, StoredColumns
 from spawnsim.errors import ParameterError
-
-Column = NDArray[Any]
 
 
 class Table(Mapping[str, Column]):
@@ -22,10 +20,14 @@ class Table(Mapping[str, Column]):
 
     A run's table has the columns `rank` (int32) and `time_s` (float64, the rank's clock) and one per recorded name;
     rows are ordered by rank, then as recorded. Values that a row does not have are NaN ("" in a column of text).
+
+    A large table of a run folder stays on disk: a column is read when it is asked for, and `pieces` keeps nothing.
     """
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
-        self._columns = dict(columns)
+        self._columns = columns if isinstance(columns, StoredColumns) else dict(columns)
+        if isinstance(self._columns, StoredColumns):
+            return
         lengths = {name: len(column) for name, column in self._columns.items()}
         if len(set(lengths.values())) > 1:
             raise ParameterError(f"columns of one table have one length; found {lengths}")
@@ -36,6 +38,9 @@ class Table(Mapping[str, Column]):
         except KeyError:
             raise KeyError(f"no column {name!r}; there are: {', '.join(self._columns)}") from None
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
 
@@ -45,7 +50,37 @@ class Table(Mapping[str, Column]):
     @property
     def rows(self) -> int:
         """The number of rows."""
+        if isinstance(self._columns, StoredColumns):
+            return self._columns.rows
         return len(next(iter(self._columns.values()), ()))
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """Return the type of a column, without reading it.
+
+        Args:
+            name: of the column.
+
+        Returns:
+            numpy's dtype.
+        """
+        return self._columns.dtypes[name] if isinstance(self._columns, StoredColumns) else self[name].dtype
+
+    def pieces(self, *names: str) -> Iterator[Table]:
+        """Yield the table from its first row to its last, some 100,000 rows at a time; nothing is kept.
+
+        Args:
+            names: of the columns that are wanted; none: all.
+
+        Yields:
+            Tables of these columns.
+        """
+        wanted = names or tuple(self)
+        if isinstance(self._columns, StoredColumns):
+            for columns in zip(*map(self._columns.pieces, wanted), strict=True):
+                yield Table(dict(zip(wanted, columns, strict=True)))
+            return
+        for begin in range(0, self.rows, PIECE):
+            yield Table({name: self[name][begin : begin + PIECE] for name in wanted})
 
     def where(self, chosen: Column) -> Table:
         """Return the chosen rows as a table.
@@ -69,17 +104,21 @@ class Table(Mapping[str, Column]):
         """
         return self.where(self["rank"] == rank)
 
-    def digest(self) -> bytes:
+    def digest(self, *, times: bool = True) -> bytes:
         """Return a checksum that tells whether two tables are equal bit for bit.
+
+        Args:
+            times: whether columns of times count: `time_s`, and every name that ends in `_s`.
 
         Returns:
             16 bytes (BLAKE2b) over names, dtypes and values of all columns; the order of columns does not count.
         """
         # Sorted by name: in which order columns first appeared depends on which rank recorded first.
         whole = hashlib.blake2b(digest_size=16)
-        for name, column in sorted(self._columns.items()):
-            whole.update(f"{name} {column.dtype.str} ".encode())
-            whole.update(np.ascontiguousarray(column).tobytes())
+        for name in sorted(name for name in self if times or not name.endswith("_s")):
+            whole.update(f"{name} {self.dtype(name).str} ".encode())
+            for piece in self.pieces(name):
+                whole.update(piece[name].tobytes())
         return whole.digest()
 
     def to_pandas(self) -> Any:
@@ -91,7 +130,7 @@ class Table(Mapping[str, Column]):
         Raises:
             ParameterError: pandas is not installed.
         """
-        return _tables_package("pandas", "to_pandas()").DataFrame(self._columns)
+        return _tables_package("pandas", "to_pandas()").DataFrame(dict(self))
 
     def to_parquet(self, path: str | Path) -> None:
         """Write the table as a Parquet file.
@@ -103,7 +142,7 @@ class Table(Mapping[str, Column]):
             ParameterError: pyarrow is not installed.
         """
         arrow, parquet = (_tables_package(name, "to_parquet()") for name in ("pyarrow", "pyarrow.parquet"))
-        parquet.write_table(arrow.table(self._columns), path)
+        parquet.write_table(arrow.table(dict(self)), path)
 
     def to_csv(self, path: str | Path) -> None:
         """Write the table as comma-separated values, with a line of names; numbers as Python writes them.
@@ -111,13 +150,12 @@ class Table(Mapping[str, Column]):
         Args:
             path: the file, which is replaced.
         """
-        # By blocks: lists of Python's numbers take many times the memory of the columns.
+        # By pieces: lists of Python's numbers take many times the memory of the columns.
         with Path(path).open("w", encoding="utf-8", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(self)
-            for begin in range(0, self.rows, _BLOCK):
-                block = [column[begin : begin + _BLOCK].tolist() for column in self.values()]
-                rows.writerows(zip(*block, strict=True))
+            for piece in self.pieces():
+                rows.writerows(zip(*(column.tolist() for column in piece.values()), strict=True))
 
     def __repr__(self) -> str:
         return f"Table({self.rows:,} rows: {', '.join(self._columns)})"
@@ -126,14 +164,12 @@ class Table(Mapping[str, Column]):
         from html import escape  # needed here alone
 
         head = "".join(f"<th>{escape(name)}</th>" for name in self)
+        first = next(self.pieces(), self)
         body = "".join(
-            f"<tr>{''.join(f'<td>{escape(_cell(column[row]))}</td>' for column in self.values())}</tr>"
+            f"<tr>{''.join(f'<td>{escape(_cell(column[row]))}</td>' for column in first.values())}</tr>"
             for row in range(min(self.rows, 5))
         )
         return f"<p>{self.rows:,} rows</p><table><tr>{head}</tr>{body}</table>"
-
-
-_BLOCK = 100_000  # rows
 
 
 def _tables_package(name: str, what: str) -> Any:

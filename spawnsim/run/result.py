@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +39,7 @@ TOTALS = (
 """
 FINISHED = "finished"
 LEAST_COMPARED = 20  # replacements, for a majority to say something
+JUDGED = ("rank", "iteration", "local_metric")  # columns that tell whether a replacement has improved a rank
 
 
 @dataclass(frozen=True, repr=False)
@@ -174,29 +179,49 @@ def _metrics_that_mislead(table: Table, events: Sequence[Event]) -> list[str]:
     judged = [
         event for event in events if event["kind"] == "replacement" and event.get("mode") in ("max", "min")
     ]
-    known = all(name in table and table[name].dtype.kind in "if" for name in ("iteration", "local_metric"))
+    known = all(name in table and table.dtype(name).kind in "if" for name in JUDGED[1:])
     # A majority of a few replacements is chance.
     if len(judged) < LEAST_COMPARED or not known:
         return []
-    rank, iteration, metric = (np.asarray(table[name]) for name in ("rank", "iteration", "local_metric"))
-    worse = compared = 0
-    for event in judged:
-        # Rows are ordered by rank, so a rank's are one stretch: a mask over all rows for each event was quadratic.
-        first, end = np.searchsorted(rank, (event["rank"], event["rank"] + 1))
-        rows = first + np.flatnonzero(iteration[first:end] == event["iteration"])
-        # A rank that was restarted may have an iteration twice: which of them the event means is unknown.
-        if len(rows) != 1 or rows[0] + 1 == end:
-            continue
-        gain = float(metric[rows[0] + 1] - metric[rows[0]]) * (1 if event["mode"] == "max" else -1)
-        # An unchanged metric is no evidence: it may be recorded less often than each iteration.
-        compared += bool(np.isfinite(gain) and gain != 0)
-        worse += gain < 0
+    gains: dict[int, list[float]] = {}
+    for number, gain in _gains(table, judged):
+        gains.setdefault(number, []).append(gain)
+    # A rank that was restarted may have an iteration twice: which of them the event means is unknown. An unchanged
+    # metric is no evidence: it may be recorded less often than each iteration.
+    clear = [found[0] for found in gains.values() if len(found) == 1 and np.isfinite(found[0]) and found[0]]
+    compared, worse = len(clear), sum(gain < 0 for gain in clear)
     if compared < LEAST_COMPARED or worse <= compared / 2:
         return []
     return [
         f"after {worse} of {compared} replacements the replaced rank's local_metric was worse than before: do ranks "
         "measure it on the same data? The loss on a rank's own data says how hard these are, not how good its model is"
     ]
+
+
+def _gains(table: Table, judged: Sequence[Event]) -> Iterator[tuple[int, float]]:
+    """Yield for each row at which a rank was replaced the event's number, and what its next row's metric has gained.
+
+    NaN where the rank has no further row.
+    """
+    import numpy as np
+
+    ordered = sorted(range(len(judged)), key=lambda number: judged[number]["rank"])
+    ranks = [judged[number]["rank"] for number in ordered]
+    # A piece's last row is looked at with the next one, in which its rank may go on; nothing follows the last of all.
+    end = {"rank": np.array([-1]), "iteration": np.array([-1]), "local_metric": np.array([math.nan])}
+    last: Mapping[str, Any] = {name: column[:0] for name, column in end.items()}
+    for piece in chain(table.pieces(*JUDGED), [end]):
+        rank, iteration, metric = (np.concatenate([last[name], piece[name]]) for name in JUDGED)
+        last = {name: piece[name][-1:] for name in JUDGED}
+        own = rank[:-1]
+        most = own.max(initial=-1)
+        for number in ordered[bisect_left(ranks, own.min(initial=most)) : bisect_right(ranks, most)]:
+            event = judged[number]
+            # Rows are ordered by rank, so a rank's are one stretch: a mask over all rows for each event was quadratic.
+            first, after = np.searchsorted(own, (event["rank"], event["rank"] + 1))
+            for row in first + np.flatnonzero(iteration[first:after] == event["iteration"]):
+                gain = float(metric[row + 1] - metric[row]) if rank[row + 1] == rank[row] else math.nan
+                yield number, gain * (1 if event["mode"] == "max" else -1)
 
 
 def whole_digest(trace: str, table: Table, events: Sequence[Event] = ()) -> str:
@@ -220,8 +245,7 @@ def results_digest(table: Table) -> str | None:
     if not table.rows:
         return None
     # Times of real ranks never repeat, and would make every digest another.
-    results = {name: column for name, column in table.items() if not name.endswith("_s")}
-    return type(table)(results).digest().hex()
+    return table.digest(times=False).hex()
 
 
 def shown(value: Any) -> str:
@@ -237,9 +261,14 @@ def iterations(table: Table) -> int:
     """Return how far the furthest rank came: by the column `iteration` if there is one, else by its rows."""
     if not table.rows:
         return 0
-    if "iteration" in table and table["iteration"].dtype.kind in "if":
-        known = table["iteration"][table["iteration"] == table["iteration"]]  # rows may lack it
-        return int(known.max(initial=-1)) + 1
     import numpy as np
 
-    return int(np.bincount(table["rank"]).max())
+    if "iteration" in table and table.dtype("iteration").kind in "if":
+        found = (piece["iteration"] for piece in table.pieces("iteration"))
+        # Rows may lack it.
+        return 1 + max(int(each[each == each].max(initial=-1)) for each in found)
+    counts: Counter[int] = Counter()
+    for piece in table.pieces("rank"):
+        ranks, rows = np.unique(piece["rank"], return_counts=True)
+        counts.update(dict(zip(ranks.tolist(), rows.tolist(), strict=True)))
+    return max(counts.values())

@@ -221,10 +221,12 @@ def begin_folder(out: Path, what: dict[str, Any], inputs: Files, *, resume: bool
         raise ParameterError(
             f"{out}: the run has seed {old.what.get('seed')}, and cannot go on with {what['seed']}"
         )
-    most: int = 1 + max((*clocks_s, *old.table["rank"].tolist(), *(event["rank"] for event in old.events)))
+    of_rows = (int(piece["rank"].max()) for piece in old.table.pieces("rank"))
+    most: int = 1 + max((*clocks_s, *of_rows, *(event["rank"] for event in old.events)))
     until_s = np.zeros(most)
     until_s[list(clocks_s)] = list(clocks_s.values())
-    table = old.table.where(old.table["time_s"] < until_s[old.table["rank"]])
+    # Piece by piece, and read until the last of them is written: what was recorded may be more than memory holds.
+    tables = (piece.where(piece["time_s"] < until_s[piece["rank"]]) for piece in old.table.pieces())
     events = [event for event in old.events if event["time_s"] < until_s[event["rank"]]]
     what["made"] = what["made"] | {
         "resumed_at": [*_resumed_at(old.what), found.iteration],
@@ -235,7 +237,7 @@ def begin_folder(out: Path, what: dict[str, Any], inputs: Files, *, resume: bool
             f"resumed at iteration {found.iteration} with another program than before: {', '.join(edited)} has been "
             "edited since; what was recorded until then is the old one's"
         ]
-    folder.begin_again(out, what, inputs, before=(table, events))
+    folder.begin_again(out, what, inputs, before=(tables, events))
     checkpoints.discard(out, after=found.iteration)
     return dict(enumerate(until_s.tolist()))
 

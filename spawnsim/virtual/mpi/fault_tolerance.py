@@ -171,16 +171,36 @@ class RecoveryAgreement(Agreement):
         default_factory=dict
     )  # by world rank: (came, gives others up)
     _alarm_s: float = math.inf
+    # Who decides, and one who is awaited without an end: while both stand, nobody else need be looked at.
+    _decides: int | None = None
+    _unbounded: int | None = None
 
     def come(self, rank: int, part: Any, limit_s: float) -> Completion:
         """Arrive; who lives and does not come is given up after `limit_s`."""
         world = self.context.world
         now_s, self.incarnations[rank] = world.kernel.current.clock, world.ranks[rank].incarnation
         self.limits[rank] = now_s, now_s + max(limit_s, SILENT_S)
+        if self._decides is not None and rank <= self._decides:
+            self._decides = rank if self._is_member(rank) else None
         return self.join(rank, part)
 
     def awaited(self, now_s: float) -> list[int]:
-        """Return the world ranks still awaited; an alarm stands at the time at which nobody will be."""
+        """Return the world ranks still awaited, or one of them; an alarm stands at the time at which nobody will be."""
+        if self._decides is not None and self._unbounded not in self.parts:
+            assert self._unbounded is not None
+            began_s, due_s = self.limits[self._decides]
+            alive = (
+                self.context.world.failed.get((self._decides, self.incarnations[self._decides]), math.inf)
+                > now_s
+            )
+            if alive and due_s > now_s and self._free_s(self._unbounded, began_s, now_s) == math.inf:
+                self._set_alarm(due_s)
+                return [self._unbounded]
+        return self._all_awaited(now_s)
+
+    def _all_awaited(self, now_s: float) -> list[int]:
+        """Return all of them: with a thousand ranks too much for each that comes."""
+        self._decides = None
         here = self._here(now_s)
         if not here:  # they have all died meanwhile
             return list(self.context.everyone)
@@ -194,6 +214,9 @@ class RecoveryAgreement(Agreement):
         awaited = [rank for rank, until_s in free_s.items() if min(until_s, due_s) > now_s]
         if awaited:
             self._set_alarm(min(max(free_s[rank] for rank in awaited), due_s))
+            # The last, as they mostly come in the order of their ranks.
+            self._unbounded = next((rank for rank in reversed(awaited) if free_s[rank] == math.inf), None)
+            self._decides = min(members, default=None) if self._unbounded is not None else None
         return awaited
 
     def conclude(self, now_s: float) -> Any:
@@ -213,9 +236,11 @@ class RecoveryAgreement(Agreement):
     def withdraw(self, rank: int) -> None:
         """Wait no longer with the others."""
         del self.parts[rank], self.incarnations[rank]
+        self._decides = None
 
     def _is_member(self, rank: int) -> bool:
-        return rank in self.context.everyone and self.incarnations[rank] == self.context.incarnation(rank)
+        inside = any(rank in places for places in self.context.places)
+        return inside and self.incarnations[rank] == self.context.incarnation(rank)
 
     def _here(self, now_s: float) -> set[int]:
         failed = self.context.world.failed
@@ -280,7 +305,7 @@ def recover(comm: Member, step: int | None) -> Recovery:
         now = now.successor
     revoke(family(now))
     context, agreed = _regroup(comm, now, step)
-    places = {member: place for place, member in enumerate(context.groups[0])}
+    places = context.places[0]
     stay = {member for member in places if context.incarnation(member) == comm._context.incarnation(member)}
     ranks = {old: places[member] for old, member in enumerate(comm._members) if member in stay}
     dead = tuple(old for old in range(len(comm._members)) if old not in ranks)
