@@ -50,7 +50,7 @@ from spawnsim.policies import (
 )
 from spawnsim.virtual.faults import Crash, Failures, FaultPlan
 
-STEP_S, NODE = 0.05, 8
+NODE = 8
 POLICIES: dict[str, Callable[[], SpawnPolicy]] = {
     "average all": lambda: AverageAllPolicy(10),
     "selective": lambda: AsyncSelectiveAveragingPolicy(
@@ -83,7 +83,7 @@ POLICIES: dict[str, Callable[[], SpawnPolicy]] = {
 }
 
 
-def train(comm: Any, policy: str, iterations: int, every: int) -> None:
+def train(comm: Any, policy: str, iterations: int, every: int, step_s: float) -> None:
     """Train with whoever is there."""
     model = torch.nn.Linear(10, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -99,7 +99,7 @@ def train(comm: Any, policy: str, iterations: int, every: int) -> None:
             if iteration == iterations:
                 group.Barrier()  # nobody leaves while another may need it to recover
                 return
-            with comm.compute(STEP_S):
+            with comm.compute(step_s):
                 pass
             metric = float(comm.rng("metric").normal())
             model, optimizer, _ = acting(iteration, model, optimizer, local_metric=metric, group=group)
@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1000)
     parser.add_argument("--failures", type=int, default=2000, help="of ranks, about")
     parser.add_argument("--iterations", type=int, default=2000)
+    parser.add_argument("--step-s", type=float, default=0.05, help="virtual length of an iteration")
     parser.add_argument("--checkpoint-every", type=int, default=100)
     parser.add_argument("--policy", action="append", choices=POLICIES)
     parser.add_argument(
@@ -140,17 +141,20 @@ def main() -> None:
     parser.add_argument("--out", help="figure of the goodput")
     options = parser.parse_args()
     plans = {
-        requeued: plan(options.ranks, options.failures, options.iterations * STEP_S, requeued=requeued)
+        requeued: plan(
+            options.ranks, options.failures, options.iterations * options.step_s, requeued=requeued
+        )
         for requeued in (False, True)
     }
     deaths = sum(isinstance(fault, Crash) for fault in plans[False].faults)
-    print(f"{options.ranks} ranks, {deaths} failures, {options.iterations} iterations of {STEP_S} s")
+    print(f"{options.ranks} ranks, {deaths} failures, {options.iterations} iterations of {options.step_s} s")
     print(f"{'policy':14} {'goodput':>8} {'virtual s':>10} {'failed':>7} {'processor s':>12}")
     kept = json.loads(options.kept.read_text()) if options.kept and options.kept.exists() else {}
     for policy in options.policy or POLICIES:
         if policy not in kept:
             parameters = {
                 "policy": policy, "iterations": options.iterations, "every": options.checkpoint_every,
+                "step_s": options.step_s,
             }  # fmt: skip
             try:
                 kept[policy] = measured(options.ranks, plans[policy == "requeued"], parameters)
@@ -175,7 +179,7 @@ def measured(ranks: int, faults: FaultPlan, parameters: dict[str, Any]) -> dict[
     run = spawnsim.run(train, ranks=ranks, faults=faults, parameters=parameters)
     virtual_s = run.totals["virtual_seconds"]
     return {
-        "goodput": finished(run) * STEP_S / (ranks * virtual_s),
+        "goodput": finished(run) * parameters["step_s"] / (ranks * virtual_s),
         "virtual_s": virtual_s,
         "failed": sum(event["kind"] == "crash" for event in run.events),
         "processor_s": time.process_time() - began_s,
