@@ -10,7 +10,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 RANKS = (
     "OMPI_COMM_WORLD_RANK",
@@ -38,9 +37,23 @@ from spawnsim.errors import RankFailed, Revoked, Timeout  # noqa: E402
 from spawnsim.policies import (  # noqa: E402
     AsyncModelAveragePolicy,
     AsyncSelectiveAveragingPolicy,
+    AsyncServerPolicy,
     AverageAllPolicy,
     DecentralizedAveragingPolicy,
+    DecoupledDiLoCoPolicy,
+    EASGDPolicy,
+    EDiTPolicy,
+    GossipPolicy,
+    NoLoCoPolicy,
+    OneRoundLatePolicy,
     OneSidedSelectiveAveragingPolicy,
+    OuterOptimizerPolicy,
+    PopulationBasedTrainingPolicy,
+    ServerOptions,
+    ServerRule,
+    SPARTAPolicy,
+    StreamingDiLoCoPolicy,
+    WAGMAPolicy,
     Windows,
     Wiring,
 )
@@ -59,6 +72,15 @@ POLICIES = {
         step_timeout=1.0, shutdown_timeout=1.0,
     ),
     "by_clock": lambda: AsyncModelAveragePolicy("all", 100, 0, patience_s=1.0),
+    "gossip": lambda: GossipPolicy(2),
+    "wagma": lambda: WAGMAPolicy(2, group_size=2, sync_every=3, patience_s=1.0),
+    "server": lambda: AsyncServerPolicy(ServerOptions(ServerRule(0.5, 0.9)), steps=2, patience_s=1.0),
+    "diloco": lambda: OuterOptimizerPolicy.diloco(2), "sparseloco": lambda: OuterOptimizerPolicy.sparseloco(2),
+    "streaming": lambda: StreamingDiLoCoPolicy(4, fragments=2),
+    "eager": lambda: OneRoundLatePolicy.eager(2), "co2": lambda: OneRoundLatePolicy.co2(2),
+    "decoupled": lambda: DecoupledDiLoCoPolicy(4, fragments=2),
+    "edit": lambda: EDiTPolicy(2), "noloco": lambda: NoLoCoPolicy(2), "easgd": lambda: EASGDPolicy(2),
+    "sparta": lambda: SPARTAPolicy(2), "population": lambda: PopulationBasedTrainingPolicy(2),
 }  # fmt: skip
 FAILED = (RankFailed, Revoked, Timeout)
 
@@ -76,7 +98,7 @@ class Plain(torch.nn.Module):
 def main(comm, policy="average_all", iterations=30, meet=4):
     reach("begin")
     averager, model = POLICIES[policy](), Plain(comm.rank)
-    optimizer = SimpleNamespace(param_groups=[{"params": list(model.parameters())}], state={})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     group, iteration = comm, 0
     while iteration < iterations:
         try:

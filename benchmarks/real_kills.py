@@ -1,6 +1,7 @@
 """Kill ranks of real jobs with SIGKILL, at every stage, and judge how the jobs end.
 
 usage: python benchmarks/real_kills.py --out KILLS.jsonl [--trials 240] [--seed 1] [--openmpi PYTHON] [--only WORD …]
+       [--policy NAME …]
 
 Trials go round all combinations of transport (MPICH, Open MPI, gloo), job (plain, --survive), victim (rank 0, another)
 and stage; the number of ranks (2 to 4), policy, victim and moment are drawn from (seed, trial). Results are appended to
@@ -29,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -46,7 +48,10 @@ DELAYS_S = {
 }  # fmt: skip
 """Stages, and how long after it has come to one the victim may live."""
 EARLY = ("start", "import", "join", "begin")  # where a victim may not have begun its program
-POLICIES = ("average_all", "selective", "one_sided", "groups", "by_clock")
+POLICIES = (
+    "average_all", "selective", "one_sided", "groups", "by_clock", "gossip", "wagma", "server", "diloco", "sparseloco",
+    "streaming", "eager", "co2", "decoupled", "edit", "noloco", "easgd", "sparta", "population",
+)  # fmt: skip
 SETTINGS = [
     (transport, job, victim, stage)
     for transport, job, victim, stage in product(
@@ -59,11 +64,11 @@ SETTINGS = [
 class Trial:
     """One job and what is done to it."""
 
-    def __init__(self, number: int, seed: int, pythons: dict[str, str]) -> None:
+    def __init__(self, number: int, pythons: dict[str, str], *, seed: int, policies: Sequence[str]) -> None:
         self.number = number
         self.transport, self.job, kind, self.stage = SETTINGS[number % len(SETTINGS)]
         draw = random.Random(f"{seed} {number}")
-        self.policy, self.delay_s = draw.choice(POLICIES), draw.uniform(0.0, DELAYS_S[self.stage])
+        self.policy, self.delay_s = draw.choice(policies), draw.uniform(0.0, DELAYS_S[self.stage])
         self.ranks = 4 if self.stage == "recovery" else draw.choice((2, 3, 4))
         self.victims = [0 if kind == "rank 0" else draw.randrange(1, self.ranks)]
         if self.stage == "recovery":  # from the death of another
@@ -280,6 +285,7 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="*", default=[], help="words of the settings to try: survive, end, gloo, …"
     )
+    parser.add_argument("--policy", nargs="*", default=POLICIES, choices=POLICIES, help="those to draw from")
     return parser.parse_args()
 
 
@@ -294,7 +300,7 @@ def main() -> None:
         setting = SETTINGS[number % len(SETTINGS)]
         if number in done or setting[0] not in pythons or not set(chosen.only) <= set(setting):
             continue
-        found = Trial(number, chosen.seed, pythons).run()
+        found = Trial(number, pythons, seed=chosen.seed, policies=chosen.policy).run()
         known.append(found)
         with chosen.out.open("a") as file:
             file.write(json.dumps(found) + "\n")
