@@ -11,10 +11,12 @@ and real ranks (markers) over virtual ones (lines).
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from spawnsim.plots import convergence, replacement, series
+from spawnsim.record import Table
 from spawnsim.study import Cell, Context
 
 POLICIES = ("none", "average", "selective", "groups", "clock")
@@ -32,7 +34,7 @@ REAL = {
     "hidden": (256, 256),
     "iterations": 400,
 }  # there a step takes a millisecond rather than 0.1
-ON_REAL_RANKS = ("none", "average", "selective")
+ON_REAL_RANKS = ("none", "average", "selective")  # in turn, in one job
 
 
 def study(context: Context) -> None:
@@ -56,16 +58,34 @@ def virtual(context):
         ]
         for setting, how in SETTINGS.items()
     }
-    many, *others = context.sweep([crowded, *(each for some in cells.values() for each in some)])
-    results = iter(others)
-    runs = {setting: [next(results).run for _ in some] for setting, some in cells.items()}
-    context.save(
-        convergence.race(runs, TARGET, "Which exchange of weights? It depends on what differs among ranks"),
-        "race",
-    )
+    wanted = [each.key for some in cells.values() for each in some]
+    found = {}
+
+    def draw(result):
+        """Draw what is there, while other runs go on."""
+        if result.cell.key == crowded.key:
+            show_crowd(context, result)
+            return
+        found[result.cell.key] = result.run
+        if len(found) == len(wanted):
+            race(context, {setting: [found[each.key] for each in some] for setting, some in cells.items()})
+
+    # The longest first: the others share the cores that it leaves.
+    context.sweep([crowded, *(each for some in cells.values() for each in some)], each=draw)
+
+
+def race(context, runs):
+    """Draw all policies against the clock, and print how far each came."""
+    title = "Which exchange of weights? It depends on what differs among ranks"
+    context.save(convergence.race(runs, TARGET, title), "race")
     show(context, [row for setting, some in runs.items() for row in rows(setting, some)], "race")
+
+
+def show_crowd(context, many):
+    """Draw who of many ranks was replaced, and say what the run took."""
+    ranks = many.cell.ranks
     context.say(
-        f"{crowd:,} ranks took {many.cost.wall_s:.0f} s and {many.cost.peak_memory_B / 2**20:.0f} MiB"
+        f"{ranks:,} ranks took {many.cost.wall_s:.0f} s and {many.cost.peak_memory_B / 2**20:.0f} MiB"
     )
     context.save(replacement.raster_figure(many.run), "replacement-raster")
     context.save(replacement.lineage_figure(many.run), "replacement-lineage")
@@ -73,16 +93,29 @@ def virtual(context):
 
 def real(context):
     """Four real ranks, and four virtual ones that compute for as long as these did without any policy."""
-    measured = context.alone().sweep(
-        [cell(context, policy, ranks=4, backend="mpi", **REAL) for policy in ON_REAL_RANKS]
-    )
-    step_s = seconds_per_iteration(measured[ON_REAL_RANKS.index("none")].run)
+    in_turn = "+".join(ON_REAL_RANKS)
+    [job] = context.alone().sweep([cell(context, in_turn, ranks=4, backend="mpi", **REAL)])
+    measured = [*apart(job.run)]
+    step_s = seconds_per_iteration(measured[ON_REAL_RANKS.index("none")])
     context.say(f"an iteration took {1e3 * step_s:.2g} ms on a real rank; its virtual twin is given that")
     world = {"platform": "laptop", "compute": step_s}
-    twins = context.sweep([cell(context, policy, ranks=4, world=world, **REAL) for policy in ON_REAL_RANKS])
-    both = [each.run for each in twins + measured]
-    context.save(convergence.figure(both, title="One file, virtual and real"), "real-and-virtual")
-    show(context, [ended(virtual, on_mpi) for virtual, on_mpi in zip(twins, measured, strict=True)], "real")
+    [twin] = context.sweep([cell(context, in_turn, ranks=4, world=world, **REAL)])
+    twins = [*apart(twin.run)]
+    context.save(convergence.figure(twins + measured, title="One file, virtual and real"), "real-and-virtual")
+    show(context, [ended(*both) for both in zip(twins, measured, strict=True)], "real")
+
+
+def apart(run):
+    """Give each policy's part of a run that had them in turn, as a run whose time begins with that part."""
+    turn = np.cumsum(run.table["iteration"] == 0)  # rows are ordered by rank, and by time
+    for number, policy in enumerate(ON_REAL_RANKS, start=1):
+        table = run.table.where((turn - number) % len(ON_REAL_RANKS) == 0)
+        begun_s = (table["time_s"] - table["compute_s"])[table["iteration"] == 0].min()
+        parameters = run.what["parameters"] | {"policy": policy}
+        yield replace(
+            run, what=run.what | {"parameters": parameters},
+            table=Table({**table, "time_s": table["time_s"] - begun_s}),
+        )  # fmt: skip
 
 
 def cell(context, policy, *, ranks, seed=SEEDS[0], backend="virtual", world=None, **parameters):
@@ -136,12 +169,10 @@ def over_seeds(values, form, unit=""):
 
 def ended(virtual, measured):
     """The end of a run on virtual ranks and on real ones."""
-    ends = [
-        float(np.median(series.per_rank_last(each.run.table, "accuracy"))) for each in (virtual, measured)
-    ]
-    seconds = [convergence.training_s(each.run) for each in (virtual, measured)]
+    ends = [float(np.median(series.per_rank_last(each.table, "accuracy"))) for each in (virtual, measured)]
+    seconds = [convergence.training_s(each) for each in (virtual, measured)]
     return {
-        "policy": virtual.cell.parameters["policy"],
+        "policy": virtual.what["parameters"]["policy"],
         "accuracy, virtual": f"{ends[0]:.4f}",
         "real": f"{ends[1]:.4f}",
         "seconds, virtual": f"{seconds[0]:.2f}",

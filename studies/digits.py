@@ -22,7 +22,7 @@ POLICIES = ("none", "average", "selective", "groups", "clock")
 
 def main(
     comm,
-    policy="selective",  # one of the five
+    policy="selective",  # one of the five, or several in turn: "none+average"
     iterations=200,
     alpha=0.3,  # Dirichlet split of the classes over ranks; 0.1: one or two digits each; None: even
     spread=0.0,  # of the ranks' learning rates: 0.1 · exp(spread · N(0, 1))
@@ -39,8 +39,14 @@ def main(
     judge="loss",  # selection goes by "loss" (of the own batch) or "accuracy" (on the held-out images not reported)
 ):
     """Train on this rank's shard, and exchange models with the others."""
-    if policy not in POLICIES:
+    given, in_turn = dict(locals()), policy.split("+")
+    if not {*in_turn} <= {*POLICIES}:
         raise ParameterError(f"policy={policy!r}: choose {', '.join(POLICIES)}")
+    if len(in_turn) > 1:  # in one job, for real ranks take longer to start than to train
+        for each in in_turn:
+            main(**given | {"policy": each})
+            comm.Barrier()
+        return
     lr = 0.1 * float(comm.rng("rate").lognormal(0.0, spread))
     digits = Digits(
         comm.rng, comm.Get_rank(), comm.Get_size(), alpha=alpha, hidden=hidden, lr=lr, device=device
@@ -52,8 +58,8 @@ def main(
         exchange = AverageAllPolicy(average_every=average_every)
     elif policy == "selective":
         exchange = AsyncSelectiveAveragingPolicy(
-            digits.build, average_every=average_every, replacement_ratio=replacement_ratio, cooldown=cooldown,
-            compression=compression,
+            model_builder=None, average_every=average_every, replacement_ratio=replacement_ratio,
+            cooldown=cooldown, compression=compression,
         )  # fmt: skip
     elif policy == "groups":
         exchange = DecentralizedAveragingPolicy(
@@ -77,10 +83,11 @@ def main(
         if exchange is not None:
             model, optimizer, info = exchange(iteration, model, optimizer, local_metric=metric, group=comm)
             info.pop("missing", None)  # of "groups": who did not come, which is no number
-        if (iteration + 1) % accuracy_every == 0:  # measured outside of compute(): free on virtual ranks
-            info = {**info, "accuracy": digits.accuracy(model, reported)}
         if consensus is not None:
             consensus.passed(model)
+        # Outside of compute(): free on virtual ranks. Last: what nobody looks at now is one call for all ranks later.
+        if (iteration + 1) % accuracy_every == 0:
+            info = {**info, "accuracy": digits.accuracy(model, reported)}
         comm.record(iteration=iteration, loss=loss, compute_s=block.seconds, **info)
 
     if exchange is not None:

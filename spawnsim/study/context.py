@@ -99,11 +99,14 @@ class Context:
         """
         return grid(self.file(file), ranks=ranks, seeds=seeds, over=over, around=around, **world)
 
-    def sweep(self, cells: Sequence[Cell]) -> list[Result]:
+    def sweep(
+        self, cells: Sequence[Cell], *, each: Callable[[Result], None] = lambda _: None
+    ) -> list[Result]:
         """Run the cells that are not done yet, and return all of them.
 
         Args:
             cells: the runs wanted; equal ones are run once.
+            each: is given each result as soon as it is there, while others still run: a figure can be drawn meanwhile.
 
         Returns:
             A result per cell, in their order.
@@ -111,9 +114,14 @@ class Context:
         Raises:
             StudyError: some runs failed; those that did not are kept.
         """
-        store = Store(self.out / "runs")
-        folders = sweeping.complete(cells, store, jobs=self.jobs, executor=self.executor, say=self.say)
-        return [Result(cell, read(at), store.cost(cell)) for cell, at in zip(cells, folders, strict=True)]
+        store, found = Store(self.out / "runs"), dict[str, Result]()
+
+        def ended(cell: Cell) -> None:
+            found[cell.key] = Result(cell, read(store.folder(cell)), store.cost(cell))
+            each(found[cell.key])
+
+        sweeping.complete(cells, store, jobs=self.jobs, executor=self.executor, say=self.say, ended=ended)
+        return [replace(found[cell.key], cell=cell) for cell in cells]
 
     def alone(self) -> Context:
         """Return this context with one run at a time: for real processes, whose seconds must not be shared.

@@ -7,6 +7,7 @@ submitit, which have none, they are made of what these have instead.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.context
 import os
 import pickle
 import signal
@@ -17,6 +18,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import import_module
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,7 +36,6 @@ PRELOADED = [
     "spawnsim.virtual",
     "spawnsim.training",
     "torch._dynamo",  # every optimizer imports it: 1.5 s of each run
-    "sklearn.datasets",
 ]  # those there are
 STOPPING_S = 5.0  # for which a run that is told to stop may go on writing what it has recorded
 POLL_S = 0.5  # between two looks at a submitted job
@@ -50,6 +51,21 @@ def prepare() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+def load_ahead() -> None:
+    """Let the process from which a pool forks begin to load what runs need, while the caller does something else."""
+    with one_thread():
+        _forkserver()
+        forkserver.ensure_running()
+
+
+def _forkserver() -> multiprocessing.context.ForkServerContext:
+    # Not fork: the caller may have threads and a loaded BLAS, whose locks a fork copies as they stand. Not spawn:
+    # loading torch takes longer than a short run.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class Processes(Executor):
     """A fresh process for each task, so many at once: one that is killed fails its own task alone.
 
@@ -57,10 +73,7 @@ class Processes(Executor):
     """
 
     def __init__(self, jobs: int) -> None:
-        # Not fork: the caller may have threads and a loaded BLAS, whose locks a fork copies as they stand. Not spawn:
-        # loading torch takes longer than a short run.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+        self._context = _forkserver()
         self._threads = ThreadPoolExecutor(jobs)  # each waits for one process
         self._lock = Lock()
 
@@ -151,9 +164,7 @@ def pool(jobs: int, *, fresh: bool = True) -> Iterator[Executor]:
         if fresh:
             executor = Processes(jobs)
         else:
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(PRELOADED)
-            executor = ProcessPoolExecutor(jobs, mp_context=context, initializer=prepare)
+            executor = ProcessPoolExecutor(jobs, mp_context=_forkserver(), initializer=prepare)
         try:
             yield executor
         # KeyboardInterrupt is no Exception, and is the common case.

@@ -181,7 +181,13 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {int(seconds % 60)} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def sweep(cells: Sequence[Cell], store: Store, *, executor: Executor | None = None, say: Say) -> list[Path]:
+Ended = Callable[[Cell], None]
+
+
+def sweep(
+    cells: Sequence[Cell], store: Store, *, executor: Executor | None = None, say: Say,
+    ended: Ended = lambda _: None,
+) -> list[Path]:  # fmt: skip
     """Run what is not done yet.
 
     Args:
@@ -190,6 +196,7 @@ def sweep(cells: Sequence[Cell], store: Store, *, executor: Executor | None = No
         executor: anything that is a `concurrent.futures.Executor`; None runs one after another, in this process.
             But in processes of `pool` each run is a command of its own, in whatever carries it.
         say: takes one line of text per finished run.
+        ended: is given each run, once, as soon as it is there; first those that were there before.
 
     Returns:
         The run folders, in the order of `cells`.
@@ -200,16 +207,21 @@ def sweep(cells: Sequence[Cell], store: Store, *, executor: Executor | None = No
     """
     store.tidy()
     # By key: cells that read differently may be the same run.
-    missing = list({cell.key: cell for cell in cells if not store.done(cell)}.values())
+    missing = {cell.key: cell for cell in cells if not store.done(cell)}
     if len(missing) < len(cells):
         say(f"{len(cells) - len(missing)} of {len(cells)} runs are there already")
     # Failures are kept and told at the end, so that one bad cell does not cost a night's other runs.
     progress, failures = Progress(say, len(missing), time.monotonic()), []
     names = labels(cells)
-    for done, (cell, outcome) in enumerate(_outcomes(missing, store.root.absolute(), executor), start=1):
+    outcomes = _outcomes(missing.values(), store.root.absolute(), executor)
+    for cell in {cell.key: cell for cell in cells if cell.key not in missing}.values():
+        ended(cell)
+    for done, (cell, outcome) in enumerate(outcomes, start=1):
         progress.finished(done, names[cell.key], outcome)
         if isinstance(outcome, Exception):
             failures.append((cell, outcome))
+        else:
+            ended(cell)
     if failures:
         store.tidy(aside=True)  # runs whose process was killed could not do it themselves
         raise _failed(failures, len(cells), store, names) from failures[0][1]
@@ -237,8 +249,9 @@ def _failed(
 
 
 def complete(
-    cells: Sequence[Cell], store: Store, *, jobs: int = 1, executor: Executor | None = None, say: Say
-) -> list[Path]:
+    cells: Sequence[Cell], store: Store, *, jobs: int = 1, executor: Executor | None = None, say: Say,
+    ended: Ended = lambda _: None,
+) -> list[Path]:  # fmt: skip
     """Run what is not done yet, in a pool of processes unless another executor is given; as `sweep`.
 
     Args:
@@ -247,6 +260,7 @@ def complete(
         jobs: how many runs may go on at once; 0: one after another, in this process.
         executor: carries runs out; it is its owner's to end.
         say: takes one line of text per finished run.
+        ended: as for `sweep`.
 
     Returns:
         The run folders, in the order of `cells`.
@@ -257,7 +271,7 @@ def complete(
     own_pool = executor is None and jobs > 0
     try:
         with pool(jobs) if own_pool else nullcontext(executor) as carrier:
-            return sweep(cells, store, executor=carrier, say=say)
+            return sweep(cells, store, executor=carrier, say=say, ended=ended)
     except KeyboardInterrupt as stop:
         # Counted on disk: processes may have finished runs after the interrupt.
         kept = f"{sum(map(store.done, cells))} of {len(cells)} runs are done and kept"

@@ -60,11 +60,13 @@ class Patches:
 # ranks, and nearly half of one of 100,000, as the older generations fill too: the one cost that grew with the ranks. So
 # what is there before a run is frozen, and looks are rarer than a collective is long. But what was frozen counts as old
 # for good, and a run that is over is a cycle: before the next one is built, all is collected if memory has grown by
-# half since the last time.
+# half since the last time. Before the first one there is nothing to find, and to look through torch takes 0.3 s.
 YOUNG_OBJECTS = 20_000  # new objects between two looks, at least
 YOUNG_PER_RANK = 50  # and for each rank of the run
 FEW_BLOCKS = 400_000  # blocks of memory below which old runs are not worth a collection
-_blocks_after = [0]  # how many there were after the last whole collection: a fact about this process
+_blocks_after: list[
+    int
+] = []  # how many there were after the last whole collection: a fact about this process
 
 
 @contextmanager
@@ -72,9 +74,12 @@ def rare_collections(ranks: int) -> Iterator[None]:
     """Let the collector look less often while a run of so many ranks is built and goes on."""
     before = gc.get_threshold()
     # Python knows how many blocks it has handed out; to count what is frozen takes it longer than many a run.
-    if before[0] and sys.getallocatedblocks() > _blocks_after[0] * 3 // 2 + FEW_BLOCKS:
+    blocks = sys.getallocatedblocks()
+    if before[0] and _blocks_after and blocks > _blocks_after[0] * 3 // 2 + FEW_BLOCKS:
         gc.collect()
-        _blocks_after[0] = sys.getallocatedblocks()
+        blocks, _blocks_after[:] = sys.getallocatedblocks(), []
+    if not _blocks_after:
+        _blocks_after.append(blocks)
     if before[0]:
         gc.set_threshold(max(before[0], YOUNG_OBJECTS, YOUNG_PER_RANK * ranks), *before[1:])
     try:

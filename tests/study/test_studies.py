@@ -136,6 +136,23 @@ def test_digits_judges_the_mean_of_all_models_under_each_policy(policy):
     assert run.totals["iterations"] == 40
 
 
+def test_the_demo_takes_apart_a_run_of_several_policies_in_turn():
+    """Each part has all of its ranks' rows, by the name of its policy, and a clock that begins with it."""
+    how = {"policy": "none+average+selective", "iterations": 12, "accuracy_every": 4}
+    run = spawnsim.run(
+        STUDIES / "digits.py", ranks=11, parameters=how, compute="10 ms", stragglers="slow:0.1,3"
+    )
+    parts = [*inside("demo")["apart"](run)]
+    assert [part.what["parameters"]["policy"] for part in parts] == ["none", "average", "selective"]
+    for part in parts:
+        assert part.table["iteration"].tolist() == [*range(12)] * 11
+        assert part.table["rank"].tolist() == [rank for rank in range(11) for _ in range(12)]
+        # The slow rank computes for 30 ms an iteration; an average waits for it in the first one.
+        assert 0.0099 < part.table["time_s"].min() < 0.031 and part.table["time_s"].max() < 0.4
+    with pytest.raises(ParameterError, match=r"policy='none.gossip': choose none"):
+        load(STUDIES / "digits.py")(Solo(), policy="none+gossip")
+
+
 # ------------------------------------------------------------------------------- studies: what they reckon, and say
 def inside(name):
     """Return the names of a study's file."""

@@ -389,3 +389,23 @@ def test_a_pool_tells_its_processes_to_use_one_thread_and_leaves_the_environment
         assert executor.submit(os.getenv, "OMP_NUM_THREADS").result() == "1"
         first, second = (executor.submit(os.getpid).result() for _ in range(2))
     assert first != second and "OMP_NUM_THREADS" not in os.environ
+
+
+def test_a_study_gets_each_result_as_soon_as_it_is_there(program, tmp_path, monkeypatch):
+    """Once each, while the next has not begun; at a second call those that are there already come first."""
+    ran = Recorder(monkeypatch, fails=(2,))
+    context = study.Context("trial", tmp_path, tmp_path / "out", jobs=0)
+    cells, came = cells_of(program), []
+
+    def note(result: study.Result) -> None:
+        came.append((result.cell.key, len(ran.ran)))
+        assert result.run.table.rows == 4 and result.cost.wall_s == 0.5
+
+    with pytest.raises(StudyError, match="2 of 5"):
+        context.sweep([*cells, cells[0]], each=note)
+    assert came == [(cells[0].key, 1), (cells[2].key, 3)]
+    ran.fails, came[:] = (), []
+    ran.ran.clear()
+    results = context.sweep([cells[0], *cells], each=note)
+    assert [result.cell for result in results] == [cells[0], *cells]
+    assert came == [(cells[0].key, 0), (cells[2].key, 0), (cells[1].key, 1), (cells[3].key, 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import spawnsim.workloads.digits
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.random import Streams
 from spawnsim.workloads import Digits
@@ -152,6 +154,19 @@ def test_wrong_parameters_are_refused(wrong):
 def test_a_missing_scikit_learn_names_the_extra(monkeypatch):
     """The message is the command that mends it."""
     _load.cache_clear()
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr(spawnsim.workloads.digits, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'spawnsim\[demo\]'"):
         load()
+
+
+def test_the_images_are_those_of_scikit_learn():
+    """All 1,797, in its order; reading them loads nothing of it, which would take longer than a short training."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    rows = spawnsim.workloads.digits._rows()
+    assert np.array_equal(rows[:, :-1], x) and np.array_equal(rows[:, -1], y)
+    program = (
+        "import sys; from spawnsim.workloads.digits import load; load(); assert 'sklearn' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
