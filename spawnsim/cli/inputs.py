@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spawnsim.errors import ParameterError
-from spawnsim.fidelity import chakra, inputs
+from spawnsim.fidelity import chakra, inputs, whatif
 from spawnsim.options import Parser
 from spawnsim.virtual.compute import Trace
 from spawnsim.virtual.platform import Platform, to_toml
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     elif options.kind == "chakra":
         use = write_program(chakra.read_traces(paths), out)
     elif options.kind == "bytedance":
-        trace, found = inputs.read_bytedance(paths[0])
+        trace, found = whatif.read_bytedance(paths[0])
         use = write_times(trace, out)
         sys.stdout.write(f"{_slowdowns(found)}\n")
     elif options.kind in ("sacct", "spot"):
@@ -49,26 +49,34 @@ def main(argv: Sequence[str]) -> int:
             raise ParameterError(f"--out {out}: a fault plan is a .json file")
         if options.kind == "sacct":
             plan = inputs.read_sacct(paths[0], options.job, ranks_per_node=options.ranks_per_node or 8)
-            use = f"--faults {out} ({len(plan.faults)} faults)"
+            use = f"--faults {out} ({len(plan.faults)} faults, {options.ranks_per_node or 8} ranks on each node)"
         else:
             plan, ranks = inputs.read_spot(paths[0], ranks_per_node=options.ranks_per_node or 1)
             use = f"--ranks {ranks} --faults {out} ({len(plan.faults)} faults)"
         out.write_text(plan.to_json(), encoding="utf-8")
     else:
-        out.write_text(to_toml(_platform(options.kind, paths[0], options.members)), encoding="utf-8")
+        if out.suffix != ".toml":
+            raise ParameterError(f"--out {out}: a platform is a .toml file")
+        platform = _platform(options.kind, paths[0], options.members)
+        out.write_text(to_toml(platform), encoding="utf-8")
         use = f"--platform {out}"
+        known = dict(platform.fitted)
+        if "largest_error" in known:
+            use += f" (one link for all: off by up to {known['largest_error']})"
     sys.stdout.write(f"written: {out}; use it as {use}\n")
     return 0
 
 
-def _slowdowns(found: inputs.WhatIf | None) -> str:
-    if found is None:
-        return (
-            "several stages: how much their stragglers cost depends on the pipeline, which is not estimated"
-        )
+def _slowdowns(found: whatif.WhatIf) -> str:
     worst = sorted(range(len(found.by_worker)), key=lambda worker: -found.by_worker[worker])[:3]
-    each = ", ".join(f"rank {worker} {found.by_worker[worker]:.3f}" for worker in worst)
-    return f"slowdown {found.slowdown:.3f} over equal workers; with one alone as it was: {each}"
+    each = ", ".join(f"rank {found.workers[worker]} {found.by_worker[worker]:.3f}" for worker in worst)
+    lines = [f"slowdown {found.slowdown:.3f} over equal operations; with one worker alone as it was: {each}"]
+    if len(found.by_stage) > 1:
+        stages = ", ".join(f"{stage} {value:.3f}" for stage, value in enumerate(found.by_stage))
+        lines.append(
+            f"with one stage alone as it was: {stages}; the last stage explains {found.last_stage:.0%}"
+        )
+    return "\n".join(lines)
 
 
 def _platform(kind: str, path: Path, members: str) -> Platform:

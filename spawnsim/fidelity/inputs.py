@@ -6,18 +6,19 @@ Every error names the file and the field. Nothing is run, and nothing is measure
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.errors import ParameterError
 from spawnsim.virtual.collectives import Selection
 from spawnsim.virtual.compute import Trace
 from spawnsim.virtual.faults import Crash, Fault, FaultPlan, Restart
@@ -29,9 +30,11 @@ Intervals = list[tuple[float, float]]
 
 # ------------------------------------------------------------------------------------------------------------ reading
 def _text(path: Path) -> str:
+    """Return a file's text; the PyTorch profiler packs its own (.gz), spreadsheets begin with a byte order mark."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return data.decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ParameterError(f"{path}: cannot be read ({error})") from error
 
 
@@ -62,7 +65,7 @@ def _above_zero(path: Path, name: str, value: Any) -> float:
     return float(value)
 
 
-def _rows(path: Path, names: Sequence[str], delimiter: str) -> Iterator[tuple[int, dict[str, str]]]:
+def table_rows(path: Path, names: Sequence[str], delimiter: str) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield each row of a table with its line number; the columns named must be there."""
     reader = csv.DictReader(_text(path).splitlines(), delimiter=delimiter)
     missing = [name for name in names if name not in (reader.fieldnames or ())]
@@ -160,6 +163,8 @@ def read_iperf3(path: Path) -> Platform:
     document = _json(path)
     if isinstance(document, dict) and document.get("error"):
         raise ParameterError(f"{path}: error: the test failed: {document['error']}")
+    if _field(path, document, "start", "test_start", "protocol") != "TCP":
+        raise ParameterError(f"{path}: start.test_start.protocol is not TCP: run iperf3 without -u")
     rate = _field(path, document, "end", "sum_received", "bits_per_second")
     bandwidth = _above_zero(path, "end.sum_received.bits_per_second", rate) / 8
     streams = _field(path, document, "end", "streams")
@@ -199,7 +204,7 @@ def read_wan(path: Path, members: int | Sequence[int] = 1) -> Platform:
     Raises:
         ParameterError: the file cannot be read; a row, column or pair is missing, or no such pair of numbers.
     """
-    rows = {row["region"].strip(): (line, row) for line, row in _rows(path, ["region"], ",")}
+    rows = {row["region"].strip(): (line, row) for line, row in table_rows(path, ["region"], ",")}
     pairs: dict[tuple[str, str], tuple[float, float]] = {}
     for source, (line, row) in rows.items():
         for dest in rows:
@@ -230,6 +235,10 @@ def read_wan(path: Path, members: int | Sequence[int] = 1) -> Platform:
         return Hockney(*found)
 
     each = (members,) * len(rows) if isinstance(members, int) else tuple(members)
+    if len(each) != len(rows):
+        raise ParameterError(
+            f"{path}: region: {len(rows)} of them, and members of {len(each)}: give one number for each"
+        )
     joins = tuple(tuple(link(source, dest) for dest in rows) for source in rows)
     return Platform(path.stem, Regions(each, joins), description=f"regions {', '.join(rows)}")
 
@@ -330,96 +339,6 @@ def _both(spans: Intervals, others: Intervals, begin: float, end: float) -> floa
     return sum(_covered(others, first, last) for first, last in cut if last > first)
 
 
-_OPERATIONS = ("rank", "stage", "step", "optype", "duration")
-_COMPUTING = ("forward-compute", "backward-compute")
-
-
-class WhatIf(NamedTuple):
-    """How much longer steps take than with equal workers (1: not at all), in all, and with one worker as it was."""
-
-    slowdown: float
-    by_worker: tuple[float, ...]
-
-
-def read_bytedance(path: Path) -> tuple[Trace, WhatIf | None]:
-    """Return compute times of a job's workers from a trace as ByteDance published them (Lin et al., OSDI 2025).
-
-    A row is an operation of a worker; those of `optype` forward-compute and backward-compute count, by worker and
-    step. What-if analysis as there, in closed form for data parallelism, where a step takes as long as its slowest
-    worker: S = Σ max(c) / Σ mean(c) over steps, and S_w with c of worker w alone, all others at the mean. Pipelines
-    wait within a step: for more than one stage None is returned instead.
-
-    Args:
-        path: Parquet (`pip install "spawnsim[tables]"`), or CSV with the same columns: rank, stage, step, optype,
-            duration (s), and any others.
-
-    Returns:
-        A row of seconds for each worker, one entry a step; and the analysis.
-
-    Raises:
-        ParameterError: the file cannot be read, lacks a column, a value is no number, or a worker lacks a step.
-    """
-    rank, stage, step, optype, duration = _operations(path)
-    computes = np.isin(optype, _COMPUTING)
-    if not computes.any():
-        raise ParameterError(f"{path}: optype: no {' or '.join(_COMPUTING)}")
-    for name, values in (("rank", rank), ("step", step), ("stage", stage)):
-        bad = np.flatnonzero(values != np.floor(values))
-        if len(bad):
-            raise ParameterError(f"{path}: {name} of row {bad[0]} is {values[bad[0]]}, no whole number")
-    bad = np.flatnonzero(~((duration >= 0.0) & (duration < np.inf)))
-    if len(bad):
-        raise ParameterError(f"{path}: duration of row {bad[0]} is {duration[bad[0]]}, not 0 s or more")
-    steps, at = np.unique(step[computes], return_inverse=True)
-    workers = np.unique(rank)
-    if not np.array_equal(workers, np.arange(len(workers))):
-        missing = next(each for each in range(len(workers) + 1) if each not in workers)
-        raise ParameterError(f"{path}: rank: there is nothing of rank {missing}")
-    sums, counts = np.zeros((len(workers), len(steps))), np.zeros((len(workers), len(steps)), np.int64)
-    place = rank[computes].astype(np.int64), at
-    np.add.at(sums, place, duration[computes])
-    np.add.at(counts, place, 1)
-    if not counts.all():
-        lacks, of = np.argwhere(counts == 0)[0]
-        raise ParameterError(f"{path}: step: rank {lacks} computes nothing in step {steps[of]:.0f}")
-    trace = Trace(list(sums), source=str(path))
-    if len(np.unique(stage)) > 1:
-        return trace, None
-    ideal = sums.mean(axis=0)
-    one = np.maximum(sums, ideal).sum(axis=1) / ideal.sum()
-    return trace, WhatIf(float(sums.max(axis=0).sum() / ideal.sum()), tuple(one.tolist()))
-
-
-def _operations(path: Path) -> list[Any]:
-    """Return the columns of `_OPERATIONS`, texts or float64."""
-    if path.suffix == ".csv":
-        rows = [row for _, row in _rows(path, _OPERATIONS, ",")]
-        columns: dict[str, Any] = {name: [row[name] for row in rows] for name in _OPERATIONS}
-    else:
-        try:
-            parquet = import_module("pyarrow.parquet")
-        except ImportError as error:
-            raise UnsupportedError(
-                f'{path}: Parquet needs pyarrow: pip install "spawnsim[tables]"'
-            ) from error
-        try:
-            columns = parquet.read_table(path, columns=list(_OPERATIONS)).to_pydict()
-        except (OSError, ValueError, KeyError) as error:  # pyarrow's errors are of these
-            raise ParameterError(
-                f"{path}: cannot be read, with columns {', '.join(_OPERATIONS)} ({error})"
-            ) from error
-    found = []
-    for name in _OPERATIONS:
-        values = columns.get(name)
-        if values is None:
-            raise ParameterError(f"{path}: no column {name!r}; it needs {', '.join(_OPERATIONS)}")
-        try:
-            found.append(np.array(values, dtype=str if name == "optype" else np.float64))
-        except (ValueError, TypeError) as error:
-            raise ParameterError(f"{path}: {name}: {error}") from error
-    return found
-
-
 # ------------------------------------------------------------------------------------------------------------- faults
 def read_spot(path: Path, *, ranks_per_node: int = 1) -> tuple[FaultPlan, int]:
     """Return the preemptions and joins of a trace of how many spot instances there were.
@@ -457,6 +376,7 @@ def read_spot(path: Path, *, ranks_per_node: int = 1) -> tuple[FaultPlan, int]:
 
 
 _MOST_NODES = 100_000
+_NEVER = ("Unknown", "None", "")  # what sacct writes of a run that was cancelled before it began
 _SACCT = ("JobID", "State", "Start", "End", "NodeList", "FailedNode")
 _NODES = re.compile(r"([^,\[]+)(?:\[([^\]]+)\])?,?")
 
@@ -479,15 +399,15 @@ def read_sacct(path: Path, job: str | None = None, *, ranks_per_node: int = 8) -
     Raises:
         ParameterError: the file cannot be read, lacks a column, has several jobs or none, or a field makes no sense.
     """
-    rows = [(line, row) for line, row in _rows(path, _SACCT, "|") if "." not in row["JobID"]]
+    rows = [(line, row) for line, row in table_rows(path, _SACCT, "|") if "." not in row["JobID"]]
     jobs = list(dict.fromkeys(row["JobID"] for _, row in rows))
     if job is None and len(jobs) != 1:
         raise ParameterError(f"{path}: JobID: {len(jobs)} jobs ({', '.join(jobs[:5])}): say which")
     runs = [
-        (line, row) for line, row in rows if row["JobID"] == (job or jobs[0]) and row["Start"] != "Unknown"
+        (line, row) for line, row in rows if row["JobID"] == (job or jobs[0]) and row["Start"] not in _NEVER
     ]
     if not runs:
-        raise ParameterError(f"{path}: JobID: no run of job {job} has started")
+        raise ParameterError(f"{path}: JobID: no run of job {job or jobs[0]} has started")
     starts = [_time(path, line, "Start", row["Start"]) for line, row in runs]
     faults: list[Fault] = []
     for place, (line, row) in enumerate(runs):

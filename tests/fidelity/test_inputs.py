@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -10,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 
 import spawnsim
 from spawnsim.cli import main
-from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.errors import ParameterError
 from spawnsim.fidelity import inputs
 from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.faults import Crash, FaultPlan, Restart
@@ -108,6 +108,7 @@ IPERF_FAULTS = [
     (lambda d: d["end"]["streams"][1]["sender"].clear(), r"end.streams\[1\].sender.mean_rtt is missing"),
     (lambda d: d["end"].update(streams=[]), r"end.streams\[0\] is missing"),
     (lambda d: d.update(error="unable to connect"), "error: the test failed: unable"),
+    (lambda d: d["start"]["test_start"].update(protocol="UDP"), "start.test_start.protocol is not TCP"),
     (lambda d: d["end"]["sum_received"].update(bits_per_second=0), "bits_per_second is 0"),
 ]
 
@@ -160,6 +161,9 @@ def test_a_wan_matrix(tmp_path: Path) -> None:
     assert isinstance(preset, Regions)
     assert network.joins[0][:2] == preset.joins[0][:2]
     assert main(["import", "wan", str(path), "--members", "4,8,4", "--out", str(tmp_path / "aws.toml")]) == 0
+    with pytest.raises(ParameterError, match=r"aws\.csv: region: 3 of them, and members of 2"):
+        inputs.read_wan(path, [4, 8])
+    assert inputs.read_wan(_written(tmp_path, "\ufeff" + WAN, "aws.csv"), [4, 8, 4]).network == network
     read = load_platform(tmp_path / "aws.toml").network
     assert read.cost(0, 15, 10**6) == pytest.approx(network.cost(0, 15, 10**6), rel=1e-8)
     for change, said in (
@@ -220,6 +224,12 @@ def test_kineto_traces(tmp_path: Path) -> None:
 
     run = spawnsim.run(program, ranks=2, compute=f"{tmp_path / 'times'},cycle")
     assert run.table["seconds"].tolist() == pytest.approx([0.06, 0.065])
+    packed = tmp_path / "rank0.json.gz"
+    packed.write_bytes(gzip.compress(paths[1].read_bytes()))
+    assert np.array_equal(inputs.read_kineto([packed]).rows[0], trace.rows[0])
+    packed.write_bytes(packed.read_bytes()[:40])
+    with pytest.raises(ParameterError, match=r"rank0.json.gz: cannot be read"):
+        inputs.read_kineto([packed])
     with pytest.raises(ParameterError, match=r"rank1.json: distributedInfo.rank is 1"):
         inputs.read_kineto([paths[0], paths[0]])
     with pytest.raises(ParameterError, match="no file is of rank 0"):
@@ -281,12 +291,16 @@ def test_sacct(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         with pytest.raises(ParameterError, match=f"sacct.txt.*{said}"):
             inputs.read_sacct(_written(tmp_path, SACCT.replace(*change), "sacct.txt"))
+    waited = "77|CANCELLED by 0|None|Unknown|None assigned|\n"
+    with pytest.raises(ParameterError, match="no run of job"):
+        inputs.read_sacct(_written(tmp_path, SACCT.split("\n")[0] + "\n" + waited, "sacct.txt"))
     with pytest.raises(ParameterError, match="no run of job 5"):
         inputs.read_sacct(_written(tmp_path, SACCT, "sacct.txt"), "5")
     for wrong, said in (
         (["sacct", str(path), "--out", "plan.txt"], ".json file"),
-        (["wan", str(path), "--members", "a", "--out", str(out)], "--members 'a'"),
+        (["wan", str(path), "--members", "a", "--out", "wan.toml"], "--members 'a'"),
         (["nccl", str(path), str(path), "--out", str(out)], "give one file"),
+        (["wan", str(path), "--out", str(out)], "a platform is a .toml file"),
     ):
         assert main(["import", *wrong]) == 2
         assert said in capsys.readouterr().err
@@ -322,71 +336,10 @@ def test_spot_instances(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["import", "spot", str(path), "--ranks-per-node", "0", "--out", str(out)]) == 2
 
 
-OPERATIONS = """rank,stage,step,optype,start_ts,duration
-0,0,1,forward-compute,0.0,1.0
-0,0,1,forward-compute,1.0,1.0
-0,0,1,backward-compute,2.0,2.0
-1,0,1,forward-compute,0.0,4.0
-1,0,1,backward-compute,4.0,4.0
-2,0,1,forward-compute,0.0,3.0
-0,0,1,grads-reduce-scatter,8.0,9.0
-0,0,2,forward-compute,20.0,3.0
-1,0,2,forward-compute,20.0,6.0
-2,0,2,forward-compute,20.0,6.0
-"""
-
-
-def test_operations_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    """Three workers, two steps: 4, 8, 3 and 3, 6, 6 s, means of 5; slowdowns by hand. Parquet by its own reader."""
-    path = _written(tmp_path, OPERATIONS, "ops.csv")
-    trace, found = inputs.read_bytedance(path)
-    assert [np.asarray(row).tolist() for row in trace.rows] == [[4.0, 3.0], [8.0, 6.0], [3.0, 6.0]]
-    assert found is not None
-    assert found.slowdown == pytest.approx((8 + 6) / 10)
-    assert found.by_worker == pytest.approx(((5 + 5) / 10, (8 + 6) / 10, (5 + 6) / 10))
-    assert main(["import", "bytedance", str(path), "--out", str(tmp_path / "times")]) == 0
-    assert (
-        "slowdown 1.400 over equal workers; with one alone as it was: rank 1 1.400" in capsys.readouterr().out
-    )
-    # Replayed with a Barrier a step, the job takes what the analysis starts from: 8 s and 6 s.
-    both = spawnsim.run(_steps, ranks=3, compute=str(tmp_path / "times"), platform=Switch(Hockney(0.0, 1e12)))
-    assert both.totals["virtual_seconds"] == pytest.approx(14.0)
-    staged = _written(tmp_path, OPERATIONS.replace("2,0,", "2,1,"), "staged.csv")
-    assert inputs.read_bytedance(staged)[1] is None
-    for change, said in (
-        (("optype", "type"), "no column 'optype'"),
-        (("compute", "wait"), "optype: no forward-compute or backward-compute"),
-        (("0.0,4.0", "0.0,-4.0"), "duration of row 3 is -4.0"),
-        (("0.0,4.0", "0.0,long"), "duration: could not convert"),
-        (("2,0,2,forward", "2,0,2,sync"), "step: rank 2 computes nothing in step 2"),
-        (("2,0,", "3,0,"), "rank: there is nothing of rank 2"),
-        (("1,0,2,", "1,0,2.5,"), "step of row 8 is 2.5"),
-    ):
-        with pytest.raises(ParameterError, match=f"ops.csv: {said}"):
-            inputs.read_bytedance(_written(tmp_path, OPERATIONS.replace(*change), "ops.csv"))
-    rows = [line.split(",") for line in OPERATIONS.split()]
-    columns = {name: [row[at] for row in rows[1:]] for at, name in enumerate(rows[0])}
-    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "ops.parquet")
-    assert inputs.read_bytedance(tmp_path / "ops.parquet")[1] == found
-
-    def absent(name: str) -> Any:
-        raise ImportError(name)
-
-    monkeypatch.setattr(inputs, "import_module", absent)
-    with pytest.raises(UnsupportedError, match=r"ops.parquet: Parquet needs pyarrow: pip install"):
-        inputs.read_bytedance(tmp_path / "ops.parquet")
-
-
-def _steps(comm: Any) -> None:
-    for _ in range(2):
-        with comm.compute():
-            pass
-        comm.Barrier()
-
-
-def test_the_command_writes_platforms(tmp_path: Path) -> None:
-    """Both reports become files that load."""
+def test_the_command_writes_platforms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both reports become files that load; how far a fit is off is told."""
     for kind, document in (("nccl", _nccl()), ("iperf3", _iperf())):
         out = tmp_path / f"{kind}.toml"
         assert main(["import", kind, str(_written(tmp_path, document)), "--out", str(out)]) == 0
         assert isinstance(load_platform(out).network, Switch)
+    assert "off by up to 0% of 14 times" in capsys.readouterr().out
